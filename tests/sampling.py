@@ -1,11 +1,12 @@
 """What a quick run takes of a long list: a sample that the commit seeds. `FULL=1` takes all of it,
-as `make full` does."""
+as `make full` does. `python tests/sampling.py 2 a b c` prints two of the three."""
 
 from __future__ import annotations
 
 import os
 import random
 import subprocess
+import sys
 from collections.abc import Sequence
 from functools import cache
 from pathlib import Path
@@ -37,3 +38,7 @@ def take_sample(items: Sequence[T], number: int) -> list[T]:
 def num_examples(full: int, quick: int) -> int:
     """How many inputs hypothesis draws."""
     return full if IS_FULL else min(full, quick)
+
+
+if __name__ == "__main__":
+    print(*take_sample(sys.argv[2:], int(sys.argv[1])))

@@ -26,6 +26,7 @@ from sightline.media import MediaStore
 from sightline.render import Bridged
 from sightline.transport.http_server import build_uvicorn_config
 from sightline.transport.listen import bind_socket
+from sightline.transport.tls import check_tls
 from sightline.wire import Slot
 from sightline.wire.generate import (
     AdoptRequest,
@@ -63,9 +64,13 @@ class Client:
             connection.close()
 
     def generate(
-        self, tokens: Sequence[int], slots: Sequence[Slot] = (), params: SamplingParams = GREEDY
+        self,
+        tokens: Sequence[int],
+        slots: Sequence[Slot] = (),
+        params: SamplingParams = GREEDY,
+        rollout_id: str = "",
     ) -> GenerateResponse:
-        request = GenerateRequest.of(list(tokens), list(slots), params, self.modality)
+        request = GenerateRequest.of(list(tokens), list(slots), params, self.modality, rollout_id)
         status, body, _ = self.call("POST", "/inference/v1/generate", msgspec.json.encode(request))
         assert status == 200, body
         return msgspec.json.decode(body, type=GenerateResponse)
@@ -142,7 +147,9 @@ def embedded(
     """A server of the embedded engine, always; `store` takes the place of the settings' own."""
     listening = bind_socket(settings.inference.host, 0)
     server = build_server(ServerComponents.load(settings, store))
-    config = build_uvicorn_config(wrap(server.app), lifespan="on")
+    inference = settings.inference
+    tls = check_tls(inference.tls_cert, inference.tls_key, inference.host)
+    config = build_uvicorn_config(wrap(server.app), lifespan="on", **tls)
     running = uvicorn.Server(config)
     thread = threading.Thread(
         target=lambda: asyncio.run(running.serve(sockets=[listening])), daemon=True
@@ -181,19 +188,34 @@ class Reference:
     def _inputs(self, tokens: Sequence[int], slots: Sequence[Slot]) -> dict[str, torch.Tensor]:
         ids = torch.tensor([list(tokens)])
         inputs = {"input_ids": ids, "attention_mask": torch.ones_like(ids)}
-        if slots:
+        if slots and self.family.name == "anyvlm":
+            inputs |= self._processed(slots)
+        elif slots:
             rows = [
                 self.family.rows(self.family.patches(self.store.image(s.item.ref), s.item))
                 for s in slots
             ]
             inputs["pixel_values"] = torch.from_numpy(np.concatenate(rows))
             inputs["image_grid_thw"] = torch.tensor([slot.item.grid for slot in slots])
-            if self.family.num_axes > 1:  # positions follow the images: it wants to know where
-                kinds = torch.zeros_like(ids)
-                for slot in slots:
-                    kinds[0, slot.offset : slot.end] = 1
-                inputs["mm_token_type_ids"] = kinds
+        if slots and self.family.num_axes > 1:  # positions follow images: it wants to know where
+            kinds = torch.zeros_like(ids)
+            for slot in slots:
+                kinds[0, slot.offset : slot.end] = 1
+            inputs["mm_token_type_ids"] = kinds
         return inputs
+
+    def _processed(self, slots: Sequence[Slot]) -> dict[str, torch.Tensor]:
+        """What the checkpoint's own processor makes of the images, by the names of the arrays."""
+        from sightline.families.anyvlm.processor import load_processor, process
+
+        processor, found = load_processor(self.family.path), self.family.findings
+        made = [process(processor, self.store.image(slot.item.ref))[0] for slot in slots]
+        axes = {spec.name: int(spec.has_batch) for spec in found.arrays}
+        axes |= {found.grid_array: 0} if found.grid_array else {}
+        return {
+            name: torch.from_numpy(np.concatenate([arrays[name] for arrays in made], axis))
+            for name, axis in axes.items()
+        }
 
     @torch.no_grad()
     def logits(self, tokens: Sequence[int], slots: Sequence[Slot]) -> torch.Tensor:

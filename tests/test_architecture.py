@@ -49,7 +49,10 @@ TORCH_ADDRESSES = (
     "inference/torch_engine/*",
     "inference/vllm_plugin/*",
     "families/device_copy.py",
+    "families/gated_delta_net.py",
     "families/*/forward.py",
+    "families/*/probe.py",
+    "families/*/processor.py",
     "families/*/tiny.py",
     "families/tiny_checkpoint.py",
     "families/transformers_forward.py",
@@ -59,9 +62,20 @@ ADDRESSES = {
     "transformers": TORCH_ADDRESSES,
     "vllm": ("inference/vllm_plugin/symbols.py",),
     "zmq": ("transport/*",),
+    "obstore": ("media/object_remote.py",),
+    "ray": ("launch/ray_run.py",),
     "peft": ("trainer/lora.py",),
     "opentelemetry": ("run/otel.py", "run/otel_spans.py"),
-    "PIL": ("media/decode.py", "families/*/vision.py", "envs/*", "view/*", "bench/*"),
+    "PIL": (
+        "media/decode.py",
+        "families/*/vision.py",
+        "families/*/forward.py",
+        "families/*/probe.py",
+        "families/*/processor.py",
+        "envs/*",
+        "view/*",
+        "bench/*",
+    ),  # fmt: skip
 }
 ENVIRONMENT_READERS = (
     "launch/*", "cli/process.py", "envs/verifiers.py", "config/secret_refs.py",
@@ -292,6 +306,7 @@ def test_every_setting_is_read_somewhere() -> None:
         if isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Load)
     }
     read |= {"min_pixels", "max_pixels"} if "overrides" in read else set()
+    read |= {"hosts"} if "find_host" in read else set()
     assert [key for key in every_setting() if key.split(".")[1] not in read] == []
 
 
@@ -362,13 +377,21 @@ def test_each_command_is_explained() -> None:
 
 
 PATCHED = {
+    "contract/test_channel.py": "the seconds between two signs of life, and of silence",
     "gpu/test_attention_gpu.py": "shapes that earlier tests have counted",
     "gpu/test_step_gpu.py": "packs as large as cuDNN is worth its plans for",
     "unit/bench/test_lag.py": "minutes of training",
     "unit/bench/test_rollout.py": "minutes of measuring",
     "unit/compute/test_attention_cudnn.py": "a kernel that only a GPU has",
+    "unit/inference/test_sampling.py": "nothing: it counts the rows that are sorted",
+    "unit/media/test_media_cli.py": "the seconds that a store is tried for",
     "unit/media/test_media_store.py": "the seconds between two surveys of a store",
+    "unit/media/test_stored_file.py": "the bytes of a part",
+    "unit/orchestrator/test_control_router.py": "the seconds of silence of a lost process",
     "unit/trainer/test_compiled.py": "kernels that only a GPU has",
+    "unit/trainer/test_exact.py": "arithmetic that varies, which a start has to see",
+    "unit/trainer/test_features.py": "nothing: it notes what is copied to the device",
+    "unit/trainer/test_process.py": "when an orchestrator is lost, and the seconds of its silence",
     "unit/view/test_images_in_use.py": "a writer that finishes in the middle of a search",
 }
 """Tests that put something in the place of our own code, and what for. Faults at an exact moment
@@ -395,3 +418,33 @@ def test_our_own_code_is_patched_only_where_it_says_so() -> None:
             ):
                 found.add(path.relative_to(tests).as_posix())
     assert found == set(PATCHED)
+
+
+WALL_CLOCK = {
+    "inference": (
+        "chat_endpoint.py",
+        "engine.py",
+        "torch_engine/engine.py",
+        "vllm_plugin/engine.py",
+    ),
+    "media": ("cache.py", "store.py"),
+    "orchestrator": ("rollout_scheduler.py", "server_stats.py"),
+    "rollout": ("interception_server.py", "model_chat.py", "player.py"),
+    "render": ("template.py",),
+    "run": ("events.py",),
+    "trainer": ("loop.py", "publish.py"),
+}
+"""Who reads it, to show when something was, or (in `media`) to renew what is read often; the one
+that asks another machine for times, `server_stats`, measures how far its clock is ahead. Leases,
+limits, heartbeats and orders go by monotonic clocks, numbers and versions."""
+
+
+def test_no_decision_hangs_on_the_clocks_of_two_machines_agreeing() -> None:
+    known = {f"{room}/{file}" for room, names in WALL_CLOCK.items() for file in names}
+    found = {
+        str(path.relative_to(SRC))
+        for path in files()
+        if re.search(r"\btime\.time(_ns)?\b|datetime\.now|utcnow", path.read_text())
+    }
+    shown = {name for name in found if name.startswith(("view/", "bench/", "cli/"))}
+    assert found - shown <= known, "say in WALL_CLOCK why it does no harm, or use time.monotonic"

@@ -1,6 +1,7 @@
 """vLLM servers that the tests of a session share: one takes a minute to start.
 
 `python` is the interpreter that has vLLM (`--vllm PATH`); without one the embedded engine serves.
+`shards` are settings of how it shares its work (`--shards`).
 """
 
 from __future__ import annotations
@@ -20,6 +21,7 @@ from typing import Any
 from sightline.inference.server_spec import ServerSpec
 
 python = ""
+shards: dict[str, int] = {}
 START_S = 600
 HOOKS = Path(__file__).parent / "vllm" / "hooks"
 _servers: dict[str, Server] = {}
@@ -68,13 +70,15 @@ class Server:
 
     def _first_weights(self) -> Path:
         if not self.weights:
-            from transformers import AutoModelForImageTextToText
+            from transformers import AutoModelForCausalLM, AutoModelForImageTextToText
 
             from sightline.compute.weights import write_weights
+            from sightline.families import load_family
 
-            model = AutoModelForImageTextToText.from_pretrained(
-                self.settings.model.path, local_files_only=True
-            )
+            folder = self.settings.model.path
+            shows_images = load_family(folder).shows_images
+            auto = AutoModelForImageTextToText if shows_images else AutoModelForCausalLM
+            model = auto.from_pretrained(folder, local_files_only=True)
             path, _ = write_weights(self.folder, dict(model.named_parameters()), 0, 0)
             self.weights.append(path)
         return self.weights[0]
@@ -88,7 +92,9 @@ def start(settings: ServerSpec) -> Server:
 
     name = settings.model_dump_json()
     if name not in _servers:
-        settings = settings.replace(port=reserve_port("127.0.0.1", 0, "port"))
+        settings = settings.replace(
+            port=reserve_port("127.0.0.1", 0, "port"), engine="vllm", **shards
+        )
         folder = Path(tempfile.mkdtemp(prefix="sightline-vllm-"))
         words = build_vllm_command(settings, os.path.abspath(python))
         # Beside our own, one that writes down what the vision tower gets.

@@ -30,7 +30,7 @@ if TYPE_CHECKING:
     from sightline.families import load_family, load_renderer
     from sightline.launch.evaluate import evaluate
     from sightline.launch.train import train
-    from sightline.media import MediaRef, MediaStore
+    from sightline.media import MediaRef, MediaStore, open_store
     from sightline.message import Message, assistant, system, user
     from sightline.trace import Trace
     from sightline.view.notebook import open_run
@@ -68,6 +68,7 @@ __all__ = [
     "load_family",
     "load_renderer",
     "open_run",
+    "open_store",
     "system",
     "train",
     "user",
@@ -78,7 +79,7 @@ _LAZY_NAMES = {
     "families": ("load_family", "load_renderer"),
     "launch.evaluate": ("evaluate",),
     "launch.train": ("train",),
-    "media": ("MediaRef", "MediaStore"),
+    "media": ("MediaRef", "MediaStore", "open_store"),
     "message": ("Message", "assistant", "system", "user"),
     "trace": ("Trace",),
     "view.notebook": ("open_run",),

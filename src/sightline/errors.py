@@ -17,6 +17,7 @@
     ├── PixelsUnproven            a sampler that cannot say which pixels it saw
     ├── Misaligned                data that must line up does not (tokens, slots, arrays, versions)
     ├── WeightsError              published weights that are torn, or are not those of the model
+    │   └── WeightsGone           weights that the trainer's memory no longer holds
     ├── WireError                 a message of another schema, or with unknown fields
     ├── EngineError               an inference server refused or failed a request
     ├── EnvironmentFailed         user code of an environment failed
@@ -29,6 +30,7 @@
     ├── UploadFailed              a store refused a file, or did not take it in several tries
     ├── DiskFull                  the disk cannot hold what the run will write
     └── ProcessFailed             a process of the run died; names it and its last words
+        └── PeerLost              a process at the other end of a channel is silent, or wrong
 
 An error is raised where the cause is known and carries what the user should do next.
 `except Exception` belongs to few places: around an environment's own code, in a sink of
@@ -193,12 +195,26 @@ class WeightsError(SightlineError, ValueError):
     """Published weights are torn, or do not fit the model. An engine keeps those that it has."""
 
 
+class WeightsGone(WeightsError):
+    """Weights that stood in a trainer's memory and stand there no more; newer ones will."""
+
+
 class WireError(SightlineError, ValueError):
     """A message that cannot be read: of another schema, with unknown fields, or damaged."""
 
 
+CERTIFICATE_FIX = (
+    "name a file with the certificate of its authority in the variable SSL_CERT_FILE, and use an "
+    "address that the server's certificate names"
+)
+"""What to do where a server is not trusted."""
+
+
 class EngineError(SightlineError):
     """An inference server refused or failed a request."""
+
+    retry_after_s = 0.0
+    """Seconds after which the server asks to be tried again; 0 where it does not say."""
 
     def __init__(self, problem: str, fix: str, kind: str = "engine", status: int = 500) -> None:
         super().__init__(problem, fix)
@@ -252,3 +268,22 @@ class DiskFull(SightlineError):
 
 class ProcessFailed(SightlineError):
     """A process of the run ended before its time."""
+
+
+class PeerLost(ProcessFailed):
+    """A process at the other end of a channel, `peer`, is no longer heard there."""
+
+    def __init__(self, problem: str, fix: str, peer: str) -> None:
+        super().__init__(problem, fix)
+        self.args = (self.problem, self.fix, peer)
+
+    @property
+    def peer(self) -> str:
+        return str(self.args[2])
+
+
+def summarize_traceback(text: str) -> str:
+    """Its last line, which says what was wrong, and not what to do about it."""
+    lines = text.strip().splitlines() or [""]
+    said = [line for line in lines if not line.startswith("  fix: ")]
+    return (said or lines)[-1]

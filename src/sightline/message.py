@@ -27,6 +27,9 @@ Role = Literal["system", "user", "assistant", "tool"]
 ROLES = ("system", "user", "assistant", "tool")
 TEXT_KINDS = ("text", "input_text")
 IMAGE_KINDS = ("image_url", "image", "input_image")
+AUDIO_KINDS = ("input_audio", "audio_url", "audio")
+NO_AUDIO = "audio, and no model family here hears"
+SEND_TEXT = "send what is said as text, or leave it out"
 _SOURCE_KEYS = ("ref", "image_url", "image", "url", "source", "data")
 _TYPE_KEYS = ("media_type", "mime_type", "mimeType")
 
@@ -55,10 +58,14 @@ class Message(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_defa
 
     role: Role
     content: tuple[Part, ...] = ()
-    """No two texts side by side, no empty text."""
+    """No two texts side by side, and no empty text but one alone: some chat formats write an
+    empty content otherwise than none."""
     reasoning: str | None = None
+    """Empty is not None: without reasoning, chat formats may look for it in the content."""
     tool_calls: tuple[ToolCall, ...] = ()
     tool_call_id: str | None = None
+    name: str | None = None
+    """Who speaks, where a chat format says it; others leave it out, as their templates do."""
 
     def __repr__(self) -> str:
         parts = [reprlib.repr(p.text) if isinstance(p, TextPart) else p.ref for p in self.content]
@@ -93,6 +100,7 @@ class AssistantMessage(Message, frozen=True, forbid_unknown_fields=True, omit_de
             content=self.content,
             reasoning=self.reasoning,
             tool_calls=self.tool_calls,
+            name=self.name,
         )
 
 
@@ -180,6 +188,20 @@ def to_messages(
     return [to_message(m, resolver, f"messages[{i}]") for i, m in enumerate(messages)]
 
 
+def check_unicode(text: str, path: str) -> None:
+    """Raises MessageError for text that no UTF-8 has, and so no tokenizer takes and no file."""
+    if not is_whole_text(text):
+        raise MessageError.at(path, "text with half a surrogate pair", "pass whole characters")
+
+
+def is_whole_text(text: str) -> bool:
+    try:
+        text.encode()
+    except UnicodeEncodeError:
+        return False
+    return True
+
+
 _KNOWN_KEYS = {
     "role", "content", "name", "tool_calls", "tool_call_id", "reasoning", "reasoning_content",
     "refusal", "audio", "function_call", "annotations",
@@ -196,21 +218,28 @@ def to_message(message: Message | dict[str, Any], resolver: ImageResolver, path:
         raise MessageError.at(f"{path}.role", f"{role!r}", f"use one of {', '.join(ROLES)}")
     for key in message.keys() - _KNOWN_KEYS:
         raise MessageError.at(f"{path}.{key}", "an unknown key", "remove it")
-    for key in ("audio", "function_call", "refusal"):
+    if message.get("audio"):
+        raise MessageError.at(f"{path}.audio", NO_AUDIO, SEND_TEXT)
+    for key in ("function_call", "refusal"):
         if message.get(key):
             raise MessageError.at(f"{path}.{key}", "not supported", "remove it")
-    reasoning = message.get("reasoning_content", message.get("reasoning"))
+    reasoning = message.get("reasoning_content")
+    reasoning = message.get("reasoning") if reasoning is None else reasoning
     if reasoning is not None and not isinstance(reasoning, str):
         raise MessageError.at(f"{path}.reasoning_content", "not a string", "pass text or null")
     tool_call_id = message.get("tool_call_id")
     if tool_call_id is not None and not isinstance(tool_call_id, str):
         raise MessageError.at(f"{path}.tool_call_id", "not a string", "pass the id of a call")
+    name = message.get("name")
+    if name is not None and not isinstance(name, str):
+        raise MessageError.at(f"{path}.name", "not a string", "pass text or null")
     return Message(
         role=role,
         content=_read_content(message.get("content"), resolver, f"{path}.content"),
-        reasoning=reasoning or None,
+        reasoning=reasoning,
         tool_calls=_read_tool_calls(message.get("tool_calls"), f"{path}.tool_calls"),
         tool_call_id=tool_call_id,
+        name=name or None,
     )
 
 
@@ -234,9 +263,8 @@ def _read_content(content: Any, resolver: ImageResolver, path: str) -> tuple[Par
     if isinstance(content, str):
         return text(content)
     _check_type(content, (list, tuple), path, "pass a string or a list")
-    return join_texts(
-        [_read_part(part, resolver, f"{path}[{i}]") for i, part in enumerate(content)]
-    )
+    parts = [_read_part(part, resolver, f"{path}[{i}]") for i, part in enumerate(content)]
+    return join_texts(parts) or tuple(parts[:1])
 
 
 def _read_part(part: Any, resolver: ImageResolver, path: str) -> Part:
@@ -254,6 +282,8 @@ def _read_part(part: Any, resolver: ImageResolver, path: str) -> Part:
     if kind in IMAGE_KINDS:
         image, where = get_image_source(part, path)
         return ImagePart(image if isinstance(image, MediaRef) else resolver.resolve(image, where))
+    if kind in AUDIO_KINDS:
+        raise MessageError.at(f"{path}.type", f"{kind!r}: {NO_AUDIO}", SEND_TEXT)
     raise MessageError.at(
         f"{path}.type",
         f"{kind!r} is not a part that we know" if "type" in part else "missing",

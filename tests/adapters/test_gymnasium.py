@@ -2,17 +2,22 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import subprocess
 import sys
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
 import pytest
 from adapters.conftest import check_trace, command, server_python
+from PIL import Image
 
 from sightline.envs import load_environment
+from sightline.envs.gymnasium import _Episode
+from sightline.envs.threads import SerialThread
 from sightline.errors import ConfigError
 from sightline.media import MediaStore
 from sightline.message import Message
@@ -61,6 +66,30 @@ def test_the_same_task_begins_with_the_same_picture(play: Callable[..., list[Tra
     first, again = play(env, num=2), play(env, num=2)
     shown = [[t.nodes[0].slots[0].item.ref.digest for t in traces] for traces in (first, again)]
     assert shown[0] == shown[1] and len(set(shown[0])) == 2
+
+
+def test_pictures_that_are_drawn_at_the_same_time_are_what_they_are_alone() -> None:
+    """pygame has one place for a polygon's corners: without a lock some in a hundred are wrong."""
+    env = make(**GAMES["cart pole"])
+
+    def draw(seed: int) -> bytes:
+        episode = _Episode(SerialThread("drawing"), env)
+        episode.start(seed)
+        pictures: list[bytes] = []
+
+        class Shown:
+            def put(self, picture: Image.Image) -> str:
+                pictures.append(picture.tobytes())
+                return "shown"
+
+        asyncio.run(episode.observe(Shown(), is_first=True))  # type: ignore[arg-type]
+        episode.thread.end(episode.close)
+        return pictures[0]
+
+    alone = {seed: draw(seed) for seed in range(2)}
+    with ThreadPoolExecutor(2) as threads:
+        for _ in range(300):
+            assert dict(zip(alone, threads.map(draw, alone), strict=True)) == alone
 
 
 def test_an_answer_that_is_no_action_ends_skips_or_is_replaced(

@@ -53,7 +53,8 @@ def page(browser: Browser) -> Iterator[Page]:
     # An image that is missing is a 404, which Chromium reports as an error of the console.
     # Over plain HTTP by another name than localhost, Chromium leaves a header out and says so.
     expected = (
-        "404", "415", "ERR_CONNECTION_REFUSED", "ERR_INCOMPLETE_CHUNKED_ENCODING",
+        "404", "415", "ERR_CONNECTION_REFUSED", "ERR_SOCKET_NOT_CONNECTED",
+        "ERR_INCOMPLETE_CHUNKED_ENCODING",
         "The Cross-Origin-Opener-Policy header has been ignored",
     )  # fmt: skip
     assert [text for text in printed if not any(word in text for word in expected)] == []

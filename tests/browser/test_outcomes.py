@@ -135,7 +135,7 @@ def test_a_phone_shows_every_page_without_scrolling_sideways(page: Page, address
                   "rollout?file=step_000006.msgpack&number=1"):  # fmt: skip
         page.goto(f"{address}/{place}{'&' if '?' in place else '?'}run=collapsed-001")
         expect(page.locator("main h1")).to_be_visible()
-        page.wait_for_function("!document.querySelector('.loading')")
+        expect(page.locator(".loading")).to_have_count(0)
         assert page.evaluate("document.documentElement.scrollWidth") <= 390, place
     expect(page.locator(".runs")).not_to_be_visible()
     page.locator(".unfold").click()

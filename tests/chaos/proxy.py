@@ -1,4 +1,4 @@
-"""Stands between a run and its server, and disturbs what passes."""
+"""Stands between a run and a server of its own, and disturbs what passes."""
 
 from __future__ import annotations
 
@@ -12,13 +12,18 @@ from typing import Any
 from aiohttp import ClientSession, web
 
 GENERATE = "/inference/v1/generate"
+SLOW_S = 2.0
+OF_THE_WIRE = ("refusals", "slow answers", "cut", "torn")
+"""Disturbances that leave what is said as it is."""
+OF_CONNECTION = ("content-length", "transfer-encoding", "connection", "content-encoding")
 
 
 class Proxy:
-    def __init__(self, server: str) -> None:
-        self._server = server
+    def __init__(self, server: str, path: str = GENERATE, port: int = 0) -> None:
+        """Requests whose path begins with `path` are those that may be disturbed."""
+        self._server, self._path, self._port = server, path, port
         self._how = ""
-        self._num_requests = 0
+        self.num_requests = 0
         self._loop = asyncio.new_event_loop()
         self._thread = threading.Thread(target=self._loop.run_forever, daemon=True)
         self.url = ""
@@ -32,6 +37,7 @@ class Proxy:
         asyncio.run_coroutine_threadsafe(self._end(), self._loop).result(30)
         self._loop.call_soon_threadsafe(self._loop.stop)
         self._thread.join()
+        self._loop.close()
 
     @contextmanager
     def disturbed(self, how: str) -> Iterator[None]:
@@ -45,9 +51,9 @@ class Proxy:
         self._session = ClientSession()
         app = web.Application(client_max_size=1 << 26)
         app.router.add_route("*", "/{path:.*}", self._pass)
-        self._runner = web.AppRunner(app)
+        self._runner = web.AppRunner(app, shutdown_timeout=0.1)
         await self._runner.setup()
-        site = web.TCPSite(self._runner, "127.0.0.1", 0)
+        site = web.TCPSite(self._runner, "127.0.0.1", self._port)
         await site.start()
         return f"http://127.0.0.1:{self._runner.addresses[0][1]}"
 
@@ -56,30 +62,47 @@ class Proxy:
         await self._session.close()
 
     async def _pass(self, request: web.Request) -> web.StreamResponse:
-        is_generate = request.path == GENERATE
-        how = self._how if is_generate else ""
-        self._num_requests += is_generate
-        is_odd = self._num_requests % 2 == 1
+        is_watched = request.path.startswith(self._path)
+        how = self._how if is_watched else ""
+        self.num_requests += is_watched
+        is_odd = self.num_requests % 2 == 1
         if how == "refusals" and is_odd:
             return web.Response(status=503, headers={"retry-after": "1"})
         if how == "slow answers":
-            await asyncio.sleep(2.0)
+            await asyncio.sleep(SLOW_S)
         kept = {k: v for k, v in request.headers.items() if k.lower() != "host"}
         async with self._session.request(
             request.method, self._server + request.path_qs, headers=kept, data=await request.read()
         ) as answer:
             data, status = await answer.read(), answer.status
-            kind = answer.content_type
+            shown = {k: v for k, v in answer.headers.items() if k.lower() not in OF_CONNECTION}
         if how == "cut" and is_odd:
             assert request.transport is not None
             request.transport.abort()
+        if how == "torn" and is_odd and len(data) > 1:
+            return await self._tear(request, status, shown, data)
         if how == "garbage":
             data = b"\x00\xff" * 200
-        elif how and status == 200:
+        elif how not in ("", *OF_THE_WIRE) and status == 200:
             said = json.loads(data)
             spoil_answer(said, how)
             data = json.dumps(said).encode()
-        return web.Response(body=data, status=status, content_type=kind)
+        if request.method == "HEAD":
+            shown["content-length"] = answer.headers.get("content-length", "0")
+        return web.Response(body=data, status=status, headers=shown)
+
+    async def _tear(
+        self, request: web.Request, status: int, shown: dict[str, str], data: bytes
+    ) -> web.StreamResponse:
+        """Half of the body, and then no connection."""
+        torn = web.StreamResponse(
+            status=status, headers={**shown, "content-length": str(len(data))}
+        )
+        await torn.prepare(request)
+        await torn.write(data[: len(data) // 2])
+        assert request.transport is not None
+        request.transport.close()
+        return torn
 
 
 def spoil_answer(said: dict[str, Any], how: str) -> None:

@@ -38,10 +38,14 @@ class Case:
     has_weights: bool = True
     """False where a tokenizer was put in whose ids the weights do not fit."""
     shows_images: bool = True
+    shows_system_images: bool = False
+    """Whether a system message can show images, too."""
     takes_tools: bool = True
     takes_reasoning: bool = False
     wants_query: bool = False
     """Whether a conversation needs a user who asks."""
+    alternates: bool = False
+    """Whether user and assistant take turns, the user first, and the template refuses all else."""
     carried: Callable[[str], str] = str
     """What is left of a content that `parse` gives back."""
     thought: Callable[[str], str] = str
@@ -55,16 +59,38 @@ class Case:
     fades_reasoning: bool = False
     """Whether the template leaves out reasoning even of the last answer: then what it keeps is
     tested with the family, and conversations here go without."""
+    closes_reasoning: bool = False
+    """Whether the header of a turn closes an empty block of reasoning: completions go without."""
+    has_own_format: bool = True
+    """False where another case has its chat format and its pixels: then it computes, no more.
+
+    Of two that differ in the merges of their tokenizers a quick run takes the one that merges."""
+    value_bytes: int = 1
+    """Bytes that patches keep of a value of a pixel."""
+    gradient_tolerance: float = 1e-5
+    """How far packed gradients may be from those of each sequence alone, of their size: rounding,
+    which is more where a tower sums over hundreds of patches of the smallest image."""
+    makes_pixels_alone: bool = True
+    """Whether pixels are made without transformers; else by its processor."""
+    processor_ids: Callable[[Checkpoint, Sequence[dict[str, Any]], bool], list[int]] | None = None
+    """The witness of tokens where it is not the tokenizer's template with its pads repeated: what
+    the checkpoint's own processor makes of messages, with or without a generation prompt."""
     template_settings: Callable[[Sequence[dict[str, Any]]], dict[str, Any]] = lambda tools: {}
     """What the template is given beside messages and tools."""
+
+    @property
+    def sampled_reasoning(self) -> str | None:
+        """Reasoning that a completion may hold."""
+        return "hm" if self.takes_reasoning and not self.closes_reasoning else None
 
     def fit(self, messages: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
         """The messages, less what the chat format has no place for."""
         fitted = [self._fit(m) for m in messages if self.takes_tools or m["role"] != "tool"]
-        if not any(m["role"] == "user" for m in fitted) and (self.wants_query or not fitted):
+        wants_query = self.wants_query or self.alternates or not fitted
+        if wants_query and not any(m["role"] == "user" for m in fitted):
             head = 1 if fitted and fitted[0]["role"] == "system" else 0
             fitted.insert(head, {"role": "user", "content": "well?"})
-        return fitted
+        return _take_turns(fitted) if self.alternates else fitted
 
     def _fit(self, message: dict[str, Any]) -> dict[str, Any]:
         left = dict(message)
@@ -112,6 +138,8 @@ class Checkpoint:
 
         `template` None stands for the checkpoint's own.
         """
+        if self.case.processor_ids is not None:
+            return self.case.processor_ids(self, messages, generation_prompt)
         tokenizer = self.transformers_tokenizer
         ids = tokenizer.apply_chat_template(
             list(messages),
@@ -130,12 +158,29 @@ class Checkpoint:
         assert not counts
         return expanded
 
+    def num_slot_tokens(self, height: int, width: int) -> int:
+        """By the witness: tokens from the first to the last pad of an image."""
+        processor = self.transformers_images
+        if hasattr(processor, "get_number_of_slot_tokens"):
+            return int(processor.get_number_of_slot_tokens(height, width))
+        patches = processor.get_number_of_image_patches(height, width)
+        return int(patches) // processor.merge_size**2
+
     def _num_tokens(self, part: dict[str, Any]) -> int:
         digest = part["image_url"]["url"].rpartition(":")[2]
         ref = self.store.get_ref(digest)
-        processor = self.transformers_images
-        patches = processor.get_number_of_image_patches(ref.height, ref.width)
-        return int(patches) // processor.merge_size**2
+        return self.num_slot_tokens(ref.height, ref.width)
+
+
+def _take_turns(messages: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
+    """The messages, less those that stand behind one of the same role."""
+    kept: list[dict[str, Any]] = []
+    for message in messages:
+        if message["role"] == "assistant" and (not kept or kept[-1]["role"] == "system"):
+            kept.append({"role": "user", "content": "well?"})
+        if not kept or kept[-1]["role"] != message["role"]:
+            kept.append(message)
+    return kept
 
 
 def _image_parts(messages: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:

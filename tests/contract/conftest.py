@@ -14,10 +14,13 @@ from tests.contract.case import Case, Checkpoint
 from tests.contract.cases import read_cases
 
 WANTED: dict[str, Callable[[Case], bool]] = {
-    "checkpoint": lambda case: True,
-    "seeing": lambda case: case.shows_images,
-    "templated": lambda case: case.published_template is not None,
-    "computing": lambda case: case.shows_images and case.has_weights,
+    "checkpoint": lambda case: case.has_own_format,
+    "seeing": lambda case: case.shows_images and case.has_own_format,
+    "making_pixels": lambda case: (
+        case.shows_images and case.has_own_format and case.makes_pixels_alone
+    ),
+    "templated": lambda case: case.published_template is not None and case.has_own_format,
+    "computing": lambda case: case.has_weights,
 }
 """Which cases each fixture below is made of."""
 
@@ -63,6 +66,12 @@ def seeing(request: pytest.FixtureRequest, load: Callable[[Case], Checkpoint]) -
 
 
 @pytest.fixture(scope="session")
+def making_pixels(request: pytest.FixtureRequest, load: Callable[[Case], Checkpoint]) -> Checkpoint:
+    """A checkpoint whose family makes pixels without transformers."""
+    return load(request.param)
+
+
+@pytest.fixture(scope="session")
 def templated(request: pytest.FixtureRequest, load: Callable[[Case], Checkpoint]) -> Checkpoint:
     """A checkpoint whose published template can be had; the others' witness is in golden/."""
     return load(request.param)
@@ -70,7 +79,7 @@ def templated(request: pytest.FixtureRequest, load: Callable[[Case], Checkpoint]
 
 @pytest.fixture(scope="session")
 def computing(request: pytest.FixtureRequest, load: Callable[[Case], Checkpoint]) -> Checkpoint:
-    """A checkpoint that shows images, and whose weights fit its ids."""
+    """A checkpoint whose weights fit its ids."""
     return load(request.param)
 
 

@@ -11,16 +11,18 @@ from pathlib import Path
 
 import msgspec
 import pytest
-from serving import Client, live
+from msgspec import structs
+from serving import Client, embedded, live
 
-from sightline.compute.weights import write_weights
+from sightline.compute.shared_weights import HOST_MEMORY, SharedWeights
+from sightline.compute.weights import StorePublisher, read_weights, write_weights
 from sightline.errors import EngineError
 from sightline.inference.server_spec import ServerSpec
-from sightline.orchestrator.policy_updater import PolicyUpdater
-from sightline.orchestrator.server_leases import ServerLeases, give_back_leases
+from sightline.orchestrator.server_pool import ServerPool, give_back_leases
 from sightline.rollout.client import GenerateClient
-from sightline.wire.control import PublishedWeights
-from sightline.wire.generate import ErrorBody
+from sightline.rollout.health import ProbeTimes
+from sightline.run import EventLog
+from sightline.wire.generate import AdoptRequest, ErrorBody
 from sightline.wire.weights import MANIFEST, Manifest
 
 RUN, OTHER = "aaaaaaaaaaaaaaaa", "bbbbbbbbbbbbbbbb"
@@ -110,50 +112,56 @@ def test_a_lease_can_be_given_back_or_expires_and_stays_until_another_takes_it(
     assert f"leased to run {OTHER}" in refused(client, published).message
 
 
-def test_a_run_renews_its_leases_until_it_gives_them_back(client: Client) -> None:
+async def wait_for_holder(client: Client, run: str) -> None:
+    while True:
+        if client.get("/health")["leased_to"] == run:
+            return
+        await asyncio.sleep(0.01)
+
+
+def test_a_run_renews_its_leases_until_it_gives_them_back(client: Client, tmp_path: Path) -> None:
     address = f"http://{client.host}:{client.port}"
 
-    async def wait_for_lease() -> None:
-        while True:
-            if client.get("/health")["leased_to"] == RUN:
-                return
-            await asyncio.sleep(0.01)
-
     async def main() -> None:
+        rarely = ProbeTimes(ask_every_s=600.0)
+        events = EventLog(tmp_path / "metrics.jsonl", "orchestrator")
         mine, others = (
-            ServerLeases([GenerateClient(address)], run, renew_every_s=0.01) for run in (RUN, OTHER)
+            ServerPool(run, events, [GenerateClient(address)], times=rarely, renew_every_s=0.01)
+            for run in (RUN, OTHER)
         )
-        renewing = asyncio.ensure_future(mine.keep_renewing())
-        await asyncio.wait_for(wait_for_lease(), 30)
-        with pytest.raises(EngineError, match=f"leased to run {RUN}"):
-            await asyncio.wait_for(others.keep_renewing(), 30)
-        renewing.cancel()
-        await asyncio.wait([renewing])
+        keeping = asyncio.ensure_future(mine.keep_serving())
+        async with asyncio.timeout(30):
+            await wait_for_holder(client, RUN)
+            lease(client, RUN, 0)  # as one that has expired
+            await wait_for_holder(client, RUN)
+            with pytest.raises(EngineError, match=f"leased to run {RUN}"):
+                await others.keep_serving()
+        keeping.cancel()
+        await asyncio.wait([keeping])
         await give_back_leases([address], "", RUN)
         assert client.get("/health")["leased_to"] == ""
-        for leases in (mine, others):
-            await leases.clients[0].close()
+        for pool in (mine, others):
+            await pool.close()
 
     asyncio.run(main())
 
 
 def test_what_is_published_before_the_lease_is_adopted_after_it(
-    client: Client, published: Path
+    client: Client, published: Path, tmp_path: Path
 ) -> None:
     asks = GenerateClient(f"http://{client.host}:{client.port}")
-    policy = PolicyUpdater([asks.adopt], published.parents[1])
-    leases = ServerLeases([asks], RUN)
+    pool = ServerPool(RUN, EventLog(tmp_path / "metrics.jsonl", "orchestrator"), [asks])
 
     async def main() -> None:
-        policy.publish(PublishedWeights(3, 0, str(published), {}, 0))
-        adopting = asyncio.ensure_future(leases.run_when_taken(policy.keep_adopting))
+        lease(client, RUN, 0)
+        adopting = asyncio.ensure_future(pool.adopt(str(published)))
         done, _ = await asyncio.wait([adopting], timeout=0.2)
-        assert not done and policy.version == 0, "it waits for the lease"
-        await leases.take()
-        await asyncio.wait_for(policy.wait_for_version(3), 30)
-        adopting.cancel()
-        await asyncio.wait([adopting])
-        await asks.close()
+        assert not done, "it waits for the lease"
+        keeping = asyncio.ensure_future(pool.keep_serving())
+        await asyncio.wait_for(adopting, 30)
+        keeping.cancel()
+        await asyncio.wait([keeping])
+        await pool.close()
 
     asyncio.run(main())
 
@@ -234,3 +242,75 @@ def test_a_manifest_names_files_of_its_own_folder_alone(
     first = msgspec.structs.replace(files[0], name=name)
     manifest = change(published, "v000009", version=9, files=[first, *files[1:]])
     assert "which is not in its folder" in refused(client, manifest).message
+
+
+def test_weights_in_the_store_are_fetched_checked_and_adopted(
+    client: Client, published: Path, settings: ServerSpec, tmp_path: Path
+) -> None:
+    """As a server takes them that sees nothing of the run's disk."""
+    folder = tmp_path / "v000003"
+    shutil.copytree(published.parent, folder)
+    before = msgspec.json.decode(published.read_bytes(), type=Manifest)
+    moved = StorePublisher(settings.open_blobs()).put(folder / MANIFEST, before)
+    assert [path.name for path in folder.iterdir()] == [MANIFEST]
+    lease(client, RUN)
+    seven = structs.replace(moved, version=7)
+    status, answer, _ = client.call("POST", ADOPT, adopt_body(seven))
+    assert status == 200 and json.loads(answer)["version"] == seven.label, answer
+    assert before.digest == moved.digest
+    assert f"leased to run {RUN}" in refused_content(client, structs.replace(moved, run=OTHER))
+    file = moved.files[0]
+    outside = structs.replace(file, name="../model.safetensors")
+    assert "is not in its folder" in refused_content(
+        client, structs.replace(seven, files=[outside])
+    )
+    # Each of what it is told is compared with what it finds.
+    other = structs.replace(file, sha256="0" * 64)
+    eight = structs.replace(seven, version=8)
+    assert "another checksum" in refused_content(client, structs.replace(eight, files=[other]))
+    absent = structs.replace(file, parts=("0" * 64,), nbytes=1000)
+    assert "is not in the store" in refused_content(client, structs.replace(eight, files=[absent]))
+    assert client.get("/health")["version"] == seven.label, "the weights stay"
+
+
+def adopt_body(manifest: Manifest) -> bytes:
+    return msgspec.json.encode(AdoptRequest("", manifest))
+
+
+def refused_content(client: Client, manifest: Manifest) -> str:
+    return client.refused(adopt_body(manifest), ADOPT).message
+
+
+def test_weights_that_a_trainer_shares_are_what_files_would_have_been(
+    settings: ServerSpec, published: Path, tmp_path: Path
+) -> None:
+    """On the CPU over a mapped file; on a GPU the same code maps the device's memory."""
+    tensors = {name: 1.25 * tensor for name, tensor in read_weights(published)[1].items()}
+    shared, root = SharedWeights(tmp_path / "shared"), tmp_path / "shared"
+
+    def share(version: int) -> Path:
+        shared.take(tensors)
+        return shared.announce(root, shared.tensors(), version, version, run=RUN)[0]
+
+    with embedded(settings.replace(weights_root=tmp_path)) as server:
+        lease(server, RUN)
+        before = server.generate([1, 2, 3]).choices[0]
+        label = server.adopt(share(4))["version"]
+        found = server.generate([1, 2, 3]).choices[0]
+        written, manifest = write_weights(tmp_path / "files", tensors, 5, 5, run=RUN)
+        assert manifest.label.partition("-")[2] == label.partition("-")[2], "one digest"
+        server.adopt(written)
+        same = server.generate([1, 2, 3]).choices[0]
+        assert found.token_ids == same.token_ids and found.logprobs == same.logprobs
+        assert found.logprobs != before.logprobs
+        # Damaged, and then overwritten by a version that the server has not heard of yet.
+        late = share(6)
+        with open(root / HOST_MEMORY, "r+b") as memory:
+            memory.write(b"\1")
+        error = refused(server, late)
+        assert (error.type, error.code) == ("weights", 422)
+        assert "other bits than were announced" in error.message
+        share(7)
+        error = refused(server, late)
+        assert (error.type, error.code) == ("weights_unavailable", 503)
+        assert server.get("/health")["version"] == manifest.label, "the weights stay"

@@ -3,16 +3,21 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
+import random
 import socket
+import threading
 from collections.abc import Awaitable, Callable
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import pytest
 import zmq
 
-from sightline.errors import ConfigError, ProcessFailed, WireError
+from sightline.errors import ConfigError, PeerLost, ProcessFailed
 from sightline.launch.processes import reserve_port
-from sightline.transport.zmq_channel import AsyncHub, AsyncSpoke, Hub, Spoke
+from sightline.transport import message_stream, zmq_channel
+from sightline.transport.zmq_channel import AsyncHub, AsyncSpoke, Hub, Spoke, derive_spoke_key
 
 
 class ZmqChannel:
@@ -23,7 +28,7 @@ class ZmqChannel:
         self.hub: Any = AsyncHub(self.address, self.secret)
 
     def spoke(self, name: str) -> Any:
-        return AsyncSpoke(self.address, name, self.secret)
+        return AsyncSpoke(self.address, name, derive_spoke_key(self.secret, name))
 
 
 class ThreadedZmqChannel:
@@ -36,7 +41,7 @@ class ThreadedZmqChannel:
         self.hub: Any = InThread(Hub(self.address, self.secret))
 
     def spoke(self, name: str) -> Any:
-        return InThread(Spoke(self.address, name, self.secret))
+        return InThread(Spoke(self.address, name, derive_spoke_key(self.secret, name)))
 
 
 class InThread:
@@ -156,7 +161,7 @@ def test_a_large_message_passes(play: Any) -> None:
 def test_a_spoke_with_threads_speaks_to_the_same_hub() -> None:
     async def scene() -> None:
         channel = ZmqChannel()
-        spoke = Spoke(channel.address, "trainer", channel.secret)
+        spoke = Spoke(channel.address, "trainer", derive_spoke_key(channel.secret, "trainer"))
         spoke.send(b"hello")
         assert await channel.hub.receive() == ("trainer", b"hello")
         for i in range(100):
@@ -185,7 +190,7 @@ def test_a_channel_without_a_secret_is_refused() -> None:
     address = f"tcp://127.0.0.1:{reserve_port('127.0.0.1', 0, 'port')}"
     with pytest.raises(ConfigError, match="without a secret"):
         Hub(address, "")
-    with pytest.raises(ConfigError, match="without a secret"):
+    with pytest.raises(ConfigError, match="without a key"):
         Spoke(address, "a", "")
 
 
@@ -207,7 +212,7 @@ def send_in_the_open(address: str) -> None:
 def test_who_does_not_know_the_secret_is_not_heard() -> None:
     async def scene() -> None:
         channel = ZmqChannel()
-        stranger = AsyncSpoke(channel.address, "stranger", "another")
+        stranger = AsyncSpoke(channel.address, "stranger", derive_spoke_key("another", "stranger"))
         await stranger.send(b"let me in")
         await asyncio.to_thread(send_in_the_open, channel.address)
         friend = channel.spoke("friend")
@@ -222,14 +227,276 @@ def test_who_does_not_know_the_secret_is_not_heard() -> None:
     asyncio.run(scene())
 
 
-def test_a_message_of_several_parts_is_an_error_that_names_its_sender() -> None:
+class CuttingProxy:
+    """Hands bytes on between spokes and the hub at `address`, and cuts connections with whatever is
+    under way: each after so many bytes, and all at a word."""
+
+    def __init__(self, address: str, seed: int) -> None:
+        self._host, port = address.removeprefix("tcp://").split(":")
+        self._port, self._random = int(port), random.Random(seed)
+        self._open: set[asyncio.StreamWriter] = set()
+        self.num_cuts = 0
+        self.cuts = True
+
+    async def start(self) -> str:
+        self._server = await asyncio.start_server(self._connect, self._host, 0)
+        return f"tcp://{self._host}:{self._server.sockets[0].getsockname()[1]}"
+
+    async def _connect(self, near: asyncio.StreamReader, back: asyncio.StreamWriter) -> None:
+        far, on = await asyncio.open_connection(self._host, self._port)
+        ends = {back, on}
+        self._open |= ends
+        left = [self._random.randint(500, 60_000)]
+
+        async def hand_on(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+            with contextlib.suppress(OSError):
+                while data := await reader.read(1024):
+                    left[0] -= len(data)
+                    if left[0] < 0 and self.cuts:
+                        self.num_cuts += 1
+                        break
+                    writer.write(data)
+                    await writer.drain()
+            for end in ends:
+                end.transport.abort()
+
+        await asyncio.gather(hand_on(near, on), hand_on(far, back))
+        self._open -= ends
+
+    def close(self) -> None:
+        self._server.close()
+        for end in self._open:
+            end.transport.abort()
+
+
+@pytest.mark.parametrize("is_threaded", [False, True], ids=["zmq", "zmq in threads"])
+def test_cut_connections_lose_nothing_and_repeat_nothing(
+    is_threaded: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(zmq_channel, "TICK_S", 0.05)
+
+    async def scene() -> None:
+        channel: Any = ThreadedZmqChannel() if is_threaded else ZmqChannel()
+        proxy, num = CuttingProxy(channel.address, seed=is_threaded), 200
+        channel.address = await proxy.start()
+        spokes = {name: channel.spoke(name) for name in ("trainer", "worker-0")}
+        wanted = [b"%d:" % i + bytes(i % 7 * 300) for i in range(num)]
+
+        async def speak_up(spoke: Any) -> None:
+            for data in wanted:
+                await spoke.send(data)
+                await asyncio.sleep(0)
+
+        async def hear_up() -> dict[str, list[bytes]]:
+            got: dict[str, list[bytes]] = {name: [] for name in spokes}
+            answering: list[asyncio.Task[None]] = []
+            for _ in range(num * len(spokes)):
+                peer, data = await channel.hub.receive()
+                if not got[peer]:
+                    answering.append(asyncio.create_task(speak_down(peer)))
+                got[peer].append(data)
+            await asyncio.gather(*answering)
+            return got
+
+        async def speak_down(name: str) -> None:
+            for data in wanted:
+                await channel.hub.send(name, data)
+                await asyncio.sleep(0)
+
+        async def hear_down(spoke: Any) -> list[bytes]:
+            return [await spoke.receive() for _ in wanted]
+
+        heard, *_ = await asyncio.gather(hear_up(), *map(speak_up, spokes.values()))
+        assert heard == dict.fromkeys(spokes, wanted)
+        assert await asyncio.gather(*map(hear_down, spokes.values())) == [wanted, wanted]
+        assert proxy.num_cuts > 5
+        proxy.cuts = False
+        for spoke in spokes.values():
+            await asyncio.to_thread(spoke.close)
+        channel.hub.close()
+        proxy.close()
+
+    asyncio.run(asyncio.wait_for(scene(), 120))
+
+
+def test_a_message_that_nobody_takes_for_long_is_an_error_with_words(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(message_stream, "MAX_SILENCE_S", 0.1)
+    monkeypatch.setattr(zmq_channel, "TICK_S", 0.05)
+    with socket.create_server(("127.0.0.1", 0)) as deaf:  # accepts, and reads nothing
+        address = f"tcp://127.0.0.1:{deaf.getsockname()[1]}"
+        spoke = Spoke(address, "worker-0", derive_spoke_key("s", "worker-0"))
+        with pytest.raises(ProcessFailed, match="has not taken 1 messages"):
+            spoke.receive(20.0)
+        with pytest.raises(ProcessFailed, match="the network between the machines"):
+            spoke.send(b"more")
+        spoke.close()
+
+
+def test_who_has_the_key_of_one_name_does_not_speak_as_another() -> None:
     async def scene() -> None:
         channel = ZmqChannel()
-        spoke = channel.spoke("worker-0")
-        await spoke._socket.send_multipart([b"one", b"two"])
-        with pytest.raises(WireError, match="worker-0 sent a message of 2 parts"):
-            await channel.hub.receive()
-        spoke.close()
+        trainer, key = channel.spoke("trainer"), derive_spoke_key(channel.secret, "worker-0")
+        await trainer.send(b"hello")
+        assert await channel.hub.receive() == ("trainer", b"hello")
+        # All that the protocol lets it try: its own key under another's name, the name as ZMQ's
+        # own, messages of a stream that is not open, and noise of any shape.
+        forger = AsyncSpoke(channel.address, "trainer", key)
+        await forger.send(b"I am the trainer")
+        context = zmq.Context()
+        raw = context.socket(zmq.DEALER)
+        raw.set(zmq.IDENTITY, b"trainer")
+        raw.curve_serverkey = key[:40].encode()
+        raw.curve_publickey, raw.curve_secretkey = zmq.curve_keypair()
+        raw.connect(channel.address)
+        head = message_stream.HEAD.pack(message_stream.DATA, bytes(16), 1, 0, 1, 0)
+        for frames in ([b"one"], [head], [head, b"I am the trainer"], [b"a", b"b", b"c", b"d"]):
+            raw.send_multipart(frames)
+        worker = channel.spoke("worker-0")
+        await worker.send(b"hello")
+        assert await channel.hub.receive() == ("worker-0", b"hello")
+        await channel.hub.send("trainer", b"for you alone")
+        assert await trainer.receive() == b"for you alone"
+        with pytest.raises(asyncio.TimeoutError):
+            await asyncio.wait_for(channel.hub.receive(), 0.3)
+        assert not raw.poll(0)
+        for spoke in (forger, worker, trainer):
+            await asyncio.to_thread(spoke.close)
         channel.hub.close()
+        context.destroy(linger=0)
 
     asyncio.run(scene())
+
+
+SECRET = "known to both"
+
+
+@pytest.fixture
+def address(monkeypatch: pytest.MonkeyPatch) -> str:
+    """That of a hub whose clock ticks fast."""
+    monkeypatch.setattr(zmq_channel, "TICK_S", 0.05)
+    return f"tcp://127.0.0.1:{reserve_port('127.0.0.1', 0, 'port')}"
+
+
+def open_spoke(address: str, name: str = "a") -> Spoke:
+    return Spoke(address, name, derive_spoke_key(SECRET, name))
+
+
+def meet(hub: Hub, spoke: Spoke, name: str = "a") -> None:
+    """Returns when each has heard the other, and knows that the other has."""
+    spoke.send(b"hi")
+    assert hub.receive(30.0) == (name, b"hi")
+    hub.send(name, b"welcome")
+    assert spoke.receive(30.0) == b"welcome"
+
+
+def vanish(spoke: Spoke) -> None:
+    """Ends it without a goodbye, as the kill of a process does."""
+    spoke._on_end = lambda: None  # type: ignore[method-assign]
+    spoke.close(0.0)
+
+
+def test_the_last_message_outlives_a_cut_that_a_short_close_does_not(address: str) -> None:
+    short = open_spoke(address)
+    short.send(b"lost")
+    assert not short.close(0.0), "it says so"
+    spoke = open_spoke(address)
+    spoke.send(b"finished")
+    with ThreadPoolExecutor(1) as pool:
+        closing = pool.submit(spoke.close, 60.0)
+        with pytest.raises(TimeoutError):
+            closing.result(1.5 * zmq_channel.LINGER_S)
+        hub = Hub(address, SECRET)
+        assert hub.receive(30.0) == ("a", b"finished")
+        assert closing.result(30.0)
+    assert hub.close()
+
+
+def test_an_idle_spoke_notices_that_its_hub_is_gone(
+    address: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    hub, spoke = Hub(address, SECRET), open_spoke(address)
+    meet(hub, spoke)
+    hub.close()
+    monkeypatch.setattr(message_stream, "MAX_SILENCE_S", 0.2)
+    with pytest.raises(PeerLost, match=r"has not taken 0 messages .* was silent"):
+        spoke.receive(30.0)
+    assert spoke.close()
+
+
+def test_an_idle_spoke_notices_that_its_hub_was_started_again(address: str) -> None:
+    hub, spoke = Hub(address, SECRET), open_spoke(address)
+    meet(hub, spoke)
+    hub.close()
+    again = Hub(address, SECRET)
+    with pytest.raises(PeerLost, match="does not know this process any more"):
+        spoke.receive(30.0)
+    with pytest.raises(PeerLost, match="was started again"):
+        spoke.send(b"to nobody")
+    assert spoke.close(60.0), "what it sent was acknowledged by the first"
+    meet(again, successor := open_spoke(address))
+    for one in (successor, again):
+        one.close()
+
+
+def test_a_message_reaches_the_process_that_it_was_sent_to_or_none(address: str) -> None:
+    hub, first = Hub(address, SECRET), open_spoke(address)
+    meet(hub, first)
+    second = open_spoke(address)  # it has a model to load before it says anything
+    with pytest.raises(PeerLost, match="hears another of its name"):
+        first.receive(30.0)
+    hub.send("a", b"for the first")
+    meet(hub, second)
+    for one in (first, second, hub):
+        one.close()
+
+
+def test_a_peer_that_is_lost_costs_no_other(address: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    hub, lost, other = Hub(address, SECRET), open_spoke(address), open_spoke(address, "b")
+    meet(hub, lost)
+    meet(hub, other, "b")
+    vanish(lost)
+    monkeypatch.setattr(message_stream, "MAX_SILENCE_S", 1.0)
+    with pytest.raises(PeerLost, match="a has not taken 0 messages") as found:
+        hub.receive(30.0)
+    assert found.value.peer == "a"
+    with pytest.raises(ProcessFailed, match="no process 'a' is connected"):
+        hub.send("a", b"to nobody")
+    meet(hub, other, "b")
+    meet(hub, successor := open_spoke(address))
+    for one in (successor, other, hub):
+        one.close()
+
+
+def test_who_acknowledges_what_was_not_sent_is_lost(address: str) -> None:
+    hub, context, session = Hub(address, SECRET), zmq.Context(), bytes(range(16))
+    key = derive_spoke_key(SECRET, "a")
+    raw = context.socket(zmq.DEALER)
+    raw.curve_serverkey = key[:40].encode()
+    raw.curve_publickey, raw.curve_secretkey = zmq.curve_keypair()
+    raw.connect(address)
+    hello = zmq_channel._prove(key[40:], session) + b"a"
+    for number, num_acked, data in ((0, 0, hello), (1, 0, b"hi"), (2, 9, b"has 9 of 0")):
+        head = message_stream.HEAD.pack(message_stream.DATA, session, number, num_acked, 1, 0)
+        raw.send_multipart([head, data])
+    assert [hub.receive(30.0) for _ in range(2)] == [("a", b"hi"), ("a", b"has 9 of 0")]
+    with pytest.raises(PeerLost, match="a acknowledged 9 messages of 0"):
+        hub.receive(30.0)
+    hub.close()
+    context.destroy(linger=0)
+
+
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
+def test_a_channel_that_broke_is_closed(address: str) -> None:
+    def refuse(found: object) -> None:
+        raise RuntimeError("no room")
+
+    hub, spoke = Hub(address, SECRET, refuse), open_spoke(address)
+    spoke.send(b"hi")
+    hub._thread.join(30.0)
+    closing = threading.Thread(target=hub.close, daemon=True)
+    closing.start()
+    closing.join(30.0)
+    assert not closing.is_alive()
+    spoke.close(0.0)

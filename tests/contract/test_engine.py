@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import shutil
 import socket
 import threading
 import time
@@ -117,7 +118,7 @@ def test_logprobs_are_exact_over_turns_whose_keys_and_values_were_kept(
     known = 0
     for turn in range(3):
         params = SamplingParams(max_tokens=6, seed=turn)
-        answer = client.generate(tokens, slots, params)
+        answer = client.generate(tokens, slots, params, rollout_id="rollout")
         assert answer.sightline is not None
         # All that the engine computed in the last turn: its prompt and answer but one token.
         # vLLM reuses whole blocks, or nothing.
@@ -286,14 +287,14 @@ def test_a_late_request_is_answered_while_earlier_ones_decode(
     together = Together(client)
     before = client.totals()
     long = [
-        together.generate(*prompts[i], SamplingParams(max_tokens=500, seed=i)) for i in range(2)
+        together.generate(*prompts[i], SamplingParams(max_tokens=300, seed=i)) for i in range(2)
     ]
     client.wait_for("totals", "sampled_tokens", before["sampled_tokens"] + 20)
     for late in prompts:
         assert len(client.generate(*late, GREEDY).choices[0].token_ids) == GREEDY.max_tokens
     assert not any(answer.done() for answer in long)
     for answer in long:
-        assert len(answer.result().choices[0].token_ids) == 500
+        assert len(answer.result().choices[0].token_ids) == 300
 
 
 def test_more_requests_than_rows_are_all_answered(
@@ -301,7 +302,7 @@ def test_more_requests_than_rows_are_all_answered(
 ) -> None:
     wanted = [client.generate(*prompt).choices[0].token_ids for prompt in prompts]
     together = Together(odd)
-    answers = [together.generate(*prompts[i % len(prompts)]) for i in range(24)]
+    answers = [together.generate(*prompts[i % len(prompts)]) for i in range(12)]
     for i, answer in enumerate(answers):
         assert answer.result().choices[0].token_ids == wanted[i % len(prompts)]
 
@@ -354,7 +355,7 @@ def publish(
     The vision tower changes only where `vision_version` says so.
     """
     changed = Reference(model, reference.store)
-    vision = load_serving(model, reference.family).VISION_PREFIXES
+    vision = load_serving(model, reference.family).vision_prefixes(reference.family)
     with torch.no_grad():
         for name, parameter in changed.model.named_parameters():
             if not name.startswith(vision) or vision_version:
@@ -373,14 +374,14 @@ def test_an_update_in_the_middle_of_an_answer_gives_two_spans(
     manifest, changed = publish(tiny_model, tmp_path, 7, 7, 1.2, reference)
     tokens, slots = prompts[1]
     together = Together(fresh)
-    answer = together.generate(tokens, slots, SamplingParams(max_tokens=400, seed=1))
+    answer = together.generate(tokens, slots, SamplingParams(max_tokens=200, seed=1))
     fresh.wait_for("totals", "sampled_tokens", 20)
     assert fresh.adopt(manifest) == {"version": "7", "vision_version": 7}
     choice = answer.result().choices[0]
     assert choice.weight_versions is not None
     first, second = choice.weight_versions
     assert (first.version, second.version) == ("0", "7")
-    assert first.start == 0 and first.end == second.start and second.end == 400
+    assert first.start == 0 and first.end == second.start and second.end == 200
     logprobs = logprobs_of(answer.result())
     for span, witness in ((first, reference), (second, changed)):
         expected = witness.logprobs(tokens, choice.token_ids, slots)[span.start : span.end]
@@ -400,7 +401,7 @@ def test_an_update_in_the_middle_of_a_later_turn_sees_its_images_anew(
     said = fresh.generate(tokens, slots).choices[0].token_ids
     tokens, slots = next_turn(reference.renderer, tokens, slots, said, user("And now?"))
     before = fresh.totals()["sampled_tokens"]
-    answer = Together(fresh).generate(tokens, slots, SamplingParams(max_tokens=400, seed=1))
+    answer = Together(fresh).generate(tokens, slots, SamplingParams(max_tokens=200, seed=1))
     fresh.wait_for("totals", "sampled_tokens", before + 20)
     fresh.adopt(manifest)
     choice = answer.result().choices[0]
@@ -455,7 +456,7 @@ def test_keys_and_values_can_be_kept_over_updates_and_are_counted(
     odd: Client, tiny_model: Path, reference: Reference, prompts: list[Prompt], tmp_path: Path
 ) -> None:
     manifest, _ = publish(tiny_model, tmp_path, 1, 1, 1.2, reference)
-    answer = Together(odd).generate(*prompts[0], SamplingParams(max_tokens=400, seed=1))
+    answer = Together(odd).generate(*prompts[0], SamplingParams(max_tokens=200, seed=1))
     odd.wait_for("totals", "sampled_tokens", 20)
     odd.adopt(manifest)
     spans = answer.result().choices[0].weight_versions
@@ -473,7 +474,7 @@ def test_a_request_that_an_update_finds_waiting_has_no_token_on_old_keys_and_val
     tmp_path: Path,
 ) -> None:
     manifest, _ = publish(tiny_model, tmp_path, 1, 1, 1.2, reference)
-    together, long = Together(odd), SamplingParams(max_tokens=400, seed=1)
+    together, long = Together(odd), SamplingParams(max_tokens=200, seed=1)
     running = [
         together.generate(*prompts[0], long) for _ in range(odd_settings.inference.max_num_seqs)
     ]
@@ -514,7 +515,10 @@ def test_broken_weights_are_refused_and_the_old_ones_stay(
     error = client.refused(json.dumps({"manifest": str(manifest)}).encode(), "/sightline/v1/adopt")
     assert (error.code, error.type) == (422, "weights")
     assert client.get("/health")["version"] == "0"
-    assert client.generate(*prompts[0]).choices == before.choices
+    # A prompt whose keys and values were kept may differ in the last bits.
+    after = client.generate(*prompts[0])
+    assert after.choices[0].token_ids == before.choices[0].token_ids
+    np.testing.assert_allclose(logprobs_of(after), logprobs_of(before), atol=TOLERANCE)
 
 
 def forge(manifest: Path, data: bytes) -> None:
@@ -651,9 +655,15 @@ def test_other_processor_settings_are_a_409_with_both(
 
 
 def test_a_client_of_other_processor_settings_shows_those_of_both_sides(
-    client: Client, tiny_model: Path, reference: Reference, media: MediaStore
+    client: Client, tiny_model: Path, reference: Reference, media: MediaStore, tmp_path: Path
 ) -> None:
-    other = load_family(tiny_model, max_pixels=4096)
+    if reference.family.name == "anyvlm":  # its settings are those of the folder
+        copy = Path(shutil.copytree(tiny_model, tmp_path / "copy"))
+        file = copy / "preprocessor_config.json"
+        file.write_text(json.dumps(json.loads(file.read_text()) | {"image_std": [0.1, 0.2, 0.3]}))
+        other = load_family(copy)
+    else:
+        other = load_family(tiny_model, max_pixels=4096)
     ref = media.put(Image.new("RGB", (32, 32), (80, 20, 30)))
     rendered = load_renderer(tiny_model, media, other).render([user("What is it?", ref)])
     request = GenerateRequest.of(
@@ -775,7 +785,7 @@ def test_a_full_queue_is_a_503_that_may_heal(
 ) -> None:
     together = Together(odd)
     rows, most = odd_settings.inference.max_num_seqs, odd_settings.max_waiting
-    params = SamplingParams(max_tokens=400, seed=1)
+    params = SamplingParams(max_tokens=200, seed=1)
     running = [together.generate(*prompts[0], params) for _ in range(rows)]
     odd.wait_for("now", "running", rows)
     short = SamplingParams(max_tokens=1, seed=1)
@@ -815,7 +825,7 @@ def test_what_names_no_weights_is_refused(
 def test_a_client_that_leaves_frees_its_row(client: Client, prompts: list[Prompt]) -> None:
     before = client.totals()["cancelled"]
     body = json.dumps(
-        put_at(as_json(client, prompts[0], seed=1), "sampling_params.max_tokens", 4000)
+        put_at(as_json(client, prompts[0], seed=1), "sampling_params.max_tokens", 3500)
     ).encode()
     with socket.create_connection((client.host, client.port)) as connection:
         head = "POST /inference/v1/generate HTTP/1.1\r\nhost: localhost\r\n"
@@ -853,7 +863,7 @@ def test_requests_in_flight_are_refused_with_503_when_the_server_ends(
 ) -> None:
     found: list[Any] = []
     with live(settings) as ending:
-        body = put_at(as_json(ending, prompts[0]), "sampling_params.max_tokens", 4000)
+        body = put_at(as_json(ending, prompts[0]), "sampling_params.max_tokens", 3500)
         thread = threading.Thread(
             target=lambda: found.append(ending.refused(json.dumps(body).encode()))
         )

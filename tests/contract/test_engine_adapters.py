@@ -25,7 +25,7 @@ from sightline.wire.weights import Adapter, Manifest
 RANK, SCALE = 4, 0.5
 TEXT = ("q_proj.weight", "k_proj.weight", "gate_proj.weight", "down_proj.weight")
 VISION = ("attn.qkv.weight", "mlp.linear_fc1.weight")
-PARAMS = SamplingParams(max_tokens=12, seed=3)
+PARAMS = SamplingParams(max_tokens=12, seed=3, skip_reading_prefix_cache=True)
 Tensors = dict[str, torch.Tensor]
 
 

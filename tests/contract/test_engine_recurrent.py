@@ -3,6 +3,7 @@ what transformers says, alone and in company, and what the trainer computes."""
 
 from __future__ import annotations
 
+import itertools
 import random
 import socket
 from collections.abc import Iterator
@@ -19,7 +20,7 @@ from sightline.compute.weights import write_weights
 from sightline.families.registry import write_tiny
 from sightline.inference.server_spec import ServerSpec
 from sightline.media import MediaStore
-from sightline.message import ImagePart, Message, user
+from sightline.message import ImagePart, Message, assistant, user
 from sightline.pack import PackSize
 from sightline.pixels import Materializer
 from sightline.trainer.bad_media import BadMediaPolicy
@@ -30,7 +31,9 @@ from sightline.wire.array import Array
 from sightline.wire.generate import GenerateRequest, GenerateResponse, SamplingParams
 from sightline.wire.sample import Batch, Sample, Segment
 
-TOLERANCE = 2e-5
+TOLERANCE = 1e-4
+"""Of float32, where a state goes through every token before: by the company that a sequence has,
+sums go in other orders. A state that is lost or another's is seen in the first digit."""
 Prompt = tuple[list[int], list[Slot]]
 
 
@@ -127,7 +130,7 @@ def test_a_prompt_of_one_token_begins_without_a_state_while_others_decode(
 ) -> None:
     all_of(client, prompts, GREEDY)  # they leave their states in the rows
     before = client.totals()["sampled_tokens"]
-    params = SamplingParams(max_tokens=250, seed=1)
+    params = SamplingParams(max_tokens=120, seed=1)
     long = Together(client).generate(*prompts[2], params)
     client.wait_for("totals", "sampled_tokens", before + 5)
     short = client.generate([65], [], SamplingParams(max_tokens=8, seed=1))
@@ -140,11 +143,12 @@ def test_a_prompt_of_one_token_begins_without_a_state_while_others_decode(
 def test_in_company_a_request_is_answered_as_alone(client: Client, prompts: list[Prompt]) -> None:
     params = SamplingParams(max_tokens=20, seed=11)
     alone = [client.generate(*prompt, params) for prompt in prompts]
-    crowd = all_of(client, prompts * 4, params)
+    crowd = all_of(client, prompts * 2, params)
     for i, answer in enumerate(crowd):
         one = alone[i % len(prompts)]
         assert answer.choices[0].token_ids == one.choices[0].token_ids
-        assert answer.sightline == one.sightline  # the pixel digests among it
+        assert answer.sightline is not None and one.sightline is not None
+        assert answer.sightline.pixel_digests == one.sightline.pixel_digests
         np.testing.assert_allclose(logprobs_of(answer), logprobs_of(one), atol=TOLERANCE)
 
 
@@ -155,7 +159,7 @@ def test_more_requests_than_rows_are_all_answered(
     with live(settings.replace(max_num_seqs=2)) as small:
         answers = all_of(small, prompts * 2, GREEDY)
         assert [answer.choices[0].token_ids for answer in answers] == wanted * 2
-        assert small.now()["rows_free"] == 2 and small.now()["rows_cached"] == 0
+        assert small.now()["rows_free"] + small.now()["rows_cached"] == 2
 
 
 def test_an_image_is_encoded_once_however_many_rows_show_it(
@@ -166,10 +170,11 @@ def test_an_image_is_encoded_once_however_many_rows_show_it(
     assert fresh.totals()["images_encoded"] == len(prompts[1][1]) == 1
 
 
-def test_turns_are_prefilled_anew_and_are_what_the_trainer_computes(
-    client: Client, model: Path, media: MediaStore, reference: Reference
+def test_a_turn_computes_what_is_new_and_says_what_the_trainer_computes(
+    client: Client, fresh: Client, model: Path, media: MediaStore, reference: Reference
 ) -> None:
-    """Three turns with images, several conversations at once."""
+    """Three turns with images, several conversations at once; one engine goes on from the states
+    that it kept, the other prefills every turn anew."""
     rng, renderer = random.Random(1), reference.renderer
     talks: list[Prompt] = []
     for i in range(5):
@@ -177,10 +182,22 @@ def test_turns_are_prefilled_anew_and_are_what_the_trainer_computes(
         talks.append((rendered.token_ids, rendered.slots))
     said: list[list[tuple[int, list[float]]]] = [[] for _ in talks]
     for turn in range(3):
-        params = SamplingParams(max_tokens=10, seed=turn)
-        for i, answer in enumerate(all_of(client, talks, params)):
+        for seed in itertools.count(100 * turn):
+            params = SamplingParams(max_tokens=10, seed=seed)
+            anew = msgspec.structs.replace(params, skip_reading_prefix_cache=True)
+            others = all_of(fresh, talks, anew)
+            spoken = {token for other in others for token in other.choices[0].token_ids}
+            if not spoken.intersection(renderer.stop_token_ids):
+                break
+        answers = all_of(client, talks, params)
+        for i, (answer, other) in enumerate(zip(answers, others, strict=True)):
             tokens, slots = talks[i]
-            assert answer.sightline is not None and answer.sightline.cached_tokens == 0
+            assert answer.sightline is not None and other.sightline is not None
+            # All but the last token that was said: nothing had followed it.
+            known = said[i][-1][0] + 9 if turn else 0
+            assert (answer.sightline.cached_tokens, other.sightline.cached_tokens) == (known, 0)
+            assert answer.choices[0].token_ids == other.choices[0].token_ids
+            np.testing.assert_allclose(logprobs_of(answer), logprobs_of(other), atol=TOLERANCE)
             assert len(answer.sightline.pixel_digests) == len(slots)
             said[i].append((len(tokens), logprobs_of(answer)))
             # Not a user's: a new question would drop the reasoning of the turns before it.
@@ -202,6 +219,21 @@ def test_turns_are_prefilled_anew_and_are_what_the_trainer_computes(
     assert stepped.metrics["fresh_tokens"] == 5 * 3 * 10
     assert gap < 1e-4
     assert kl is not None and kl < 1e-8
+
+
+def test_a_history_that_is_written_otherwise_is_prefilled_anew(
+    fresh: Client, reference: Reference
+) -> None:
+    """A new question drops the reasoning of the turn before it: no state fits what is left."""
+    asked = user("walk, run or wait?")
+    first = reference.renderer.render([asked])
+    fresh.generate(first.token_ids, first.slots)
+    again = reference.renderer.render([asked, assistant("run", reasoning="hm"), user("why?")])
+    assert again.token_ids[: len(first.token_ids)] != first.token_ids
+    answer = fresh.generate(again.token_ids, again.slots)
+    assert answer.sightline is not None and answer.sightline.cached_tokens == 0
+    expected = reference.logprobs(again.token_ids, answer.choices[0].token_ids, again.slots)
+    np.testing.assert_allclose(logprobs_of(answer), expected, atol=TOLERANCE)
 
 
 def sample(
@@ -236,15 +268,15 @@ def test_an_update_in_the_middle_of_answers_prefills_them_again(
             parameter.mul_(1.1)
     manifest, _ = write_weights(tmp_path, dict(changed.model.named_parameters()), 7, 7)
     together = Together(fresh)
-    params = SamplingParams(max_tokens=250, seed=1)
+    params = SamplingParams(max_tokens=120, seed=1)
     answers = [together.generate(*prompt, params) for prompt in prompts[:3]]
-    fresh.wait_for("totals", "sampled_tokens", 60)
+    fresh.wait_for("totals", "sampled_tokens", 30)
     fresh.adopt(manifest)
     for (tokens, slots), answer in zip(prompts[:3], answers, strict=True):
         choice = answer.result().choices[0]
         assert choice.weight_versions is not None
         first, second = choice.weight_versions
-        assert (first.version, second.version, second.end) == ("0", "7", 250)
+        assert (first.version, second.version, second.end) == ("0", "7", 120)
         found = logprobs_of(answer.result())
         for span, witness in ((first, reference), (second, changed)):
             expected = witness.logprobs(tokens, choice.token_ids, slots)[span.start : span.end]
@@ -256,7 +288,7 @@ def test_pads_are_never_sampled(
     client: Client, reference: Reference, prompts: list[Prompt]
 ) -> None:
     pads = set(reference.renderer.pad_token_ids)
-    answers = all_of(client, prompts, SamplingParams(max_tokens=50, temperature=50.0, seed=2))
+    answers = all_of(client, prompts, SamplingParams(max_tokens=25, temperature=50.0, seed=2))
     assert pads.isdisjoint(token for answer in answers for token in answer.choices[0].token_ids)
 
 

@@ -29,7 +29,7 @@ from sightline.media import MediaStore
 from sightline.message import Message, ToolCall, text, user
 from sightline.trace import Trace
 
-NUM_TURNS = 32
+NUM_TURNS = 16
 GO = {"type": "function", "function": {"name": "go", "parameters": {"type": "object"}}}
 CALL = Message(role="assistant", tool_calls=(ToolCall("go", '{"x": 1}'),))
 

@@ -47,15 +47,16 @@ def settings(tiny_model: Path, store: MediaStore) -> ServerSpec:
 
 @asynccontextmanager
 async def round_robin(servers: list[str]) -> AsyncIterator[tuple[str, list[int]]]:
-    """An address whose requests go to the servers in turn, whoever sends them; and the statuses."""
+    """An address whose generations go to the servers in turn, whoever asks; and their statuses."""
     turn, statuses = itertools.cycle(servers), list[int]()
     async with aiohttp.ClientSession() as session:
 
         async def pass_on(http: web.Request) -> web.Response:
-            body = await http.read()
-            address, headers = next(turn) + http.path, {"content-type": http.content_type}
+            body, generates = await http.read(), http.method == "POST"
+            address = (next(turn) if generates else servers[0]) + http.path
+            headers = {"content-type": http.content_type}
             async with session.request(http.method, address, data=body, headers=headers) as answer:
-                statuses.append(answer.status)
+                statuses.extend([answer.status] * generates)
                 return web.Response(body=await answer.read(), status=answer.status)
 
         app = web.Application(client_max_size=1 << 28)
@@ -137,10 +138,16 @@ def test_a_client_that_is_killed_does_not_cancel_the_image_that_another_waits_fo
     store: MediaStore,
     num_before: int,
 ) -> None:
-    """One thread decodes; with an image before it, theirs is in the queue."""
+    """One thread decodes; with an image before it, theirs is in the queue.
+
+    One waits for the image alone, another for the whole prompt, which is computed once.
+    """
     gated = Gated(store)
     renderer = load_renderer(tiny_model, store)
-    rendered = renderer.render([user("What is it?", store.put(picture(5)))])
+    ref = store.put(picture(5))
+    rendered, asked = (
+        renderer.render([user(words, ref)]) for words in ("What is it?", "What does it show?")
+    )
     other = renderer.render([user("And before?", store.put(picture(6)))])
     body = msgspec.json.encode(GenerateRequest.of(rendered.token_ids, rendered.slots, GREEDY))
     with embedded(settings, store=gated) as server:
@@ -153,14 +160,16 @@ def test_a_client_that_is_killed_does_not_cancel_the_image_that_another_waits_fo
         first.stdin.write(body)
         first.stdin.close()
         server.wait_for("now", "waiting", num_before + 1)  # the flight is its own
-        second = together.generate(rendered.token_ids, rendered.slots)
+        second = together.generate(asked.token_ids, asked.slots)
         server.wait_for("totals", "pixel_cache_joined", 1)
+        third = together.generate(rendered.token_ids, rendered.slots)
+        server.wait_for("now", "waiting", num_before + 3)
         first.kill()
         first.wait()
         server.wait_for("totals", "cancelled", 1)
-        assert not second.done()
+        assert not second.done() and not third.done()
         gated.gate.set()
-        for answer in (*before, second):
+        for answer in (*before, second, third):
             assert len(answer.result(60).choices[0].token_ids) == GREEDY.max_tokens
         totals = server.totals()
         assert totals["images_made"] == num_before + 1
@@ -199,7 +208,7 @@ def test_requests_that_wait_are_bounded_by_their_bytes_too(
     small = settings.replace(max_num_seqs=1, max_waiting_mb=30_000 / 2**20)
     with live(small) as server:
         together = Together(server)
-        long = SamplingParams(max_tokens=900, seed=1)
+        long = SamplingParams(max_tokens=300, seed=1)
         running = together.generate(rendered[0].token_ids, rendered[0].slots, long)
         server.wait_for("now", "running", 1)
         waiting = [

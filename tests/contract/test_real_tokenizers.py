@@ -28,7 +28,11 @@ REAL = {
     "qwen3_vl_thinking": "qwen3",
     "qwen3": "qwen3",
     "qwen2_5_vl": "qwen2_5",
+    "llama": "llama3_2",
+    "llama3_merges": "llama3",
 }
+PUBLISHED = ("llama", "llama3_merges")
+"""Cases whose published template is the one in the tokenizer's package."""
 
 
 def _with_real(case: Case, tokenizer: Path) -> Callable[[Path], None]:
@@ -54,6 +58,11 @@ def real(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactor
     if not folder.is_dir():
         pytest.skip(f"{folder} is missing: run `make tokenizers`")
     case = replace(case, write=_with_real(case, folder))
+    if case.name in PUBLISHED:
+        settings = json.loads((folder / "tokenizer_config.json").read_text())
+        published = tmp_path_factory.mktemp("published") / "template.jinja"
+        published.write_text(settings["chat_template"])
+        case = replace(case, published_template=published)
     path = tmp_path_factory.mktemp("real")
     case.write(path)
     return Checkpoint(case, path, MediaStore(tmp_path_factory.mktemp("media")))
@@ -68,5 +77,7 @@ def test_tokens_are_those_of_the_template_with_the_real_tokenizer(
     ours = real.renderer.render(messages, tools, generation_prompt=prompt).token_ids
     assert ours == real.template_ids(messages, tools, prompt)
     published = real.case.published_template
-    if published is not None and published.is_file():
+    # The first Llama 3 opens the next answer whether or not it is asked to.
+    is_asked = prompt or real.case.name != "llama3_merges"
+    if is_asked and published is not None and published.is_file():
         assert ours == real.template_ids(messages, tools, prompt, published.read_text())

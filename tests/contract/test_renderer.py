@@ -29,9 +29,9 @@ from sightline.wire.item import check_slots
 
 # How many drawn conversations a format does not have is chance: it is no reason to fail.
 QUIET = [HealthCheck.filter_too_much]
-many = settings(max_examples=num_examples(300, 60), deadline=None, suppress_health_check=QUIET)
-hundred = settings(max_examples=num_examples(100, 40), deadline=None, suppress_health_check=QUIET)
-some = settings(max_examples=num_examples(60, 30), deadline=None, suppress_health_check=QUIET)
+many = settings(max_examples=num_examples(300, 20), deadline=None, suppress_health_check=QUIET)
+hundred = settings(max_examples=num_examples(100, 15), deadline=None, suppress_health_check=QUIET)
+some = settings(max_examples=num_examples(60, 12), deadline=None, suppress_health_check=QUIET)
 
 # Letters whole and with combining accents, blanks and newlines that merge, quotes, an emoji.
 # Without ">" no text spells an added token: there we differ from the template on purpose.
@@ -115,7 +115,7 @@ def offered(tools: list[dict[str, Any]], checkpoint: Any) -> list[dict[str, Any]
 
 def said_ids(checkpoint: Any, content: list[int]) -> list[int]:
     """A completion with this content, behind reasoning where the format has some."""
-    reasoning = "hm" if checkpoint.case.takes_reasoning else None
+    reasoning = checkpoint.case.sampled_reasoning
     talk = [user("hi"), assistant("Q", reasoning=reasoning)]
     rendered = checkpoint.renderer.render(talk, generation_prompt=False)
     own = rendered.trained[0]
@@ -189,9 +189,10 @@ def test_slots_cover_the_pads_and_nothing_else(
 ) -> None:
     rendered = checkpoint.renderer.render(placed(messages, checkpoint))
     check_slots(rendered.slots, len(rendered.token_ids))
-    pad = checkpoint.renderer.pad_token_ids[0]
-    covered = [i for slot in rendered.slots for i in range(slot.offset, slot.end)]
-    assert covered == [i for i, token in enumerate(rendered.token_ids) if token == pad]
+    pads = checkpoint.renderer.pad_token_ids[:1]
+    offsets = checkpoint.family.feature_offsets
+    covered = [s.offset + i for s in rendered.slots for i in offsets(s.item).tolist()]
+    assert covered == [i for i, token in enumerate(rendered.token_ids) if token in pads]
     for slot in rendered.slots:
         checkpoint.family.check_item(slot.item)
         assert slot.length == checkpoint.family.num_tokens(slot.item)
@@ -258,8 +259,9 @@ def test_bridge_continues_as_the_whole_conversation_would(
     tools: list[dict[str, Any]],
 ) -> None:
     before, tools = placed(before, checkpoint), offered(tools, checkpoint)
-    new = placed([asking, *new], checkpoint)[1:] or [asking]
-    said = placed([asking, said], checkpoint)[1]
+    said, *new = placed([asking, said, *new], checkpoint)[1:]
+    new = new or [asking]
+    assume(not checkpoint.case.alternates or before[-1]["role"] == "user")
     renderer = checkpoint.renderer
     prompt = renderer.render(before, tools).token_ids
     last = renderer.render([*before, said], tools, generation_prompt=False)
@@ -299,7 +301,7 @@ def test_bridge_keeps_tokens_that_no_tokenizer_would_make(checkpoint: Any) -> No
     bridged = renderer.bridge(prompt, completion, [new])
     assert isinstance(bridged, Bridged)
     said = renderer.decode(prompt + completion + bridged.token_ids)
-    reasoning = "hm" if checkpoint.case.takes_reasoning else None
+    reasoning = checkpoint.case.sampled_reasoning
     whole = renderer.render([user("hi"), assistant("user", reasoning=reasoning), new])
     assert said == renderer.decode(whole.token_ids)
 
@@ -333,13 +335,15 @@ def test_bridge_refuses_rather_than_guesses(checkpoint: Any, new: Any, reason: s
 
 def test_bridge_refuses_a_history_that_is_no_single_turn(checkpoint: Any) -> None:
     renderer = checkpoint.renderer
-    stop, pad = renderer.stop_token_ids[0], renderer.pad_token_ids[0]
+    stop = renderer.stop_token_ids[0]
     prompt = renderer.render([user("hi")]).token_ids
     closed = renderer.render([user("hi")], generation_prompt=False).token_ids
     new = [user("go on")]
     assert renderer.bridge(prompt, [stop, stop], new) == Refused("stop_inside_completion")
-    assert renderer.bridge(prompt, [pad, stop], new) == Refused("media_in_completion")
-    assert renderer.bridge(closed, [stop], new) == Refused("prompt_without_header")
+    for pad in renderer.pad_token_ids:
+        assert renderer.bridge(prompt, [pad, stop], new) == Refused("media_in_completion")
+    if closed != prompt:  # some formats open an answer by the end of the question
+        assert renderer.bridge(closed, [stop], new) == Refused("prompt_without_header")
 
 
 # -- parse

@@ -5,27 +5,39 @@ from __future__ import annotations
 import io
 import os
 import pickle
-import shutil
 import stat
-from collections.abc import Callable
+import time
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from hashlib import sha256
 from pathlib import Path
 
 import pytest
 from PIL import Image
+from store_kinds import KINDS, TOKEN, FolderBacking, StoreKind, s3_server
 
-from sightline.errors import MediaCorrupt, MediaError, MediaMissing, MediaRefused
+from sightline.errors import MediaCorrupt, MediaError, MediaMissing, MediaRefused, StoreFull
 from sightline.media import MediaRef, MediaStore
-
-STORES: dict[str, Callable[[Path], MediaStore]] = {
-    "directory": lambda folder: MediaStore(folder / "store"),
-}
+from sightline.media.stored_file import open_blobs
 
 
-@pytest.fixture(params=sorted(STORES))
-def store(request: pytest.FixtureRequest, tmp_path: Path) -> MediaStore:
-    return STORES[request.param](tmp_path)
+@pytest.fixture(scope="module")
+def s3() -> Iterator[None]:
+    with s3_server():
+        yield
+
+
+@pytest.fixture(params=sorted(KINDS))
+def kind(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[StoreKind]:
+    if request.param == "s3":
+        request.getfixturevalue("s3")
+    with KINDS[request.param](tmp_path) as made:
+        yield made
+
+
+@pytest.fixture
+def store(kind: StoreKind) -> MediaStore:
+    return kind.store
 
 
 def png(color: object = "red", size: tuple[int, int] = (6, 4)) -> bytes:
@@ -34,8 +46,8 @@ def png(color: object = "red", size: tuple[int, int] = (6, 4)) -> bytes:
     return out.getvalue()
 
 
-def files_of(store: MediaStore) -> list[Path]:
-    return sorted(path for path in store.root.rglob("*") if path.is_file() and path.name != ".lock")
+def name_of(ref: MediaRef) -> str:
+    return f"{ref.digest[:2]}/{ref.digest[2:4]}/{ref.digest}"
 
 
 def test_get_returns_exactly_the_bytes_that_were_put(store: MediaStore) -> None:
@@ -45,18 +57,24 @@ def test_get_returns_exactly_the_bytes_that_were_put(store: MediaStore) -> None:
     assert store.get(ref) == data
 
 
-def test_put_is_idempotent_and_does_not_write_again(store: MediaStore) -> None:
-    ref = store.put(png())
-    (path,) = files_of(store)
-    before = path.stat()
-    assert store.put(png()) == ref
-    assert files_of(store) == [path]
-    assert path.stat().st_ino == before.st_ino
+def test_put_is_idempotent(kind: StoreKind) -> None:
+    ref = kind.store.put(png())
+    assert kind.store.put(png()) == kind.elsewhere().put(png()) == ref
+    assert kind.backing.names() == [name_of(ref)]
 
 
-def test_an_image_lies_two_directories_deep_by_its_digest(store: MediaStore) -> None:
-    digest = store.put(png()).digest
-    assert files_of(store) == [store.root / digest[:2] / digest[2:4] / digest]
+def test_what_is_there_is_not_written_again(kind: StoreKind) -> None:
+    if not isinstance(kind.backing, FolderBacking):
+        return
+    path = kind.backing.root / name_of(kind.store.put(png()))
+    before = path.stat().st_ino
+    kind.elsewhere().put(png())
+    assert path.stat().st_ino == before
+
+
+def test_put_returns_when_any_other_machine_can_read(kind: StoreKind) -> None:
+    ref = kind.store.put(png())
+    assert kind.elsewhere().get(ref) == png()
 
 
 def test_put_takes_bytes_a_path_and_a_pil_image(store: MediaStore, tmp_path: Path) -> None:
@@ -79,11 +97,11 @@ def test_anything_else_is_refused(store: MediaStore, source: object) -> None:
         store.put(source)  # type: ignore[arg-type]
 
 
-def test_what_is_refused_leaves_nothing_behind(store: MediaStore) -> None:
+def test_what_is_refused_leaves_nothing_behind(kind: StoreKind) -> None:
     for data in (b"", b"no image", png()[:-5]):
         with pytest.raises(MediaRefused):
-            store.put(data)
-    assert files_of(store) == []
+            kind.store.put(data)
+    assert kind.backing.names() == []
 
 
 def test_a_path_that_cannot_be_read_is_a_clear_error(store: MediaStore, tmp_path: Path) -> None:
@@ -106,9 +124,9 @@ def test_a_ref_that_lies_about_the_size_gives_no_picture(store: MediaStore) -> N
         store.image(liar)
 
 
-def test_find_gives_back_the_ref_without_any_memory_of_the_put(store: MediaStore) -> None:
-    ref = store.put(png())
-    fresh = pickle.loads(pickle.dumps(store))
+def test_find_gives_back_the_ref_without_any_memory_of_the_put(kind: StoreKind) -> None:
+    ref = kind.store.put(png())
+    fresh = kind.elsewhere()
     assert fresh.get_ref(ref.digest) == ref
     assert fresh.get_ref(ref.digest) == ref
 
@@ -136,18 +154,19 @@ def test_a_name_that_is_no_digest_reaches_no_file(store: MediaStore, name: str) 
 
 
 @pytest.mark.parametrize("damage", [b"", b"other bytes", png("blue")])
-def test_a_corrupt_file_is_refused_on_every_read(store: MediaStore, damage: bytes) -> None:
-    ref = store.put(png())
-    store.path(ref.digest).write_bytes(damage)
-    fresh = pickle.loads(pickle.dumps(store))
+def test_a_corrupt_file_is_refused_on_every_read(kind: StoreKind, damage: bytes) -> None:
+    ref = kind.store.put(png())
+    kind.backing.write(name_of(ref), damage)
+    fresh = kind.elsewhere()
     for look in (fresh.get, fresh.image, lambda r: fresh.get_ref(r.digest)):
         with pytest.raises(MediaCorrupt, match=ref.digest[:12]):
             look(ref)
 
 
 @pytest.mark.parametrize("kind", ["pipe", "socket", "device", "link", "loop"])
-def test_only_a_regular_file_is_an_image(store: MediaStore, tmp_path: Path, kind: str) -> None:
+def test_only_a_regular_file_is_an_image(tmp_path: Path, kind: str) -> None:
     """Reading waits for no writer, and follows no link, not even to the very same bytes."""
+    store = MediaStore(tmp_path / "media")
     ref = store.put(png())
     path = store.path(ref.digest)
     aside = path.rename(tmp_path / "aside.png")
@@ -179,14 +198,16 @@ def test_only_a_regular_file_is_an_image(store: MediaStore, tmp_path: Path, kind
     assert aside.read_bytes() == png()
 
 
-def test_a_file_larger_than_any_image_is_not_read(store: MediaStore) -> None:
+def test_a_file_larger_than_any_image_is_not_read(tmp_path: Path) -> None:
+    store = MediaStore(tmp_path / "media")
     ref = store.put(png())
     os.truncate(store.path(ref.digest), 1 << 40)
     with pytest.raises(MediaRefused, match=f"above the limit.*{ref.digest}"):
         store.get(ref)
 
 
-def test_the_root_of_a_store_may_be_a_link(store: MediaStore, tmp_path: Path) -> None:
+def test_the_root_of_a_store_may_be_a_link(tmp_path: Path) -> None:
+    store = MediaStore(tmp_path / "media")
     ref = store.put(png())
     (tmp_path / "link").symlink_to(store.root)
     for linked in (
@@ -196,23 +217,28 @@ def test_the_root_of_a_store_may_be_a_link(store: MediaStore, tmp_path: Path) ->
         assert linked.get(ref) == png() and linked.has(ref) and linked.touch(ref.digest)
 
 
-def test_putting_the_image_again_heals_a_corrupt_file(store: MediaStore) -> None:
-    ref = store.put(png())
-    store.path(ref.digest).write_bytes(b"\0" * ref.nbytes)
-    assert store.put(png()) == ref
-    assert store.get(ref) == png()
+def test_putting_the_image_again_heals_a_corrupt_file(kind: StoreKind) -> None:
+    ref = kind.store.put(png())
+    kind.backing.write(name_of(ref), b"\0" * ref.nbytes)
+    fresh = kind.elsewhere()
+    with pytest.raises(MediaCorrupt):
+        fresh.get(ref)
+    assert fresh.put(png()) == ref
+    assert kind.elsewhere("third").get(ref) == png()
 
 
-def test_verify_lists_what_is_damaged_and_removes_nothing(store: MediaStore) -> None:
-    refs = [store.put(png(color)) for color in ("red", "green", "blue")]
-    store.path(refs[1].digest).write_bytes(b"damage")
-    stray = store.path(refs[0].digest).parent / "notes.txt"
-    stray.write_text("x")
-    before = files_of(store)
-    report = store.verify()
+def test_verify_lists_what_is_damaged_and_removes_nothing(kind: StoreKind) -> None:
+    refs = [kind.store.put(png(color)) for color in ("red", "green", "blue")]
+    kind.backing.write(name_of(refs[1]), b"damage")
+    strays = []
+    if isinstance(kind.backing, FolderBacking) and isinstance(kind.store.root, Path):
+        strays = [str(Path(name_of(refs[0])).with_name("notes.txt"))]
+        kind.backing.write(strays[0], b"x")
+    before = kind.backing.names()
+    report = kind.store.verify()
     assert (report.num_files, report.corrupt) == (3, [refs[1].digest])
-    assert [store.root / leftover for leftover in report.leftovers] == [stray]
-    assert files_of(store) == before
+    assert report.leftovers == strays
+    assert kind.backing.names() == before
 
 
 def test_digests_count_and_size_tell_what_is_there(store: MediaStore) -> None:
@@ -224,7 +250,7 @@ def test_digests_count_and_size_tell_what_is_there(store: MediaStore) -> None:
 
 def test_a_fallback_root_is_read_and_never_written(store: MediaStore, tmp_path: Path) -> None:
     ref = store.put(png())
-    other = MediaStore(tmp_path / "own", fallback_roots=[store.root])
+    other = MediaStore(tmp_path / "own", fallback_roots=[store])
     assert other.get(ref) == png()
     assert other.get_ref(ref.digest) == ref
     assert other.has(ref)
@@ -237,19 +263,97 @@ def test_a_fallback_root_is_read_and_never_written(store: MediaStore, tmp_path: 
 def test_a_sound_copy_in_a_fallback_root_stands_in_for_a_corrupt_one(
     store: MediaStore, tmp_path: Path
 ) -> None:
-    other = MediaStore(tmp_path / "own", fallback_roots=[store.root])
+    other = MediaStore(tmp_path / "own", fallback_roots=[store])
     ref = other.put(png())
     store.put(png())
     other.path(ref.digest).write_bytes(b"damage")
     assert other.get(ref) == png()
 
 
-def test_a_removed_image_is_missing_even_when_its_header_is_remembered(store: MediaStore) -> None:
-    ref = store.put(png())
-    shutil.rmtree(store.root)
-    assert not store.touch(ref.digest)
+def test_a_removed_image_is_missing_to_who_has_not_just_used_it(kind: StoreKind) -> None:
+    ref = kind.store.put(png())
+    fresh = kind.elsewhere()
+    kind.backing.clear()
+    assert not fresh.touch(ref.digest)
     with pytest.raises(MediaMissing):
-        store.get_ref(ref.digest)
+        fresh.get_ref(ref.digest)
+
+
+def test_images_are_prefetched_and_what_cannot_be_had_is_left_to_the_read(kind: StoreKind) -> None:
+    refs = [kind.store.put(png((i, 0, 0))) for i in range(20)]
+    fresh, absent = kind.elsewhere(), MediaRef("0" * 64, "image/png", 1, 1, 1)
+    fresh.prefetch([*refs, absent])
+    if not isinstance(kind.store.root, Path):
+        kind.backing.clear()
+    assert [fresh.get(ref) for ref in refs] == [png((i, 0, 0)) for i in range(20)]
+    with pytest.raises(MediaMissing):
+        fresh.get(absent)
+
+
+def test_a_store_that_can_be_written_to_says_so(store: MediaStore) -> None:
+    store.check_writable()
+    store.check_room()
+    store.max_bytes = 10
+    store.put(png())
+    with pytest.raises(StoreFull, match="its limit is 10"):
+        store.check_room()
+
+
+def test_gc_removes_what_is_old_and_in_no_use(kind: StoreKind) -> None:
+    refs = [kind.store.put(png(color)) for color in ("red", "green", "blue")]
+    for ref in refs[:2]:
+        kind.backing.make_older(name_of(ref), 4000)
+    told = kind.store.gc({refs[0].digest}, dry_run=True)
+    assert told.removed == [refs[1].digest] and len(kind.backing.names()) == 3
+    report = kind.store.gc({refs[0].digest})
+    assert (report.removed, report.removed_bytes) == ([refs[1].digest], refs[1].nbytes)
+    assert (report.num_in_use, report.num_young) == (1, 1)
+    assert kind.backing.names() == sorted(name_of(ref) for ref in (refs[0], refs[2]))
+    with pytest.raises(MediaError, match="not a media digest"):
+        kind.store.gc({refs[0].url})
+
+
+def test_a_put_or_a_new_reference_keeps_an_old_image(kind: StoreKind) -> None:
+    refs = [kind.store.put(png(color)) for color in ("red", "green", "blue")]
+    for ref in refs:
+        kind.backing.make_older(name_of(ref), 4000)
+    fresh = kind.elsewhere()
+    fresh.put(png("red"))
+    assert fresh.touch(refs[1].digest)
+    assert kind.store.gc(set()).removed == [refs[2].digest]
+
+
+def test_what_a_run_used_since_it_took_its_lease_stays_however_long_it_takes(
+    kind: StoreKind,
+) -> None:
+    before = kind.store.put(png("red"))
+    kind.store.renew_lease("run-1")
+    during = kind.store.put(png("blue"))
+    kind.backing.make_older(name_of(before), 10_000)
+    kind.backing.make_older(name_of(during), 4000)
+    lease = ".leases/run-1"
+    # As it is after an hour and more, in which the run renewed it.
+    kind.backing.write(lease, str(time.time() - 4000).encode())
+    kind.store.renew_lease("run-1")
+    assert kind.store.gc(set()).removed == [before.digest]
+    kind.backing.make_older(lease, 2000)  # its processes were killed
+    assert kind.store.gc(set(), dry_run=True).removed == [during.digest]
+    kind.store.renew_lease("run-1")
+    assert kind.store.gc(set()).removed == []
+    kind.store.end_lease("run-1")
+    assert kind.store.gc(set()).removed == [during.digest]
+    with pytest.raises(MediaError, match="not the name of a lease"):
+        kind.store.renew_lease("../run")
+
+
+def test_a_lease_of_images_is_one_of_the_parts_beside_them(kind: StoreKind) -> None:
+    blobs = open_blobs(kind.store.root, TOKEN)
+    part = blobs.put_bytes(b"of a file")
+    kind.backing.make_older(f"blobs/{part[:2]}/{part[2:4]}/{part}", 500)
+    kind.store.renew_lease("run-1")
+    assert blobs.gc(set(), min_age_s=100).removed == []
+    kind.store.end_lease("run-1")
+    assert blobs.gc(set(), min_age_s=100).removed == [part]
 
 
 def test_threads_may_put_and_get_at_once(store: MediaStore) -> None:

@@ -5,17 +5,27 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
+import msgspec
 import pyarrow
 import pytest
 from pyarrow import parquet
 
 from sightline.envs.task_files import ParquetRows, open_tasks
-from sightline.errors import ConfigError, MediaError, MediaRefused, MessageError, WireError
+from sightline.errors import (
+    ConfigError,
+    MediaError,
+    MediaRefused,
+    MessageError,
+    Misaligned,
+    WireError,
+)
 from sightline.media import ImageIngestor, MediaStore
 from sightline.run.run_dir import RunDir
 from sightline.view.images_in_use import collect_digests
 from sightline.view.run_files import RunFiles
 from sightline.wire import control
+from sightline.wire.array import Array
+from sightline.wire.micro_batch import StepScores, TokenOrigin
 
 
 @pytest.mark.parametrize("scheme", ["http", "https", "HTTPS"])
@@ -120,3 +130,21 @@ def test_a_damaged_summary_is_left_out(tmp_path: Path, data: bytes) -> None:
     run_dir.metrics.write_bytes(b"")
     run_dir.summary.write_bytes(data)
     assert RunFiles(run_dir).find_summary() is None
+
+
+@pytest.mark.parametrize(
+    ("node", "start", "stop"), [(0, 0, -5), (0, 5, 3), (0, 0, 11), (0, -4, 0), (-1, 0, 4)]
+)
+def test_scores_of_tokens_that_are_not_there_are_refused(node: int, start: int, stop: int) -> None:
+    """The page of a rollout ended with an error of numpy."""
+    numbers = Array.of([0.0] * 10, "float32")
+    made = StepScores(
+        1, [TokenOrigin(start=0, stop=10, node=0, trace_id="t")], numbers, numbers, numbers
+    )
+    values = msgspec.msgpack.decode(made.to_bytes())
+    values["origins"][0] |= {"node": node, "start": start, "stop": stop}
+    with pytest.raises(WireError, match="do not line up"):
+        StepScores.from_bytes(msgspec.msgpack.encode(values))
+    short = Array.of([0.0] * 9, "float32")
+    with pytest.raises(Misaligned):
+        StepScores(1, [], numbers, short, numbers)

@@ -94,7 +94,9 @@ def learner_of(model: Path, store: MediaStore, **changes: object) -> Learner:
 def batch_of(learner: Learner, model: Path, store: MediaStore) -> ReadyBatch:
     materializer = Materializer(learner.family, store, max_bytes=1 << 24)
     preparer = BatchPreparer(learner.family, materializer, PackSize(1 << 20, 1 << 20))
-    ready = preparer.prepare(Batch(1, making.samples(model, store, count=3)), digest="")
+    ready = preparer.prepare(
+        Batch(1, making.samples(model, store, count=3)), digest=""
+    ).with_pixels()
     materializer.close()
     return ready
 
@@ -149,7 +151,7 @@ def test_compiled_blocks_give_what_plain_ones_give(
             materializer = Materializer(learner.family, store, max_bytes=1 << 24)
             preparer = BatchPreparer(learner.family, materializer, PackSize(1 << 20, 1 << 20))
             samples = draw(tiny_model, store, 4 + seed, seed=seed)
-            ready = preparer.prepare(Batch(1 + seed, samples), digest="")
+            ready = preparer.prepare(Batch(1 + seed, samples), digest="").with_pixels()
             materializer.close()
             found.append(learner.step(ready).metrics["grad_norm"])
         norms.append(found)

@@ -16,7 +16,7 @@ SMALL = (
 )
 """Overrides that make a step of the example take a blink."""
 ALWAYS = ("test_laws", "test_learns")
-NUM_JOBS = 12
+NUM_JOBS = 6
 """Of the other tests, each of which takes a minute, so many that the commit seeds."""
 
 

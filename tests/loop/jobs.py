@@ -8,7 +8,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -33,10 +33,11 @@ def sightline(
 class Job:
     """A `sightline rl` that is under way."""
 
-    def __init__(self, cwd: Path, *words: str) -> None:
+    def __init__(self, cwd: Path, *words: str, within: Sequence[str] = ()) -> None:
+        """`within`: words that run the command on another machine."""
         self.cwd = cwd
         self.process = subprocess.Popen(
-            [sys.executable, "-m", "sightline", "rl", "--plain", *words],
+            [*within, sys.executable, "-m", "sightline", "rl", "--plain", *words],
             cwd=cwd, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
         )  # fmt: skip
 

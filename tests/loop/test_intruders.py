@@ -16,6 +16,7 @@ import zmq
 from loop.jobs import Job
 from sightline.families.registry import write_tiny
 from sightline.run import RunDir
+from sightline.run.rights import derive_rights
 from sightline.wire import control
 from sightline.wire.control import PublishedWeights
 
@@ -103,14 +104,15 @@ def test_a_run_is_commanded_by_its_own_processes_and_writes_no_secret(tmp_path: 
     words = commands.split("\0")
     forge(find_option(words, "--hub"))
     server = find_option(words, "--server")
-    assert post(server) == post(server, "a guess") == 401
-    assert post(server, secret) == 400
+    worker, own = (derive_rights(secret, name) for name in ("worker-0", "server"))
+    assert post(server) == post(server, "a guess") == post(server, secret) == 401
+    assert post(server, worker.token) == 403 and post(server, own.control_token) == 400
     output = job.output()
     assert job.process.returncode == 0, output
     assert json.loads(run_dir.summary.read_text())["steps"] == 3
     assert "401 for key ***" in run_dir.metrics.read_text()
     assert "the key is ***" in (run_dir.logs / "worker-0.log").read_text()
-    for text in (secret, KEY):
+    for text in (secret, KEY, worker.token, own.control_token, worker.channel):
         assert text not in commands and text not in output
         check_not_written(run_dir, text)
     assert "file:key" in run_dir.config.read_text()

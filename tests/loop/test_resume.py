@@ -1,4 +1,5 @@
-"""Kill any process at any moment: the run ends, says why, resumes, and has every step once."""
+"""Kill any process at any moment: the run goes on, or ends and says why; it resumes, and has every
+step once."""
 
 from __future__ import annotations
 
@@ -17,7 +18,7 @@ STEPS = 12
 RUN = (str(EXAMPLES / "cpu.toml"), *SMALL, f"run.steps={STEPS}")
 
 
-@pytest.mark.parametrize("victim", take_sample(["trainer", "server", "orchestrator"], 1))
+@pytest.mark.parametrize("victim", take_sample(["trainer", "orchestrator"], 1))
 def test_a_killed_run_says_who_died_and_resumes(home: Path, victim: str) -> None:
     job = Job(home, *RUN)
     job.wait_for_step(6)
@@ -38,6 +39,25 @@ def test_a_killed_run_says_who_died_and_resumes(home: Path, victim: str) -> None
     assert found["steps"] == STEPS and found["reward_final"] is not None
     assert not list(job.run_dir.weights.glob("*.1")), "replayed weights are bit-equal"
     assert done.stdout.strip().splitlines()[-2].startswith("run: ")
+
+
+def test_a_killed_server_and_a_killed_trainer_are_started_again_and_the_run_goes_on(
+    home: Path,
+) -> None:
+    """The trainer as often as `[launch] restart` says."""
+    job = Job(home, *RUN, "launch.restart=1", "trainer.checkpoint_every=4")
+    job.wait_for_step(2)
+    job.kill("server")
+    job.wait_for_step(6)
+    job.kill("trainer")
+    said = job.output(timeout_s=300)
+    assert job.process.returncode == 0, said
+    assert "server was killed by SIGKILL; it is started again, 1 of 8 times" in said
+    again = "trainer was killed by SIGKILL; the trainer is started again from its last checkpoint"
+    assert again in said
+    assert [step for step, _ in ledger(job.run_dir)] == list(range(1, STEPS + 1))
+    assert not list(job.run_dir.weights.glob("*.1")), "replayed weights are bit-equal"
+    assert summary(job.run_dir)["outcome"] == "finished"
 
 
 def test_a_killed_launcher_takes_its_processes_along(home: Path) -> None:

@@ -4,19 +4,23 @@ from __future__ import annotations
 
 import json
 import shutil
+import subprocess
+import sys
 import urllib.request
 from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from loop.jobs import ledger, sightline, summary
+from loop.jobs import Job, ledger, sightline, summary
 from sightline.families.registry import write_tiny
 from sightline.launch.processes import temporary_server
 from sightline.run import RunDir
+from sightline.view.events import read_events
 
-pytestmark = [pytest.mark.loop, pytest.mark.timeout(300)]
+pytestmark = [pytest.mark.loop, pytest.mark.timeout(600)]
 
 STEPS = 3
 TOKEN = "what the servers ask for"
@@ -50,6 +54,60 @@ def ask(address: str, path: str) -> Any:
     request = urllib.request.Request(address + path, headers={"authorization": f"Bearer {TOKEN}"})
     with urllib.request.urlopen(request, timeout=30) as answer:
         return json.loads(answer.read())
+
+
+@contextmanager
+def serving(folder: Path) -> Iterator[tuple[str, subprocess.Popen[str]]]:
+    """A server of its own process, that may be killed."""
+    words = ["serve", "models/tiny", "--media", "media", "--port", "0", "--max-model-len", "256"]
+    words += ["--max-num-seqs", "32", "--token", "file:token", "--weights-root", "runs"]
+    process = subprocess.Popen(
+        [sys.executable, "-m", "sightline", *words], cwd=folder, stdout=subprocess.PIPE, text=True
+    )
+    try:
+        assert process.stdout is not None
+        yield next(line for line in process.stdout if "serving" in line).split()[-1], process
+    finally:
+        process.kill()
+        process.communicate()
+
+
+def write_model(folder: Path) -> None:
+    shutil.copy(Path(__file__).with_name("vowels.py"), folder)
+    write_tiny("qwen_vl", folder / "models" / "tiny", seed=0)
+    (folder / "token").write_text(TOKEN)
+
+
+def test_one_of_two_servers_is_killed_and_a_third_takes_its_place(tmp_path: Path) -> None:
+    write_model(tmp_path)
+    with serving(tmp_path) as (a, killed), serving(tmp_path) as (b, _), serving(tmp_path) as (c, _):
+        text = RUN.replace("SERVERS", json.dumps([a, b])).replace('"apart"', '"job"')
+        (tmp_path / "run.toml").write_text(text)
+        job = Job(tmp_path, "run.toml", "run.steps=400")
+        job.wait_for_step(2)
+        killed.kill()
+        added = sightline("servers", job.run_dir.path, "add", c, cwd=tmp_path).stdout
+        assert f"{c} is given turns when it has adopted the newest version" in added
+        job.wait_until(lambda: ask(c, "/sightline/v1/stats")["totals"]["finished"] > 8, 120)
+        told = sightline("servers", job.run_dir.path, cwd=tmp_path).stdout
+        assert f"{a}  lost" in told and f"{b}  " in told and f"{c}  " in told
+        sightline("servers", job.run_dir.path, "remove", a, cwd=tmp_path)
+        sightline("stop", job.run_dir.path, cwd=tmp_path)
+        said = job.output(60)
+        assert job.process.returncode == 0, said
+        events = list(read_events(job.run_dir.metrics))
+        assert not [event for event in events if event.kind == "dropped"], "no rollout was lost"
+        words = [str(event.values["words"]) for event in events if event.kind == "process"]
+        assert any("the server is stopped or gone" in line and a in line for line in words)
+        last = ledger(job.run_dir)[-1][0]
+        # The list outlasts the processes; the third server is one of the run's own from now on.
+        before = ask(c, "/sightline/v1/stats")["totals"]["finished"]
+        steps = f"run.steps={last + 2}"
+        sightline("rl", "--plain", "--resume", job.run_dir.path, steps, cwd=tmp_path)
+        assert [step for step, _ in ledger(job.run_dir)] == list(range(1, last + 3))
+        assert summary(job.run_dir)["mismatch_kl"] < 1e-6
+        assert ask(c, "/sightline/v1/stats")["totals"]["finished"] > before
+        assert [ask(server, "/health")["leased_to"] for server in (b, c)] == ["", ""]
 
 
 @pytest.fixture

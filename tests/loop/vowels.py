@@ -1,5 +1,5 @@
 """vowels: say as many as you can. A model of random weights says some, so there is always something
-to learn from, whatever the chat format and whether or not it sees."""
+to learn from, whatever the chat format."""
 
 from __future__ import annotations
 
@@ -17,8 +17,7 @@ VOWELS = "aeiouAEIOU"
 class Vowels(Environment):
     name = "vowels"
 
-    def __init__(self, images: bool = True, turns: int = 2) -> None:
-        self.shows_images = images
+    def __init__(self, turns: int = 2) -> None:
         self.turns = turns
 
     def task(self, index: int, split: str) -> Task:
@@ -42,7 +41,5 @@ class Vowels(Environment):
 
     def _question(self, task: Task, turn: int, put: Any) -> Message:
         asked = f"vowels {task.index + turn}?"
-        if not self.shows_images:
-            return user(asked)
         shade = (37 * task.index + 80 * turn) % 256
         return user(asked, put(Image.new("RGB", (32, 64), (shade, 90, 255 - shade))))

@@ -18,6 +18,7 @@ import pytest
 from hypothesis import HealthCheck, Phase, given, settings
 from hypothesis import strategies as st
 from PIL import Image
+from sampling import num_examples
 
 from sightline.envs import Conversation, last_images, last_turns
 from sightline.envs.windows import Window
@@ -33,8 +34,12 @@ from tests.logged_chat import Line, LoggingPolicy, line_of, talking
 
 LOOK = [{"type": "function", "function": {"name": "look", "parameters": {"type": "object"}}}]
 # Shrinking plays hundreds of rollouts more, and scripts are short as they are.
+# Agents here say two things in a row, which templates of strict turns refuse.
+CASES = [case for case in read_cases() if case.has_own_format and not case.alternates]
 FEW = settings(
-    max_examples=20, phases=set(Phase) - {Phase.shrink}, suppress_health_check=list(HealthCheck)
+    max_examples=num_examples(20, 8),
+    phases=set(Phase) - {Phase.shrink},
+    suppress_health_check=list(HealthCheck),
 )
 
 
@@ -57,7 +62,7 @@ def make_world(case: Case, folder: Path) -> World:
     sizes = ((64, 64), (64, 96), (32, 32)) if case.shows_images else ()
     pictures = [store.put(Image.new("RGB", size)) for size in sizes]
     said = [assistant("yes"), assistant("the a b"), assistant("")]
-    if case.takes_reasoning:
+    if case.takes_reasoning and not case.closes_reasoning:
         said += [assistant("so", reasoning="hm"), assistant("", reasoning="the")]
     if case.takes_tools:
         calls = (ToolCall("look", '{"x": 1}', "functions.look:0"),)
@@ -270,7 +275,7 @@ def check_asked(agent: Agent) -> None:
         assert [trace.nodes[n].message for n in path[:-1]] == asked
 
 
-@pytest.mark.parametrize("case", read_cases(), ids=lambda case: case.name)
+@pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
 def test_the_trace_of_a_random_agent_is_the_log_of_the_server(case: Case, world_of) -> None:
     world = world_of(case)
 
@@ -297,7 +302,7 @@ def test_the_trace_of_a_random_agent_is_the_log_of_the_server(case: Case, world_
 
 
 @pytest.mark.parametrize(
-    "case", [case for case in read_cases() if case.takes_tools], ids=lambda case: case.name
+    "case", [case for case in CASES if case.takes_tools], ids=lambda case: case.name
 )
 def test_the_result_of_a_tool_is_sent_alone(case: Case, world_of) -> None:
     """A part of a conversation need not be one by itself."""
@@ -318,7 +323,7 @@ def test_the_result_of_a_tool_is_sent_alone(case: Case, world_of) -> None:
 
 def test_one_script_meets_every_way_to_prepare_a_turn(world_of) -> None:
     """So that the property is not true for want of cases."""
-    world = world_of(read_cases()[0])
+    world = world_of(next(case for case in read_cases() if case.takes_tools))
     policy = LoggingPolicy(world.sayings)
     acts = [
         Act(kind, 0, f"{kind} ", (n % 3,), n % 7 == 1, n, 2) for n, kind in enumerate(KINDS * 2)

@@ -13,6 +13,7 @@ from pathlib import Path
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from sampling import num_examples
 
 from sightline.media import MediaRef, MediaStore
 from sightline.message import Message, assistant, system, user
@@ -203,7 +204,7 @@ def check_samples(trace: Trace, calls: list[Call]) -> None:
 TOY = World(ToyRenderer(), [LETTER + ord(c) for c in "ab "], [picture(i) for i in range(4)])
 
 
-@settings(max_examples=120, deadline=None)
+@settings(max_examples=num_examples(120, 50), deadline=None)
 @given(st.data())
 def test_the_trace_of_a_random_agent_is_what_the_engine_saw(data: st.DataObject) -> None:
     agent = Agent(TOY, data)

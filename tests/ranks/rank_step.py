@@ -27,9 +27,8 @@ from sightline.config import LoraConfig  # noqa: E402
 from sightline.media import MediaStore  # noqa: E402
 from sightline.message import assistant, user  # noqa: E402
 from sightline.pack import PackSize  # noqa: E402
-from sightline.pixels import Materializer  # noqa: E402
 from sightline.trainer.bad_media import BadMediaPolicy  # noqa: E402
-from sightline.trainer.build import build_learner  # noqa: E402
+from sightline.trainer.build import build_learner, build_pixels  # noqa: E402
 from sightline.trainer.distribute import BatchDistributor, ShareReader  # noqa: E402
 from sightline.trainer.feed import BatchPreparer  # noqa: E402
 from sightline.trainer.lora import build_merge_gather, plain_parameters  # noqa: E402
@@ -65,15 +64,17 @@ def main() -> None:
             if "lora_B" in name:
                 parameter.add_(0.01)  # at zero, A would have no gradient
     counts = watch_blocks(learner.forward.blocks())
-    materializer = Materializer(learner.family, store, 1 << 24)
-    ready = next(iter(feed(learner, ranks, model, store, materializer)))
+    pixels = build_pixels(learner, store)
+    materializer = pixels.materializer
+    ready = next(iter(feed(learner, ranks, model, store, pixels)))
     if "blind" in words:  # pixels that are lost on the way: every image is the same grey
         ready.micro_batches[:] = [
-            m if m.patches is None else replace(m, patches=np.full_like(m.patches, 127))
-            for m in ready.micro_batches
+            m if m.made is None else replace(m, made=np.full_like(m.made, 127))
+            for m in ready.with_pixels().micro_batches
         ]
     asked = pick_probe_micro_batch(ready.micro_batches)
-    patches = [m.patches for m in ready.micro_batches if m.patches is not None]
+    made = [m.made for m in ready.with_pixels().micro_batches]
+    patches = [one for one in made if one is not None]
     found: dict[str, torch.Tensor] = {}
 
     def note(*_: object) -> None:
@@ -103,7 +104,7 @@ def main() -> None:
         "made": materializer.counts.made,
         "images": ready.num_images,
         "asked": None if asked is None else asked[0],
-        "shows": [m.patches is not None for m in ready.micro_batches],
+        "shows": [bool(m.batch.items) for m in ready.micro_batches],
         "patches": sum(len(p) for p in patches),
     }
     (out / f"rank{rank}.json").write_text(json.dumps(note_rank))
@@ -151,19 +152,19 @@ def _local_bytes(parameter: torch.Tensor) -> int:
     return local.numel() * local.element_size()
 
 
-def feed(learner, ranks, model, store, materializer):  # type: ignore[no-untyped-def]
+def feed(learner, ranks, model, store, pixels):  # type: ignore[no-untyped-def]
     family = learner.family
     if not ranks.is_lead:
         follow = FollowerChannel(ranks)
         follow.report_ready()
-        return ShareReader(follow, materializer, family.num_axes)
+        return ShareReader(follow, pixels, family.num_axes)
     batch = Batch(1, with_loss(samples(model, store), store))
     limit = PackSize(1 << 20, 1 << 20) if "one" in sys.argv else PackSize(160, 4096)
     if "beside" in sys.argv:  # a sample with images, and one of text that trains beside it
         seeing = next(sample for sample in batch.samples if sample.items)
         batch, limit = Batch(1, [seeing, batch.samples[-1]]), PackSize(1, 1)
     ready = BatchPreparer(
-        family, materializer, limit, BadMediaPolicy(max_bad_fraction=0.5)
+        family, pixels.materializer, limit, BadMediaPolicy(max_bad_fraction=0.5), pixels=pixels
     ).prepare(batch, "digest")
     assert len(ready.dropped) == ("lost" in sys.argv) * 1
     num = len(ready.micro_batches)
@@ -199,7 +200,9 @@ def samples(model: Path, store: MediaStore):  # type: ignore[no-untyped-def]
 
 if __name__ == "__main__":
     main()
+    import atexit
     import os
 
+    atexit._run_exitfuncs()
     sys.stdout.flush()
     os._exit(0)

@@ -29,10 +29,9 @@ def test_a_stopped_rank_is_found_and_the_run_ends(quick_home: Path, victim: str)
     assert not live_processes(job.run_dir)
 
 
-def test_weights_that_are_sent_are_those_that_sample(quick_home: Path) -> None:
-    job = Job(
-        quick_home, "run.toml", "trainer.publish=broadcast", "orchestrator.diagnostics_every=1"
-    )
+@pytest.mark.parametrize("way", ["broadcast", "ipc"])
+def test_weights_that_are_in_no_file_are_those_that_sample(quick_home: Path, way: str) -> None:
+    job = Job(quick_home, "run.toml", f"trainer.publish={way}", "orchestrator.diagnostics_every=1")
     said = job.output(timeout_s=600)
     assert job.process.returncode == 0, said[-3000:]
     assert not list(job.run_dir.weights.rglob("*.safetensors")), "no file between them"

@@ -173,6 +173,31 @@ def test_any_arguments_of_an_environment_survive_the_round_trip(
     assert validate_config(RunFile, tomllib.loads(dump_toml(first)), "again") == first
 
 
+@pytest.mark.parametrize(
+    ("given", "server", "trainer"),
+    [
+        ({}, 0.3, [0.67, 0.0]),
+        ({"launch": {"num_servers": 2}}, 0.15, [0.67, 0.0]),
+        ({"eval": {"every": 5}}, 0.15, [0.67, 0.0]),
+        ({"inference": {"gpu_memory_utilization": 0.6}}, 0.6, [0.37, 0.0]),
+        ({"inference": {"gpu_memory_utilization": 0.95}}, 0.95, [0.1, 0.0]),
+        ({"inference": {"device": "cuda:1"}}, 0.3, [0.0, 0.67]),
+        ({"inference": {"device": "cuda:2"}}, 0.0, [0.0, 0.0]),
+        ({"trainer": {"device": "cuda:3", "ranks": 2}}, 0.0, [0.0, 0.0]),
+        ({"trainer": {"device": "cpu", "ranks": 2}}, 0.0, [0.0, 0.0]),
+        ({"inference": {"servers": ["http://a:1"]}}, 0.0, [0.0, 0.0]),
+        ({"launch": {"on": "ray"}}, 0.0, [0.0, 0.0]),
+    ],
+)
+def test_servers_and_trainer_on_one_gpu_have_their_shares_of_its_memory(
+    given: dict[str, Any], server: float, trainer: list[float]
+) -> None:
+    file = validate_config(RunFile, values(**{"trainer": {"ranks": 2}, **given}), "shares")
+    assert file.server_memory_share == pytest.approx(server)
+    found = [file.get_trainer_memory_share(rank) for rank in range(2)]
+    assert found == pytest.approx(trainer)
+
+
 def test_a_mutable_setting_may_change_when_a_run_is_resumed() -> None:
     old = validate_config(RunFile, values(run={"steps": 10}), "old")
     new = validate_config(RunFile, values(run={"steps": 20}, media={"max_gb": 1.0}), "new")

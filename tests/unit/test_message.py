@@ -12,13 +12,13 @@ from PIL import Image
 
 from sightline.errors import MessageError
 from sightline.families import load_renderer
-from sightline.families.renderer import list_image_paths
+from sightline.families.message_fields import list_image_paths
 from sightline.media import ImageIngestor, MediaRef, MediaStore
 from sightline.message import ImagePart, Message, TextPart, ToolCall, to_message, to_messages
 from sightline.rollout.openai_api.request import resolve_images
 
 UNKNOWN_KINDS: list[Any] = [
-    "video", "video_url", "input_video", "audio", "audio_url", "input_audio", "file", "input_file",
+    "video", "video_url", "input_video", "file", "input_file",
     "document", "refusal", "tool_result", "IMAGE_URL", "", None, 3, ["image_url"], {"a": 1},
 ]  # fmt: skip
 
@@ -107,6 +107,23 @@ def test_any_other_type_is_refused_by_its_path(store: MediaStore, url: str, kind
         to_messages(messages, ImageIngestor(store))
     assert "image_url" in caught.value.fix
     assert store.count() == 1, "nothing but the fixture's image was put"
+
+
+@pytest.mark.parametrize("kind", ["input_audio", "audio_url", "audio"])
+def test_audio_is_refused_in_words_of_its_own(store: MediaStore, kind: str) -> None:
+    part = {"type": kind, kind: {"data": "UklGRg==", "format": "wav"}}
+    said = {"role": "assistant", "content": "a", "audio": {"id": "audio_1"}}
+    for message, path in (
+        ({"role": "user", "content": ["hear ", part]}, "content[1].type: "),
+        (said, "audio: "),
+    ):
+        with pytest.raises(MessageError) as caught:
+            to_messages([message], ImageIngestor(store))
+        assert caught.value.problem.startswith(f"messages[0].{path}")
+        assert "audio, and no model family here hears" in caught.value.problem
+        assert "as text" in caught.value.fix
+    spoken = {"role": "assistant", "content": "a", "audio": None}
+    assert to_messages([spoken], ImageIngestor(store))[0].text == "a"
 
 
 def test_a_part_without_a_type_is_refused(store: MediaStore) -> None:

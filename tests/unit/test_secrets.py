@@ -6,6 +6,7 @@ import os
 import stat
 import subprocess
 import sys
+import time
 from pathlib import Path
 from typing import Any
 
@@ -24,9 +25,11 @@ from sightline.envs.tools import Toolbox, ToolError
 from sightline.errors import ConfigError, mask
 from sightline.inference.server_spec import ServerSpec
 from sightline.launch.claim import SECRET_VARIABLE, claim_run_dir, make_secret, read_secret
+from sightline.launch.processes import Processes, ProcessSpec
 from sightline.message import AssistantMessage, ToolCall
 from sightline.rollout.client import GenerateClient
 from sightline.run import RunDir
+from sightline.run.rights import derive_rights
 from sightline.view.dashboard.run_collection import RunCollection
 from sightline.view.dashboard.server import build_app
 from sightline.view.report import write_report
@@ -260,6 +263,9 @@ def test_the_secret_of_a_run_is_its_owners_and_stays(
     monkeypatch.setenv(SECRET_VARIABLE, KEY)
     assert read_secret(RunDir(tmp_path / "of another machine")) == KEY
     assert make_secret(run_dir) == KEY == run_dir.secret.read_text()
+    monkeypatch.setenv(SECRET_VARIABLE, f"{KEY}\n")  # as files of secrets end
+    assert read_secret(run_dir) == KEY == make_secret(run_dir)
+    assert derive_rights(f"{KEY}\n", "trainer") == derive_rights(KEY, "trainer")
 
 
 def test_the_servers_of_a_run_ask_for_its_secret(
@@ -275,8 +281,36 @@ def test_the_servers_of_a_run_ask_for_its_secret(
         monkeypatch.setattr("sightline.inference.serve.serve", started.append)
         words = ["process", name, str(run_dir.path), "--server", address, "--evaluator", address]
         assert main(words) == 0
-        assert resolve_secret(started[0].inference.token, "--token") == secret
+        rights = derive_rights(secret, name)
+        inference = started[0].inference
+        assert resolve_secret(inference.token, "--token") == rights.token
+        assert resolve_secret(inference.control_token, "--control-token") == rights.control_token
         assert started[0].weights_root == run_dir.weights
+
+
+def test_a_process_elsewhere_is_given_its_own_rights_alone(tmp_path: Path) -> None:
+    run_dir = claim_run_dir(str(tmp_path), "r")
+    run_dir.make()
+    secret, processes = make_secret(run_dir), Processes(run_dir)
+    keeper = "import sys; open(sys.argv[-1], 'w').write(sys.stdin.readline())"
+    given = {}
+    for name in ("worker-0", "worker-1", "trainer", "server"):
+        file = tmp_path / name
+        host = [sys.executable, "-c", keeper, "--"]
+        processes.start(ProcessSpec(name, ["process", name, str(file)], 1, host=host))
+        while (code := processes.exit_code(name)) is None:
+            time.sleep(0.01)
+        assert code == 0
+        processes._running[name].stdin.close()  # type: ignore[union-attr]
+        text = file.read_text().strip()
+        assert secret not in text
+        given[name] = derive_rights(text, name)
+        assert given[name] == derive_rights(secret, name)
+    worker, other, trainer, server = given.values()
+    assert len({one.channel for one in given.values()}) == 4, "each speaks under its own name"
+    assert worker.token == other.token == server.token
+    assert not (worker.control_token or worker.ranks or trainer.control_token or server.ranks)
+    assert len({secret, server.token, server.control_token, trainer.ranks}) == 4
 
 
 def test_nothing_that_a_run_writes_or_shows_holds_a_secret(

@@ -129,7 +129,7 @@ def updates_of(bench: Bench) -> WeightUpdater:
         client=Updating(),
         model=bench.model,
         parameters=empty_parameters(bench.model, bench.family),
-        vision=bench.items.serving.VISION_PREFIXES,
+        vision=bench.items.serving.vision_prefixes(bench.family),
         manifest=Manifest(0, 0, []),
         vision_digest="first",
     )
@@ -141,8 +141,11 @@ class Answering:
     def __init__(self, output: Callable[[], Any]) -> None:
         self._output = output
         self.prompts: list[Any] = []
+        self.vllm_config = SimpleNamespace(parallel_config=SimpleNamespace(data_parallel_size=1))
 
-    async def generate(self, prompt: Any, params: Any, name: str) -> AsyncIterator[Any]:
+    async def generate(
+        self, prompt: Any, params: Any, name: str, data_parallel_rank: int | None
+    ) -> AsyncIterator[Any]:
         self.prompts.append(prompt)
         yield self._output()
 
@@ -165,12 +168,16 @@ def output(
 
 
 def engine_of(
-    bench: Bench, client: Any, max_image_tokens: int = 10**6, **settings: Any
+    bench: Bench,
+    client: Any,
+    max_image_tokens: int = 10**6,
+    sampled: Callable[[], float] = lambda: 0.0,
+    **settings: Any,
 ) -> tuple[VllmEngine, list[VllmRequest]]:
     """An engine that has started, and what it has delivered."""
     updates: Any = SimpleNamespace(vision_label="0.0", salt="0", manifest=None, update_times=[])
     wanted = ServerSpec.of(path=bench.model, media_roots=(bench.store.root,), **settings)
-    engine = VllmEngine(client, bench.items, updates, wanted, max_image_tokens, lambda: 0.0)
+    engine = VllmEngine(client, bench.items, updates, wanted, max_image_tokens, sampled)
     delivered: list[VllmRequest] = []
     engine.start(delivered.extend)
     return engine, delivered
@@ -209,6 +216,43 @@ def check_a_client_that_leaves_takes_no_queued_image_from_another(folder: Path) 
     assert (first.finish_reason, first.error) == ("abort", None)
     for request in (busy, second):
         assert (request.finish_reason, request.error) == ("length", None), request.error
+
+
+class Stuck(Answering):
+    """Answers when it may."""
+
+    def __init__(self) -> None:
+        super().__init__(output)
+        self.may_answer = asyncio.Event()
+
+    async def generate(
+        self, prompt: Any, params: Any, name: str, data_parallel_rank: int | None
+    ) -> AsyncIterator[Any]:
+        await self.may_answer.wait()
+        yield self._output()
+
+
+def check_a_stuck_vllm_says_for_how_long_it_has_sampled_nothing(folder: Path) -> None:
+    bench, sampled = Bench(folder), [5.0]
+
+    async def main() -> None:
+        client = Stuck()
+        engine, delivered = engine_of(bench, client, sampled=lambda: sampled[0])
+        assert engine.step_s == 0.0
+        engine.submit([bench.request(121)])
+        await until(lambda: engine.num_running == 1)
+        await until(lambda: engine.step_s > 0.2)
+        sampled[0] += 1.0
+        before = engine._sampled_at
+        await until(lambda: engine.step_s >= 0.0 and engine._sampled_at > before + 0.2)
+        engine._gate.clear()  # as while weights change
+        assert engine.step_s == 0.0
+        engine._gate.set()
+        client.may_answer.set()
+        await until(lambda: len(delivered) == 1)
+        assert engine.step_s == 0.0  # it has nothing to do
+
+    asyncio.run(main())
 
 
 def check_a_request_that_somebody_else_cancels_is_answered(folder: Path) -> None:
@@ -354,7 +398,7 @@ def check_an_image_over_the_encoder_cache_is_refused_by_its_place(folder: Path) 
 
 
 def check_weights_that_are_sent_are_refused(folder: Path) -> None:
-    manifest = Manifest(7, 7, [], broadcast=Broadcast("127.0.0.1:9", 1, [], ""))
+    manifest = Manifest(7, 7, [], broadcast=Broadcast("127.0.0.1:9", 1, []))
     try:
         updates_of(Bench(folder)).read(folder, manifest)
     except WeightsError as error:

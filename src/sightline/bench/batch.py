@@ -4,12 +4,16 @@ The embedded engine, over HTTP, beside transformers' `generate`: called for one 
 another (on a few of the requests, spread over their lengths), and once for all of them as a padded
 batch. Greedy, equally many tokens for each. Pixels are made beforehand on both sides; the vision
 tower, the prompts and the answers are computed in the measured time, and no side keeps anything.
+
+With `--rows` it measures decoding alone: steps of so many rows of mixed lengths, which leave and
+join, against the time to read weights, keys and values once at the measured copy bandwidth.
 """
 
 from __future__ import annotations
 
 import argparse
 import asyncio
+import gc
 import json
 import random
 import statistics
@@ -18,10 +22,17 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from rich.console import Console
 from rich.table import Table
 
+from sightline.bench.harness.decode_speed import (
+    DecodeSpeed,
+    GenerateSpeed,
+    measure_engine,
+    measure_generate,
+)
 from sightline.bench.harness.plain_generate import TransformersBaseline
 from sightline.bench.harness.workspace import draw_noise, open_renderer, start_server, write_tiny
 from sightline.errors import ConfigError, ProcessFailed
@@ -67,21 +78,96 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--threads", type=int, default=1, help="default: %(default)s")
     parser.add_argument("--device", default="auto", help="cpu, cuda or auto")
     parser.add_argument("--dtype", default="float32", choices=("float32", "bfloat16"))
+    parser.add_argument("--exact", action="store_true", help="also with [model] exact = true")
+    parser.add_argument(
+        "--rows", type=_read_numbers, metavar="N,N",
+        help="measure decoding with so many rows, such as 16,64,256, against the memory's limit",
+    )  # fmt: skip
+    parser.add_argument(
+        "--lengths", type=_read_numbers, default=[1000, 4000], metavar="N,N",
+        help="with --rows: fewest and most tokens of a row; default: 1000,4000",
+    )  # fmt: skip
     parser.add_argument("--baseline", type=Path, help=argparse.SUPPRESS)
+
+
+def _read_numbers(text: str) -> list[int]:
+    return [int(word) for word in text.split(",")]
 
 
 def run(args: argparse.Namespace) -> int:
     for name in ("requests", "one_by_one", "max_tokens", "repeats", "threads"):
         if getattr(args, name) < 1:
             raise ConfigError(f"--{name.replace('_', '-')} {getattr(args, name)}", "take 1 or more")
+    if args.rows:
+        return _run_rows(args)
     if args.baseline:
         for line in _measure_baseline(args, args.baseline):
             print(json.dumps([line.name, line.requests, line.seconds, line.sampled]))
         return 0
     with tempfile.TemporaryDirectory(prefix="sightline-bench-") as folder:
         args.model = args.model or write_tiny(Path(folder) / "model", args.size)
-        lines = [*_baseline(args, Path(folder) / "media"), _engine(args, Path(folder) / "media")]
+        media = Path(folder) / "media"
+        lines = [*_baseline(args, media), _engine(args, media)]
+        if args.exact:
+            lines.append(_engine(args, media, exact=True))
     _print(lines, args)
+    return 0
+
+
+# --- decoding alone
+
+
+def _run_rows(args: argparse.Namespace) -> int:
+    low, high = args.lengths
+    if min(args.rows) < 1 or not 1 <= low <= high - args.max_tokens:
+        raise ConfigError(
+            f"--rows {args.rows} --lengths {args.lengths} --max-tokens {args.max_tokens}",
+            "take 1 row or more, and lengths that have room for the answer",
+        )
+    if args.baseline:
+        for rows in args.rows:
+            found = measure_generate(args, rows, args.baseline)
+            print(json.dumps(found and [found.keys, found.step_ms, found.tokens_per_s]))
+        return 0
+    with tempfile.TemporaryDirectory(prefix="sightline-bench-") as folder:
+        args.model = args.model or write_tiny(Path(folder) / "model", args.size)
+        media = Path(folder) / "media"
+        plain = []
+        for rows in args.rows:  # a process each: what it used is free afterwards
+            (line,) = _call_baseline(args, media, 1, ["--rows", str(rows)])
+            plain.append(line and GenerateSpeed(*line))
+        table = Table(
+            title=f"rows of {low} to {high} tokens, {args.dtype}; share: of the time to read "
+            "weights, keys and values once"
+        )
+        for column in ("", "rows", "GB read", "ms a step", "share", "tokens/s", "with prompts"):
+            table.add_column(column, justify="left" if not column else "right")
+        for rows, other in zip(args.rows, plain, strict=True):
+            engine = measure_engine(args, rows, media)
+            gc.collect()  # before the next engine asks for memory
+            speeds: list[tuple[str, DecodeSpeed | GenerateSpeed | None]] = [("engine", engine)]
+            if args.exact:
+                speeds.append(("engine, exact", measure_engine(args, rows, media, exact=True)))
+                gc.collect()
+            for name, speed in (*speeds, ("generate", other)):
+                if speed is None:
+                    table.add_row(name, str(rows), "", "out of memory", "", "", "")
+                    continue
+                share = engine.compute_share(speed.keys, speed.step_ms)
+                read = (engine.weight_bytes + speed.keys * engine.key_bytes) / 1e9
+                mean = speed.rows if isinstance(speed, DecodeSpeed) else rows
+                table.add_row(
+                    name, f"{mean:.0f}", f"{read:.2f}", f"{speed.step_ms:.2f}", f"{share:.0%}",
+                    f"{mean / speed.step_ms * 1e3:.0f}", f"{speed.tokens_per_s:.0f}",
+                )  # fmt: skip
+    console = Console()
+    console.width = max(console.width, 100)
+    console.print(table)
+    console.print(
+        f"copy bandwidth {engine.bandwidth / 1e9:.1f} GB/s, read and written; weights "
+        f"{engine.weight_bytes / 1e9:.3f} GB; {engine.key_bytes} bytes of keys and values a token",
+        highlight=False,
+    )
     return 0
 
 
@@ -139,30 +225,42 @@ def _timed(name: str, requests: int, repeats: int, work: Callable[[], list[list[
 
 
 def _baseline(args: argparse.Namespace, media: Path) -> list[Line]:
-    words = ["--baseline", str(media), "--model", str(args.model)]
-    for name in ("requests", "one_by_one", "max_tokens", "scale", "repeats", "device", "dtype"):
+    words = []
+    for name in ("requests", "one_by_one", "scale", "repeats"):
         words += [f"--{name.replace('_', '-')}", str(getattr(args, name))]
+    return [Line(*line) for line in _call_baseline(args, media, 2, words)]
 
+
+def _call_baseline(
+    args: argparse.Namespace, media: Path, num_lines: int, words: list[str]
+) -> list[Any]:
+    """The last lines of a process of its own that measures transformers."""
+    words = [*words, "--baseline", str(media), "--model", str(args.model)]
+    words += ["--lengths", ",".join(map(str, args.lengths))]
+    for name in ("max_tokens", "device", "dtype"):
+        words += [f"--{name.replace('_', '-')}", str(getattr(args, name))]
     done = start_sightline(["bench", "batch", *words], args.threads)
     out, _ = done.communicate()
     if done.returncode:
         raise ProcessFailed("the baseline failed", "see its output above")
-    return [Line(*json.loads(line)) for line in out.splitlines()[-2:]]
+    return [json.loads(line) for line in out.splitlines()[-num_lines:]]
 
 
 # --- the engine
 
 
-def _engine(args: argparse.Namespace, media: Path) -> Line:
+def _engine(args: argparse.Namespace, media: Path, exact: bool = False) -> Line:
     prompts = _prompts(args, media)
     # Every image goes through the vision tower, and every prompt is computed, in each repeat.
     more = ["--feature-cache-mb", "0", "--no-enable-prefix-caching", "--pixel-cache-mb", "4096"]
     more += ["--max-num-seqs", str(args.requests), "--prefill-chunk-tokens", "2048"]
+    more += ["--exact"] if exact else []
+    name = "engine, exact" if exact else "engine, all at once"
     with start_server(args, media, MAX_LEN, more) as address:
-        return asyncio.run(_ask(args, address, prompts))
+        return asyncio.run(_ask(args, name, address, prompts))
 
 
-async def _ask(args: argparse.Namespace, address: str, prompts: list[Prompt]) -> Line:
+async def _ask(args: argparse.Namespace, name: str, address: str, prompts: list[Prompt]) -> Line:
     client = GenerateClient(address)
     params = SamplingParams(max_tokens=args.max_tokens, temperature=0.0)
 
@@ -179,11 +277,11 @@ async def _ask(args: argparse.Namespace, address: str, prompts: list[Prompt]) ->
                 seconds.append(time.perf_counter() - began)
     finally:
         await client.close()
-    return Line("engine, all at once", len(prompts), seconds, sampled)
+    return Line(name, len(prompts), seconds, sampled)
 
 
 def _print(lines: list[Line], args: argparse.Namespace) -> None:
-    single, batch, engine = lines
+    batch, engine = lines[1:3]
     table = Table(
         title=f"{args.requests} requests with an image each, {args.max_tokens} tokens an answer, "
         f"{args.dtype}"

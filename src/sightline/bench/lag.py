@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import argparse
 import statistics
-import subprocess
-import sys
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -15,11 +13,16 @@ from rich.console import Console
 from rich.table import Table
 
 from sightline import config
-from sightline.bench.harness.workspace import work_folder, write_tiny
-from sightline.config import RunFile, SftFile
-from sightline.errors import ConfigError, ProcessFailed
+from sightline.bench.harness.loop_account import read_training
+from sightline.bench.harness.workspace import (
+    run_sightline,
+    warm_up,
+    work_folder,
+    write_tiny,
+)
+from sightline.config import RunFile
+from sightline.errors import ConfigError
 from sightline.run.run_dir import RunDir
-from sightline.view.events import by_step, read_events
 from sightline.view.timeline import build_timeline, intersect_intervals, total_s
 
 LAGS = (0, 1)
@@ -88,15 +91,7 @@ def make_model(folder: Path) -> Path:
     """A tiny checkpoint that knows the format; an answer in it is as short as it will be."""
     print("making a tiny checkpoint and warming it up", flush=True)
     tiny, warm = write_tiny(folder / "tiny"), folder / "warm"
-    values = {
-        **WARMUP,
-        "run": {"name": "warmup", "dir": str(folder), "steps": WARMUP_STEPS},
-        "model": {"path": str(tiny)},
-        "env": ENV,
-        "sft": {**WARMUP["sft"], "output_dir": str(warm)},
-    }
-    file = config.validate_config(SftFile, values, "warm-up")
-    _sightline("sft", folder / "warmup.toml", config.dump_toml(file))
+    warm_up(tiny, warm, {**WARMUP, "run": {"steps": WARMUP_STEPS}, "env": ENV})
     return warm
 
 
@@ -110,40 +105,16 @@ def train(folder: Path, model: Path, steps: int, lag: int, repeat: int) -> Timin
         "orchestrator": {**SETTINGS["orchestrator"], "max_lag": lag},
     }
     file = config.validate_config(RunFile, values, name)
-    _sightline("rl", folder / f"{name}.toml", config.dump_toml(file), "--plain")
+    run_sightline("rl", folder / f"{name}.toml", config.dump_toml(file), "--plain")
     return read_timing(folder / f"{name}-001", steps)
 
 
-def _sightline(command: str, file: Path, text: str, *words: str) -> None:
-    file.write_text(text)
-    log = file.with_suffix(".log")
-    with open(log, "wb") as out:
-        done = subprocess.run(
-            [sys.executable, "-m", "sightline", command, str(file), *words],
-            stdin=subprocess.DEVNULL, stdout=out, stderr=subprocess.STDOUT,
-        )  # fmt: skip
-    if done.returncode:
-        last = log.read_text(errors="replace").strip()[-2000:]
-        raise ProcessFailed(
-            f"`sightline {command}` ended with {done.returncode}:\n{last}",
-            "mend what it names; --dir keeps the files",
-        )
-
-
 def read_timing(path: Path, steps: int) -> Timing:
-    events = list(read_events(RunDir(path).metrics))
-    trained, stepped = by_step(events, "train"), by_step(events, "step")
-    began = next(
-        (e.time for e in events if e.kind == "state" and e.values.get("phase") == "training"), None
-    )
-    if began is None or len(trained) != steps or len(stepped) != steps:
-        raise ProcessFailed(
-            f"{path} has {len(trained)} of {steps} steps", "look at its logs; --dir keeps them"
-        )
+    record = read_training(RunDir(path), steps)
     # Both ends count: the first rollouts and the last optimizer step. Between two `step` events a
     # run with lag would hide the rollouts that it made ahead.
-    timeline = build_timeline(events)
-    window = [(began, timeline.trainer[-1][1])]
+    timeline = build_timeline(record.events)
+    window = [(record.began, timeline.trainer[-1][1])]
     server, trainer = (
         intersect_intervals(side, window) for side in (timeline.server, timeline.trainer)
     )
@@ -152,7 +123,7 @@ def read_timing(path: Path, steps: int) -> Timing:
         server_s=total_s(server),
         trainer_s=total_s(trainer),
         both_s=total_s(intersect_intervals(server, trainer)),
-        lag_mean=statistics.mean(e.values["lag_mean"] for e in stepped.values()),
+        lag_mean=statistics.mean(e.values["lag_mean"] for e in record.stepped),
     )
 
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import argparse
 import csv
+import math
 import signal
 import statistics
 import subprocess
@@ -38,6 +39,9 @@ steps); growth is looked for in the rest."""
 WINDOW_S = 60.0
 """Memory swings within a step: of each window the least counts."""
 MIN_WINDOWS = 5
+NUM_STANDARD_ERRORS = 2.0
+"""By so many a growth must be over its bound: a trainer's least swings by 5 MB from
+window to window, and a line through 15 of them by 18 MB an hour."""
 STOP_S = 300.0
 NEVER = 10**9
 PROCESSES = ("rl", "orchestrator", "server", "trainer", "worker-0")
@@ -161,21 +165,23 @@ def show(watch: ProcessWatch, steps: int) -> list[str]:
         memory = [sample.rss_bytes / 1e6 for sample in samples]
         first = next(s for s in samples if s.seconds >= WARMUP_FRACTION * ended)
         slope = measure_growth(samples, MEASURES["memory"])
-        values = (memory[0], first.rss_bytes / 1e6, memory[-1], max(memory), slope)
+        values = (memory[0], first.rss_bytes / 1e6, memory[-1], max(memory))
         table.add_row(
             name,
             *(f"{value:.1f}" for value in values),
+            str(slope),
             f"{first.descriptors} to {samples[-1].descriptors}",
             f"{first.threads} to {samples[-1].threads}",
         )
     problems = [*find_missing(found), *find_growth(found)]
     is_judged = find_window_s(ended) == WINDOW_S
     console = Console()
-    console.width = max(console.width, 110)
+    console.width = max(console.width, 120)
     console.print(table)
     for line in (
         f"MB an hour are those of the least of every {find_window_s(ended):.1f} s, after the first "
-        f"{WARMUP_FRACTION:.0%} of the time. Caches are full by then: a KV cache of {MAX_NUM_SEQS} "
+        f"{WARMUP_FRACTION:.0%} of the time, with the standard error of a line. Caches are full by "
+        f"then: a KV cache of {MAX_NUM_SEQS} "
         f"sequences, and {PRIMITIVES} a process (1,024 without it: about 16 MB more).",
         *problems,
         f"flat: {'no' if problems else 'yes' if is_judged else 'too short a time to say'}",
@@ -200,14 +206,17 @@ def find_missing(found: dict[str, list[ProcessSample]]) -> list[str]:
 
 
 def find_growth(found: dict[str, list[ProcessSample]]) -> list[str]:
-    """What grows by more than it may; nothing where the time has too few windows to say."""
-    return [
-        f"{name}: {growth:.1f} {measure.unit} more an hour, {measure.max_growth:g} may be"
-        for name, samples in found.items()
-        if find_window_s(samples[-1].seconds) == WINDOW_S
-        for measure in MEASURES.values()
-        if (growth := measure_growth(samples, measure)) > measure.max_growth
-    ]
+    """What grows by more than it may, beyond what the swings of its windows explain; nothing where
+    the time has too few windows to say."""
+    problems = []
+    for name, samples in found.items():
+        for measure in MEASURES.values() if find_window_s(samples[-1].seconds) == WINDOW_S else ():
+            growth = measure_growth(samples, measure)
+            if growth.slope - NUM_STANDARD_ERRORS * growth.error > measure.max_growth:
+                problems.append(
+                    f"{name}: {growth} {measure.unit} more an hour, {measure.max_growth:g} may be"
+                )
+    return problems
 
 
 def find_window_s(ended: float) -> float:
@@ -215,7 +224,18 @@ def find_window_s(ended: float) -> float:
     return min(WINDOW_S, ended * (1 - WARMUP_FRACTION) / MIN_WINDOWS)
 
 
-def measure_growth(samples: list[ProcessSample], measure: Measure) -> float:
+@dataclass(frozen=True)
+class Growth:
+    """The slope of a line through the least of each window, and its standard error."""
+
+    slope: float
+    error: float
+
+    def __str__(self) -> str:
+        return f"{self.slope:.1f} ± {self.error:.1f}"
+
+
+def measure_growth(samples: list[ProcessSample], measure: Measure) -> Growth:
     """By how much the least of each window grows in an hour, after the warm-up."""
     ended = samples[-1].seconds
     window_s = find_window_s(ended)
@@ -229,12 +249,15 @@ def measure_growth(samples: list[ProcessSample], measure: Measure) -> float:
     return fit_slope([(-at * window_s / 3600, value) for at, value in least.items()])
 
 
-def fit_slope(points: list[tuple[float, float]]) -> float:
-    """The slope of the line through the points with the least squares; 0 where there is none."""
-    if len(points) < 2:
-        return 0.0
+def fit_slope(points: list[tuple[float, float]]) -> Growth:
+    """The line through the points with the least squares; flat where there are too few."""
+    if len(points) < 3:
+        return Growth(0.0, 0.0)
     xs, ys = zip(*points, strict=True)
-    return statistics.linear_regression(xs, ys).slope
+    slope, base = statistics.linear_regression(xs, ys)
+    off = sum((y - base - slope * x) ** 2 for x, y in points) / (len(points) - 2)
+    width = sum((x - statistics.fmean(xs)) ** 2 for x in xs)
+    return Growth(slope, math.sqrt(off / width))
 
 
 def write_files(watch: ProcessWatch, folder: Path) -> None:

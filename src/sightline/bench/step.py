@@ -24,7 +24,7 @@ from rich.table import Table
 from sightline.bench.harness import speed
 from sightline.bench.harness.profile import profile_step
 from sightline.bench.harness.screenshots import Screenshots, add_text_chunk
-from sightline.bench.harness.speed import PlainStep, build_stack, measure_time
+from sightline.bench.harness.speed import PlainStep, build_allocate, measure_time
 from sightline.compute import attention_cudnn
 from sightline.config import ModelConfig, TrainerConfig
 from sightline.errors import ConfigError
@@ -38,6 +38,7 @@ from sightline.trainer.bad_media import BadMediaPolicy
 from sightline.trainer.build import build_learner
 from sightline.trainer.feed import BatchPreparer
 from sightline.trainer.learner import Learner
+from sightline.trainer.micro_batch_pixels import MicroBatchPixels
 from sightline.trainer.sft import build_sample
 from sightline.wire.array import Array
 from sightline.wire.sample import Batch, Sample
@@ -86,6 +87,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--warm-up", type=int, default=3, help="default: %(default)s")
     parser.add_argument("--small", action="store_true", help="small shapes, for a CPU")
     parser.add_argument("--no-cudnn", action="store_true", help="without cuDNN's attention")
+    parser.add_argument("--exact", action="store_true", help="also with [model] exact = true")
     parser.add_argument(
         "--profile", type=Path, metavar="DIR", help="profile a step of each part: traces go here"
     )
@@ -136,6 +138,11 @@ class Bench:
         for checkpointing, how in ACTIVATIONS:
             trace = None if checkpointing else self._trace_of("dense")
             rows.append((f"sightline, {how}", self._time_ours(flat, checkpointing, trace)))
+        if args.exact:  # last: what it switches is the whole process's
+            rows += [
+                (f"exact, {how}", self._time_ours(flat, checkpointing, exact=True))
+                for checkpointing, how in ACTIVATIONS
+            ]
         self._print_dense(rows, flops, peak, num_tokens, len(samples))
 
     def group(self) -> None:
@@ -180,14 +187,17 @@ class Bench:
 
     # --- what is trained
 
-    def _learner(self, checkpointing: bool, backend: str | None = None) -> Learner:
+    def _learner(
+        self, checkpointing: bool, backend: str | None = None, exact: bool = False
+    ) -> Learner:
         args = self.args
         trainer = TrainerConfig.model_validate({
             "device": args.device, "lr": 1e-6, "master_dtype": "model",
             "activation_checkpointing": checkpointing,
             "compile_backend": args.compile if backend is None else backend,
         })  # fmt: skip
-        model = ModelConfig.model_validate({"path": str(self.model), "dtype": args.dtype})
+        settings = {"path": str(self.model), "dtype": args.dtype, "exact": exact}
+        model = ModelConfig.model_validate(settings)
         return build_learner(model, trainer, self.store, steps=1 << 30)
 
     def _ready(self, samples: Sequence[Sample], tokens: int, kind: str) -> Any:
@@ -195,9 +205,10 @@ class Bench:
         family: Any = _As(self.family, kind)
         preparer = BatchPreparer(
             family, materializer, PackSize(tokens, 1 << 30),
-            BadMediaPolicy(allows_unverified_pixels=True), stack=build_stack(self.args.device),
+            BadMediaPolicy(allows_unverified_pixels=True),
+            pixels=MicroBatchPixels(materializer, allocate=build_allocate(self.args.device)),
         )  # fmt: skip
-        ready = preparer.prepare(Batch(1, list(samples)), digest="")
+        ready = preparer.prepare(Batch(1, list(samples)), digest="").with_pixels()
         materializer.close()
         return ready
 
@@ -233,8 +244,11 @@ class Bench:
 
     # --- measuring
 
-    def _time_ours(self, ready: Any, checkpointing: bool, trace: Path | None = None) -> Any:
-        learner = self._learner(checkpointing)
+    def _time_ours(
+        self, ready: Any, checkpointing: bool, trace: Path | None = None, exact: bool = False
+    ) -> Any:
+        learner = self._learner(checkpointing, "" if exact else None, exact)
+        learner.replayed = range(1 << 30)  # nobody sampled what is trained here
         counts: list[float | None] = []
         timed = self._timed(lambda: counts.append(learner.step(ready).metrics["compilations"]))
         if learner.config.compile_backend:

@@ -29,7 +29,7 @@ from sightline.media import MediaStore
 from sightline.message import user
 from sightline.pack import PackSize
 from sightline.trainer.bad_media import BadMediaPolicy
-from sightline.trainer.build import build_learner, build_materializer
+from sightline.trainer.build import build_learner, build_pixels
 from sightline.trainer.feed import BatchPreparer
 from sightline.trainer.learner import Learner
 from sightline.wire import Slot
@@ -136,7 +136,7 @@ class SightlineStep:
         self.renderer = load_renderer(model, store, self.learner.family)
         self.preparer = BatchPreparer(
             self.learner.family,
-            build_materializer(self.learner, store),
+            build_pixels(self.learner, store).materializer,
             PackSize(settings.micro_batch_tokens, settings.micro_batch_patches),
             # TRL says nothing of the pixels that it saw.
             BadMediaPolicy(max_bad_fraction=0.0, allows_unverified_pixels=True),

@@ -40,7 +40,7 @@ def run(args: argparse.Namespace) -> int:
         file = _check(SftJob(), args)
     there = check_run_folder(Path(file.run.dir).absolute())
     with tempfile.TemporaryDirectory(dir=there, prefix=".check-") as folder:
-        check_store(Path(file.media.root or folder), file.media.max_gb)
+        check_store(file.media, Path(folder))
         _show("store", f"{file.media.root or there} can be written to")
     print("nothing stands in the way of this run")
     return 0
@@ -50,10 +50,11 @@ def _check(job: TrainingJob[AnyRun], args: argparse.Namespace) -> AnyRun:
     """The run file, after the checks that its command makes at the start."""
     from sightline.config import load_config
     from sightline.launch.claim import check_run_folder
-    from sightline.launch.preflight import check_devices, resolve_model
+    from sightline.launch.preflight import check_devices, check_extras, resolve_model
     from sightline.run import RunDir
 
     file = load_config(job.file_kind, args.file, args.overrides)
+    check_extras(file)
     check_devices(file)
     run_dir = RunDir(Path(file.run.dir).absolute())
     check_run_folder(run_dir.path)

@@ -38,6 +38,9 @@ EXTRA_OF_PACKAGE = {
     "fastapi": "view",
     "pyarrow": "data",
     "peft": "lora",
+    "ray": "ray",
+    "obstore": "object-store",
+    "yaml": "train",
 }
 """The extra that brings a package which the light base does not."""
 

@@ -5,13 +5,22 @@ from __future__ import annotations
 import argparse
 import sys
 import time
+from collections.abc import Collection
 from pathlib import Path
 
 from rich.filesize import decimal
 
+from sightline.config import MediaConfig
+from sightline.config.load import validate_config
+from sightline.config.secret_refs import read_reference, resolve_secret
 from sightline.errors import ConfigError, MediaCorrupt, MediaError
-from sightline.media.store import MediaStore
+from sightline.media import MediaStore, open_store
+from sightline.media.files import BLOBS
+from sightline.media.remote import DEADLINE_S, START_DEADLINE_S, Unavailable
+from sightline.media.stored_file import open_blobs
+from sightline.run import RunDir
 from sightline.view.images_in_use import collect_digests, is_run_dir
+from sightline.view.run_files import RunFiles
 
 _PROGRESS_EVERY_S = 2.0
 
@@ -23,15 +32,34 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     put.add_argument("files", nargs="+", type=Path, metavar="FILE")
     ls = actions.add_parser("ls", help="list the stored images")
     verify = actions.add_parser("verify", help="check every image; exits 1 if one is damaged")
-    gc = actions.add_parser("gc", help="remove images that no named run refers to")
+    gc = actions.add_parser("gc", help="remove images, and parts of weights, that no named run "
+                            "refers to")  # fmt: skip
     gc.add_argument("--min-age-s", type=float, default=3600.0, metavar="S",
                     help="keep what was used in the last S seconds (default: 3600); while a run "
                     "goes on, choose more than its longest rollout takes")  # fmt: skip
     gc.add_argument("--dry-run", action="store_true", help="only say what would go")
 
+    serve = actions.add_parser("serve", help="serve a folder of images to other machines")
+    serve.add_argument("root", type=Path, metavar="DIR", help="the folder; made if it is not there")
+    serve.add_argument("--host", default="127.0.0.1", help="address to bind (default: 127.0.0.1)")
+    serve.add_argument("--port", type=int, default=8100, help="0 takes a free one (default: 8100)")
+    serve.add_argument("--max-gb", type=float, default=None, metavar="GB",
+                       help="most GB of the folder, images and parts of weights; what is above "
+                       "them is answered with 507, as is what would leave less than 1 GiB on the "
+                       "disk")  # fmt: skip
+    serve.add_argument("--control-token", default="", metavar="REF",
+                       help="where the token is that runs need to store weights and checkpoints, "
+                       "and `media gc` to remove images (default: --token)")  # fmt: skip
+    serve.add_argument("--tls-cert", default="", metavar="FILE", help="PEM file of a certificate")
+    serve.add_argument("--tls-key", default="", metavar="FILE", help="PEM file of its key")
+
     for action in (put, ls, verify, gc):
-        action.add_argument("--store", type=Path, metavar="DIR",
-                            help="the store (default: media in the run directory)")  # fmt: skip
+        action.add_argument("--store", metavar="ROOT", help="the store, a folder or an address "
+                            "(default: that of the run)")  # fmt: skip
+    for action in (put, ls, verify, gc, serve):
+        action.add_argument("--token", default="", metavar="REF",
+                            help="where the token of the media service is: env:NAME or "
+                            "file:PATH")  # fmt: skip
     for action in (put, ls, verify):
         action.add_argument("--run", dest="runs", nargs=1, default=[], type=Path, metavar="RUN_DIR")
     gc.add_argument("--run", dest="runs", nargs="+", default=[], type=Path, metavar="RUN_DIR",
@@ -41,19 +69,41 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Do what was asked; 0 when all went well, 1 when an image was refused or is damaged."""
-    store = MediaStore(_root(args))
-    if args.media_action != "put" and not store.root.is_dir():
+    token = resolve_secret(read_reference(args.token), "--token")
+    if args.media_action == "serve":
+        from sightline.launch.media_service import is_control, serve_media
+        from sightline.transport.http_server import RequestGuard
+
+        max_bytes = None if args.max_gb is None else int(args.max_gb * 1e9)
+        control = resolve_secret(read_reference(args.control_token), "--control-token")
+        guard = RequestGuard(args.host, token, control, is_control)
+        store = MediaStore(args.root, max_bytes=max_bytes)
+        serve_media(store, guard, args.port, args.tls_cert, args.tls_key)
+        return 0
+    root, token = _find_store(args, token)
+    # Long work outlasts a store that is away for a minute; a command that has just begun does not.
+    deadline_s = START_DEADLINE_S if args.media_action in ("put", "ls") else DEADLINE_S
+    store = open_store(root, token=token, deadline_s=deadline_s)
+    if args.media_action != "put" and isinstance(store.root, Path) and not store.root.is_dir():
         raise ConfigError(f"no store at {store.root}", "name an existing store with --store")
-    actions = {"put": _put, "ls": _ls, "verify": _verify, "gc": _gc}
+    if args.media_action == "gc":
+        return _gc(store, open_blobs(store.root, token), args)
+    actions = {"put": _put, "ls": _ls, "verify": _verify}
     return actions[args.media_action](store, args)
 
 
-def _root(args: argparse.Namespace) -> Path:
+def _find_store(args: argparse.Namespace, token: str) -> tuple[Path | str, str]:
+    """Root and token of the store that is meant: the one that is named, or that of the run."""
     if args.store is not None:
-        return Path(args.store)
-    if len(args.runs) == 1:
-        return Path(args.runs[0]) / "media"
-    raise ConfigError("which store is meant is not said", "name it with --store DIR")
+        return str(args.store), token
+    if len(args.runs) != 1:
+        raise ConfigError("which store is meant is not said", "name it with --store ROOT")
+    run_dir = RunDir(args.runs[0])
+    section = RunFiles(run_dir).settings.get("media", {})
+    media = validate_config(MediaConfig, section, f"[media] of {run_dir.config}")
+    if media.root and not args.token:
+        token = media.read_token(for_control=args.media_action == "gc")
+    return media.root or run_dir.media, token
 
 
 def _put(store: MediaStore, args: argparse.Namespace) -> int:
@@ -62,6 +112,8 @@ def _put(store: MediaStore, args: argparse.Namespace) -> int:
         try:
             ref = store.put(path)
         except MediaError as error:
+            if isinstance(error.__cause__, Unavailable):  # the others would wait as long
+                raise
             num_refused += 1
             print(f"{path}: {error}", file=sys.stderr)
         else:
@@ -91,9 +143,10 @@ def _ls(store: MediaStore, args: argparse.Namespace) -> int:
 def _verify(store: MediaStore, args: argparse.Namespace) -> int:
     report = store.verify(_Progress("checked"))
     for digest in report.corrupt:
-        print(f"damaged: {store.path(digest)}")
+        place = digest if isinstance(store.root, str) else store.path(digest)
+        print(f"damaged: {place}")
     for leftover in report.leftovers:
-        print(f"no image: {store.root / leftover}")
+        print(f"no image: {store.root}/{leftover}")
     print(
         f"{report.num_files} images, {decimal(report.size_bytes)}, {len(report.corrupt)} damaged"
         + (f", {len(report.leftovers)} other files" if report.leftovers else "")
@@ -101,11 +154,11 @@ def _verify(store: MediaStore, args: argparse.Namespace) -> int:
     return 1 if report.corrupt else 0
 
 
-def _gc(store: MediaStore, args: argparse.Namespace) -> int:
-    runs = set(args.runs)
-    owner = store.root.absolute().parent
-    if store.root.name == "media" and is_run_dir(owner):
-        runs.add(owner)
+def _gc(store: MediaStore, blobs: MediaStore, args: argparse.Namespace) -> int:
+    runs, is_blobs = set(args.runs), str(store.root).endswith(f"/{BLOBS}")
+    if isinstance(store.root, Path):
+        home = store.root.parent if is_blobs else store.root
+        runs |= {home.parent} if home.name == "media" and is_run_dir(home.parent) else set()
     if not runs:
         raise ConfigError(
             f"which runs use the store {store.root} is not said, so nothing can be removed",
@@ -113,17 +166,25 @@ def _gc(store: MediaStore, args: argparse.Namespace) -> int:
         )
     print(f"searching {len(runs)} run(s) for images in use", file=sys.stderr)
     in_use = collect_digests(*runs)
+    _gc_one(store, "parts of files" if is_blobs else "images", in_use, args)
+    if not is_blobs and (isinstance(blobs.root, str) or blobs.root.is_dir()):
+        _gc_one(blobs, "parts of files", in_use, args)
+    return 0
+
+
+def _gc_one(
+    store: MediaStore, what: str, in_use: Collection[str], args: argparse.Namespace
+) -> None:
     report = store.gc(in_use, args.min_age_s, dry_run=args.dry_run, progress=_Progress("looked at"))
     verb = "would remove" if report.dry_run else "removed"
     if report.dry_run:
         for digest in report.removed:
             print(digest)
     print(
-        f"{verb} {len(report.removed)} images, {decimal(report.removed_bytes)}, and "
+        f"{verb} {len(report.removed)} {what}, {decimal(report.removed_bytes)}, and "
         f"{report.num_temporary} half-written files; kept {report.num_in_use} in use and "
         f"{report.num_young} used in the last {args.min_age_s:g} s"
     )
-    return 0
 
 
 class _Progress:

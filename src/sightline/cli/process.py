@@ -17,7 +17,7 @@ import uvloop
 from sightline import config
 from sightline.config import RunFile, SftFile
 from sightline.errors import SightlineError, clean_text
-from sightline.launch.claim import read_secret
+from sightline.launch.claim import read_rights, read_secret
 from sightline.run import RunDir
 from sightline.run.last_words import leave_last_words, reserve_last_words
 from sightline.run.parent_death import die_with_parent
@@ -36,10 +36,16 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--rendezvous", default="", help="host:port at which ranks meet")
     parser.add_argument("--channel", default="", help="address of rank 0's channel")
     parser.add_argument("--parent", type=int, default=0, help="process to end with")
+    parser.add_argument("--join", action="store_true",
+                        help="ask the orchestrator for the run, and work in a copy of it under "
+                        "run_dir; standard input has its rights, and its end ends the process, or "
+                        "SIGHTLINE_SECRET has the secret of the run")  # fmt: skip
     parser.add_argument("--replaces", default="", help="how the worker before this one ended")
 
 
 def run(args: argparse.Namespace) -> int:
+    if args.join:
+        return _run_elsewhere(args)
     run_dir = RunDir(args.run_dir.absolute())
     if args.parent:
         _end_with_parent(args.parent)
@@ -59,7 +65,7 @@ def run(args: argparse.Namespace) -> int:
         if isinstance(error, SightlineError):
             found = {"problem": error.problem, "fix": error.fix}
         leave_last_words(reserved, error_file, found)
-        with contextlib.suppress(OSError):  # where the disk is full, they have to do
+        with contextlib.suppress(OSError):  # they have to do then
             traceback.print_exc()
         if args.name.startswith(("trainer", "sft")):
             # Native threads of a trainer may be at work still: where the interpreter takes them
@@ -68,8 +74,21 @@ def run(args: argparse.Namespace) -> int:
             sys.stderr.flush()
             os._exit(1)
         return 1
-    reserved.unlink(missing_ok=True)
+    finally:
+        reserved.unlink(missing_ok=True)
     return 0
+
+
+def _run_elsewhere(args: argparse.Namespace) -> int:
+    """Runs the process in a copy of the run, under the folder that stands for its directory."""
+    from sightline.launch.remote import run_elsewhere
+
+    for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
+        signal.signal(number, signal.SIG_IGN)  # the end of the input, or of the run, ends it
+    words = ["--threads", str(args.threads)]
+    if args.name.startswith("worker"):
+        words += ["--server", *args.server, "--replaces", args.replaces]
+    return run_elsewhere(args.name, args.hub, args.run_dir.absolute(), words, args.threads)
 
 
 def _run_process(args: argparse.Namespace, run_dir: RunDir) -> None:
@@ -77,10 +96,10 @@ def _run_process(args: argparse.Namespace, run_dir: RunDir) -> None:
         _run_trainer(args, config.load_config(SftFile, run_dir.config), run_dir)
         return
     file = config.load_config(RunFile, run_dir.config)
-    media_root = Path(file.media.root or run_dir.media)
+    media_root = file.media.root or run_dir.media
     if args.name.startswith("worker"):
         _run_worker(args, file, run_dir, media_root)
-    elif args.name in ("server", "evaluator"):
+    elif args.name.startswith(("server", "evaluator")):
         _run_server(args, file, run_dir, media_root)
     elif args.name.startswith("trainer"):
         _run_trainer(args, file, run_dir)
@@ -95,8 +114,11 @@ def _run_process(args: argparse.Namespace, run_dir: RunDir) -> None:
         )  # fmt: skip
 
 
-def _run_worker(args: argparse.Namespace, file: RunFile, run_dir: RunDir, media_root: Path) -> None:
+def _run_worker(
+    args: argparse.Namespace, file: RunFile, run_dir: RunDir, media_root: Path | str
+) -> None:
     from sightline.rollout import worker
+    from sightline.run.mirror import is_copy
     from sightline.run.otel import open_stages
 
     heartbeat = run_dir.heartbeat(args.name)
@@ -105,7 +127,7 @@ def _run_worker(args: argparse.Namespace, file: RunFile, run_dir: RunDir, media_
         uvloop.run(
             worker.main(
                 file, args.name, args.hub, args.server, media_root, heartbeat, args.replaces,
-                stages, read_secret(run_dir),
+                stages, read_rights(run_dir, args.name), is_copy(run_dir),
             )
         )  # fmt: skip
 
@@ -115,24 +137,45 @@ def _get_spans_target(file: RunFile, run_dir: RunDir) -> str:
 
 
 def _run_trainer(args: argparse.Namespace, file: RunFile | SftFile, run_dir: RunDir) -> None:
+    from sightline.run.mirror import is_copy
     from sightline.trainer import process as trainer
     from sightline.trainer.ranks import RankInfo
 
-    ranks = RankInfo(args.rank, args.ranks, args.rendezvous, args.channel, read_secret(run_dir))
+    if is_copy(run_dir) and args.rank == 0 and file.trainer.ranks > 1:
+        from sightline.launch.remote import start_other_ranks
+
+        at = start_other_ranks(file, run_dir, args.threads)
+        args.ranks, args.rendezvous, args.channel = file.trainer.ranks, at.address, at.channel
+    rights = read_rights(run_dir, args.name)
+    ranks = RankInfo(
+        args.rank, args.ranks, args.rendezvous, args.channel, rights.ranks, rights.channel
+    )
     trainer.run(file, run_dir, ranks, args.name, args.hub)
 
 
-def _run_server(args: argparse.Namespace, file: RunFile, run_dir: RunDir, media_root: Path) -> None:
+def _run_server(
+    args: argparse.Namespace, file: RunFile, run_dir: RunDir, media_root: Path | str
+) -> None:
     from sightline.inference.server_spec import ServerSpec
+    from sightline.launch.vllm_server import exec_vllm, get_vllm_python, runs_on_cpu
 
-    server = args.server[0] if args.name == "server" else args.evaluator
-    host, _, port = server.removeprefix("http://").rpartition(":")
+    server = args.evaluator if args.name == "evaluator" else args.server[0]
+    host, _, port = server.partition("://")[2].rpartition(":")
     placed = {"host": host, "port": int(port), "threads": args.threads}
-    placed["token"] = f"file:{run_dir.secret.absolute()}"
+    rights = read_rights(run_dir, args.name)
+    # Of this process alone, and of the vLLM that it may turn into.
+    os.environ["SIGHTLINE_TOKEN"] = rights.token
+    os.environ["SIGHTLINE_CONTROL_TOKEN"] = rights.control_token
+    placed |= {"token": "env:SIGHTLINE_TOKEN", "control_token": "env:SIGHTLINE_CONTROL_TOKEN"}
+    if not runs_on_cpu(file.inference.device):
+        placed["gpu_memory_utilization"] = file.server_memory_share
     spec = ServerSpec(
         model=file.model,
         inference=file.inference.model_copy(update=placed),
-        media_roots=(media_root,),
+        media_roots=(str(media_root),),
+        media_token=file.media.token,
+        media_cache_dir=file.media.cache_dir,
+        media_cache_gb=file.media.cache_gb,
         weights_root=run_dir.weights,
         run_id=run_dir.read_id(),
         max_media_gb=file.media.max_gb,
@@ -140,8 +183,6 @@ def _run_server(args: argparse.Namespace, file: RunFile, run_dir: RunDir, media_
         name=args.name,
     )
     if file.inference.engine == "vllm":
-        from sightline.launch.vllm_server import exec_vllm, get_vllm_python
-
         exec_vllm(spec, get_vllm_python(file.inference.python))
     else:
         from sightline.inference.serve import serve

@@ -6,16 +6,81 @@ Trains as the run file says. Overrides are written section.key=value.
 from __future__ import annotations
 
 import argparse
+from pathlib import Path
 
 from sightline.cli import training
+from sightline.cli.main import find_missing_extra, print_error
+from sightline.config import RunFile, load_config
+from sightline.config.load import expand_overrides
+from sightline.errors import ConfigError
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     training.add_arguments(parser)
     parser.add_argument("--plain", action="store_true", help="plain lines in place of a live view")
+    parser.add_argument(
+        "--on", choices=("local", "ray", "slurm", "kubernetes", "skypilot"),
+        help="what starts the processes: [launch] on",
+    )  # fmt: skip
+    parser.add_argument("--dry-run", action="store_true",
+                        help="print what would be started, where, with which command")  # fmt: skip
+    parser.add_argument("-o", "--output", type=Path, metavar="DIR",
+                        help="write the files for the cluster there")  # fmt: skip
+    parser.add_argument("--seeds", default="", metavar="0-3",
+                        help="on slurm: a run for each seed")  # fmt: skip
+    parser.add_argument("--job", default="", metavar="ID",
+                        help="the job of a cluster that this is")  # fmt: skip
 
 
 def run(args: argparse.Namespace) -> int:
     from sightline.launch.rl import RlJob
 
-    return training.run_training(RlJob(args.plain), args)
+    if args.on:
+        args.overrides = [*args.overrides, f"launch.on={args.on}"]
+    job = RlJob(args.plain, bool(args.job))
+    path = args.resume / "config.toml" if args.resume else Path(args.file or "")
+    if not path.is_file():
+        return training.run_training(job, args)  # which says what is wrong
+    if not args.resume and len(combinations := expand_overrides(args.overrides)) > 1:
+        _check_sweep(args, {load_config(RunFile, path, one).launch.on for one in combinations})
+        return training.run_training(job, args)
+    overrides = [word for word in [args.file, *args.overrides] if word][not args.resume :]
+    if args.job:
+        from sightline.launch.submit import run_job
+
+        training.check_packages()
+        run_job(job, path, overrides, args.job, args.resume)
+        return 0
+    file = load_config(RunFile, path, overrides)
+    on = file.launch.on
+    if args.dry_run or args.seeds or args.output or on not in ("local", "ray"):
+        from sightline.launch.submit import Request, submit_run
+
+        if on in ("local", "ray"):  # elsewhere the launcher has what its job or its image has
+            _say_missing_extras(file)
+        submit_run(Request(path, overrides, args.resume, args.seeds), args.dry_run, args.output)
+        return 0
+    return training.run_training(job, args)
+
+
+def _say_missing_extras(file: RunFile) -> None:
+    """Says what a start would be refused for here; a plan can be shown without it."""
+    from sightline.launch.preflight import check_extras
+
+    try:
+        training.check_packages()
+        check_extras(file)
+    except ModuleNotFoundError as error:
+        print_error(find_missing_extra(error) or ConfigError(str(error), "install it"))
+
+
+def _check_sweep(args: argparse.Namespace, clusters: set[str]) -> None:
+    """Refuses a sweep that would not be run from here, one run after the other."""
+    options = {"--dry-run": args.dry_run, "-o": args.output, "--seeds": args.seeds}
+    found = [option for option, value in options.items() if value]
+    found += [f'[launch] on = "{on}"' for on in sorted(clusters - {"local", "ray"})]
+    if found:
+        raise ConfigError(
+            f"a sweep (values with commas between them) with {found[0]}, which is for one run",
+            "give one value at a time; on Slurm, --seeds 0-3 starts a run for each seed",
+        )

@@ -22,14 +22,14 @@ from sightline.inference.server_spec import ServerSpec
 ENGINES = ("torch", "vllm")
 OPTIONS: dict[type[BaseModel], tuple[str, ...]] = {
     InferenceConfig: (
-        "python", "host", "port", "token", "device", "threads", "max_num_seqs", "max_model_len",
-        "prefill_chunk_tokens", "pixel_cache_mb", "feature_cache_mb", "pixel_threads",
-        "keep_kv_over_updates",
+        "python", "host", "port", "token", "control_token", "tls_cert", "tls_key", "device",
+        "threads", "max_num_seqs", "max_model_len", "prefill_chunk_tokens", "pixel_cache_mb",
+        "feature_cache_mb", "pixel_threads", "keep_kv_over_updates",
     ),
-    ModelConfig: ("dtype", "min_pixels", "max_pixels", "number_images"),
+    ModelConfig: ("dtype", "exact", "min_pixels", "max_pixels", "number_images"),
     ServerSpec: (
-        "max_waiting", "max_waiting_mb", "max_media_gb", "enable_prefix_caching", "weights",
-        "weights_root", "otel",
+        "max_waiting", "max_waiting_mb", "max_media_gb", "media_token", "media_cache_dir",
+        "media_cache_gb", "enable_prefix_caching", "weights", "weights_root", "otel",
     ),
 }  # fmt: skip
 """Settings that are options, by their section."""
@@ -43,9 +43,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("path", metavar="MODEL", help="folder of the checkpoint")
     parser.add_argument("--engine", default="torch", help=f"one of: {', '.join(ENGINES)}")
     parser.add_argument(
-        "--media", type=Path, action="append", metavar="DIR", dest="media_roots",
-        help="a root of the store; may be given again for further ones (default: a new temporary "
-        "folder)",
+        "--media", action="append", metavar="ROOT", dest="media_roots",
+        help="a root of the store, a folder or an address; may be given again for further ones "
+        "(default: a new temporary folder)",
     )  # fmt: skip
     for section, names in OPTIONS.items():
         for name in names:

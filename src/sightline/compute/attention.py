@@ -32,7 +32,8 @@ COMPILABLE_PATTERNS = (attention_cuda.FlexTreePattern, attention_cuda.VarlenPatt
 class AttentionPattern(Protocol):
     state: Any
     """State of recurrent layers so far, in a cache of transformers that they update; None where
-    they begin here and nobody needs their state afterwards."""
+    they begin here and nobody needs their state afterwards. Then `subtree_end` of the pattern says
+    where: that of a pack has it."""
 
     def attend(self, layer: int, q: Queries, k: Keys, v: Values, scaling: float) -> Attended: ...
 
@@ -89,7 +90,9 @@ def _attention_forward(
 
 def find_graph_options(hidden: Tensor, options: dict[str, Any]) -> dict[str, Any] | None:
     """The options of a block that is one graph, its attention included; None where the graph is
-    broken there."""
+    broken there, or at a recurrent layer."""
+    if options.get("recurrence") is not None:
+        return None
     if isinstance(options.get("pattern"), COMPILABLE_PATTERNS):
         return options
     ends, longest = options.get("cu_seqlens"), options.get("max_seqlen")
@@ -181,6 +184,7 @@ class PackedPattern:
 
     def __init__(self, lengths: list[int], device: torch.device) -> None:
         ends = np.cumsum(lengths)
+        self.subtree_end = np.repeat(ends, lengths)
         # Causal attention lets no real token see the padding, and its outputs are not read back.
         self._rows = _PaddedRows(ends - lengths, ends, int(ends[-1]), device, is_causal=True)
 
@@ -197,6 +201,7 @@ class TreePattern:
     state = None
 
     def __init__(self, subtree_end: SubtreeEnd, device: torch.device) -> None:
+        self.subtree_end = subtree_end
         starts, ends = (np.array(bounds) for bounds in zip(*find_trees(subtree_end), strict=True))
         self._groups = []
         for group in group_by_length((ends - starts).tolist()):

@@ -50,14 +50,21 @@ def attend_varlen(
     ends: Bounds,
     longest: int,
     causal: bool,
+    key_ends: Bounds | None = None,
+    key_longest: int = 0,
 ) -> TokenQueries:
-    """Attention in each of the sequences side by side that end at `ends`, without padding."""
+    """Attention in each of the sequences side by side that end at `ends`, without padding.
+
+    Where `key_ends` are given, a sequence has more keys than queries: the queries are its last.
+    """
     attend, options = _varlen()
     if q.shape[1] != k.shape[1] and not options:
         k, v = (x.repeat_interleave(q.shape[1] // k.shape[1], dim=1) for x in (k, v))
     window = (-1, 0) if causal else (-1, -1)
+    if key_ends is None:
+        key_ends, key_longest = ends, longest
     out: Tensor = attend(
-        q, k, v, ends, ends, longest, longest, scale=scaling, window_size=window, **options
+        q, k, v, ends, key_ends, longest, key_longest, scale=scaling, window_size=window, **options
     )
     return out
 
@@ -181,6 +188,7 @@ class VarlenPattern:
 
     def __init__(self, lengths: Sequence[int], device: torch.device) -> None:
         ends = np.cumsum([0, *lengths])
+        self.subtree_end = np.repeat(ends[1:], lengths)
         self._ends = copy_to_device(ends.astype(np.int32), device)
         self._longest = max(lengths)
         self._padded = attention_cudnn.build_padded_rows(lengths, device)
@@ -196,6 +204,7 @@ class FlexTreePattern:
     state = None
 
     def __init__(self, subtree_end: np.ndarray, device: torch.device) -> None:
+        self.subtree_end = subtree_end
         padded = pad_subtree_ends(subtree_end)
         self._end = copy_to_device(padded.astype(np.int32), device)
         self._mask = _block_mask(padded, self._end, device)

@@ -10,23 +10,21 @@ version. Tensors go through host memory.
 
 from __future__ import annotations
 
-import hashlib
 from collections.abc import Mapping
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
-import msgspec
 import torch
 from jaxtyping import UInt8
 from torch import Tensor
 from torch import distributed as dist
 
 from sightline.compute.tcp_store import connect_store, listen_store
-from sightline.compute.tensor_file import SAFETENSORS_DTYPES, TORCH_DTYPES, sort_names, tensor_bytes
+from sightline.compute.tensor_file import TORCH_DTYPES, tensor_bytes
+from sightline.compute.weights_digest import describe_tensors, digest_weights
 from sightline.errors import WeightsError
-from sightline.wire.file import write_atomic
-from sightline.wire.weights import MANIFEST, Adapter, Broadcast, Manifest, TensorSpec, log_version
+from sightline.wire.weights import Adapter, Broadcast, Manifest, write_manifest
 
 BROADCAST_TIMEOUT_S = 600.0
 """How long a sender waits for receivers, and each side for the other."""
@@ -50,18 +48,12 @@ class Broadcaster:
         run: str = "",
     ) -> tuple[Path, Manifest]:
         """Writes the manifest of what `send` will send; a version keeps its meaning as in files."""
-        digest = hashlib.sha256()
-        specs = []
-        for name in sort_names(tensors):
-            tensor = tensors[name]
-            digest.update(tensor_bytes(tensor).numpy().data)
-            specs.append(TensorSpec(name, SAFETENSORS_DTYPES[tensor.dtype], tuple(tensor.shape)))
-        sent = Broadcast(self._address, self._receivers, specs, digest.hexdigest())
-        unlogged = Manifest(version, vision_version, [], 0, sent, adapter, run)
-        folder, manifest = log_version(root, unlogged)
-        folder.mkdir(exist_ok=True)
-        write_atomic(folder / MANIFEST, msgspec.json.encode(manifest))
-        return folder / MANIFEST, manifest
+        sent = Broadcast(self._address, self._receivers, describe_tensors(tensors))
+        unlogged = Manifest(
+            version, vision_version, [], broadcast=sent, adapter=adapter, run=run,
+            weights_digest=digest_weights(tensors),
+        )  # fmt: skip
+        return write_manifest(root, unlogged)
 
     def send(self, manifest: Manifest, tensors: Mapping[str, Tensor]) -> None:
         """Returns when every receiver has all of it."""
@@ -79,16 +71,13 @@ def receive(manifest: Manifest) -> dict[str, Tensor]:
     store = connect_store(sent.store, BROADCAST_TIMEOUT_S)
     place = store.add(f"{manifest.label}/receivers", 1)
     group = _join(store, manifest, rank=place)
-    digest = hashlib.sha256()
     found: dict[str, Tensor] = {}
     for spec in sent.tensors:
         tensor = torch.empty(spec.shape, dtype=TORCH_DTYPES[spec.dtype])
-        data = tensor.reshape(-1).view(torch.uint8)
-        _broadcast(group, data)
-        digest.update(data.numpy().data)
+        _broadcast(group, tensor.reshape(-1).view(torch.uint8))
         found[spec.name] = tensor
     group.barrier().wait()
-    if digest.hexdigest() != sent.sha256:
+    if digest_weights(found) != manifest.weights_digest:
         raise WeightsError(
             f"version {manifest.label} arrived with other bits than were announced",
             "resume the run; the engine keeps the weights it has",

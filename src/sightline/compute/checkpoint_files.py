@@ -3,10 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping
+from copy import deepcopy
 from pathlib import Path
+from typing import Any, NamedTuple
 
 from safetensors import safe_open
-from torch import Tensor
+from torch import Tensor, nn
+from transformers import core_model_loading as conversion
+from transformers.conversion_mapping import get_model_conversion_mapping
 
 from sightline.errors import WeightsError
 from sightline.wire.weights import is_transposed
@@ -25,6 +29,12 @@ class TensorFiles(Mapping[str, Tensor]):
     def __getitem__(self, name: str) -> Tensor:
         tensor: Tensor = self._files[name].get_tensor(name)
         return tensor
+
+    def rows(self, name: str, first: int, stop: int) -> Tensor:
+        """Some rows of a tensor, which alone are read; a scalar is one row."""
+        part = self._files[name].get_slice(name)
+        rows: Tensor = part[first:stop] if part.get_shape() else self[name]
+        return rows
 
     def __iter__(self) -> Iterator[str]:
         return iter(self._files)
@@ -58,7 +68,8 @@ class CheckpointParameters(Mapping[str, Tensor]):
 
 
 def open_checkpoint(folder: Path) -> TensorFiles:
-    return TensorFiles(sorted(folder.glob("*.safetensors")))
+    files = sorted(folder.glob("model*.safetensors")) or sorted(folder.glob("*.safetensors"))
+    return TensorFiles(files)
 
 
 def find_transposed(opened: TensorFiles, own: Mapping[str, Tensor]) -> list[str]:
@@ -68,3 +79,80 @@ def find_transposed(opened: TensorFiles, own: Mapping[str, Tensor]) -> list[str]
         for name, tensor in own.items()
         if name in opened and is_transposed(opened.shape(name), tensor.shape)
     ]
+
+
+class LocalRows(NamedTuple):
+    """What a rank holds of a tensor."""
+
+    rows: Tensor
+    first: int
+    """The place of the first of them in the full tensor."""
+    shape: tuple[int, ...]
+    """The full tensor's."""
+
+
+def fill_rows(model: Any, folder: Path, own: Mapping[str, LocalRows]) -> set[str]:
+    """Reads the rows of `own` from the files of a checkpoint; the names that it found come back.
+
+    Files may name and shape things as transformers can convert them for `model`. Experts that are
+    files' tensors each are read for the rows alone; what is converted otherwise is held in full
+    for a moment, a tensor at a time.
+    """
+    opened = open_checkpoint(folder)
+    mapping = get_model_conversion_mapping(model)
+    renamings = [one for one in mapping if isinstance(one, conversion.WeightRenaming)]
+    converters = [one for one in mapping if isinstance(one, conversion.WeightConverter)]
+    sources: dict[str, dict[str | None, list[str]]] = {}
+    for name in sorted(opened, key=conversion.dot_natural_key):
+        prefix = model.base_model_prefix
+        target, pattern = conversion.rename_source_key(name, renamings, converters, prefix, own)
+        if target not in own and name in own:
+            target, pattern = name, None
+        sources.setdefault(target, {}).setdefault(pattern, []).append(name)
+    found: set[str] = set()
+    for target in sources.keys() & own.keys():
+        made = _read_converted(model, opened, own, target, sources[target], converters)
+        for name, tensor in made.items():
+            local = own[name].rows
+            if tensor.shape != local.shape:
+                raise WeightsError(
+                    f"{folder}: {name} is stored as {sources[target]}, of which "
+                    f"{tuple(tensor.shape)} is made for rows of {tuple(local.shape)}",
+                    "use files that fit the checkpoint's config.json",
+                )
+            local.copy_(tensor)
+        found |= made.keys()
+    return found
+
+
+def _read_converted(
+    model: nn.Module,
+    opened: TensorFiles,
+    own: Mapping[str, LocalRows],
+    target: str,
+    sources: Mapping[str | None, list[str]],
+    converters: list[Any],
+) -> dict[str, Tensor]:
+    """This rank's rows of what is made of some stored tensors, by the names of the model."""
+    local, first, shape = own[target]
+    stop = first + (len(local) if shape else 1)
+    pattern, names = next(iter(sources.items()))
+    used = deepcopy([one for one in converters if pattern in one.source_patterns])
+    operations = [operation for one in used for operation in one.operations]
+    if all(isinstance(one, conversion.Transpose) and one.check_dims for one in operations):
+        rows = opened.rows(names[0], first, stop)
+        is_turned = is_transposed(opened.shape(names[0]), shape)
+        return {target: rows.transpose(-1, -2) if is_turned else rows}
+    stacks = isinstance(operations[0], conversion.MergeModulelist) and len(names) == shape[0]
+    if stacks and not len(local):
+        return {target: local}
+    for pattern, names in sources.items():
+        for name in names[first:stop] if stacks else names:
+            used[0].add_tensor(target, name, pattern, opened[name].to(local.dtype))
+    made = used[0].convert(target, model=model, config=getattr(model, "config", None))
+    found: dict[str, Tensor] = {}
+    for name in made.keys() & own.keys():
+        tensor = made[name][0] if isinstance(made[name], list) else made[name]
+        local, first, _ = own[name]
+        found[name] = tensor if stacks else tensor[first : first + len(local)]
+    return found

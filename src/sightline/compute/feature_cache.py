@@ -1,4 +1,4 @@
-"""Features of images, kept up to a size: of one version of a vision tower."""
+"""Features of items, kept up to a size: of one version of a vision tower."""
 
 from __future__ import annotations
 
@@ -10,15 +10,15 @@ from torch import Tensor
 
 
 @dataclass(frozen=True, slots=True)
-class ImageFeatures:
-    """An image as the text model takes it."""
+class ItemFeatures:
+    """An item as the text model takes it."""
 
     features: Float[Tensor, "tokens hidden"]
     digest: str
     """Digest of the pixels that the features were made from."""
 
 
-class FeatureCache(LRUCache[str, ImageFeatures]):
+class FeatureCache(LRUCache[str, ItemFeatures]):
     """Holds features of one vision version, by the keys of items. Used by one thread alone."""
 
     def __init__(self, max_bytes: int) -> None:
@@ -31,17 +31,17 @@ class FeatureCache(LRUCache[str, ImageFeatures]):
     def bytes_held(self) -> int:
         return int(self.currsize)
 
-    def find(self, key: str) -> ImageFeatures | None:
-        shown: ImageFeatures | None = self.get(key)
+    def find(self, key: str) -> ItemFeatures | None:
+        shown: ItemFeatures | None = self.get(key)
         self.hits += shown is not None
         return shown
 
-    def put(self, key: str, shown: ImageFeatures) -> None:
+    def put(self, key: str, shown: ItemFeatures) -> None:
         self.encoded += 1
         if shown.features.nbytes <= self.maxsize and key not in self:
             self[key] = shown
 
-    def popitem(self) -> tuple[str, ImageFeatures]:
+    def popitem(self) -> tuple[str, ItemFeatures]:
         self.evicted += 1
         return super().popitem()
 

@@ -26,13 +26,21 @@ def mask_banned(logits: Logits, banned: BannedIds, value: float = float("-inf"))
     return logits.masked_fill(none.index_fill(0, banned, True), value)
 
 
-def log_softmax(logits: Logits, banned: BannedIds, temperature: float) -> Logits:
+Temperature = float | Float[Tensor, "#tokens 1"]
+"""A number, or, where bits count, a tensor: by a number a GPU does not divide but multiply."""
+
+
+def log_softmax(logits: Logits, banned: BannedIds, temperature: Temperature) -> Logits:
     """The distribution that is sampled from, in float32."""
     return torch.log_softmax(mask_banned(logits.float(), banned) / temperature, dim=-1)
 
 
 def chosen_logprobs(
-    forward: Forward, hidden: Hidden, token_ids: TokenIds, banned: BannedIds, temperature: float
+    forward: Forward,
+    hidden: Hidden,
+    token_ids: TokenIds,
+    banned: BannedIds,
+    temperature: Temperature,
 ) -> Float[Tensor, " tokens"]:
     """Those of `token_ids`, which `hidden` predict, in float32."""
     parts = [

@@ -15,6 +15,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageText
 from transformers.utils import logging as transformers_logging
 
 from sightline.compute import attention
+from sightline.compute.exact import make_exact
 from sightline.errors import ConfigError
 from sightline.families import Family, Forward, load_forward
 
@@ -22,7 +23,10 @@ Convolution: TypeAlias = nn.Conv2d | nn.Conv3d
 MODEL_DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 
 
-def load_model(path: str | Path, family: Family, device: str, dtype: str) -> Forward:
+def load_model(
+    path: str | Path, family: Family, device: str, dtype: str, exact: tuple[str, str] | None = None
+) -> Forward:
+    """`exact` are device and dtype of arithmetic that is to be exact: `[model] exact`."""
     transformers_logging.disable_progress_bar()
     # float32 means float32: by default cuDNN rounds convolutions to TF32, which moves logprobs by
     # 1e-4.
@@ -34,7 +38,12 @@ def load_model(path: str | Path, family: Family, device: str, dtype: str) -> For
         MODEL_DTYPES[dtype],
         attention=attention.register_attention(),
     )
+    if device != "meta" and (check := getattr(forward, "check_model", None)):
+        on, kind = torch.device(device), MODEL_DTYPES[dtype]
+        check(lambda ends: attention.build_attention_pattern(ends, on, kind))
     linearize_patch_embeddings(forward.model)
+    if exact is not None:
+        make_exact(forward, family, torch.device(exact[0]), MODEL_DTYPES[exact[1]])
     return forward
 
 
@@ -79,6 +88,17 @@ def pick_device(name: str) -> str:
     if name.startswith("cuda") and not torch.cuda.is_available():
         raise ConfigError(f"device {name!r}, but torch sees no GPU", 'set device = "cpu" or "auto"')
     return name
+
+
+def limit_gpu_memory(device: str, share: float) -> int:
+    """Lets this process take no more than a share of the GPU's memory; the bytes of it, or 0 for a
+    device that is no GPU. Two processes on one GPU each keep to their own."""
+    if not device.startswith("cuda"):
+        return 0
+    named = torch.device(device).index
+    index = torch.cuda.current_device() if named is None else named
+    torch.cuda.set_per_process_memory_fraction(share, index)
+    return int(share * torch.cuda.get_device_properties(index).total_memory)
 
 
 def describe_gpus() -> str:

@@ -6,6 +6,7 @@ import hashlib
 import json
 import os
 from collections.abc import Callable, Collection, Iterator, Mapping
+from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 
 import torch
@@ -21,6 +22,8 @@ SAFETENSORS_DTYPES = {
     torch.uint8: "U8", torch.bool: "BOOL",
 }  # fmt: skip
 TORCH_DTYPES = {name: dtype for dtype, name in SAFETENSORS_DTYPES.items()}
+MIN_THREADED_BYTES = 1 << 20
+"""To hand less to another thread takes longer than to write it."""
 Gather = Callable[[Tensor], Tensor]
 NamedTensors = Mapping[str, Tensor]
 
@@ -34,9 +37,9 @@ def resolve_dtype(tensor: Tensor, dtype: torch.dtype | None) -> torch.dtype:
     return dtype if dtype is not None and tensor.is_floating_point() else tensor.dtype
 
 
-def sort_names(tensors: NamedTensors) -> list[str]:
+def sort_names(tensors: NamedTensors, dtype: torch.dtype | None = None) -> list[str]:
     """Names in the order of a file: wide elements come first, so that each tensor is aligned."""
-    return sorted(tensors, key=lambda name: (-tensors[name].element_size(), name))
+    return sorted(tensors, key=lambda n: (-resolve_dtype(tensors[n], dtype).itemsize, n))
 
 
 def iterate_gathered(
@@ -62,8 +65,9 @@ def write_tensors(
     """Writes `tensors`, floating ones as `dtype` where it is given. A `durable` file is synced, and
     so outlasts a crash of the machine.
 
-    Stacks of matrices that `transposed` names are written with each matrix transposed. safetensors'
-    own `save_file` wants all tensors in memory at once, and reads the file again for its digest.
+    Two tensors are held at once. Stacks of matrices that `transposed` names are written with each
+    matrix transposed. safetensors' own `save_file` wants all tensors in memory at once, and reads
+    the file again for its digest.
     """
     sizes = {name: _transpose(name, tensor, transposed).shape for name, tensor in tensors.items()}
     kinds = {name: resolve_dtype(tensor, dtype) for name, tensor in tensors.items()}
@@ -80,20 +84,34 @@ def write_tensors(
     head = json.dumps(header, separators=(",", ":")).encode()
     head += b" " * (-len(head) % 8)
     digest = hashlib.sha256()
-    with disk_errors(path), open(path, "wb") as file:
+    with disk_errors(path), open(path, "wb") as file, ThreadPoolExecutor(2) as threads:
         for part in (len(head).to_bytes(8, "little"), head):
             digest.update(part)
             file.write(part)
+        # A tensor is hashed and written while the next one is fetched: for gigabytes each of
+        # these takes as long as the disk.
+        busy: list[Future[object]] = []
         for name, gathered in iterate_gathered(tensors, gather):
             data = tensor_bytes(_transpose(name, gathered, transposed), dtype).numpy().data
-            digest.update(data)
-            file.write(data)
-            del gathered, data  # before the next one is gathered
+            _wait_for(busy)
+            if len(data) < MIN_THREADED_BYTES:
+                busy = []
+                digest.update(data)
+                file.write(data)
+            else:
+                busy = [threads.submit(digest.update, data), threads.submit(file.write, data)]
+            del gathered, data
+        _wait_for(busy)
         file.flush()
         if durable:
             os.fsync(file.fileno())
         nbytes = file.tell()
     return WeightFile(path.name, nbytes, digest.hexdigest())
+
+
+def _wait_for(busy: list[Future[object]]) -> None:
+    for one in busy:
+        one.result()
 
 
 def _transpose(name: str, tensor: Tensor, transposed: Collection[str]) -> Tensor:

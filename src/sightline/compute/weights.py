@@ -9,20 +9,29 @@ from __future__ import annotations
 import hashlib
 import os
 import shutil
+from collections.abc import Collection, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 
 import msgspec
 import torch
+from msgspec import structs
 from safetensors import SafetensorError
 from safetensors.torch import load
 from torch import Tensor
 
 from sightline.compute.broadcast import receive
+from sightline.compute.shared_weights import map_shared
 from sightline.compute.tensor_file import NamedTensors, is_intact, sort_names, write_tensors
+from sightline.compute.weights_digest import digest_weights
 from sightline.errors import WeightsError
+from sightline.media import MediaStore
+from sightline.media.stored_file import store_deltas, store_file
 from sightline.wire.disk import disk_errors
+from sightline.wire.file import write_atomic
 from sightline.wire.weights import (
     MANIFEST,
     Adapter,
@@ -61,7 +70,10 @@ def write_weights(
     write = partial(write_tensors, durable=False)
     with ThreadPoolExecutor(MAX_THREADS, "weights") as pool:
         files = list(pool.map(write, (part / name for name in shares), shares.values()))
-    unlogged = Manifest(version, vision_version, files, adapter=adapter, run=run)
+    digest = digest_weights(tensors)
+    unlogged = Manifest(
+        version, vision_version, files, adapter=adapter, run=run, weights_digest=digest
+    )
     target, manifest = log_version(root, unlogged)
     if _has_version(target, manifest):
         shutil.rmtree(part)
@@ -71,6 +83,37 @@ def write_weights(
     shutil.rmtree(target, ignore_errors=True)
     os.rename(part, target)
     return target / MANIFEST, manifest
+
+
+@dataclass
+class StorePublisher:
+    """Has the files of versions in the store, in place of their folders."""
+
+    blobs: MediaStore
+    has_deltas: bool = False
+    """Whether what changed is there as deltas too; the newest files then stay to compare with."""
+    _last: dict[str, tuple[Path, tuple[str, ...]]] = field(default_factory=dict)
+    """The files of the version before and their parts, which the store has, by name."""
+
+    def put(self, path: Path, manifest: Manifest) -> Manifest:
+        """Moves the files of the manifest at `path`; parts of the version before are there."""
+        sent = {part for _, parts in self._last.values() for part in parts}
+        files = [self._put_file(path.with_name(file.name), file, sent) for file in manifest.files]
+        moved = structs.replace(manifest, files=files)
+        write_atomic(path, msgspec.json.encode(moved))
+        newest = {file.name: (path.with_name(file.name), file.parts) for file in files}
+        kept = {one for one, _ in newest.values()} if self.has_deltas else set()
+        for one, _ in (*self._last.values(), *newest.values()):
+            if one not in kept:
+                one.unlink(missing_ok=True)
+        self._last = newest
+        return moved
+
+    def _put_file(self, path: Path, file: WeightFile, sent: Collection[str]) -> WeightFile:
+        parts, deltas = store_file(self.blobs, path, sent).parts, {}
+        if self.has_deltas and file.name in self._last:
+            deltas = store_deltas(self.blobs, path, parts, *self._last[file.name])
+        return structs.replace(file, parts=parts, deltas=deltas)
 
 
 def _split_into_files(
@@ -108,14 +151,33 @@ def read_weights(manifest_path: Path) -> tuple[Manifest, dict[str, Tensor]]:
 
 
 def read_tensors(folder: Path, manifest: Manifest) -> dict[str, Tensor]:
-    """The tensors of a manifest in `folder`, read or received, checked against its checksums."""
+    """The tensors of a manifest in `folder`, read or received, checked against its digests."""
     if manifest.broadcast is not None:
         return receive(manifest)
+    if manifest.shared is not None:
+        with map_shared(folder.parent, manifest) as shared:
+            return {name: tensor.cpu().clone() for name, tensor in shared.items()}
     tensors: dict[str, Tensor] = {}
     with ThreadPoolExecutor(MAX_THREADS, "weights") as pool:
         for found in pool.map(partial(_read, folder), manifest.files):
             tensors |= found
+    if manifest.weights_digest and digest_weights(tensors) != manifest.weights_digest:
+        raise WeightsError(
+            f"the files of {folder} are whole, and not the weights that their manifest names",
+            "publish the version again; the engine keeps the weights it has",
+        )
     return tensors
+
+
+@contextmanager
+def open_tensors(folder: Path, manifest: Manifest) -> Iterator[dict[str, Tensor]]:
+    """The tensors of a manifest, as `read_tensors` checks them. Those that the trainer shares are
+    not copied: until the end of the `with` block it leaves them as they are."""
+    if manifest.shared is None:
+        yield read_tensors(folder, manifest)
+        return
+    with map_shared(folder.parent, manifest) as tensors:
+        yield tensors
 
 
 def _read(folder: Path, file: WeightFile) -> dict[str, Tensor]:

@@ -14,6 +14,7 @@ from sightline.config.files import (
     iter_settings,
     resolve_paths,
 )
+from sightline.config.inference_section import InferenceConfig
 from sightline.config.load import (
     dump_checked_toml,
     dump_toml,
@@ -21,18 +22,17 @@ from sightline.config.load import (
     load_stored_config,
     validate_config,
 )
+from sightline.config.section import get_section_class
 from sightline.config.sections import (
     DataConfig,
     EnvConfig,
     FiltersConfig,
-    InferenceConfig,
     LoggingConfig,
     LoraConfig,
     MediaConfig,
     ModelConfig,
     RolloutConfig,
     TrainerConfig,
-    get_section_class,
 )
 
 __all__ = [

@@ -23,10 +23,13 @@ from sightline.config.renamed import (
     translate_old_names,
 )
 from sightline.config.secret_refs import hide_secrets, is_secret_name
-from sightline.config.sections import ConfigSection, get_section_class
+from sightline.config.section import ConfigSection, get_section_class
 from sightline.errors import ConfigError
 
-_CHECKSUM_LINE = re.compile(r"^# sha256 ([0-9a-f]{64})\n?\Z", re.MULTILINE)
+_CHECKSUM_LINE = re.compile(
+    r"\A# sha256 ([0-9a-f]{64})\n|^# sha256 ([0-9a-f]{64})\n?\Z", re.MULTILINE
+)
+"""At the top, where no cut takes it away alone; earlier versions wrote it at the end."""
 AnyFile = TypeVar("AnyFile", bound=ConfigSection)
 
 
@@ -149,16 +152,19 @@ def dump_toml(file: ConfigSection) -> str:
 
 
 def dump_checked_toml(file: ConfigSection) -> str:
-    """The file as a run keeps it: its last line is a checksum of the others."""
+    """The file as a run keeps it: its first line is a checksum of the others."""
     text = dump_toml(file)
-    return f"{text}# sha256 {hashlib.sha256(text.encode()).hexdigest()}\n"
+    return f"# sha256 {hashlib.sha256(text.encode()).hexdigest()}\n{text}"
 
 
 def _check_unchanged(text: str, path: Path) -> None:
     found = _CHECKSUM_LINE.search(text)
-    if found and hashlib.sha256(text[: found.start()].encode()).hexdigest() != found[1]:
+    if found is None:
+        return
+    others = text[: found.start()] + text[found.end() :]
+    if hashlib.sha256(others.encode()).hexdigest() != (found[1] or found[2]):
         raise ConfigError(
-            f"{path} is not as the run wrote it: the checksum in its last line is of other text",
+            f"{path} is not as the run wrote it: its checksum is of other text",
             "put it back from a copy; a change is made by section.key=value, and a file that is "
             "yours has no such line",
         )

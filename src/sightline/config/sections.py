@@ -2,49 +2,16 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Any, Literal, TypeVar, get_args
+from typing import Any, Literal
 from urllib.parse import urlsplit
 
-from pydantic import (
-    AfterValidator,
-    BaseModel,
-    ConfigDict,
-    Field,
-    field_validator,
-    model_validator,
-)
+from pydantic import Field, field_validator, model_validator
 
-from sightline.config.secret_refs import (
-    InvalidSetting,
-    check_reference,
-    check_table,
-    resolve_secret,
-)
+from sightline.config.secret_refs import InvalidSetting, resolve_secret
+from sightline.config.section import ConfigSection, Keywords, Mutable, SecretRef
 
 MIX = "mix"
 """The name of `[env]` where `[[env.mix]]` names several."""
-
-Value = TypeVar("Value")
-Mutable = Annotated[Value, Field(json_schema_extra={"mutable": True})]
-"""The type of a setting that may change when a run is resumed."""
-SecretRef = Annotated[str, AfterValidator(check_reference)]
-"""The type of a setting that names where a secret is, and never holds it."""
-Keywords = Annotated[dict[str, Any], AfterValidator(check_table)]
-"""The type of a table of keyword arguments; a secret in it is a reference."""
-
-
-class ConfigSection(BaseModel):
-    """The docstring under a field is its description in `docs/settings.md`."""
-
-    model_config = ConfigDict(extra="forbid", frozen=True, use_attribute_docstrings=True)
-
-
-def get_section_class(annotation: Any) -> type[ConfigSection]:
-    """The section that a field of a file holds, whether it may be left out or not."""
-    for kind in (annotation, *get_args(annotation)):
-        if isinstance(kind, type) and issubclass(kind, ConfigSection):
-            return kind
-    raise TypeError(f"{annotation} holds no section")
 
 
 class RunConfig(ConfigSection):
@@ -74,6 +41,9 @@ class ModelConfig(ConfigSection):
     """Whether the vision tower trains."""
     dtype: Literal["float32", "bfloat16"] = "float32"
     """Precision of weights and arithmetic, in sampler and trainer."""
+    exact: bool = False
+    """Whether sampler and trainer compute logprobs that are equal bit for bit: float32 on a CPU,
+    bfloat16 on CUDA. A token that differs ends the run."""
 
     def overrides(self) -> dict[str, int]:
         """The bounds that take the place of the checkpoint's own."""
@@ -83,7 +53,19 @@ class ModelConfig(ConfigSection):
 
 class MediaConfig(ConfigSection):
     root: str = ""
-    """Folder of the store; empty is `media` in the run directory."""
+    """Store of the images: a folder, s3://BUCKET/PREFIX (gs, az), or https://HOST:PORT of a media
+    service; empty is `media` in the run directory."""
+    token: Mutable[SecretRef] = ""
+    """Where the token is that the media service asks for: env:NAME or file:PATH."""
+    control_token: Mutable[SecretRef] = ""
+    """Where the token is with which orchestrator and trainer store weights and checkpoints in the
+    media service, and remove them; `token` if empty."""
+    cache_dir: Mutable[str] = ""
+    """Folder of this machine's disk that keeps images of a store elsewhere; empty is
+    ~/.cache/sightline/media."""
+    cache_gb: Mutable[float] = Field(10.0, ge=0)
+    """Most GB of `cache_dir`, which all runs of a machine share; what was used least recently
+    goes."""
     max_gb: Mutable[float] = Field(50.0, gt=0)
     """Most GB of the image store; a run whose store grows past it ends with an error."""
     file_roots: tuple[str, ...] = ()
@@ -96,6 +78,27 @@ class MediaConfig(ConfigSection):
     """Fraction of a batch's samples that may be dropped for bad images before the run stops."""
     allow_unverified_pixels: bool = False
     """Whether samples train whose engine gives no digest of its pixels."""
+
+    @model_validator(mode="after")
+    def _has_no_password(self) -> MediaConfig:
+        if "://" in self.root and "@" in urlsplit(self.root).netloc:
+            raise ValueError("root is an address with a password in it: use token")
+        return self
+
+    def read_token(self, for_control: bool = False) -> str:
+        """What the media service asks for; `for_control`, before it stores weights and checkpoints
+        or removes anything."""
+        name = "control_token" if for_control and self.control_token else "token"
+        return resolve_secret(getattr(self, name), f"[media] {name}")
+
+    def store_options(self, for_control: bool = False) -> dict[str, Any]:
+        """What `open_store` takes beside the root."""
+        return {
+            "max_bytes": int(self.max_gb * 1e9),
+            "token": self.read_token(for_control),
+            "cache_dir": self.cache_dir,
+            "cache_bytes": int(self.cache_gb * 1e9),
+        }
 
 
 class EnvMixEntry(ConfigSection):
@@ -252,8 +255,14 @@ class TrainerConfig(ConfigSection):
     """Backend of torch.compile for every block, such as inductor; empty is off."""
     measure_entropy: Mutable[bool] = True
     """Whether the policy's entropy is measured: one more pass over the logits."""
-    publish: Literal["files", "broadcast"] = "files"
-    """How weights reach the server: safetensors files, or torch.distributed."""
+    publish: Mutable[Literal["auto", "files", "store", "broadcast", "ipc"]] = "auto"
+    """How weights reach the servers: files of the run directory, the store of `[media] root`, which
+    other machines reach too, torch.distributed, to one server of the trainer's machine, or memory
+    that trainer and embedded server share on one machine. auto is ipc where both have the machine's
+    GPUs, and else files."""
+    compress_weights: bool = False
+    """Whether versions in the store have deltas beside what changed: servers that hold the version
+    before fetch those, which are smaller. Takes one core of the trainer, or more."""
     device: str = "auto"
     """Device of the trainer: cpu, cuda or auto."""
     ranks: Mutable[int] = Field(1, ge=1)
@@ -264,8 +273,9 @@ class TrainerConfig(ConfigSection):
     """Seconds without progress, with work at hand, after which the trainer ends; 0 is never."""
     threads: int = Field(0, ge=0)
     """Compute threads of the trainer; 0 shares the cores with the server."""
-    pixel_cache_mb: Mutable[int] = Field(256, ge=0)
-    """MB of memory for the patches of images that are kept between batches."""
+    pixel_cache_mb: Mutable[int] = Field(1024, ge=0)
+    """MB that all ranks of a machine together hold of the patches of images: half to keep them,
+    half for the micro-batches that are computed and come next."""
     feature_cache_mb: Mutable[int] = Field(256, ge=0)
     """MB on the trainer's device for features of a frozen vision tower."""
 
@@ -278,75 +288,6 @@ class TrainerConfig(ConfigSection):
                 "take those that `sightline bench cost` prints, or none",
             )
         return value
-
-
-class InferenceConfig(ConfigSection):
-    engine: Literal["torch", "vllm", "stock_vllm"] = "torch"
-    """Engine that samples: torch (embedded), vllm (with our plugin), or stock_vllm (a vLLM as it
-    comes, at `servers`)."""
-    servers: Mutable[tuple[str, ...]] = ()
-    """Addresses of servers that run already and see the run's files; without any the run starts
-    its own."""
-    token: Mutable[SecretRef] = ""
-    """Where the token is that `servers` ask for: env:NAME or file:PATH. A server that the run
-    starts has one of its own."""
-    inline_images: Mutable[bool] = False
-    """Whether a stock vLLM is sent images as data urls, because it cannot read the store."""
-    python: Mutable[str] = ""
-    """Python interpreter of the server, which has vLLM and Sightline; empty is the run's own."""
-    host: Mutable[str] = "127.0.0.1"
-    """Address that the server binds."""
-    port: Mutable[int] = Field(0, ge=0, le=65535)
-    """Port of the server; 0 takes a free one."""
-    device: str = "auto"
-    """Device of the server: cpu, cuda or auto."""
-    threads: Mutable[int] = Field(0, ge=0)
-    """Compute threads of the server; 0 shares the cores with the trainer."""
-    max_num_seqs: Mutable[int] = Field(256, ge=1)
-    """Most sequences that are in flight, or whose KV cache is kept for the next turn."""
-    max_model_len: int = Field(2048, ge=2)
-    """Most tokens of a sequence, prompt and answer together."""
-    prefill_chunk_tokens: Mutable[int] = Field(512, ge=1)
-    """Most prompt tokens of a sequence that one prefill step computes."""
-    pixel_cache_mb: Mutable[int] = Field(256, ge=0)
-    """MB of memory for the patches of images, in either engine; 0 is off."""
-    feature_cache_mb: Mutable[int] = Field(256, ge=0)
-    """MB on the server's device for the features of images."""
-    pixel_threads: Mutable[int] = Field(0, ge=0)
-    """Number of threads that decode images; 0 follows the cores."""
-    keep_kv_over_updates: bool = False
-    """Whether a sequence keeps its KV cache when weights change, and its off-policy tokens are
-    counted; where not, it is prefilled again."""
-
-    @model_validator(mode="after")
-    def _servers_fit(self) -> InferenceConfig:
-        for address in self.servers:
-            if not address.startswith(("http://", "https://")):
-                host = address if "://" not in address and "@" not in address else "HOST:PORT"
-                raise InvalidSetting(
-                    "servers has an address without http://", f"write it as http://{host}"
-                )
-            if "@" in urlsplit(address).netloc:
-                raise InvalidSetting(
-                    "servers has an address with a password in it",
-                    "name where the token is in [inference] token",
-                )
-        if len(set(self.servers)) < len(self.servers):
-            raise InvalidSetting("servers names one twice", "name each once")
-        if self.engine == "stock_vllm" and not self.servers:
-            raise InvalidSetting(
-                'engine = "stock_vllm" needs servers: the run starts none that is not its own',
-                "add its address to servers",
-            )
-        if self.inline_images and self.engine != "stock_vllm":
-            raise InvalidSetting(
-                'inline_images is for engine = "stock_vllm": others take references', "remove it"
-            )
-        return self
-
-    def read_token(self, run_secret: str) -> str:
-        """What the servers that are sampled from ask for; a run's own ask for its secret."""
-        return resolve_secret(self.token, "[inference] token") if self.servers else run_secret
 
 
 class EvalConfig(ConfigSection):

@@ -1,7 +1,8 @@
 """color_codeword: name the colours that you have seen so far, in a code that nobody tells.
 
-Each of three turns shows k coloured squares. Every colour has a letter; the answer to a turn is
-the letters of all squares so far. A model that does not see gets one letter in nine right.
+Each of three turns shows k coloured squares, or says their colours in words. Every colour has a
+letter; the answer to a turn is the letters of all squares so far. A model that does not see or read
+gets one letter in nine right.
 """
 
 from __future__ import annotations
@@ -31,6 +32,10 @@ COLORS: dict[str, tuple[int, int, int]] = {
     "I": (20, 20, 20),
 }
 LETTERS = "".join(COLORS)
+# Their first letters differ, as the colours do: a small model reads byte by byte.
+_NAMES = "red green blue yellow pink cyan salmon white ebony"
+WORDS = dict(zip(LETTERS, _NAMES.split(), strict=True))
+"""The colour of each letter, for models without a vision tower."""
 GLYPHS = {
     "A": "010101111101101",
     "B": "110101110101110",
@@ -58,8 +63,13 @@ class ColorCodeword(Environment):
     shades: int = 4
     malformed_penalty: float = 0.3
     spelled_fraction: float = 0.75
-    """Fraction of demonstrations that show pictures of letters."""
+    """Fraction of demonstrations that show letters."""
+    in_words: bool = False
+    """Whether colours are said in words, and nothing is shown: for a text-only model."""
     seed: int = 0
+
+    def __post_init__(self) -> None:
+        self.shows_images = not self.in_words
 
     def task(self, index: int, split: str) -> Task:
         rng = self.task_rng(index, split)
@@ -93,8 +103,9 @@ class ColorCodeword(Environment):
     def demonstration(self, task: Task, put: Any, rng: random.Random) -> list[Message]:
         """The format, without the code: letters are random, and later turns repeat them.
 
-        In a fraction of the conversations pictures of letters, black on white, stand where the
-        squares would be: that teaches to answer with what is shown, and says nothing of colours.
+        In a fraction of the conversations pictures of letters, black on white, or the letters as
+        text, stand where the squares would be: that teaches to answer with what is shown, and says
+        nothing of colours.
         """
         spelled = rng.random() < self.spelled_fraction
         said = ""
@@ -102,7 +113,9 @@ class ColorCodeword(Environment):
         for turn in range(self.turns):
             new = "".join(rng.choice(LETTERS) for _ in range(self.squares))
             said += new
-            if spelled:
+            if spelled and self.in_words:
+                shown = user(" ".join(new))
+            elif spelled:
                 shown = user(*(put(self.letter(letter)) for letter in new))
             else:
                 shown = self._show(task, turn, put)
@@ -111,9 +124,10 @@ class ColorCodeword(Environment):
 
     def _show(self, task: Task, turn: int, put: Any) -> Message:
         first = turn * self.squares
-        return user(
-            *(put(self.square(*square)) for square in task.data[first : first + self.squares])
-        )
+        squares = task.data[first : first + self.squares]
+        if self.in_words:
+            return user(" ".join(WORDS[letter] for letter, _ in squares))
+        return user(*(put(self.square(*square)) for square in squares))
 
     @cache  # noqa: B019 - an environment lives as long as its process
     def square(self, letter: str, shade: int) -> bytes:

@@ -1,16 +1,20 @@
 """Gymnasium: any environment with `render_mode="rgb_array"`, a picture every turn.
 
 An environment has a thread of its own for as long as its episode lasts: some renderers may be
-used only from the thread that made them, and the worker's other rollouts go on meanwhile.
+used only from the thread that made them, and the worker's other rollouts go on meanwhile. Pictures
+are drawn one at a time: pygame, which draws most of Gymnasium's own environments, keeps the corners
+of a polygon in one place for the whole process, and two threads would draw each other's.
 """
 
 from __future__ import annotations
 
 import importlib
 import random
+import threading
 import warnings
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import cache
 from typing import Any
 
 from PIL import Image
@@ -23,6 +27,12 @@ from sightline.errors import ConfigError
 from sightline.message import Message, user
 
 RENDER_MODE = "rgb_array"
+
+
+@cache
+def get_render_lock() -> threading.Lock:
+    """Held while an environment draws, or closes what it draws with, which pygame does for all."""
+    return threading.Lock()
 
 
 @dataclass(eq=False)
@@ -45,6 +55,7 @@ class GymnasiumEnvironment(Environment):
     def __post_init__(self) -> None:
         gymnasium = import_extra("gymnasium", "gymnasium")
         self.name = f"gymnasium:{self.id}"
+        self.render_lock = get_render_lock()
         if self.module:
             importlib.import_module(self.module)  # registers what it brings
         self.make: Callable[[], Any] = lambda: gymnasium.make(
@@ -68,8 +79,9 @@ class GymnasiumEnvironment(Environment):
             with warnings.catch_warnings(action="ignore"):
                 probe = self.make()
                 probe.reset(seed=0)
-                frame = probe.render()
-                probe.close()
+                with self.render_lock:
+                    frame = probe.render()
+                    probe.close()
         except (error_type, TypeError) as error:
             raise ConfigError(
                 f"{self.name}: {error}",
@@ -129,7 +141,12 @@ class _Episode:
         return self.terminated or self.truncated
 
     async def observe(self, chat: Chat, is_first: bool) -> Message:
-        picture = await self.thread.run(lambda: self.owner.scale(self.env.render()))
+        def draw() -> Image.Image:
+            with self.owner.render_lock:
+                frame = self.env.render()
+            return self.owner.scale(frame)
+
+        picture = await self.thread.run(draw)
         hint = [self.owner.hint] if self.owner.hint and is_first else []
         return user(*hint, chat.put(picture))
 
@@ -150,7 +167,8 @@ class _Episode:
     def close(self) -> None:
         env, self.env = self.env, None
         if env is not None:
-            env.close()
+            with self.owner.render_lock:
+                env.close()
 
 
 ENVIRONMENT = GymnasiumEnvironment

@@ -33,6 +33,8 @@ def to_openai_message(
         ]
     if message.tool_call_id is not None:
         sent["tool_call_id"] = message.tool_call_id
+    if message.name is not None:
+        sent["name"] = message.name
     return sent
 
 

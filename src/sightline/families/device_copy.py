@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
 import numpy as np
 import torch
 
@@ -12,8 +10,8 @@ def copy_to_device(array: np.ndarray, device: torch.device) -> torch.Tensor:
     """`array` on the device, copied while the host goes on: from page-locked memory, to which it
     is brought first where it lies elsewhere.
 
-    torch keeps such memory from being used again until the copy is done. On a CPU nothing is
-    copied.
+    torch keeps such memory from being used again until the copy is done, and knows it by its first
+    byte: page-locked memory is given whole, and cut on the device. On a CPU nothing is copied.
     """
     tensor = torch.from_numpy(array)
     if device.type == "cuda" and not tensor.is_pinned():
@@ -24,9 +22,13 @@ def copy_to_device(array: np.ndarray, device: torch.device) -> torch.Tensor:
     return tensor.to(device, non_blocking=True)
 
 
-def stack_pinned(parts: Sequence[np.ndarray], device: torch.device) -> np.ndarray:
-    """The rows of `parts` one after the other, in memory that `device` can read by itself."""
-    shape = (sum(len(part) for part in parts), *parts[0].shape[1:])
-    dtype = torch.from_numpy(np.empty(0, parts[0].dtype)).dtype
-    stacked = torch.empty(shape, dtype=dtype, pin_memory=device.type == "cuda")
-    return np.concatenate(parts, out=stacked.numpy())
+def round_pinned(nbytes: int) -> int:
+    """What torch takes for so many bytes of page-locked memory: the next power of two."""
+    return 1 << (nbytes - 1).bit_length() if nbytes else 0
+
+
+def allocate_pinned(num: int, values: int, device: torch.device) -> np.ndarray:
+    """Bytes for so many rows of so many values, which `device` can read by itself."""
+    pinned = device.type == "cuda"
+    rows: np.ndarray = torch.empty((num, values), dtype=torch.uint8, pin_memory=pinned).numpy()
+    return rows

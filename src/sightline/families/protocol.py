@@ -44,9 +44,12 @@ class Packing:
     """What a model's sequences can be packed into, and why."""
 
     kind: Literal["tree", "flat", "rows"]
-    """`tree`: nodes once, under a mask. `flat`: sequences side by side in one row. `rows`: one
-    sequence a forward pass, as layers carry a state along the row."""
+    """`tree`: nodes once, under a mask. `flat`: sequences side by side in one row. `rows`: so too,
+    and `Forward.hidden` takes them apart into padded rows, over which the model attends in its own
+    way; an engine keeps nothing of them."""
     reason: str
+    carries_state: bool = False
+    """Whether an engine must keep, beside keys and values, a state for each sequence."""
 
     @property
     def description(self) -> str:
@@ -54,17 +57,15 @@ class Packing:
         words = {
             "tree": "shared-prefix trees, a prefix that samples share is computed once",
             "flat": "several sequences in a row, each with its own prefix",
-            "rows": "none, one sequence a forward pass",
+            "rows": "several sequences a forward pass, as rows that are padded to the longest",
         }
         return f"packing: {words[self.kind]}, because {self.reason}"
 
-    @property
-    def carries_state(self) -> bool:
-        """Whether an engine must keep, beside keys and values, a state for each sequence."""
-        return self.kind == "rows"
-
 
 TREE_PACKING = Packing("tree", "every layer of this model takes an attention mask")
+EXACT_PACKING = Packing(
+    "flat", "[model] exact is on: a tree would sum up the keys of a token in another order"
+)
 
 
 class Family(Protocol):
@@ -83,6 +84,8 @@ class Family(Protocol):
     slot_token_ids: tuple[int, ...]
     """The ids that fill slots: found there, and nowhere else."""
     packing: Packing
+    found: Sequence[str]
+    """What was found out about the checkpoint by trying, a line each; none where it is known."""
 
     def layout(self, width: int, height: int) -> ImageLayout: ...
 
@@ -92,7 +95,14 @@ class Family(Protocol):
         """Raises FingerprintMismatch, with both settings, or Misaligned for a wrong grid."""
         ...
 
-    def num_tokens(self, item: MediaItem) -> int: ...
+    def num_tokens(self, item: MediaItem) -> int:
+        """The length of its slot: from the first to the last token that a feature replaces."""
+        ...
+
+    def feature_offsets(self, item: MediaItem) -> np.ndarray:
+        """int64: the places in its slot that features fill, in their order. Others hold marks of
+        the chat format, such as those between the tiles of an image."""
+        ...
 
     def patches(self, image: Image.Image, item: MediaItem) -> np.ndarray:
         """uint8 (num_patches, values per patch), without the repeated frame."""
@@ -143,11 +153,14 @@ class Forward(Protocol):
         count the tokens of all rows.
 
         `attention` attends, by its `attend`, and has the `state` that recurrent layers carry along
-        a row, or None.
+        a row, or None: then it is that of a pack, and has its `subtree_end`.
         """
         ...
 
     def logits(self, hidden: Float[Tensor, "tokens hidden"]) -> Float[Tensor, "tokens vocab"]: ...
+
+    # A family that learns what its model does by trying has `check_model(build_pattern)` too: it is
+    # called once weights are loaded, with a function from `subtree_end` to an attention pattern.
 
 
 @dataclass(frozen=True, slots=True)
@@ -157,6 +170,8 @@ class EngineField:
     data: np.ndarray
     is_flat: bool
     """Whether the arrays of several images are laid end to end; else they are stacked."""
+    axis: int = 0
+    """The axis along which they are laid end to end."""
     stays_on_host: bool = False
     """Whether the engine reads the array on the CPU, such as the grid of an image."""
 
@@ -193,13 +208,20 @@ class ServingSpec(Protocol):
 
     LIMIT_MM_PER_PROMPT: dict[str, int]
     """Items of each kind in a prompt that the engine prepares itself for; 0 is off."""
-    VISION_PREFIXES: tuple[str, ...]
-    """What the names of the vision tower's parameters begin with."""
     CPU_ARGUMENTS: tuple[str, ...]
     """Arguments that the engine needs on a CPU, where its kernels know less."""
     HF_OVERRIDES: dict[str, Any]
-    """What the engine must be told in place of what config.json says. With any, it reads the
-    checkpoint as `map_parameters` says; without, by itself."""
+    """What the engine must be told in place of what config.json says."""
+    MAPS_CHECKPOINT: bool
+    """Whether the engine reads the checkpoint as `map_parameters` says; else it does by itself."""
+
+    def arguments(self, family: Any) -> Sequence[str]:
+        """Arguments that the engine needs for the checkpoint on every device."""
+        ...
+
+    def vision_prefixes(self, family: Any) -> tuple[str, ...]:
+        """What the names of the vision tower's parameters begin with."""
+        ...
 
     def check_servable(self, folder: Path, takes_updates: bool) -> None:
         """Raises FamilyError for a checkpoint that the engine cannot serve.
@@ -208,8 +230,12 @@ class ServingSpec(Protocol):
         """
         ...
 
+    def check_cpu(self, family: Any, dtype: str) -> None:
+        """Raises FamilyError for a checkpoint that the engine cannot serve on a CPU in `dtype`."""
+        ...
+
     def map_parameters(
-        self, config: dict[str, Any], shapes: Mapping[str, tuple[int, ...]]
+        self, family: Any, config: dict[str, Any], shapes: Mapping[str, tuple[int, ...]]
     ) -> dict[str, list[ParameterSlice]]:
         """The parameters of `shapes` as the engine's checkpoints store them, by their names there:
         parts of ours, laid end to end."""

@@ -8,6 +8,7 @@ the Python path can add to. Its `__init__.py`, which imports neither torch nor t
     load_renderer(path, family, resolver)   its `Renderer`; with `number_images` as a keyword where
                                             it has CAN_NUMBER_IMAGES = True
     IS_DEFAULT = True                       where commands that are given no family take it
+    IS_FALLBACK = True                      where it is asked only if no other claims a checkpoint
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ from typing import TYPE_CHECKING, Any, cast
 from sightline.errors import FamilyError
 from sightline.families.checkpoint_files import read_json
 from sightline.families.hub import resolve_checkpoint
-from sightline.families.protocol import Family, Forward, ServingSpec
+from sightline.families.protocol import EXACT_PACKING, Family, Forward, ServingSpec
 from sightline.media import ImageIngestor, MediaStore
 from sightline.message import ImageResolver
 from sightline.render import Renderer
@@ -74,6 +75,8 @@ def _import_family_file(name: str, file: str) -> ModuleType:
 def _get_folder(path: Path) -> ModuleType:
     config = read_config(path)
     claimed = {name: folder for name, folder in _import_folders().items() if folder.claims(config)}
+    native = {n: f for n, f in claimed.items() if not getattr(f, "IS_FALLBACK", False)}
+    claimed = native or claimed
     kind = f"{path} is a {config.get('model_type')!r} checkpoint"
     if not claimed:
         raise FamilyError(
@@ -99,10 +102,14 @@ def read_config(path: Path) -> dict[str, Any]:
     return read_json(file)
 
 
-def load_family(model: str | Path, **overrides: int) -> Family:
-    """The family of a checkpoint (a folder or an id of the hub); `overrides` win over its own."""
+def load_family(model: str | Path, exact: bool = False, /, **overrides: int) -> Family:
+    """The family of a checkpoint (a folder or an id of the hub); `overrides` win over its own.
+    Where arithmetic is `exact` it packs no trees."""
     path = resolve_checkpoint(model)
-    return cast(Family, _get_folder(path).load_family(path, overrides))
+    family = cast(Family, _get_folder(path).load_family(path, overrides))
+    if exact and family.packing.kind == "tree" and not family.packing.carries_state:
+        family.packing = EXACT_PACKING
+    return family
 
 
 def load_renderer(

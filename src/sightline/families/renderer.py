@@ -4,25 +4,26 @@
     bridge   the law of `render.bridge` ---> close the turn ---> each new message ---> header
     parse    cut at the first stop token ---> `parse_turn` of the family
 
-A family writes the hooks at the end of `BaseRenderer`; nothing above them is overridden. What a
-chat format has no place for is refused with its path, never dropped.
+A family writes the hooks at the end of `BaseRenderer`; nothing above them is overridden. One that
+knows its chat format as a template alone extends `MessageRenderer`. What a chat format has no place
+for is refused with its path, never dropped.
 """
 
 from __future__ import annotations
 
-import json
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, ClassVar
 
+import msgspec
+
 from sightline.errors import FamilyError, MediaRefused, MessageError, PromptTooLong
 from sightline.families.checkpoint_files import read_json
+from sightline.families.message_fields import encode_tool, get_field, list_image_paths
 from sightline.families.protocol import Family
-from sightline.media import MediaRef
 from sightline.message import (
-    IMAGE_KINDS,
     ROLES,
     AssistantMessage,
     ImagePart,
@@ -31,6 +32,8 @@ from sightline.message import (
     Part,
     ToolCall,
     check_message_list,
+    check_unicode,
+    join_texts,
     text,
     to_message,
 )
@@ -39,11 +42,6 @@ from sightline.render.bridge import find_bridge_refusal
 from sightline.render.emitter import SHORTEN
 from sightline.render.protocol import Messages, Tools
 from sightline.wire import MediaItem
-
-MAX_TOOL_DEPTH = 64
-"""Levels of objects and lists that the JSON of a tool may have."""
-IMAGE_ROLES = ("user", "tool")
-"""The roles whose messages can show images."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,16 +72,20 @@ class RenderContext:
         return self.messages[i].role if 0 <= i < len(self.messages) else None
 
 
-class BaseRenderer(ABC):
+class MessageRenderer(ABC):
     """Renders, bridges and parses in one chat format. Stateless but for the family's caches.
 
     A family's `__init__` sets `header`, `end_id`, `stop_token_ids` and `pad_token_ids`.
     """
 
     takes_tools: ClassVar[bool] = True
+    tools_refusal: ClassVar[str] = "this chat format has no place for tools"
+    """Why tools, calls and what tools say are refused, where the format takes none."""
     takes_reasoning: ClassVar[bool] = True
-    turn_separator: ClassVar[str] = ""
-    """Text between the token that ends a turn and the next turn."""
+    image_roles: ClassVar[tuple[str, ...]] = ("user", "tool")
+    """The roles whose messages can show images; never the assistant."""
+    shows_names: ClassVar[bool] = False
+    """Whether a message's name is written; where not, it is left out as the template does."""
 
     header: list[int]
     """The ids that open the assistant's turn: a prompt ends with them."""
@@ -126,20 +128,11 @@ class BaseRenderer(ABC):
         self, messages: Messages, tools: Tools | None = None, generation_prompt: bool = True
     ) -> Rendered:
         if tools and not self.takes_tools:
-            raise MessageError.at("tools", "this chat format has no place for tools", "remove them")
+            raise MessageError.at("tools", self.tools_refusal, "remove them")
         self._check_tools(tools or ())
         read = self.read_conversation(messages)
         self.check_conversation(read)
-        context = RenderContext(read, history_end=self.find_history_end(read))
-        emitter = Emitter(self._tokenizer, max_model_len=self.max_model_len)
-        # Where no message is part of the head, the first message's span holds it.
-        first = self.emit_head(emitter, context, tools)
-        for _ in range(first):
-            emitter.end_message(0)
-        self._emit_messages(emitter, context, first, emitter.position if first else 0)
-        if generation_prompt:
-            emit_ids(emitter, self.header)
-        return emitter.rendered()
+        return self.render_read(read, tools, generation_prompt)
 
     def bridge(
         self,
@@ -171,19 +164,9 @@ class BaseRenderer(ABC):
         read = [self._read(m, f"new_messages[{i}]") for i, m in enumerate(new_messages)]
         if self.rewrites_history(prompt_ids, ids, read):
             return Refused("history_rewritten")
-        start = len(prompt_ids) + len(completion_ids)
-        emitter = Emitter(self._tokenizer, start, self.max_model_len)
-        if not stopped and self.is_reasoning_open(ids):
-            self.close_reasoning(emitter, ids)
-        if len(completion_ids) == 0 or completion_ids[-1] != self.end_id:
-            emitter.special(self.end_id)
-        emitter.text(self.turn_separator)
-        context = RenderContext(read, is_new=True, num_images=self.count_images(prompt_ids))
-        self._emit_messages(emitter, context, 0, start)
-        emit_ids(emitter, self.header)
-        return emitter.bridged()
+        return self.bridge_read(prompt_ids, completion_ids, read)
 
-    def parse(self, completion_ids: Sequence[int]) -> AssistantMessage:
+    def parse(self, completion_ids: Sequence[int], tools: Tools | None = None) -> AssistantMessage:
         """The message up to the first stop token.
 
         Tool calls are taken out of the content when all of them are well formed. If one is not,
@@ -191,7 +174,7 @@ class BaseRenderer(ABC):
         """
         ids = [int(token) for token in completion_ids]
         stop = next((i for i, token in enumerate(ids) if token in self.stop_token_ids), None)
-        parsed = self.parse_turn(ids[:stop])
+        parsed = self.parse_turn(ids[:stop], tools or ())
         return AssistantMessage(
             role="assistant",
             content=text(parsed.content),
@@ -203,15 +186,6 @@ class BaseRenderer(ABC):
 
     def decode(self, token_ids: Sequence[int]) -> str:
         return self._tokenizer.decode(token_ids)
-
-    def emit_content(self, emitter: Emitter, context: RenderContext, i: int) -> None:
-        """The texts and images of message `i`."""
-        for part in self.get_parts(context.messages[i]):
-            if isinstance(part, ImagePart):
-                context.num_images += 1
-                self.emit_image(emitter, context, self._family.item(part.ref))
-            else:
-                emitter.text(part.text)
 
     def find_token_ids(self, tokens: Sequence[str]) -> tuple[int, ...]:
         """The ids of those of `tokens` that the tokenizer has."""
@@ -243,13 +217,16 @@ class BaseRenderer(ABC):
                 "an image, and this checkpoint has no vision tower",
                 "use a vision-language checkpoint",
             )
-        if paths and role in ROLES and role not in IMAGE_ROLES:
+        if paths and role in ROLES and role not in self.image_roles:
+            is_sampled = role == "assistant"
+            why = "which samples no image" if is_sampled else "which this chat format cannot show"
             raise MessageError.at(
                 paths[0],
-                f"an image in a message of the role {role}, which this chat format cannot show",
+                f"an image in a message of the role {role}, {why}",
                 "put it into a user message",
             )
         read = to_message(message, self._resolver, path)
+        read = self.drop_unwritten(read)
         self._check_message(read, path)
         for image_path, ref in zip(paths, read.images, strict=True):
             try:
@@ -274,14 +251,115 @@ class BaseRenderer(ABC):
         if not self.takes_tools and (message.tool_calls or message.role == "tool"):
             raise MessageError.at(
                 f"{path}.{'tool_calls' if message.tool_calls else 'role'}",
-                "this chat format has no place for tools",
+                self.tools_refusal,
                 "tell of the tool in a user message",
             )
-        _check_unicode(message.text, f"{path}.content")
-        _check_unicode(message.reasoning or "", f"{path}.reasoning")
+        check_unicode(message.text, f"{path}.content")
+        check_unicode(message.reasoning or "", f"{path}.reasoning")
+        check_unicode(message.tool_call_id or "", f"{path}.tool_call_id")
+        check_unicode(message.name or "", f"{path}.name")
         for k, call in enumerate(message.tool_calls):
-            _check_unicode(call.name + call.arguments, f"{path}.tool_calls[{k}].function")
+            check_unicode(call.id, f"{path}.tool_calls[{k}].id")
+            check_unicode(call.name + call.arguments, f"{path}.tool_calls[{k}].function")
             self.check_call(call, f"{path}.tool_calls[{k}]")
+
+    # -- what a family writes
+
+    @abstractmethod
+    def render_read(
+        self, messages: list[Message], tools: Tools | None, generation_prompt: bool
+    ) -> Rendered:
+        """Renders messages that were read and checked."""
+
+    @abstractmethod
+    def bridge_read(
+        self, prompt_ids: Sequence[int], completion_ids: Sequence[int], new: list[Message]
+    ) -> Bridged:
+        """Closes the turn of a completion where it is open, and renders the messages behind it."""
+
+    @abstractmethod
+    def parse_turn(self, ids: list[int], tools: Tools) -> ParsedCompletion:
+        """What ids without their stop token mean. Marks are found by id, never by spelling.
+
+        `tools` were on offer: a format that does not write the types of arguments looks there.
+        """
+
+    # -- what a family may write; the defaults are those of a format without reasoning
+
+    def drop_unwritten(self, message: Message) -> Message:
+        """The message, less what the chat template writes as if it were not there: messages that
+        are written alike are then equal, and a history is found again."""
+        return msgspec.structs.replace(
+            message,
+            content=join_texts(message.content),
+            reasoning=message.reasoning or None,
+            name=message.name if self.shows_names else None,
+        )
+
+    def check_conversation(self, messages: Sequence[Message]) -> None:  # noqa: B027
+        """Raises MessageError for what a whole conversation lacks; new messages may lack it."""
+
+    def check_call(self, call: ToolCall, path: str) -> None:  # noqa: B027
+        """Raises MessageError for a call that the format cannot write."""
+
+    def is_reasoning_open(self, ids: list[int]) -> bool:
+        """Whether reasoning began in a completion and has not ended."""
+        return False
+
+    def rewrites_history(
+        self, prompt_ids: Sequence[int], ids: list[int], new: Sequence[Message]
+    ) -> bool:
+        """Whether the chat template, with `new` behind these ids, would write other ids."""
+        return False
+
+
+class BaseRenderer(MessageRenderer):
+    """Emits a chat format that the family knows, message by message."""
+
+    turn_separator: ClassVar[str] = ""
+    """Text between the token that ends a turn and the next turn."""
+
+    def render_read(
+        self, messages: list[Message], tools: Tools | None, generation_prompt: bool
+    ) -> Rendered:
+        context = RenderContext(messages, history_end=self.find_history_end(messages))
+        emitter = Emitter(self._tokenizer, max_model_len=self.max_model_len)
+        # Where no message is part of the head, the first message's span holds it.
+        first = self.emit_head(emitter, context, tools)
+        for _ in range(first):
+            emitter.end_message(0)
+        self._emit_messages(emitter, context, first, emitter.position if first else 0)
+        if generation_prompt:
+            emit_ids(emitter, self.header)
+        return emitter.rendered()
+
+    def bridge_read(
+        self, prompt_ids: Sequence[int], completion_ids: Sequence[int], new: list[Message]
+    ) -> Bridged:
+        start = len(prompt_ids) + len(completion_ids)
+        emitter = Emitter(self._tokenizer, start, self.max_model_len)
+        ids = [int(token) for token in completion_ids]
+        stopped = bool(ids) and ids[-1] in self.stop_token_ids
+        if not stopped and self.is_reasoning_open(ids):
+            self.close_reasoning(emitter, ids)
+        elif not stopped:
+            self.close_calls(emitter, ids)
+        if not ids or ids[-1] != self.end_id:
+            emitter.special(self.end_id)
+        emitter.text(self.turn_separator)
+        context = RenderContext(new, is_new=True, num_images=self.count_images(prompt_ids))
+        self._emit_messages(emitter, context, 0, start)
+        emit_ids(emitter, self.header)
+        return emitter.bridged()
+
+    def emit_content(self, emitter: Emitter, context: RenderContext, i: int) -> None:
+        """The texts and images of message `i`."""
+        for part in self.get_parts(context.messages[i]):
+            if isinstance(part, ImagePart):
+                context.num_images += 1
+                self.emit_image(emitter, context, self._family.item(part.ref))
+            else:
+                emitter.text(part.text)
 
     def _emit_messages(
         self, emitter: Emitter, context: RenderContext, first: int, start: int
@@ -291,8 +369,6 @@ class BaseRenderer(ABC):
             self.emit_message(emitter, context, i)
             emitter.end_message(start)
             start = emitter.position
-
-    # -- what a family writes
 
     @abstractmethod
     def emit_head(self, emitter: Emitter, context: RenderContext, tools: Tools | None) -> int:
@@ -306,21 +382,9 @@ class BaseRenderer(ABC):
     def emit_image(self, emitter: Emitter, context: RenderContext, item: MediaItem) -> None:
         """Emits one image with the marks around it."""
 
-    @abstractmethod
-    def parse_turn(self, ids: list[int]) -> ParsedCompletion:
-        """What ids without their stop token mean. Marks are found by id, never by spelling."""
-
-    # -- what a family may write; the defaults are those of a format without reasoning
-
     def get_parts(self, message: Message) -> tuple[Part, ...]:
         """The content of a message, less what the chat template strips of it."""
         return message.content
-
-    def check_conversation(self, messages: Sequence[Message]) -> None:  # noqa: B027
-        """Raises MessageError for what a whole conversation lacks; new messages may lack it."""
-
-    def check_call(self, call: ToolCall, path: str) -> None:  # noqa: B027
-        """Raises MessageError for a call that the format cannot write."""
 
     def find_history_end(self, messages: Sequence[Message]) -> int:
         """The index of the last message whose reasoning is dropped; -1 for none."""
@@ -330,18 +394,11 @@ class BaseRenderer(ABC):
         """Images that a prompt shows, where the format numbers them; else 0."""
         return 0
 
-    def is_reasoning_open(self, ids: list[int]) -> bool:
-        """Whether reasoning began in a completion and has not ended."""
-        return False
-
-    def close_reasoning(self, emitter: Emitter, ids: list[int]) -> None:  # noqa: B027
+    def close_reasoning(self, emitter: Emitter, ids: list[int]) -> None:
         """Emits what ends the reasoning of a completion that was cut off inside it."""
 
-    def rewrites_history(
-        self, prompt_ids: Sequence[int], ids: list[int], new: Sequence[Message]
-    ) -> bool:
-        """Whether the chat template, with `new` behind these ids, would write other ids."""
-        return False
+    def close_calls(self, emitter: Emitter, ids: list[int]) -> None:
+        """Emits what ends the tool calls of a completion that was cut off inside them."""
 
 
 def read_vocab_size(path: Path, tokenizer: Tokenizer) -> int:
@@ -366,53 +423,6 @@ def read_vocab_size(path: Path, tokenizer: Tokenizer) -> int:
     return vocab_size
 
 
-def get_field(message: Message | dict[str, Any], name: str) -> Any:
-    return message.get(name) if isinstance(message, dict) else getattr(message, name, None)
-
-
-def list_image_paths(message: Message | dict[str, Any], path: str) -> list[str]:
-    """Where the images of a message stand, as its author counts: joined texts shift nothing."""
-    content = get_field(message, "content")
-    if not isinstance(content, (list, tuple)):
-        return []
-    return [
-        f"{path}.content[{i}]"
-        for i, part in enumerate(content)
-        if isinstance(part, (ImagePart, MediaRef))
-        or (isinstance(part, dict) and part.get("type") in IMAGE_KINDS)
-    ]
-
-
-def encode_tool(tool: Any, path: str) -> str:
-    """A tool as JSON; `path` is for errors."""
-    check_depth([tool], path)
-    try:
-        return json.dumps(tool, ensure_ascii=False)
-    except (TypeError, ValueError) as error:
-        raise MessageError.at(path, f"not JSON: {error}", "pass plain dicts") from None
-
-
-def check_depth(value: Any, path: str, most: int = MAX_TOOL_DEPTH) -> None:
-    """Raises MessageError where JSON has more than `most` levels."""
-    level = [value]
-    for _ in range(most + 1):
-        inner = [one.values() if isinstance(one, dict) else one for one in level]
-        boxes = (one for box in inner for one in box if isinstance(one, dict | list | tuple))
-        level = list({id(one): one for one in boxes}.values())  # each once, also in a circle
-        if not level:
-            return
-    raise MessageError.at(path, f"nested deeper than {most} levels", "flatten the schema")
-
-
 def emit_ids(emitter: Emitter, ids: Sequence[int]) -> None:
     for token_id in ids:
         emitter.special(token_id)
-
-
-def _check_unicode(text: str, path: str) -> None:
-    try:
-        text.encode()
-    except UnicodeEncodeError:
-        raise MessageError.at(
-            path, "text with half a surrogate pair", "pass whole characters"
-        ) from None

@@ -11,13 +11,16 @@ import json
 import os
 import tempfile
 import tomllib
+import zlib
 from collections.abc import Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, cast
 
 import jinja2
+import numpy as np
 import torch
-from safetensors.torch import save
+from safetensors.torch import save_file
 from tokenizers import AddedToken, Tokenizer, decoders, normalizers, pre_tokenizers
 from tokenizers.models import BPE
 from transformers import GenerationConfig
@@ -88,11 +91,32 @@ def write_checkpoint(
             write_json(folder / file, files[file])
         model.config.architectures = [type(model).__name__]
         model.config.save_pretrained(folder)
-        (folder / "model.safetensors").write_bytes(save(dict(weights), {"format": "pt"}))
+        save_file(dict(weights), folder / "model.safetensors", {"format": "pt"})
+        (folder / "model.safetensors").chmod(0o644)
         sampling = {"do_sample": True, "temperature": 1.0, "top_p": 1.0, "top_k": 0}
         GenerationConfig(**sampling, **files["generation_config.json"]).save_pretrained(folder)
         for file in sorted(os.listdir(folder), key=lambda file: (file == "config.json", file)):
             os.replace(folder / file, path / file)
+
+
+def draw_weights(model: torch.nn.Module, seed: int, std: float) -> dict[str, torch.Tensor]:
+    """Weights for a model on the meta device, tensor by tensor in threads: norms are 1, biases 0,
+    and all else is normal with deviation `std`. What a tensor gets hangs on its name and `seed`.
+
+    For large models: torch draws on one core, and twice what transformers initializes.
+    """
+
+    def draw(name: str) -> torch.Tensor:
+        like = parameters[name]
+        if like.dim() < 2:
+            return torch.full(like.shape, float(name.endswith("weight")), dtype=like.dtype)
+        bits = np.random.Philox(key=[seed, zlib.crc32(name.encode())])
+        values = np.random.Generator(bits).standard_normal(like.shape, dtype=np.float32)
+        return torch.from_numpy(values).mul_(std).to(like.dtype)
+
+    parameters = dict(model.named_parameters())
+    with ThreadPoolExecutor(os.cpu_count(), "weights") as pool:
+        return dict(zip(parameters, pool.map(draw, parameters), strict=True))
 
 
 def build_bpe_tokenizer(

@@ -15,9 +15,11 @@ import numpy as np
 import torch
 from jaxtyping import Float, Int, UInt8
 from torch import Tensor, nn
+from transformers import AutoConfig
 
 from sightline.errors import FamilyError
 from sightline.families.device_copy import copy_to_device
+from sightline.families.gated_delta_net import build_recurrence_plan, pack_delta_nets
 from sightline.families.protocol import Grid
 from sightline.families.vision_family import PixelFamily
 
@@ -29,6 +31,7 @@ class TextForward:
         self.model = model
         self._text = text
         self._head: Any = model.lm_head
+        self._recurrent_window = pack_delta_nets(text)
 
     def vision_parameters(self) -> list[tuple[str, nn.Parameter]]:
         return []
@@ -64,6 +67,10 @@ class TextForward:
                     "visual_pos_masks": feature_indices,
                     "deepstack_visual_embeds": list(layers[1:]),
                 }
+        if self._recurrent_window and attention.state is None:
+            extra["recurrence"] = build_recurrence_plan(
+                attention.subtree_end, self._recurrent_window, embeds.device
+            )
         out = self._text(
             inputs_embeds=embeds,
             position_ids=positions if len(positions) > 1 else positions[0],
@@ -87,8 +94,7 @@ class VisionForward(TextForward):
         super().__init__(model, text)
         self._family = family
         self._tower = tower
-        device = next(model.parameters()).device
-        self._table = torch.from_numpy(family.table.copy()).to(device)
+        self._table = torch.from_numpy(family.table.copy())
         self._tower_inputs = lru_cache(maxsize=16)(self.compute_tower_inputs)
 
     def compute_tower_inputs(self, grids: tuple[Grid, ...]) -> dict[str, Any]:
@@ -119,6 +125,7 @@ class VisionForward(TextForward):
         """
         by_channel = patches.view(patches.shape[0], 3, -1).long()
         channel = torch.arange(3, device=patches.device).view(1, 3, 1)
+        self._table = self._table.to(patches.device)  # copied once: a model stays where it is
         return self._table[by_channel, channel]
 
     def encode(
@@ -135,14 +142,39 @@ class VisionForward(TextForward):
 def load_model(
     auto: Any, path: Path, device: torch.device, dtype: torch.dtype, attention: str
 ) -> Any:
-    """The model of a checkpoint folder, with the attention that is registered under a name."""
-    model = auto.from_pretrained(
-        path,
-        dtype=dtype,
-        attn_implementation="sdpa",
-        local_files_only=True,
-        trust_remote_code=False,
-    )
+    """The model of a checkpoint folder, with the attention that is registered under a name.
+
+    On the meta device its parameters have no values: they are read where they are sharded.
+    """
+    if device.type == "meta":
+        model = _build_empty(auto, path, dtype)
+    else:
+        model = auto.from_pretrained(
+            path,
+            dtype=dtype,
+            attn_implementation="sdpa",
+            local_files_only=True,
+            trust_remote_code=False,
+        ).to(device)
     # Set afterwards: while loading, transformers takes a name with "flash" in it for a package.
     model.config._attn_implementation = attention
-    return model.to(device)
+    return model
+
+
+def _build_empty(auto: Any, path: Path, dtype: torch.dtype) -> Any:
+    """The model with its parameters on the meta device, and buffers as `from_pretrained` makes
+    them: those that no file stores are computed."""
+    config = AutoConfig.from_pretrained(path, local_files_only=True, trust_remote_code=False)
+    with torch.device("meta"):
+        model = auto.from_config(config, dtype=dtype, attn_implementation="sdpa")
+    for part in model._get_dtype_plan(dtype):  # kept in float32, whatever the rest is
+        for name, tensor in (*model.named_parameters(), *model.named_buffers()):
+            if part in name:
+                tensor.data = tensor.data.float()
+    for parameter in model.parameters():
+        parameter._is_hf_initialized = True
+    for module in model.modules():
+        for name, buffer in module._buffers.items():
+            module._buffers[name] = torch.empty_like(buffer, device="cpu")
+    model.initialize_weights()
+    return model

@@ -28,34 +28,28 @@ _MAX_CACHED_ITEMS = 8192
 Settings = TypeVar("Settings", bound=BaseProcessorSettings)
 
 
-class VisionFamily(ABC, Generic[Settings]):
-    """The family of one checkpoint. It holds no state but caches, and is safe for many threads."""
+class ImageFamily(ABC):
+    """Items of images by the layout of their size. It holds no state but caches, and is safe for
+    many threads."""
 
     name: str
     num_axes: int = 1
     modality: str = "image"
     shows_images = True
+    found: Sequence[str] = ()
+    settings_owner: str
+    """What both sides must have one of, for items of the same settings."""
 
     def __init__(
-        self,
-        settings: Settings,
-        slot_token_ids: tuple[int, ...] = (),
-        packing: Packing = TREE_PACKING,
+        self, settings: dict[str, Any], slot_token_ids: tuple[int, ...], packing: Packing
     ) -> None:
-        self._settings = settings
+        self.settings = settings
+        self.fingerprint = compute_fingerprint(settings)
         self.slot_token_ids = slot_token_ids
         self.packing = packing
-        self.settings: dict[str, Any] = settings.describe(self.name)
-        self.fingerprint = compute_fingerprint(self.settings)
-        self.patch = settings.patch
-        self.merge = settings.merge
         # A conversation asks for the items of its images again at every turn.
         self._item = lru_cache(maxsize=_MAX_CACHED_ITEMS)(self._make_item)
         self._layout = lru_cache(maxsize=_MAX_CACHED_ITEMS)(self.compute_layout)
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        # Another process gets a family of its own, with empty caches.
-        return type(self), (self._settings, self.slot_token_ids, self.packing)
 
     @abstractmethod
     def compute_layout(self, width: int, height: int) -> ImageLayout:
@@ -82,7 +76,7 @@ class VisionFamily(ABC, Generic[Settings]):
                 f"the item of image {item.ref.digest[:12]} was made by {item.family} with settings "
                 f"{item.fingerprint}; here {self.name} has {self.fingerprint}: "
                 f"{json.dumps(self.settings, sort_keys=True)}",
-                "give both sides one checkpoint folder and one set of pixel limits",
+                f"give both sides one checkpoint folder and one {self.settings_owner}",
             )
         grid = self.layout(item.ref.width, item.ref.height).grid
         if item.grid != grid:
@@ -91,9 +85,6 @@ class VisionFamily(ABC, Generic[Settings]):
                 f"{item.ref.width}x{item.ref.height} gives {grid}",
                 "make items with family.item",
             )
-
-    def num_tokens(self, item: MediaItem) -> int:
-        return math.prod(item.grid) // self.merge**2
 
     def patches(self, image: Image.Image, item: MediaItem) -> np.ndarray:
         """uint8 (patches, values per patch) of the upright image that `store.image` gives."""
@@ -105,6 +96,33 @@ class VisionFamily(ABC, Generic[Settings]):
                 "decode with store.image, which turns the image upright first",
             )
         return self.cut_patches(image, self.layout(ref.width, ref.height))
+
+
+class VisionFamily(ImageFamily, Generic[Settings]):
+    """The family of one checkpoint whose image processor's settings we know."""
+
+    settings_owner = "set of pixel limits"
+
+    def __init__(
+        self,
+        settings: Settings,
+        slot_token_ids: tuple[int, ...] = (),
+        packing: Packing = TREE_PACKING,
+    ) -> None:
+        super().__init__(settings.describe(self.name), slot_token_ids, packing)
+        self._settings = settings
+        self.patch = settings.patch
+        self.merge = settings.merge
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        # Another process gets a family of its own, with empty caches.
+        return type(self), (self._settings, self.slot_token_ids, self.packing)
+
+    def num_tokens(self, item: MediaItem) -> int:
+        return math.prod(item.grid) // self.merge**2
+
+    def feature_offsets(self, item: MediaItem) -> np.ndarray:
+        return np.arange(self.num_tokens(item))
 
     def positions(
         self, num_tokens: int, slots: Sequence[Slot], start: int = 0
@@ -146,6 +164,7 @@ class TextOnlyFamily:
     shows_images = False
     slot_token_ids: tuple[int, ...] = ()
     packing: Packing = TREE_PACKING
+    found: Sequence[str] = ()
 
     def __init__(self, name: str) -> None:
         self.name = name
@@ -155,7 +174,7 @@ class TextOnlyFamily:
     def _refuse_images(self, *_: object) -> NoReturn:
         raise FamilyError("the checkpoint has no vision tower", "use a vision-language checkpoint")
 
-    layout = item = check_item = num_tokens = patches = _refuse_images
+    layout = item = check_item = num_tokens = feature_offsets = patches = _refuse_images
 
     def positions(
         self, num_tokens: int, slots: Sequence[Slot], start: int = 0
@@ -170,11 +189,43 @@ def compute_text_positions(num_tokens: int, start: int) -> tuple[np.ndarray, int
     return np.arange(start, start + num_tokens, dtype=np.int32)[None], start + num_tokens
 
 
+def compute_mrope_positions(
+    num_tokens: int, slots: Sequence[Slot], merge: int, start: int = 0
+) -> tuple[np.ndarray, int]:
+    """int32 (3, num_tokens) from `start` on, and the position of the token that comes next.
+
+    Text advances time, height and width by one. An image begins where the text left off on all
+    three, its tokens take their place in the merged grid, and the text goes on behind the longer
+    side of that grid.
+    """
+    placed = np.empty((3, num_tokens), dtype=np.int32)
+    done, position = 0, start
+    for slot in slots:
+        t, rows, columns = slot.item.grid
+        h, w = rows // merge, columns // merge
+        text = slot.offset - done
+        placed[:, done : slot.offset] = np.arange(position, position + text, dtype=np.int32)
+        position += text
+        done = slot.offset + slot.length
+        place = placed[:, slot.offset : done]
+        place[:] = np.indices((t, h, w), dtype=np.int32).reshape(3, -1)
+        place += position
+        position += max(h, w)
+    text = num_tokens - done
+    placed[:, done:] = np.arange(position, position + text, dtype=np.int32)
+    return placed, position + text
+
+
 def check_slots_fit(slots: Sequence[Slot], merge: int, num_tokens: int) -> None:
     """Raises unless slots fill their grids, follow one another and lie inside the tokens."""
+    lengths = [math.prod(slot.item.grid) // merge**2 for slot in slots]
+    check_slots_order(slots, lengths, num_tokens)
+
+
+def check_slots_order(slots: Sequence[Slot], lengths: Sequence[int], num_tokens: int) -> None:
+    """Raises unless slots have these lengths, follow one another and lie inside the tokens."""
     done = 0
-    for slot in slots:
-        length = math.prod(slot.item.grid) // merge**2
+    for slot, length in zip(slots, lengths, strict=True):
         if slot.length != length:
             raise Misaligned(
                 f"a slot of {slot.length} tokens for grid {slot.item.grid}, which fills {length}",

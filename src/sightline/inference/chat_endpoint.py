@@ -32,7 +32,7 @@ from sightline.inference.errors import (
     to_engine_error,
 )
 from sightline.message import ImageResolver
-from sightline.render import Rendered, Renderer
+from sightline.render import Rendered, Renderer, Tools
 from sightline.rollout.openai_api.completion import (
     ChatChoice,
     ChatCompletion,
@@ -108,9 +108,7 @@ class ChatEndpoint:
     def _read_request(self, body: bytes) -> tuple[ChatRequest, Rendered]:
         asked = read_chat_request(body, SERVER_RULES, self.max_model_len)
         messages = resolve_images(asked.messages, self.images.resolve)
-        choice = _read_field(asked.extra, "tool_choice", Literal["auto", "none"], "auto")
-        tools = None if choice == "none" else asked.tools
-        return asked, self.renderer.render(messages, tools)
+        return asked, self.renderer.render(messages, _get_tools(asked))
 
     def _build_sampling_params(self, asked: ChatRequest, num_prompt_tokens: int) -> SamplingParams:
         extra = asked.extra
@@ -140,14 +138,17 @@ class ChatEndpoint:
             name=request.request_id,
             model=asked.model or self.model,
             created=int(time.time()),
-            choices=[self._build_choice(choice, with_ids) for choice in response.choices],
+            choices=[
+                self._build_choice(choice, with_ids, _get_tools(asked))
+                for choice in response.choices
+            ],
             num_prompt_tokens=len(request.token_ids),
             num_cached_tokens=reported.cached_tokens if reported is not None else 0,
             prompt_token_ids=request.token_ids if with_ids else None,
         )
 
-    def _build_choice(self, choice: Choice, with_ids: bool) -> ChatChoice:
-        message = self.renderer.parse(choice.token_ids)
+    def _build_choice(self, choice: Choice, with_ids: bool, tools: Tools | None) -> ChatChoice:
+        message = self.renderer.parse(choice.token_ids, tools)
         entries = None if choice.logprobs is None else choice.logprobs.content
         return ChatChoice(
             message,
@@ -166,6 +167,12 @@ class ChatEndpoint:
             "bytes": list(text.encode()),
             "top_logprobs": [],
         }
+
+
+def _get_tools(asked: ChatRequest) -> Tools | None:
+    """The tools that a model is offered."""
+    choice = _read_field(asked.extra, "tool_choice", Literal["auto", "none"], "auto")
+    return None if choice == "none" else asked.tools
 
 
 def _read_field(extra: dict[str, Any], name: str, kind: Any, default: Any = None) -> Any:

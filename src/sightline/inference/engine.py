@@ -10,6 +10,7 @@ import time
 from abc import ABC, abstractmethod
 from collections import deque
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from threading import Lock
@@ -17,12 +18,12 @@ from typing import Any
 
 import numpy as np
 
-from sightline.errors import EngineError, SightlineError
+from sightline.errors import EngineError, SightlineError, WeightsGone
 from sightline.inference.errors import build_engine_error, stopping_error
 from sightline.inference.server_spec import ServerSpec
 from sightline.inference.validator import ValidatedRequest
 from sightline.pixels import Materializer
-from sightline.wire.generate import SamplingParams, VersionSpan
+from sightline.wire.generate import WEIGHTS_UNAVAILABLE, SamplingParams, VersionSpan
 from sightline.wire.weights import Manifest, read_manifest
 
 JOIN_GAP_S = 0.02
@@ -93,15 +94,15 @@ class EngineCounters:
 
 @dataclass
 class BusyIntervals:
-    """Wall-clock intervals in which the engine computed, or vLLM had requests to compute; short
-    gaps are bridged. One thread adds, any may read."""
+    """Wall-clock intervals in which the engine computed or took weights, or vLLM had requests to
+    compute; short gaps are bridged. One thread adds, any may read."""
 
     seconds: float = 0.0
     _intervals: deque[list[float]] = field(default_factory=lambda: deque(maxlen=MAX_INTERVALS))
     _lock: Lock = field(default_factory=Lock)
 
-    def add(self, began: float) -> None:
-        """The engine computed from `began` (seconds since 1970) until now."""
+    def add(self, began: float) -> float:
+        """The engine computed from `began` (seconds since 1970) until now; so many seconds."""
         now = time.time()
         self.seconds += now - began
         with self._lock:
@@ -109,6 +110,7 @@ class BusyIntervals:
                 self._intervals[-1][1] = now
             else:
                 self._intervals.append([began, now])
+        return now - began
 
     def since(self, moment: float) -> list[list[float]]:
         """Intervals that end after `moment`."""
@@ -149,6 +151,11 @@ class Engine(ABC):
     @property
     @abstractmethod
     def num_running(self) -> int: ...
+
+    @property
+    def step_s(self) -> float:
+        """Seconds that the step under way has taken; 0 where none is, or nobody knows."""
+        return 0.0
 
     @property
     @abstractmethod
@@ -220,12 +227,15 @@ class Engine(ABC):
             manifest = read_manifest(path)
             check(manifest)
             if manifest != self.manifest:
-                update = self._read_update(path.parent, manifest)
-                if self._is_stopping:
-                    raise stopping_error()
-                self._take_update(update)
+                with self._open_update(path.parent, manifest) as update:
+                    check(manifest)  # again: to read them takes time
+                    if self._is_stopping:
+                        raise stopping_error()
+                    self._take_update(update)
         except EngineError:
             raise
+        except WeightsGone as error:
+            raise build_engine_error(WEIGHTS_UNAVAILABLE, error.problem, error.fix) from error
         except SightlineError as error:
             raise build_engine_error("weights", error.problem, error.fix) from error
         except OSError as error:
@@ -234,8 +244,8 @@ class Engine(ABC):
         return manifest
 
     @abstractmethod
-    def _read_update(self, folder: Path, manifest: Manifest) -> Any:
-        """Reads and checks the weights of a manifest in `folder`."""
+    def _open_update(self, folder: Path, manifest: Manifest) -> AbstractContextManager[Any]:
+        """Reads and checks the weights of a manifest in `folder`, and holds them."""
 
     @abstractmethod
     def _take_update(self, update: Any) -> None:

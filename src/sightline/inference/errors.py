@@ -25,7 +25,7 @@ from sightline.errors import (
     WeightsError,
     WireError,
 )
-from sightline.wire.generate import ErrorAnswer, ErrorBody
+from sightline.wire.generate import WEIGHTS_UNAVAILABLE, ErrorAnswer, ErrorBody
 
 RETRY_AFTER_S = 1
 CLIENT_CLOSED = 499
@@ -43,6 +43,7 @@ STATUS_BY_TYPE = {
     "pads": 400,
     "unauthorized": 401,
     "origin": 403,
+    "control": 403,
     "media_missing": 404,
     "unknown_url": 404,
     "method": 405,
@@ -60,6 +61,7 @@ STATUS_BY_TYPE = {
     "engine": 500,
     "overloaded": 503,
     "media_unavailable": 503,
+    WEIGHTS_UNAVAILABLE: 503,
     "stopping": 503,
 }
 """Every type, with its status; docs/serving.md says what they mean."""

@@ -20,14 +20,18 @@ from sightline.inference.engine import Engine
 from sightline.inference.server import InferenceServer
 from sightline.inference.server_spec import ServerSpec, describe_prefix_reuse
 from sightline.inference.validator import RequestValidator
+from sightline.inference.weight_fetcher import WeightFetcher
 from sightline.media import ImageIngestor, MediaStore
 from sightline.pixels import Materializer
 from sightline.render import Renderer
 from sightline.run.otel import open_stages
 from sightline.transport.http_server import RequestGuard, build_uvicorn_config, check_address
 from sightline.transport.listen import bind_socket, build_listen_error, describe_link
+from sightline.transport.tls import check_tls
 from sightline.wire.codec import get_release
 
+CONTROL_PATHS = ("/sightline/v1/lease", "/sightline/v1/adopt")
+"""What only the run asks, and no rollout of it."""
 KEEP_ALIVE_S = 600
 SHUTDOWN_GRACE_S = 10
 BACKLOG = 2048
@@ -49,11 +53,7 @@ class ServerComponents:
     @classmethod
     def load(cls, spec: ServerSpec, store: MediaStore | None = None) -> ServerComponents:
         """`store` takes the place of the one at the spec's media roots."""
-        store = store or MediaStore(
-            spec.media_roots[0],
-            fallback_roots=spec.media_roots[1:],
-            max_bytes=int(spec.max_media_gb * 1e9),
-        )
+        store = store or spec.open_store()
         family = load_family(spec.model.path, **spec.model.overrides())
         images = ImageIngestor(store, takes_addresses=False)
         numbered = spec.model.number_images
@@ -76,7 +76,7 @@ class ServerComponents:
         path, max_model_len = spec.model_path, spec.inference.max_model_len
         validator = RequestValidator(
             family,
-            pad_id=renderer.pad_token_ids[0],
+            pad_id=next(iter(renderer.pad_token_ids), -1),
             vocab_size=renderer.vocab_size,
             max_model_len=max_model_len,
             models=frozenset({path.name, str(path)}),
@@ -96,10 +96,16 @@ class ServerComponents:
             renderer, self.images, family.modality, path.name, max_model_len, spec.max_body_bytes
         )
         stages = open_stages(spec.otel, spec.name)
-        guard = RequestGuard(spec.inference.host, resolve_secret(spec.inference.token, "--token"))
-        return InferenceServer(
-            engine, validator, chat, identity, spec.max_body_bytes, guard, stages, spec.weights_root
+        guard = RequestGuard(
+            spec.inference.host,
+            resolve_secret(spec.inference.token, "--token"),
+            resolve_secret(spec.inference.control_token, "--control-token"),
+            lambda method, path: path in CONTROL_PATHS,
         )
+        return InferenceServer(
+            engine, validator, chat, identity, spec.max_body_bytes, guard, stages,
+            spec.weights_root, WeightFetcher(spec.open_blobs(), spec.media_cache_dir),
+        )  # fmt: skip
 
 
 def build_server(components: ServerComponents) -> InferenceServer:
@@ -115,6 +121,7 @@ def serve(spec: ServerSpec) -> None:
     """Serves until SIGTERM or SIGINT; unfinished requests are then refused with 503."""
     host = spec.inference.host
     check_address(host, spec.inference.token, "--token")
+    tls = check_tls(spec.inference.tls_cert, spec.inference.tls_key, host)
     listening = bind_socket(host, spec.inference.port)
     port = listening.getsockname()[1]
     components = ServerComponents.load(spec)
@@ -124,6 +131,7 @@ def serve(spec: ServerSpec) -> None:
         backlog=BACKLOG,
         timeout_keep_alive=KEEP_ALIVE_S,
         timeout_graceful_shutdown=SHUTDOWN_GRACE_S,
+        **tls,
     )
     try:
         listening.listen(BACKLOG)
@@ -133,7 +141,9 @@ def serve(spec: ServerSpec) -> None:
     gc.collect()
     gc.freeze()
     server.engine.on_fatal_error = lambda: os._exit(ENGINE_DIED_EXIT_CODE)
-    print(f"serving {spec.model.path} at {describe_link(host, port)}", flush=True)
+    print(
+        f"serving {spec.model.path} at {describe_link(host, port, has_tls=bool(tls))}", flush=True
+    )
     print(describe_prefix_reuse(components.family, spec.enable_prefix_caching), flush=True)
     _UvicornServer(config, server).run(sockets=[listening])
 

@@ -22,7 +22,7 @@ from starlette.requests import ClientDisconnect, Request
 from starlette.responses import Response
 from starlette.routing import Route
 
-from sightline.errors import EngineError
+from sightline.errors import EngineError, MediaError, SightlineError
 from sightline.inference.chat_endpoint import ChatEndpoint, chat_error_response
 from sightline.inference.errors import (
     answer_errors,
@@ -32,9 +32,11 @@ from sightline.inference.errors import (
     read_body,
 )
 from sightline.inference.validator import RequestValidator, ValidatedRequest
+from sightline.inference.weight_fetcher import WeightFetcher
 from sightline.run.stages import NO_STAGE_RECORDER, Stage, StageRecorder
 from sightline.transport.http_server import GuardMiddleware, RequestGuard, read_bearer
 from sightline.wire.generate import (
+    WEIGHTS_UNAVAILABLE,
     AdoptRequest,
     Choice,
     GenerateRequest,
@@ -117,6 +119,8 @@ class InferenceServer:
     stages: StageRecorder = NO_STAGE_RECORDER
     weights_root: Path | None = None
     """Weights are adopted from under this folder alone."""
+    fetcher: WeightFetcher | None = None
+    """Brings weights of the store to this disk."""
     lease: ServerLease = field(default_factory=lambda: ServerLease())
 
     def __post_init__(self) -> None:
@@ -186,7 +190,7 @@ class InferenceServer:
         finally:
             gone.cancel()
             _note_stage(stage, checked, requests)
-        return _build_response(checked, requests)
+        return build_response(checked, requests)
 
     def _on_delivered(self, requests: list[EngineRequest]) -> None:
         for request in requests:
@@ -210,12 +214,34 @@ class InferenceServer:
         asked = await self._read(http, AdoptRequest, "send the path of a manifest as manifest")
 
         def adopt() -> Manifest:
+            if asked.content is not None:
+                return self._adopt_from_store(asked.content)
             path = resolve_manifest(asked.manifest, self.weights_root)
-            return self.engine.adopt(path, lambda manifest: self.lease.check(manifest.run))
+            return self.engine.adopt(path, self._check_lease)
 
         async with self._adopting:
             manifest = await asyncio.to_thread(adopt)
         return json_response({"version": manifest.label, "vision_version": manifest.vision_version})
+
+    def _adopt_from_store(self, manifest: Manifest) -> Manifest:
+        self._check_lease(manifest)
+        assert self.fetcher is not None
+        try:
+            path = self.fetcher.fetch(manifest)
+        except SightlineError as error:
+            # A store that is away may come back; what it has not, or has otherwise, stays so.
+            is_away = type(error) is MediaError and isinstance(error.__cause__, OSError)
+            kind = WEIGHTS_UNAVAILABLE if is_away else "weights"
+            raise build_engine_error(kind, error.problem, error.fix) from error
+        except OSError as error:
+            fix = "give the server's disk room, or mend it"
+            raise build_engine_error(WEIGHTS_UNAVAILABLE, str(error), fix) from error
+        adopted = self.engine.adopt(path, self._check_lease)  # the fetch may have taken long
+        self.fetcher.keep_only(path, manifest)
+        return adopted
+
+    def _check_lease(self, manifest: Manifest) -> None:
+        self.lease.check(manifest.run)
 
     async def _read(self, http: Request, kind: type[Asked], fix: str) -> Asked:
         body = await read_body(http, self.max_body_bytes)
@@ -246,6 +272,7 @@ class InferenceServer:
                 "vision_version": manifest.vision_version,
                 "running": self.engine.num_running,
                 "waiting": self.engine.num_waiting,
+                "step_s": self.engine.step_s,
                 "leased_to": self.lease.holder,
             }
         )
@@ -285,7 +312,7 @@ def _note_stage(stage: Stage, checked: ValidatedRequest, requests: list[EngineRe
             stage.add_finished(name, began, ended, choice=choice)
 
 
-def _build_response(checked: ValidatedRequest, requests: list[EngineRequest]) -> GenerateResponse:
+def build_response(checked: ValidatedRequest, requests: list[EngineRequest]) -> GenerateResponse:
     for request in requests:
         if request.error is not None:
             raise request.error

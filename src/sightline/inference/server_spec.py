@@ -8,14 +8,17 @@ from __future__ import annotations
 
 import os
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
-from pydantic import Field
+from pydantic import BeforeValidator, Field
 
 from sightline.config import InferenceConfig, ModelConfig
 from sightline.config.load import validate_config
-from sightline.config.sections import ConfigSection
+from sightline.config.secret_refs import resolve_secret
+from sightline.config.section import ConfigSection, SecretRef
 from sightline.families import Family
+from sightline.media import MediaStore, open_store
+from sightline.media.stored_file import open_blobs
 
 MEBIBYTE = 2**20
 SECTIONS: dict[str, type[ConfigSection]] = {"model": ModelConfig, "inference": InferenceConfig}
@@ -24,9 +27,22 @@ SECTIONS: dict[str, type[ConfigSection]] = {"model": ModelConfig, "inference": I
 class ServerSpec(ConfigSection):
     model: ModelConfig
     inference: InferenceConfig = InferenceConfig()
-    media_roots: tuple[Path, ...] = Field(
-        ..., min_length=1, description="Roots of the store, in the order in which they are asked."
+    media_roots: tuple[Annotated[str, BeforeValidator(str)], ...] = Field(
+        ...,
+        min_length=1,
+        description="Roots of the store, folders or addresses, in the order in which they are "
+        "asked.",
     )
+    media_token: SecretRef = Field(
+        "",
+        description="Where the token is that a media service asks for: env:NAME or file:PATH.",
+    )
+    media_cache_dir: str = Field(
+        "",
+        description="Folder that keeps images of a store elsewhere; ~/.cache/sightline/media if "
+        "empty.",
+    )
+    media_cache_gb: float = Field(10.0, ge=0, description="Most GB of that folder.")
     max_media_gb: float = Field(
         50.0,
         gt=0,
@@ -82,14 +98,31 @@ class ServerSpec(ConfigSection):
         flat = self.model_dump()
         return ServerSpec.of(**{**flat.pop("model"), **flat.pop("inference"), **flat, **values})
 
+    def open_store(self) -> MediaStore:
+        """The images that requests name."""
+        return open_store(
+            self.media_roots[0],
+            self.media_roots[1:],
+            max_bytes=int(self.max_media_gb * 1e9),
+            token=resolve_secret(self.media_token, "--media-token"),
+            cache_dir=self.media_cache_dir,
+            cache_bytes=int(self.media_cache_gb * 1e9),
+        )
+
+    def open_blobs(self) -> MediaStore:
+        """The parts of files beside those images: weights that are published there."""
+        token = resolve_secret(self.media_token, "--media-token")
+        return open_blobs(self.media_roots[0], token)
+
     @property
     def model_path(self) -> Path:
         return Path(self.model.path)
 
     @property
     def num_threads(self) -> int:
-        """Compute threads; one where the setting leaves them to a launcher and there is none."""
-        return self.inference.threads or 1
+        """Compute threads; one where the setting leaves them to a launcher and there is none, and
+        where arithmetic is exact: more would divide sums."""
+        return 1 if self.model.exact else self.inference.threads or 1
 
     @property
     def num_pixel_threads(self) -> int:
@@ -107,11 +140,16 @@ class ServerSpec(ConfigSection):
 
 def describe_prefix_reuse(family: Family, keeps_kv: bool = True) -> str:
     """What a turn finds of the one before it, and why."""
+    if family.packing.kind == "rows":
+        return (
+            f"prefix cache: off, each token computes its whole row, because {family.packing.reason}"
+        )
     if not keeps_kv:
         return "prefix cache: off, the engine keeps no KV cache between requests"
+    line = "prefix cache: on, a turn prefills only what is new since the turn before it"
     if family.packing.carries_state:
-        return (
-            "prefix cache: off, every turn is prefilled whole, because the state that layers carry "
-            "along a sequence cannot be cut back to what two prompts share"
+        line += (
+            ", and all of a prompt that does not go on from there, because the state that layers "
+            "carry along a sequence cannot be cut back to what two prompts share"
         )
-    return "prefix cache: on, a turn prefills only what is new since the turn before it"
+    return line

@@ -50,6 +50,7 @@ class ValidatedRequest:
 class RequestValidator:
     family: Family
     pad_id: int
+    """The id that fills slots; -1, which no prompt has, where there is none."""
     vocab_size: int
     max_model_len: int
     models: frozenset[str]
@@ -172,7 +173,7 @@ class RequestValidator:
         is_pad = prompt == self.pad_id
         covered = np.zeros(len(prompt), dtype=bool)
         for slot in slots:
-            covered[slot.offset : slot.end] = True
+            covered[slot.offset + self.family.feature_offsets(slot.item)] = True
         if np.array_equal(is_pad, covered):
             return
         at = int(np.flatnonzero(is_pad != covered)[0])

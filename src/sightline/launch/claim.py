@@ -16,6 +16,7 @@ from pathlib import Path
 
 from sightline.errors import ConfigError, ResumeRefused, mask_from_now_on
 from sightline.run import RunDir
+from sightline.run.rights import Rights, derive_rights
 from sightline.wire.file import add_checksum, read_checked, write_atomic
 
 SECRET_VARIABLE = "SIGHTLINE_SECRET"
@@ -60,25 +61,30 @@ def _build_folder_error(path: Path, error: OSError) -> ConfigError:
 
 def make_secret(run_dir: RunDir) -> str:
     """The secret of a run: the one that it has, or a new one; SIGHTLINE_SECRET takes its place."""
-    given = os.environ.get(SECRET_VARIABLE, "")
+    given = os.environ.get(SECRET_VARIABLE, "").strip()
     if given and len(given) < MIN_SECRET_CHARS:
         raise ConfigError(
             f"{SECRET_VARIABLE} has {len(given)} characters, and could be guessed",
             f"take {MIN_SECRET_CHARS} or more, such as `openssl rand -hex 32` gives",
         )
     if given or not run_dir.secret.is_file():
-        part = run_dir.path / ".secret.part"
-        part.unlink(missing_ok=True)
-        with open(os.open(part, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "w") as file:
-            file.write(given or secrets.token_hex(32))
-        part.rename(run_dir.secret)
+        write_private(run_dir.secret, given or secrets.token_hex(32))
     return read_secret(run_dir)
+
+
+def write_private(path: Path, text: str) -> None:
+    """Writes a file that its owner alone may read, whatever was there."""
+    part = path.with_name(f".{path.name}.part")
+    part.unlink(missing_ok=True)
+    with open(os.open(part, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "w") as file:
+        file.write(text)
+    part.rename(path)
 
 
 def read_secret(run_dir: RunDir) -> str:
     """The secret of a run that was started, on whichever machine."""
     try:
-        found = os.environ.get(SECRET_VARIABLE, "") or run_dir.secret.read_text().strip()
+        found = (os.environ.get(SECRET_VARIABLE, "") or run_dir.secret.read_text()).strip()
     except OSError as error:
         raise ConfigError(
             f"the secret of the run cannot be read: {error}",
@@ -88,6 +94,14 @@ def read_secret(run_dir: RunDir) -> str:
         raise ConfigError(f"{run_dir.secret} is empty", "remove it, and resume the run")
     mask_from_now_on(found)
     return found
+
+
+def read_rights(run_dir: RunDir, name: str) -> Rights:
+    """What the process called `name` may do; a copy of a run directory has that alone."""
+    rights = derive_rights(read_secret(run_dir), name)
+    for key in (rights.channel, rights.token, rights.control_token, rights.ranks):
+        mask_from_now_on(key)
+    return rights
 
 
 @contextmanager

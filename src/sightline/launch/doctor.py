@@ -21,7 +21,7 @@ from sightline.errors import SightlineError
 from sightline.launch.claim import MIN_SECRET_CHARS, check_model_unchanged
 from sightline.launch.preflight import SPARE_BYTES
 from sightline.launch.process_watch import find_marked
-from sightline.media import MediaRef, MediaStore
+from sightline.media import MediaRef, MediaStore, open_store
 from sightline.orchestrator.best_checkpoint import BestCheckpoint
 from sightline.orchestrator.run_state import RunState, read_progress
 from sightline.run import RunDir
@@ -93,8 +93,9 @@ def examine_run(run_dir: RunDir) -> Diagnosis:
     if checkpoints.path is not None:
         found.safe.append(f"the checkpoint of step {checkpoints.step}")
     if status.command == "rl":
-        media = config[0].media.root if config else ""
-        _examine_steps(run_dir, found, checkpoints, MediaStore(media or run_dir.media))
+        options = config[0].media.store_options() if config else {}
+        root = (config and config[0].media.root) or run_dir.media
+        _examine_steps(run_dir, found, checkpoints, open_store(root, **options))
     else:
         fix = f"a resume goes on from step {checkpoints.step}"
         found.problems += [Problem(one, fix, blocks=False) for one in checkpoints.refused]
@@ -144,7 +145,7 @@ def _examine_steps(
         if lost:
             return ""
         announced = run_state.announcements_after(step)
-        batches = [Batch.from_bytes(Path(ready.path).read_bytes()) for ready in announced]
+        batches = [Batch.from_bytes(ready.data) for ready in announced]
         waiting.update(i.ref for batch in batches for sample in batch.samples for i in sample.items)
         for ref in waiting:
             store.get(ref)

@@ -111,7 +111,8 @@ def play_evaluation(
 
     with contextlib.ExitStack() as stack:
         scratch = stack.enter_context(tempfile.TemporaryDirectory(prefix="sightline-eval-"))
-        store = MediaStore(Path(media or scratch))
+        folder = Path(media or scratch)
+        store = MediaStore(folder)
         chats: ChatSource
         if endpoint:
             url = endpoint.rstrip("/")
@@ -130,7 +131,7 @@ def play_evaluation(
                     "name one, or the url of an endpoint; `sightline model tiny DIR` writes one",
                 )
             server = temporary_server(
-                Path(config.model.path), store.root, _list_server_options(config), threads
+                Path(config.model.path), folder, _list_server_options(config), threads
             )
             chats = build_policy_chats(config, [stack.enter_context(server)], store)
         # In a thread, for the event loop of a notebook is taken.

@@ -2,25 +2,33 @@
 
 from __future__ import annotations
 
+import importlib.util
 import json
 import re
 import shutil
 import subprocess
-import urllib.error
-import urllib.request
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from urllib.parse import urlsplit
 
 import sightline
 from sightline.algo.registry import load_advantage, load_aggregation, load_credit, load_filters
-from sightline.config import AnyRun, EnvConfig, ModelConfig, RunFile, SftFile, TrainerConfig
+from sightline.config import (
+    AnyRun,
+    EnvConfig,
+    MediaConfig,
+    ModelConfig,
+    RunFile,
+    SftFile,
+    TrainerConfig,
+)
 from sightline.envs.environment_info import EnvironmentInfo, get_environment_info
 from sightline.errors import ConfigError, DiskFull
 from sightline.families import Family, load_family
 from sightline.families.hub import resolve_checkpoint
 from sightline.families.registry import load_serving
 from sightline.inference.server_spec import describe_prefix_reuse
+from sightline.launch.external_servers import check_external_servers, leave_out_silent_servers
 from sightline.launch.probes import (
     check_memory,
     check_probe_images,
@@ -30,18 +38,16 @@ from sightline.launch.probes import (
     read_shapes,
 )
 from sightline.launch.processes import build_environ, num_cores, reserve_port, split_threads
+from sightline.launch.run_plan import TRAINER, find_resources, list_names, list_placed
 from sightline.launch.vllm_server import check_vllm_python, has_gpu
-from sightline.media import MediaStore
+from sightline.media import open_store
+from sightline.media.open import OBJECT_STORES
+from sightline.media.remote import START_DEADLINE_S
 from sightline.run import RunDir
 from sightline.run.otel import check_otel
 from sightline.trainer.conversations import check_rows_for_images
-from sightline.transport.http_client import bearer
 from sightline.view.sinks.protocol import check_sinks
-from sightline.wire.codec import check_release
 
-HTTP_TIMEOUT_S = 10.0
-STOCK_VERSION = "0.32."
-"""The version of vLLM whose routes `rollout.stock_vllm_client` knows."""
 STATES_PER_CHECKPOINT = 3
 """A checkpoint holds the weights and the two moments of AdamW."""
 SPARE_BYTES = 1 << 30
@@ -130,7 +136,7 @@ def check_checkpoint(model: ModelConfig, shown_by: str, shows_images: bool) -> F
             f"[model] path = {model.path!r} is no folder",
             "make a checkpoint with `sightline model tiny DIR`, or name one that is there",
         )
-    family = load_family(path, **model.overrides())
+    family = load_family(path, model.exact, **model.overrides())
     if shows_images and not family.shows_images:
         raise ConfigError(
             f"{shown_by} shows images and [model] path = {model.path!r} cannot see: it has no "
@@ -154,13 +160,17 @@ def describe_family(family: Family, engine: str = "") -> str:
             "\nweights: nothing keeps another run from changing those of this vLLM; the label of "
             "each answer shows it, and ends the run"
         )
-    return family.packing.description + reuse
+    return "\n".join([*family.found, family.packing.description + reuse])
 
 
 def check_devices(config: RunFile | SftFile) -> None:
     """Refuses a device that no process of the run would find."""
-    settings = {"[trainer] device": config.trainer.device}
-    if isinstance(config, RunFile) and not config.inference.servers:
+    settings = {}
+    if not _is_elsewhere(config, "trainer"):
+        settings["[trainer] device"] = config.trainer.device
+    if isinstance(config, RunFile) and not (
+        config.inference.servers or _is_elsewhere(config, "server")
+    ):
         settings["[inference] device"] = config.inference.device
     for setting, name in settings.items():
         if not re.fullmatch(r"auto|cpu|cuda(:\d+)?", name):
@@ -172,8 +182,26 @@ def check_devices(config: RunFile | SftFile) -> None:
             )
 
 
-def check_store(root: Path, max_gb: float) -> None:
-    store = MediaStore(root, max_bytes=int(max_gb * 1e9))
+def check_extras(config: RunFile | SftFile) -> None:
+    """Raises where this machine lacks a package that a setting asks for."""
+    names = ["obstore"] if urlsplit(config.media.root).scheme in OBJECT_STORES else []
+    if isinstance(config, RunFile) and config.launch.on == "ray":
+        names.append("ray")
+    if config.lora.rank and not _is_elsewhere(config, "trainer"):
+        names.append("peft")
+    for name in names:
+        if importlib.util.find_spec(name) is None:
+            raise ModuleNotFoundError(f"No module named {name!r}", name=name)
+
+
+def _is_elsewhere(config: RunFile | SftFile, name: str) -> bool:
+    return isinstance(config, RunFile) and config.launch.is_elsewhere(name)
+
+
+def check_store(media: MediaConfig, folder: Path, deadline_s: float = START_DEADLINE_S) -> None:
+    """Refuses a store that cannot be written to, or reached; `folder` is that of a run without
+    `[media] root`."""
+    store = open_store(media.root or folder, deadline_s=deadline_s, **media.store_options())
     store.check_writable()
     store.check_room()
 
@@ -215,9 +243,48 @@ def _count_batch_bytes(config: RunFile) -> int:
     settings = config.orchestrator
     # Where the newest checkpoint may turn out corrupt, the batches since the one before it stay.
     spans = min(config.trainer.keep_checkpoints, 2)
-    batches = spans * config.trainer.checkpoint_every + settings.max_lag + 1
+    kept = min(spans * config.trainer.checkpoint_every, config.run.steps)
+    batches = kept + settings.max_lag + 1
     rollouts = batches * settings.groups_per_step * settings.group_size
     return rollouts * config.inference.max_model_len * BYTES_PER_TOKEN
+
+
+def check_hosts(config: RunFile) -> None:
+    """Refuses processes on other machines that could not reach what they need."""
+    launch, has_server = config.launch, not config.inference.servers
+    if launch.num_servers > 1 and has_server and not launch.is_elsewhere("server-1"):
+        raise ConfigError(
+            f"[launch] num_servers = {launch.num_servers} on one machine",
+            "start them with `sightline serve`, and name them in [inference] servers",
+        )
+    if not launch.has_other_machines:
+        return
+    launch.check_patterns(list_names(config))
+    for name in list_placed(config):
+        find_resources(config, name)
+    if config.eval.every and config.eval.tasks:
+        raise ConfigError(
+            "[eval] every needs a server beside the launcher, and [launch] has other machines",
+            "set every = 0; the evaluations at the start and the end stay",
+        )
+    if not config.media.root:
+        raise ConfigError(
+            "[launch] with other machines and no [media] root: they do not see the run directory",
+            "set it to the address of a store: s3://BUCKET/PREFIX, or that of a media service, "
+            "which `sightline media serve` starts",
+        )
+    if config.trainer.publish != "store":
+        raise ConfigError(
+            f"[trainer] publish = {config.trainer.publish!r} does not reach other machines",
+            'set publish = "store"',
+        )
+    traced = (name for name in list_names(config) if name != TRAINER)  # it records no spans
+    if config.logging.otel == "file" and any(map(launch.is_elsewhere, traced)):
+        raise ConfigError(
+            '[logging] otel = "file" with servers or workers on other machines, whose files are '
+            "not those of the run directory",
+            "set it to the address of a collector that they reach",
+        )
 
 
 def check_compatible_settings(config: RunFile) -> None:
@@ -228,16 +295,30 @@ def check_compatible_settings(config: RunFile) -> None:
             f"[inference] max_model_len = {config.inference.max_model_len}",
             "raise max_model_len, or lower max_tokens",
         )
-    if config.trainer.publish == "broadcast" and config.eval.every > 0:
+    check_hosts(config)
+    way = config.trainer.publish
+    if config.trainer.compress_weights and way != "store":
         raise ConfigError(
-            '[trainer] publish = "broadcast" sends to one server, and [eval] every needs another',
+            f"[trainer] compress_weights with publish = {way!r}: deltas are for "
+            "weights in the store",
+            'set publish = "store", or compress_weights = false',
+        )
+    if way in ("broadcast", "ipc") and config.eval.every > 0:
+        raise ConfigError(
+            f'[trainer] publish = "{way}" is for one server, and [eval] every needs another, and '
+            "files for checkpoints/best",
             'set publish = "files", or every = 0',
         )
-    if config.trainer.publish == "broadcast" and config.inference.engine == "vllm":
+    if way in ("broadcast", "ipc") and config.inference.engine == "vllm":
         raise ConfigError(
-            '[trainer] publish = "broadcast" with [inference] engine = "vllm", whose worker reads '
+            f'[trainer] publish = "{way}" with [inference] engine = "vllm", whose worker reads '
             "files",
             'set publish = "files", or engine = "torch"',
+        )
+    if way == "ipc" and config.lora.publish == "adapter":
+        raise ConfigError(
+            '[trainer] publish = "ipc" with [lora] publish = "adapter": whole weights are shared',
+            'set [lora] publish = "merged", or [trainer] publish = "files"',
         )
     if config.inference.engine == "stock_vllm" and config.eval.every > 0:
         raise ConfigError(
@@ -263,9 +344,10 @@ def check_engine(config: RunFile, family: Family) -> None:
     check_external_servers(config, family)
     if config.inference.engine == "vllm":
         serving = load_serving(config.model.path, family)
-        if config.lora.publish == "adapter":
-            _check_parameter_names(Path(config.model.path), serving.VISION_PREFIXES)
-        if not config.inference.servers or config.eval.every:
+        if config.lora.publish == "adapter" and family.shows_images:
+            _check_parameter_names(Path(config.model.path), serving.vision_prefixes(family))
+        is_elsewhere = bool(config.inference.servers) or config.launch.is_elsewhere("server")
+        if not is_elsewhere or config.eval.every:
             check_vllm_python(config.inference.python)
     elif config.inference.python:
         raise ConfigError(
@@ -273,99 +355,6 @@ def check_engine(config: RunFile, family: Family) -> None:
             "runs in this interpreter",
             'remove it, or set engine = "vllm"',
         )
-
-
-def check_external_servers(config: RunFile, family: Family) -> None:
-    """Refuses one of `[inference] servers` that does not answer, or would not serve this run as it
-    expects."""
-    if not config.inference.servers:
-        return
-    if not config.media.root:
-        raise ConfigError(
-            "[inference] servers without [media] root: they could not find the run's images",
-            "set it to the folder that the servers were started with",
-        )
-    if config.trainer.publish == "broadcast":
-        raise ConfigError(
-            '[trainer] publish = "broadcast" with [inference] servers, which take files',
-            'set publish = "files"',
-        )
-    token = config.inference.read_token("")
-    for address in config.inference.servers:
-        if config.inference.engine == "stock_vllm":
-            _check_stock_vllm(address, token)
-        else:
-            _check_sightline_server(config, family, address, token)
-    if config.inference.engine == "stock_vllm" and config.lora.publish == "adapter":
-        raise ConfigError(
-            '[lora] publish = "adapter" with engine = "stock_vllm", which loads whole weights',
-            'set publish = "merged"',
-        )
-    if config.inference.engine == "stock_vllm" and not config.media.allow_unverified_pixels:
-        raise ConfigError(
-            '[inference] engine = "stock_vllm" gives no digests of the pixels that it saw, and '
-            "[media] allow_unverified_pixels is false: no sample with an image would be trained on",
-            'set allow_unverified_pixels = true, or serve with engine = "vllm", which proves them',
-        )
-
-
-def _check_sightline_server(config: RunFile, family: Family, address: str, token: str) -> None:
-    health = _get_json(address, "/health", token)
-    _get_json(address, "/v1/models", token)  # which asks for the token
-    if not isinstance(health, dict) or "fingerprint" not in health:
-        raise ConfigError(
-            f"[inference] servers: {address} is no server of sightline's",
-            'start it with `sightline serve`, or set engine = "stock_vllm"',
-        )
-    check_release(str(health.get("release", "")), f"[inference] servers: {address}")
-    for name, ours in (("fingerprint", family.fingerprint), ("engine", config.inference.engine)):
-        if health[name] != ours:
-            raise ConfigError(
-                f"[inference] servers: {address} has {name} {health[name]!r}, the run {ours!r}"
-                + (f"; its settings are {health['settings']}" if name == "fingerprint" else ""),
-                "serve the checkpoint of [model] path with the same settings, or change the run's",
-            )
-    if health["max_model_len"] < config.inference.max_model_len:
-        raise ConfigError(
-            f"[inference] servers: {address} takes {health['max_model_len']} tokens, the run has "
-            f"max_model_len = {config.inference.max_model_len}",
-            "start it with a larger --max-model-len, or lower max_model_len",
-        )
-
-
-def _check_stock_vllm(address: str, token: str) -> None:
-    version = str(_get_json(address, "/version", token).get("version", ""))
-    if not version.startswith(STOCK_VERSION):
-        raise ConfigError(
-            f"[inference] servers: {address} says that it is vLLM {version or 'of no version'}",
-            f"serve with vLLM {STOCK_VERSION}x, whose routes are known here",
-        )
-    if "weight_version" not in _get_json(address, "/weight_info", token):
-        raise ConfigError(
-            f"[inference] servers: the vLLM at {address} cannot take new weights",
-            "start it with VLLM_SERVER_DEV_MODE=1",
-        )
-
-
-def _get_json(address: str, path: str, token: str) -> dict[str, Any]:
-    """The JSON object that is answered; an empty one for a refusal, and for anything else."""
-    request = urllib.request.Request(address.rstrip("/") + path, headers=bearer(token))
-    try:
-        with urllib.request.urlopen(request, timeout=HTTP_TIMEOUT_S) as answer:
-            found = json.loads(answer.read())
-            return found if isinstance(found, dict) else {}
-    except (urllib.error.HTTPError, ValueError) as error:
-        if isinstance(error, urllib.error.HTTPError) and error.code == 401:
-            raise ConfigError(
-                f"[inference] servers: {address} asks for a{'nother' * bool(token)} token",
-                "name where it is in [inference] token: env:NAME or file:PATH",
-            ) from error
-        return {}
-    except OSError as error:
-        raise ConfigError(
-            f"[inference] servers: {address} does not answer: {error}",
-            "start it first, or correct the address",
-        ) from error
 
 
 def _check_parameter_names(model: Path, vision: tuple[str, ...]) -> None:
@@ -406,14 +395,17 @@ def check_run(config: RunFile, run_dir: RunDir, show: Show = say_nothing) -> Fam
     threads = split_threads(config, num_cores())
     check_compatible_settings(config)
     show("settings", f"threads on {num_cores()} cores: {threads.server} and {threads.trainer}")
-    check_engine(config, family)
-    check_server_files(config, family, run_dir)
+    answering = leave_out_silent_servers(config, run_dir)
+    check_engine(answering, family)
+    check_server_files(answering, family, run_dir)
     show("engine", ", ".join(config.inference.servers) or config.inference.engine)
-    host, port = config.inference.host, config.inference.port
-    port = reserve_port(host, port, "[inference] port")
-    show("ports", f"{host}:{port} is free")
+    if not config.launch.is_elsewhere("server"):
+        host, port = config.inference.host, config.inference.port
+        port = reserve_port(host, port, "[inference] port")
+        show("ports", f"{host}:{port} is free")
     show("images", check_probe_images(config, family))
-    show("memory", check_memory(config))
+    if not config.launch.is_elsewhere("trainer"):
+        show("memory", check_memory(config))
     show("disk", check_disk(config, run_dir))
     return family
 

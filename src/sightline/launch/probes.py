@@ -29,12 +29,14 @@ from sightline.errors import (
     EnvironmentFailed,
     FamilyError,
     PixelMismatch,
+    summarize_traceback,
 )
 from sightline.families import Family, load_renderer
 from sightline.families.checkpoint_files import read_json
 from sightline.launch.processes import build_environ
 from sightline.launch.vllm_server import get_vllm_python, runs_on_cpu
-from sightline.media import MediaStore
+from sightline.media import MediaStore, is_address, open_store
+from sightline.media.remote import START_DEADLINE_S
 from sightline.message import user
 from sightline.pixels.probe import ProbeAnswer, ProbedImage, ProbeRequest, probe
 from sightline.rollout.chat_sources import build_policy_chats
@@ -65,7 +67,8 @@ def check_token_ids(model: ModelConfig, family: Family) -> None:
         if family.shows_images:
             rendered = renderer.render([user(store.put(_draw_probe(*SIZES[0])[0]))])
             at = rendered.slots[0]
-            fills = set(rendered.token_ids[at.offset : at.offset + at.length])
+            places = at.offset + family.feature_offsets(at.item)
+            fills = {rendered.token_ids[place] for place in places}
             if not fills <= set(family.slot_token_ids):
                 raise FamilyError(
                     f"{path}: the chat format shows an image by the tokens {sorted(fills)}, and "
@@ -88,9 +91,10 @@ def check_server_files(config: RunFile, family: Family, run_dir: RunDir) -> None
     where this one publishes, or that does not find an image of its store."""
     if not config.inference.servers or config.inference.engine == "stock_vllm":
         return
-    token = config.inference.read_token("")
+    token, control_token = config.inference.read_token(), config.inference.read_control_token()
     own = run_dir.read_id() if run_dir.id_file.is_file() else ""
-    store = MediaStore(Path(config.media.root))
+    options = config.media.store_options()
+    store = open_store(config.media.root, deadline_s=START_DEADLINE_S, **options)
     # Of its own bytes, so that no other store has it, and gone when it was asked for.
     noise = draw_glyph(DIGITS["5"], 30).convert("RGB").resize(SIZES[0])
     noise.frombytes(os.urandom(len(noise.tobytes())))
@@ -106,19 +110,28 @@ def check_server_files(config: RunFile, family: Family, run_dir: RunDir) -> None
             if holder not in ("", own):
                 fix = "end that run, or use another server"
                 raise ConfigError(f"{where} is leased to run {holder}", fix)
-            refusal = _ask(address, "/sightline/v1/adopt", token, version).get("error", {})
-            if "--weights-root" in (fix := str(refusal.get("fix"))):
+            refusal = _ask(address, "/sightline/v1/adopt", control_token, version).get("error", {})
+            takes_files = config.trainer.publish in ("auto", "files")
+            if takes_files and "--weights-root" in (fix := str(refusal.get("fix"))):
                 raise ConfigError(f"{where} takes no weights from {run_dir.path}", fix)
             answer = (
                 _ask(address, "/v1/chat/completions", token, chat) if family.shows_images else {}
             )
-            if str(answer.get("error", {}).get("code")).startswith("media_"):
+            code = str(answer.get("error", {}).get("code"))
+            if code.startswith("media_") and code != "media_missing":
+                raise ConfigError(
+                    f"{where} cannot read an image that is in [media] root = {store.root}: "
+                    f"{answer['error'].get('message')}",
+                    "start it with the --media and --media-token of this store",
+                )
+            if code == "media_missing":
                 raise ConfigError(
                     f"{where} does not find an image that is in [media] root = {store.root}",
                     "start it with --media of this folder, or set [media] root to its own",
                 )
     finally:
-        store.path(image.digest).unlink(missing_ok=True)
+        if not is_address(config.media.root):  # elsewhere gc removes it
+            store.path(image.digest).unlink(missing_ok=True)
 
 
 def _ask(address: str, path: str, token: str, body: object = None) -> dict[str, Any]:
@@ -148,7 +161,8 @@ def check_probe_images(config: RunFile, family: Family) -> str:
         store = MediaStore(Path(folder))
         refs = [store.put(data) for size in SIZES for data in _draw_probe(*size)]
         model = config.model
-        request = ProbeRequest(model.path, model.overrides(), folder, refs, config.media.root)
+        writable = "" if is_address(config.media.root) else config.media.root
+        request = ProbeRequest(model.path, model.overrides(), folder, refs, writable)
         own = probe(request)
         pythons = {
             name: python for name, python in others.items() if python not in ("", sys.executable)
@@ -216,7 +230,7 @@ def check_prompts(config: RunFile) -> str:
             for task in range(NUM_TASKS):
                 trace = (await player.play(build_eval_request(task, "train", 0, 1.0))).trace
                 if trace.error and trace.error_kind != MEASURED:
-                    last = trace.error.strip().splitlines()[-1]
+                    last = summarize_traceback(trace.error)
                     raise EnvironmentFailed(
                         f"task {task} of [env] {config.env.name!r} broke before its first answer: "
                         f"{last}",

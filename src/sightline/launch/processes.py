@@ -3,7 +3,8 @@
     launcher --starts--> server, trainer, worker-0.., orchestrator
       waits for: the orchestrator's end      unblocked by: the last step, a signal, a failure
 
-One process that dies ends all, and the launcher says which and why. The first Ctrl-C or SIGTERM
+One process that dies, and is not started again (`restarts`, `worker_supervisor`), ends all, and the
+launcher says which and why. The first Ctrl-C or SIGTERM
 ends the run in order, a second one at once.
 """
 
@@ -16,7 +17,7 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -24,8 +25,11 @@ from types import FrameType
 
 from sightline.config import RunFile
 from sightline.errors import ConfigError, ProcessFailed
+from sightline.launch.claim import read_secret
+from sightline.launch.process_spec import ProcessSpec
 from sightline.launch.process_watch import MARK_VARIABLE, build_mark, kill_marked
 from sightline.run import RunDir
+from sightline.run.rights import derive_rights
 from sightline.run.run_dir import show_path
 from sightline.transport.listen import choose_listen_fix
 from sightline.wire.disk import FIX, measure_free_bytes
@@ -46,28 +50,19 @@ FULL_BYTES = 1 << 20
 
 
 @dataclass(frozen=True)
-class ProcessSpec:
-    """A process to start."""
-
-    name: str
-    arguments: list[str]
-    threads: int
-    variables: dict[str, str] = field(default_factory=dict)
-    python: str = ""
-    """The interpreter; empty is the launcher's own."""
-
-
-@dataclass(frozen=True)
 class ThreadBudget:
     server: int
     trainer: int
 
 
 def split_threads(config: RunFile, cores: int) -> ThreadBudget:
-    """Compute threads of server and trainer; together they do not exceed the cores."""
+    """Compute threads of server and trainer on this machine; together they do not exceed its
+    cores."""
     server, trainer = config.inference.threads, config.trainer.threads
-    if config.inference.servers:
-        return ThreadBudget(0, trainer or cores)
+    has_server = not (config.inference.servers or config.launch.is_elsewhere("server"))
+    has_trainer = not config.launch.is_elsewhere("trainer")
+    if not (has_server and has_trainer):
+        return ThreadBudget((server or cores) * has_server, (trainer or cores) * has_trainer)
     if not server and not trainer:
         server = max(1, cores // 2)
         trainer = max(1, cores - server)
@@ -136,6 +131,7 @@ class Processes:
     command: str = "rl"
     """The command that goes on with the run."""
     _running: dict[str, subprocess.Popen[bytes]] = field(default_factory=dict)
+    _restarting: set[str] = field(default_factory=set)
 
     @property
     def resume_command(self) -> str:
@@ -144,12 +140,13 @@ class Processes:
     def start(self, spec: ProcessSpec) -> None:
         if spec.name in self._running:
             kill_marked(self.run_dir.path, [spec.name])
+        self._restarting.discard(spec.name)
         log = open(self.run_dir.logs / f"{spec.name}.log", "ab")  # noqa: SIM115
         self.run_dir.error_file(spec.name).unlink(missing_ok=True)
         with log:
-            self._running[spec.name] = subprocess.Popen(
-                [spec.python or sys.executable, "-m", "sightline", *spec.arguments],
-                stdin=subprocess.DEVNULL,
+            self._running[spec.name] = process = subprocess.Popen(
+                spec.command,
+                stdin=subprocess.PIPE if spec.host else subprocess.DEVNULL,
                 stdout=log,
                 stderr=subprocess.STDOUT,
                 env=build_environ(spec.threads)
@@ -158,6 +155,12 @@ class Processes:
                 # A session of its own: Ctrl-C goes to the launcher, which ends the run in order.
                 start_new_session=True,
             )
+        if process.stdin is not None:
+            # It stays open for as long as the launcher lives, and the process ends with it.
+            with suppress(BrokenPipeError):
+                rights = derive_rights(read_secret(self.run_dir), spec.name)
+                process.stdin.write(rights.encode().encode() + b"\n")
+                process.stdin.flush()
 
     def exit_code(self, name: str) -> int | None:
         return self._running[name].poll()
@@ -170,9 +173,14 @@ class Processes:
         running = self._running.items()
         return {name: process.pid for name, process in running if process.poll() is None}
 
+    def expect_restart(self, names: Iterable[str]) -> None:
+        """What ends of these is no failure until they are started again."""
+        self._restarting.update(names)
+
     def failed(self) -> list[tuple[str, int]]:
         """Processes that ended with an error: killed by a signal, by themselves, by another's."""
-        codes = [(name, process.poll()) for name, process in self._running.items()]
+        running = [item for item in self._running.items() if item[0] not in self._restarting]
+        codes = [(name, process.poll()) for name, process in running]
         ended = [(name, exit_code) for name, exit_code in codes if exit_code]
         return sorted(ended, key=lambda found: (found[1] == EXIT_OTHER_RANK_FAILED, found[1]))
 
@@ -193,9 +201,14 @@ class Processes:
         return int(pages) * os.sysconf("SC_PAGE_SIZE")
 
     def stop(self) -> None:
-        """Ends all: SIGTERM, then SIGKILL for what does not listen."""
-        for name in self._running:
-            self.signal(name, signal.SIGTERM)
+        """Ends all: SIGTERM, or the end of its input for one on another machine, then SIGKILL for
+        what does not listen."""
+        for name, process in self._running.items():
+            if process.stdin is None:
+                self.signal(name, signal.SIGTERM)
+            else:
+                with suppress(OSError):
+                    process.stdin.close()
         deadline = time.monotonic() + STOP_TIMEOUT_S
         for process in self._running.values():
             try:
@@ -263,6 +276,10 @@ class TrainerWatchdog:
     clock: Callable[[], float] = time.monotonic
 
     def __post_init__(self) -> None:
+        self.reset()
+
+    def reset(self) -> None:
+        """Begins anew, with processes that are about to start."""
         self._last_check = self.clock()
         self._heartbeats = dict.fromkeys(self.names, 0)
         self._silent_s = dict.fromkeys(self.names, -STARTUP_GRACE_S)
@@ -306,9 +323,18 @@ def start_sightline(words: Sequence[str], threads: int) -> subprocess.Popen[str]
 
 @contextmanager
 def temporary_server(
-    model: Path, media: Path, more: Sequence[str] = (), threads: int = 1
+    model: Path, media: Path | str, more: Sequence[str] = (), threads: int = 1
 ) -> Iterator[str]:
     """The address of a server; `more` are options of `sightline serve`."""
+    with temporary_server_process(model, media, more, threads) as (address, _):
+        yield address
+
+
+@contextmanager
+def temporary_server_process(
+    model: Path, media: Path | str, more: Sequence[str] = (), threads: int = 1
+) -> Iterator[tuple[str, subprocess.Popen[str]]]:
+    """The address of a server, and its process."""
     words = ["serve", str(model), "--media", str(media), "--port", "0", "--threads", str(threads)]
     process = start_sightline([*words, *more], threads)
     try:
@@ -317,7 +343,7 @@ def temporary_server(
         listening = next((line for line in process.stdout if line.startswith("serving ")), "")
         if not listening:
             raise ProcessFailed("the server ended while it started", "see its output above")
-        yield listening.split()[-1]
+        yield listening.split()[-1], process
     finally:
         process.terminate()
         process.communicate()

@@ -1,17 +1,18 @@
-"""Reinforcement learning on one machine: a server, a trainer, workers and an orchestrator."""
+"""Reinforcement learning: servers, a trainer, workers and an orchestrator."""
 
 from __future__ import annotations
 
 import asyncio
-import os
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, replace
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
 
 from rich.console import Console
 
 from sightline.config import LoggingConfig, RunFile
-from sightline.launch.claim import read_secret
+from sightline.errors import ConfigError
+from sightline.launch import ray_run
 from sightline.launch.preflight import Show, check_run, describe_family, say_nothing
 from sightline.launch.processes import (
     Processes,
@@ -20,11 +21,22 @@ from sightline.launch.processes import (
     reserve_port,
     split_threads,
 )
+from sightline.launch.restarts import ServerSupervisor
+from sightline.launch.run_plan import (
+    LEADER,
+    TRAINER,
+    Endpoints,
+    find_address,
+    has_evaluator,
+    list_placed,
+    plan_run,
+)
 from sightline.launch.training_run import TrainingJob
 from sightline.launch.worker_supervisor import WorkerSupervisor, get_memory_limit, resolve_workers
-from sightline.orchestrator.server_leases import give_back_leases
+from sightline.orchestrator.server_pool import give_back_leases
 from sightline.run import EventLog, RunDir
 from sightline.run.run_dir import show_path
+from sightline.run.server_changes import list_wanted
 from sightline.view.console import LiveView
 from sightline.view.report import write_report
 from sightline.view.summary import print_summary, summarize
@@ -36,67 +48,93 @@ class RlJob(TrainingJob[RunFile]):
 
     plain: bool = False
     """Whether plain lines take the place of the live view."""
+    is_job: bool = False
+    """Whether a job of the cluster is what starts this."""
     file_kind = RunFile
     command = "rl"
-    leader = "orchestrator"
-    trainer = "trainer"
+    leader = LEADER
+    trainer = TRAINER
 
     def resolve(self, file: RunFile) -> RunFile:
+        on = file.launch.on
+        if on not in ("local", "ray") and not self.is_job:
+            raise ConfigError(
+                f'[launch] on = "{on}", and this is no job of it',
+                f"start it with `sightline rl FILE --on {on}`, or here with --on local",
+            )
         file, why = resolve_workers(file, num_cores())
         print(why)
         return file
 
     def check(self, file: RunFile, run_dir: RunDir, show: Show = say_nothing) -> None:
+        if file.launch.on == "ray":
+            ray_run.check_address(ray_run.get_address())
         print(describe_family(check_run(file, run_dir, show), file.inference.engine))
 
     def count_trainer_threads(self, file: RunFile) -> int:
         return split_threads(file, num_cores()).trainer
 
     def build_specs(self, file: RunFile, run_dir: RunDir) -> list[ProcessSpec]:
-        threads = split_threads(file, num_cores())
-        host = file.inference.host
-        hub = f"tcp://127.0.0.1:{reserve_port('127.0.0.1', 0, 'port of the hub')}"
-        servers = list(file.inference.servers) or [
-            f"http://{host}:{reserve_port(host, file.inference.port, '[inference] port')}"
-        ]
-        words = ["--hub", hub, "--server", *servers, "--parent", str(os.getpid())]
-        evaluates = file.eval.every > 0 and file.eval.tasks > 0
-        if evaluates:
-            evaluator = f"http://{host}:{reserve_port(host, 0, 'port of the evaluator')}"
-            words += ["--evaluator", evaluator]
-
-        def spec(name: str, count: int) -> ProcessSpec:
-            arguments = ["process", name, str(run_dir.path), *words, "--threads", str(count)]
-            return ProcessSpec(name, arguments, count)
-
-        workers = [spec(f"worker-{i}", 1) for i in range(file.rollout.workers)]
-        return [
-            *([] if file.inference.servers else [spec("server", threads.server)]),
-            *([spec("evaluator", 1)] if evaluates else []),
-            spec(self.trainer, max(1, threads.trainer // file.trainer.ranks)),
-            *(replace(worker, python=file.rollout.python) for worker in workers),
-            spec(self.leader, 1),
-        ]
+        here, host, scheme = find_address(file), file.inference.host, file.inference.scheme
+        hub = f"tcp://{here}:{reserve_port(here, file.launch.port, '[launch] port')}"
+        servers = file.inference.servers
+        if not servers and not file.launch.is_elsewhere("server"):
+            port = reserve_port(host, file.inference.port, "[inference] port")
+            servers = (f"{scheme}://{host}:{port}",)
+        evaluator = ""
+        if has_evaluator(file):
+            evaluator = f"{scheme}://{host}:{reserve_port(host, 0, 'port of the evaluator')}"
+        at = Endpoints(hub, servers, evaluator)
+        specs = plan_run(file, run_dir.path, run_dir.read_id(), at)
+        if file.launch.cluster_starts_processes:
+            specs = [spec for spec in specs if not file.launch.is_elsewhere(spec.name)]
+        return specs
 
     def build_supervisor(
         self, file: RunFile, processes: Processes, specs: list[ProcessSpec], events: EventLog
     ) -> Callable[[], None]:
         events.write("state", phase="starting", threads={spec.name: spec.threads for spec in specs})
-        return WorkerSupervisor(
+        workers = WorkerSupervisor(
             processes,
             [spec for spec in specs if spec.name.startswith("worker-")],
             file.rollout.worker_hang_timeout_s,
             get_memory_limit(file),
             lambda name, why: events.write("lost", worker=name, reason=why),
-        ).supervise
+        )
+        # Weights that are broadcast are sent once: a server that starts later has no way to them.
+        names = (*file.server_names, "evaluator") if file.trainer.publish != "broadcast" else ()
+        servers = ServerSupervisor(
+            processes,
+            [spec for spec in specs if spec.name in names],
+            lambda words: events.write("process", words=words),
+        )
+
+        def supervise() -> None:
+            workers.supervise()
+            servers.supervise()
+
+        return supervise
+
+    def reserve(
+        self, file: RunFile, run_dir: RunDir, specs: list[ProcessSpec]
+    ) -> AbstractContextManager[None]:
+        if file.launch.on != "ray":
+            return nullcontext()
+        placed = list_placed(file)
+        return ray_run.reserve(run_dir.read_id(), [one for one in specs if one.name in placed])
+
+    def count_restarts(self, file: RunFile) -> int:
+        return file.launch.restart
 
     def get_logging(self, file: RunFile) -> LoggingConfig:
         return file.logging
 
     def release(self, file: RunFile, run_dir: RunDir) -> None:
-        if file.inference.servers and file.inference.engine != "stock_vllm":
-            token = file.inference.read_token(read_secret(run_dir))
-            leases = give_back_leases(file.inference.servers, token, run_dir.read_id())
+        run_dir.server_report.unlink(missing_ok=True)
+        servers = list(list_wanted(run_dir, file.inference.servers))
+        if servers and file.inference.engine != "stock_vllm":
+            token = file.inference.read_control_token()
+            leases = give_back_leases(servers, token, run_dir.read_id())
             # In a thread, for the event loop of a notebook is taken.
             with ThreadPoolExecutor(1) as pool:
                 pool.submit(asyncio.run, leases).result()

@@ -18,7 +18,8 @@ from typing import TYPE_CHECKING
 
 from sightline.config import AnyRun, TrainerConfig
 from sightline.errors import ConfigError
-from sightline.launch.processes import ProcessSpec, reserve_port
+from sightline.launch.process_spec import ProcessSpec
+from sightline.launch.processes import reserve_port
 from sightline.run import RunDir
 from sightline.transport.listen import is_loopback
 from sightline.wire.rank_messages import Rendezvous, rank_process_name

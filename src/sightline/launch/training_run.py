@@ -10,11 +10,13 @@ from __future__ import annotations
 
 import contextlib
 import os
+import shutil
 import signal
 import sys
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Generic
 
@@ -26,7 +28,7 @@ from sightline.config import (
     load_config,
     resolve_paths,
 )
-from sightline.errors import ProcessFailed, ResumeRefused
+from sightline.errors import ConfigError, ProcessFailed, ResumeRefused, SightlineError
 from sightline.launch.claim import (
     check_model_unchanged,
     claim_run_dir,
@@ -37,6 +39,7 @@ from sightline.launch.claim import (
 from sightline.launch.preflight import (
     Show,
     check_devices,
+    check_extras,
     check_store,
     resolve_model,
     say_nothing,
@@ -52,6 +55,7 @@ from sightline.launch.processes import (
     num_cores,
     watch_processes,
 )
+from sightline.launch.restarts import TrainerSupervisor
 from sightline.launch.torchrun import (
     TorchrunContext,
     build_local_specs,
@@ -103,6 +107,16 @@ class TrainingJob(ABC, Generic[AnyRun]):
         """What replaces processes that may be replaced; called again and again."""
         return lambda: None
 
+    def count_restarts(self, file: AnyRun) -> int:
+        """How often a trainer that ends is started again."""
+        return 0
+
+    def reserve(
+        self, file: AnyRun, run_dir: RunDir, specs: list[ProcessSpec]
+    ) -> AbstractContextManager[None]:
+        """Has room for the processes where they are to run, while it lasts."""
+        return contextlib.nullcontext()
+
     def get_logging(self, file: AnyRun) -> LoggingConfig:
         return LoggingConfig()
 
@@ -118,9 +132,15 @@ class TrainingJob(ABC, Generic[AnyRun]):
         """Says where the results are; `stopped_by` is empty for a run that reached its end."""
 
 
-def start_run(job: TrainingJob[AnyRun], file: AnyRun) -> RunDir:
-    """Runs `file` from its first step, in a directory of its own."""
+def start_run(
+    job: TrainingJob[AnyRun],
+    file: AnyRun,
+    on_recorded: Callable[[RunDir], object] = lambda run_dir: None,
+) -> RunDir:
+    """Runs `file` from its first step, in a directory of its own, of which `on_recorded` hears when
+    the run could be resumed."""
     context = find_context()
+    check_extras(file)
     check_devices(file)
     file = _resolve(job, resolve_model(file), context)
     file = resolve_paths(file)
@@ -128,12 +148,20 @@ def start_run(job: TrainingJob[AnyRun], file: AnyRun) -> RunDir:
     with contextlib.chdir("."):  # an environment that is asked for its name may go elsewhere
         job.check(file, run_dir)
     run_dir = claim_run_dir(str(run_dir.path), file.run.name)
-    with disk_errors(run_dir.path), lock_run_dir(run_dir):
-        return _run(job, file, run_dir, record_model_digests, context)
+    try:
+        with disk_errors(run_dir.path), lock_run_dir(run_dir):
+            return _run(job, file, run_dir, record_model_digests, context, on_recorded)
+    except (SightlineError, KeyboardInterrupt, SystemExit):
+        if not any(run_dir.logs.glob("*.log")):  # nothing was started
+            shutil.rmtree(run_dir.path, ignore_errors=True)
+        raise
 
 
-def resume_run(job: TrainingJob[AnyRun], path: Path, overrides: list[str]) -> RunDir:
-    """Goes on with a run that was stopped or killed, from its last checkpoint."""
+def resume_run(
+    job: TrainingJob[AnyRun], path: Path, overrides: Sequence[str], file: AnyRun | None = None
+) -> RunDir:
+    """Goes on with a run that was stopped or killed, from its last checkpoint; with the settings of
+    `file`, where it is given."""
     run_dir = RunDir(path.absolute())
     if not run_dir.config.is_file():
         raise ResumeRefused(f"{path} is no run directory", "name the folder that holds config.toml")
@@ -144,10 +172,13 @@ def resume_run(job: TrainingJob[AnyRun], path: Path, overrides: list[str]) -> Ru
         )
     old = load_config(job.file_kind, run_dir.config)
     new = load_config(job.file_kind, run_dir.config, overrides)
+    if file is not None:
+        new = resolve_paths(resolve_model(file))
     check_resume(old, new)
     if end := describe_end(status, new.run):
         print(end)
         return run_dir
+    check_extras(new)
     check_devices(new)
     new = resolve_paths(_resolve(job, new, context))
     with contextlib.chdir("."):
@@ -173,35 +204,24 @@ def _run(
     run_dir: RunDir,
     look_at_model: Callable[[RunDir, Path], None],
     context: TorchrunContext | None,
+    on_recorded: Callable[[RunDir], object] = lambda run_dir: None,
 ) -> RunDir:
-    check_store(Path(file.media.root or run_dir.media), file.media.max_gb)
+    check_store(file.media, run_dir.media)
     look_at_model(run_dir, Path(file.model.path))
     run_dir.make()
     make_secret(run_dir)
     write_atomic(run_dir.config, dump_checked_toml(file).encode())
+    on_recorded(run_dir)
     run_dir.summary.unlink(missing_ok=True)  # of the run as it was before this resume
     specs = []
     for spec in job.build_specs(file, run_dir):
-        is_trainer = spec.name == job.trainer
+        is_trainer = spec.name == job.trainer and not spec.host
         specs += build_local_specs(spec, file.trainer, run_dir, context) if is_trainer else [spec]
     threads = ", ".join(f"{spec.name} {spec.threads}" for spec in specs)
     print(f"threads on {num_cores()} cores: {threads}")
     events = EventLog(run_dir.metrics, "launcher")
     processes = Processes(run_dir, job.command)
-    replace_broken = job.build_supervisor(file, processes, specs, events)
-    ranks = [spec.name for spec in specs if spec.name.partition("-")[0] == job.trainer]
-    watchdog = TrainerWatchdog(processes, ranks, file.trainer.stall_timeout_s)
-
-    stopped = StoppedProcessWatch(
-        processes.list_pids, lambda words: events.write("process", words=words)
-    )
-
-    def supervise() -> None:
-        replace_broken()
-        watchdog.check()
-        stopped.check()
-        bound_logs(run_dir.logs)
-
+    supervise = _build_supervision(job, file, processes, specs, events, context)
     sinks = SinkProcess(
         job.get_logging(file), run_dir, lambda words: events.write("sink", words=words)
     )
@@ -210,7 +230,7 @@ def _run(
     try:
         # What is left where an earlier launcher was killed.
         kill_marked(run_dir.path, [spec.name for spec in specs])
-        with sinks, SignalCounter() as signals:
+        with job.reserve(file, run_dir, specs), sinks, SignalCounter() as signals:
             for spec in specs:
                 processes.start(spec)
             was_stopped = watch_processes(processes, job.leader, view.update, signals, supervise)
@@ -236,6 +256,46 @@ def _run(
     if failure is not None:
         raise failure
     return run_dir
+
+
+def _build_supervision(
+    job: TrainingJob[AnyRun],
+    file: AnyRun,
+    processes: Processes,
+    specs: list[ProcessSpec],
+    events: EventLog,
+    context: TorchrunContext | None,
+) -> Callable[[], None]:
+    """What looks after the processes while the run goes on; called again and again."""
+    replace_broken = job.build_supervisor(file, processes, specs, events)
+    ranks = [spec.name for spec in specs if spec.name.partition("-")[0] == job.trainer]
+    watchdog = TrainerWatchdog(processes, ranks, file.trainer.stall_timeout_s)
+    restarts = job.count_restarts(file)
+    if restarts and context is not None and context.size > 1:
+        raise ConfigError(
+            f"[launch] restart = {restarts} with ranks that torchrun started, which cannot be "
+            "started again one by one",
+            "set it to 0, and let torchrun start the run again with --resume",
+        )
+    trainer = TrainerSupervisor(
+        processes,
+        [spec for spec in specs if spec.name in ranks],
+        watchdog,
+        restarts,
+        lambda words: events.write("process", words=words),
+    )
+
+    stopped = StoppedProcessWatch(
+        processes.list_pids, lambda words: events.write("process", words=words)
+    )
+
+    def supervise() -> None:
+        replace_broken()
+        trainer.supervise()
+        stopped.check()
+        bound_logs(processes.run_dir.logs)
+
+    return supervise
 
 
 def run_as_follower(job: TrainingJob[AnyRun]) -> bool:

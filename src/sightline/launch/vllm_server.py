@@ -7,7 +7,9 @@ import os
 import shutil
 import subprocess
 import sys
+from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 from sightline.config.secret_refs import resolve_secret
 from sightline.errors import ConfigError
@@ -22,9 +24,10 @@ from sightline.inference.vllm_plugin import (
     WEIGHT_TRANSFER_BACKEND,
 )
 from sightline.launch.processes import build_environ, reserve_port
-from sightline.media import MediaStore
+from sightline.media import is_address
 from sightline.run.parent_death import die_with_parent
 from sightline.transport.http_server import check_address
+from sightline.transport.tls import check_tls
 
 GIBIBYTE = 2**30
 VERSION_CHECK = "from sightline.inference.vllm_plugin import check_version; check_version()"
@@ -65,11 +68,14 @@ def build_vllm_command(spec: ServerSpec, python: str) -> list[str]:
     path, inference = spec.model.path, spec.inference
     family = load_family(path, **spec.model.overrides())
     serving = load_serving(path, family, takes_updates=False)
-    renderer = load_renderer(path, MediaStore(spec.media_roots[0]), family)
+    is_on_cpu, dtype = runs_on_cpu(inference.device), spec.model.dtype
+    if is_on_cpu:
+        serving.check_cpu(family, dtype)
+    renderer = load_renderer(path, spec.open_store(), family)
     ours = {"spec": spec.model_dump(mode="json"), "banned": list(renderer.pad_token_ids)}
     words = [python, "-m", "vllm.entrypoints.openai.api_server"]
     words += ["--model", path, "--host", inference.host, "--port", str(inference.port)]
-    words += ["--dtype", spec.model.dtype, "--max-model-len", str(inference.max_model_len)]
+    words += ["--dtype", dtype, "--max-model-len", str(inference.max_model_len)]
     words += ["--max-num-seqs", str(inference.max_num_seqs)]
     words += ["--logprobs-mode", "processed_logprobs", "--generation-config", "vllm"]
     words += ["--limit-mm-per-prompt", json.dumps(serving.LIMIT_MM_PER_PROMPT)]
@@ -78,13 +84,40 @@ def build_vllm_command(spec: ServerSpec, python: str) -> list[str]:
     words += ["--middleware", MIDDLEWARE, "--logits-processors", LOGITS_PROCESSOR]
     words += ["--additional-config", json.dumps({CONFIG_KEY: ours})]
     words += ["--uvicorn-log-level", "warning", "--disable-fastapi-docs"]
+    words += serving.arguments(family)
+    if inference.tls_cert:
+        words += ["--ssl-certfile", inference.tls_cert, "--ssl-keyfile", inference.tls_key]
     if serving.HF_OVERRIDES:
-        words += ["--hf-overrides", json.dumps(serving.HF_OVERRIDES), "--load-format", LOAD_FORMAT]
+        words += ["--hf-overrides", json.dumps(serving.HF_OVERRIDES)]
+    if serving.MAPS_CHECKPOINT:
+        words += ["--load-format", LOAD_FORMAT]
     if not spec.enable_prefix_caching:
         words.append("--no-enable-prefix-caching")
-    if runs_on_cpu(inference.device):
+    if is_on_cpu:
         words += ["--enforce-eager", *serving.CPU_ARGUMENTS]
-    return words
+    words += ["--tensor-parallel-size", str(inference.tensor_parallel_size)]
+    words += ["--data-parallel-size", str(inference.data_parallel_size)]
+    if inference.gpu_memory_utilization:
+        words += ["--gpu-memory-utilization", str(inference.gpu_memory_utilization)]
+    return words + build_further_options(inference.vllm_args, words)
+
+
+def build_further_options(args: Mapping[str, Any], words: Sequence[str]) -> list[str]:
+    """`[inference] vllm_args` as words of the command; none that it has already."""
+    further: list[str] = []
+    for name, value in args.items():
+        option = f"--{name.replace('_', '-').lstrip('-')}"
+        if option in words or f"--no-{option[2:]}" in words:
+            raise ConfigError(
+                f"[inference] vllm_args has {name}, and Sightline sets {option}",
+                "remove it; a setting of [inference] or [model] may do what you want",
+            )
+        if isinstance(value, bool):
+            further.append(option if value else f"--no-{option[2:]}")
+        else:
+            text = json.dumps(value) if isinstance(value, dict | list) else str(value)
+            further += [option, text]
+    return further
 
 
 def has_gpu() -> bool:
@@ -98,6 +131,8 @@ def runs_on_cpu(device: str) -> bool:
 
 def build_vllm_environ(device: str, threads: int) -> dict[str, str]:
     given = build_environ(threads)
+    if runs_on_cpu(device):  # shards of a machine find one another there
+        given.setdefault("VLLM_HOST_IP", "127.0.0.1")
     # Compiling its sampler costs more than half a minute at the first request of a CPU.
     given.setdefault("TORCHDYNAMO_DISABLE", str(int(runs_on_cpu(device))))
     given.setdefault("VLLM_CPU_KVCACHE_SPACE", "1")
@@ -116,7 +151,7 @@ def exec_vllm(spec: ServerSpec, python: str) -> None:
 
     What watched for the parent's end in this program is gone then, so the kernel does.
     """
-    roots = tuple(root.absolute() for root in spec.media_roots)
+    roots = [one if is_address(one) else str(Path(one).absolute()) for one in spec.media_roots]
     given = {"weights": spec.weights, "weights_root": spec.weights_root}
     paths = {name: path.absolute() for name, path in given.items() if path is not None}
     spec = spec.replace(media_roots=roots, path=str(spec.model_path.absolute()), **paths)
@@ -133,5 +168,6 @@ def serve_vllm(spec: ServerSpec) -> None:
     """Serves with vLLM until SIGTERM or SIGINT. Refuses what cannot work before the model loads."""
     inference = spec.inference
     check_address(inference.host, inference.token, "--token")
+    check_tls(inference.tls_cert, inference.tls_key, inference.host)
     port = reserve_port(inference.host, inference.port, "port")
     exec_vllm(spec.replace(port=port), check_vllm_python(inference.python))

@@ -6,7 +6,8 @@
     leak      its memory is above the limit
 
 A worker that breaks costs the rollouts that it was playing. Its successor has the same name and
-tells the orchestrator so; the orchestrator counts what was lost.
+tells the orchestrator so; the orchestrator counts what was lost. One that breaks again and again is
+replaced after a growing pause, and in the end ends the run.
 """
 
 from __future__ import annotations
@@ -19,7 +20,10 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from sightline.config import RunFile
-from sightline.launch.processes import Processes, ProcessSpec
+from sightline.errors import ProcessFailed
+from sightline.launch.process_spec import ProcessSpec
+from sightline.launch.processes import Processes
+from sightline.launch.restarts import MAX_RESTARTS, RestartBudget
 from sightline.rollout.heartbeat import find_heartbeat
 
 ROLLOUTS_PER_WORKER = 128
@@ -29,6 +33,8 @@ SILENCE_TIMEOUT_S = 60.0
 """A thread that cannot run for so long has a process that is stopped, or that never lets go of
 the interpreter."""
 CHECK_EVERY_S = 1.0
+FIRST_PAUSE_S = 5.0
+"""Before a worker on another machine is started again."""
 
 
 def count_in_flight(config: RunFile) -> int:
@@ -72,13 +78,20 @@ class WorkerSupervisor:
 
     def __post_init__(self) -> None:
         self._last_check = 0.0
+        self._budgets = {spec.name: RestartBudget() for spec in self.specs}
+        self._why: dict[str, str] = {}
+        self._beats: dict[str, tuple[float, float]] = {}
+        """The time in each heartbeat, by the worker's clock, and when it came, by our own."""
         for spec in self.specs:
             self._heartbeat_file(spec).unlink(missing_ok=True)
 
     def supervise(self) -> None:
         now = time.monotonic()
         for spec in self.specs:
-            if (exit_code := self.processes.exit_code(spec.name)) is not None:
+            if self._budgets[spec.name].take_due():
+                self._start_successor(spec)
+            is_replaced = self._budgets[spec.name].due is not None
+            if (exit_code := self.processes.exit_code(spec.name)) is not None and not is_replaced:
                 self._replace_ended(spec, exit_code)
         if now - self._last_check < CHECK_EVERY_S:
             return
@@ -105,11 +118,14 @@ class WorkerSupervisor:
         heartbeat = find_heartbeat(self._heartbeat_file(spec))
         if heartbeat is None or heartbeat.told_to_quit:
             return ""
-        size = self.processes.resident_bytes(spec.name)
+        if self._beats.get(spec.name, (None,))[0] != heartbeat.time_s:
+            self._beats[spec.name] = heartbeat.time_s, now
+        silent_s = now - self._beats[spec.name][1]
+        size = 0 if spec.host else self.processes.resident_bytes(spec.name)
         if size > self.max_bytes:
             return f"leak: it held {size / 1e9:.2f} GB, its limit is {self.max_bytes / 1e9:.2f}"
-        if now - heartbeat.time_s > self.silence_timeout_s:
-            return f"hang: no heartbeat for {now - heartbeat.time_s:.0f} s"
+        if silent_s > self.silence_timeout_s:
+            return f"hang: no heartbeat for {silent_s:.0f} s"
         if heartbeat.time_s - heartbeat.loop_s > self.hang_timeout_s:
             return (
                 f"hang: its event loop stood still for {heartbeat.time_s - heartbeat.loop_s:.0f} s"
@@ -119,6 +135,25 @@ class WorkerSupervisor:
         return ""
 
     def _replace(self, spec: ProcessSpec, why: str) -> None:
+        """Replaces a worker that has ended, at once or, where its predecessors lasted no longer,
+        after a pause."""
+        # That one elsewhere was told to end is heard late, or where the run has ended too, never.
+        if not self._budgets[spec.name].plan(FIRST_PAUSE_S if spec.host else 0.0):
+            raise ProcessFailed(
+                f"{spec.name} was replaced {MAX_RESTARTS} times in a row, the last time for a "
+                f"{why}",
+                f"repair what breaks it (logs/{spec.name}.log), then go on with "
+                f"`{self.processes.resume_command}`",
+            )
+        self.processes.expect_restart([spec.name])
+        self._why[spec.name] = why
+        if self._budgets[spec.name].take_due():
+            self._start_successor(spec)
+
+    def _start_successor(self, spec: ProcessSpec) -> None:
+        why = self._why.pop(spec.name)
         self._heartbeat_file(spec).unlink(missing_ok=True)
-        self.processes.start(replace(spec, arguments=[*spec.arguments, "--replaces", why]))
+        # A shell elsewhere may read the words, of which a log has written some.
+        words = why.partition(":")[0] if spec.host else why
+        self.processes.start(replace(spec, arguments=[*spec.arguments, "--replaces", words]))
         self.on_lost(spec.name, why)

@@ -12,10 +12,13 @@ import errno
 import fcntl
 import hashlib
 import itertools
+import math
 import os
+import re
 import secrets
+import shutil
 import stat
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from pathlib import Path
 from typing import BinaryIO
@@ -23,9 +26,19 @@ from typing import BinaryIO
 import msgspec
 
 from sightline.errors import MediaCorrupt, MediaError
-from sightline.media.ref import check_digest, is_digest
+from sightline.media.ref import is_digest
+
+# How old the recorded last use may be before another use renews it: far below any age at which gc
+# removes, and rare enough to cost nothing.
+RENEW_AFTER_S = 600.0
+
+# A lease that nobody renewed for so long is that of a run whose processes were killed.
+LEASE_S = 1800.0
 
 LOCK_NAME = ".lock"
+LEASES_NAME = ".leases"
+BLOBS = "blobs"
+"""Where a store of images has the parts of files; a run's lease of its images is one of those."""
 TEMPORARY_PREFIX = ".tmp-"
 
 # Files looked at under one exclusive lock: writers wait for no more than these.
@@ -133,6 +146,50 @@ def read_disk_clock(root: Path) -> float:
     return lock.stat().st_mtime
 
 
+def renew_lease(root: Path, name: str) -> None:
+    """A file that holds when the run began, and was last written when it was known to go on."""
+    path = root / LEASES_NAME / check_lease_name(name)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    if (began := _read_lease(path)) is None:
+        path.touch()
+        began = path.stat().st_mtime
+    write_atomic(path, str(began).encode())
+
+
+def end_lease(root: Path, name: str) -> None:
+    (root / LEASES_NAME / check_lease_name(name)).unlink(missing_ok=True)
+
+
+def check_lease_name(name: str) -> str:
+    if not re.fullmatch(r"\w[\w.-]{0,200}", name, re.ASCII):
+        raise MediaError(f"not the name of a lease: {name[:80]!r}", "name it by the id of a run")
+    return name
+
+
+def _read_lease(path: Path) -> float | None:
+    try:
+        return float(path.read_text() or path.stat().st_mtime)
+    except FileNotFoundError:
+        return None
+
+
+def find_lease_start(leases: Iterable[tuple[float, float]], now: float) -> float:
+    """When the first run began that goes on, less the time for which a use may go unrecorded.
+
+    A lease is when its run began and when it was renewed, by the store's own clock, as `now` is.
+    """
+    began = (began for began, renewed in leases if now - renewed < LEASE_S)
+    return min(began, default=math.inf) - RENEW_AFTER_S
+
+
+def _iter_leases(root: Path) -> Iterator[tuple[float, float]]:
+    for folder in [root, root.parent] if root.name == BLOBS else [root]:
+        for path in (folder / LEASES_NAME).glob("[!.]*"):
+            with suppress(FileNotFoundError):
+                renewed = path.stat().st_mtime
+                yield _read_lease(path) or renewed, renewed
+
+
 def iter_files(root: Path) -> Iterator[os.DirEntry[str]]:
     """Every file in the two levels of directories below `root`, images and leftovers alike."""
     for first in _directories(root):
@@ -180,6 +237,18 @@ def _sync_directory(path: Path) -> None:
         os.fsync(fd)
     finally:
         os.close(fd)
+
+
+def remove_of_dead(folder: Path, prefix: str) -> None:
+    """Removes what processes of this machine have left that are gone: PREFIX, the id of a process,
+    and nothing or what follows a `_`."""
+    for path in folder.glob(f"{prefix}*"):
+        try:
+            os.kill(int(path.name.removeprefix(prefix).partition("_")[0]), 0)
+        except ProcessLookupError:
+            shutil.rmtree(path, ignore_errors=True)
+        except (ValueError, OverflowError, PermissionError):
+            continue  # not ours
 
 
 class VerifyReport(msgspec.Struct, frozen=True):
@@ -235,9 +304,6 @@ def gc(
     dry_run: bool,
     progress: Progress | None = None,
 ) -> GcReport:
-    # A set of refs or urls matches no file name, and would remove everything.
-    for digest in in_use:
-        check_digest(digest)
     if not root.is_dir():
         raise MediaError(f"no store at {root}", "name the directory of an existing store")
     removed: list[str] = []
@@ -246,17 +312,18 @@ def gc(
     while batch := list(itertools.islice(entries, _BATCH)):
         with lock_store(root, exclusive=True):
             now = read_disk_clock(root)
+            newest = min(now - min_age_s, find_lease_start(_iter_leases(root), now))
             for entry in batch:
                 try:
                     # Not entry.stat(), which may be from before the lock.
                     status = os.stat(entry.path)
                 except FileNotFoundError:
                     continue
-                age_s = now - status.st_mtime
                 is_temporary = entry.name.startswith(TEMPORARY_PREFIX)
                 is_image = is_image_file(entry)
                 is_used = is_image and entry.name in in_use
-                is_young = age_s < max(min_age_s, _TEMPORARY_MIN_AGE_S if is_temporary else 0)
+                spare_s = _TEMPORARY_MIN_AGE_S if is_temporary else 0.0
+                is_young = status.st_mtime > min(newest, now - spare_s)
                 num_in_use += is_used
                 num_young += is_image and is_young and not is_used
                 if is_young or is_used or not (is_image or is_temporary):

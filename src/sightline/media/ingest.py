@@ -22,7 +22,13 @@ from urllib.parse import unquote, urlsplit
 
 from cachetools import LRUCache
 
-from sightline.errors import ConfigError, MediaError, MediaRefused, MessageError
+from sightline.errors import (
+    ConfigError,
+    MediaError,
+    MediaMissing,
+    MediaRefused,
+    MessageError,
+)
 from sightline.media.fetch import HostResolver, fetch, resolve_host
 from sightline.media.ref import MediaRef, digest_of_url
 from sightline.media.store import MediaStore
@@ -138,7 +144,12 @@ class ImageIngestor:
             digest = digest_of_url(url)
         except MediaError as error:
             raise MessageError(error.problem, error.fix) from error
-        return self.store.get_ref(digest)
+        ref = self.store.get_ref(digest)
+        if not self.store.touch(digest):  # this machine has kept it, and no other could have it
+            raise MediaMissing(
+                f"image {digest[:12]} is no more in the store {self.store.places}", "put it again"
+            )
+        return ref
 
     def _from_file(self, url: str) -> MediaRef:
         try:

@@ -14,7 +14,7 @@ import shutil
 import stat
 import threading
 import time
-from collections.abc import Collection, Iterable, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator
 from contextlib import contextmanager, suppress
 from hashlib import sha256
 from pathlib import Path
@@ -31,15 +31,12 @@ from sightline.errors import (
     StoreFull,
 )
 from sightline.media import decode, files
+from sightline.media.files import RENEW_AFTER_S
 from sightline.media.header import ImageHeader, ImageLimits
 from sightline.media.ref import MediaRef, check_digest, verify_bytes
 
 if TYPE_CHECKING:
     from sightline.media.decode import Image
-
-# How old the recorded last use may be before a read renews it: far below any age at which gc
-# removes, and rare enough to cost nothing.
-RENEW_AFTER_S = 600.0
 
 # Free space that `check_room` keeps for everything else that a run writes beside its images.
 DEFAULT_RESERVE_BYTES = 1024**3
@@ -53,23 +50,28 @@ _MAX_REFS = 65_536
 
 
 class MediaStore:
-    """Images by digest.
+    """Images by digest, in a folder.
 
-    `put` and the reads look after `root`. `fallback_roots` are other stores that are only read:
-    a digest that `root` lacks is looked for there, in order.
+    `put` and the reads look after `root`. `fallback_roots` are other stores, or their folders, that
+    are only read: a digest that `root` lacks is looked for there, in order.
     """
+
+    root: Path | str
+    """The folder, or the address of a store that is elsewhere."""
 
     def __init__(
         self,
         root: str | Path,
-        fallback_roots: Iterable[str | Path] = (),
+        fallback_roots: Iterable[str | Path | MediaStore] = (),
         limits: ImageLimits = decode.DEFAULT_LIMITS,
         max_bytes: int | None = None,
         reserve_bytes: int = DEFAULT_RESERVE_BYTES,
     ) -> None:
         # Absolute: an environment may change the folder of its process.
-        self.root = Path(root).absolute()
-        self.fallback_roots = tuple(Path(fallback).absolute() for fallback in fallback_roots)
+        self.root = self._folder = Path(root).absolute()
+        self.fallbacks = tuple(
+            one if isinstance(one, MediaStore) else MediaStore(one) for one in fallback_roots
+        )
         self.limits = limits
         self.max_bytes = max_bytes
         self.reserve_bytes = reserve_bytes
@@ -79,12 +81,17 @@ class MediaStore:
         self._survey_lock = threading.Lock()
 
     def __repr__(self) -> str:
-        return f"MediaStore({str(self.root)!r})"
+        return f"{type(self).__name__}({str(self.root)!r})"
 
-    def __reduce__(self) -> tuple[type[MediaStore], tuple[object, ...]]:
+    def __reduce__(self) -> tuple[Callable[..., MediaStore], tuple[object, ...]]:
         # Worker processes get a store of their own on the same files.
-        settings = (self.fallback_roots, self.limits, self.max_bytes, self.reserve_bytes)
+        settings = (self.fallbacks, self.limits, self.max_bytes, self.reserve_bytes)
         return MediaStore, (self.root, *settings)
+
+    @property
+    def places(self) -> str:
+        """Every root that is searched, in words."""
+        return " or ".join(str(store.root) for store in (self, *self.fallbacks))
 
     # --- in
 
@@ -95,15 +102,22 @@ class MediaStore:
         """
         data = self._bytes_of(source)
         header = decode.inspect_image(data, self.limits)
+        return self._remember_ref(self.put_bytes(data), header, len(data))
+
+    def put_bytes(self, data: bytes) -> str:
+        """The digest of bytes of any kind, which the store holds from now on."""
+        self.limits.check_bytes(len(data))
         digest = sha256(data).hexdigest()
-        with self._disk_errors():
-            is_new = files.write(self.root, self.path(digest), data)
-        ref = self._remember_ref(digest, header, len(data))
-        if is_new:
+        if self._write(digest, data):
             with self._survey_lock:
                 if self._survey:
                     self._survey.add(len(data))
-        return ref
+        return digest
+
+    def _write(self, digest: str, data: bytes) -> bool:
+        """Have these bytes in the store, durably; True when they were not there before."""
+        with self._disk_errors():
+            return files.write(self._folder, self.path(digest), data)
 
     def _bytes_of(self, source: object) -> bytes:
         if isinstance(source, bytes | bytearray | memoryview):
@@ -138,6 +152,10 @@ class MediaStore:
         """The bytes that `ref` names, checked against its digest."""
         return self._read(ref.digest)
 
+    def get_bytes(self, digest: str) -> bytes:
+        """The bytes of a digest, checked against it."""
+        return self._read(digest)
+
     def image(self, ref: MediaRef) -> Image:
         """The picture in RGB, of the ref's size, by the rule in `decode`."""
         try:
@@ -171,7 +189,10 @@ class MediaStore:
     def has(self, ref: MediaRef | str) -> bool:
         digest = ref.digest if isinstance(ref, MediaRef) else ref
         check_digest(digest)
-        return any(files.is_regular(files.get_image_path(root, digest)) for root in self._roots)
+        return self._has(digest) or any(store._has(digest) for store in self.fallbacks)
+
+    def _has(self, digest: str) -> bool:
+        return files.is_regular(files.get_image_path(self._folder, digest))
 
     def touch(self, digest: str) -> bool:
         """Count this as a use of the image; False when no root holds it."""
@@ -184,63 +205,80 @@ class MediaStore:
             return self.has(digest)
         if not _is_stale(found.st_mtime):
             return True
-        return files.renew_last_use(self.root, path) or self.has(digest)
+        return files.renew_last_use(self._folder, path) or self.has(digest)
+
+    def prefetch(self, refs: Iterable[MediaRef]) -> None:
+        """Have these images at hand for the reads that follow; what cannot be had now is left to
+        those reads. A folder has nothing to do."""
 
     def path(self, digest: str) -> Path:
         """Where `root` keeps this digest, whether it is there or not."""
         check_digest(digest)
-        return files.get_image_path(self.root, digest)
+        return files.get_image_path(self._folder, digest)
 
     def digests(self) -> Iterator[str]:
         """Every digest in `root`."""
-        return (entry.name for entry in files.iter_files(self.root) if files.is_image_file(entry))
+        return (name for name, _ in self.iter_sizes())
 
-    @property
-    def _roots(self) -> tuple[Path, ...]:
-        return (self.root, *self.fallback_roots)
+    def iter_sizes(self) -> Iterator[tuple[str, int]]:
+        """Every digest in `root`, and its bytes."""
+        for entry in filter(files.is_image_file, files.iter_files(self._folder)):
+            with suppress(FileNotFoundError):
+                yield entry.name, entry.stat().st_size
 
     def _read(self, digest: str) -> bytes:
         check_digest(digest)
         damage: MediaError | None = None
-        for root in self._roots:
-            path = files.get_image_path(root, digest)
+        for store in (self, *self.fallbacks):
             try:
-                with files.open_image(path) as file:
-                    found = os.fstat(file.fileno())
-                    self.limits.check_bytes(found.st_size)
-                    data = verify_bytes(digest, file.read(found.st_size + 1))
-            except (FileNotFoundError, NotADirectoryError):
+                data = store._find(digest, renew=store is self)
+            except MediaError as error:
+                damage = damage or error
                 continue
-            except (MediaCorrupt, MediaRefused) as error:
-                damage = damage or type(error)(f"{error.problem}, in {path}", error.fix)
-                continue
-            except OSError as error:
-                fix = "let this user read the store, and check the disk under it"
-                unread = MediaError(f"cannot read {path}: {error.strerror}", fix)
-                unread.__cause__ = error  # by which a server knows that it may heal
-                damage = damage or unread
-                continue
-            if (
-                root is self.root
-                and _is_stale(found.st_mtime)
-                and not files.renew_last_use(root, path)
-            ):
-                continue  # gc removed it while it was read
-            return data
+            if data is not None:
+                return data
         if damage:
             raise damage
-        places = " or ".join(str(root) for root in self._roots)
         raise MediaMissing(
-            f"image {digest[:12]} is not in the store {places}",
+            f"image {digest[:12]} is not in the store {self.places}",
             "name the store that the image was put into ([media] root of a run, --media of a "
             "server), or put it again",
         )
+
+    def _find(self, digest: str, renew: bool) -> bytes | None:
+        """The bytes in `root`, checked; None when it has none. `renew` counts it as a use."""
+        path = files.get_image_path(self._folder, digest)
+        try:
+            with files.open_image(path) as file:
+                found = os.fstat(file.fileno())
+                self.limits.check_bytes(found.st_size)
+                data = verify_bytes(digest, file.read(found.st_size + 1))
+        except (FileNotFoundError, NotADirectoryError):
+            return None
+        except (MediaCorrupt, MediaRefused) as error:
+            raise type(error)(f"{error.problem}, in {path}", error.fix) from None
+        except OSError as error:  # the cause, by which a server knows that it may heal
+            fix = "let this user read the store, and check the disk under it"
+            raise MediaError(f"cannot read {path}: {error.strerror}", fix) from error
+        if renew and _is_stale(found.st_mtime) and not files.renew_last_use(self._folder, path):
+            return None  # gc removed it while it was read
+        return data
+
+    def remove(self, digest: str) -> None:
+        """Removes what nobody refers to any more, whatever its age; absent is as good."""
+        path = self.path(digest)
+        with self._disk_errors(), suppress(FileNotFoundError):
+            num_bytes = path.stat().st_size
+            path.unlink()
+            with self._survey_lock:
+                if self._survey:
+                    self._survey.add(-num_bytes, num_files=-1)
 
     # --- looking after it
 
     def verify(self, progress: files.Progress | None = None) -> files.VerifyReport:
         """Read every file of `root` and report the damaged ones; nothing is removed."""
-        return files.verify(self.root, progress)
+        return files.verify(self._folder, progress)
 
     def gc(
         self,
@@ -252,14 +290,36 @@ class MediaStore:
     ) -> files.GcReport:
         """Remove images of `root` that are not `in_use` and had no use for `min_age_s` seconds.
 
-        Images of a rollout in progress are in no file yet: while a run goes on, `min_age_s` must
-        be longer than its longest rollout.
+        Images of a rollout in progress are in no file yet: what was put or used since a run took
+        its lease stays until the lease ends.
         """
-        with self._disk_errors():
-            report = files.gc(self.root, in_use, min_age_s, dry_run=dry_run, progress=progress)
+        # A set of refs or urls matches no digest, and would remove everything.
+        for digest in in_use:
+            check_digest(digest)
+        report = self._gc(in_use, min_age_s, dry_run, progress)
         with self._survey_lock:
             self._survey = None
         return report
+
+    def _gc(
+        self,
+        in_use: Collection[str],
+        min_age_s: float,
+        dry_run: bool,
+        progress: files.Progress | None,
+    ) -> files.GcReport:
+        with self._disk_errors():
+            return files.gc(self._folder, in_use, min_age_s, dry_run=dry_run, progress=progress)
+
+    def renew_lease(self, name: str) -> None:
+        """Say that the run called `name` goes on. What was put or used since the first call stays
+        until `end_lease`, or until nobody has renewed the lease for half an hour."""
+        with self._disk_errors():
+            files.renew_lease(self._folder, name)
+
+    def end_lease(self, name: str) -> None:
+        with self._disk_errors():
+            files.end_lease(self._folder, name)
 
     def size_bytes(self) -> int:
         """Bytes of all images in `root`; cheap enough to ask at every step.
@@ -274,18 +334,20 @@ class MediaStore:
         """Number of images in `root`; as fresh as `size_bytes`."""
         return self._get_survey().num_files
 
-    def check_room(self, num_bytes: int = 0) -> None:
-        """Raise `StoreFull` if `num_bytes` more would be above `max_bytes`, or leave the disk with
-        less than the reserve."""
-        if self.max_bytes is not None and (size := self.size_bytes()) + num_bytes > self.max_bytes:
-            raise StoreFull(
-                f"the store {self.root} holds {size} bytes, its limit is {self.max_bytes}",
-                "free space with `sightline media gc`, or raise the limit: [media] max_gb of a "
-                "run, --max-media-gb of a server",
-            )
-        existing = next(
-            path for path in (self.root, *self.root.absolute().parents) if path.exists()
-        )
+    def check_room(self, num_bytes: int = 0, beside: Iterable[MediaStore] = ()) -> None:
+        """Raise `StoreFull` if `num_bytes` more would be above `max_bytes`, which also holds for
+        the stores `beside` this one, or leave the disk with less than the reserve."""
+        if self.max_bytes is not None:
+            size = sum(store.size_bytes() for store in (self, *beside))
+            if size + num_bytes > self.max_bytes:
+                raise StoreFull(
+                    f"the store {self.root} holds {size} bytes, its limit is {self.max_bytes}",
+                    "free space with `sightline media gc`, or raise the limit: [media] max_gb of "
+                    "a run, --max-media-gb of a server, --max-gb of a media service",
+                )
+        if isinstance(self.root, str):
+            return  # its disk, if it has one, is looked at where it is
+        existing = next(path for path in (self.root, *self.root.parents) if path.exists())
         if (free := shutil.disk_usage(existing).free) < self.reserve_bytes + num_bytes:
             raise StoreFull(
                 f"the disk under {self.root} has {free} bytes left, {self.reserve_bytes} are "
@@ -296,10 +358,12 @@ class MediaStore:
 
     def check_writable(self) -> None:
         """Raise `MediaError` unless images can be put here; makes the root if it is not there."""
-        probe = self.root / f"{files.TEMPORARY_PREFIX}probe-{os.getpid()}-{threading.get_ident()}"
+        probe = (
+            self._folder / f"{files.TEMPORARY_PREFIX}probe-{os.getpid()}-{threading.get_ident()}"
+        )
         with self._disk_errors():
-            self.root.mkdir(0o700, parents=True, exist_ok=True)
-            with files.lock_store(self.root):
+            self._folder.mkdir(0o700, parents=True, exist_ok=True)
+            with files.lock_store(self._folder):
                 probe.write_bytes(b"")
                 probe.unlink()
 
@@ -307,7 +371,7 @@ class MediaStore:
         survey = self._survey
         if survey is None or survey.is_old():
             # Outside the lock: it may take long, and put must not wait.
-            survey = _StoreSurvey(self.root)
+            survey = _StoreSurvey(self.iter_sizes())
             with self._survey_lock:
                 self._survey = survey
         return survey
@@ -334,19 +398,18 @@ def _is_stale(last_use: float) -> bool:
 
 
 class _StoreSurvey:
-    """How much the files of a root were, at one moment, plus what is added after it."""
+    """How much the images of a root were, at one moment, plus what is added after it."""
 
-    def __init__(self, root: Path) -> None:
+    def __init__(self, sizes: Iterator[tuple[str, int]]) -> None:
         began = time.monotonic()
         self.num_files = self.size_bytes = 0
-        for entry in filter(files.is_image_file, files.iter_files(root)):
-            with suppress(FileNotFoundError):
-                self.add(entry.stat().st_size)
+        for _, num_bytes in sizes:
+            self.add(num_bytes)
         self._taken_at = time.monotonic()
         self._took_s = self._taken_at - began
 
-    def add(self, num_bytes: int) -> None:
-        self.num_files += 1
+    def add(self, num_bytes: int, num_files: int = 1) -> None:
+        self.num_files += num_files
         self.size_bytes += num_bytes
 
     def is_old(self) -> bool:

@@ -13,6 +13,7 @@ the run's server nor its rollouts wait. The files of a version stay until it was
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -20,7 +21,6 @@ from sightline.orchestrator.best_checkpoint import BestCheckpoint
 from sightline.orchestrator.evaluator import Evaluator
 from sightline.orchestrator.policy_updater import PolicyUpdater
 from sightline.orchestrator.run_state import RunState
-from sightline.rollout.client import GenerateClient
 from sightline.run import EventLog
 from sightline.wire.control import PublishedWeights
 
@@ -32,7 +32,10 @@ class BackgroundEvaluator:
     best_checkpoint: BestCheckpoint
     run_state: RunState
     events: EventLog
-    client: GenerateClient
+    server: str
+    """Address of the server that evaluates."""
+    adopt: Callable[[str], Awaitable[None]]
+    """Takes the path of a manifest and returns when that server holds its weights."""
     every: int
     last_step: int
     """The last step is evaluated when the run has ended."""
@@ -79,8 +82,8 @@ class BackgroundEvaluator:
 
     async def _evaluate(self, published: PublishedWeights) -> None:
         step = published.version
-        await self.client.adopt(published.manifest)
-        measure = await self.evaluator.evaluate("step", step, server=self.client.base_url)
+        await self.adopt(published.manifest)
+        measure = await self.evaluator.evaluate("step", step, server=self.server)
         if measure is not None:
             await self.best_checkpoint.keep_if_best(step, measure, Path(published.manifest).parent)
         self.policy.pinned_versions.discard(step)

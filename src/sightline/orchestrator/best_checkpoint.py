@@ -12,15 +12,17 @@ import json
 import math
 import os
 import shutil
+import tempfile
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
+from sightline.media import MediaStore
 from sightline.orchestrator.run_state import RunState
 from sightline.wire.file import write_sums
-from sightline.wire.weights import is_transposed
+from sightline.wire.weights import MANIFEST, fetch_files, is_transposed, read_manifest
 
 WEIGHTS = "model.safetensors"
 
@@ -31,6 +33,8 @@ class BestCheckpoint:
     """The checkpoint folder that the run started from."""
     target: Path
     run_state: RunState
+    blobs: MediaStore | None = None
+    """Has the weights that are published there."""
 
     async def keep_if_best(self, step: int, measure: float, published: Path) -> None:
         """Keeps the weights in the folder of `step` unless an earlier step was as good."""
@@ -68,10 +72,16 @@ class BestCheckpoint:
         for file in self.source.iterdir():
             if file.is_file() and file.suffix != ".safetensors" and "index.json" not in file.name:
                 shutil.copy2(file, part / file.name)
-        weights, others = (
-            sorted(folder.glob("*.safetensors")) for folder in (published, self.source)
-        )
-        digest = merge_safetensors(weights, others, part / WEIGHTS)
+        with tempfile.TemporaryDirectory(dir=self.target.parent, prefix=".best-") as fetched:
+            if self.blobs is not None:
+                manifest = read_manifest(published / MANIFEST)
+                if manifest.is_in_store:
+                    fetch_files(manifest, self.blobs, Path(fetched))
+                    published = Path(fetched)
+            weights, others = (
+                sorted(folder.glob("*.safetensors")) for folder in (published, self.source)
+            )
+            digest = merge_safetensors(weights, others, part / WEIGHTS)
         write_sums(part, {WEIGHTS: digest})
         # A reader finds the old one, none for a moment, or the new one; never a part.
         shutil.rmtree(self.target, ignore_errors=True)

@@ -7,10 +7,13 @@ from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from msgspec import structs
+
 from sightline.algo.registry import load_advantage, load_credit, load_filters
 from sightline.algo.verdicts import GroupJudge
 from sightline.config import RunFile
 from sightline.media import MediaStore
+from sightline.media.stored_file import open_blobs
 from sightline.orchestrator.background_evaluator import BackgroundEvaluator
 from sightline.orchestrator.best_checkpoint import BestCheckpoint
 from sightline.orchestrator.dispatcher import RolloutDispatcher, SendControl
@@ -21,9 +24,13 @@ from sightline.orchestrator.published_policies import PublishedPolicies
 from sightline.orchestrator.reward_goal import RewardGoal
 from sightline.orchestrator.rollout_scheduler import RolloutScheduler
 from sightline.orchestrator.run_state import RunState
+from sightline.orchestrator.server_pool import ServerPool
 from sightline.orchestrator.step_metrics import StepMetrics
 from sightline.rollout.client import GenerateClient
+from sightline.rollout.stock_vllm_client import StockVLLMClient
 from sightline.run import EventLog, RunDir
+from sightline.run.rights import derive_control_token
+from sightline.run.server_changes import REMOVE, list_wanted
 from sightline.wire.control import BatchReady, PublishedWeights
 from sightline.wire.disk import check_disk_room
 
@@ -38,6 +45,8 @@ class OrchestratorComponents(LoopComponents):
 
     def publish(self, published: PublishedWeights) -> None:
         """Has the engines adopt a new version, and removes the batches that it covers."""
+        manifest = self.run_state.run_dir.path / published.manifest
+        published = structs.replace(published, manifest=str(manifest))
         self.policies.check_published(published, self.run_state.progress.step)
         if bad := int(published.metrics.get("bad_media") or 0):
             self.run_state.progress.bad_samples[str(published.version)] = bad
@@ -49,15 +58,61 @@ class OrchestratorComponents(LoopComponents):
 
 
 def open_best_checkpoint(
-    config: RunFile, run_dir: RunDir, run_state: RunState, events: EventLog
+    config: RunFile, run_dir: RunDir, run_state: RunState, events: EventLog, blobs: MediaStore
 ) -> BestCheckpoint:
     """The best checkpoint so far; one that is damaged is named and forgotten."""
-    best = BestCheckpoint(Path(config.model.path), run_dir.checkpoints / "best", run_state)
+    best = BestCheckpoint(Path(config.model.path), run_dir.checkpoints / "best", run_state, blobs)
     if problem := best.find_problem():
         print(f"refused: {problem}", file=sys.stderr, flush=True)
         events.write("checkpoint_refused", run_state.progress.best_step, problem=problem)
         best.forget()
     return best
+
+
+@dataclass(frozen=True)
+class ServerClients:
+    """Makes the clients of a run's servers."""
+
+    config: RunFile
+    store: MediaStore
+    secret: str
+    """The secret of the run, of which the tokens of servers that it starts are made."""
+
+    def build(self, url: str, is_own: bool) -> GenerateClient:
+        if is_own:
+            return GenerateClient(url, token=derive_control_token(self.secret))
+        token = self.config.inference.read_control_token()
+        if self.config.inference.engine == "stock_vllm":
+            return StockVLLMClient(url, token=token, store=self.store, banned_token_ids=())
+        return GenerateClient(url, token=token)
+
+
+def build_servers(
+    config: RunFile, run_dir: RunDir, events: EventLog, clients: ServerClients, urls: Sequence[str]
+) -> ServerPool:
+    """The servers that rollouts are sampled from."""
+    is_own = not config.inference.servers
+    wanted = list_wanted(run_dir, config.inference.servers)
+    return ServerPool(
+        run_dir.read_id(),
+        events,
+        [clients.build(url, is_own) for url in urls if url and wanted.get(url) != REMOVE],
+        # Servers that ran before the run hold whatever they hold, until they adopt its weights.
+        first_version=0 if is_own else UNKNOWN_VERSION,
+        outage_timeout_s=config.inference.outage_timeout_s,
+        joined_file=run_dir.heartbeat("server") if is_own else None,
+    )
+
+
+def build_evaluators(run_dir: RunDir, events: EventLog, client: GenerateClient) -> ServerPool:
+    """The server that evaluates while the run goes on."""
+    return ServerPool(
+        run_dir.read_id(),
+        events,
+        [client],
+        first_version=0,
+        joined_file=run_dir.heartbeat("evaluator"),
+    )
 
 
 def build(
@@ -69,10 +124,11 @@ def build(
     send: SendControl,
     announce: Callable[[BatchReady], Awaitable[None]],
     workers: list[str],
-    clients: Sequence[GenerateClient],
-    evaluator_client: GenerateClient | None,
+    servers: ServerPool,
+    evaluator_servers: ServerPool | None,
 ) -> OrchestratorComponents:
     settings = config.orchestrator
+    blobs = open_blobs(store.root, config.media.read_token(for_control=True))
     owns_servers = not config.inference.servers
     policies = PublishedPolicies(run_dir.read_id(), run_dir.weights, owns_servers)
     rollouts = RolloutScheduler(
@@ -89,20 +145,20 @@ def build(
         unjudged_groups=list(run_state.progress.open_groups),
         check_trace=policies.check_trace,
     )
-    # Servers that ran before the run hold whatever they hold, until they adopt its first weights.
-    first_version = 0 if owns_servers else UNKNOWN_VERSION
-    policy = PolicyUpdater([client.adopt for client in clients], run_dir.weights, first_version)
+    policy = PolicyUpdater([servers.adopt], run_dir.weights, blobs, servers.first_version)
     observer = StepMetrics(run_state, policy, store, events, rollouts, config.run.steps)
+    policy.on_adopted = observer.on_adopted
     evaluator = Evaluator(
         rollouts, run_state, events, run_dir, config.eval.tasks, config.eval.temperature
     )
     stop_at = config.run.stop_at
     goal = None if stop_at is None else RewardGoal(stop_at, evaluator, policy, run_state, events)
     background_evaluator = None
-    if evaluator_client is not None:
-        best_checkpoint = open_best_checkpoint(config, run_dir, run_state, events)
+    if evaluator_servers is not None:
+        best_checkpoint = open_best_checkpoint(config, run_dir, run_state, events, blobs)
         background_evaluator = BackgroundEvaluator(
-            evaluator, policy, best_checkpoint, run_state, events, evaluator_client,
+            evaluator, policy, best_checkpoint, run_state, events,
+            next(iter(evaluator_servers.servers)), evaluator_servers.adopt,
             config.eval.every, config.run.steps,
         )  # fmt: skip
 

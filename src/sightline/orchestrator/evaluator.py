@@ -44,14 +44,16 @@ class Evaluator:
         if not server:
             self.events.write("state", phase="evaluating")
         file = eval_key(name, step)
-        traces = await self._play_all(dict.fromkeys(range(self.tasks), ()), server)
+        traces = await self._play_all(dict.fromkeys(range(self.tasks), ()), step, server)
         self._write_traces(file, traces)
         played = list(traces)
         extra: dict[str, float] = {}
         if swap_images and any(map(_list_images, traces)):
             # Task i is shown the images of its neighbour, if that has shown any.
             shown = [_list_images(trace) for trace in (*traces[1:], traces[0])]
-            swapped = await self._play_all({i: images for i, images in enumerate(shown) if images})
+            swapped = await self._play_all(
+                {i: images for i, images in enumerate(shown) if images}, step
+            )
             self._write_traces(f"{file}_exchanged", swapped)
             played += swapped
             extra["swapped"] = EvalSummary(swapped).reward
@@ -71,12 +73,13 @@ class Evaluator:
         return summary.reward
 
     async def _play_all(
-        self, images: dict[int, tuple[MediaRef, ...]], server: str = ""
+        self, images: dict[int, tuple[MediaRef, ...]], step: int, server: str = ""
     ) -> list[Trace]:
-        """Plays each task, with the images that are to be shown in place of its own."""
+        """Plays each task on the version of `step`, with the images that are to be shown in place
+        of its own."""
         return await play_tasks(
             lambda task: self.rollouts.play_once(
-                task, EVAL_SPLIT, self.temperature, images[task], server
+                task, EVAL_SPLIT, self.temperature, images[task], server, step
             ),
             images,
             MAX_CONCURRENT_IN_BACKGROUND if server else MAX_CONCURRENT,

@@ -27,7 +27,7 @@ from sightline.algo.verdicts import (
     GroupVerdict,
     describe_failure,
 )
-from sightline.errors import MediaError, NoTrainableSamples
+from sightline.errors import MediaError, NoTrainableSamples, summarize_traceback
 from sightline.orchestrator.collection import StepCollection
 from sightline.orchestrator.policy_updater import PolicyUpdater
 from sightline.orchestrator.reward_goal import RewardGoal
@@ -174,7 +174,7 @@ def _check_dropped(
     if collection.num_dropped >= components.max_empty_batches * components.groups_per_step:
         trace, name = verdict.verdicts[-1]
         failed = name in (BROKEN, TRUNCATED)
-        why = describe_failure(trace).strip().splitlines()[-1] if failed else "see the filters"
+        why = summarize_traceback(describe_failure(trace)) if failed else "see the filters"
         raise NoTrainableSamples(
             f"step {step}: {collection.num_dropped} groups in a row were dropped, the last with "
             f"verdict {name!r}: {why}",
@@ -203,7 +203,7 @@ async def _wait_for_group(
     try:
         while True:
             num_groups = _count_startable_groups(components, step, collection)
-            await components.rollouts.start_groups(num_groups)
+            await components.rollouts.start_groups(num_groups, max(0, components.policy.version))
             adopted = asyncio.ensure_future(
                 components.policy.wait_for_version(components.policy.version + 1)
             )
@@ -228,6 +228,7 @@ def _count_startable_groups(
     # A step that waits for a fresh group needs one more even when its batch is full.
     wanted = max(missing, 1 if last_step >= step else 0)
     # More at once would not be sooner: two steps' groups would finish together, and the trainer
-    # would stand still and then have two batches to train.
+    # would stand still and then have two batches to train. With this bound steps are uneven by no
+    # more than twice what a version takes from its update to its use.
     at_once = components.groups_per_step * max(1, components.max_lag)
     return max(0, min(wanted, at_once) - components.rollouts.num_ahead)

@@ -69,7 +69,7 @@ class PublishedPolicies:
         if not 0 <= published.checkpoint_step <= version:
             raise self._refusal(published, f"its checkpoint is of step {published.checkpoint_step}")
         try:
-            path = resolve_manifest(published.manifest, self.weights)
+            path = resolve_manifest(str(self.weights.parent / published.manifest), self.weights)
             if path.name != MANIFEST or path.parents[1] != Path(os.path.realpath(self.weights)):
                 raise PolicyMismatch("its manifest is not in the folder of a version", "")
             found = read_manifest(path).policy

@@ -59,6 +59,8 @@ class RolloutScheduler:
         self._wires: dict[str, dict[str, int]] = {}
         self.trace_bytes = 0
         """The size of all traces that came from workers."""
+        self.waited_s = 0.0
+        """Seconds that somebody waited for a group to be finished."""
         self.workers_lost: Counter[str] = Counter()
         """Workers that were replaced, by what was wrong with them."""
 
@@ -73,7 +75,8 @@ class RolloutScheduler:
         started = [group.index for group in (*self._open.values(), *self._finished)]
         return sorted(started + self.unjudged_groups)
 
-    async def start_groups(self, num_groups: int) -> None:
+    async def start_groups(self, num_groups: int, min_version: int = 0) -> None:
+        """Starts groups that no version older than `min_version` samples."""
         for _ in range(num_groups):
             if self.unjudged_groups:
                 index = self.unjudged_groups.pop(0)
@@ -91,13 +94,16 @@ class RolloutScheduler:
                         split="train",
                         seed=derive_seed(self.seed, name),
                         temperature=self.temperature,
+                        min_version=min_version,
                     )
                 )
 
     async def wait_for_group(self) -> Group:
+        began = time.monotonic()
         while not self._finished:
             self._has_finished.clear()
             await self._has_finished.wait()
+        self.waited_s += time.monotonic() - began
         return self._finished.popleft()
 
     async def play_once(
@@ -107,9 +113,12 @@ class RolloutScheduler:
         temperature: float,
         swapped_images: tuple[MediaRef, ...] = (),
         server: str = "",
+        min_version: int = 0,
     ) -> Trace:
         """One rollout outside any group, for evaluation; at `server`, or the run's own."""
-        request = build_eval_request(task, split, self.seed, temperature, swapped_images, server)
+        request = build_eval_request(
+            task, split, self.seed, temperature, swapped_images, server, min_version
+        )
         future: asyncio.Future[Trace] = asyncio.get_running_loop().create_future()
         self._eval_futures[request.rollout_id] = future
         await self.dispatcher.submit(request)

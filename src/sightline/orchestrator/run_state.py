@@ -183,7 +183,7 @@ class RunState:
         self.progress.next_group = next_group
         self.progress.open_groups = open_groups
         self.save()
-        return BatchReady(batch.step, str(self.run_dir.batch(batch.step).resolve()), digest)
+        return BatchReady(batch.step, digest, data)
 
     def count_trace(self, trace: Trace) -> None:
         """Adds a trace that is on disk, or about to be, to the figures of the whole run."""
@@ -223,9 +223,9 @@ class RunState:
             if not path.is_file():
                 problem = f"{path} is gone, and the trainer's checkpoint is of step {step}"
                 raise ResumeRefused(problem, fix)
-            if digest_batch(path.read_bytes()) != digest:
+            if digest_batch(data := path.read_bytes()) != digest:
                 raise ResumeRefused(f"{path} is damaged: it is not the batch that was made", fix)
-            found.append(BatchReady(later, str(path.resolve()), digest))
+            found.append(BatchReady(later, digest, data))
         return found
 
     def remove_covered_batches(self, upto: int) -> None:

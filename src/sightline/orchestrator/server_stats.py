@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import json
+import math
 import time
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from pathlib import Path
+from typing import Any
 
 import aiohttp
 
@@ -17,67 +17,29 @@ from sightline.rollout.client import GenerateClient
 from sightline.run import EventLog
 
 POLL_EVERY_S = 2.0
+WRITTEN_TOTALS = (
+    "busy_seconds", "busy_prefill_seconds", "busy_decode_seconds", "busy_vision_seconds",
+    "busy_adopt_seconds", "steps", "computed_tokens", "cached_tokens", "sampled_tokens",
+    "images_encoded", "decode_steps", "decode_tokens", "decode_keys", "decode_seconds",
+)  # fmt: skip
+"""Counters that say what the time went into; an engine may lack some."""
 STATS_TIMEOUT_S = 10.0
-
-
-@dataclass
-class ServerHealthWatch:
-    """Tells a server that is gone, or stopped, from one that takes long over its answers: its event
-    loop answers /health, whatever the engine computes."""
-
-    clients: Sequence[GenerateClient]
-    events: EventLog
-    ask_every_s: float = 1.0
-    timeout_s: float = 2.0
-    """How long one answer may take."""
-    silent_after_s: float = 5.0
-    """How long there may be none before the server is named; two requests at least."""
-
-    async def keep_watching(self) -> None:
-        await asyncio.gather(*map(self._watch, self.clients))
-
-    async def _watch(self, client: GenerateClient) -> None:
-        await client.wait_reachable("/health")
-        num_missed, since, is_named = 0, 0.0, False
-        while True:
-            await asyncio.sleep(self.ask_every_s)
-            if not num_missed:
-                since = time.monotonic()
-            is_there = await self._is_answered(client)
-            num_missed = 0 if is_there else num_missed + 1
-            silent_s = time.monotonic() - since
-            if num_missed > 1 and silent_s >= self.silent_after_s and not is_named:
-                is_named = True
-                self._tell(
-                    f"{client.base_url} has not answered for {silent_s:.0f} s: the server is "
-                    "stopped or gone, or its machine cannot be reached; rollouts wait for it"
-                )
-            elif is_there and is_named:
-                is_named = False
-                self._tell(f"{client.base_url} answers again, after {silent_s:.0f} s")
-
-    async def _is_answered(self, client: GenerateClient) -> bool:
-        try:
-            await asyncio.wait_for(client.get("/health"), self.timeout_s)
-        except (OSError, aiohttp.ClientError):
-            return False
-        return True
-
-    def _tell(self, words: str) -> None:
-        self.events.write("process", words=words)
 
 
 @dataclass
 class ServerStatsPoller:
     """Notes when a server was busy, for the timeline, and the state of their caches."""
 
-    clients: Sequence[GenerateClient]
+    list_clients: Callable[[], Sequence[GenerateClient]]
+    """The clients of the servers that are there."""
     events: EventLog
     caches: dict[str, dict[str, float]]
     """Filled with what the servers tell of their caches, summed."""
-    heartbeat_file: Path | None = None
-    """Touched whenever the servers have answered."""
     since: float = field(default_factory=time.time)
+
+    def __post_init__(self) -> None:
+        self._ahead_s: dict[str, float] = {}
+        """How far the clock of each server is ahead of ours."""
 
     async def keep_polling(self) -> None:
         while True:
@@ -86,23 +48,41 @@ class ServerStatsPoller:
 
     async def poll(self) -> None:
         """Asks the servers once. One that does not answer is for others to name."""
-        with contextlib.suppress(OSError, ValueError, aiohttp.ClientError):
-            now = time.time()
-            path = f"/sightline/v1/stats?since={self.since}"
+        now = time.time()
+        answers = await asyncio.gather(*map(self._find_stats, self.list_clients()))
+        stats = [answer for answer in answers if answer is not None]
+        if not stats:
+            return
+        self.since = now
+        totals = _sum_counts([one.get("totals", {}) for one in stats])
+        now_held = _sum_counts([one.get("now", {}) for one in stats])
+        self.caches.update(summarize_caches(totals, now_held))
+        if busy := [span for one in stats for span in one.get("busy", ())]:
+            written = {name: totals[name] for name in WRITTEN_TOTALS if name in totals}
+            self.events.write("busy", intervals=sorted(busy), totals=written)
+
+    async def _find_stats(self, client: GenerateClient) -> dict[str, Any] | None:
+        """What a server tells since the last time, with its times by our own clock."""
+        url = client.base_url
+        try:
             async with asyncio.timeout(STATS_TIMEOUT_S):
-                answers = await asyncio.gather(*(client.get(path) for client in self.clients))
-            stats = [json.loads(answer) for answer in answers]
-            if self.heartbeat_file is not None:
-                self.heartbeat_file.touch()
-            self.since = now
-            self.caches.update(
-                summarize_caches(
-                    _sum_counts([one.get("totals", {}) for one in stats]),
-                    _sum_counts([one.get("now", {}) for one in stats]),
-                )
-            )
-            if busy := [span for one in stats for span in one.get("busy", ())]:
-                self.events.write("busy", intervals=sorted(busy))
+                if url not in self._ahead_s:
+                    await self._ask(client, math.inf)
+                ahead_s = self._ahead_s[url]
+                found = await self._ask(client, self.since + ahead_s)
+        except (OSError, ValueError, aiohttp.ClientError):
+            return None
+        if isinstance(found, dict):
+            busy = found.get("busy", ())
+            return {**found, "busy": [[time_s - ahead_s for time_s in span] for span in busy]}
+        return None
+
+    async def _ask(self, client: GenerateClient, since: float) -> Any:
+        found = json.loads(await client.get(f"/sightline/v1/stats?since={since}"))
+        now = time.time()
+        its_time = found.get("time", now) if isinstance(found, dict) else now
+        self._ahead_s[client.base_url] = its_time - now
+        return found
 
 
 def _sum_counts(counted: list[dict[str, float]]) -> dict[str, float]:

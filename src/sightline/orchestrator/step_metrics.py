@@ -30,6 +30,7 @@ class StepMetrics:
     """The server's caches, as it last told."""
     _recent_s: list[float] = field(default_factory=list)
     _began: float = field(default_factory=time.monotonic)
+    _waited_s: float = 0.0
 
     def start(self) -> None:
         """Begins the first step: what came before it is no part of its time."""
@@ -46,9 +47,13 @@ class StepMetrics:
                     detail=describe_failure(trace)[-2000:],
                 )
 
+    def on_adopted(self, version: int, seconds: float) -> None:
+        self.events.write("adopted", version, seconds=seconds)
+
     def on_step(self, step: int, collection: StepCollection) -> None:
         began, self._began = self._began, time.monotonic()
         seconds = self._began - began
+        waited_s, self._waited_s = self._waited_s, self.rollouts.waited_s
         broken = set(collection.ids_by_verdict.get(BROKEN, ()))
         rewards: defaultdict[str, list[float]] = defaultdict(list)
         parts: defaultdict[str, float] = defaultdict(float)
@@ -102,6 +107,7 @@ class StepMetrics:
             images_stored=self.store.count(),
             store_bytes=self.store.size_bytes(),
             seconds=seconds,
+            rollout_wait_s=self._waited_s - waited_s,
             seconds_total=self.run_state.progress.seconds,
             eta_s=(self.steps_total - step) * sum(self._recent_s) / len(self._recent_s),
             mismatch_kl=trained.get("mismatch_kl"),

@@ -25,8 +25,7 @@ def pack(
     """The micro-batches of a batch; `aggregation` says what a trained token weighs in its loss.
 
     The same samples give the same packs, in every process and after every restart. A sample that
-    is larger than `limit` gets a micro-batch of its own, and so does every sample of a family
-    that cannot pack.
+    is larger than `limit` gets a micro-batch of its own.
     """
     weights = aggregation(np.array([len(sample.trained) for sample in samples], dtype=np.int64))
     weight_of = {id(sample): float(w) for sample, w in zip(samples, weights, strict=True)}
@@ -34,15 +33,15 @@ def pack(
         units = build_units(samples, limit)
     else:
         units = [[PackRow(sample)] for sample in samples]
-    if family.packing.kind == "rows":
-        limit = PackSize(0, 0)
-    return [build_micro_batch(units, step, family, weight_of) for units in _fill_bins(units, limit)]
+    bins = _fill_bins(units, limit, pads=family.packing.kind == "rows")
+    return [build_micro_batch(members, step, family, weight_of) for members in bins]
 
 
-def _fill_bins(units: Sequence[PackUnit], limit: PackSize) -> list[list[PackUnit]]:
+def _fill_bins(units: Sequence[PackUnit], limit: PackSize, pads: bool) -> list[list[PackUnit]]:
     """First fit, longest first: few bins, and rows of like length beside one another.
 
-    Trees and single rows do not share a bin: rows alone need no mask.
+    Trees and single rows do not share a bin: rows alone need no mask. Where a forward pass `pads`,
+    a row takes as many tokens as the first of its bin.
     """
     costs = [measure_unit(unit) for unit in units]
     order = sorted(range(len(units)), key=lambda i: (-costs[i].tokens, i))
@@ -51,9 +50,11 @@ def _fill_bins(units: Sequence[PackUnit], limit: PackSize) -> list[list[PackUnit
         unit, cost = units[i], costs[i]
         bins = kinds.setdefault((unit[0].sample.temperature, len(unit) > 1), [])
         for place, (used, members) in enumerate(bins):
-            if (used + cost).fits(limit):
+            longest = used.tokens // len(members)
+            total = used + (PackSize(longest, cost.patches) if pads else cost)
+            if total.fits(limit):
                 members.append(unit)
-                bins[place] = (used + cost, members)
+                bins[place] = (total, members)
                 break
         else:
             bins.append((cost, [unit]))

@@ -18,7 +18,7 @@ from sightline.wire.sample import Sample
 
 MIN_SHARED_FRACTION = 0.25
 """A mask costs more than rows that are causal in themselves; a tree has to save so much first."""
-_IMAGE = 1 << 40
+_ITEM = 1 << 40
 _IN_SLOT = 1 << 20
 
 
@@ -62,17 +62,17 @@ def order_depth_first(samples: Sequence[Sample]) -> list[PackRow]:
 
 
 def _keys(samples: Sequence[Sample]) -> list[np.ndarray]:
-    """The tokens, with the pads of a slot told apart by their image and their place in it.
+    """The tokens, with the pads of a slot told apart by their item and their place in it.
 
     Big-endian: the order of the bytes is the order of the tokens.
     """
-    images: dict[str, int] = {}
+    items: dict[str, int] = {}
     keys = []
     for sample in samples:
         key = sample.token_ids.numpy().astype(">i8")
         for slot in sample.slots:
-            image = images.setdefault(sample.items[slot.item].key, len(images) + 1)
-            pads = image * _IMAGE + slot.length * _IN_SLOT + np.arange(slot.length)
+            number = items.setdefault(sample.items[slot.item].key, len(items) + 1)
+            pads = number * _ITEM + slot.length * _IN_SLOT + np.arange(slot.length)
             key[slot.offset : slot.end] = pads
         keys.append(key)
     return keys

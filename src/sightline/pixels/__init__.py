@@ -4,6 +4,8 @@ Decoding runs in a bounded pool, once per key however many ask at once; the cach
 bytes; a pixel digest names what was made. Failures are never cached.
 """
 
-from sightline.pixels.materialize import Materializer, PixelCacheStats, Pixels, pixel_digest
+from sightline.pixels.materialize import Materializer, PixelCacheStats
+from sightline.pixels.pixels import Pixels, pixel_digest
+from sightline.pixels.shared_patches import SharedPatches
 
-__all__ = ["Materializer", "PixelCacheStats", "Pixels", "pixel_digest"]
+__all__ = ["Materializer", "PixelCacheStats", "Pixels", "SharedPatches", "pixel_digest"]

@@ -2,37 +2,23 @@
 
 from __future__ import annotations
 
-import hashlib
 import threading
+from collections import deque
+from collections.abc import Iterable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
+from functools import cached_property
 
-import numpy as np
 from cachetools import LRUCache
 
+from sightline.errors import SightlineError
 from sightline.families import Family
 from sightline.media import MediaRef, MediaStore, decode
+from sightline.pixels.pixels import Pixels, pixel_digest
+from sightline.pixels.shared_patches import SharedPatches
 from sightline.wire import MediaItem
 
 WARM_TIMEOUT_S = 60.0
-
-
-@dataclass(frozen=True, slots=True)
-class Pixels:
-    """The patches of one image, and their name."""
-
-    patches: np.ndarray
-    """uint8 (patches, values), the repeated frame left out."""
-    digest: str
-
-
-def pixel_digest(item: MediaItem, patches: np.ndarray) -> str:
-    """BLAKE2b, 16 bytes, over fingerprint, grid and patches."""
-    digest = hashlib.blake2b(digest_size=16)
-    digest.update(item.fingerprint.encode())
-    digest.update(",".join(map(str, item.grid)).encode())
-    digest.update(np.ascontiguousarray(patches).data)
-    return digest.hexdigest()
 
 
 @dataclass
@@ -81,6 +67,8 @@ class Materializer:
     max_bytes: int
     threads: int = 1
     counts: PixelCacheStats = field(default_factory=PixelCacheStats)
+    shared: SharedPatches | None = None
+    """A cache that other processes use too, beside this one's own of `max_bytes`."""
 
     def __post_init__(self) -> None:
         self._pool = ThreadPoolExecutor(self.threads, thread_name_prefix="pixels")
@@ -98,16 +86,51 @@ class Materializer:
 
         def one() -> None:
             together.wait(WARM_TIMEOUT_S)  # a thread that was done could take a second turn
-            image = decode.warm_up()
-            if self.family.shows_images:
-                ref = MediaRef("0" * 64, "image/png", image.width, image.height, 1)
-                self.family.patches(image, self.family.item(ref))
+            _ = self._count_values()
 
         for started in [self._pool.submit(one) for _ in range(self.threads)]:
             started.result()
 
-    def submit(self, item: MediaItem) -> Future[Pixels]:
-        """The pixels of `item`, soon. The family's check of the item comes first."""
+    def _count_values(self) -> int:
+        """Bytes of a patch, from a small picture."""
+        image = decode.warm_up()
+        if not self.family.shows_images:
+            return 0
+        ref = MediaRef("0" * 64, "image/png", image.width, image.height, 1)
+        return int(self.family.patches(image, self.family.item(ref)).shape[1])
+
+    @cached_property
+    def patch_bytes(self) -> int:
+        return self._count_values()
+
+    def iterate(
+        self, items: Iterable[MediaItem], max_bytes: int, keep: bool = True
+    ) -> Iterator[tuple[MediaItem, Future[Pixels]]]:
+        """Every item with its flight, in their order; no more than `max_bytes` of them are under
+        way, or held, at once: one at least. An item that is refused is a flight that failed."""
+        ahead: deque[tuple[MediaItem, Future[Pixels]]] = deque()
+        held = 0
+        for item in items:
+            nbytes = item.num_patches * self.patch_bytes
+            while ahead and held + nbytes > max_bytes:
+                held -= ahead[0][0].num_patches * self.patch_bytes
+                yield ahead.popleft()
+            held += nbytes
+            try:
+                flight = self.submit(item, keep)
+            except SightlineError as error:
+                flight = Future()
+                flight.set_exception(error)
+            ahead.append((item, flight))
+            del flight  # what was taken from here is held by the taker alone
+        while ahead:
+            yield ahead.popleft()
+
+    def submit(self, item: MediaItem, keep: bool = True) -> Future[Pixels]:
+        """The pixels of `item`, soon. The family's check of the item comes first.
+
+        With `keep` they go into the cache, if they were not there.
+        """
         self.family.check_item(item)
         with self._lock:
             if (pixels := self._cache.get(item)) is not None:
@@ -118,7 +141,7 @@ class Materializer:
             if (flight := self._flights.get(item)) is not None:
                 self.counts.joined += 1
                 return flight
-            flight = self._pool.submit(self._make, item)
+            flight = self._pool.submit(self._make, item, keep)
             self._flights[item] = flight
         flight.add_done_callback(lambda _: self._finish_flight(item))
         return flight
@@ -129,7 +152,11 @@ class Materializer:
     def close(self) -> None:
         self._pool.shutdown(wait=False, cancel_futures=True)
 
-    def _make(self, item: MediaItem) -> Pixels:
+    def _make(self, item: MediaItem, keep: bool) -> Pixels:
+        if self.shared is not None and (found := self.shared.find(item)) is not None:
+            with self._lock:
+                self.counts.hits += 1
+            return found
         try:
             patches = self.family.patches(self.store.image(item.ref), item)
             pixels = Pixels(patches, pixel_digest(item, patches))
@@ -137,8 +164,14 @@ class Materializer:
             with self._lock:
                 self.counts.failed += 1
             raise
+        if keep and self.shared is not None:
+            self.shared.add(item, pixels)
         with self._lock:
             self.counts.made += 1
+            if not keep:
+                return pixels
+            if self.shared is not None:
+                self.counts.bytes_held = self.shared.bytes_held
             if patches.nbytes > self.max_bytes:
                 self.counts.oversized += self.max_bytes > 0
                 return pixels

@@ -78,7 +78,9 @@ class Renderer(Protocol):
         tools: Tools | None = None,
     ) -> Bridged | Refused: ...
 
-    def parse(self, completion_ids: Sequence[int]) -> AssistantMessage: ...
+    def parse(self, completion_ids: Sequence[int], tools: Tools | None = None) -> AssistantMessage:
+        """What a completion says; `tools` are those of its prompt."""
+        ...
 
     def decode(self, token_ids: Sequence[int]) -> str:
         """The text of ids, special tokens spelled out; for people."""

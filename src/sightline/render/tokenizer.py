@@ -40,6 +40,9 @@ class Tokenizer:
         self.vocab_size: int = self._full.get_vocab_size(with_added_tokens=True)
         self.max_token_chars: int = max(map(len, self._plain.get_vocab()), default=1)
         """Characters of the longest token, counted in bytes where tokens are made of bytes."""
+        added = self._full.get_added_tokens_decoder()
+        self.added_tokens: dict[str, int] = {token.content: i for i, token in added.items()}
+        """The ids of added tokens, by how they are spelled."""
 
     @staticmethod
     def count_chars(text: str, most: int) -> int:
@@ -57,6 +60,11 @@ class Tokenizer:
     def encode_marked(self, text: str) -> list[int]:
         """The ids of text with every added token that it spells. Never for text of a message."""
         return list(self._full.encode(text, add_special_tokens=False).ids)
+
+    def encode_with_starts(self, text: str) -> tuple[list[int], list[int]]:
+        """The ids of `text`, and for each the index of its first character."""
+        encoded = self._plain.encode(text, add_special_tokens=False)
+        return list(encoded.ids), [start for start, _ in encoded.offsets]
 
     def encode_with_boundary(self, text: str, seam: int) -> tuple[list[int], int]:
         """The ids of `text`, and how many of them hold a character before index `seam`."""

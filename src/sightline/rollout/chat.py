@@ -20,6 +20,7 @@ from sightline.render import Renderer, Tools
 from sightline.rollout.client import GenerateClient
 from sightline.rollout.model_chat import ModelChat
 from sightline.rollout.put_pool import unwrap_refs
+from sightline.rollout.router import RoutedClient
 from sightline.run.stages import Stage
 from sightline.trace import Node, PolicySpan, Turn
 from sightline.trace.node import ROOT
@@ -47,7 +48,7 @@ class RolloutChat(ModelChat):
     """One conversation. Its leaf is the last thing said; `ask` may move it to another branch."""
 
     renderer: Renderer
-    client: GenerateClient
+    client: GenerateClient | RoutedClient
     modality: str
     max_model_len: int = 0
     """Longest sequence that the server takes, prompt and answer; 0 is not known."""

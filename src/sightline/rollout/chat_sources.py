@@ -7,7 +7,6 @@ is the same for both.
 from __future__ import annotations
 
 import random
-import zlib
 from abc import ABC, abstractmethod
 from collections import Counter
 from collections.abc import Sequence
@@ -27,6 +26,7 @@ from sightline.rollout.interception_server import InterceptionServer
 from sightline.rollout.model_chat import AgentEndpoint, ModelChat
 from sightline.rollout.openai_chat import OpenAIChat, OpenAIClient
 from sightline.rollout.put_pool import PUT_THREADS, PendingPuts
+from sightline.rollout.router import ServerRouter
 from sightline.rollout.stock_vllm_client import StockVLLMClient
 from sightline.run.stages import Stage
 from sightline.trace import Trace
@@ -95,24 +95,28 @@ class PolicyChats(ChatSource):
 
     renderer: Renderer
     client: GenerateClient
+    """How the servers are spoken to."""
     modality: str
     servers: tuple[str, ...] = ()
-    """Addresses where there are several servers; `client` speaks to the first of them."""
+    """Addresses where there are several servers; `client` has the first of them."""
     max_model_len: int = 0
     """Longest sequence that the servers take, prompt and answer; 0 is not known."""
-    run_secret: str = field(default="", repr=False)
-    """Token of servers that are not among `servers`: those that the run starts beside them."""
+    added_token: str = field(default="", repr=False)
+    """Token of servers that a run is given while it goes on."""
+    own_token: str = field(default="", repr=False)
+    """Token of servers that the run starts beside `servers`."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
         self.interception = InterceptionServer(self._resolver)
-        self._clients = {self.client.base_url: self.client}
+        servers = self.servers or (self.client.base_url,)
+        self.router = ServerRouter(self.client, servers, self.added_token, self.own_token)
 
     def build(self, request: RolloutRequest, trace: Trace, stage: Stage) -> RolloutChat:
         return RolloutChat(
             **self._shared(request, trace, stage),
             renderer=self.renderer,
-            client=self._get_client(request),
+            client=self.router.open_client(request.rollout_id, request.min_version, request.server),
             modality=self.modality,
             max_model_len=self.max_model_len,
         )
@@ -128,24 +132,15 @@ class PolicyChats(ChatSource):
     @property
     def wire_counts(self) -> dict[str, int]:
         total: Counter[str] = Counter(asdict(self.interception.counts))
-        for client in self._clients.values():
+        for client in self.router.clients:
             total.update(asdict(client.counts))
         return dict(total)
 
     async def close(self) -> None:
         await self.interception.close()
-        for client in self._clients.values():
-            await client.close()
+        await self.router.close()
+        await self.client.close()
         await super().close()
-
-    def _get_client(self, request: RolloutRequest) -> GenerateClient:
-        """A rollout stays with one server, which keeps what it has computed of it."""
-        servers = self.servers or (self.client.base_url,)
-        server = request.server or servers[zlib.crc32(request.rollout_id.encode()) % len(servers)]
-        if server not in self._clients:
-            token = self.client.token if server in servers else self.run_secret
-            self._clients[server] = self.client.for_server(server, token)
-        return self._clients[server]
 
 
 @dataclass(kw_only=True)
@@ -171,7 +166,7 @@ class OpenAIChats(ChatSource):
 
 
 def build_policy_chats(
-    config: RunFile, servers: Sequence[str], store: MediaStore, run_secret: str = ""
+    config: RunFile, servers: Sequence[str], store: MediaStore, own_token: str = ""
 ) -> PolicyChats:
     """Chats as a run file describes them, for workers and for `sightline eval`."""
     model, media, inference = config.model, config.media, config.inference
@@ -181,7 +176,7 @@ def build_policy_chats(
         model.path, store, family, resolver, model.number_images, inference.max_model_len
     )
     known: dict[str, Any] = {
-        "token": inference.read_token(run_secret),
+        "token": inference.read_token(own_token),
         "vocab_size": renderer.vocab_size,
         "banned_token_ids": renderer.pad_token_ids,
         "max_model_len": inference.max_model_len,
@@ -201,5 +196,6 @@ def build_policy_chats(
         modality=family.modality,
         servers=tuple(servers),
         max_model_len=inference.max_model_len,
-        run_secret=run_secret,
+        added_token=inference.read_added_token(),
+        own_token=own_token,
     )

@@ -23,6 +23,7 @@ from sightline.wire.generate import (
     check_answer,
     decode_answer,
 )
+from sightline.wire.weights import read_manifest
 
 
 @dataclass
@@ -46,8 +47,9 @@ class GenerateClient(RetryingClient):
     """Shared by the clients of all servers: what they do on the event loop takes turns."""
 
     def for_server(self, base_url: str, token: str) -> Self:
-        """A client of another server, with counts of its own and this one's pacer."""
-        return replace(self, base_url=base_url, token=token, counts=RequestCounts())
+        """A client of one server among many, with counts of its own and this one's pacer. It asks
+        once: the next try may go elsewhere."""
+        return replace(self, base_url=base_url, token=token, max_tries=1, counts=RequestCounts())
 
     async def generate(self, request: GenerateRequest, turn: Stage = NO_STAGE) -> GenerateResponse:
         """`turn` is the stage that the request is a part of."""
@@ -79,8 +81,10 @@ class GenerateClient(RetryingClient):
 
     async def adopt(self, manifest: str) -> None:
         """Returns when the server samples from the weights that `manifest` lists."""
-        path = str(Path(manifest).absolute())  # the server may run in another folder
-        await self.request("POST", "/sightline/v1/adopt", msgspec.json.encode(AdoptRequest(path)))
+        path = Path(manifest).absolute()  # the server may run in another folder
+        content = read_manifest(path)
+        asked = AdoptRequest(str(path), content if content.is_in_store else None)
+        await self.request("POST", "/sightline/v1/adopt", msgspec.json.encode(asked))
 
     async def lease(self, run: str, seconds: float) -> None:
         """Lets `run` alone change the server's weights; raises where another may."""

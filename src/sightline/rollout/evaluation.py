@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from statistics import fmean
 from typing import Any, TypeVar
 
+from sightline.errors import summarize_traceback
 from sightline.media import MediaRef
 from sightline.run.confidence import confidence_interval
 from sightline.trace import Trace
@@ -44,6 +45,7 @@ def build_eval_request(
     temperature: float,
     swapped_images: tuple[MediaRef, ...] = (),
     server: str = "",
+    min_version: int = 0,
 ) -> RolloutRequest:
     """One rollout outside any group; `seed` is the run's, and the task draws its own from it."""
     rollout_id = f"{split}{'.exchanged' if swapped_images else ''}.{task}"
@@ -56,6 +58,7 @@ def build_eval_request(
         temperature=temperature,
         exchanged=swapped_images,
         server=server,
+        min_version=min_version,
     )
 
 
@@ -106,7 +109,7 @@ class EvalSummary:
         """The last line of what broke a rollout first, or else of what cut one short."""
         for text in (*(t.error for t in self.traces), *(t.limit for t in self.traces)):
             if text.strip():
-                return text.strip().splitlines()[-1]
+                return summarize_traceback(text)
         return ""
 
     @property

@@ -25,7 +25,7 @@ INTERVAL_S = 0.5
 
 
 class HeartbeatRecord(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """Times are of the machine's monotonic clock, which its processes share."""
+    """Times are of the worker's monotonic clock, and say nothing on another machine's."""
 
     time_s: float
     """When this was written."""

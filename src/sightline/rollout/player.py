@@ -17,6 +17,7 @@ from sightline.errors import (
     EnvironmentFailed,
     SightlineError,
     clean_text,
+    summarize_traceback,
 )
 from sightline.rollout.chat_sources import ChatSource
 from sightline.rollout.evaluation import open_trace
@@ -167,7 +168,7 @@ def _annotate_stage(stage: Stage, trace: Trace) -> None:
     if trace.error_kind:
         stage.note(error_kind=trace.error_kind)
     if trace.error:
-        stage.fail(trace.error.strip().splitlines()[-1])
+        stage.fail(summarize_traceback(trace.error))
 
 
 def _record_outcome(chat: ModelChat, outcome: Outcome) -> None:

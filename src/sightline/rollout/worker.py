@@ -1,26 +1,31 @@
 """A worker process: plays what the orchestrator asks for, many rollouts at a time.
 
-orchestrator --Play--> worker --generate--> server
-  worker waits for: plays, answers of the server    unblocked by: orchestrator, server
+orchestrator --Play--> worker --generate--> one of the servers
+  worker waits for: plays, answers of the servers    unblocked by: orchestrator, servers
 """
 
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import gc
+import math
+import socket
 import sys
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from sightline.config import RunFile
+from sightline.config import EnvConfig, RunFile
+from sightline.envs import Environment
 from sightline.envs.mix import build_environment
-from sightline.errors import EnvironmentFailed
-from sightline.media import MediaStore
+from sightline.errors import ConfigError, EnvironmentFailed
+from sightline.media import open_store
 from sightline.rollout.chat_sources import build_policy_chats
 from sightline.rollout.evaluation import open_trace
 from sightline.rollout.heartbeat import Heartbeat
 from sightline.rollout.player import RolloutPlayer
+from sightline.run.rights import Rights
 from sightline.run.stages import StageRecorder
 from sightline.trace import Trace, encode_trace
 from sightline.transport.zmq_channel import AsyncSpoke
@@ -28,11 +33,14 @@ from sightline.wire import control
 from sightline.wire.codec import get_release
 from sightline.wire.control import (
     CancelRollouts,
+    FileChange,
+    FileChanges,
     MemoryReport,
     ProcessReady,
     QuitRequest,
     RolloutRequest,
     RolloutResult,
+    ServerList,
 )
 
 MEMORY_REPORT_EVERY_S = 0.5
@@ -47,27 +55,45 @@ def tune_interpreter() -> None:
     gc.freeze()
 
 
+def build_environment_elsewhere(env: EnvConfig) -> Environment:
+    """The environment on a machine that has nothing of what lies beside the run file."""
+    try:
+        return build_environment(env)
+    except ConfigError as error:
+        if not isinstance(error.__cause__, ModuleNotFoundError):
+            raise
+        raise ConfigError(
+            f"{error.problem} on {socket.gethostname()}",
+            f"install it there for {sys.executable}, or name its folder in PYTHONPATH of what "
+            "starts processes there (`ray start`, the image of a pod): modules are not sent",
+        ) from error
+
+
 async def main(
     config: RunFile,
     name: str,
     hub: str,
     servers: Sequence[str],
-    media_root: Path,
+    media_root: Path | str,
     heartbeat_file: Path,
     after: str,
     stages: StageRecorder,
-    secret: str,
+    rights: Rights,
+    is_remote: bool = False,
 ) -> None:
-    """`after` says how the worker called `name` ended that this one replaces; `secret` is that of
-    the run."""
-    chats = build_policy_chats(config, servers, MediaStore(media_root), secret)
-    env = build_environment(config.env)
+    """`after` says how the worker called `name` ended that this one replaces; `is_remote`,
+    whether the launcher does not see its heartbeat file."""
+    store = open_store(media_root, **config.media.store_options())
+    chats = build_policy_chats(config, servers, store, rights.token)
+    # How long there may be no server is for the orchestrator to say, and it ends the run.
+    chats.router.template.deadline_s = math.inf
+    env = (build_environment_elsewhere if is_remote else build_environment)(config.env)
     player = RolloutPlayer(env, chats, config.rollout.timeout_s, stages=stages)
     tune_interpreter()
     running: dict[str, asyncio.Task[None]] = {}
     heartbeat = Heartbeat(heartbeat_file, player.threads.stuck_s)
     heartbeat.start()
-    spoke = AsyncSpoke(hub, name, secret)
+    spoke = AsyncSpoke(hub, name, rights.channel)
     hello = ProcessReady(name, after=after, release=get_release())
     await spoke.send(control.encode(hello))
     failed: asyncio.Future[None] = asyncio.get_running_loop().create_future()
@@ -89,7 +115,9 @@ async def main(
         finally:
             running.pop(request.rollout_id, None)
 
-    reporting = asyncio.create_task(_report_memory(player, spoke))
+    reporting = [asyncio.create_task(_report_memory(player, spoke))]
+    if is_remote:
+        reporting.append(asyncio.create_task(_keep_sending_heartbeat(heartbeat, spoke)))
     while True:
         received = asyncio.ensure_future(spoke.receive())
         either: set[asyncio.Future[Any]] = {received, failed}
@@ -100,18 +128,22 @@ async def main(
         match message:
             case RolloutRequest():
                 running[message.rollout_id] = asyncio.create_task(play(message))
+            case ServerList():
+                chats.router.update(message)
             case CancelRollouts():
                 for rollout_id in message.rollout_ids or tuple(running):
                     if (task := running.get(rollout_id)) is not None:
                         task.cancel()
             case QuitRequest():
                 break
-    ending = (reporting, *running.values())
+    ending = (*reporting, *running.values())
     for task in ending:
         task.cancel()
     heartbeat.stop()
     await asyncio.gather(*ending, return_exceptions=True)
     await player.close()
+    if is_remote:
+        await _send_heartbeat(heartbeat, spoke)
     spoke.close()
 
 
@@ -122,6 +154,19 @@ def _encode_trace(request: RolloutRequest, trace: Trace) -> bytes:
         problem = f"a text or a name of the environment cannot be written: {error}"
         kind = EnvironmentFailed.__name__
         return encode_trace(open_trace(request, error=problem, error_kind=kind))
+
+
+async def _keep_sending_heartbeat(heartbeat: Heartbeat, spoke: AsyncSpoke) -> None:
+    while True:
+        await asyncio.sleep(heartbeat.every_s)
+        await _send_heartbeat(heartbeat, spoke)
+
+
+async def _send_heartbeat(heartbeat: Heartbeat, spoke: AsyncSpoke) -> None:
+    """Has it in the run directory, where the launcher looks."""
+    with contextlib.suppress(FileNotFoundError):  # before the first
+        file = FileChange(f"logs/{heartbeat.path.name}", heartbeat.path.read_bytes())
+        await spoke.send(control.encode(FileChanges((file,))))
 
 
 async def _report_memory(player: RolloutPlayer, spoke: AsyncSpoke) -> None:

@@ -33,6 +33,7 @@ def leave_last_words(reserved: Path, target: Path, words: dict[str, str]) -> Non
     """Has the words at `target`, over bytes that the disk has given already, if it gave any."""
     data = json.dumps({key: text[:MAX_CHARS] for key, text in words.items()}).encode()
     with contextlib.suppress(OSError):
+        target.parent.mkdir(parents=True, exist_ok=True)
         with open(reserved, "r+b" if reserved.exists() else "wb") as file:
             file.write(data.ljust(MAX_BYTES))
         reserved.replace(target)

@@ -61,6 +61,10 @@ class RunDir:
     """The run's id: every version that it publishes carries it, before and after a resume."""
     lock = _Inside(".lock")
     """Held by the launcher for as long as the run goes on."""
+    servers = _Inside("servers.json")
+    """Servers that a person has added to the run, or taken from it."""
+    server_report = _Inside("logs/servers.json")
+    """How the servers of the run stand, while it goes on."""
     progress = _Inside("checkpoints/orchestrator.json")
     """The orchestrator's own state."""
 
@@ -88,6 +92,10 @@ class RunDir:
     def heartbeat(self, name: str) -> Path:
         """The file that a process touches for as long as it can run."""
         return self.logs / f"{name}.beat"
+
+    def server_address(self, name: str) -> Path:
+        """Where a server of the run that is on another machine says that it is."""
+        return self.logs / f"{name}.url"
 
     def error_file(self, name: str) -> Path:
         """The problem and the fix of a process that failed, which the launcher quotes."""

@@ -5,7 +5,7 @@
     ├── judge
     └── turn
         ├── render
-        └── generate              the request, its retries included
+        └── generate              a request; one more for each server that was tried
             └── serve             the server, which finds its parent in the request's headers
                 └── queue, materialize, prefill, decode: what its engine knows
 

@@ -2,8 +2,8 @@
 
 Programs keep histories in shapes of their own: they drop the reasoning, read the arguments of a
 call and write them anew, send null for a content beside calls, name calls by the ids that they
-were given. Each of these is still what the model sampled, so that the history goes on from the
-sampled tokens. Anything else is an edit, and forks.
+were given, give the assistant a name. Each of these is still what the model sampled, so that the
+history goes on from the sampled tokens. Anything else is an edit, and forks.
 """
 
 from __future__ import annotations
@@ -55,11 +55,11 @@ def _score_likeness(node: Node, message: Message) -> int:
     if recorded == message:
         return _SAME
     calls, sent = recorded.tool_calls, message.tool_calls
-    has_lost_content = bool(calls) and not message.content
+    has_lost_content = bool(calls) and not message.text
     if not (
         node.is_turn
         and message.role == "assistant"
-        and message.reasoning in (None, recorded.reasoning)
+        and (not message.reasoning or message.reasoning == recorded.reasoning)
         and (message.content == recorded.content or has_lost_content)
         and len(calls) == len(sent)
         and all(map(_is_same_call, calls, sent))

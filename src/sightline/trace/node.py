@@ -40,7 +40,7 @@ class PolicySpan(Span, frozen=True, forbid_unknown_fields=True, kw_only=True, om
     """Id of the run that published it; this and `digest` are empty in older traces, and for
     weights of no run."""
     digest: str = ""
-    """The first 16 hex digits of the weights' sha256."""
+    """The first 16 hex digits of the weights' digest."""
 
     @classmethod
     def of(cls, span: VersionSpan) -> PolicySpan:

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import msgspec
 
-from sightline.errors import Misaligned
+from sightline.errors import MessageError, Misaligned
 from sightline.message import Message
 from sightline.render import Refused, Renderer
 from sightline.render.protocol import Messages, Tools
@@ -128,7 +128,7 @@ class Trace(TraceGraph, kw_only=True, forbid_unknown_fields=True):
         tools: Tools | None,
     ) -> Turn:
         """The turn with messages `new` behind turn `last`; `history` is both, where known."""
-        toolset = "" if not tools else msgspec.json.encode(tools).decode()
+        toolset = _encode_tools(tools) if tools else ""
         refused = ""
         if last != ROOT:
             turn = self._bridge_turn(last, new, renderer, tools, toolset)
@@ -195,3 +195,10 @@ class Trace(TraceGraph, kw_only=True, forbid_unknown_fields=True):
     @property
     def newest_version(self) -> int | None:
         return max((version for version, _ in self.policies), default=None)
+
+
+def _encode_tools(tools: Tools) -> str:
+    try:
+        return msgspec.json.encode(tools).decode()
+    except (TypeError, UnicodeEncodeError) as error:
+        raise MessageError.at("tools", f"not JSON: {error}", "pass plain dicts") from None

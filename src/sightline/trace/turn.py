@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import math
 from collections.abc import Sequence
 from dataclasses import InitVar, dataclass
@@ -88,7 +89,8 @@ class Turn:
         reason = self._branch_point.refused or self._find_fork_reason(parent, resampled=not new)
 
         header = self.prompt_ids[self._stops[-1] if self._stops else self._branch_point.start :]
-        parsed = message if message is not None else self._renderer.parse(completion)
+        tools = json.loads(self._tools) if self._tools else None
+        parsed = message if message is not None else self._renderer.parse(completion, tools)
         node = Node(
             id=len(self._graph.nodes) + len(new),
             parent=new[-1].id if new else parent,
@@ -163,7 +165,7 @@ class Turn:
             f"trace {self._graph.id}: {len(self._new_messages)} new messages end at {stops} "
             f"in {len(self.prompt_ids)} tokens, of which those from {self._branch_point.start} on "
             f"are new; the last slot ends at {self.slots[-1].end if self.slots else None}",
-            "this is a bug of the renderer: one span a message, images inside, then the header "
+            "this is a bug of the renderer: one span a message, slots inside, then the header "
             "of the assistant's turn",
         )
 
@@ -188,7 +190,7 @@ class Turn:
         check_policy_spans(versions, len(completion), who)
         if pads := set(self._renderer.pad_token_ids).intersection(completion):
             raise Misaligned(
-                f"{who}: image pads {sorted(pads)} were sampled",
+                f"{who}: media pads {sorted(pads)} were sampled",
                 "the engine must mask the renderer's pad_token_ids out of its logits",
             )
 
@@ -207,11 +209,11 @@ class Turn:
                 self._check_digest(self.slots[i].item.ref.digest, digests[i], recorded)
         return known + digests[len(known) :]
 
-    def _check_digest(self, image: str, given: str | None, recorded: str | None) -> None:
+    def _check_digest(self, item: str, given: str | None, recorded: str | None) -> None:
         if None not in (given, recorded) and given != recorded:
             raise PixelMismatch(
-                f"trace {self._graph.id}: the engine now makes pixels {given} of image "
-                f"{image[:12]}, earlier {recorded}",
+                f"trace {self._graph.id}: the engine now makes pixels {given} of item "
+                f"{item[:12]}, earlier {recorded}",
                 "all engines of a run must have the same version of sightline and Pillow, and "
                 "the same processor settings",
             )

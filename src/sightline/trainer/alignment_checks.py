@@ -61,7 +61,7 @@ def check_patches(batch: MicroBatch, patches: UInt8[np.ndarray, "patches values"
 
 def check_features(batch: MicroBatch, num_features: int, family: Family) -> None:
     """Raises unless there are as many features as the slots of distinct images hold pads."""
-    wanted = sum(family.num_tokens(entry.item) for entry in batch.items)
+    wanted = sum(len(family.feature_offsets(entry.item)) for entry in batch.items)
     if num_features != wanted:
         raise Misaligned(
             f"{_describe_images(batch)}: {num_features} features for {wanted} visual tokens",
@@ -72,19 +72,20 @@ def check_features(batch: MicroBatch, num_features: int, family: Family) -> None
 def _check_slot(
     batch: MicroBatch, slot: Slot[int], family: Family, in_slot: Bool[np.ndarray, " tokens"]
 ) -> None:
-    """Marks the tokens of the slot, which is of an image, of its length, and alone there."""
+    """Marks the pads of the slot, which is of an image, of its length, and alone there."""
     if not 0 <= slot.item < len(batch.items):
         problem = f"a slot of image {slot.item}, of {len(batch.items)} images"
         raise _misaligned(batch, slot.offset, problem)
-    name, wanted = _describe_image(batch, slot), family.num_tokens(batch.items[slot.item].item)
+    item = batch.items[slot.item].item
+    name, wanted = _describe_image(batch, slot), family.num_tokens(item)
     if slot.length != wanted:
-        problem = f"{name} has a slot of {slot.length} tokens and {wanted} features"
+        problem = f"{name} has a slot of {slot.length} tokens and fills {wanted}"
         raise _misaligned(batch, slot.offset, problem)
     if slot.offset < 0 or slot.end > len(in_slot) or in_slot[slot.offset : slot.end].any():
         problem = f"{name} has a slot from {slot.offset} to {slot.end}"
         where = f"past the {len(in_slot)} tokens or over another's"
         raise _misaligned(batch, slot.offset, f"{problem}, {where}")
-    in_slot[slot.offset : slot.end] = True
+    in_slot[slot.offset + family.feature_offsets(item)] = True
 
 
 def _misaligned(batch: MicroBatch, at: int, problem: str) -> Misaligned:

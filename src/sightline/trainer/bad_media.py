@@ -13,12 +13,11 @@ from typing import Literal, TypeVar
 
 from sightline.errors import MediaError, Misaligned, PixelMismatch, PixelsUnproven, SightlineError
 from sightline.media import MediaStore
-from sightline.pixels import Pixels
 from sightline.wire import MediaItem
 from sightline.wire.sample import Batch, Sample
 
 BadMediaError = MediaError | Misaligned | PixelMismatch | PixelsUnproven
-MadePixels = Mapping[MediaItem, Pixels]
+PixelDigests = Mapping[MediaItem, str]
 MediaProblems = Mapping[MediaItem, BadMediaError]
 BadT = TypeVar("BadT", bound=SightlineError)
 
@@ -47,7 +46,7 @@ class BadMediaPolicy:
     def filter_samples(
         self,
         batch: Batch,
-        made: MadePixels,
+        digests: PixelDigests,
         problems: MediaProblems,
         store: MediaStore,
         lost: Sequence[DroppedSample] = (),
@@ -59,7 +58,7 @@ class BadMediaPolicy:
         kept: list[Sample] = []
         dropped = list(lost)
         for sample in batch.samples:
-            if (found := self._find_problem(sample, made, problems)) is None:
+            if (found := self._find_problem(sample, digests, problems)) is None:
                 kept.append(sample)
                 continue
             item, bare = found
@@ -79,15 +78,15 @@ class BadMediaPolicy:
         return kept, dropped
 
     def _find_problem(
-        self, sample: Sample, made: MadePixels, problems: MediaProblems
+        self, sample: Sample, digests: PixelDigests, problems: MediaProblems
     ) -> tuple[MediaItem, BadMediaError] | None:
         for item in sample.items:
             if item in problems:
                 return item, problems[item]
         shown = [(sample.items[slot.item], slot.pixel_digest) for slot in sample.slots]
         for item, seen in shown:
-            if seen is not None and seen != made[item].digest:
-                return item, build_pixel_mismatch(seen, made[item].digest)
+            if seen is not None and seen != digests[item]:
+                return item, build_pixel_mismatch(seen, digests[item])
         for item, seen in shown:
             if seen is None and not self.allows_unverified_pixels:
                 return item, PixelsUnproven(
@@ -104,9 +103,8 @@ def count_reasons(dropped: Sequence[DroppedSample]) -> dict[str, int]:
 
 def add_location(error: BadT, sample: str, step: int, item: MediaItem, store: MediaStore) -> BadT:
     """The error with what a reader needs to find the image: who wanted it, when, and where."""
-    roots = " and ".join(str(root) for root in (store.root, *store.fallback_roots))
     where = f"sample {sample} of step {step}, image {item.ref.digest[:12]}"
-    return type(error)(f"{where}: {error.problem} (searched: {roots})", error.fix)
+    return type(error)(f"{where}: {error.problem} (searched: {store.places})", error.fix)
 
 
 def build_pixel_mismatch(seen: str, made: str) -> PixelMismatch:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+import os
 import sys
 from collections.abc import Callable, Iterable
 from functools import partial
@@ -16,14 +18,19 @@ from sightline.algo.losses import supervised as supervised_loss
 from sightline.algo.registry import load_aggregation
 from sightline.compute.broadcast import Broadcaster
 from sightline.compute.feature_cache import FeatureCache
-from sightline.compute.model import MODEL_DTYPES, load_model, pick_device
+from sightline.compute.host_copy import HostCopy
+from sightline.compute.model import MODEL_DTYPES, limit_gpu_memory, load_model, pick_device
+from sightline.compute.shared_weights import SharedWeights
+from sightline.compute.weights import StorePublisher
 from sightline.config import LoraConfig, MediaConfig, ModelConfig, RunFile, SftFile, TrainerConfig
 from sightline.errors import ResumeRefused
 from sightline.families import Forward, load_family, load_renderer
-from sightline.families.device_copy import stack_pinned
-from sightline.media import MediaStore
+from sightline.families.device_copy import allocate_pinned
+from sightline.families.hub import resolve_checkpoint
+from sightline.media import MediaStore, open_store
+from sightline.media.stored_file import open_blobs
 from sightline.pack import PackSize
-from sightline.pixels import Materializer
+from sightline.pixels import Materializer, SharedPatches
 from sightline.run import EventLog, RunDir
 from sightline.trainer.background_task import BackgroundTask
 from sightline.trainer.bad_media import BadMediaPolicy
@@ -36,6 +43,7 @@ from sightline.trainer.learner import Learner
 from sightline.trainer.ledger import Ledger, read_ledger
 from sightline.trainer.loop import TrainerComponents
 from sightline.trainer.lora import NO_ADAPTERS, add_adapters, describe_adapter_base
+from sightline.trainer.micro_batch_pixels import MicroBatchPixels
 from sightline.trainer.optimizer import build_optimizer, freeze_vision
 from sightline.trainer.price import estimate_price
 from sightline.trainer.publish import AsyncPublisher
@@ -49,7 +57,13 @@ from sightline.trainer.ranks import (
 )
 from sightline.trainer.run_writer import RunWriter
 from sightline.trainer.sft import ConversationBatches, open_source
-from sightline.trainer.shard import join_process_group, shard_model
+from sightline.trainer.shard import (
+    all_gather_list,
+    identify_machine,
+    join_process_group,
+    shard_model,
+)
+from sightline.trainer.shard_load import load_shards
 from sightline.trainer.snapshot import restore
 from sightline.trainer.watchdog import LONG_LIMIT_S, StallWatchdog
 from sightline.wire.control import BatchReady, ControlMessage
@@ -83,9 +97,12 @@ def build_learner(
     is_mixed = master != model.dtype
     if ranks.size > 1 or is_mixed:
         join_process_group(ranks, device)
-    family = load_family(model.path, **model.overrides())
+    family = load_family(model.path, model.exact, **model.overrides())
     renderer = load_renderer(model.path, store, family)
-    forward = load_model(model.path, family, str(device), master)
+    # With several ranks none holds the whole model: each reads its rows once they are cut.
+    place = "meta" if ranks.size > 1 else str(device)
+    exact = (str(device), model.dtype) if model.exact else None
+    forward = load_model(model.path, family, place, master, exact)
     forward.model.train()
     if lora.rank:
         add_adapters(forward, lora, model.train_vision, seed)
@@ -94,7 +111,7 @@ def build_learner(
     wrap_blocks(forward, trainer.activation_checkpointing, trainer.compile_backend)
     reference = None
     if trainer.kl_coef > 0:
-        reference = load_model(model.path, family, str(device), model.dtype)
+        reference = load_model(model.path, family, place, model.dtype)
         reference.model.eval().requires_grad_(False)
     sharded = sharded_reference = None
     if ranks.size > 1 or is_mixed:
@@ -102,6 +119,9 @@ def build_learner(
         sharded = shard_model(forward, ranks.size, device, compute=compute)
     if ranks.size > 1 and reference is not None:
         sharded_reference = shard_model(reference, ranks.size, device, frozen=True)
+    for part in (sharded, sharded_reference):
+        if part is not None and ranks.size > 1:
+            load_shards(part, resolve_checkpoint(model.path, True), device)
     features, reference_features = _build_features(forward, reference, trainer, ranks)
     return Learner(
         forward=forward,
@@ -119,6 +139,7 @@ def build_learner(
         features=features,
         reference_features=reference_features,
         loss=supervised_loss if supervised else load_loss(trainer.loss, trainer.loss_args),
+        exact=model.exact,
     )
 
 
@@ -136,44 +157,66 @@ def _build_features(
 
 
 def build_preparer(
-    media: MediaConfig, learner: Learner, materializer: Materializer, sampled: bool = True
+    media: MediaConfig, learner: Learner, pixels: MicroBatchPixels, sampled: bool = True
 ) -> BatchPreparer:
     """`sampled` is false for conversations that no sampler saw: there is no digest to ask for."""
     trainer = learner.config
     return BatchPreparer(
         family=learner.family,
-        materializer=materializer,
+        materializer=pixels.materializer,
         limit=PackSize(trainer.micro_batch_tokens, trainer.micro_batch_patches),
         bad_media=BadMediaPolicy(
             media.on_bad_image, media.max_bad_fraction, media.allow_unverified_pixels or not sampled
         ),
         aggregation=load_aggregation(trainer.loss_aggregation, trainer.loss_aggregation_args),
         max_sequence_tokens=trainer.max_sequence_tokens,
-        stack=partial(stack_pinned, device=learner.device),
+        pixels=pixels,
     )
 
 
-def build_materializer(learner: Learner, store: MediaStore) -> Materializer:
-    """Pixels are made ahead of the step, by as many threads as the process may compute with."""
-    max_bytes = learner.config.pixel_cache_mb * MEGABYTE
-    return Materializer(learner.family, store, max_bytes, threads=torch.get_num_threads())
+def build_pixels(learner: Learner, store: MediaStore) -> MicroBatchPixels:
+    """What makes this rank's pixels, within its part of what the machine may hold of them.
+
+    Half is the cache, which the ranks of a machine share; of the other half each rank has as much
+    for its micro-batches and the images under way. As many threads make them as the process may
+    compute with. Every rank has to call it.
+    """
+    machines = all_gather_list([f"{identify_machine()} {os.getpid()}"], learner.ranks.size)
+    machine = machines[learner.ranks.rank].split()[0]
+    here = [int(one.split()[1]) for one in machines if one.split()[0] == machine]
+    half = learner.config.pixel_cache_mb * MEGABYTE // 2
+    shared = SharedPatches(half, owner=here[0]) if len(here) > 1 and half else None
+    materializer = Materializer(
+        learner.family,
+        store,
+        half if shared is None else 0,
+        threads=torch.get_num_threads(),
+        shared=shared,
+    )
+    return MicroBatchPixels(
+        materializer,
+        half // len(here) * 7 // 8,  # an eighth is for the images that rank 0 digests
+        allocate=partial(allocate_pinned, device=learner.device),
+        is_pinned=learner.device.type == "cuda",
+        keep=machines[0].split()[0] != machine,  # where rank 0 is, it has put them there
+    )
 
 
 def build_conversations(
     config: SftFile,
     learner: Learner,
-    materializer: Materializer,
+    pixels: MicroBatchPixels,
     done: int = 0,
     watchdog: StallWatchdog | None = None,
     stop: Event | None = None,
     run_dir: RunDir | None = None,
 ) -> ConversationBatches:
     """The batches of supervised training, from the step after `done`."""
-    store, model = materializer.store, config.model
+    store, model = pixels.materializer.store, config.model
     return ConversationBatches(
         open_source(config, store),
         load_renderer(model.path, store, learner.family, number_images=model.number_images),
-        build_preparer(config.media, learner, materializer, sampled=False),
+        build_preparer(config.media, learner, pixels, sampled=False),
         config,
         done,
         watchdog or StallWatchdog(),
@@ -188,6 +231,8 @@ class Orchestrator(NamedTuple):
     announcements: Callable[[], BatchReady | None]
     """Waits for the next batch to be announced; None where there are no more."""
     send: Callable[[ControlMessage], None]
+    send_checkpoints: Callable[[], None] = lambda: None
+    """Has new checkpoints in the run directory, where that is elsewhere."""
 
 
 def build(
@@ -205,7 +250,10 @@ def build(
     rank 0 of `rl`; `channel` joins the ranks, where there are several; `stop` ends a supervised
     run before its next step.
     """
-    store, trainer = MediaStore(Path(config.media.root or run_dir.media)), config.trainer
+    store = open_store(config.media.root or run_dir.media, **config.media.store_options())
+    trainer = config.trainer
+    if isinstance(config, RunFile):
+        _limit_memory(config, ranks)
     learner = build_learner(
         config.model, trainer, store, config.run.steps, ranks, isinstance(config, SftFile),
         config.lora, config.run.seed,
@@ -218,6 +266,11 @@ def build(
     if resume.path is not None:
         shards = open_shards(resume.path)
         restore(shards, learner.forward.model, learner.optimizer, ranks, resume.path)
+        if learner.device.type != "cpu":  # where versions are made again with the same bits
+            steps = itertools.takewhile(
+                lambda step: run_dir.batch(step).is_file(), itertools.count(resume.step + 2)
+            )
+            learner.replayed = range(resume.step + 2, max(steps, default=0) + 1)
     events = None
     if ranks.is_lead:
         events = EventLog(run_dir.metrics, "trainer")
@@ -242,6 +295,7 @@ def build(
             config.model.train_vision,
             channel.collect_files,
             BackgroundTask("checkpoint", watchdog=watch(), min_limit_s=LONG_LIMIT_S),
+            orchestrator.send_checkpoints if orchestrator is not None else lambda: None,
         ),
         source=Path(config.model.path),
         export_dir=run_dir.checkpoints / "final",
@@ -256,6 +310,14 @@ def build(
     return TrainerComponents(feed, learner, writer, learner.watchdog, resume.step)
 
 
+def _limit_memory(config: RunFile, ranks: RankInfo) -> None:
+    """Leaves the servers on this rank's GPU what is theirs."""
+    if share := config.get_trainer_memory_share(ranks.rank):
+        device = str(pick_rank_device(config.trainer.device, ranks))
+        if limit := limit_gpu_memory(device, share):
+            print(f"memory of {device}: {limit / 1e9:.1f} GB for this rank", file=sys.stderr)
+
+
 def _build_batches(
     config: RunFile | SftFile,
     run_dir: RunDir,
@@ -268,20 +330,17 @@ def _build_batches(
     stop: Event | None,
 ) -> Iterable[ReadyBatch]:
     """What this rank trains on, from the step after the checkpoint."""
-    materializer = build_materializer(learner, store)
-    learner.pixels = materializer.counts
+    pixels = build_pixels(learner, store)
+    learner.pixels = pixels.materializer.counts
     if isinstance(channel, FollowerChannel):
-        stack = partial(stack_pinned, device=learner.device)
-        return ShareReader(channel, materializer, learner.family.num_axes, stack, watchdog)
+        return ShareReader(channel, pixels, learner.family.num_axes)
     batches: Iterable[ReadyBatch]
     if isinstance(config, SftFile):
-        batches = build_conversations(
-            config, learner, materializer, resume.step, watchdog, stop, run_dir
-        )
+        batches = build_conversations(config, learner, pixels, resume.step, watchdog, stop, run_dir)
     else:
         assert orchestrator is not None
         _check_batches(resume, run_dir)
-        preparer = build_preparer(config.media, learner, materializer)
+        preparer = build_preparer(config.media, learner, pixels)
         announcements = orchestrator.announcements
         batches = AnnouncedBatches(announcements, preparer, resume.step + 1, watchdog)
     if isinstance(channel, LeadChannel):
@@ -315,11 +374,22 @@ def _add_publishing(
         writer.adapter = describe_adapter_base(writer.learner.forward.model, writer.dtype)
     if orchestrator is None:
         return
-    sends = config.trainer.publish != "files"
-    broadcaster = Broadcaster(config.trainer.address) if sends else None
-    run_dir = writer.run_dir
+    run_dir, media = writer.run_dir, config.media
+    on_cpu = "cpu" in (config.trainer.device, config.inference.device)
+    publish = config.resolve_publish(has_gpu=torch.cuda.is_available() and not on_cpu)
+    store = None
+    if publish == "store":
+        blobs = open_blobs(media.root or run_dir.media, media.read_token(for_control=True))
+        store = StorePublisher(blobs, config.trainer.compress_weights)
     check_history(run_dir.weights, step)
     writer.async_publisher = AsyncPublisher(
-        run_dir.weights, writer.dtype, task, broadcaster, writer.adapter, run_dir.read_id()
+        run_dir.weights,
+        writer.dtype,
+        task,
+        broadcaster=Broadcaster(config.trainer.address) if publish == "broadcast" else None,
+        store=store,
+        adapter=writer.adapter,
+        run=run_dir.read_id(),
+        copy=SharedWeights(run_dir.weights) if publish == "ipc" else HostCopy(),
     )
     writer.ledger, writer.send = Ledger(writer.run_dir.ledger, step), orchestrator.send

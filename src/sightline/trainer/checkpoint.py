@@ -169,13 +169,15 @@ class CheckpointSaver:
     collect_files: Callable[[int, WeightFile], list[WeightFile] | None] = NO_CHANNEL.collect_files
     """Hands over this rank's file of a step; rank 0 gets those of all ranks once they exist."""
     background_task: BackgroundTask = field(default_factory=lambda: BackgroundTask("checkpoint"))
+    on_complete: Callable[[], None] = lambda: None
+    """Called by the thread of rank 0 when a checkpoint is on the disk."""
 
     def save(self, step: int, model: nn.Module, optimizer: Optimizer, last: bool) -> None:
         """Begins the checkpoint of `step` if it is due; the last one is on the disk on return."""
         self.background_task.check()
         if step > self.step and (last or step % self.every == 0):
             self.background_task.wait()
-            snapshot = take_snapshot(model, optimizer, self.ranks)
+            snapshot = take_snapshot(model, optimizer, self.ranks, copy=not last)
             self.step = step
             self.background_task.start(f"checkpoint {step}", partial(self._write, step, snapshot))
         if last:
@@ -188,6 +190,7 @@ class CheckpointSaver:
         if (files := self.collect_files(step, file)) is not None:
             vision = step if self.train_vision else 0
             self.checkpoints.complete(CheckpointManifest(step, vision, files))
+            self.on_complete()
 
 
 def step_of(path: Path) -> int:

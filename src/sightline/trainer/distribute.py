@@ -1,26 +1,19 @@
 """A ready batch over ranks: rank 0 packs and hands out, every rank makes the pixels of its share.
 
 rank 0: ready batch k --assignments--> channel --assignment k--> rank r (own thread)
-  waits for: every rank to receive its share       rank r makes its pixels, one batch ahead
+  waits for: every rank to receive its share       rank r makes its pixels, a micro-batch ahead,
   unblocked by: the threads that listen            and compares them with rank 0's digests
 """
 
 from __future__ import annotations
 
-import time
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 
-import numpy as np
-
-from sightline.errors import MediaError, PixelMismatch
 from sightline.pack import CostModel, assign_to_ranks, build_empty_micro_batch
-from sightline.pixels import Materializer
-from sightline.trainer.bad_media import add_location, build_pixel_mismatch
-from sightline.trainer.feed import ReadyBatch, ReadyMicroBatch, StackPatches
+from sightline.trainer.feed import ReadyBatch, ReadyMicroBatch
+from sightline.trainer.micro_batch_pixels import MicroBatchPixels
 from sightline.trainer.ranks import FollowerChannel, LeadChannel
-from sightline.trainer.watchdog import StallWatchdog
-from sightline.wire.micro_batch import MicroBatch
 from sightline.wire.rank_messages import RankAssignment
 
 
@@ -58,7 +51,7 @@ class BatchDistributor:
             ]
         )
         axes = packs[0].positions.shape[0] if packs else 1
-        empty = ReadyMicroBatch(build_empty_micro_batch(ready.step, axes), None)
+        empty = ReadyMicroBatch(build_empty_micro_batch(ready.step, axes))
         mine = [
             replace(empty if at is None else ready.micro_batches[at], runs_tower=runs)
             for at, runs in zip(places[0], runs_tower, strict=True)
@@ -71,46 +64,22 @@ class ShareReader:
     """Iterates over a rank's ready shares, in step order, until rank 0 announces the end."""
 
     channel: FollowerChannel
-    materializer: Materializer
+    pixels: MicroBatchPixels
     num_axes: int
-    stack: StackPatches = np.concatenate
-    watchdog: StallWatchdog = field(default_factory=StallWatchdog)
-    """Watches the thread that iterates: the loop's own is idle while it waits for a share."""
 
     def __iter__(self) -> Iterator[ReadyBatch]:
-        for share in self.channel.shares():
-            self.watchdog.enter(f"preparing the share of step {share.step}")
-            ready = self._prepare(share)
-            self.watchdog.idle()
-            yield ready
+        return map(self._prepare, self.channel.shares())
 
     def _prepare(self, share: RankAssignment) -> ReadyBatch:
-        began = time.monotonic()
         empty = build_empty_micro_batch(share.step, self.num_axes)
         packs = [pack or empty for pack in share.micro_batches]
-        made = [
-            ReadyMicroBatch(pack, self._materialize(pack) if pack.items else None, runs)
-            for pack, runs in zip(packs, share.runs_tower, strict=True)
-        ]
         return ReadyBatch(
             step=share.step,
             digest=share.digest,
-            micro_batches=made,
-            materialize_s=time.monotonic() - began,
+            micro_batches=[
+                ReadyMicroBatch(pack, runs_tower=runs, pixels=self.pixels)
+                for pack, runs in zip(packs, share.runs_tower, strict=True)
+            ],
+            materialize_s=0.0,
             held_out=share.held_out,
         )
-
-    def _materialize(self, pack: MicroBatch) -> np.ndarray:
-        flights = [self.materializer.submit(entry.item) for entry in pack.items]
-        patches: list[np.ndarray] = []
-        for entry, flight in zip(pack.items, flights, strict=True):
-            try:
-                pixels = flight.result()
-                if entry.pixel_digest is not None and entry.pixel_digest != pixels.digest:
-                    raise build_pixel_mismatch(entry.pixel_digest, pixels.digest)
-            except (MediaError, PixelMismatch) as error:
-                # Rank 0 has made these pixels: what fails now stops all ranks.
-                store = self.materializer.store
-                raise add_location(error, entry.wanted_by, pack.step, entry.item, store) from error
-            patches.append(pixels.patches)
-        return self.stack(patches)

@@ -1,11 +1,13 @@
-"""Makes batches ready ahead of the loop: read, materialize, verify, pack.
+"""Makes batches ready ahead of the loop: read, verify, pack.
 
     orchestrator --announcement--> prefetcher (own thread) --ready batch--> loop
-      waits for: an announcement, then pixels        waits for: a ready batch
+      waits for: an announcement, then digests       waits for: a ready batch
       unblocked by: the orchestrator, the pool       unblocked by: the prefetcher
 
-Media are read and verified before packing, so that a bad image costs exactly the samples that
-show it and the packs are those of the batch without them.
+Every image is made and its digest compared before packing, so that a bad image costs exactly the
+samples that show it and the packs are those of the batch without them. A few are held at a time:
+of their pixels stays what the cache has room for, and the rank that trains on them has them made
+again (`micro_batch_pixels`).
 """
 
 from __future__ import annotations
@@ -15,9 +17,7 @@ import queue
 import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from concurrent.futures import Future
 from dataclasses import dataclass, field, replace
-from pathlib import Path
 
 import numpy as np
 from jaxtyping import Int, UInt8
@@ -27,40 +27,51 @@ from sightline.algo.aggregation import AggregationFunction, by_tokens
 from sightline.errors import MediaError, Misaligned, WireError
 from sightline.families import Family
 from sightline.pack import PackSize, pack, truncate
-from sightline.pixels import Materializer, Pixels
+from sightline.pixels import Materializer
 from sightline.trainer.bad_media import (
     BadMediaError,
     BadMediaPolicy,
     DroppedSample,
-    MadePixels,
     MediaProblems,
+    PixelDigests,
     add_location,
     count_reasons,
 )
+from sightline.trainer.micro_batch_pixels import MicroBatchPixels
 from sightline.trainer.watchdog import StallWatchdog
 from sightline.wire import MediaItem
 from sightline.wire.control import BatchReady
 from sightline.wire.micro_batch import MicroBatch
 from sightline.wire.sample import Batch, digest_batch
 
-StackPatches = Callable[[Sequence[np.ndarray]], np.ndarray]
-"""Copies the patches of a micro-batch's images one after the other into memory of its own."""
-
 
 @dataclass(frozen=True, slots=True)
 class ReadyMicroBatch:
     batch: MicroBatch
-    patches: UInt8[np.ndarray, "patches values"] | None
-    """Patches of the distinct images, in their order; None when there is none."""
+    made: UInt8[np.ndarray, "patches values"] | None = None
+    """Patches of the distinct images, in their order; None when there is none, or none yet."""
     runs_tower: bool = False
     """Whether some rank shows an image in this round: then this one goes through the tower too."""
     has_stored_pixels: bool = True
     """Whether the patches are those of the items; a probe exchanges them."""
+    pixels: MicroBatchPixels | None = None
+    """What makes the patches, where they are yet to be made."""
 
     @property
     def patch_starts(self) -> Int[np.ndarray, " starts"]:
-        """Where in `patches` each image begins; last, how many patches there are."""
+        """Where in `made` each image begins; last, how many patches there are."""
         return np.cumsum([0, *(entry.item.num_patches for entry in self.batch.items)])
+
+    @contextlib.contextmanager
+    def hold_pixels(self) -> Iterator[ReadyMicroBatch]:
+        """The micro-batch with its pixels, which count among those held until the end."""
+        if self.pixels is None or self.made is not None:
+            yield self
+            return
+        try:
+            yield replace(self, made=self.pixels.take(self.batch))
+        finally:
+            self.pixels.release(self.batch)
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,7 +80,7 @@ class ReadyBatch:
     digest: str
     micro_batches: list[ReadyMicroBatch]
     materialize_s: float
-    """Seconds that reading and making the pixels took."""
+    """Seconds that reading, making and digesting the images took, before packing."""
     num_samples: int = 0
     """Samples of the batch; this and the counts below are known to rank 0 alone."""
     num_slots: int = 0
@@ -91,6 +102,37 @@ class ReadyBatch:
     num_made: int = 0
     """Distinct images that were materialized for the batch; the others came from the cache."""
 
+    def start_pixels(self) -> None:
+        """Begins to make the pixels of the first micro-batch, if they take little room: the batch
+        before this one is computed meanwhile."""
+        for first in self.micro_batches[:1]:
+            if first.pixels is not None:
+                first.pixels.start(first.batch, max_fraction=1 / 3)
+
+    def with_pixels(self) -> ReadyBatch:
+        """The batch with all its pixels made, whatever memory they take."""
+        made = []
+        for one in self.micro_batches:
+            if one.made is None and one.pixels is not None and one.batch.items:
+                one = replace(one, made=one.pixels.stack(one.batch))
+            made.append(one)
+        return replace(self, micro_batches=made)
+
+    def iterate_with_pixels(self) -> Iterator[tuple[int, ReadyMicroBatch]]:
+        """The micro-batches with their pixels, counted from 1; those of the next are made
+        meanwhile. Whoever iterates gives one up before the next: no `enumerate`, which holds it."""
+        for number, ready in enumerate(self.micro_batches, start=1):
+            if ready.pixels is None or ready.made is not None:
+                yield number, ready
+                continue
+            made = ready.pixels.take(ready.batch)
+            for after in self.micro_batches[number : number + 1]:
+                if after.made is None:
+                    ready.pixels.start(after.batch)
+            yield number, replace(ready, made=made)
+            del made
+            ready.pixels.release(ready.batch)
+
     @property
     def bad(self) -> dict[str, int]:
         """Samples that bad media cost, by reason."""
@@ -106,7 +148,11 @@ class BatchPreparer:
     aggregation: AggregationFunction = by_tokens
     max_sequence_tokens: int = 0
     """Longest sample that trains uncut; 0 is any length."""
-    stack: StackPatches = np.concatenate
+    pixels: MicroBatchPixels | None = None
+    """What makes the pixels of this rank's micro-batches; by default in any memory."""
+
+    def __post_init__(self) -> None:
+        self.pixels = self.pixels or MicroBatchPixels(self.materializer)
 
     def prepare(self, batch: Batch, digest: str, lost: Sequence[DroppedSample] = ()) -> ReadyBatch:
         """`lost` are samples that bad media has already cost; they count with the others."""
@@ -116,15 +162,17 @@ class BatchPreparer:
             batch, truncated = Batch(batch.step, fitting), dict(counts)
         began = time.monotonic()
         made_before = self.materializer.counts.made
-        made, problems = self._materialize(batch)
+        digests, problems = self._digest_images(batch)
         store = self.materializer.store
-        kept, dropped = self.bad_media.filter_samples(batch, made, problems, store, lost)
+        kept, dropped = self.bad_media.filter_samples(batch, digests, problems, store, lost)
         spent = time.monotonic() - began
         packs = pack(kept, batch.step, self.family, self.limit, self.aggregation)
         return ReadyBatch(
             step=batch.step,
             digest=digest,
-            micro_batches=[_attach_pixels(packed, made, self.stack) for packed in packs],
+            micro_batches=[
+                ReadyMicroBatch(_add_digests(one, digests), pixels=self.pixels) for one in packs
+            ],
             materialize_s=spent,
             num_samples=len(kept),
             num_slots=sum(len(sample.slots) for sample in kept),
@@ -132,39 +180,36 @@ class BatchPreparer:
             dropped=dropped,
             truncated=truncated,
             num_unproven=sum(any(s.pixel_digest is None for s in one.slots) for one in kept),
-            num_made=self.materializer.counts.made - made_before,
+            # Those of the batch before, made again meanwhile, count with them.
+            num_made=min(self.materializer.counts.made - made_before, len(digests)),
         )
 
-    def _materialize(self, batch: Batch) -> tuple[MadePixels, MediaProblems]:
+    def _digest_images(self, batch: Batch) -> tuple[PixelDigests, MediaProblems]:
+        """The digests of all images; their pixels stay as far as the cache has room."""
         # By the whole item: one that lies about its image fails alone.
         wanted = {item: sample for sample in batch.samples for item in sample.items}
-        flights: dict[MediaItem, Future[Pixels]] = {}
-        made: dict[MediaItem, Pixels] = {}
+        digests: dict[MediaItem, str] = {}
         problems: dict[MediaItem, BadMediaError] = {}
-        for item in wanted:
+        self.materializer.store.prefetch(item.ref for item in wanted)
+        assert self.pixels is not None
+        for item, flight in self.materializer.iterate(wanted, self.pixels.image_bytes):
             try:
-                flights[item] = self.materializer.submit(item)
+                digests[item] = flight.result().digest
             except Misaligned as error:
                 problems[item] = error
-        for item, flight in flights.items():
-            try:
-                made[item] = flight.result()
             except MediaError as error:
                 if isinstance(error.__cause__, OSError):
                     # A disk that fails may heal; a replay would then train on other samples.
                     store, sample = self.materializer.store, wanted[item]
                     raise add_location(error, sample.trace_id, batch.step, item, store) from error
                 problems[item] = error
-        return made, problems
+        return digests, problems
 
 
-def _attach_pixels(packed: MicroBatch, made: MadePixels, stack: StackPatches) -> ReadyMicroBatch:
-    """With its pixels, and the digests that every other process has to come to."""
-    if not packed.items:
-        return ReadyMicroBatch(packed, None)
-    items = [replace_fields(e, pixel_digest=made[e.item].digest) for e in packed.items]
-    patches = stack([made[entry.item].patches for entry in items])
-    return ReadyMicroBatch(replace_fields(packed, items=items), patches)
+def _add_digests(packed: MicroBatch, digests: PixelDigests) -> MicroBatch:
+    """With the digests that every other process has to come to."""
+    items = [replace_fields(e, pixel_digest=digests[e.item]) for e in packed.items]
+    return replace_fields(packed, items=items)
 
 
 class BatchPrefetcher:
@@ -200,6 +245,7 @@ class BatchPrefetcher:
     def _run(self) -> None:
         try:
             for ready in self._batches:
+                ready.start_pixels()
                 self._ready.put(ready)
             self._ready.put(None)
         except BaseException as error:  # the loop raises it again, in the main thread
@@ -224,13 +270,12 @@ class AnnouncedBatches:
             yield ready
 
     def _read(self, announced: BatchReady) -> ReadyBatch:
-        data = Path(announced.path).read_bytes()
         problem = ""
         if announced.step != self.next_step:
             problem = f"batch of step {announced.step} announced, step {self.next_step} is next"
-        elif digest_batch(data) != announced.digest:
-            problem = f"{announced.path} is not the batch that was announced"
+        elif digest_batch(announced.data) != announced.digest:
+            problem = f"what came is not the batch of step {announced.step} that was announced"
         if problem:
             raise WireError(problem, "resume the run: `sightline rl --resume RUN`")
         self.next_step += 1
-        return self.preparer.prepare(Batch.from_bytes(data), announced.digest)
+        return self.preparer.prepare(Batch.from_bytes(announced.data), announced.digest)

@@ -15,8 +15,9 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
-from sightline.compute.attention import build_attention_pattern
-from sightline.compute.feature_cache import FeatureCache, ImageFeatures
+from sightline.compute.attention import AttentionPattern, build_attention_pattern
+from sightline.compute.attention_exact import ExactPattern
+from sightline.compute.feature_cache import FeatureCache, ItemFeatures
 from sightline.errors import FamilyError
 from sightline.families import Family, Forward
 from sightline.families.device_copy import copy_to_device
@@ -54,12 +55,14 @@ class FrozenTowerFeatures:
         missing = [place for place, found in enumerate(shown) if found is None]
         # Before the first of them: from then on every rank is in the tower's collectives.
         passes = max_over_ranks(len(missing), self.num_ranks) if ready.runs_tower else len(missing)
+        if missing:
+            assert ready.made is not None
+            patches = copy_to_device(ready.made, device)  # whole: see there
         for place in missing:
-            assert ready.patches is not None
             entry = items[place]
-            patches = copy_to_device(ready.patches[starts[place] : starts[place + 1]], device)
-            encoded = self.forward.encode(patches, [entry.item.grid])
-            shown[place] = features = ImageFeatures(encoded, entry.pixel_digest or "")
+            own = patches[starts[place] : starts[place + 1]]
+            encoded = self.forward.encode(own, [entry.item.grid])
+            shown[place] = features = ItemFeatures(encoded, entry.pixel_digest or "")
             if ready.has_stored_pixels:
                 self.cache.put(entry.item.key, features)
         for _ in range(passes - len(missing)):
@@ -82,20 +85,22 @@ def compute_hidden(
     family: Family,
     device: torch.device,
     frozen: FrozenTowerFeatures | None = None,
+    exact: bool = False,
 ) -> Float[Tensor, "trained hidden"]:
-    """The hidden states that predict the trained tokens.
+    """The hidden states that predict the trained tokens; `exact` for a model that was loaded so.
 
-    Each image is encoded once, or its features come from the cache of a `frozen` tower.
+    Each image is encoded once, or its features come from the cache of a `frozen` tower. Its pixels
+    have to be made.
     """
     batch = ready.batch
     token_ids = copy_to_device(batch.token_ids.numpy().astype(np.int64), device)[None]
     positions = copy_to_device(batch.positions.numpy().astype(np.int64), device)[:, None]
     features = places = encoded = blank = None
-    check_patches(batch, ready.patches)
+    check_patches(batch, ready.made)
     if frozen is not None:
         encoded = frozen.encode(ready, device)
-    elif ready.patches is not None:
-        patches = copy_to_device(ready.patches, device)
+    elif ready.made is not None:
+        patches = copy_to_device(ready.made, device)
         encoded = forward.encode(patches, [entry.item.grid for entry in batch.items])
     elif ready.runs_tower:
         blank = encode_blank(forward, device)
@@ -105,7 +110,12 @@ def compute_hidden(
         features = encoded[copy_to_device(index, device)]
         places = copy_to_device(where, device)
     dtype = next(forward.model.parameters()).dtype
-    pattern = build_attention_pattern(batch.subtree_end.numpy(), device, dtype)
+    pattern: AttentionPattern
+    if exact:  # which packs no trees
+        ends = np.unique(batch.subtree_end.numpy())
+        pattern = ExactPattern(np.diff(ends, prepend=0).tolist(), device, dtype)
+    else:
+        pattern = build_attention_pattern(batch.subtree_end.numpy(), device, dtype)
     hidden = forward.hidden(token_ids, positions, features, places, pattern)[0]
     if blank is not None:
         hidden = hidden + 0.0 * blank.to(hidden.dtype)
@@ -117,9 +127,9 @@ def _locate_features(
     batch: MicroBatch, family: Family
 ) -> tuple[Int[np.ndarray, " visual"], Int[np.ndarray, " visual"]]:
     """For each visual token of the pack the row of its feature, and its place, ascending."""
-    counts = [family.num_tokens(entry.item) for entry in batch.items]
-    firsts = np.cumsum([0, *counts])
+    offsets = [family.feature_offsets(entry.item) for entry in batch.items]
+    firsts = np.cumsum([0, *map(len, offsets)])
     slots = sorted(batch.slots, key=lambda slot: slot.offset)
-    index = np.concatenate([firsts[s.item] + np.arange(s.length) for s in slots])
-    where = np.concatenate([s.offset + np.arange(s.length) for s in slots])
+    index = np.concatenate([firsts[s.item] + np.arange(len(offsets[s.item])) for s in slots])
+    where = np.concatenate([s.offset + offsets[s.item] for s in slots])
     return index.astype(np.int64), where.astype(np.int64)

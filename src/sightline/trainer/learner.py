@@ -14,9 +14,9 @@ from torch import Tensor
 from torch.distributed.fsdp import FSDPModule
 
 from sightline.algo.losses import LossFunction, LossInputs, mismatch_kl
-from sightline.compute.logprobs import chosen_logprobs
+from sightline.compute.logprobs import Temperature, chosen_logprobs
 from sightline.config import TrainerConfig
-from sightline.errors import TrainingDiverged
+from sightline.errors import ProcessFailed, TrainingDiverged
 from sightline.families import Family, Forward
 from sightline.families.device_copy import copy_to_device
 from sightline.pixels import PixelCacheStats
@@ -40,6 +40,7 @@ from sightline.trainer.step_result import (
     StepResult,
     StepTimer,
     build_step_scores,
+    check_same_bits,
     copy_to_host,
     sum_cache_figures,
 )
@@ -82,6 +83,10 @@ class Learner:
     watchdog: StallWatchdog = field(default_factory=StallWatchdog)
     diagnostics_every: int = 0
     """Steps between two measurements of whether the model uses its images; 0 is never."""
+    exact: bool = False
+    """Whether logprobs have the bits of the sampler's (`[model] exact`)."""
+    replayed: range = range(0)
+    """Steps whose batches a version may have sampled that was made again with other bits."""
     banned: Int[Tensor, " ids"] = field(init=False)
     """Token ids that no logprob is given to."""
 
@@ -103,13 +108,18 @@ class Learner:
         compiled = count_compiled_graphs() if self.config.compile_backend else 0
         self.optimizer.zero_grad(set_to_none=True)
         step_timer = StepTimer(self.device)
-        for number, micro_batch in enumerate(ready.micro_batches, start=1):
+        self.watchdog.enter(f"the first pixels of step {ready.step}")
+        for number, micro_batch in ready.iterate_with_pixels():
             self.watchdog.enter(f"micro-batch {number} of step {ready.step}")
             check_micro_batch(micro_batch.batch, self.family, self.pad_ids, self.vocab_size)
             metric_sums.count("all_tokens", len(micro_batch.batch.token_ids))
             if len(micro_batch.batch.trained) or self.ranks.size > 1:
-                logprobs = self.backward(micro_batch, ready.step, metric_sums, step_timer)
+                try:
+                    logprobs = self.backward(micro_batch, ready.step, metric_sums, step_timer)
+                except torch.OutOfMemoryError as error:
+                    raise self._build_memory_error(micro_batch.batch, ready.step, error) from error
                 scored.append((micro_batch.batch, logprobs))
+            del micro_batch  # and its pixels, before others are made
         found = self._probe(ready)
         if found is not None:
             step_timer.end("probe")
@@ -118,6 +128,8 @@ class Learner:
         step_timer.end("optimizer")
         # The first time in the step that the host waits for the device.
         sums, logprobs_of = metric_sums.read(), copy_to_host(scored)
+        if self.exact and ready.step not in self.replayed:
+            check_same_bits(ready.step, logprobs_of)
         metrics = self._check_finite(ready, sums)
         metrics["compilations"] = (
             count_compiled_graphs() - compiled if self.config.compile_backend else None
@@ -130,6 +142,20 @@ class Learner:
             step_timer,
             found,
             sum_cache_figures([caches for _, caches in everyone]),
+        )
+
+    def _build_memory_error(
+        self, batch: MicroBatch, step: int, error: torch.OutOfMemoryError
+    ) -> ProcessFailed:
+        fixes = ["lower [trainer] micro_batch_tokens"]
+        if not self.config.activation_checkpointing:
+            fixes.insert(0, "set [trainer] activation_checkpointing = true")
+        fixes.append("leave the trainer more of the GPU ([inference] gpu_memory_utilization)")
+        return ProcessFailed(
+            f"step {step}: no memory of {self.device} is left for a micro-batch of "
+            f"{len(batch.token_ids)} tokens and {batch.num_patches} patches of images "
+            f"({str(error).partition('. ')[0]})",
+            ", or ".join(fixes),
         )
 
     def _check_finite(self, ready: ReadyBatch, sums: dict[str, float]) -> dict[str, float | None]:
@@ -169,11 +195,13 @@ class Learner:
         self.watchdog.enter(f"the probe of step {ready.step}")
         found = None
         if own is not None and own[0] == min(names):
-            found = probe(own[1], self.score)
+            with own[1].hold_pixels() as micro_batch:
+                found = probe(micro_batch, self.score)
         else:
             smallest = min(ready.micro_batches, key=lambda m: len(m.batch.token_ids))
-            for _ in range(NUM_PASSES):  # tower included, beside the rank that probes
-                self.score(replace(smallest, runs_tower=True))
+            with smallest.hold_pixels() as micro_batch:
+                for _ in range(NUM_PASSES):  # tower included, beside the rank that probes
+                    self.score(replace(micro_batch, runs_tower=True))
         return next(filter(None, gather_to_lead(found, self.ranks)), None)
 
     def score(self, ready: ReadyMicroBatch) -> Float[np.ndarray, " tokens"]:
@@ -183,22 +211,23 @@ class Learner:
     def evaluate(self, ready: ReadyBatch) -> tuple[float, float]:
         """The summed -log pi of the trained tokens, and how many they are; nothing is learnt."""
         metric_sums = MetricSums(("nll", "tokens"))
-        for number, micro_batch in enumerate(ready.micro_batches, start=1):
+        self.watchdog.enter(f"the first pixels of the evaluation after step {ready.step}")
+        for number, micro_batch in ready.iterate_with_pixels():
             self.watchdog.enter(f"micro-batch {number} of the evaluation after step {ready.step}")
             check_micro_batch(micro_batch.batch, self.family, self.pad_ids, self.vocab_size)
             if len(micro_batch.batch.trained) or self.ranks.size > 1:
                 logprobs = self._forward_only(micro_batch)
                 metric_sums.add("nll", -logprobs.double().sum())
                 metric_sums.count("tokens", len(logprobs))
+            del micro_batch
         total = sum_over_ranks(metric_sums.read(), self.ranks.size)
         return total["nll"], total["tokens"]
 
     @torch.no_grad()
     def _forward_only(self, ready: ReadyMicroBatch) -> Float[Tensor, " tokens"]:
         def compute() -> Tensor:
-            hidden = compute_hidden(self.forward, ready, self.family, self.device, self.features)
-            tokens = self._trained_ids(ready.batch)
-            temperature = ready.batch.temperature
+            hidden = self._hidden(ready)
+            tokens, temperature = self._trained_ids(ready.batch), self._temperature(ready.batch)
             return chosen_logprobs(self.forward, hidden, tokens, self.banned, temperature)
 
         logprobs = call_gathered(self.sharded, compute)
@@ -239,7 +268,7 @@ class Learner:
     ) -> tuple[Float[Tensor, ""], Float[Tensor, " tokens"]]:
         """Where a micro-batch becomes a loss; and the logprobs of its trained tokens."""
         batch, config = ready.batch, self.config
-        hidden = compute_hidden(self.forward, ready, self.family, self.device, self.features)
+        hidden = self._hidden(ready)
         reference_hidden = None
         if self.reference is not None:
             with torch.no_grad():
@@ -250,7 +279,7 @@ class Learner:
             self.forward,
             self.reference,
             self.banned,
-            batch.temperature,
+            self._temperature(batch),
             config.measure_entropy,
             backend=config.compile_backend,
         )
@@ -275,6 +304,16 @@ class Learner:
             # Also where nothing trains: every parameter needs a gradient on every rank.
             total = total + self.forward.logits(hidden[:0]).float().sum()
         return total, scores.logprobs.detach()
+
+    def _hidden(self, ready: ReadyMicroBatch) -> Float[Tensor, "trained hidden"]:
+        return compute_hidden(
+            self.forward, ready, self.family, self.device, self.features, self.exact
+        )
+
+    def _temperature(self, batch: MicroBatch) -> Temperature:
+        if not self.exact:
+            return batch.temperature
+        return torch.full((1, 1), batch.temperature, device=self.device)
 
     def _trained_ids(self, batch: MicroBatch) -> Int[Tensor, " tokens"]:
         ids = batch.token_ids.numpy()[batch.trained.numpy()].astype(np.int64)

@@ -51,12 +51,21 @@ def add_adapters(
     import peft
 
     names = _find_target_layers(forward, settings)
+    layers: dict[str, Any] = {name: forward.model.get_submodule(name) for name in names}
     config = cast(Any, peft).LoraConfig(
         r=settings.rank, lora_alpha=settings.alpha, lora_dropout=0.0, target_modules=names
     )
+    # peft brings adapters to where their matrix is, and on the meta device they would lose their
+    # values: in the place of one that is there stands one of a single element.
+    empty = {name: one.weight for name, one in layers.items() if one.weight.is_meta}
+    for name, weight in empty.items():
+        single = torch.empty((), dtype=weight.dtype).expand(weight.shape)
+        layers[name].weight = nn.Parameter(single)
     with torch.random.fork_rng():
         torch.manual_seed(seed)
         peft.inject_adapter_in_model(config, forward.model)
+    for name, weight in empty.items():
+        layers[name].weight = weight.requires_grad_(False)
     _require_input_gradients(forward)
     if train_vision and not settings.vision_targets:
         for _, parameter in forward.vision_parameters():

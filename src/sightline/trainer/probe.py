@@ -13,7 +13,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
-from jaxtyping import Bool, Float
+from jaxtyping import Bool, Float, Int
 
 from sightline.trainer.feed import ReadyMicroBatch
 
@@ -62,24 +62,30 @@ class ImageSwapProbe:
         )
 
 
-def swap_images(ready: ReadyMicroBatch) -> tuple[ReadyMicroBatch, IsMoved] | None:
-    """The micro-batch with images exchanged, and which images changed.
+def _find_donors(ready: ReadyMicroBatch) -> tuple[Int[np.ndarray, " images"], IsMoved]:
+    """For each image the one that comes in its place, and whether that is another.
 
-    Those of one grid change places in a circle. None where no two distinct images have the same.
+    Those of one grid change places in a circle.
     """
-    if ready.patches is None:
-        return None
     grids = [entry.item.grid for entry in ready.batch.items]
     donors = np.arange(len(grids))
     for grid in set(grids):
         places = [i for i, other in enumerate(grids) if other == grid]
         donors[places] = [*places[1:], places[0]]
-    moved = donors != np.arange(len(donors))
-    if not moved.any():
+    return donors, donors != np.arange(len(donors))
+
+
+def swap_images(ready: ReadyMicroBatch) -> tuple[ReadyMicroBatch, IsMoved] | None:
+    """The micro-batch with images exchanged, and which images changed.
+
+    None where no two distinct images have the same grid.
+    """
+    donors, moved = _find_donors(ready)
+    if not moved.any() or (patches := ready.made) is None:
         return None
     starts = ready.patch_starts
     rows = np.concatenate([np.arange(starts[d], starts[d + 1]) for d in donors])
-    return replace(ready, patches=ready.patches[rows], has_stored_pixels=False), moved
+    return replace(ready, made=patches[rows], has_stored_pixels=False), moved
 
 
 def find_tokens_behind(ready: ReadyMicroBatch, moved: IsMoved) -> IsChosen:
@@ -93,12 +99,9 @@ def find_tokens_behind(ready: ReadyMicroBatch, moved: IsMoved) -> IsChosen:
     return sees[batch.trained.numpy()]
 
 
-def _find_probe(ready: ReadyMicroBatch) -> tuple[ReadyMicroBatch, IsChosen] | None:
-    """The micro-batch with images exchanged, and its trained tokens that may attend to one."""
-    if (swapped := swap_images(ready)) is None:
-        return None
-    chosen = find_tokens_behind(ready, swapped[1])
-    return (swapped[0], chosen) if chosen.any() else None
+def _can_probe(ready: ReadyMicroBatch) -> bool:
+    """Whether images can be exchanged that trained tokens may attend to."""
+    return bool(find_tokens_behind(ready, _find_donors(ready)[1]).any())
 
 
 def pick_probe_micro_batch(
@@ -111,14 +114,15 @@ def pick_probe_micro_batch(
         for first in ready.batch.origins[:1]
     ]
     named.sort(key=lambda one: one[0])
-    return next((one for one in named if _find_probe(one[1]) is not None), None)
+    return next((one for one in named if _can_probe(one[1])), None)
 
 
 def probe(ready: ReadyMicroBatch, score: Score) -> ImageSwapProbe | None:
     """None where nothing can be exchanged, or nothing trained stands behind it."""
-    if (found := _find_probe(ready)) is None:
+    if not _can_probe(ready) or (swapped := swap_images(ready)) is None:
         return None
-    other, chosen = found
+    other, moved = swapped
+    chosen = find_tokens_behind(ready, moved)
     own = score(ready)[chosen].astype(np.float64)
     again = score(ready)[chosen] - own
     changed = score(other)[chosen] - own

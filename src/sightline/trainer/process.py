@@ -8,16 +8,20 @@ import sys
 import traceback
 from threading import Event
 
+from msgspec import structs
 from torch import distributed as dist
 
 from sightline.config import RunFile, SftFile
-from sightline.errors import WireError
+from sightline.errors import ProcessFailed, WireError
+from sightline.media.stored_file import open_blobs
 from sightline.run import RunDir
+from sightline.run.mirror import RunMirror, is_copy
 from sightline.trainer import loop
 from sightline.trainer.build import Orchestrator, build
 from sightline.trainer.loop import TrainerComponents
 from sightline.trainer.ranks import FollowerChannel, LeadChannel, RankInfo, open_channel
 from sightline.trainer.watchdog import LONG_LIMIT_S, StallWatchdog
+from sightline.transport.message_stream import MAX_SILENCE_S
 from sightline.transport.zmq_channel import Spoke
 from sightline.wire import control
 from sightline.wire.codec import get_release
@@ -46,8 +50,8 @@ def run(config: RunFile | SftFile, run_dir: RunDir, ranks: RankInfo, name: str, 
         if isinstance(channel, LeadChannel):
             channel.wait_for_start()
         watchdog.enter("loading the model and its checkpoint", LONG_LIMIT_S)
-        spoke = Spoke(hub, NAME, ranks.secret) if hub and ranks.is_lead else None
-        orchestrator = None if spoke is None else _connect(spoke)
+        spoke = Spoke(hub, NAME, ranks.hub_key) if hub and ranks.is_lead else None
+        orchestrator = None if spoke is None else _connect(spoke, config, run_dir)
         components = build(config, run_dir, orchestrator, ranks, channel, watchdog, stop)
         if isinstance(channel, LeadChannel):
             watchdog.idle()  # the barrier has a deadline of its own, and names who is missing
@@ -74,8 +78,12 @@ def run(config: RunFile | SftFile, run_dir: RunDir, ranks: RankInfo, name: str, 
         if cause is error:
             raise
         raise cause from error
-    if spoke is not None:
-        spoke.close()
+    if spoke is not None and not spoke.close(MAX_SILENCE_S):
+        # Without its last words the orchestrator would wait for ever.
+        raise ProcessFailed(
+            "the orchestrator has not acknowledged the last messages of the trainer",
+            "look at the log of the orchestrator, and at the network between the machines",
+        )
     if not ranks.is_lead:  # rank 0's end goes with its process: others may still listen
         channel.close()
 
@@ -93,8 +101,8 @@ def is_broken_collective(error: BaseException) -> bool:
     return type(error) is RuntimeError and "gloo" in str(error)
 
 
-def _connect(spoke: Spoke) -> Orchestrator:
-    def send(message: control.ControlMessage) -> None:
+def _connect(spoke: Spoke, config: RunFile | SftFile, run_dir: RunDir) -> Orchestrator:
+    def tell(message: control.ControlMessage) -> None:
         spoke.send(control.encode(message))
 
     def announcements() -> BatchReady | None:
@@ -109,4 +117,18 @@ def _connect(spoke: Spoke) -> Orchestrator:
             )
         return message
 
-    return Orchestrator(announcements, send)
+    if not is_copy(run_dir):
+        return Orchestrator(announcements, tell)
+    blobs = open_blobs(config.media.root, config.media.read_token(for_control=True))
+    mirror = RunMirror(run_dir, tell, blobs)
+    checkpoints = RunMirror(run_dir, tell, blobs, of_checkpoints=True)
+
+    def send(message: control.ControlMessage) -> None:
+        mirror.flush()
+        if not isinstance(message, control.PublishedWeights):
+            checkpoints.flush()
+        elif checkpoints.is_behind():  # weights do not wait, and no batch goes meanwhile
+            message = structs.replace(message, checkpoint_step=0)
+        tell(message)
+
+    return Orchestrator(announcements, send, checkpoints.flush)

@@ -1,6 +1,7 @@
-"""How a new version leaves the trainer: as files, or sent to the engines that adopt it.
+"""How a new version leaves the trainer: as files, in a store, sent to engines that adopt it, or in
+memory that they copy.
 
-    loop --copy on the host--> thread: files or manifest --PublishedWeights k--> orchestrator
+    loop --copy--> thread: files or manifest --PublishedWeights k--> orchestrator
       waits for: the version before this one     unblocked by: the disk, or engines that adopt
 
 Every rank takes part in the copy: tensors are gathered one by one, so that no device holds the
@@ -21,8 +22,9 @@ from torch import nn
 
 from sightline.compute.broadcast import Broadcaster
 from sightline.compute.host_copy import HostCopy
+from sightline.compute.shared_weights import SharedWeights
 from sightline.compute.tensor_file import NamedTensors
-from sightline.compute.weights import write_weights
+from sightline.compute.weights import StorePublisher, write_weights
 from sightline.trainer.background_task import BackgroundTask
 from sightline.trainer.lora import select_published
 from sightline.wire.weights import Adapter, Manifest
@@ -57,11 +59,14 @@ class AsyncPublisher:
     background_task: BackgroundTask
     broadcaster: Broadcaster | None = None
     """Sends tensors to the engines; None where they read them from files."""
+    store: StorePublisher | None = None
+    """Takes the files of every version; None where engines read them from `root`."""
     adapter: Adapter | None = None
     """The base of adapters, where they leave unmerged."""
     run: str = ""
     """Id of the run, which every manifest carries."""
-    copy: HostCopy = field(default_factory=HostCopy)
+    copy: HostCopy | SharedWeights = field(default_factory=HostCopy)
+    """Shared, where servers of this machine copy it themselves."""
     previous: PublishTiming | None = None
     """When the version before the newest was published."""
     _last: PublishTiming | None = None
@@ -85,4 +90,9 @@ class AsyncPublisher:
     def write(self, tensors: NamedTensors, step: int, vision_version: int) -> tuple[Path, Manifest]:
         """Puts a manifest on the disk, with the tensors where files are read."""
         put = write_weights if self.broadcaster is None else self.broadcaster.announce
-        return put(self.root, tensors, step, vision_version, self.adapter, self.run)
+        if isinstance(self.copy, SharedWeights):
+            put = self.copy.announce
+        path, manifest = put(self.root, tensors, step, vision_version, self.adapter, self.run)
+        if self.store is not None:
+            manifest = self.store.put(path, manifest)
+        return path, manifest

@@ -19,12 +19,13 @@ import threading
 import time
 import traceback
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 from dataclasses import dataclass, field
 
 import msgspec
 
 from sightline.errors import ProcessFailed, WireError, clean_text
-from sightline.transport.zmq_channel import Hub, Spoke
+from sightline.transport.zmq_channel import Hub, Spoke, derive_spoke_key
 from sightline.wire import rank_messages as wire
 from sightline.wire.codec import get_release
 from sightline.wire.rank_messages import RankAssignment, RankFailed, RankMessage, rank_process_name
@@ -54,7 +55,9 @@ class RankInfo:
     channel: str = ""
     """Address of rank 0's channel."""
     secret: str = field(default="", repr=False)
-    """The secret of the run, by which its processes know one another."""
+    """The secret of the ranks' channel."""
+    hub_key: str = field(default="", repr=False)
+    """The key of the trainer's channel to the orchestrator."""
 
     @property
     def is_lead(self) -> bool:
@@ -220,7 +223,8 @@ class LeadChannel:
 
     def _tell(self, failed: RankFailed) -> None:
         for rank in self._started - {failed.rank}:
-            self._send(rank, failed)
+            with suppress(ProcessFailed):  # it is the one that is lost
+                self._send(rank, failed)
         self.close()  # which sends it, before the process ends
 
     def _send(self, rank: int, message: RankMessage) -> None:
@@ -234,7 +238,8 @@ class FollowerChannel:
         self, ranks: RankInfo, end: Callable[[int, RankFailed], None] = exit_for_failure
     ) -> None:
         self._ranks, self._end = ranks, end
-        self._spoke = Spoke(ranks.channel, rank_process_name(ranks.rank), ranks.secret)
+        name = rank_process_name(ranks.rank)
+        self._spoke = Spoke(ranks.channel, name, derive_spoke_key(ranks.secret, name))
         self._step = 0
         self._shares: queue.SimpleQueue[RankAssignment | None] = queue.SimpleQueue()
         threading.Thread(target=listen, args=(self,), daemon=True, name="ranks").start()
@@ -258,7 +263,8 @@ class FollowerChannel:
         self._send(wire.ShardWritten(self._ranks.rank, step, file))
 
     def fail(self, problem: str) -> None:
-        self._send(RankFailed(self._ranks.rank, clean_text(problem)))
+        with suppress(ProcessFailed):  # rank 0 is the one that is lost
+            self._send(RankFailed(self._ranks.rank, clean_text(problem)))
         self.close()  # which sends it, before the process ends
 
     def close(self) -> None:

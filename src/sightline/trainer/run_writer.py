@@ -124,7 +124,8 @@ class RunWriter:
 
         def tell(path: Path, manifest: Manifest) -> None:
             assert self.send is not None
-            oldest, where = self.saver.checkpoints.oldest_resume_step, str(path.resolve())
+            oldest = self.saver.checkpoints.oldest_resume_step
+            where = str(path.relative_to(self.run_dir.path))
             self.send(PublishedWeights(step, manifest.epoch, where, dict(metrics), oldest))
 
         vision_version = step if self.saver.train_vision else 0
@@ -162,11 +163,12 @@ class RunWriter:
         self, ready: ReadyBatch, result: StepResult, busy: tuple[float, float], publish_s: float
     ) -> dict[str, Any]:
         visible = min(ready.waited_s, ready.materialize_s)
+        has_hidden = ready.num_images > 0 and ready.materialize_s > 0
         assert self.async_publisher is not None and self.learner.pixels is not None
         previous = self.async_publisher.previous
         return {
             **result.metrics,
-            "hidden_share": 1 - visible / ready.materialize_s if ready.materialize_s > 0 else None,
+            "hidden_share": 1 - visible / ready.materialize_s if has_hidden else None,
             "publish_s": previous and previous.seconds,
             "publish_hidden_share": previous and previous.hidden_share(busy),
             "unproven": float(ready.num_unproven),

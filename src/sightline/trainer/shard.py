@@ -6,8 +6,10 @@ comes out.
 
 from __future__ import annotations
 
+import socket
 from collections.abc import Callable
 from dataclasses import replace
+from pathlib import Path
 from typing import Any, TypeVar
 
 import torch
@@ -119,6 +121,12 @@ def all_gather_list(found: list[str], size: int) -> list[str]:
     everyone: list[Any] = [None] * size
     dist.all_gather_object(everyone, found)
     return [one for rank in everyone for one in rank]
+
+
+def identify_machine() -> str:
+    """A word that the processes of this machine have in common, and those of no other."""
+    boot = Path("/proc/sys/kernel/random/boot_id")
+    return boot.read_text().strip() if boot.exists() else socket.gethostname()
 
 
 def gather_to_lead(value: Any, ranks: RankInfo) -> list[Any]:

@@ -30,7 +30,7 @@ _PLACES = "places"
 
 @dataclass(frozen=True)
 class ShardSnapshot:
-    """Copies on the CPU: training goes on while they are written."""
+    """What a checkpoint holds: copies on the CPU where training goes on while they are written."""
 
     tensors: dict[str, Tensor]
     places: dict[str, tuple[int, int]]
@@ -40,14 +40,16 @@ class ShardSnapshot:
         return write_tensors(path, self.tensors, metadata={_PLACES: json.dumps(self.places)})
 
 
-def take_snapshot(model: nn.Module, optimizer: Optimizer, ranks: RankInfo) -> ShardSnapshot:
-    """A copy of what this rank holds; what every rank has is copied by rank 0 alone."""
+def take_snapshot(
+    model: nn.Module, optimizer: Optimizer, ranks: RankInfo, copy: bool = True
+) -> ShardSnapshot:
+    """What this rank holds, as a copy or as it is; what every rank has is held by rank 0 alone."""
     tensors: dict[str, Tensor] = {}
     places: dict[str, tuple[int, int]] = {}
     for key, tensor in _named_tensors(model, optimizer):
         local, first = get_local_rows(tensor)
         if (local.numel() or not tensor.numel()) and (isinstance(tensor, DTensor) or ranks.is_lead):
-            tensors[key] = local.detach().to("cpu", copy=True)
+            tensors[key] = local.detach().to("cpu", copy=True) if copy else local.detach()
             places[key] = (first, _count_rows(tensor.shape))
     states = {RNG: torch.get_rng_state()}
     if torch.cuda.is_initialized():

@@ -13,6 +13,7 @@ import torch
 from jaxtyping import Num
 from torch import Tensor
 
+from sightline.errors import PolicyMismatch
 from sightline.trainer.probe import ImageSwapProbe
 from sightline.wire.array import Array
 from sightline.wire.micro_batch import MicroBatch, StepScores, TokenOrigin
@@ -100,6 +101,27 @@ def copy_to_host(scored: list[tuple[MicroBatch, Tensor]]) -> list[tuple[MicroBat
     batches, logprobs = zip(*scored, strict=True)
     parts = torch.cat(logprobs).cpu().split([len(part) for part in logprobs])
     return [(batch, part.numpy()) for batch, part in zip(batches, parts, strict=True)]
+
+
+def check_same_bits(step: int, scored: list[tuple[MicroBatch, np.ndarray]]) -> None:
+    """Raises where a token that version `step` - 1 sampled has another logprob here, by one bit."""
+    for batch, logprobs in scored:
+        sampler, is_fresh = batch.logprobs.numpy(), batch.versions.numpy() == step - 1
+        differs = np.flatnonzero((sampler != logprobs) & is_fresh)
+        if len(differs):
+            at = int(differs[0])
+            origin = next(one for one in batch.origins if one.start <= at < one.stop)
+            token = int(batch.token_ids.numpy()[batch.trained.numpy()[at]])
+            raise PolicyMismatch(
+                f"step {step}: {len(differs)} of {int(is_fresh.sum())} tokens that version "
+                f"{step - 1} sampled have other logprobs here, under [model] exact = true. The "
+                f"first is token {token}, number {at - origin.start} that node {origin.node} of "
+                f"rollout {origin.trace_id} sampled: {sampler[at]!r} at the sampler, "
+                f"{logprobs[at]!r} at the trainer",
+                "the step was not published or kept. Server and trainer need the same kind of "
+                "device and the same version of torch; if they have, report this with the run "
+                "directory, or start a new run without exact",
+            )
 
 
 def sum_cache_figures(ranks: list[dict[str, dict[str, int]]]) -> dict[str, dict[str, float]]:

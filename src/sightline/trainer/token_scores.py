@@ -17,7 +17,14 @@ from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
 from sightline.algo import losses
-from sightline.compute.logprobs import BannedIds, Hidden, Logits, TokenIds, log_softmax
+from sightline.compute.logprobs import (
+    BannedIds,
+    Hidden,
+    Logits,
+    Temperature,
+    TokenIds,
+    log_softmax,
+)
 from sightline.families import Forward
 
 MAX_LOGITS = 1 << 28
@@ -38,7 +45,7 @@ class TokenScorer:
     forward: Forward
     reference: Forward | None
     banned: BannedIds
-    temperature: float
+    temperature: Temperature
     with_entropy: bool = True
     max_logits: int = MAX_LOGITS
     backend: str = ""
@@ -81,7 +88,7 @@ def _score_logits(
     tokens: TokenIds,
     reference: Logits | None,
     banned: BannedIds,
-    temperature: float,
+    temperature: Temperature,
     with_entropy: bool,
 ) -> tuple[Float[Tensor, " tokens"], Float[Tensor, " measured"], Float[Tensor, " compared"]]:
     """Logprobs, entropy and KL; of the last two nothing, where they are not wanted."""

@@ -11,13 +11,14 @@ from __future__ import annotations
 import asyncio
 import math
 import random
+import ssl
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import KW_ONLY, dataclass, field
 
 import aiohttp
 
-from sightline.errors import EngineError
+from sightline.errors import CERTIFICATE_FIX, EngineError
 
 UNREACHABLE = "unreachable"
 """The kind of an EngineError where nothing answered."""
@@ -92,14 +93,13 @@ class RetryingClient:
             found = await self._try(method, path, body, headers or {})
             if isinstance(found, bytes):
                 return found
-            error, retry_after_s = found
             # From the first failure on: the answer that it is about may have been long under way.
             give_up = min(give_up, time.monotonic() + self.deadline_s)
             # Spread out, so that many who were refused together do not come back together.
-            pause_s = max(wait_s, retry_after_s) * (0.75 + 0.5 * random.random())
+            pause_s = max(wait_s, found.retry_after_s) * random.Random().uniform(0.75, 1.25)
             is_over = num_tries >= self.max_tries or time.monotonic() + pause_s > give_up
-            if is_over or not self._may_heal(error):
-                raise error
+            if is_over or not self.may_heal(found):
+                raise found
             self.counts.retries += 1
             on_retry(num_tries)
             await asyncio.sleep(pause_s)
@@ -110,10 +110,10 @@ class RetryingClient:
         give_up = time.monotonic() + timeout_s
         while True:
             found = await self._try("GET", path, None, {})
-            if isinstance(found, bytes) or not self._may_heal(found[0]):
+            if isinstance(found, bytes) or not self.may_heal(found):
                 return found if isinstance(found, bytes) else b""
             if time.monotonic() > give_up:
-                raise found[0]
+                raise found
             await asyncio.sleep(0.1)
 
     async def get(self, path: str) -> bytes:
@@ -125,13 +125,19 @@ class RetryingClient:
         if self._session is not None:
             await self._session.close()
 
-    def _may_heal(self, error: EngineError) -> bool:
+    def may_heal(self, error: EngineError) -> bool:
+        """Whether the same request may be answered later, or by another server."""
         return error.kind == UNREACHABLE or error.status in self.retry_statuses
 
     def _get_session(self) -> aiohttp.ClientSession:
         if self._session is None:
+            is_tls = self.base_url.startswith("https://")
             self._session = aiohttp.ClientSession(
-                connector=aiohttp.TCPConnector(limit=0),
+                connector=aiohttp.TCPConnector(
+                    # Verified, by the system's authorities or those of SSL_CERT_FILE.
+                    limit=0,
+                    ssl=ssl.create_default_context() if is_tls else True,
+                ),
                 timeout=aiohttp.ClientTimeout(total=self.timeout_s, sock_connect=10),
                 headers={"content-type": "application/json", **bearer(self.token)},
             )
@@ -139,8 +145,8 @@ class RetryingClient:
 
     async def _try(
         self, method: str, path: str, body: bytes | None, headers: Mapping[str, str]
-    ) -> bytes | tuple[EngineError, float]:
-        """The answer; or what went wrong, and the seconds for which the server asks."""
+    ) -> bytes | EngineError:
+        """The answer, or what went wrong."""
         self.counts.requests += 1
         self.counts.sent_bytes += len(body or b"")
         try:
@@ -151,8 +157,13 @@ class RetryingClient:
                 self.counts.received_bytes += len(data)
                 if answer.status == 200:
                     return data
+                refusal = self.read_error(answer.status, data)
                 after = answer.headers.get("retry-after", "")
-                return self.read_error(answer.status, data), float(after) if after.isdigit() else 0
+                refusal.retry_after_s = float(after) if after.isdigit() else 0.0
+                return refusal
+        except aiohttp.ClientConnectorCertificateError as error:
+            problem = f"the certificate of {self.base_url} is not trusted: {error}"
+            return EngineError(problem, CERTIFICATE_FIX, kind="certificate", status=526)
         except (aiohttp.ClientError, TimeoutError) as error:
             problem = f"{self.base_url} does not answer: {type(error).__name__} {error}"
-            return EngineError(problem, self.unreachable_fix, kind=UNREACHABLE, status=503), 0.0
+            return EngineError(problem, self.unreachable_fix, kind=UNREACHABLE, status=503)

@@ -2,9 +2,9 @@
 
 A web page can make a browser post to this machine, or have its own name resolved to it. So a
 request names the server by an address, comes from no other origin, and what it posts is JSON, which
-no page can send unasked. Where a server has a token, it is needed too. The connection has limits of
-its own: bytes and seconds of a request's head, seconds of its body, seconds in which nothing of the
-answer is taken, and the number of connections.
+no page can send unasked (before it puts or deletes, a browser asks). Where a server has a token, it
+is needed too. The connection has limits of its own: bytes and seconds of a request's head, seconds
+of its body, seconds in which nothing of the answer is taken, and the number of connections.
 """
 
 from __future__ import annotations
@@ -54,19 +54,35 @@ class RequestGuard:
     """The address that the server is bound to."""
     token: str = field(default="", repr=False)
     """What a request must bear; empty asks for nothing."""
+    control_token: str = field(default="", repr=False)
+    """What a request must bear that `is_control`; where empty, `token`."""
+    is_control: Callable[[str, str], bool] = lambda method, path: False
+    """Whether a method and a path are of those that change more than their own answer."""
 
     def find_refusal(
         self, method: str, path: str, headers: Mapping[str, str], token: str = ""
     ) -> EngineError | None:
         """Why the request is not answered; `token` is what it bears elsewhere than in `headers`."""
         host, origin = headers.get("host", ""), headers.get("origin")
-        is_known = bool(self.token) and self.is_token(token or read_bearer(headers))
+        given = token or read_bearer(headers)
+        is_known = bool(self.token) and self.is_token(given)
         if self.token and not is_known and path not in OPEN_PATHS:
             return EngineError(
                 "the token of this server is needed",
                 "send it as `Authorization: Bearer TOKEN`",
                 "unauthorized",
                 401,
+            )
+        if (
+            self.control_token
+            and self.is_control(method, path)
+            and not _is_same(given, self.control_token)
+        ):
+            return EngineError(
+                "the control token of this server is needed",
+                "leave it to the run, whose [inference] or [media] control_token names it",
+                "control",
+                403,
             )
         # Elsewhere a server has whatever name the network gives it, and a page has no token.
         if (is_loopback(self.host) or not is_known) and not self._is_own_name(parse_host(host)):
@@ -80,17 +96,23 @@ class RequestGuard:
             problem = f"a page of {origin[:80]!r} may not ask"
             return EngineError(problem, "ask from outside of a browser", "origin", 403)
         kind = headers.get("content-type", "").partition(";")[0].strip().lower()
-        if method not in SAFE_METHODS and kind != "application/json":
+        if method not in (*SAFE_METHODS, "PUT", "DELETE") and kind != "application/json":
             problem = f"the content-type is {kind[:80]!r}"
             return EngineError(problem, "send JSON as application/json", "content_type", 415)
         return None
 
     def is_token(self, given: str) -> bool:
-        return hmac.compare_digest(given.encode(), self.token.encode())
+        """Whether it is either token: who may control may ask."""
+        control = self.control_token or self.token
+        return _is_same(given, self.token) | _is_same(given, control)
 
     def _is_own_name(self, name: str) -> bool:
         is_here = is_loopback(name) if is_loopback(self.host) else is_ip_address(name)
         return is_here or name in ("localhost", self.host)
+
+
+def _is_same(given: str, token: str) -> bool:
+    return hmac.compare_digest(given.encode(), token.encode())
 
 
 def read_bearer(headers: Mapping[str, str]) -> str:
@@ -174,8 +196,10 @@ class LimitedProtocol(HttpToolsProtocol):
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         super().connection_made(transport)
-        # Writing is paused, and nothing added, while anything waits to be taken.
-        transport.set_write_buffer_limits(high=0)
+        # Writing is paused, and nothing added, while anything waits to be taken; under TLS from
+        # `high` bytes on, elsewhere above it.
+        has_tls = transport.get_extra_info("sslcontext") is not None
+        transport.set_write_buffer_limits(high=1 if has_tls else 0, low=0)
         self._await_head()
 
     def connection_lost(self, exc: Exception | None) -> None:

@@ -51,17 +51,23 @@ def choose_listen_fix(error: OSError) -> str:
     return "stop what uses the port, or set 0 to take a free one"
 
 
-def describe_link(host: str, port: int, path: str = "") -> str:
+def find_own_address(peer: str = "192.0.2.1") -> str:
+    """The address of this machine from which `peer` is reached; loopback where none is."""
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+        try:
+            probe.connect((peer, 9))  # nothing is sent; it says which way would be taken
+            return str(probe.getsockname()[0])
+        except OSError:
+            return "127.0.0.1"
+
+
+def describe_link(host: str, port: int, path: str = "", has_tls: bool = False) -> str:
     """A link that can be opened: for all interfaces that of this machine's own address, and a
     second line that says so."""
     is_open = host in ("0.0.0.0", "::")
     name = host
     if is_open:
-        with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
-            try:
-                probe.connect(("192.0.2.1", 9))  # nothing is sent; it says which way would be taken
-                name = probe.getsockname()[0]
-            except OSError:
-                name = "localhost"
+        name = find_own_address()
     name = f"[{name}]" if ":" in name else name
-    return f"http://{name}:{port}{path}" + f"\nlistening on all interfaces ({host})" * is_open
+    scheme = "https" if has_tls else "http"
+    return f"{scheme}://{name}:{port}{path}" + f"\nlistening on all interfaces ({host})" * is_open

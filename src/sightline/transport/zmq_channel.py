@@ -1,208 +1,420 @@
 """Channels over ZMQ: ROUTER at the hub, DEALER at the spokes.
 
-A spoke says hello first, so the hub knows it before it sends: there is no slow joiner.
+ZMQ makes a broken connection anew, and what was under way is lost without a word: a
+`MessageStream` numbers the messages, and sends again what was lost. A connection has no name; every
+message says to which stream it belongs, and the hub answers where it came from last.
 
-Hub and spokes prove to one another that they know the secret of the run, and what they say is
-encrypted (CURVE): both sides make the hub's keys from the secret, and the keys themselves are never
-sent. Who does not know it is not heard, on this machine either.
+Hub and spokes prove to one another who they are, and what they say is encrypted (CURVE). A spoke
+knows the hub's public key, and a key of its own name: its first message says the name, and proves
+it. Both come from the secret of the run, which a spoke need not have.
 """
 
 from __future__ import annotations
 
+import asyncio
 import hashlib
+import hmac
+import os
 import queue
 import threading
-from collections.abc import Callable
+import time
+from collections.abc import Callable, Iterable
+from contextlib import suppress
 
 import zmq
-import zmq.asyncio
 import zmq.utils.z85
 
-from sightline.errors import ConfigError, ProcessFailed, WireError
+from sightline.errors import ConfigError, PeerLost, ProcessFailed
+from sightline.transport.message_stream import ACK, BYE, DATA, HEAD, PING, Head, MessageStream
 
+TICK_S = 1.0
+LINGER_S = 1.0
+"""How long `close` waits, unless told, until the other side has what was sent."""
 _NO_LIMIT = 0
-_Socket = zmq.Socket[bytes] | zmq.asyncio.Socket
-_Keys = tuple[bytes, bytes]
+_TCP_TIMEOUT_S = 60
+_NUM_MAC_BYTES = 32
+_NUM_KEY_CHARS = 40
+_Found = tuple[str, bytes] | ProcessFailed
+
+
+def derive_key(secret: str, label: str) -> str:
+    """A key of its own for each `label`: none tells the secret, or another."""
+    return hmac.digest(secret.encode(), b"sightline:" + label.encode(), "sha256").hex()
+
+
+def derive_spoke_key(secret: str, name: str) -> str:
+    """What the spoke called `name` is to have: the hub's public key, and the key of its name."""
+    return zmq.curve_public(_derive_hub_key(secret)).decode() + derive_key(secret, f"spoke:{name}")
+
+
+class _Channel:
+    """A socket in a thread of its own; others hand it messages through another socket."""
+
+    num_frames: int
+    """Of what comes; anything else was sent by nobody of ours."""
+
+    def __init__(
+        self,
+        kind: int,
+        set_up: Callable[[zmq.Socket[bytes]], None],
+        deliver: Callable[[_Found], None] | None,
+    ) -> None:
+        self._context = zmq.Context()
+        self._inbox: queue.SimpleQueue[_Found] = queue.SimpleQueue()
+        self._deliver = deliver or self._inbox.put
+        self._lock = threading.Lock()
+        self._is_closed = self._is_all_acked = False
+        self._linger_s = 0.0
+        self._failure: ProcessFailed | None = None
+        self._streams: dict[bytes, MessageStream] = {}
+        listener, self._wake = (self._context.socket(zmq.PAIR) for _ in range(2))
+        for end in (listener, self._wake):
+            end.set_hwm(_NO_LIMIT)
+        listener.bind("inproc://wake")  # a name in this context alone
+        self._wake.connect("inproc://wake")
+        self._socket = self._context.socket(kind)
+        self._socket.set_hwm(_NO_LIMIT)
+        # A machine that is gone sends no end of its connections.
+        for option, value in (
+            (zmq.TCP_KEEPALIVE, 1), (zmq.TCP_KEEPALIVE_IDLE, _TCP_TIMEOUT_S // 2),
+            (zmq.TCP_KEEPALIVE_INTVL, 10), (zmq.TCP_MAXRT, _TCP_TIMEOUT_S * 1000),
+        ):  # fmt: skip
+            self._socket.set(option, value)
+        try:
+            set_up(self._socket)
+        except BaseException:
+            self._context.destroy(linger=0)
+            raise
+        self._thread = threading.Thread(
+            target=self._run, args=(listener,), daemon=True, name="channel"
+        )
+        self._thread.start()
+
+    def close(self, timeout_s: float = LINGER_S) -> bool:
+        """Returns whether the other side has all that was sent, for which it waits so long; what
+        comes later is not sent."""
+        with self._lock:
+            if self._is_closed:
+                return self._is_all_acked
+            self._is_closed, self._linger_s = True, timeout_s
+            with suppress(zmq.Again):  # where the thread broke, nobody listens
+                self._wake.send(b"", zmq.NOBLOCK)
+        self._thread.join(timeout=timeout_s + 5)
+        self._wake.close(linger=0)
+        self._context.term()
+        return self._is_all_acked
+
+    def _hand_over(self, *frames: bytes) -> None:
+        if self._failure is not None:
+            raise self._failure
+        with self._lock:
+            if not self._is_closed:
+                self._wake.send_multipart(frames)
+
+    def _take(self, timeout_s: float | None) -> tuple[str, bytes] | None:
+        try:
+            found = self._inbox.get(timeout=timeout_s)
+        except queue.Empty:
+            return None
+        return _check(found)
+
+    # --- in the thread
+
+    def _run(self, listener: zmq.Socket[bytes]) -> None:
+        try:
+            self._keep_running(listener)
+            self._on_end()
+        except Exception as error:  # whoever waits for a message is told
+            self._fail(ProcessFailed(f"the channel broke: {error!r}", "this is a bug; report it"))
+            raise
+        finally:
+            self._socket.close(linger=200)
+            listener.close(linger=0)
+
+    def _keep_running(self, listener: zmq.Socket[bytes]) -> None:
+        poller = zmq.Poller()
+        poller.register(self._socket, zmq.POLLIN)
+        poller.register(listener, zmq.POLLIN)
+        last_tick, give_up = time.monotonic(), 0.0
+        self._on_start()
+        while not give_up or (time.monotonic() < give_up and not self._is_over()):
+            ready = dict(poller.poll(100 if give_up else int(TICK_S * 1000)))
+            if listener in ready:
+                if (frames := listener.recv_multipart()) != [b""]:
+                    self._on_send(frames)
+                else:
+                    give_up = time.monotonic() + self._linger_s
+                    self._signal(PING, (one for one in self._all() if not one.is_settled))
+            if self._socket in ready:
+                self._read_all()
+                self._signal(ACK, (one for one in self._all() if one.owes_ack))
+            if (passed_s := time.monotonic() - last_tick) >= TICK_S:
+                last_tick += passed_s
+                # Time in which this process itself did not run says nothing about the others.
+                self._on_tick(min(passed_s, 5 * TICK_S))
+        self._is_all_acked = self._is_settled()
+
+    def _fail(self, problem: ProcessFailed) -> None:
+        if self._failure is None:
+            self._failure = problem
+            self._deliver(problem)
+
+    def _read_all(self) -> None:
+        with suppress(zmq.Again):
+            while True:
+                frames = self._socket.recv_multipart(zmq.NOBLOCK)
+                if len(frames) == self.num_frames and len(frames[-2]) == HEAD.size:
+                    self._on_frames(frames[0], HEAD.unpack(frames[-2]), frames[-1])
+
+    def _all(self) -> list[MessageStream]:
+        return list(self._streams.values())
+
+    def _is_settled(self) -> bool:
+        return all(one.is_settled for one in self._all())
+
+    def _is_over(self) -> bool:
+        return self._failure is not None or self._is_settled()
+
+    def _signal(self, kind: int, streams: Iterable[MessageStream]) -> None:
+        for stream in streams:
+            stream.signal(kind)
+
+    def _on_start(self) -> None: ...
+
+    def _on_end(self) -> None: ...
+
+    def _on_tick(self, passed_s: float) -> None:
+        raise NotImplementedError
+
+    def _on_send(self, frames: list[bytes]) -> None:
+        raise NotImplementedError
+
+    def _on_frames(self, route: bytes, head: Head, data: bytes) -> None:
+        raise NotImplementedError
+
+
+class Spoke(_Channel):
+    """A spoke of a process with threads; `key` is what `derive_spoke_key` has for `name`.
+
+    It fails where the hub is silent for long, is another one than it spoke to, or has given it up:
+    what the process told it is not known there, and a successor has to begin anew.
+    """
+
+    num_frames = 2
+
+    def __init__(
+        self, address: str, name: str, key: str, deliver: Callable[[_Found], None] | None = None
+    ) -> None:
+        if len(key) <= _NUM_KEY_CHARS:
+            raise ConfigError("a channel without a key", "give it that of the process's name")
+        session = os.urandom(16)
+        proof = _prove(key[_NUM_KEY_CHARS:], session)
+        self._hello = proof + name.encode()
+        self._stream = MessageStream(session, f"the hub at {address}", self._write)
+
+        def set_up(socket: zmq.Socket[bytes]) -> None:
+            socket.curve_serverkey = key[:_NUM_KEY_CHARS].encode()
+            socket.curve_publickey, socket.curve_secretkey = zmq.curve_keypair()
+            socket.connect(address)
+
+        super().__init__(zmq.DEALER, set_up, deliver)
+
+    def send(self, data: bytes) -> None:
+        self._hand_over(data, b"")
+
+    def receive(self, timeout_s: float | None = None) -> bytes | None:
+        """The next message, or None when `timeout_s` has passed."""
+        found = self._take(timeout_s)
+        return None if found is None else found[1]
+
+    def _write(self, head: bytes, data: bytes) -> None:
+        self._socket.send_multipart([head, data])
+
+    def _on_start(self) -> None:
+        self._streams[self._stream.session] = self._stream
+        self._stream.send(self._hello)
+
+    def _on_send(self, frames: list[bytes]) -> None:
+        self._stream.send(frames[0])
+
+    def _on_frames(self, route: bytes, head: Head, data: bytes) -> None:
+        kind, session, _, num_acked, *_ = head
+        if session != self._stream.session:
+            return
+        # A connection keeps its order: a hub that knows less than before is another.
+        if kind == BYE or num_acked < self._stream.num_acked:
+            self._fail(
+                PeerLost(
+                    f"{self._stream.peer} does not know this process any more: it was started "
+                    "again, has given it up, or hears another of its name",
+                    "let what started this process start it again",
+                    self._stream.peer,
+                )
+            )
+        elif (message := self._stream.take(head, data)) is not None:
+            self._deliver(("", message))
+
+    def _on_tick(self, passed_s: float) -> None:
+        if (problem := self._stream.find_problem(passed_s)) is not None:
+            self._fail(problem)
+        self._stream.signal(PING)
+
+    def _on_end(self) -> None:
+        self._stream.signal(BYE)
+
+
+class Hub(_Channel):
+    """The hub of a process with threads. A peer that is lost costs no other: `receive` raises
+    PeerLost once, and `send` to it fails until another of its name has spoken."""
+
+    num_frames = 3
+
+    def __init__(
+        self, address: str, secret: str, deliver: Callable[[_Found], None] | None = None
+    ) -> None:
+        self._secret = secret
+        self._sessions: dict[str, bytes] = {}
+        """By name, of the process that was last heard under it."""
+        self._routes: dict[bytes, bytes] = {}
+        """The connection of each session."""
+        self._ended: set[bytes] = set()
+
+        def set_up(socket: zmq.Socket[bytes]) -> None:
+            own = _derive_hub_key(secret)
+            socket.curve_server = True
+            socket.curve_secretkey, socket.curve_publickey = own, zmq.curve_public(own)
+            try:
+                socket.bind(address)
+            except zmq.ZMQError as error:
+                raise ConfigError(
+                    f"cannot bind {address}: {error}", "stop what uses the port, or choose another"
+                ) from error
+
+        super().__init__(zmq.ROUTER, set_up, deliver)
+
+    def send(self, peer: str, data: bytes) -> None:
+        if (session := self._sessions.get(peer)) is None:
+            raise ProcessFailed(f"no process {peer!r} is connected", "look at its log in logs/")
+        self._hand_over(session, data)
+
+    def receive(self, timeout_s: float | None = None) -> tuple[str, bytes] | None:
+        """The next message and its sender, or None when `timeout_s` has passed."""
+        return self._take(timeout_s)
+
+    def _on_send(self, frames: list[bytes]) -> None:
+        stream = self._streams.get(frames[0])
+        if stream is not None:  # or it has ended; whoever watches processes says so
+            stream.send(frames[1])
+
+    def _on_frames(self, route: bytes, head: Head, data: bytes) -> None:
+        kind, session, number, *_, sending, _ = head
+        if session not in self._streams:
+            is_ended = session in self._ended
+            if kind == PING and number:  # where it has not ended, its first message was lost
+                answer = HEAD.pack(BYE if is_ended else ACK, session, 0, 0, 0, sending)
+                self._socket.send_multipart([route, answer, b""])
+            if kind != DATA or number or is_ended or not self._greet(session, data):
+                return
+            data = b""
+        stream = self._streams[session]
+        self._routes[session] = route
+        message = stream.take(head, data)
+        if message is not None and number:
+            # Not before: what is sent until then is meant for who had the name.
+            self._sessions[stream.peer] = session
+            self._deliver((stream.peer, message))
+        if kind == BYE:
+            self._forget(session)
+
+    def _greet(self, session: bytes, hello: bytes) -> bool:
+        """Whether who says hello has the name that it says; it takes the place of who had it."""
+        name = hello[_NUM_MAC_BYTES:].decode(errors="backslashreplace")
+        expected = _prove(derive_key(self._secret, f"spoke:{name}"), session)
+        if not hmac.compare_digest(hello[:_NUM_MAC_BYTES], expected):
+            return False
+        for one in [one for one in self._all() if one.peer == name]:
+            self._forget(one.session)
+
+        def write(head: bytes, data: bytes) -> None:
+            self._socket.send_multipart([self._routes[session], head, data])
+
+        self._streams[session] = MessageStream(session, name, write)
+        return True
+
+    def _on_tick(self, passed_s: float) -> None:
+        for stream in self._all():
+            if (problem := stream.find_problem(passed_s)) is not None:
+                self._forget(stream.session)
+                if self._sessions.get(stream.peer) == stream.session:
+                    del self._sessions[stream.peer]
+                self._deliver(problem)
+
+    def _forget(self, session: bytes) -> None:
+        self._ended.add(session)
+        self._streams.pop(session, None)
+        self._routes.pop(session, None)
+
+
+class _AsyncInbox:
+    """Has what comes in the event loop in which it was made."""
+
+    def __init__(self) -> None:
+        self._loop = asyncio.get_running_loop()
+        self._received: asyncio.Queue[_Found] = asyncio.Queue()
+
+    def put(self, found: _Found) -> None:
+        with suppress(RuntimeError):  # the loop has ended
+            self._loop.call_soon_threadsafe(self._received.put_nowait, found)
+
+    async def get(self) -> tuple[str, bytes]:
+        return _check(await self._received.get())
 
 
 class AsyncHub:
     """The hub of an asyncio process."""
 
     def __init__(self, address: str, secret: str) -> None:
-        keys = _derive_keys(secret)
-        self._socket = zmq.asyncio.Context.instance().socket(zmq.ROUTER)
-        _set_up_hub(self._socket, address, keys)
+        self._inbox = _AsyncInbox()
+        self._hub = Hub(address, secret, self._inbox.put)
 
     async def send(self, peer: str, data: bytes) -> None:
-        try:
-            await self._socket.send_multipart([peer.encode(), data])
-        except zmq.ZMQError as error:
-            raise _not_connected(peer) from error
+        self._hub.send(peer, data)
 
     async def receive(self) -> tuple[str, bytes]:
-        return _read_frames(await self._socket.recv_multipart())
+        return await self._inbox.get()
 
     def close(self) -> None:
-        self._socket.close(linger=1000)
+        self._hub.close()
 
 
 class AsyncSpoke:
     """A spoke of an asyncio process."""
 
-    def __init__(self, address: str, name: str, secret: str) -> None:
-        keys = _derive_keys(secret)
-        self._socket = zmq.asyncio.Context.instance().socket(zmq.DEALER)
-        _set_up_spoke(self._socket, address, name, keys)
+    def __init__(self, address: str, name: str, key: str) -> None:
+        self._inbox = _AsyncInbox()
+        self._spoke = Spoke(address, name, key, self._inbox.put)
 
     async def send(self, data: bytes) -> None:
-        await self._socket.send(data)
+        self._spoke.send(data)
 
     async def receive(self) -> bytes:
-        return await self._socket.recv()
+        return (await self._inbox.get())[1]
 
     def close(self) -> None:
-        self._socket.close(linger=1000)
+        self._spoke.close()
 
 
-class _ThreadedSocket:
-    """A socket in a thread of its own; others hand it messages through another socket."""
-
-    def __init__(self, kind: int, set_up: Callable[[zmq.Socket[bytes]], None]) -> None:
-        self._context = zmq.Context()
-        self._inbox: queue.SimpleQueue[list[bytes]] = queue.SimpleQueue()
-        self._wake_lock = threading.Lock()
-        self._is_closed = False
-        listener, self._wake = (self._context.socket(zmq.PAIR) for _ in range(2))
-        listener.bind("inproc://wake")  # a name in this context alone
-        self._wake.connect("inproc://wake")
-        socket = self._context.socket(kind)
-        set_up(socket)
-        self._thread = threading.Thread(
-            target=self._run_socket, args=(socket, listener), daemon=True, name="channel"
-        )
-        self._thread.start()
-
-    def _send(self, *frames: bytes) -> None:
-        with self._wake_lock:
-            if not self._is_closed:
-                self._wake.send_multipart(frames)
-
-    def _receive(self, timeout_s: float | None) -> list[bytes] | None:
-        try:
-            return self._inbox.get(timeout=timeout_s)
-        except queue.Empty:
-            return None
-
-    def close(self) -> None:
-        """Sends what is waiting, then ends; what comes later is not sent."""
-        with self._wake_lock:
-            if self._is_closed:
-                return
-            self._is_closed = True
-            self._wake.send(b"")
-        self._thread.join(timeout=5)
-        self._wake.close(linger=0)
-        self._context.term()
-
-    def _run_socket(self, socket: zmq.Socket[bytes], listener: zmq.Socket[bytes]) -> None:
-        poller = zmq.Poller()
-        poller.register(socket, zmq.POLLIN)
-        poller.register(listener, zmq.POLLIN)
-        while True:
-            ready = dict(poller.poll())
-            if listener in ready:
-                frames = listener.recv_multipart()
-                if frames == [b""]:
-                    break
-                try:
-                    socket.send_multipart(frames)
-                except zmq.ZMQError:
-                    pass  # the peer has gone; whoever watches processes says so
-            if socket in ready:
-                self._inbox.put(socket.recv_multipart())
-        socket.close(linger=2000)
-        listener.close(linger=0)
+def _check(found: _Found) -> tuple[str, bytes]:
+    if isinstance(found, ProcessFailed):
+        raise found
+    return found
 
 
-class Spoke(_ThreadedSocket):
-    """A spoke of a process with threads."""
-
-    def __init__(self, address: str, name: str, secret: str) -> None:
-        keys = _derive_keys(secret)
-        super().__init__(zmq.DEALER, lambda socket: _set_up_spoke(socket, address, name, keys))
-
-    def send(self, data: bytes) -> None:
-        self._send(data)
-
-    def receive(self, timeout_s: float | None = None) -> bytes | None:
-        """The next message, or None when `timeout_s` has passed."""
-        frames = self._receive(timeout_s)
-        return None if frames is None else frames[0]
-
-
-class Hub(_ThreadedSocket):
-    """The hub of a process with threads."""
-
-    def __init__(self, address: str, secret: str) -> None:
-        self._known: set[str] = set()
-        keys = _derive_keys(secret)
-        super().__init__(zmq.ROUTER, lambda socket: _set_up_hub(socket, address, keys))
-
-    def send(self, peer: str, data: bytes) -> None:
-        if peer not in self._known:
-            raise _not_connected(peer)
-        self._send(peer.encode(), data)
-
-    def receive(self, timeout_s: float | None = None) -> tuple[str, bytes] | None:
-        """The next message and its sender, or None when `timeout_s` has passed."""
-        if (frames := self._receive(timeout_s)) is None:
-            return None
-        peer, data = _read_frames(frames)
-        self._known.add(peer)
-        return peer, data
-
-
-def _not_connected(peer: str) -> ProcessFailed:
-    return ProcessFailed(f"no process {peer!r} is connected", "look at its log in logs/")
-
-
-def _read_frames(frames: list[bytes]) -> tuple[str, bytes]:
-    """The sender of a message, and the message."""
-    peer = frames[0].decode(errors="backslashreplace")
-    if len(frames) != 2:
-        raise WireError(
-            f"{peer} sent a message of {len(frames) - 1} parts", "this is a bug; report it"
-        )
-    return peer, frames[1]
-
-
-def _set_up_hub(socket: _Socket, address: str, keys: _Keys) -> None:
-    socket.curve_server = True
-    socket.curve_secretkey, socket.curve_publickey = keys
-    socket.set(zmq.ROUTER_MANDATORY, 1)
-    # A process that replaces one of the same name takes its place at once.
-    socket.set(zmq.ROUTER_HANDOVER, 1)
-    socket.set_hwm(_NO_LIMIT)
-    try:
-        socket.bind(address)
-    except zmq.ZMQError as error:
-        socket.close(linger=0)
-        raise ConfigError(
-            f"cannot bind {address}: {error}", "stop what uses the port, or choose another"
-        ) from error
-
-
-def _set_up_spoke(socket: _Socket, address: str, name: str, keys: _Keys) -> None:
-    socket.curve_serverkey = keys[1]
-    socket.curve_publickey, socket.curve_secretkey = zmq.curve_keypair()
-    socket.set(zmq.IDENTITY, name.encode())
-    socket.set_hwm(_NO_LIMIT)
-    socket.connect(address)
-
-
-def _derive_keys(secret: str) -> _Keys:
-    """The hub's own key and the one that spokes know it by."""
+def _derive_hub_key(secret: str) -> bytes:
     if not secret:
         raise ConfigError("a channel without a secret", "give it the secret of the run")
-    own = zmq.utils.z85.encode(hashlib.sha256(b"sightline:" + secret.encode()).digest())
-    return own, zmq.curve_public(own)
+    return zmq.utils.z85.encode(bytes.fromhex(derive_key(secret, "hub")))
+
+
+def _prove(key: str, session: bytes) -> bytes:
+    return hmac.digest(bytes.fromhex(key), session, hashlib.sha256)

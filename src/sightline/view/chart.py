@@ -45,6 +45,8 @@ class Series:
     """Points in the order of x. A y that is None or not finite is left out."""
     look: Literal["line", "faint", "dots"] = "line"
     colour: int = 0
+    bars: Sequence[tuple[float, float]] = ()
+    """Lowest and highest value behind each point, drawn as error bars; none where empty."""
 
     def drawn(self) -> list[Point]:
         """The points that there are, thinned to what a picture can show."""
@@ -89,7 +91,8 @@ def line_chart(
 ) -> str:
     """An SVG picture; `y_range` is widened where values lie outside it."""
     drawn = [(one, one.drawn()) for one in series]
-    plane = _build_plot_area([points for _, points in drawn], y_range, width, height)
+    bars = [[(x, y) for x, *ends in _error_bars(one) for y in ends] for one in series]
+    plane = _build_plot_area([*(points for _, points in drawn), *bars], y_range, width, height)
     body = [f'<text class="title" x="{_LEFT}" y="18">{escape(title)}</text>']
     if plane:
         body += _draw_axes(plane, x_label)
@@ -101,6 +104,13 @@ def line_chart(
             f'<text x="{width / 2}" y="{height / 2}" text-anchor="middle">nothing measured</text>'
         )
     return wrap_svg(title, width, height, body)
+
+
+def _error_bars(one: Series) -> list[tuple[float, float, float]]:
+    """Place, low end and high end of each bar."""
+    if not one.bars:
+        return []
+    return [(x, *ends) for (x, _), ends in zip(one.points, one.bars, strict=True)]
 
 
 def wrap_svg(title: str, width: int, height: int, body: Sequence[str]) -> str:
@@ -204,6 +214,10 @@ def _draw_series(one: Series, points: Sequence[Point], plane: _PlotArea) -> list
         parts += [
             f'<circle class="f{colour}" cx="{x:.1f}" cy="{y:.1f}" r="{radius}"/>' for x, y in placed
         ]
+    for x, low, high in _error_bars(one):
+        ends = f'y1="{plane.y(low):.1f}" y2="{plane.y(high):.1f}"'
+        at = f"{plane.x(x):.1f}"
+        parts.append(f'<line class="k{colour}" x1="{at}" x2="{at}" {ends} opacity=".6"/>')
     # Wide unseen circles bring a tooltip without any script.
     step = math.ceil(len(points) / _MOST_HOVERS) if points else 1
     for (x, y), (at_x, at_y) in list(zip(points, placed, strict=True))[::step]:

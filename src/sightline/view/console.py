@@ -21,6 +21,7 @@ from rich.progress_bar import ProgressBar
 from rich.table import Table
 from rich.text import Text
 
+from sightline.errors import summarize_traceback
 from sightline.run.run_dir import RunDir
 from sightline.view import formatting
 from sightline.view.events import EventTail, find_number, numbers_of
@@ -213,9 +214,9 @@ class _ConsoleState:
             reason = formatting.clean(event.values.get("reason", ""))
             self.drops[reason] = self.drops.get(reason, 0) + 1
             if self.drops[reason] == 1:
-                detail = str(event.values.get("detail", "")).strip().splitlines()[-1:]
+                detail = summarize_traceback(str(event.values.get("detail", "")))
                 return (
-                    f"step {event.step}: the first rollout is dropped ({reason}): {detail[0]}"
+                    f"step {event.step}: the first rollout is dropped ({reason}): {detail}"
                     if detail
                     else ""
                 )

@@ -1,4 +1,4 @@
-"""Which images a run still refers to: what gc must leave alone.
+"""Which images, and which parts of weights, a run still refers to: what gc must leave alone.
 
 Files are searched for anything that looks like a digest, whatever their format. That may find
 too much, never too little. Where a digest could hide (a compressed file, a file that moves away
@@ -15,7 +15,7 @@ from pathlib import Path
 from sightline.envs.task_files import open_parquet
 from sightline.errors import ConfigError, MediaError
 
-RUN_FOLDERS = ("traces", "batches", "samples", "checkpoints", "scores")
+RUN_FOLDERS = ("traces", "batches", "samples", "checkpoints", "scores", "weights")
 
 _COMPRESSED = (".gz", ".zst", ".lz4", ".xz", ".bz2", ".zip", ".npz")
 _CHUNK_BYTES = 8 * 1024 * 1024
@@ -55,6 +55,8 @@ def _search_folder(folder: Path, found: set[str]) -> None:
     for _ in range(_MAX_LOOKS):
         is_new = False
         for path in _files_below(folder):
+            if folder.name == "weights" and path.suffix == ".safetensors":
+                continue  # of published versions, which come and go: their manifests name parts
             try:
                 status = path.stat()
                 version = (status.st_ino, status.st_size, status.st_mtime_ns)

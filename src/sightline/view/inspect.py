@@ -24,7 +24,7 @@ from sightline import config
 from sightline.config import RunFile
 from sightline.errors import WireError
 from sightline.families import Family, load_family
-from sightline.media import MediaRef, MediaStore
+from sightline.media import MediaRef, open_store
 from sightline.pack import PackSize, pack
 from sightline.run.run_dir import RunDir
 from sightline.trace import Node, flatten, read_traces
@@ -84,7 +84,7 @@ def inspect_run(run_dir: RunDir) -> Inspection:
     run_file = config.load_stored_config(RunFile, run_dir.config)
     family = _load_family(run_file, run_dir)
     limit = PackSize(run_file.trainer.micro_batch_tokens, run_file.trainer.micro_batch_patches)
-    store = MediaStore(Path(run_file.media.root) if run_file.media.root else run_dir.media)
+    store = open_store(run_file.media.root or run_dir.media, **run_file.media.store_options())
     digests = _read_ledger(run_dir)
     found = Inspection(steps=len(digests))
     refs: dict[str, MediaRef] = {}
@@ -178,7 +178,8 @@ def _read_ledger(run_dir: RunDir) -> dict[int, str]:
 def _load_family(run_file: RunFile, run_dir: RunDir) -> Family:
     final = run_dir.checkpoints / "final"
     path = Path(run_file.model.path)
-    return load_family(path if path.is_dir() else final, **run_file.model.overrides())
+    model = run_file.model
+    return load_family(path if path.is_dir() else final, model.exact, **model.overrides())
 
 
 def _read_batches(run_dir: RunDir, digests: dict[int, str]) -> Iterator[tuple[Batch, bytes, bool]]:

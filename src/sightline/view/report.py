@@ -17,7 +17,7 @@ from sightline.run.run_dir import RunDir
 from sightline.view.events import find_number, numbers_of
 from sightline.view.formatting import count, duration, fixed, short, whole
 from sightline.view.report_data import ReportData, collect_report_data
-from sightline.view.summary import headlines, swapped_reward
+from sightline.view.summary import has_images, headlines, swapped_reward
 from sightline.view.templating import get_template
 from sightline.view.timeline import draw_timeline
 from sightline.wire.file import write_atomic
@@ -91,11 +91,16 @@ def _list_tiles(summary: dict[str, Any]) -> list[tuple[str, str, bool]]:
         (duration(number("seconds")), "wall time"),
         (count(number("tokens_per_s")), "sampled tokens a second"),
         (short(number("mismatch_kl")), "mismatch KL"),
-        (whole(number("images_shown")), "images shown"),
-        (whole(number("images_stored")), "images stored"),
     ]
-    bad = number("bad_media")
-    return [*((text, label, False) for text, label in tiles), (whole(bad), "bad images", bool(bad))]
+    found = [(text, label, False) for text, label in tiles]
+    if has_images(summary):
+        bad = number("bad_media")
+        found += [
+            (whole(number("images_shown")), "images shown", False),
+            (whole(number("images_stored")), "images stored", False),
+            (whole(bad), "bad images", bool(bad)),
+        ]
+    return found
 
 
 def _eval_table(data: ReportData) -> tuple[list[str], list[list[str]]] | None:
@@ -104,17 +109,19 @@ def _eval_table(data: ReportData) -> tuple[list[str], list[list[str]]] | None:
         return None
     tables = {name: numbers_of(values, "parts") for name, values in data.evals.items()}
     parts = list(dict.fromkeys(part for table in tables.values() for part in table))
+    is_swapped = any(swapped_reward(values) is not None for values in data.evals.values())
     rows = [
         [
             name,
             whole(find_number(values, "tasks")),
             fixed(find_number(values, "reward"), 3),
             *(fixed(tables[name].get(part), 3) for part in parts),
-            fixed(swapped_reward(values), 3),
+            *([fixed(swapped_reward(values), 3)] if is_swapped else []),
         ]
         for name, values in data.evals.items()
     ]
-    return ["evaluation", "tasks", "reward", *parts, "images swapped"], rows
+    last = ["images swapped"] if is_swapped else []
+    return ["evaluation", "tasks", "reward", *parts, *last], rows
 
 
 def _meter_rows(

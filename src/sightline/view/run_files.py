@@ -13,16 +13,19 @@ from typing import Any
 
 import msgspec
 
+from sightline.config import MediaConfig, validate_config
 from sightline.config.renamed import translate_old_names
 from sightline.config.secret_refs import hide_secrets
 from sightline.errors import ConfigError
 from sightline.families import Family, load_family
-from sightline.media import MediaStore
+from sightline.media import MediaStore, is_address, open_store
 from sightline.render import Tokenizer
 from sightline.run.run_dir import RunDir
 from sightline.wire.codec import UNREADABLE
 
 MAX_NOTE_CHARS = 20_000
+STORE_DEADLINE_S = 5.0
+"""For which a store elsewhere is asked again before an image counts as missing."""
 
 
 def is_run(path: Path) -> bool:
@@ -80,8 +83,17 @@ class RunFiles:
 
     def open_store(self) -> MediaStore:
         """The images of the run: its own, and those of the store that its settings name."""
-        root = self.get_setting("media", "root")
-        return MediaStore(self.run_dir.media, fallback_roots=[root] if root else [])
+        root, options = self.get_setting("media", "root"), {}
+        if is_address(root):
+            names = ("token", "cache_dir", "cache_gb")
+            given = {name: self.get_setting("media", name) for name in names}
+            given = {name: value for name, value in given.items() if value}
+            try:
+                options = validate_config(MediaConfig, given, "[media]").store_options()
+            except ConfigError:  # the token is not to be had here
+                root = ""
+        roots = [root] if root else []
+        return open_store(self.run_dir.media, roots, deadline_s=STORE_DEADLINE_S, **options)
 
     @cached_property
     def checkpoint(self) -> Path | None:

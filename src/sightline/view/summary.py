@@ -178,12 +178,7 @@ def headlines(summary: dict[str, Any]) -> list[tuple[str, str]]:
         ),
         ("tokens/s", formatting.count(number("tokens_per_s"))),
         ("mismatch KL", formatting.short(number("mismatch_kl"))),
-        (
-            "images",
-            f"{formatting.whole(number('images_shown'))} shown, "
-            f"{formatting.whole(number('images_stored'))} stored, "
-            f"{formatting.whole(number('bad_media'))} bad",
-        ),
+        ("images", _describe_images(summary)),
         ("verdicts", _counts(summary, "verdicts") or formatting.NOTHING),
     ]
     if forks := _counts(summary, "forks"):
@@ -204,6 +199,21 @@ def headlines(summary: dict[str, Any]) -> list[tuple[str, str]]:
     if summary.get("stopped_by"):
         rows.append(("stopped by", str(summary["stopped_by"])))
     return rows
+
+
+def has_images(summary: dict[str, Any]) -> bool:
+    """False for a run of text: it counted its images, and there was none."""
+    counts = [find_number(summary, name) for name in ("images_shown", "images_stored", "bad_media")]
+    return counts[0] is None or any(counts)
+
+
+def _describe_images(summary: dict[str, Any]) -> str:
+    if not has_images(summary):
+        return "none shown"
+    names = {"images_shown": "shown", "images_stored": "stored", "bad_media": "bad"}
+    return ", ".join(
+        f"{formatting.whole(find_number(summary, name))} {word}" for name, word in names.items()
+    )
 
 
 def _counts(summary: dict[str, Any], name: str) -> str:

@@ -10,11 +10,11 @@ import sys
 from pathlib import Path
 
 from sightline import config
-from sightline.config import ModelConfig
+from sightline.config import MediaConfig, ModelConfig
 from sightline.config.secret_refs import resolve_secret
 from sightline.errors import ConfigError, SightlineError
 from sightline.families import Family, load_family, load_renderer
-from sightline.media import MediaStore
+from sightline.media import MediaStore, open_store
 from sightline.render import Renderer
 from sightline.rollout.client import GenerateClient
 from sightline.trace import Trace, read_traces
@@ -73,7 +73,7 @@ def export_traces(args: argparse.Namespace) -> int:
         for line in branch_records(trace)
     ]
     if args.images is not None:
-        num = copy_images(traces, MediaStore(get_media_root(args)), args.images)
+        num = copy_images(traces, open_media_store(args), args.images)
         print(f"{num} images in {args.images}", file=sys.stderr)
     if args.output is None:
         sys.stdout.writelines(lines)
@@ -159,14 +159,14 @@ def get_run_folder(path: Path) -> Path:
     return path.absolute().parent.parent
 
 
-def get_media_root(args: argparse.Namespace) -> Path:
+def open_media_store(args: argparse.Namespace) -> MediaStore:
     """The store that was named, or that of the run."""
-    if args.media is not None:
-        return Path(args.media)
     run_dir = get_run_folder(args.file)
-    file = run_dir / "config.toml"
-    root = config.load_stored_config(config.RunFile, file).media.root if file.is_file() else ""
-    return Path(root) if root else run_dir / "media"
+    file, media = run_dir / "config.toml", MediaConfig()
+    if file.is_file():
+        media = config.load_stored_config(config.RunFile, file).media
+    root = media.root if args.media is None else args.media
+    return open_store(root or run_dir / "media", **media.store_options())
 
 
 def get_model_settings(args: argparse.Namespace) -> ModelConfig:
@@ -181,7 +181,7 @@ def get_model_settings(args: argparse.Namespace) -> ModelConfig:
 
 
 def load_model(args: argparse.Namespace) -> tuple[Family, Renderer]:
-    model, store = get_model_settings(args), MediaStore(get_media_root(args))
+    model, store = get_model_settings(args), open_media_store(args)
     family = load_family(model.path, **model.overrides())
     renderer = load_renderer(model.path, store, family, number_images=model.number_images)
     return family, renderer

@@ -73,6 +73,8 @@ def openai_message(message: Message) -> dict[str, Any]:
         ]
     if message.tool_call_id is not None:
         told["tool_call_id"] = message.tool_call_id
+    if message.name is not None:
+        told["name"] = message.name
     return told
 
 

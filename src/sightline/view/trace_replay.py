@@ -16,7 +16,7 @@ from dataclasses import dataclass, field
 from typing import Protocol
 
 from sightline.errors import EngineError
-from sightline.render import Bridged, Renderer
+from sightline.render import Bridged, Renderer, Tools
 from sightline.trace.node import ROOT, Node
 from sightline.trace.trace import Trace
 from sightline.wire import Slot
@@ -124,7 +124,7 @@ def _replay_turn(
     if made_slots != slots:
         found.append(ReplayDifference(node.id, "slots", _describe_slots(slots, made_slots)))
     completion = trace.tokens([node.id])[node.sampled_start :]
-    parsed = renderer.parse(completion).as_message()
+    parsed = renderer.parse(completion, _get_tools(trace, node)).as_message()
     if parsed != node.message:
         found.append(
             ReplayDifference(
@@ -134,12 +134,17 @@ def _replay_turn(
     return prompt_origin, found
 
 
+def _get_tools(trace: Trace, node: Node) -> Tools | None:
+    toolset = trace.get_toolset(node.tools)
+    tools: Tools | None = json.loads(toolset) if toolset else None
+    return tools
+
+
 def _rebuild_prompt(
     trace: Trace, node: Node, renderer: Renderer, recorded: list[int], slots: list[Slot]
 ) -> tuple[str, list[int], list[Slot]]:
     """The prompt of a turn, made as it was; where neither way gives it, as it would be made now."""
-    toolset = trace.get_toolset(node.tools)
-    tools = json.loads(toolset) if toolset else None
+    tools = _get_tools(trace, node)
     before = trace.path(node.parent) if node.parent != ROOT else []
     last = trace.last_turn(node.parent)
     bridged = None

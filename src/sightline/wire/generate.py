@@ -10,8 +10,10 @@ import msgspec
 
 from sightline.errors import EngineError, Misaligned, WireError
 from sightline.wire.item import MediaItem, Slot, check_slots
-from sightline.wire.weights import parse_version_label
+from sightline.wire.weights import Manifest, parse_version_label
 
+WEIGHTS_UNAVAILABLE = "weights_unavailable"
+"""The kind of an error where the store of the weights cannot be read just now."""
 WRONG_ANSWER = "wrong_answer"
 """The kind of an EngineError about an answer that a sampler cannot give."""
 FINISH_REASONS = ("stop", "length", "abort")
@@ -305,6 +307,8 @@ class AdoptRequest(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
     manifest: str
     """Path of the manifest file, as the server sees it."""
+    content: Manifest | None = None
+    """The manifest, where the server sees no file of it."""
 
 
 class LeaseRequest(msgspec.Struct, frozen=True, forbid_unknown_fields=True):

@@ -99,6 +99,19 @@ class StepScores(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     advantages: Array
     """float32."""
 
+    def __post_init__(self) -> None:
+        shapes = {array.shape for array in (self.logprobs, self.ratios, self.advantages)}
+        size = self.logprobs.shape[0] if self.logprobs.shape else 0
+        is_inside = all(
+            0 <= one.start <= one.stop <= size and one.node >= 0 for one in self.origins
+        )
+        if shapes != {(size,)} or not is_inside:
+            raise Misaligned(
+                f"scores of step {self.step}: arrays of {sorted(shapes)} do not line up with the "
+                "nodes that they are of",
+                "the file is damaged, or its writer is broken; remove it: the run does not need it",
+            )
+
     def to_bytes(self) -> bytes:
         return _codec.encode(self)
 

@@ -12,11 +12,14 @@ import re
 import stat
 from collections.abc import Iterable
 from pathlib import Path
+from types import MappingProxyType
 from typing import NamedTuple
 
 import msgspec
 
 from sightline.errors import ResumeRefused, WeightsError, WireError
+from sightline.media import MediaStore
+from sightline.media.stored_file import KnownParts, PartDelta, StoredFile, fetch_file
 from sightline.wire.codec import check_schema
 from sightline.wire.file import add_checksum, append_line, read_checked_lines, write_atomic
 
@@ -24,7 +27,7 @@ WEIGHTS_SCHEMA = 1
 MANIFEST = "manifest.json"
 HISTORY = "history.jsonl"
 """The digest of every version that was ever published, beside the folders of versions."""
-MAX_MANIFEST_BYTES = 8 << 20
+MAX_MANIFEST_BYTES = 32 << 20
 _LABEL = re.compile(r"([0-9]{1,9})(?:\.([0-9]{1,9}))?(?:-([0-9a-f]{1,64})-([0-9a-f]{16}))?")
 
 
@@ -36,10 +39,19 @@ class HistoryLine(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     sha256: str
 
 
-class WeightFile(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+class WeightFile(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=True):
     name: str
     nbytes: int
     sha256: str
+    parts: tuple[str, ...] = ()
+    """Digests of its parts, where they are in a store and not beside the manifest."""
+    deltas: dict[str, PartDelta] = {}
+    """Of parts that differ little from those of the version before, by digest."""
+
+    @property
+    def stored(self) -> set[str]:
+        """Digests of all that the store has of it."""
+        return {*self.parts, *(delta.stored for delta in self.deltas.values())}
 
 
 class TensorSpec(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -57,8 +69,29 @@ class Broadcast(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     receivers: int
     tensors: list[TensorSpec]
     """The tensors in the order in which they are sent."""
-    sha256: str
-    """Digest over the bytes of all tensors, in their order."""
+
+
+class DeviceMemory(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """Memory of a GPU as CUDA IPC names it: what `torch.UntypedStorage._share_cuda_` gives."""
+
+    uuid: str
+    """Of the GPU: processes may number them differently."""
+    handle: bytes
+    nbytes: int
+    offset: int
+    counter: bytes
+    counter_offset: int
+    event: bytes
+    needs_event: bool
+
+
+class SharedMemory(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """Weights that stand in the trainer's memory, for the servers of its machine to copy."""
+
+    tensors: list[TensorSpec]
+    """The tensors in the order in which they lie there."""
+    device: DeviceMemory | None = None
+    """None for memory of the host: a file beside the versions, which is mapped."""
 
 
 class Adapter(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -82,10 +115,15 @@ class Manifest(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """Grows when a version has to be made again and comes out with other bits."""
     broadcast: Broadcast | None = None
     """How the weights are sent, where `files` is empty; None for weights on disk."""
+    shared: SharedMemory | None = None
+    """Where the weights stand, where `files` is empty; None for weights on disk."""
     adapter: Adapter | None = None
     """What the tensors are added to; None where they are whole weights."""
     run: str = ""
     """Id of the run that published them; empty for weights that no run published."""
+    weights_digest: str = ""
+    """Digest of the tensors, however they travel (`compute.weights_digest`); empty in manifests of
+    releases that named weights by their files."""
     schema: int = WEIGHTS_SCHEMA
 
     def __post_init__(self) -> None:
@@ -93,11 +131,15 @@ class Manifest(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
     @property
     def digest(self) -> str:
-        """sha256 over the weights: their files or what is sent, and the base of adapters."""
-        parts = [file.sha256 for file in self.files]
-        parts += [self.broadcast.sha256] if self.broadcast is not None else []
+        """What names the weights: the digest of their tensors, and that of the base of adapters."""
+        parts = [self.weights_digest] if self.weights_digest else [f.sha256 for f in self.files]
         parts += [self.adapter.base] if self.adapter is not None else []
         return parts[0] if len(parts) == 1 else hashlib.sha256("".join(parts).encode()).hexdigest()
+
+    @property
+    def is_in_store(self) -> bool:
+        """Whether nothing of it is read from the folder of its manifest."""
+        return self.broadcast is not None or any(file.parts for file in self.files)
 
     @property
     def policy(self) -> PolicyLabel:
@@ -119,7 +161,7 @@ class PolicyLabel(NamedTuple):
     epoch: int = 0
     run: str = ""
     digest: str = ""
-    """The first 16 hex digits of the weights' sha256."""
+    """The first 16 hex digits of the weights' digest."""
 
     def __str__(self) -> str:
         number = f"{self.version}.{self.epoch}" if self.epoch else str(self.version)
@@ -181,6 +223,14 @@ def log_version(root: Path, manifest: Manifest) -> tuple[Path, Manifest]:
     return folder, msgspec.structs.replace(manifest, epoch=epoch)
 
 
+def write_manifest(root: Path, unlogged: Manifest) -> tuple[Path, Manifest]:
+    """Publishes weights that are in no file: their manifest alone is in the version's folder."""
+    folder, manifest = log_version(root, unlogged)
+    folder.mkdir(exist_ok=True)
+    write_atomic(folder / MANIFEST, msgspec.json.encode(manifest))
+    return folder / MANIFEST, manifest
+
+
 def resolve_manifest(path: str, root: Path | None) -> Path:
     """The real path of a manifest, which must lie under `root`; what lies elsewhere is not told."""
     try:
@@ -205,13 +255,29 @@ def read_manifest(path: Path) -> Manifest:
         raise WireError(
             f"no complete manifest at {path}: {error}", "publish the version again"
         ) from error
+    check_file_names(manifest, f"the manifest at {path}")
+    return manifest
+
+
+def check_file_names(manifest: Manifest, what: str) -> None:
+    """Raises for a file that would not lie beside its manifest."""
     for file in manifest.files:
         if file.name in ("", ".", "..") or "/" in file.name or "\0" in file.name:
             raise WireError(
-                f"the manifest at {path} names {file.name[:100]!r}, which is not in its folder",
+                f"{what} names {file.name[:100]!r}, which is not in its folder",
                 "publish the version again",
             )
-    return manifest
+
+
+def fetch_files(
+    manifest: Manifest, blobs: MediaStore, folder: Path, here: KnownParts = MappingProxyType({})
+) -> None:
+    """Brings the files of a version in the store into `folder`; parts that are `here` are copied,
+    and deltas to them are fetched in place of the parts that they make."""
+    check_file_names(manifest, f"version {manifest.label}")
+    for file in manifest.files:
+        stored = StoredFile(file.nbytes, file.parts)
+        fetch_file(blobs, stored, folder / file.name, here, file.deltas)
 
 
 def read_regular_file(path: Path, max_bytes: int) -> bytes:

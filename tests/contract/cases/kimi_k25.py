@@ -9,6 +9,8 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
+from sampling import IS_FULL
+
 from tests.contract.case import Case
 
 
@@ -80,8 +82,10 @@ def _kimi(name: str, write: Callable[[Path], None], has_weights: bool) -> Case:
         "<|media_pad|>",
         published_template=None,
         has_weights=has_weights,
+        has_own_format=not has_weights or IS_FULL,
         overrides=(("max_pixels", 1 << 20),),
         refused_size=None,
+        shows_system_images=True,
         takes_reasoning=True,
         fades_reasoning=True,
         template_settings=_kimi_settings,

@@ -7,6 +7,8 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from sampling import IS_FULL
+
 from tests.contract.case import Case
 
 SHARED = Path(__file__).parents[3].parent / "shared"
@@ -89,12 +91,16 @@ _TAGGED = {
     "types_arguments": False,
 }
 
+_SEES = {"takes_tools": False, "shows_system_images": True}
+
 CASES = (
-    _qwen("qwen3_vl", "qwen3_vl", "qwen3_vl", merges=False),
+    _qwen("qwen3_vl", "qwen3_vl", "qwen3_vl", merges=False, has_own_format=IS_FULL),
     _qwen("qwen3_vl_merges", "qwen3_vl", "qwen3_vl"),
-    _qwen("qwen3_vl_moe", "qwen3_vl_moe", "qwen3_vl", merges=False),
+    _qwen("qwen3_vl_moe", "qwen3_vl_moe", "qwen3_vl", merges=False, has_own_format=False),
     _qwen("qwen3_vl_thinking", "qwen3_vl_thinking", "", **_THINKS),
-    _qwen("qwen2_5_vl", "qwen2_5_vl", "qwen2_5_vl", takes_tools=False),
+    _qwen("qwen2_5_vl", "qwen2_5_vl", "qwen2_5_vl", **_SEES),
     _qwen("qwen3_5", "qwen3_5", "qwen3_5", **_TAGGED),
-    _qwen("qwen3", "qwen3", "qwen3", shows_images=False, **_THINKS),
+    _qwen("qwen3_5_moe", "qwen3_5_moe", "qwen3_5", merges=False, has_own_format=False, **_TAGGED),
+    _qwen("qwen3_5_nonthinking", "qwen3_5_nonthinking", "", closes_reasoning=True, **_TAGGED),
+    _qwen("qwen3", "qwen3", "qwen3", merges=False, shows_images=False, **_THINKS),
 )

@@ -17,8 +17,7 @@ def _break() -> None:
     import torch
 
     from sightline.errors import MediaError
-    from sightline.trainer import distribute as spread
-    from sightline.trainer import feed, learner, publish
+    from sightline.trainer import feed, learner, micro_batch_pixels, publish
     from sightline.wire import rank_messages as share
 
     fault = os.environ["FAULT"]
@@ -85,10 +84,10 @@ def _break() -> None:
         def unreadable(self: Any, pack: Any) -> Any:
             if pack.step == AT_STEP:
                 raise MediaError("image 0123 is not in the store", "mend the store")
-            return materialize(self, pack)
+            return stack(self, pack)
 
-        materialize = spread.ShareReader._materialize
-        spread.ShareReader._materialize = unreadable  # type: ignore[method-assign]
+        stack = micro_batch_pixels.MicroBatchPixels.stack
+        micro_batch_pixels.MicroBatchPixels.stack = unreadable  # type: ignore[method-assign]
 
         def unpacked(self: Any, batch: Any, digest: str) -> Any:
             if batch.step == AT_STEP:

@@ -20,3 +20,11 @@ def test_many_requests_at_once_are_answered_as_one_padded_batch(
     out = capsys.readouterr().out
     assert "token for token: 5 of 5" in out
     assert len(re.findall(r"\d times", out)) == 2
+
+
+@pytest.mark.parametrize("wrong", [["--rows", "0"], ["--rows", "2", "--lengths", "100,200"]])
+def test_rows_and_lengths_that_cannot_be_are_refused(
+    wrong: list[str], tiny_model: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["bench", "batch", *wrong, "--model", str(tiny_model)]) != 0
+    assert "lengths that have room" in capsys.readouterr().err

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import argparse
 import io
+import os
 import random
+import time
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -21,6 +23,7 @@ from sightline.bench.harness.rehearsal import (
     RehearsalPlan,
     ResentBytes,
     count_base64_bytes,
+    read_cpu,
     rehearse,
 )
 from sightline.bench.harness.screenshots import SCREENSHOTS, Screenshots
@@ -163,7 +166,14 @@ def test_the_command_plays_rollouts_of_one_to_all_of_the_turns(
 
 def test_cpu_time_is_read_for_both_processes(figures: RehearsalFigures) -> None:
     assert set(figures.cpu_s) == {ORCHESTRATOR, WORKER}
-    assert all(seconds > 0 for seconds in figures.cpu_s.values())
+
+
+def test_the_cpu_time_of_a_process_is_what_it_computed() -> None:
+    """The kernel counts in ticks of 10 ms, so that a process needs some of them to be seen."""
+    before, begun = time.process_time(), read_cpu(os.getpid())
+    while time.process_time() - before < 0.2:
+        pass
+    assert read_cpu(os.getpid()) - begun > 0.05
 
 
 def test_the_plots_show_every_figure_by_turns(figures: RehearsalFigures, tmp_path: Path) -> None:
@@ -186,7 +196,7 @@ def test_an_agent_sends_its_history_again_and_only_its_new_images_are_stored(
     # The first page came three times, the second twice, the third once: twice what was new.
     resent = (figures.from_agents - figures.first_sent) / figures.first_sent
     assert 0.8 < resent < 1.5
-    assert figures.to_agents > 0 and figures.cpu_s[WORKER] > 0
+    assert figures.to_agents > 0
     assert figures.encoded_images == figures.policy.encoded_images == 0
     out = io.StringIO()
     Console(file=out, width=200).print(agent_table([figures]))

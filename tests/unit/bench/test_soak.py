@@ -11,7 +11,14 @@ from collections.abc import Callable
 import pytest
 
 from sightline.bench.harness.process_watch import ProcessSample, ProcessWatch, sample_processes
-from sightline.bench.soak import PROCESSES, find_growth, find_lasting, fit_slope, show
+from sightline.bench.soak import (
+    PROCESSES,
+    Growth,
+    find_growth,
+    find_lasting,
+    fit_slope,
+    show,
+)
 
 LEAKS = """
 import sys, threading
@@ -42,7 +49,7 @@ def test_a_process_that_leaks_is_named() -> None:
         child.communicate()
     found = {name: of for name, of in find_lasting(watch).items() if of[0].pid == child.pid}
     assert len(found) == 1
-    units = [words.rpartition(":")[2].split()[1] for words in find_growth(found)]
+    units = [words.rpartition(":")[2].split()[3] for words in find_growth(found)]
     assert units == ["MB", "descriptors", "threads"]
 
 
@@ -81,7 +88,7 @@ def test_a_run_is_flat_whose_caches_fill_in_the_warm_up(capsys: pytest.CaptureFi
 
 def test_a_slow_leak_is_found_below_what_swings(capsys: pytest.CaptureFixture[str]) -> None:
     watch = watch_of(30, server=flat, trainer=lambda m: swings(m) + 0.5 * m, **OTHERS)
-    assert show(watch, 1) == ["trainer: 30.0 MB more an hour, 20 may be"]
+    assert show(watch, 1) == ["trainer: 30.0 ± 0.0 MB more an hour, 20 may be"]
     assert "flat: no" in capsys.readouterr().out
 
 
@@ -102,5 +109,8 @@ def test_a_process_that_was_replaced_or_is_not_watched_is_named() -> None:
 
 
 def test_a_slope_is_that_of_the_line_through_the_points() -> None:
-    assert fit_slope([(0.0, 1.0), (1.0, 3.0), (2.0, 5.0)]) == 2.0
-    assert fit_slope([(0.0, 7.0)]) == 0.0
+    assert fit_slope([(0.0, 1.0), (1.0, 3.0), (2.0, 5.0)]) == Growth(2.0, 0.0)
+    assert fit_slope([(0.0, 7.0)]) == Growth(0.0, 0.0)
+    swings = fit_slope([(0.0, 0.0), (1.0, 9.0), (2.0, 0.0), (3.0, 9.0)])
+    # By hand: residuals of 1.8, 5.4, 5.4 and 1.8 over two degrees of freedom, and a width of 5.
+    assert (swings.slope, swings.error) == pytest.approx((1.8, (64.8 / 2 / 5) ** 0.5))

@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 from serving import embedded
+from store_kinds import TOKEN, http_kind
 
 from sightline.cli.main import main
 from sightline.config import RunFile, load_config
@@ -138,6 +139,32 @@ def test_a_server_that_cannot_serve_the_run_is_refused(
         said = capsys.readouterr().err
         assert "is leased to run beef" in said and "fix: end that run" in said
     assert not (here / "runs").exists()
+
+
+def test_a_server_with_another_token_for_the_images_is_told_by_what_it_says(
+    file: Path,
+    settings: ServerSpec,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setenv("RIGHT", TOKEN)
+    monkeypatch.setenv("WRONG", "another-token-of-somebody")
+    with http_kind(file.parent) as kind:
+        spec = settings.replace(
+            media_roots=[kind.store.root], media_token="env:WRONG",
+            media_cache_dir=str(file.parent / "cache"), weights_root=file.parent / "runs",
+        )  # fmt: skip
+        with embedded(spec) as client:
+            words = [
+                "check",
+                str(file),
+                f'inference.servers=["http://{client.host}:{client.port}"]',
+            ]
+            words += [f"media.root={kind.store.root}", "media.token=env:RIGHT"]
+            assert main([*words, "trainer.publish=store"]) == 2
+    said = capsys.readouterr().err
+    assert "cannot read an image that is in [media] root" in said and "token" in said
+    assert "fix: start it with the --media and --media-token" in said
 
 
 def test_a_shard_that_is_missing_is_named(

@@ -162,6 +162,21 @@ def test_a_command_that_lacks_its_extra_says_which_to_install(
     assert f"pip install 'sightline-rl[{extra}]'" in done.stderr
 
 
+def test_a_dry_run_says_first_which_extra_a_start_would_lack(tmp_path: Path) -> None:
+    text = '[model]\npath = "m"\n[env]\nname = "e"\n[media]\nroot = "s3://bucket/images"\n'
+    (tmp_path / "run.toml").write_text(text + '[trainer]\npublish = "store"\n')
+    for words, package, extra in (([], "obstore", "object-store"), (["--on", "ray"], "ray", "ray")):
+        settings = ["trainer.device=cpu", "inference.device=cpu", "eval.tasks=0"]
+        started = ["rl", "run.toml", *settings, *words]
+        planned = run_without([package], [*started, "--dry-run"], tmp_path)
+        assert planned.returncode == 0 and "process trainer" in planned.stdout, planned.stderr
+        refused = run_without([package], started, tmp_path)
+        assert refused.returncode == 2 and not (tmp_path / "runs").exists()
+        for done in (planned, refused):
+            assert f"the package {package}" in done.stderr
+            assert f"pip install 'sightline-rl[{extra}]'" in done.stderr
+
+
 def test_the_extras_that_errors_name_are_those_of_the_distribution() -> None:
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
     for package, extra in EXTRA_OF_PACKAGE.items():

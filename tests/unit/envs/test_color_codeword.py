@@ -9,7 +9,7 @@ from answering import ScriptedChat
 from PIL import Image
 
 from sightline.envs import Outcome, load_environment
-from sightline.envs.color_codeword import COLORS, LETTERS, ColorCodeword
+from sightline.envs.color_codeword import COLORS, LETTERS, WORDS, ColorCodeword
 from sightline.media import MediaStore
 
 
@@ -107,3 +107,28 @@ def test_demonstrations_teach_the_format_and_no_colour(store: MediaStore) -> Non
         right += sum(a == b for a, (b, _) in zip(answers[2], task.data, strict=True))
         total += 3
     assert right / total < 0.2
+
+
+def test_in_words_nothing_is_shown_and_every_colour_has_its_name(store: MediaStore) -> None:
+    word = truth()
+    outcome, chat = play(store, [word[:1], word[:2], word], in_words=True)
+    assert outcome.reward == 1.0
+    assert [message.text for message in chat.seen] == [WORDS[letter] for letter in word]
+    assert not any(message.images for message in chat.seen)
+    assert len(set(WORDS.values())) == len(COLORS)
+    assert ColorCodeword().shows_images and not ColorCodeword(in_words=True).shows_images
+
+
+def test_demonstrations_in_words_name_a_letter_or_a_colour_without_its_letter(
+    store: MediaStore,
+) -> None:
+    env = ColorCodeword(in_words=True)
+    talks = [
+        env.demonstration(env.task(i, "train"), store.put, random.Random(i)) for i in range(200)
+    ]
+    pairs = [(talk[0].text, talk[1].text) for talk in talks]
+    assert not any(message.images for talk in talks for message in talk)
+    assert all(said == letter for said, letter in pairs if said in LETTERS)
+    coloured = [pair for pair in pairs if pair[0] not in LETTERS]
+    told = sum(WORDS[letter] == said for said, letter in coloured)
+    assert len(coloured) > 30 and told < len(coloured) / 3

@@ -243,7 +243,9 @@ def test_the_example_of_the_docs_runs(tiny_model: Path, store: MediaStore) -> No
                 renderer=renderer, store=store, client=chat.client, modality="image", max_tokens=64
             )
             player = RolloutPlayer(env, chats, timeout_s=60)
-            return (await player.play(RolloutRequest("r", "g", 3, "train", 1, 1.0))).trace
+            played = await player.play(RolloutRequest("r", "g", 3, "train", 1, 1.0))
+            await player.close()
+            return played.trace
 
     trace = asyncio.run(main())
     assert not trace.error, trace.error

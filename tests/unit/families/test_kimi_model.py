@@ -180,7 +180,7 @@ def ready(
 ) -> ReadyBatch:
     materializer = Materializer(learner.family, store, max_bytes=1 << 24)
     preparer = BatchPreparer(learner.family, materializer, limit)
-    return preparer.prepare(Batch(1, samples), digest="")
+    return preparer.prepare(Batch(1, samples), digest="").with_pixels()
 
 
 def gradients(learner: Learner, batch: ReadyBatch) -> tuple[float, dict[str, torch.Tensor]]:

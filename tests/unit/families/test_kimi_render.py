@@ -7,6 +7,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
 from PIL import Image
 
@@ -20,9 +21,12 @@ from sightline.render import Bridged, Refused, Renderer
 GOLDEN = Path(__file__).parents[2] / "golden" / "kimi_tokens.json"
 """Made by the package `renderers` 0.1.12 on the tokenizer of `tiny`, each pad repeated for its
 image, with a turn of the assistant opened for reasoning or with reasoning closed, and with marks
-of reasoning that are text or tokens."""
+of reasoning that are text or tokens. Where the package differs from the release it was given what
+the release writes: tools by the release's own encoder, and no reasoning where a turn is opened
+with reasoning closed."""
 
 Load = Callable[..., Renderer]
+CALL = "<|tool_call_begin|>"
 
 
 @pytest.fixture(scope="module")
@@ -76,6 +80,39 @@ def test_tokens_are_those_of_the_witness(
         assert rendered.token_ids == entry["token_ids"][key]
 
 
+def test_a_message_is_headed_by_its_name(load: Load) -> None:
+    """As the release does: the name stands in the place of the role."""
+    renderer = load(False)
+    talk: list[Any] = [
+        {"role": "system", "name": "rules", "content": "a"},
+        {"role": "user", "name": "Ann", "content": "b"},
+        {"role": "assistant", "name": "Bo", "content": "c"},
+        {"role": "tool", "name": "look", "tool_call_id": "x", "content": "d"},
+        {"role": "user", "name": "", "content": "e"},
+    ]
+    assert renderer.decode(renderer.render(talk, generation_prompt=False).token_ids) == (
+        "<|im_system|>rules<|im_middle|>a<|im_end|>"
+        "<|im_user|>Ann<|im_middle|>b<|im_end|>"
+        "<|im_assistant|>Bo<|im_middle|><think></think>c<|im_end|>"
+        "<|im_system|>look<|im_middle|>## Return of x\nd<|im_end|>"
+        "<|im_user|>user<|im_middle|>e<|im_end|>"
+    )
+    # A name is text: it forges no turn.
+    forged = renderer.render([{**talk[1], "name": "<|im_end|>"}], generation_prompt=False)
+    assert forged.token_ids.count(renderer.stop_token_ids[0]) == 1
+    for name, problem in ((3, "not a string"), ("\ud800", "half a surrogate pair")):
+        with pytest.raises(MessageError, match=rf"messages\[0\]\.name: .*{problem}"):
+            renderer.render([{**talk[1], "name": name}])
+
+
+def test_reasoning_of_a_named_assistant_is_taken_back_too(load: Load) -> None:
+    renderer = load(True)
+    named = msgspec.structs.replace(called("I look."), name="Bo")
+    prompt = renderer.render([user("hi"), named, answered("x")]).token_ids
+    completion = said(renderer, assistant("done"))
+    assert renderer.bridge(prompt, completion, [user("and?")]) == Refused("history_rewritten")
+
+
 def called(reasoning: str | None = None, name: str = "look", number: int = 0) -> Message:
     call = ToolCall(name=name, arguments='{"a": true}', id=f"functions.{name}:{number}")
     return Message(role="assistant", reasoning=reasoning, tool_calls=(call,))
@@ -105,6 +142,14 @@ def test_reasoning_of_calls_stays_until_an_answer_follows(load: Load, think_toke
     assert "<think>first</think>" in kept and "<think>second</think>" in kept
     left = renderer.decode(renderer.render([*talk, assistant("done", "third")]).token_ids)
     assert left.count("<think></think>") == 3
+
+
+def test_without_thinking_no_reasoning_is_written(load: Load) -> None:
+    renderer = load(False)
+    talk = [user("hi"), called("first"), answered("x"), called("second", number=1)]
+    plain = [user("hi"), called(), answered("x"), called(number=1)]
+    assert renderer.render(talk).token_ids == renderer.render(plain).token_ids
+    assert renderer.render(talk).trained == renderer.render(plain).trained
 
 
 @pytest.mark.parametrize("think_tokens", [False, True])
@@ -192,6 +237,32 @@ def test_malformed_calls_come_back_with_their_text(load: Load) -> None:
     assert renderer.parse(cut).malformed_calls and not renderer.parse(cut).tool_calls
 
 
+@pytest.mark.parametrize("thinking", [False, True])
+def test_a_section_of_calls_that_was_cut_off_is_closed(load: Load, thinking: bool) -> None:
+    renderer = load(thinking, think_tokens=True)
+    prompt = renderer.render([user("hi")]).token_ids
+    calls = (ToolCall("f", "{}", "functions.f:0"), ToolCall("g", '{"a": 1}', "functions.g:1"))
+    both, first = (Message(role="assistant", tool_calls=calls[:n]) for n in (2, 1))
+    whole = said(renderer, both)
+    begins = [i for i, token in enumerate(whole) if renderer.decode([token]) == CALL]
+    # Behind a complete call: what is there are calls, and the bridge writes what the template does.
+    for cut, message in ((begins[1], first), (len(whole) - 2, both)):
+        completion = whole[:cut]
+        parsed = renderer.parse(completion)
+        assert parsed.as_message() == message and parsed.malformed_calls == ()
+        bridged = renderer.bridge(prompt, completion, [answered("x")])
+        assert isinstance(bridged, Bridged)
+        talk = [user("hi"), message, answered("x")]
+        assert prompt + completion + bridged.token_ids == renderer.render(talk).token_ids
+    # Inside one: nothing was called, and the marks that are open are closed.
+    completion = whole[: begins[1] + 3]
+    assert renderer.parse(completion).tool_calls == ()
+    bridged = renderer.bridge(prompt, completion, [answered("x")])
+    assert isinstance(bridged, Bridged)
+    closed = "<|tool_call_end|><|tool_calls_section_end|><|im_end|>"
+    assert renderer.decode(bridged.token_ids).startswith(closed + "<|im_system|>")
+
+
 def test_a_call_without_an_id_is_named_by_its_function_and_number(load: Load) -> None:
     renderer = load(False)
     calls = (ToolCall("f", "{}"), ToolCall("g", "{}"))
@@ -205,14 +276,82 @@ def test_a_call_without_an_id_is_named_by_its_function_and_number(load: Load) ->
     [
         ({"type": "web_search"}, r"tools\[0\]"),
         ({"type": "function", "function": {}}, r"tools\[0\]"),
-        ({"name": "f", "parameters": {"properties": {"a": 3}}}, r"tools\[0\]\.parameters"),
-        ({"name": "f", "parameters": {"properties": {"a": {"$ref": "#/x"}}}}, "leads nowhere"),
         ({"name": "f", "description": {1, 2}}, "not JSON"),
     ],
 )
 def test_a_tool_that_cannot_be_declared_is_refused_by_path(tool: Any, path: str) -> None:
     with pytest.raises(MessageError, match=path):
         declare_tools([tool])
+
+
+def declare(properties: dict[str, Any], **more: Any) -> str:
+    """The declaration of a function `f`, less what stands around every function."""
+    tool = {"name": "f", "parameters": {"type": "object", "properties": properties, **more}}
+    declared = declare_tools([{"type": "function", "function": tool}])
+    head, tail = "# Tools\n\n## functions\nnamespace functions {\n", "\n}\n"
+    return declared.removeprefix(head).removesuffix(tail)
+
+
+def test_values_in_a_declaration_are_spelled_as_the_release_spells_them() -> None:
+    """Expected texts are those of the release's encoder, `tool_declaration_ts.py`."""
+    assert declare(
+        {
+            "b": {"type": "boolean", "default": True},
+            "a": {"enum": ["x", None, False, 2], "default": {"z": True, "a": None}},
+            "c": {"type": "string", "pattern": "^é", "maxLength": 3, "default": "é"},
+            "d": {"type": "number", "default": 1.0},
+        }
+    ) == (
+        'type f = (_: {\n  // Default: {"a": null, "z": true}\n  a?: "x" | None | False | 2,\n'
+        "  // Default: True\n  b?: boolean,\n"
+        '  // maxLength: 3, pattern: ^é\n  // Default: "é"\n  c?: string,\n'
+        "  // Default: 1.0\n  d?: number\n}) => any;"
+    )
+    # The fields of a function that refers to itself are sorted as all keys are.
+    walk = {"next": {"$ref": "#"}, "depth": {"type": "integer"}}
+    assert declare(walk, required=["next"]) == (
+        "interface parameters {\n  depth?: number,\n  next: parameters\n}\n"
+        "type f = (_: parameters) => any;"
+    )
+
+
+@pytest.mark.parametrize(
+    "schema",
+    [
+        {"oneOf": [{"type": "string"}]},
+        {"const": 1},
+        {"type": "string", "enum": ["a", 1]},
+        {"type": ["string", "integer"], "enum": ["a"]},
+        {"type": ["file"]},
+        {"$ref": "#/x"},
+        {"$ref": "#/$defs/Late"},
+        {"type": "string", "description": 3},
+        {"type": "object", "additionalProperties": 3},
+        3,
+    ],
+)
+def test_tools_that_have_no_type_are_written_as_json(schema: Any) -> None:
+    other = {"type": "object", "$defs": {"Late": {"type": "string"}}}
+    tool = {
+        "name": "f",
+        "parameters": {"properties": {"b": other, "a": schema}},
+        "description": "é",
+    }
+    sorted_tool = {
+        "function": {
+            "description": "é",
+            "name": "f",
+            "parameters": {"properties": {"a": sorted_keys(schema), "b": sorted_keys(other)}},
+        },
+        "type": "function",
+    }
+    want = json.dumps([sorted_tool], ensure_ascii=False, separators=(",", ":"))
+    assert declare_tools([tool]) == want
+    assert declare_tools([{"type": "function", "function": tool}]) == want
+
+
+def sorted_keys(value: Any) -> Any:
+    return json.loads(json.dumps(value, sort_keys=True))
 
 
 def test_numbered_pictures_are_refused_because_the_format_has_none(
@@ -225,10 +364,14 @@ def test_numbered_pictures_are_refused_because_the_format_has_none(
 def test_half_a_surrogate_pair_is_refused_where_it_stands(load: Load) -> None:
     renderer = load(thinking=True)
     half, call = "\ud83d", ToolCall(name="f", arguments='{"a": "\ud83d"}')
+    named, returned = ToolCall(half, "{}"), Message(role="tool", tool_call_id=half)
     for message, path in (
         (assistant(half), "content"),
         (assistant("a", reasoning=half), "reasoning"),
         (Message(role="assistant", tool_calls=(call,)), "tool_calls[0].function"),
+        (Message(role="assistant", tool_calls=(named,)), "tool_calls[0].function"),
+        (Message(role="assistant", tool_calls=(ToolCall("f", "{}", half),)), "tool_calls[0].id"),
+        (returned, "tool_call_id"),
     ):
         with pytest.raises(MessageError) as caught:
             renderer.render([user("hi"), message])

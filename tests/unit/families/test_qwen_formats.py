@@ -8,14 +8,16 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
 from PIL import Image
 
-from sightline import FamilyError, MediaStore, load_renderer
+from sightline import FamilyError, MediaStore, MessageError, load_renderer
 from sightline.families.qwen_vl.formats import FORMATS
 from sightline.families.registry import write_tiny
 from sightline.message import Message, ToolCall, assistant, user
-from sightline.render import Bridged, Refused, Renderer
+from sightline.render import Bridged, ChatTemplate, Refused, Renderer
+from sightline.trace import PolicySpan, Trace
 
 ROOT = Path(__file__).parents[3]
 THINKING = ("qwen3_vl_thinking", "qwen3_5", "qwen3")
@@ -75,6 +77,8 @@ def copy(folder: Callable[[str], Path], tmp_path: Path) -> Callable[[str], Path]
         ("qwen3_vl", "Qwen3-VL"),
         ("qwen3_vl_thinking", "Qwen3-VL thinking"),
         ("qwen3_5", "Qwen3.5"),
+        ("qwen3_5_nonthinking", "Qwen3.5 non-thinking"),
+        ("qwen3_5_moe", "Qwen3.5"),
         ("qwen3", "Qwen3"),
     ],
 )
@@ -159,6 +163,19 @@ def test_the_published_templates_are_known(
         assert renderer.format_name == formats[0].format_name
 
 
+def test_the_template_of_the_smallest_qwen3_5_is_the_published_one_that_closes_its_block(
+    copy: Callable[[str], Path], store: MediaStore, shared: Path
+) -> None:
+    path = copy("qwen3_5")
+    published = (shared / "references" / "qwen3_5_chat_template.jinja").read_text()
+    asked = "enable_thinking is defined and enable_thinking is"
+    assert f"{asked} false" in published
+    small = published.replace(f"{asked} false", f"not ({asked} true)")
+    (path / "chat_template.jinja").write_text(small)
+    renderer: Any = load_renderer(path, store)
+    assert renderer.format_name == "Qwen3.5 non-thinking"
+
+
 # -- bridging over reasoning
 
 
@@ -220,6 +237,26 @@ def test_a_plain_answer_of_qwen3_can_be_followed_by_a_question(
     acted = [user("hi"), assistant("", reasoning="hm"), TOOL]
     prompt = renderer.render(acted).token_ids
     assert renderer.bridge(prompt, completion, [user("and?")]) == Refused("history_rewritten")
+
+
+def test_behind_a_closed_block_the_answer_follows_and_a_question_rewrites_history(
+    load: Callable[[str], Renderer],
+) -> None:
+    renderer = load("qwen3_5_nonthinking")
+    prompt = renderer.render([user("hi")]).token_ids
+    assert renderer.decode(prompt).endswith("assistant\n<think>\n\n</think>\n\n")
+    completion = ids_of(renderer, "yes<|im_end|>")
+    assert (renderer.parse(completion).reasoning, renderer.parse(completion).text) == (None, "yes")
+    bridged = renderer.bridge(prompt, completion, [TOOL])
+    assert isinstance(bridged, Bridged)
+    whole = renderer.render([user("hi"), assistant("yes"), TOOL])
+    assert prompt + completion + bridged.token_ids == whole.token_ids
+    own = whole.trained[0]
+    assert whole.token_ids[own.start : own.stop] == completion
+    assert renderer.bridge(prompt, completion, [user("and?")]) == Refused("history_rewritten")
+    # A block of its own would be written in place of the empty one.
+    thought = ids_of(renderer, "<think>\nhm\n</think>\n\nyes<|im_end|>")
+    assert renderer.bridge(prompt, thought, [TOOL]) == Refused("history_rewritten")
 
 
 # -- pictures
@@ -313,12 +350,190 @@ def test_tagged_arguments_keep_booleans_nested_json_and_unicode(
 def test_arguments_that_are_no_object_are_refused_by_path_where_tags_cannot_write_them(
     load: Callable[[str], Renderer],
 ) -> None:
-    from sightline import MessageError
-
     for arguments in ("[1]", "not json", "3"):
         said = {"role": "assistant", "tool_calls": [{"name": "f", "arguments": arguments}]}
         with pytest.raises(MessageError, match=r"messages\[1\]\.tool_calls\[0\]\.function"):
             load("qwen3_5").render([user("hi"), said])
+
+
+@pytest.mark.parametrize("kind", CALLING)
+def test_half_a_surrogate_pair_and_endless_nesting_are_no_calls_that_a_model_makes(
+    load: Callable[[str], Renderer], kind: str
+) -> None:
+    renderer = load(kind)
+    lead = "so</think>\n\n" if kind in OPENING else ""
+    for value in (r'["\ud800"]', r'{"\udc00": 1}', "[" * 5000 + "]" * 5000):
+        tags = f"<function=f>\n<parameter=a>\n{value}\n</parameter>\n</function>"
+        inner = tags if kind == "qwen3_5" else f'{{"name": "f", "arguments": {{"a": {value}}}}}'
+        parsed = renderer.parse(ids_of(renderer, f"{lead}<tool_call>\n{inner}\n</tool_call>"))
+        assert msgspec.msgpack.encode(parsed)
+        if kind == "qwen3_5" and value.startswith("[["):
+            # What is no JSON that can be read is a string, as everywhere in this format.
+            assert json.loads(parsed.tool_calls[0].arguments) == {"a": value}
+        else:
+            assert parsed.tool_calls == () and parsed.malformed_calls
+
+
+@pytest.mark.parametrize("kind", CALLING)
+def test_half_a_surrogate_pair_is_refused_where_a_caller_wrote_it(
+    load: Callable[[str], Renderer], kind: str
+) -> None:
+    renderer, half = load(kind), "\ud800"
+    for tool in ({"name": half}, {"name": "f", "description": half}, {half: 1}):
+        with pytest.raises(MessageError, match=r"^tools\[1\]: text with half a surrogate pair"):
+            renderer.render([user("hi")], [{"name": "g"}, tool])
+    returned = Message(role="tool", tool_call_id=half)
+    with pytest.raises(MessageError, match=r"^new_messages\[0\]\.tool_call_id: "):
+        renderer.bridge(renderer.render([user("hi")]).token_ids, [], [returned])
+    spelled = ToolCall("f", r'{"a": ["\ud800"]}')
+    said = [user("hi"), Message(role="assistant", tool_calls=(spelled,))]
+    if kind != "qwen3_5":
+        # JSON is written as it was given, and there the pair is spelled out.
+        assert r"\ud800" in renderer.decode(renderer.render(said).token_ids)
+        return
+    with pytest.raises(MessageError, match=r"^messages\[1\]\.tool_calls\[0\]\.function\.arg"):
+        renderer.render(said)
+
+
+@pytest.mark.parametrize("kind", THINKING)
+def test_a_call_ends_reasoning_that_is_never_closed(
+    load: Callable[[str], Renderer], kind: str
+) -> None:
+    renderer = load(kind)
+    prompt = renderer.render([user("hi")]).token_ids
+    lead = "" if kind in OPENING else "<think>\n"
+    tags = "<function=f>\n<parameter=a>\n1\n</parameter>\n</function>"
+    inner = tags if kind == "qwen3_5" else '{"name": "f", "arguments": {"a": 1}}'
+    call = f"<tool_call>\n{inner}\n</tool_call>"
+    completion = ids_of(renderer, f"{lead}hm\n{call}<|im_end|>")
+    parsed = renderer.parse(completion)
+    assert (parsed.reasoning, parsed.text, parsed.malformed_calls) == ("hm", "", ())
+    assert [call.name for call in parsed.tool_calls] == ["f"]
+    bridged = renderer.bridge(prompt, completion, [TOOL])
+    assert isinstance(bridged, Bridged)
+    assert renderer.decode(bridged.token_ids).startswith("\n<|im_start|>user\n<tool_response>")
+    # Cut off inside the call, it is malformed; before the end of a block it was a draft.
+    cut = renderer.parse(ids_of(renderer, f"{lead}hm\n<tool_call>\n{inner[:9]}"))
+    assert cut.reasoning == "hm" and cut.malformed_calls and cut.text.startswith("<tool_call>")
+    draft = renderer.parse(ids_of(renderer, f"{lead}hm {call} no\n</think>\n\nyes<|im_end|>"))
+    assert (draft.reasoning, draft.text) == (f"hm {call} no", "yes")
+    assert draft.tool_calls == draft.malformed_calls == ()
+
+
+def declare(**properties: Any) -> list[dict[str, Any]]:
+    function = {"name": "f", "parameters": {"type": "object", "properties": properties}}
+    return [{"type": "function", "function": {"name": "g"}}, {"function": function}]
+
+
+def test_tagged_arguments_are_strings_where_the_schema_says_so(
+    load: Callable[[str], Renderer],
+) -> None:
+    renderer = load("qwen3_5")
+    arguments = {
+        "plain": "42", "flag": "true", "nested": '{"a": 1}', "one": "7", "maybe": "None",
+        "perhaps": "3", "either": "[]",
+    }  # fmt: skip
+    tools = declare(
+        plain={"type": "string"},
+        flag={"type": ["string"]},
+        nested={"type": "string", "description": "JSON"},
+        one={"enum": ["7", "8"]},
+        maybe={"type": ["string", "null"]},
+        perhaps={"anyOf": [{"type": "string"}, {"type": "null"}]},
+        either={"anyOf": [{"type": "string"}, {"type": "integer"}]},
+    )
+    call = ToolCall(name="f", arguments=json.dumps(arguments))
+    talk = [user("hi"), Message(role="assistant", reasoning="r", tool_calls=(call,))]
+    rendered = renderer.render(talk, tools, generation_prompt=False)
+    own = rendered.trained[0]
+    completion = rendered.token_ids[own.start : own.stop]
+    (parsed,) = renderer.parse(completion, tools).tool_calls
+    # What the schema leaves open is what the template would have spelled this way.
+    assert json.loads(parsed.arguments) == {**arguments, "maybe": None, "either": []}
+    for other in (None, [], [{"name": "f"}], [{"name": "f", "parameters": 3}], [3]):
+        (untold,) = renderer.parse(completion, other).tool_calls  # type: ignore[arg-type]
+        assert json.loads(untold.arguments)["plain"] == 42
+
+
+def test_a_turn_is_parsed_with_the_tools_that_it_was_offered(
+    load: Callable[[str], Renderer],
+) -> None:
+    renderer, tools = load("qwen3_5"), declare(a={"type": "string"})
+    turn = Trace(id="a").prepare([user("hi")], renderer, tools)
+    inner = "<function=f>\n<parameter=a>\n42\n</parameter>\n</function>"
+    said = f"hm\n</think>\n\n<tool_call>\n{inner}\n</tool_call><|im_end|>"
+    completion = ids_of(renderer, said)
+    spans = [PolicySpan(0, len(completion), version=0, epoch=0)]
+    node = turn.commit(completion, [-1.0] * len(completion), spans, "stop")
+    assert json.loads(node.message.tool_calls[0].arguments) == {"a": "42"}
+    with pytest.raises(MessageError, match="^tools: not JSON"):
+        Trace(id="a").prepare([user("hi")], renderer, [{"name": "\ud800"}])
+
+
+# -- what a message may leave empty
+
+
+def template_texts(kind: str, folder: Path, messages: list[dict[str, Any]]) -> list[str]:
+    """What the checkpoint's own template writes, and the published one where it is here."""
+    published = ROOT.parent / "shared" / "references" / f"{kind}_chat_template.jinja"
+    sources = [file for file in (folder / "chat_template.jinja", published) if file.is_file()]
+    return [
+        ChatTemplate(file.read_text()).render(messages, generation_prompt=False) for file in sources
+    ]
+
+
+@pytest.mark.parametrize("kind", THINKING)
+def test_empty_reasoning_keeps_a_mark_in_the_content(
+    load: Callable[[str], Renderer], folder: Callable[[str], Path], kind: str
+) -> None:
+    renderer = load(kind)
+    said = {"role": "assistant", "content": "a\n</think>\nb"}
+    for more in ({"reasoning_content": ""}, {}):
+        talk = [{"role": "user", "content": "hi"}, {**said, **more}]
+        written = renderer.decode(renderer.render(talk, generation_prompt=False).token_ids)
+        assert set(template_texts(kind, folder(kind), talk)) == {written}
+        assert ("a\n</think>\nb" in written) == bool(more)
+    # Elsewhere empty reasoning is none, so that a history is found again.
+    (read,) = renderer.read_messages([{**said, "content": "b", "reasoning_content": ""}])
+    assert read == assistant("b")
+
+
+def test_an_empty_text_before_a_call_is_a_content(
+    load: Callable[[str], Renderer], folder: Callable[[str], Path]
+) -> None:
+    empty = [{"type": "text", "text": ""}]
+    call = {"type": "function", "function": {"name": "f", "arguments": {}}}
+    for kind in CALLING:
+        written = []
+        for content in (empty, "", [], [*empty, *empty]):
+            said = {"role": "assistant", "content": content, "tool_calls": [call]}
+            talk = [{"role": "user", "content": "hi"}, said]
+            rendered = load(kind).render(talk, generation_prompt=False)
+            written.append(load(kind).decode(rendered.token_ids))
+            if kind == "qwen3_vl":
+                assert set(template_texts(kind, folder(kind), talk)) == {written[-1]}
+        assert ("assistant\n\n<tool_call>" in written[0]) == (kind == "qwen3_vl")
+        assert written[0] == written[3] and written[1] == written[2]
+    # Without a call it is nothing.
+    (read,) = load("qwen3_vl").read_messages([{"role": "assistant", "content": empty}])
+    assert read == assistant("")
+
+
+def test_images_stand_in_system_messages_where_the_template_shows_them(
+    load: Callable[[str], Renderer], folder: Callable[[str], Path], store: MediaStore
+) -> None:
+    ref = store.put(Image.new("RGB", (32, 32)))
+    parts: list[Any] = [{"type": "text", "text": "see "}, {"type": "image", "image": ref}]
+    talk = [{"role": "system", "content": parts}, {"role": "user", "content": "hi"}]
+    rendered = load("qwen2_5_vl").render(talk, generation_prompt=False)
+    assert [slot.item.ref for slot in rendered.slots] == [ref]
+    assert rendered.spans[0].start < rendered.slots[0].offset < rendered.spans[0].stop
+    pads = "<|image_pad|>" * rendered.slots[0].length
+    for text in template_texts("qwen2_5_vl", folder("qwen2_5_vl"), talk):
+        assert load("qwen2_5_vl").decode(rendered.token_ids) == text.replace("<|image_pad|>", pads)
+    for kind in ("qwen3_vl", "qwen3_vl_thinking", "qwen3_5"):
+        with pytest.raises(MessageError, match="role system, which this chat format cannot show"):
+            load(kind).render(talk)
 
 
 EMPTY_TEXT, CALL_IDS = "text of None and empty text", "call ids"
@@ -327,21 +542,23 @@ REASONING = (
     "newlines around reasoning, and before the content that follows it",
 )
 JSON_CALLS = (EMPTY_TEXT, CALL_IDS, "JSON spacing around a call's arguments")
+TAGGED_CALLS = (
+    EMPTY_TEXT,
+    CALL_IDS,
+    *REASONING,
+    "JSON spacing and number spelling of a call's arguments",
+    "whether an argument is a string or the number, boolean or null that it spells",
+    "string arguments that spell a JSON list or object",
+    "arguments that spell the tags themselves",
+    "white space around a message, and around reasoning",
+)
 NOT_CARRIED = {
     "Qwen2.5-VL": (EMPTY_TEXT,),
     "Qwen3-VL": JSON_CALLS,
     "Qwen3": (*JSON_CALLS, *REASONING),
     "Qwen3-VL thinking": (*JSON_CALLS, *REASONING),
-    "Qwen3.5": (
-        EMPTY_TEXT,
-        CALL_IDS,
-        *REASONING,
-        "JSON spacing and number spelling of a call's arguments",
-        "whether an argument is a string or the number, boolean or null that it spells",
-        "string arguments that spell a JSON list or object",
-        "arguments that spell the tags themselves",
-        "white space around a message, and around reasoning",
-    ),
+    "Qwen3.5": TAGGED_CALLS,
+    "Qwen3.5 non-thinking": TAGGED_CALLS,
 }
 """What `parse` cannot give back of what `render` wrote, by the name of a format."""
 

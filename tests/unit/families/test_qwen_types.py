@@ -19,7 +19,7 @@ from sightline.families.registry import write_tiny
 from sightline.inference.server_spec import describe_prefix_reuse
 from sightline.media import MediaRef, MediaStore
 from sightline.message import assistant, user
-from sightline.pack import PackSize, pack
+from sightline.pack import PackSize
 from sightline.pixels import Materializer
 from sightline.trainer import sft
 from sightline.trainer.build import build_learner
@@ -30,9 +30,12 @@ from sightline.wire import MediaItem, Slot
 from sightline.wire.array import Array
 from sightline.wire.sample import Batch, Sample, Segment
 
-TYPES = ("qwen3_vl", "qwen3_vl_thinking", "qwen3_vl_moe", "qwen2_5_vl", "qwen3_5", "qwen3")
+TYPES = (
+    "qwen3_vl", "qwen3_vl_thinking", "qwen3_vl_moe", "qwen2_5_vl", "qwen3_5", "qwen3_5_moe",
+    "qwen3", "qwen3_moe",
+)  # fmt: skip
 WHOLE, ALONE = PackSize(1 << 20, 1 << 20), PackSize(1, 1)
-PACKINGS = {"qwen3_5": "rows"}
+RECURRENT = ("qwen3_5", "qwen3_5_moe")
 
 
 @pytest.fixture(scope="module")
@@ -71,7 +74,8 @@ def build(model: Path, store: MediaStore) -> Learner:
 
 def ready(learner: Learner, store: MediaStore, given: list[Sample], limit: PackSize) -> ReadyBatch:
     materializer = Materializer(learner.family, store, max_bytes=1 << 24)
-    return BatchPreparer(learner.family, materializer, limit).prepare(Batch(1, given), digest="")
+    preparer = BatchPreparer(learner.family, materializer, limit)
+    return preparer.prepare(Batch(1, given), digest="").with_pixels()
 
 
 def backward(learner: Learner, batch: ReadyBatch) -> tuple[dict[str, np.ndarray], torch.Tensor]:
@@ -91,20 +95,16 @@ def backward(learner: Learner, batch: ReadyBatch) -> tuple[dict[str, np.ndarray]
 
 def test_what_it_packs_into_is_declared_with_a_reason(model: Path) -> None:
     packing = load_family(model).packing
-    assert packing.kind == PACKINGS.get(model.name, "tree")
-    assert packing.reason
-    expected = "none, one sequence" if packing.kind == "rows" else "shared-prefix trees, "
-    assert (
-        packing.description.startswith(f"packing: {expected}") and "because" in packing.description
-    )
+    assert (packing.kind, packing.carries_state) == ("tree", model.name in RECURRENT)
+    assert packing.description.startswith("packing: shared-prefix trees, ")
+    assert "because" in packing.description and packing.reason
 
 
 def test_packed_equals_unpacked(model: Path, store: MediaStore) -> None:
     learner = build(model, store)
     given = samples(model, store, count=6, seed=1)
     packed, alone = (ready(learner, store, given, limit) for limit in (WHOLE, ALONE))
-    rows = learner.family.packing.kind == "rows"
-    assert len(packed.micro_batches) == (6 if rows else 1)
+    assert len(packed.micro_batches) == 1
     assert len(alone.micro_batches) == 6
     (logprobs, grads), (logprobs_alone, grads_alone) = (
         backward(learner, batch) for batch in (packed, alone)
@@ -113,21 +113,6 @@ def test_packed_equals_unpacked(model: Path, store: MediaStore) -> None:
     for key, found in logprobs.items():
         np.testing.assert_allclose(found, logprobs_alone[key], atol=1e-5)
     assert float((grads - grads_alone).norm() / grads_alone.norm()) < 1e-5
-
-
-def test_a_recurrent_layer_would_leak_between_packed_sequences(
-    folder: Callable[[str], Path], store: MediaStore
-) -> None:
-    """Why Qwen3.5 declares rows: side by side, a sequence is computed otherwise than alone."""
-    model = folder("qwen3_5")
-    learner = build(model, store)
-    given = samples(model, store, count=3, seed=1)
-    alone, _ = backward(learner, ready(learner, store, given, ALONE))
-    flat = load_family(folder("qwen3_vl")).packing
-    learner.family.packing = flat
-    leaked, _ = backward(learner, ready(learner, store, given, WHOLE))
-    worst = max(float(np.abs(leaked[key] - alone[key]).max()) for key in alone)
-    assert worst > 1e-3
 
 
 def test_logprobs_are_those_of_plain_transformers(model: Path, store: MediaStore) -> None:
@@ -178,19 +163,10 @@ def test_it_trains_on_demonstrations(model: Path, store: MediaStore) -> None:
     assert losses[-1] < losses[0]
 
 
-def test_rows_hold_one_sequence_each(folder: Callable[[str], Path], store: MediaStore) -> None:
-    model = folder("qwen3_5")
-    given = samples(model, store, count=5, seed=2)
-    packs = pack(given, 1, load_family(model), WHOLE)
-    assert all(len(set(p.subtree_end.numpy().tolist())) == 1 for p in packs)
-    assert sorted(len(p.token_ids) for p in packs) == sorted(len(s.token_ids) for s in given)
-
-
 def test_what_a_turn_finds_of_the_one_before_is_said_with_a_reason(model: Path) -> None:
     line = describe_prefix_reuse(load_family(model))
-    is_off = model.name in PACKINGS
-    assert line.startswith(f"prefix cache: {'off' if is_off else 'on'}, ")
-    assert ("because" in line) == is_off
+    assert line.startswith("prefix cache: on, ")
+    assert ("because" in line) == (model.name in RECURRENT)
 
 
 def test_a_family_of_any_type_crosses_into_another_process(model: Path) -> None:

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from sightline.families.qwen_vl.vision import compute_mrope_positions
+from sightline.families.vision_family import compute_mrope_positions
 from sightline.media import MediaRef
 from sightline.wire import MediaItem, Slot
 

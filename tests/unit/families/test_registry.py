@@ -87,6 +87,15 @@ def test_a_checkpoint_that_no_family_knows_is_refused_with_the_known(tmp_path: P
     assert all(name in caught.value.fix for name in family_names())
 
 
+def test_a_family_that_takes_what_is_left_stands_back_for_one_that_claims(
+    add: Callable[..., None], tmp_path: Path
+) -> None:
+    add("gravel", "stone")
+    folder = checkpoint(tmp_path / "m", "stone")
+    (folder / "config.json").write_text(json.dumps({"model_type": "stone", "vision_config": {}}))
+    assert load_family(folder) == ("gravel", {})
+
+
 def test_a_folder_without_a_config_is_no_checkpoint(tmp_path: Path) -> None:
     with pytest.raises(FamilyError, match="config.json"):
         load_family(tmp_path)

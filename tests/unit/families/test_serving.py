@@ -64,7 +64,7 @@ def test_vision_parameters_are_known_by_their_names(model: Path) -> None:
     own = dict(forward.model.named_parameters())
     assert {name: p.shape for name, p in empty.items()} == {n: p.shape for n, p in own.items()}
     vision = {name for name, _ in forward.vision_parameters()}
-    prefixes = serving_of(family).VISION_PREFIXES
+    prefixes = serving_of(family).vision_prefixes(family)
     assert {name for name in own if name.startswith(prefixes)} == vision
 
 
@@ -77,7 +77,7 @@ def changed_copy(model: Path, folder: Path, file: str, change: Callable[[Any], A
 
 
 CHANGES: dict[str, dict[str, Callable[[Any], Any]]] = {
-    "qwen_vl": {"config.json": lambda config: config.pop("vision_config")},
+    "qwen_vl": {"config.json": lambda config: config.update(model_type="qwen3_5_moe")},
     "kimi_k25": {
         "config.json": lambda config: config["text_config"].update(quantization_config={"x": 1}),
         "preprocessor_config.json": lambda config: config.pop("media_proc_cfg"),

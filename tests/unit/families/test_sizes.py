@@ -95,7 +95,7 @@ def test_a_micro_batch_asks_nothing_of_the_device(model: Path, store: MediaStore
     materializer = Materializer(learner.family, store, max_bytes=1 << 24)
     preparer = BatchPreparer(learner.family, materializer, PackSize(1 << 20, 1 << 20))
     samples = making.samples(model, store, count=3)
-    ready = preparer.prepare(Batch(1, samples), digest="").micro_batches[0]
+    ready = preparer.prepare(Batch(1, samples), digest="").with_pixels().micro_batches[0]
     materializer.close()
     asked = []
     for _ in range(2):  # the second time the host knows the sizes

@@ -2,18 +2,26 @@
 
 from __future__ import annotations
 
+import contextlib
 import threading
+import time
+from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 import torch
+from sampling import take_sample
 
 from sightline.families import load_family, load_renderer
 from sightline.inference.server_spec import ServerSpec
 from sightline.inference.torch_engine.decode import CudaGraphDecoder, round_up_shape
-from sightline.inference.torch_engine.engine import build_engine
+from sightline.inference.torch_engine.engine import TorchEngine, build_engine
+from sightline.inference.torch_engine.paged_kv_cache import PagedKVCache
 from sightline.inference.torch_engine.request import TorchRequest
+from sightline.inference.torch_engine.row_table import RowTable
+from sightline.inference.torch_engine.step_plan import StepPlan
 from sightline.media import MediaStore
 from sightline.pixels import Materializer
 from sightline.wire.generate import SamplingParams
@@ -21,21 +29,22 @@ from sightline.wire.generate import SamplingParams
 LENGTHS = (5, 300, 17, 40, 9, 120, 3)
 
 
-def answers(model: Path, store: MediaStore, in_passes: bool) -> tuple[list[TorchRequest], int]:
-    """Answers of different length to prompts of different length, two at first and then more, so
-    that rows fall idle, are taken again, and outgrow their table."""
+def build(model: Path, store: MediaStore) -> TorchEngine:
     family = load_family(model)
     banned = load_renderer(model, store, family).pad_token_ids
     settings = ServerSpec.of(
         path=model, media_roots=(store.root,), device="cpu", max_num_seqs=32, max_model_len=1024
     )
-    engine = build_engine(settings, family, Materializer(family, store, 1 << 20), banned)
+    return build_engine(settings, family, Materializer(family, store, 1 << 20), banned)
+
+
+def answers(model: Path, store: MediaStore, in_passes: bool) -> tuple[list[TorchRequest], int]:
+    """Answers of different length to prompts of different length, two at first and then more, so
+    that rows fall idle, are taken again, and outgrow their table."""
+    engine = build(model, store)
     runner = engine.runner
-    decoder = CudaGraphDecoder(
-        runner.forward, runner.kv, engine.scheduler.rows, torch.device("cpu")
-    )
     if in_passes:
-        runner.decoder = decoder
+        runner.use_pages(PagedKVCache(32, 1024, torch.device("cpu"), torch.float32))
     requests = [
         TorchRequest(
             np.arange(i, i + length, dtype=np.int32) % 250,
@@ -56,10 +65,10 @@ def answers(model: Path, store: MediaStore, in_passes: bool) -> tuple[list[Torch
     finally:
         engine.stop()
         engine.join(20)
-    return requests, decoder.num_passes
+    return requests, 0 if runner.decoder is None else runner.decoder.num_passes
 
 
-@pytest.mark.parametrize("type", ["qwen3_vl", "qwen2_5_vl"])
+@pytest.mark.parametrize("type", take_sample(["qwen3_vl", "qwen2_5_vl"], 1))
 def test_passes_of_fixed_shape_say_the_same(type: str, tmp_path: Path, store: MediaStore) -> None:
     from sightline.families.registry import write_tiny
 
@@ -74,7 +83,85 @@ def test_passes_of_fixed_shape_say_the_same(type: str, tmp_path: Path, store: Me
 
 
 def test_shapes_are_few() -> None:
-    assert [round_up_shape(n) for n in (1, 2, 3, 4, 5, 6, 7, 9, 13, 64, 65)] == [
-        1, 2, 3, 4, 6, 6, 8, 12, 16, 64, 96,
-    ]  # fmt: skip
-    assert len({round_up_shape(n) for n in range(1, 4097)}) == 24
+    assert [round_up_shape(n) for n in (1, 2, 3, 5, 64, 65)] == [1, 2, 4, 8, 64, 128]
+
+
+def test_an_engine_says_how_long_its_step_takes(tiny_model: Path, store: MediaStore) -> None:
+    engine = build(tiny_model, store)
+    step, is_in_step, goes_on, done = engine.runner.step, *(threading.Event() for _ in range(3))
+
+    def hang(*args: Any) -> Any:
+        is_in_step.set()
+        assert goes_on.wait(60)
+        return step(*args)
+
+    engine.runner.step = hang  # type: ignore[method-assign]
+    engine.start(lambda finished: done.set())
+    try:
+        assert engine.step_s < 60
+        params = SamplingParams(max_tokens=1, temperature=0.0)
+        engine.submit([TorchRequest(np.arange(3, dtype=np.int32), [], [], params, seed=0)])
+        assert is_in_step.wait(60)
+        before = engine.step_s
+        time.sleep(0.05)
+        assert engine.step_s >= before + 0.05
+        goes_on.set()
+        assert done.wait(60)
+        while engine.step_s:  # the turn in which there is nothing to do
+            time.sleep(0.005)
+    finally:
+        goes_on.set()
+        engine.stop()
+        engine.join(20)
+
+
+def plan_of(length: int) -> StepPlan:
+    return StepPlan(np.array([0]), np.array([0]), np.array([length]), np.array([True]))
+
+
+def test_graphs_are_made_anew_after_a_growth_that_found_no_room() -> None:
+    kv = PagedKVCache(2, 1 << 20, torch.device("cpu"), torch.float32)
+    kv.reserve(plan_of(64))
+    keys, _ = kv.pages(0, torch.ones(1, 1, 2), torch.ones(1, 1, 2))
+    keys.fill_(3.0)
+    # No memory holds this layer when it grows; the one before it has moved by then.
+    huge = torch.zeros(1).expand(len(keys), 64, 1 << 40, 2)
+    kv._keys[1] = huge
+    before = kv.generation
+    with pytest.raises(RuntimeError):
+        kv.reserve(plan_of(1 << 16))
+    moved = kv._keys[0]
+    assert moved.data_ptr() != keys.data_ptr() and kv.generation != before
+    kv._keys[1] = torch.zeros(len(keys), 64, 1, 2)
+    kv.reserve(plan_of(1 << 16))
+    grown, _ = kv.pages(0, torch.ones(1, 1, 2), torch.ones(1, 1, 2))
+    assert (grown[: len(keys)] == 3.0).all()
+
+
+@pytest.mark.parametrize("hides", [False, True])
+def test_a_full_device_does_not_end_the_use_of_graphs(
+    hides: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    @contextlib.contextmanager
+    def capture(*args: object, **options: object) -> Iterator[None]:
+        try:
+            yield
+        finally:
+            if hides:
+                raise RuntimeError("operation failed due to a previous error during capture")
+
+    class FullForward:
+        def hidden(self, *args: object) -> None:
+            raise torch.OutOfMemoryError("CUDA out of memory")
+
+    for name in ("CUDAGraph", "current_stream"):
+        monkeypatch.setattr(torch.cuda, name, lambda: None)
+    monkeypatch.setattr(torch.cuda, "set_stream", lambda stream: None)
+    monkeypatch.setattr(torch.cuda, "graph", capture)
+    kv, rows = PagedKVCache(2, 128, torch.device("cpu"), torch.float32), RowTable(2, 128, 1)
+    decoder = CudaGraphDecoder(FullForward(), kv, rows, torch.device("cpu"))  # type: ignore[arg-type]
+    found = decoder._get_pass(1, 16)
+    decoder._captures, decoder._pool = True, None  # type: ignore[assignment]
+    with pytest.raises(torch.OutOfMemoryError):
+        decoder._capture(found)
+    assert decoder._captures and found.graph is None

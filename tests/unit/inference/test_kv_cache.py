@@ -57,7 +57,7 @@ def test_every_decoding_row_gets_its_token_and_prompts_share_a_budget() -> None:
     chunk = 4
     length = np.array([50, 50, 3, 10, 2])
     computed = np.array([0, 49, 0, 9, 0])
-    plan = build_step_plan(np.arange(5), length, computed, chunk)
+    plan = build_step_plan(np.arange(5), length, computed, chunk, np.zeros(5, dtype=np.int64))
     assert plan.counts.tolist() == [4, 1, 3, 1, 2]
     assert plan.samples.tolist() == [False, True, True, True, True]
     rows, index = plan.flat()
@@ -71,6 +71,6 @@ def test_prompts_beyond_the_budget_wait_their_turn() -> None:
     length = np.full(many, 9)
     computed = np.zeros(many, dtype=np.int64)
     computed[-1] = 8
-    plan = build_step_plan(np.arange(many), length, computed, chunk)
+    plan = build_step_plan(np.arange(many), length, computed, chunk, np.zeros_like(computed))
     assert plan.rows.tolist() == [*range(CHUNKS_PER_STEP), many - 1]
     assert plan.num_tokens == chunk * CHUNKS_PER_STEP + 1

@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 import torch
 
+from sightline.inference.torch_engine import sampling
 from sightline.inference.torch_engine.sampling import (
     SamplingMetadata,
+    draw_samples,
     draw_uniforms,
-    sample,
     splitmix64,
+    to_arrays,
 )
 
 NONE = torch.zeros(0, dtype=torch.long)
@@ -25,6 +29,12 @@ def settings(uniform: np.ndarray, temperature: float | np.ndarray = 1.0) -> Samp
         min_p=np.zeros(size, dtype=np.float32),
         uniform=uniform,
     )
+
+
+def sample(
+    logits: torch.Tensor, banned: torch.Tensor, settings: SamplingMetadata
+) -> tuple[np.ndarray, np.ndarray]:
+    return to_arrays(draw_samples(logits, banned, settings))
 
 
 def splitmix64_int(value: int) -> int:
@@ -98,3 +108,28 @@ def test_a_row_that_is_no_number_reports_it() -> None:
     logits = torch.tensor([[0.0, float("nan")], [0.0, 1.0]])
     _, logprobs = sample(logits, NONE, settings(np.array([0.5, 0.5])))
     assert np.isnan(logprobs[0]) and np.isfinite(logprobs[1])
+
+
+def test_rows_with_filters_or_bans_are_drawn_apart_from_the_others(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    sorted_rows: list[int] = []
+    apply_filters = sampling._apply_filters
+
+    def count(scaled: torch.Tensor, given: SamplingMetadata) -> torch.Tensor:
+        sorted_rows.append(len(scaled))
+        return apply_filters(scaled, given)
+
+    monkeypatch.setattr(sampling, "_apply_filters", count)
+    logits = torch.randn(6, 50, generator=torch.Generator().manual_seed(0))
+    plain = settings(np.linspace(0.05, 0.95, 6), 0.7)
+    top_p, top_k = plain.top_p.copy(), plain.top_k.copy()
+    top_p[1], top_k[4] = 0.3, 2
+    mixed = replace(plain, top_p=top_p, top_k=top_k, bans=((3, (int(logits[3].argmax()),)),))
+    assert mixed.is_plain.tolist() == [True, False, True, False, False, True]
+    tokens, logprobs = sample(logits, NONE, mixed)
+    assert sorted_rows == [3]
+    for row in range(6):
+        alone = sample(logits[row : row + 1], NONE, mixed.select(np.array([row])))
+        assert (tokens[row], logprobs[row]) == (alone[0][0], alone[1][0])
+    assert tokens[3] != logits[3].argmax()

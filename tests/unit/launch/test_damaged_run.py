@@ -152,6 +152,22 @@ def test_a_file_that_is_gone_or_cut_off_is_refused_by_its_name(run_dir: RunDir, 
         assert run_dir.batch(3).exists() or name.startswith("batches"), harm
 
 
+def test_settings_that_end_with_any_of_their_lines_are_refused(run_dir: RunDir) -> None:
+    """Half a file of settings is one, too: the others would be those by default."""
+    lines = run_dir.config.read_text().splitlines(keepends=True)
+    for number in range(1, len(lines)):
+        run_dir.config.write_text("".join(lines[:number]))
+        assert "config.toml" in find_problem(run_dir, FILES["config.toml"]), lines[number - 1]
+
+
+def test_settings_of_an_earlier_version_have_their_checksum_at_the_end(run_dir: RunDir) -> None:
+    first, rest = run_dir.config.read_text().split("\n", 1)
+    run_dir.config.write_text(f"{rest}{first}\n")
+    assert not find_problem(run_dir, FILES["config.toml"])
+    run_dir.config.write_text(f"{rest}# more\n{first}\n")
+    assert "config.toml" in find_problem(run_dir, FILES["config.toml"])
+
+
 def test_a_lost_or_older_progress_never_costs_a_batch(run_dir: RunDir) -> None:
     newest = run_dir.progress.read_bytes()
     run_dir.progress.unlink()

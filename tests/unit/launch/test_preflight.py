@@ -15,8 +15,8 @@ import pytest
 from safetensors.numpy import load_file, save_file
 
 from sightline.cli.main import main
-from sightline.config import RunFile, SftFile
-from sightline.errors import ConfigError, DiskFull
+from sightline.config import MediaConfig, RunFile, SftFile, resolve_paths
+from sightline.errors import ConfigError, DiskFull, MediaError
 from sightline.families import load_family
 from sightline.families.registry import write_tiny
 from sightline.launch import preflight
@@ -59,8 +59,8 @@ def test_a_model_that_cannot_see_is_refused_for_an_environment_that_shows(
 ) -> None:
     unknown = tmp_path / "text"
     unknown.mkdir()
-    (unknown / "config.json").write_text(json.dumps({"model_type": "llama"}))
-    assert "is a 'llama' checkpoint, which no family here knows" in refuse(model=unknown)
+    (unknown / "config.json").write_text(json.dumps({"model_type": "parrot"}))
+    assert "is a 'parrot' checkpoint, which no family here knows" in refuse(model=unknown)
     text_only = tmp_path / "text_only"
     write_tiny("qwen_vl", text_only, seed=0, type="qwen3")
     said = refuse(model=text_only)
@@ -129,6 +129,10 @@ def test_a_disk_that_cannot_hold_the_run_is_refused(tiny_model: Path, tmp_path: 
         with pytest.raises(DiskFull, match="GB free.* GB stay in reserve") as refused:
             check_disk(file, RunDir(tmp_path / "run"), spare_bytes=1 << 60)
         assert "keep_checkpoints" not in refused.value.fix, "the reserve alone is too much"
+    file = run_file(tiny_model)
+    seldom = {"trainer": file.trainer.model_copy(update={"checkpoint_every": 10**9})}
+    # No more batches wait for a checkpoint than the run has steps.
+    check_disk(file.model_copy(update=seldom), RunDir(tmp_path / "run"), spare_bytes=0)
 
 
 @pytest.mark.parametrize(
@@ -178,9 +182,44 @@ def test_an_interpreter_that_lacks_vllm_is_refused(refuse) -> None:
     assert "no interpreter" in said
 
 
-def test_weights_that_are_sent_are_refused_for_vllm_which_reads_files(refuse) -> None:
-    said = refuse('[trainer]\npublish = "broadcast"\n[inference]\nengine = "vllm"\n')
+@pytest.mark.parametrize("way", ["broadcast", "ipc"])
+def test_weights_that_are_in_no_file_are_refused_for_who_reads_files(refuse, way: str) -> None:
+    publish = f'[trainer]\npublish = "{way}"\n'
+    said = refuse(f'{publish}[inference]\nengine = "vllm"\n')
     assert 'engine = "vllm", whose worker reads files' in said and 'publish = "files"' in said
+    assert "[eval] every needs another" in refuse(f"{publish}[eval]\nevery = 2\n")
+
+
+def test_adapters_are_not_shared(refuse) -> None:
+    said = refuse('[trainer]\npublish = "ipc"\n[lora]\nrank = 2\npublish = "adapter"\n')
+    assert "whole weights are shared" in said
+
+
+def test_deltas_of_weights_that_are_not_in_the_store_are_refused(refuse) -> None:
+    said = refuse("[trainer]\ncompress_weights = true\n")
+    assert "deltas are for weights in the store" in said and 'publish = "store"' in said
+
+
+ELSEWHERE = """
+[media]
+root = "http://10.0.0.1:8100"
+[launch]
+address = "10.0.0.1"
+[launch.hosts]
+"""
+
+
+def test_spans_in_a_file_are_refused_where_other_machines_would_write_it(refuse) -> None:
+    for host in ('"worker-*" = "ssh b"', 'server = "ssh b"'):
+        store = '[trainer]\npublish = "store"\n'
+        said = refuse(f'[logging]\notel = "file"\n{store}{ELSEWHERE}{host}\n')
+        assert '[logging] otel = "file"' in said and "address of a collector" in said
+
+
+@pytest.mark.parametrize("publish", ["files", "broadcast"])
+def test_weights_go_to_other_machines_through_the_store_alone(refuse, publish: str) -> None:
+    said = refuse(f'[trainer]\npublish = "{publish}"\n{ELSEWHERE}server = "ssh b"\n')
+    assert "does not reach other machines" in said and 'publish = "store"' in said
 
 
 def test_an_interpreter_for_the_embedded_engine_is_refused(refuse) -> None:
@@ -242,3 +281,21 @@ def test_settings_without_a_run_file_are_not_taken_for_its_path(
 def test_a_run_on_a_stock_vllm_says_that_it_has_no_lease(tiny_model: Path) -> None:
     said = preflight.describe_family(load_family(tiny_model), "stock_vllm")
     assert "nothing keeps another run from changing those of this vLLM" in said
+
+
+def test_a_store_that_cannot_be_reached_is_refused(tmp_path: Path) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        nobody = f"http://127.0.0.1:{taken.getsockname()[1]}"
+    media = MediaConfig(root=nobody, cache_dir=str(tmp_path))
+    with pytest.raises(MediaError, match=f"{nobody} is not available") as caught:
+        preflight.check_store(media, tmp_path / "media", deadline_s=0.1)
+    assert "[media] root" in caught.value.fix
+    assert not (tmp_path / "media").exists()
+
+
+def test_the_address_of_a_store_stays_as_it_is_and_holds_no_password(refuse) -> None:
+    for root in ("s3://bucket/images", "https://host:8100"):
+        values = {"model": {"path": "m"}, "env": {"name": "e"}, "media": {"root": root}}
+        assert resolve_paths(RunFile.model_validate(values)).media.root == root
+    said = refuse("", "media.root=http://me:word@host:8100")
+    assert "an address with a password" in said and "word@" not in said

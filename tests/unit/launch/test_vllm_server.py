@@ -7,9 +7,11 @@ from pathlib import Path
 
 import pytest
 
+from sightline.errors import ConfigError, FamilyError
 from sightline.families import load_renderer
+from sightline.families.registry import write_tiny
 from sightline.inference.server_spec import ServerSpec
-from sightline.inference.vllm_plugin import CONFIG_KEY, LOGITS_PROCESSOR, MIDDLEWARE
+from sightline.inference.vllm_plugin import CONFIG_KEY, LOAD_FORMAT, LOGITS_PROCESSOR, MIDDLEWARE
 from sightline.launch.vllm_server import build_vllm_command
 from sightline.media import MediaStore
 
@@ -57,7 +59,63 @@ def test_the_command_has_the_plugin_the_sizes_and_the_pads(
     assert banned == list(load_renderer(tiny_model, store).pad_token_ids)
 
 
+def test_layers_that_carry_a_state_are_refused_in_float32_on_a_cpu(
+    settings: ServerSpec, tmp_path: Path
+) -> None:
+    write_tiny("qwen_vl", tmp_path / "model", seed=0, type="qwen3_5")
+    recurrent = settings.replace(path=str(tmp_path / "model"))
+    with pytest.raises(FamilyError, match="carry a state"):
+        build_vllm_command(recurrent, "python")
+    assert "bfloat16" in build_vllm_command(recurrent.replace(dtype="bfloat16"), "python")
+
+
+def test_the_generic_family_is_served_by_transformers_class(
+    settings: ServerSpec, tmp_path: Path
+) -> None:
+    write_tiny("anyvlm", tmp_path / "model", seed=0)
+    words = build_vllm_command(settings.replace(path=str(tmp_path / "model")), "python")
+    assert value(words, "--model-impl") == "transformers"
+    assert value(words, "--load-format") == LOAD_FORMAT
+    crop = json.loads(value(words, "--mm-processor-kwargs"))
+    assert crop == {"crop_size": {"height": 16, "width": 16}}
+
+
 def test_without_prefix_caching_vllm_has_no_prefix_cache(settings: ServerSpec) -> None:
     assert "--no-enable-prefix-caching" not in build_vllm_command(settings, "python")
     bare = build_vllm_command(settings.replace(enable_prefix_caching=False), "python")
     assert "--no-enable-prefix-caching" in bare
+
+
+def test_several_devices_and_further_options_reach_the_command(settings: ServerSpec) -> None:
+    spec = settings.replace(
+        engine="vllm",
+        tensor_parallel_size=2,
+        data_parallel_size=3,
+        gpu_memory_utilization=0.5,
+        vllm_args={
+            "enable_expert_parallel": True,
+            "kv_cache_dtype": "auto",
+            "async-scheduling": False,
+        },
+    )
+    words = build_vllm_command(spec, "python")
+    for option, value in (
+        ("--tensor-parallel-size", "2"),
+        ("--data-parallel-size", "3"),
+        ("--gpu-memory-utilization", "0.5"),
+        ("--kv-cache-dtype", "auto"),
+    ):
+        assert words[words.index(option) + 1] == value
+    assert "--enable-expert-parallel" in words and "--no-async-scheduling" in words
+
+
+@pytest.mark.parametrize("name", ["port", "max_model_len", "logits-processors"])
+def test_an_option_that_sightline_sets_is_refused(settings: ServerSpec, name: str) -> None:
+    spec = settings.replace(engine="vllm", vllm_args={name: 1})
+    with pytest.raises(ConfigError, match=f"vllm_args has {name}"):
+        build_vllm_command(spec, "python")
+
+
+def test_devices_of_vllm_are_refused_for_another_engine(settings: ServerSpec) -> None:
+    with pytest.raises(ConfigError, match='tensor_parallel_size is for engine = "vllm"'):
+        settings.replace(engine="torch", tensor_parallel_size=2)

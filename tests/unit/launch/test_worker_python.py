@@ -11,6 +11,7 @@ import sightline
 from sightline.config import EnvConfig
 from sightline.errors import ConfigError
 from sightline.launch.preflight import describe_environment
+from sightline.rollout.worker import build_environment_elsewhere
 
 CODEWORD = EnvConfig(name="color_codeword")
 
@@ -62,3 +63,9 @@ def test_an_interpreter_without_sightline(tmp_path: Path) -> None:
 def test_another_version_of_sightline_is_refused_with_both() -> None:
     with pytest.raises(ConfigError, match=r"has sightline 0\.[\d.]+, and this is 9\.9\.9"):
         describe_environment(CODEWORD, sys.executable, version="9.9.9")
+
+
+def test_a_module_that_another_machine_lacks_is_to_be_installed_there() -> None:
+    with pytest.raises(ConfigError, match=r"there is no module 'beside_me' on \w+") as caught:
+        build_environment_elsewhere(EnvConfig(name="beside_me:Own"))
+    assert sys.executable in caught.value.fix and "PYTHONPATH" in caught.value.fix

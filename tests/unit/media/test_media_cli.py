@@ -2,16 +2,22 @@ from __future__ import annotations
 
 import argparse
 import os
+import socket
+import subprocess
 import time
 from collections.abc import Callable
 from pathlib import Path
 
+import msgspec
 import pytest
 from PIL import Image
+from store_kinds import KINDS, TOKEN
 
 from sightline.cli import media
 from sightline.errors import ConfigError, MediaError
-from sightline.media import MediaStore
+from sightline.media import MediaStore, open_store
+from sightline.media.stored_file import open_blobs
+from sightline.wire.weights import MANIFEST, Manifest, WeightFile
 
 Picture = Callable[..., Image.Image]
 
@@ -88,6 +94,23 @@ def test_gc_keeps_what_the_run_refers_to(
     assert set(store.digests()) == {used}
 
 
+def test_gc_keeps_the_parts_of_published_weights_and_removes_others(
+    run_dir: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    blobs = open_blobs(run_dir / "media")
+    used, unused = (blobs.put_bytes(data) for data in (b"used", b"unused"))
+    for digest in (used, unused):
+        os.utime(blobs.path(digest), (time.time() - 10_000,) * 2)
+    version = run_dir / "weights" / "v000001"
+    version.mkdir(parents=True)
+    file = WeightFile("model.safetensors", 4, "0" * 64, (used,))
+    (version / MANIFEST).write_bytes(msgspec.json.encode(Manifest(1, 1, [file])))
+    assert call("gc", "--store", blobs.root, "--dry-run") == 0
+    assert call("gc", "--run", run_dir) == 0
+    assert "removed 1 parts of files" in capsys.readouterr().out
+    assert list(blobs.digests()) == [used]
+
+
 def test_gc_counts_the_run_that_the_store_lies_in_whether_named_or_not(
     run_dir: Path, tmp_path: Path, picture: Picture
 ) -> None:
@@ -118,3 +141,84 @@ def test_a_store_that_is_not_there_is_an_error_and_is_not_made(tmp_path: Path) -
         with pytest.raises(ConfigError, match="no store at"):
             call(action, "--store", tmp_path / "nowhere")
     assert not (tmp_path / "nowhere").exists()
+
+
+def test_a_store_elsewhere_is_looked_after_by_its_address(
+    run_dir: Path,
+    tmp_path: Path,
+    picture: Picture,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setenv("HOME", str(tmp_path))
+    monkeypatch.setenv("MEDIA_TOKEN", TOKEN)
+    picture().save(tmp_path / "a.png")
+    with KINDS["http"](tmp_path) as kind:
+        there = ["--store", kind.store.root, "--token", "env:MEDIA_TOKEN"]
+        assert call("put", tmp_path / "a.png", *there) == 0
+        (name,) = kind.backing.names()
+        assert call("ls", *there) == 0
+        assert f"media:sha256:{Path(name).name}" in capsys.readouterr().out
+        kind.backing.make_older(name, 4000)
+        with pytest.raises(ConfigError, match="which runs use the store http"):
+            call("gc", *there)
+        assert call("gc", "--run", run_dir, *there) == 0
+        assert "removed 1 images" in capsys.readouterr().out
+        put_again = kind.store.put(picture(seed=1))
+        kind.backing.write(
+            f"{put_again.digest[:2]}/{put_again.digest[2:4]}/{put_again.digest}", b"x"
+        )
+        assert call("verify", *there) == 1
+        assert f"damaged: {put_again.digest}" in capsys.readouterr().out
+    with pytest.raises(ConfigError, match="a secret on the command line"):
+        call("ls", "--store", "http://127.0.0.1:1", "--token", "the token itself")
+
+
+def test_the_store_of_a_run_is_the_one_that_its_settings_name(
+    run_dir: Path,
+    tmp_path: Path,
+    picture: Picture,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setenv("HOME", str(tmp_path))
+    monkeypatch.setenv("MEDIA_TOKEN", TOKEN)
+    with KINDS["http"](tmp_path) as kind:
+        digest = kind.store.put(picture()).digest
+        text = f'[media]\nroot = "{kind.store.root}"\ntoken = "env:MEDIA_TOKEN"\n'
+        (run_dir / "config.toml").write_text(text)
+        assert call("ls", "--run", run_dir) == 0
+        assert digest in capsys.readouterr().out
+
+
+def test_files_for_a_store_that_does_not_answer_are_not_tried_one_by_one(
+    tmp_path: Path, picture: Picture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(media, "START_DEADLINE_S", 1.0)
+    files = [tmp_path / f"{number}.png" for number in range(3)]
+    for number, file in enumerate(files):
+        picture(seed=number).save(file)
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        nobody = f"http://127.0.0.1:{taken.getsockname()[1]}"
+    with pytest.raises(MediaError, match="not available, after 1 s"):
+        call("put", *files, "--store", nobody)
+
+
+def test_serve_says_where_it_listens_and_needs_a_token_elsewhere(
+    tmp_path: Path, picture: Picture, python: Callable[..., subprocess.Popen[str]]
+) -> None:
+    token = tmp_path / "token"
+    token.write_text("a token in a file\n")
+    words = ["media", "serve", tmp_path / "served", "--port", "0", "--token", f"file:{token}"]
+    process = python("import sys; from sightline.cli.main import main; sys.exit(main())", *words)
+    try:
+        assert process.stdout is not None
+        address = process.stdout.readline().split()[-1]
+        store = open_store(address, token="a token in a file", cache_dir=tmp_path / "cache")
+        ref = store.put(picture())
+        assert MediaStore(tmp_path / "served").has(ref)
+    finally:
+        process.terminate()
+        process.communicate()
+    with pytest.raises(ConfigError, match="no token to ask for"):
+        call("serve", tmp_path / "served", "--host", "0.0.0.0", "--port", "0")

@@ -13,6 +13,7 @@ from safetensors.torch import load_file
 
 from sightline.compute.weights import write_weights
 from sightline.families.registry import write_tiny
+from sightline.media.stored_file import open_blobs
 from sightline.orchestrator.background_evaluator import BackgroundEvaluator
 from sightline.orchestrator.best_checkpoint import BestCheckpoint, merge_safetensors
 from sightline.orchestrator.dispatcher import RolloutDispatcher
@@ -71,13 +72,14 @@ def test_every_second_step_is_evaluated_on_its_own_weights_and_the_best_is_kept(
     async def main() -> None:
         run_state = RunState.open(run_dir)
         asked: Any = Asked(run_state)
-        policy = PolicyUpdater([], run_dir.weights)
+        policy = PolicyUpdater([], run_dir.weights, open_blobs(run_dir.media))
         target = run_dir.checkpoints / "best"
         best_checkpoint = BestCheckpoint(run_dir.path.parent / "source", target, run_state)
         events = EventLog(run_dir.metrics, "orchestrator")
         background_evaluator = BackgroundEvaluator(
-            asked, policy, best_checkpoint, run_state, events, asked, every=2, last_step=9
-        )
+            asked, policy, best_checkpoint, run_state, events, asked.base_url, asked.adopt,
+            every=2, last_step=9,
+        )  # fmt: skip
         working = asyncio.create_task(background_evaluator.keep_evaluating())
         asked.gate.set()
         for step in range(1, 9):
@@ -109,14 +111,15 @@ def test_a_slow_evaluation_lets_older_versions_go_and_keeps_what_it_holds(run_di
     async def main() -> None:
         run_state = RunState.open(run_dir)
         asked: Any = Asked(run_state)
-        policy = PolicyUpdater([], run_dir.weights)
+        policy = PolicyUpdater([], run_dir.weights, open_blobs(run_dir.media))
         best_checkpoint = BestCheckpoint(
             run_dir.path.parent / "source", run_dir.checkpoints / "best", run_state
         )
         events = EventLog(run_dir.metrics, "orchestrator")
         background_evaluator = BackgroundEvaluator(
-            asked, policy, best_checkpoint, run_state, events, asked, every=2, last_step=9
-        )
+            asked, policy, best_checkpoint, run_state, events, asked.base_url, asked.adopt,
+            every=2, last_step=9,
+        )  # fmt: skip
         working = asyncio.create_task(background_evaluator.keep_evaluating())
         for step in (2, 4, 6):
             background_evaluator.publish(publish(run_dir, step))

@@ -11,6 +11,7 @@ from sightline.algo.advantages import grpo
 from sightline.algo.credit import by_rollout
 from sightline.algo.verdicts import GroupJudge, GroupVerdict
 from sightline.errors import MediaError, NoTrainableSamples
+from sightline.media.stored_file import open_blobs
 from sightline.message import assistant, user
 from sightline.orchestrator.collection import StepCollection
 from sightline.orchestrator.dispatcher import RolloutDispatcher
@@ -49,7 +50,7 @@ class World:
         self.always_version: int | None = None
         self.goal: RewardGoal | None = None
         self.run_state = RunState.open(run_dir)
-        self.policy = PolicyUpdater([self.adopt], run_dir.weights)
+        self.policy = PolicyUpdater([self.adopt], run_dir.weights, open_blobs(run_dir.media))
         self.rollouts = RolloutScheduler(
             RolloutDispatcher(self.send, ["w"]), group_size=2, temperature=1.0, seed=0,
             next_group=self.run_state.progress.next_group,
@@ -108,7 +109,8 @@ class World:
         return RolloutResult(play.rollout_id, play.group_id, encode_trace(trace))
 
     async def announce(self, ready: BatchReady) -> None:
-        assert Path(ready.path).is_file(), "a batch is on disk before it is announced"
+        written = self.run_state.run_dir.batch(ready.step).read_bytes()
+        assert written == ready.data, "a batch is on disk before it is announced"
         self.announced.append(ready)
         delay = 0.001 * self.train_after
         news = PublishedWeights(ready.step, 0, "m", {}, 0)
@@ -152,6 +154,14 @@ def test_no_sample_is_older_than_the_bound(run_dir: RunDir, max_lag: int) -> Non
     assert max(world.lags) <= max_lag
     if max_lag:
         assert max(world.lags) == max_lag, "rollouts run ahead as far as they may"
+
+
+def test_every_version_that_engines_adopt_is_told(run_dir: RunDir) -> None:
+    told: list[int] = []
+    world = World(run_dir, max_lag=0)
+    world.policy.on_adopted = lambda version, seconds: told.append(version)
+    play(world, range(1, 4))
+    assert told == [1, 2, 3]
 
 
 def test_without_lag_nothing_is_played_in_vain(run_dir: RunDir) -> None:

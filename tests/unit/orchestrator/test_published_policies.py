@@ -16,9 +16,8 @@ from sightline.config import RunFile
 from sightline.errors import EngineError, SightlineError
 from sightline.media import MediaStore
 from sightline.message import assistant, user
-from sightline.orchestrator.build import OrchestratorComponents, build
+from sightline.orchestrator.build import OrchestratorComponents, ServerClients, build, build_servers
 from sightline.orchestrator.run_state import RunState
-from sightline.rollout.client import GenerateClient
 from sightline.run import EventLog, RunDir
 from sightline.trace import Node, PolicySpan, Trace, encode_trace
 from sightline.trace.node import float32_array, int32_array
@@ -41,11 +40,10 @@ def open_run(path: Path, announced: int = 3, servers: bool = False) -> Orchestra
     values["inference"] = {"servers": [SERVER] * servers}
     run_state = RunState.open(run_dir)
     run_state.progress.step = announced
-    return build(
-        RunFile.model_validate(values), run_dir, MediaStore(run_dir.media), run_state,
-        EventLog(run_dir.metrics, "orchestrator"), ignore, ignore, ["w"], [GenerateClient(SERVER)],
-        None,
-    )  # fmt: skip
+    config, store = RunFile.model_validate(values), MediaStore(run_dir.media)
+    events = EventLog(run_dir.metrics, "orchestrator")
+    pool = build_servers(config, run_dir, events, ServerClients(config, store, "secret"), [SERVER])
+    return build(config, run_dir, store, run_state, events, ignore, ignore, ["w"], pool, None)
 
 
 @pytest.fixture
@@ -191,8 +189,7 @@ def forge_epoch(run: OrchestratorComponents, tmp: Path) -> Any:
 
 def forge_digest(run: OrchestratorComponents, tmp: Path) -> Any:
     manifest, message = publish(run, 3)
-    file = msgspec.structs.replace(manifest.files[0], sha256="0" * 64)
-    forged = msgspec.structs.replace(manifest, files=[file])
+    forged = msgspec.structs.replace(manifest, weights_digest="0" * 64)
     Path(message.manifest).write_bytes(msgspec.json.encode(forged))
     return message
 

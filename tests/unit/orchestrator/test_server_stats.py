@@ -1,19 +1,17 @@
-"""A server that does not answer ends nothing, and is named."""
+"""A server that does not answer ends nothing, and hides nothing of the others."""
 
 from __future__ import annotations
 
 import asyncio
-import signal
-import subprocess
-import sys
+import json
+import time
 from pathlib import Path
 from typing import Any
 
 import aiohttp
 import pytest
 
-from sightline.orchestrator.server_stats import ServerHealthWatch, ServerStatsPoller
-from sightline.rollout.client import GenerateClient
+from sightline.orchestrator.server_stats import ServerStatsPoller
 from sightline.run import EventLog
 from sightline.view.events import read_events
 
@@ -22,7 +20,7 @@ class Server:
     """A client whose server answers, or drops the connection."""
 
     def __init__(self, answer: bytes | Exception) -> None:
-        self.answer = answer
+        self.answer, self.base_url = answer, f"http://{id(self)}"
 
     async def get(self, path: str) -> bytes:
         if isinstance(self.answer, Exception):
@@ -43,83 +41,39 @@ def test_a_server_that_does_not_answer_ends_nothing(
     tmp_path: Path, answer: bytes | Exception
 ) -> None:
     clients: Any = [Server(answer)]
-    heartbeat = tmp_path / "server.beat"
-    poller = ServerStatsPoller(clients, EventLog(tmp_path / "m", "orchestrator"), {}, heartbeat)
+    poller = ServerStatsPoller(lambda: clients, EventLog(tmp_path / "m", "orchestrator"), {})
     asyncio.run(poller.poll())
-    assert not heartbeat.exists() and not list(read_events(tmp_path / "m"))
+    assert not list(read_events(tmp_path / "m"))
 
 
 def test_what_servers_answer_is_written_and_summed(tmp_path: Path) -> None:
-    answer = b'{"busy": [[3, 4], [1, 2]], "totals": {"images_made": 2}, "now": {}}'
-    clients: Any = [Server(answer), Server(answer)]
+    counts = b'{"images_made": 2, "busy_seconds": 2, "decode_steps": 5}'
+    answer = b'{"busy": [[3, 4], [1, 2]], "totals": ' + counts + b', "now": {}}'
+    gone = Server(OSError("refused"))
+    clients: Any = [Server(answer), gone, Server(answer)]
     caches: dict[str, dict[str, float]] = {}
-    poller = ServerStatsPoller(clients, EventLog(tmp_path / "m", "orchestrator"), caches)
+    poller = ServerStatsPoller(lambda: clients, EventLog(tmp_path / "m", "orchestrator"), caches)
     asyncio.run(poller.poll())
     assert caches["server_pixels"]["misses"] == 4
     [busy] = read_events(tmp_path / "m")
     assert busy.values["intervals"] == [[1, 2], [1, 2], [3, 4], [3, 4]]
+    assert busy.values["totals"] == {"busy_seconds": 4, "decode_steps": 10}
 
 
-ANSWERS = """
-import http.server, threading, time
+@pytest.mark.parametrize("ahead_s", [-7200.0, 0.0, 7200.0])
+def test_a_server_whose_clock_differs_is_shown_by_our_own(tmp_path: Path, ahead_s: float) -> None:
+    class Apart(Server):
+        async def get(self, path: str) -> bytes:
+            now = time.time() + ahead_s
+            since = float(path.partition("since=")[2])
+            spans = [[now - 100, now - 90], [now - 5, now - 1]]
+            found = {"time": now, "busy": [span for span in spans if span[1] > since]}
+            return json.dumps(found).encode()
 
-class Handler(http.server.BaseHTTPRequestHandler):
-    def do_GET(self):
-        if self.path == "/generate":
-            time.sleep(1000)
-        self.send_response(200)
-        self.send_header("content-length", "2")
-        self.end_headers()
-        self.wfile.write(b"{}")
-
-server = http.server.ThreadingHTTPServer(("127.0.0.1", 0), Handler)
-print(server.server_port, flush=True)
-server.serve_forever()
-"""
-
-
-def test_a_stopped_server_is_named_and_one_that_takes_long_is_not(tmp_path: Path) -> None:
-    process = subprocess.Popen(
-        [sys.executable, "-c", ANSWERS],
-        stdout=subprocess.PIPE,
-        stderr=subprocess.DEVNULL,
-        text=True,
-    )
-    assert process.stdout is not None
-    metrics, address = tmp_path / "m", f"http://127.0.0.1:{process.stdout.readline().strip()}"
-
-    async def wait_for_lines(number: int) -> list[str]:
-        while True:
-            lines = [str(event.values["words"]) for event in read_events(metrics)]
-            if len(lines) >= number:
-                return lines
-            await asyncio.sleep(0.02)
-
-    async def watch() -> None:
-        client = GenerateClient(address)
-        events = EventLog(metrics, "orchestrator")
-        watching = asyncio.ensure_future(
-            ServerHealthWatch([client], events, 0.05, 0.5, 1.2).keep_watching()
-        )
-        generating = asyncio.ensure_future(client.get("/generate"))
-        try:
-            await asyncio.sleep(1.5)
-            assert not list(read_events(metrics)), "a generation that is under way is no silence"
-            process.send_signal(signal.SIGSTOP)
-            [named] = await asyncio.wait_for(wait_for_lines(1), 60)
-            assert named.startswith(f"{address} has not answered for ")
-            process.send_signal(signal.SIGCONT)
-            *_, back = await asyncio.wait_for(wait_for_lines(2), 60)
-            assert back.startswith(f"{address} answers again, after ")
-            assert not generating.done()
-        finally:
-            for task in (watching, generating):
-                task.cancel()
-            await asyncio.gather(watching, generating, return_exceptions=True)
-            await client.close()
-
-    try:
-        asyncio.run(watch())
-    finally:
-        process.kill()
-        process.communicate()
+    clients: Any = [Apart(b"")]
+    events = EventLog(tmp_path / "m", "orchestrator")
+    poller = ServerStatsPoller(lambda: clients, events, {}, since=time.time() - 50)
+    asyncio.run(poller.poll())
+    asyncio.run(poller.poll())
+    [busy] = read_events(tmp_path / "m")  # once, and not what was before the run
+    assert busy.values["intervals"] == [[pytest.approx(time.time() - 5, abs=60)] * 2]

@@ -85,3 +85,4 @@ def test_what_researchers_look_for_is_in_every_step(tmp_path: Path) -> None:
     assert [v["tokens_sampled_total"] for v in (first, second)] == [6, 12]
     assert [v["tokens_trained_total"] for v in (first, second)] == [6, 12]
     assert 0 < first["seconds_total"] <= second["seconds_total"]
+    assert all(0 < v["rollout_wait_s"] <= v["seconds"] for v in (first, second))

@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 
 from sightline.errors import PixelMismatch
 from sightline.families import load_family
+from sightline.families.protocol import Packing
 from sightline.media import MediaStore
 from sightline.pack import PackSize, pack
 from sightline.wire import Slot
@@ -55,6 +56,19 @@ def test_each_sequence_is_laid_out_as_if_alone(tiny_model: Path, store: MediaSto
         assert packed.parent.numpy()[start] == -1
         assert np.array_equal(packed.parent.numpy()[start + 1 : end], np.arange(start, end - 1))
         start = end
+
+
+def test_rows_that_are_padded_fit_with_their_padding(tiny_model: Path, store: MediaStore) -> None:
+    family = load_family(tiny_model)
+    family.packing = Packing("rows", "the test says so")
+    samples = making.samples(tiny_model, store, count=8, seed=3)
+    lengths = sorted(len(s.token_ids.numpy()) for s in samples)
+    limit = 2 * lengths[-1]
+    packs = pack(samples, 1, family, PackSize(limit, 10**6))
+    sizes = [np.unique(p.subtree_end.numpy(), return_counts=True)[1] for p in packs]
+    assert sorted(np.concatenate(sizes).tolist()) == lengths
+    assert all(rows.max() * len(rows) <= limit for rows in sizes)
+    assert any(len(rows) > 1 for rows in sizes)
 
 
 def test_a_distinct_image_is_listed_once(tiny_model: Path, store: MediaStore) -> None:

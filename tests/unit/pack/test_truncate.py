@@ -9,6 +9,7 @@ import making
 import numpy as np
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from sampling import num_examples
 
 from sightline.families import load_family, load_renderer
 from sightline.media import MediaStore
@@ -19,7 +20,9 @@ from sightline.trainer.alignment_checks import check_micro_batch
 from sightline.trainer.sft import build_sample
 
 
-@settings(max_examples=60, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(
+    max_examples=num_examples(60, 25), suppress_health_check=[HealthCheck.function_scoped_fixture]
+)
 @given(seed=st.integers(0, 50), limit=st.integers(1, 120))
 def test_what_is_left_lines_up_and_holds_whole_images(
     tiny_model: Path, store: MediaStore, seed: int, limit: int

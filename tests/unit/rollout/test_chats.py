@@ -261,7 +261,7 @@ def test_a_prompt_that_does_not_fit_ends_the_rollout_before_the_request(play: Tr
     assert trace.reward == 0.0 and len(trace.turns) == 1
     assert [node.message.text for node in trace.nodes][0] == "short"
     assert len(trace.nodes) == 2, "the observation that did not fit is not in the trace"
-    assert play.player.chats.client.counts.requests == 1
+    assert play.player.chats.wire_counts["requests"] == 1
     assert play(rollout, max_model_len=0).error_kind != "truncated"
     short = play(rollout, max_model_len=room - 1)
     assert short.error_kind == "truncated" and not short.nodes

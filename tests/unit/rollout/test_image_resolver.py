@@ -24,7 +24,7 @@ from sightline.trace import Trace, encode_trace
 from sightline.trace import decode_trace as decode_trace
 
 NUM_BODIES = 10_000
-NUM_SENT = 300
+NUM_SENT = 150
 """Of these, how many go through a real endpoint, to the model and back."""
 
 PNG = base64.b64decode(picture_url(0).partition(",")[2])

@@ -249,16 +249,22 @@ def said(trace: Trace) -> list[list[int]]:
     return [node.token_ids.numpy().tolist() for node in trace.nodes]
 
 
+@pytest.fixture(scope="module")
+def without(settings: ServerSpec, media: MediaStore) -> Trace:
+    """What is played where nothing is exported."""
+    with playing(settings, media, "") as worker:
+        return asyncio.run(worker.play(look_twice))
+
+
 @pytest.mark.parametrize("kind", ["nobody listens", "it refuses", "it hangs"])
 def test_a_collector_that_does_not_work_changes_nothing(
     settings: ServerSpec,
     media: MediaStore,
+    without: Trace,
     kind: str,
     capfd: pytest.CaptureFixture[str],
 ) -> None:
     hasty = ExportLimits(close_timeout_s=0.5, export_timeout_s=0.2, interval_ms=10)
-    with playing(settings, media, "") as worker:
-        without = asyncio.run(worker.play(look_twice))
     broken = None if kind == "nobody listens" else Collector(BUSY, hangs=kind == "it hangs")
     try:
         target = unused_address() if broken is None else broken.address

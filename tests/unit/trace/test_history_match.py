@@ -51,6 +51,7 @@ def with_call(arguments: str, name: str = "look", id: str = "") -> Message:
         SAID,
         replace(SAID, reasoning=None),
         replace(SAID, content=()),
+        replace(SAID, name="Bo"),
         with_call('{"y":[true,null],"x":1}'),
         with_call('{"x": 1e0, "y": [true, null]}', id="whatever"),
         replace(with_call('{ "x":1.0,"y":[true,null] }'), reasoning=None, content=()),

@@ -281,7 +281,7 @@ def test_versions_are_looked_up_over_all_turns() -> None:
         ({"versions": [PolicySpan(0, 0, version=0, epoch=0), *spans(2)]}, "versions cover"),
         ({"pixel_digests": []}, "0 pixel digests for 1 slots"),
         ({"pixel_digests": ["a", "b"]}, "2 pixel digests for 1 slots"),
-        ({"completion_ids": [PAD, END]}, "image pads"),
+        ({"completion_ids": [PAD, END]}, "media pads"),
     ],
 )
 def test_a_misaligned_answer_is_refused_and_adds_nothing(changed: dict, says: str) -> None:

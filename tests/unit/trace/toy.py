@@ -74,7 +74,7 @@ class ToyRenderer:
             start = base + len(ids)
         return Bridged(ids + HEADER, slots, spans)
 
-    def parse(self, completion_ids: Sequence[int]) -> AssistantMessage:
+    def parse(self, completion_ids: Sequence[int], tools: Tools | None = None) -> AssistantMessage:
         stopped = completion_ids[-1] == END
         said = self.decode(completion_ids[:-1] if stopped else completion_ids)
         return AssistantMessage(role="assistant", content=text(said), stopped=stopped)

@@ -18,6 +18,7 @@ import torch.nn.functional as F
 from sightline.compute import attention, attention_cuda
 from sightline.compute import attention_cudnn as attention_dense
 from sightline.families import load_family
+from sightline.families.registry import write_tiny
 from sightline.media import MediaStore
 from sightline.pack import PackSize
 from sightline.pixels import Materializer
@@ -194,6 +195,17 @@ def test_on_a_gpu_a_block_is_one_graph(
     assert graphs[0] == 3 < broken[0][1], "blocks of text, blocks of the tower, and the loss"
     assert sum(graphs) < 24, graphs
     assert graphs[-1] == 0, "shapes that come later find what they need"
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.usefixtures("as_on_a_gpu")
+def test_recurrent_layers_stay_outside_of_graphs(tmp_path: Path, store: MediaStore) -> None:
+    write_tiny("qwen_vl", tmp_path / "model", seed=0, type="qwen3_5")
+    plain = steps_of(trees, tmp_path / "model", store, 2)
+    changes = {"compile_backend": "eager", "activation_checkpointing": True}
+    compiled = steps_of(trees, tmp_path / "model", store, 2, **changes)
+    assert [norm for norm, _ in compiled] == pytest.approx([norm for norm, _ in plain], rel=1e-5)
+    assert compiled[0][1] > 0
 
 
 @pytest.mark.filterwarnings("ignore")

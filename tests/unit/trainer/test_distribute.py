@@ -16,6 +16,7 @@ from sightline.pack import CostModel, PackSize
 from sightline.pixels import Materializer
 from sightline.trainer.distribute import BatchDistributor, ShareReader
 from sightline.trainer.feed import BatchPreparer, ReadyBatch
+from sightline.trainer.micro_batch_pixels import MicroBatchPixels
 from sightline.trainer.ranks import FollowerChannel, LeadChannel, RankInfo
 from sightline.wire.sample import Batch
 
@@ -39,20 +40,21 @@ def test_each_rank_makes_the_images_of_its_share(tiny_model: Path, store: MediaS
         follow.report_ready()
         lead.wait_until_loaded(timeout_s=30)
         [mine] = BatchDistributor(lead, 2, CostModel(token=1.0)).iterate_shares([ready])
-        [theirs] = ShareReader(follow, second, family.num_axes)
+        [theirs] = ShareReader(follow, MicroBatchPixels(second), family.num_axes)
     needed = {entry.item.key for m in theirs.micro_batches for entry in m.batch.items}
-    assert first.counts.made == num_images and needed
-    assert second.counts.made == len(needed)
+    assert second.counts.made == 0, "none is made before its micro-batch comes"
     # Wherever it is made: what is computed on is the same to the last bit.
     assert _bits(mine, theirs) == _bits(ready)
+    assert first.counts.made == num_images and needed
+    assert second.counts.made == len(needed)
     first.close(), second.close()
 
 
 def _bits(*batches: ReadyBatch) -> list[tuple[bytes, bytes]]:
     """Of every micro-batch and its pixels, in one order; empty ones left out."""
     return sorted(
-        (msgspec.msgpack.encode(one.batch), b"" if one.patches is None else one.patches.tobytes())
+        (msgspec.msgpack.encode(one.batch), b"" if one.made is None else one.made.tobytes())
         for batch in batches
-        for one in batch.micro_batches
+        for one in batch.with_pixels().micro_batches
         if len(one.batch.trained)
     )

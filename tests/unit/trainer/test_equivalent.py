@@ -38,7 +38,7 @@ def ready(
 ) -> ReadyBatch:
     materializer = Materializer(learner.family, store, max_bytes=1 << 24)
     preparer = BatchPreparer(learner.family, materializer, limit)
-    return preparer.prepare(Batch(1, samples), digest="")
+    return preparer.prepare(Batch(1, samples), digest="").with_pixels()
 
 
 def gradients(learner: Learner, batch: ReadyBatch) -> tuple[float, dict[str, torch.Tensor]]:
@@ -128,9 +128,7 @@ def test_pixels_made_of_references_give_the_gradients_of_pixels_made_at_once(
     samples = making.samples(tiny_model, store, count=4, seed=2)
     images = {i.key: store.image(i.ref) for sample in samples for i in sample.items}
     deferred = ready(learner, store, samples, PackSize(160, 4096))
-    at_once = [
-        replace(one, patches=_patches(learner, one, images)) for one in deferred.micro_batches
-    ]
+    at_once = [replace(one, made=_patches(learner, one, images)) for one in deferred.micro_batches]
     loss, grads = gradients(learner, deferred)
     loss_at_once, grads_at_once = gradients(learner, replace(deferred, micro_batches=at_once))
     assert loss == loss_at_once
@@ -176,7 +174,7 @@ def test_the_loss_is_that_of_plain_transformers(
         for sample in making.samples(tiny_model, store, count=3, seed=7)
     ]
     batch = ready(learner, store, samples, WHOLE)
-    scored = learner.score(batch.micro_batches[0])
+    scored = learner.score(batch.with_pixels().micro_batches[0])
     stepped = learner.step(batch)
     ours = stepped.scores.logprobs.numpy()
     np.testing.assert_allclose(scored, ours, atol=2e-5)

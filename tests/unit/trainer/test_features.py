@@ -5,15 +5,19 @@ from __future__ import annotations
 from pathlib import Path
 
 import making
+import numpy as np
 import pytest
 import torch
 from unit.trainer.test_resume import STEPS, run_file, train, weights_digest, write_batches
 
 from sightline.compute.feature_cache import FeatureCache
+from sightline.errors import Misaligned
+from sightline.families.device_copy import copy_to_device
 from sightline.media import MediaStore
 from sightline.pack import PackSize
 from sightline.pixels import Materializer
 from sightline.run import RunDir
+from sightline.trainer import forward_pass
 from sightline.trainer.build import build_learner
 from sightline.trainer.feed import BatchPreparer, ReadyBatch
 from sightline.trainer.learner import Learner
@@ -106,11 +110,43 @@ def test_what_is_held_changes_no_bit(tiny_model: Path, store: MediaStore) -> Non
 
 def test_images_alone_are_images_together_to_rounding(tiny_model: Path, store: MediaStore) -> None:
     learner = learner_of(tiny_model, store, train_vision=False)
-    batch = ready(learner, store, tiny_model, 1)
+    batch = ready(learner, store, tiny_model, 1).with_pixels()
     kept = [learner.score(micro_batch) for micro_batch in batch.micro_batches]
     learner.features = None
     for micro_batch, logprobs in zip(batch.micro_batches, kept, strict=True):
         assert learner.score(micro_batch) == pytest.approx(logprobs, abs=1e-5)
+
+
+def test_pixels_go_to_the_device_whole(
+    tiny_model: Path, store: MediaStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """torch knows page-locked memory by its first byte: of a part it would not know that it is
+    still being copied when the next micro-batch wants the memory."""
+    sent: list[np.ndarray] = []
+
+    def copy(array: np.ndarray, device: torch.device) -> torch.Tensor:
+        sent.append(array)
+        return copy_to_device(array, device)
+
+    monkeypatch.setattr(forward_pass, "copy_to_device", copy)
+    learner = learner_of(tiny_model, store, train_vision=False)
+    batch = ready(learner, store, tiny_model, 1).with_pixels()
+    for micro_batch in batch.micro_batches:
+        learner.score(micro_batch)
+    pixels = {id(array) for array in sent if array.dtype == np.uint8}
+    assert pixels and pixels <= {id(one.made) for one in batch.micro_batches}
+
+
+def test_pixels_that_are_not_made_are_not_made_on_the_way(
+    tiny_model: Path, store: MediaStore
+) -> None:
+    learner = learner_of(tiny_model, store, train_vision=False)
+    batch = ready(learner, store, tiny_model, 1)
+    shows = next(one for one in batch.micro_batches if one.batch.items)
+    with pytest.raises(Misaligned, match="0 patches were made"):
+        learner.score(shows)
+    with shows.hold_pixels() as held:
+        assert held.made is not None and len(learner.score(held))
 
 
 def test_a_probe_does_not_see_what_is_kept(tiny_model: Path, store: MediaStore) -> None:

@@ -25,6 +25,7 @@ from sightline.pixels import Materializer
 from sightline.trainer.bad_media import BadMediaPolicy
 from sightline.trainer.distribute import ShareReader
 from sightline.trainer.feed import AnnouncedBatches, BatchPreparer, ReadyBatch
+from sightline.trainer.micro_batch_pixels import MicroBatchPixels
 from sightline.wire import Slot
 from sightline.wire.control import BatchReady
 from sightline.wire.micro_batch import MicroBatch
@@ -160,15 +161,16 @@ def share_reader(model: Path, store: MediaStore, ready: ReadyBatch) -> ShareRead
     family = load_family(model)
     packs: list[MicroBatch | None] = [m.batch for m in ready.micro_batches]
     share = RankAssignment(ready.step, "", packs, [True] * len(packs))
-    return ShareReader(Shares(share), Materializer(family, store, 1 << 24), 3)
+    return ShareReader(Shares(share), MicroBatchPixels(Materializer(family, store, 1 << 24)), 3)
 
 
 def test_a_rank_makes_the_pixels_of_its_share(tiny_model: Path, store: MediaStore) -> None:
     samples = making.samples(tiny_model, store, count=4)
     ready = preparer(tiny_model, store, 0.0).prepare(Batch(7, samples), "")
     [own] = share_reader(tiny_model, store, ready)
-    for ours, theirs in zip(own.micro_batches, ready.micro_batches, strict=True):
-        assert np.array_equal(ours.patches, theirs.patches)
+    made = zip(own.with_pixels().micro_batches, ready.with_pixels().micro_batches, strict=True)
+    for ours, theirs in made:
+        assert ours.made is not None and np.array_equal(ours.made, theirs.made)
 
 
 def test_an_image_that_fails_later_on_a_rank_stops_it_and_is_named(
@@ -179,7 +181,8 @@ def test_an_image_that_fails_later_on_a_rank_stops_it_and_is_named(
     first = ready.micro_batches[0].batch.items[0]
     store.path(first.item.ref.digest).unlink()
     with pytest.raises(MediaMissing) as caught:
-        list(share_reader(tiny_model, store, ready))
+        [own] = share_reader(tiny_model, store, ready)
+        list(own.iterate_with_pixels())
     for word in (f"sample {first.wanted_by} of step 7", first.item.ref.digest[:12]):
         assert word in caught.value.problem
     assert str(store.root) in caught.value.problem
@@ -204,7 +207,8 @@ def test_pixels_that_differ_on_a_rank_stop_it_also_where_the_sampler_said_nothin
     with pytest.raises(
         PixelMismatch, match=f"of step 7, image {packed.items[0].item.ref.digest[:12]}"
     ):
-        list(share_reader(tiny_model, store, share))
+        [own] = share_reader(tiny_model, store, share)
+        list(own.iterate_with_pixels())
 
 
 def test_a_sample_whose_sampler_proved_nothing_does_not_train_unless_told(
@@ -253,14 +257,12 @@ def test_other_processor_settings_are_refused(tiny_model: Path, store: MediaStor
 
 
 def test_the_feed_hands_out_batches_in_order_and_refuses_a_gap(
-    tiny_model: Path, store: MediaStore, tmp_path: Path
+    tiny_model: Path, store: MediaStore
 ) -> None:
     batches = []
     for step in (1, 3):
         data = Batch(step, making.samples(tiny_model, store, count=2, seed=step)).to_bytes()
-        path = tmp_path / f"{step}"
-        path.write_bytes(data)
-        batches.append(BatchReady(step, str(path), digest_batch(data)))
+        batches.append(BatchReady(step, digest_batch(data), data))
     announced = iter(batches)
     feed = iter(AnnouncedBatches(lambda: next(announced), preparer(tiny_model, store, 0.0), 1))
     assert next(feed).step == 1
@@ -268,17 +270,14 @@ def test_the_feed_hands_out_batches_in_order_and_refuses_a_gap(
         next(feed)
 
 
-def test_a_file_that_is_not_the_announced_batch_is_refused(
-    tiny_model: Path, store: MediaStore, tmp_path: Path
-) -> None:
+def test_what_is_not_the_announced_batch_is_refused(tiny_model: Path, store: MediaStore) -> None:
     """One that can be read, and differs by a bit of an advantage."""
     [sample] = making.samples(tiny_model, store, count=1)
     data = Batch(1, [sample]).to_bytes()
     at = data.index(sample.advantages.data)
-    path = tmp_path / "1"
-    path.write_bytes(data[:at] + bytes([data[at] ^ 1]) + data[at + 1 :])
-    assert Batch.from_bytes(path.read_bytes()) != Batch(1, [sample])
-    announced = BatchReady(1, str(path), digest_batch(data))
+    damaged = data[:at] + bytes([data[at] ^ 1]) + data[at + 1 :]
+    assert Batch.from_bytes(damaged) != Batch(1, [sample])
+    announced = BatchReady(1, digest_batch(data), damaged)
     feed = iter(AnnouncedBatches(lambda: announced, preparer(tiny_model, store, 0.0), 1))
-    with pytest.raises(WireError, match="is not the batch that was announced"):
+    with pytest.raises(WireError, match="is not the batch of step 1 that was announced"):
         next(feed)

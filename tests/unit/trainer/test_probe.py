@@ -33,7 +33,7 @@ def batch(learner: Learner, tiny_model: Path, store: MediaStore) -> ReadyBatch:
     samples = making.samples(tiny_model, store, count=6, seed=1)
     materializer = Materializer(learner.family, store, max_bytes=1 << 24)
     preparer = BatchPreparer(learner.family, materializer, WHOLE)
-    return preparer.prepare(Batch(5, samples), digest="")
+    return preparer.prepare(Batch(5, samples), digest="").with_pixels()
 
 
 def test_a_model_that_sees_is_told_from_one_that_does_not(
@@ -44,7 +44,7 @@ def test_a_model_that_sees_is_told_from_one_that_does_not(
     assert seen is not None and not seen.is_blind
     assert seen.change > 1000 * seen.noise and seen.exchanged_kl > 0
     # Pixels that are lost on the way: every image is the same grey.
-    lost = replace(ready, patches=np.full_like(ready.patches, 127))
+    lost = replace(ready, made=np.full_like(ready.made, 127))
     blind = probe(lost, learner.score)
     assert blind is not None and blind.is_blind
     assert blind.words.startswith("Blind: exchanging the images changes nothing")
@@ -72,14 +72,14 @@ def test_only_images_of_one_grid_are_exchanged_and_each_stays_whole(batch: Ready
     assert made is not None
     other, moved = made
     assert other.batch is ready.batch and moved.any()
-    assert other.patches is not None and ready.patches is not None
-    assert other.patches.shape == ready.patches.shape
+    assert other.made is not None and ready.made is not None
+    assert other.made.shape == ready.made.shape
 
     def pictures(patches: np.ndarray) -> list[bytes]:
         sizes = [int(np.prod(entry.item.grid)) for entry in ready.batch.items]
         return [part.tobytes() for part in np.split(patches, np.cumsum(sizes)[:-1])]
 
-    before, after = pictures(ready.patches), pictures(other.patches)
+    before, after = pictures(ready.made), pictures(other.made)
     assert sorted(before) == sorted(after)
     for entry, was, now, has_moved in zip(ready.batch.items, before, after, moved, strict=True):
         assert has_moved == (was != now)

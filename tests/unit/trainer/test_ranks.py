@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import queue
+import subprocess
+import sys
 import threading
 import time
 from collections.abc import Iterator
@@ -14,7 +16,7 @@ from sightline.errors import ProcessFailed
 from sightline.launch.processes import reserve_port
 from sightline.trainer.ranks import FollowerChannel, LeadChannel, RankInfo
 from sightline.trainer.watchdog import StallWatchdog
-from sightline.transport.zmq_channel import Spoke
+from sightline.transport.zmq_channel import Spoke, derive_spoke_key
 from sightline.wire import rank_messages as wire
 from sightline.wire.codec import get_release
 from sightline.wire.rank_messages import (
@@ -108,7 +110,10 @@ def test_ranks_that_never_start_are_named_before_any_collective() -> None:
 def test_a_process_is_the_rank_of_its_name_and_no_other() -> None:
     with ranks(2) as (lead, _):
         lead.wait_for_start(timeout_s=30)
-        two, seven = (Spoke(lead.address, name, "s") for name in ("trainer-2", "trainer-7"))
+        two, seven = (
+            Spoke(lead.address, name, derive_spoke_key("s", name))
+            for name in ("trainer-2", "trainer-7")
+        )
         two.send(wire.encode(RankReady(1, 0)))
         seven.send(wire.encode(RankFailed(1, "gone")))
         lead._wait(lambda: {2} - {len(lead._strangers)}, 30)
@@ -196,7 +201,7 @@ def test_ranks_that_do_not_take_their_share_or_do_not_write_are_named() -> None:
     with ranks(2, of=3, deliver_s=0.2, write_s=0.2) as (lead, others):
         others[0].report_ready()
         # Rank 2 says that it is ready, and never listens.
-        deaf = Spoke(lead.address, rank_process_name(2), "s")
+        deaf = Spoke(lead.address, name := rank_process_name(2), derive_spoke_key("s", name))
         for message in (RankStarted(2, get_release()), RankReady(2, 0)):
             deaf.send(wire.encode(message))
         lead.wait_until_loaded(timeout_s=30)
@@ -208,6 +213,36 @@ def test_ranks_that_do_not_take_their_share_or_do_not_write_are_named() -> None:
         with pytest.raises(ProcessFailed, match=r"ranks \[2\] have not written .* step 4 within"):
             lead.collect_files(4, WeightFile("rank_0", 1, "0"))
         deaf.close()
+
+
+PROCESS = """
+import sys, time
+from sightline.trainer.ranks import FollowerChannel, LeadChannel, RankInfo
+from sightline.transport import message_stream, zmq_channel
+from sightline.wire import rank_messages as wire
+from sightline.wire.codec import get_release
+zmq_channel.TICK_S = 0.05
+who, address = sys.argv[1:]
+lead = LeadChannel(RankInfo(0, 2, "", address, "s")) if who == "rank 0" else None
+if lead is not None:
+    other = zmq_channel.Spoke(address, "trainer-1", zmq_channel.derive_spoke_key("s", "trainer-1"))
+    other.send(wire.encode(wire.RankStarted(1, get_release())))
+    lead.wait_for_start(30.0)
+    other._on_end = lambda: None  # as the kill of a process does
+    other.close()
+message_stream.MAX_SILENCE_S = 0.2
+if lead is None:
+    follower = FollowerChannel(RankInfo(1, 2, "", address, "s"))
+time.sleep(60)
+"""
+
+
+@pytest.mark.parametrize("who", ["rank 0", "rank 1"])
+def test_a_rank_that_loses_another_ends(who: str) -> None:
+    address = f"tcp://127.0.0.1:{reserve_port('127.0.0.1', 0, 'test')}"
+    words = [sys.executable, "-c", PROCESS, who, address]
+    done = subprocess.run(words, capture_output=True, text=True, timeout=120)
+    assert done.returncode == 1 and "was silent for" in done.stderr, done.stderr
 
 
 def test_a_process_is_stuck_only_while_there_is_work() -> None:

@@ -55,7 +55,7 @@ def write_batches(run_dir: RunDir, model: Path) -> list[BatchReady]:
         samples = making.samples(model, store, count=3, seed=step, version=step - 1)
         data = Batch(step, samples).to_bytes()
         run_dir.batch(step).write_bytes(data)
-        announced.append(BatchReady(step, str(run_dir.batch(step)), digest_batch(data)))
+        announced.append(BatchReady(step, digest_batch(data), data))
     return announced
 
 

@@ -20,7 +20,7 @@ from sightline.message import assistant, system, user
 from sightline.run import RunDir
 from sightline.trace import read_traces
 from sightline.trainer import loop, sft
-from sightline.trainer.build import build, build_conversations, build_learner, build_materializer
+from sightline.trainer.build import build, build_conversations, build_learner, build_pixels
 from sightline.trainer.learner import Learner
 from sightline.view.dashboard.run_view import RunView
 from sightline.view.events import by_step, read_events
@@ -50,7 +50,7 @@ def conversations(config: SftFile) -> tuple[Learner, sft.ConversationBatches]:
     """The batches of a run by themselves, and what would learn from them."""
     store = MediaStore(Path(config.media.root))
     learner = build_learner(config.model, config.trainer, store, 1, supervised=True)
-    return learner, build_conversations(config, learner, build_materializer(learner, store))
+    return learner, build_conversations(config, learner, build_pixels(learner, store))
 
 
 def events(folder: Path, kind: str) -> dict[int, Event]:

@@ -46,7 +46,7 @@ def test_a_resume_reads_it(golden: RunDir) -> None:
     run_state = RunState.open(golden)
     assert (run_state.progress.step, run_state.progress.next_group) == (3, 6)
     [ready] = run_state.announcements_after(tiny_run.TRAINED)
-    batch = Batch.from_bytes(Path(ready.path).read_bytes())
+    batch = Batch.from_bytes(ready.data)
     assert batch.step == 3 and batch.samples
     store = MediaStore(golden.media)
     assert all(store.get(item.ref) for sample in batch.samples for item in sample.items)

@@ -45,6 +45,14 @@ def test_folders_that_do_not_keep_images_in_use_are_not_asked(run_dir: Path) -> 
     assert collect_digests(run_dir) == set()
 
 
+def test_tensors_that_are_published_are_not_searched(run_dir: Path) -> None:
+    version = run_dir / "weights" / "v000001"
+    version.mkdir()
+    (version / "model.safetensors").write_text(digest(1))
+    (version / "manifest.json").write_text(digest(2))
+    assert collect_digests(run_dir) == {digest(2)}
+
+
 def test_a_digest_between_numbers_that_look_like_hex_is_found(run_dir: Path) -> None:
     data = msgspec.msgpack.encode([0x30, 0x61, digest(1), 0x61, 0x39, digest(2), 0x62])
     (run_dir / "traces" / "t").write_bytes(data)

@@ -20,9 +20,9 @@ from sightline.launch.processes import Processes
 from sightline.media import MediaStore
 from sightline.orchestrator.build import build
 from sightline.orchestrator.run_state import RunState
-from sightline.rollout.client import GenerateClient
+from sightline.orchestrator.server_pool import ServerPool
 from sightline.run import EventLog, RunDir
-from sightline.run.last_words import leave_last_words, reserve_last_words
+from sightline.run.last_words import MAX_BYTES, leave_last_words, reserve_last_words
 from sightline.trace import Trace, write_traces
 from sightline.trainer.ledger import Ledger, read_ledger
 from sightline.trainer.run_writer import RunWriter
@@ -118,7 +118,7 @@ def test_the_disk_of_the_run_is_looked_at_before_every_step(
     events = EventLog(run_dir.metrics, "test")
     built = build(
         config, run_dir, MediaStore(tmp_path / "media"), RunState.open(run_dir), events, nobody,
-        nobody, ["w"], [GenerateClient("http://127.0.0.1:9")], None,
+        nobody, ["w"], ServerPool(run_dir.read_id(), events, []), None,
     )  # fmt: skip
     sft = RunWriter(run_dir, nobody, nobody, tmp_path, tmp_path, torch.float32, events)
     for check in (built.check_room, sft.check):
@@ -150,7 +150,9 @@ def test_a_store_stays_where_it_is(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     monkeypatch.chdir(tmp_path)
     store = MediaStore("media", fallback_roots=["other"])
     os.chdir("/")
-    assert store.root == tmp_path / "media" and store.fallback_roots == (tmp_path / "other",)
+    assert store.root == tmp_path / "media" and [one.root for one in store.fallbacks] == [
+        tmp_path / "other"
+    ]
 
 
 def test_a_process_says_why_it_ended_on_a_disk_that_is_full_for_a_moment(small_disk: Path) -> None:
@@ -173,7 +175,10 @@ def test_words_of_any_length_are_left_also_where_no_room_was_taken(tmp_path: Pat
     run_dir.logs.mkdir()
     target = run_dir.error_file("trainer")
     words = {"problem": "\x00" * 1_000_000, "fix": "see"}
-    leave_last_words(reserve_last_words(target), target, words)
+    reserved = reserve_last_words(target)
+    if hasattr(os, "posix_fallocate"):
+        assert reserved.stat().st_blocks * 512 >= MAX_BYTES
+    leave_last_words(reserved, target, words)
     assert Processes(run_dir).explain_exit("trainer", 1).fix == "see"
     target.unlink()
     leave_last_words(target.with_name("none"), target, {"problem": "p", "fix": "see"})

@@ -13,13 +13,13 @@ from aiohttp import web
 from sightline.config import RunFile
 from sightline.errors import EngineError, WireError
 from sightline.families import Family
-from sightline.launch.preflight import check_external_servers
+from sightline.launch.external_servers import check_external_servers
 from sightline.launch.processes import reserve_port
 from sightline.orchestrator.build import OrchestratorComponents
 from sightline.orchestrator.process import ControlRouter
 from sightline.rollout.client import GenerateClient
 from sightline.trainer.ranks import LeadChannel, RankInfo
-from sightline.transport.zmq_channel import AsyncHub, AsyncSpoke, Spoke
+from sightline.transport.zmq_channel import AsyncHub, AsyncSpoke, Spoke, derive_spoke_key
 from sightline.wire import control, rank_messages
 from sightline.wire.codec import get_release
 from sightline.wire.control import ProcessReady
@@ -46,7 +46,7 @@ def test_the_orchestrator_refuses_a_worker_or_trainer_of_another_version(
             rollouts = None
 
         router.components = cast(OrchestratorComponents, Parts())
-        spoke = AsyncSpoke(address, "worker-0", "s")
+        spoke = AsyncSpoke(address, "worker-0", derive_spoke_key("s", "worker-0"))
         receiving = asyncio.create_task(router.keep_receiving())
         await spoke.send(control.encode(ProcessReady("worker-0", release=get_release())))
         await asyncio.wait_for(router.wait_until_ready({"worker-0"}), 30)
@@ -65,7 +65,7 @@ def test_the_orchestrator_refuses_a_worker_or_trainer_of_another_version(
 def test_rank_0_refuses_a_rank_of_another_version(release: str, called: str) -> None:
     address, ends = new_address(), queue.SimpleQueue[RankFailed]()
     lead = LeadChannel(RankInfo(0, 2, "", address, "s"), lambda own, failed: ends.put(failed))
-    spoke = Spoke(address, "trainer-1", "s")
+    spoke = Spoke(address, "trainer-1", derive_spoke_key("s", "trainer-1"))
     spoke.send(rank_messages.encode(RankStarted(1, release)))
     assert f"rank 1 runs {called}, rank 0 {get_release()}" in ends.get(timeout=30).problem
     spoke.close()

@@ -26,6 +26,7 @@ from sightline.wire.weights import (
     Adapter,
     Broadcast,
     Manifest,
+    SharedMemory,
     WeightFile,
     parse_version_label,
 )
@@ -118,7 +119,7 @@ def test_batches_and_micro_batches_survive_the_wire(tiny_model: Path, store: Med
 
 def test_unknown_fields_are_refused_everywhere(tiny_model: Path, store: MediaStore) -> None:
     batch = Batch(4, making.samples(tiny_model, store, count=1))
-    for struct in (batch, batch.samples[0], ITEM, BatchReady(1, "p", "d"), Manifest(1, 1, [])):
+    for struct in (batch, batch.samples[0], ITEM, BatchReady(1, "d", b""), Manifest(1, 1, [])):
         fields = msgspec.to_builtins(struct) | {"surprise": 1}
         with pytest.raises(msgspec.ValidationError, match="surprise"):
             msgspec.convert(fields, type(struct))
@@ -126,7 +127,7 @@ def test_unknown_fields_are_refused_everywhere(tiny_model: Path, store: MediaSto
 
 def test_control_messages_come_back_as_what_they_were() -> None:
     for message in (
-        BatchReady(3, "path", "digest"),
+        BatchReady(3, "digest", b"batch"),
         RolloutRequest("r", "g", 1, "train", 7, 1.0, exchanged=(REF,)),
         PublishedWeights(2, 0, "m", {"loss": None}, 1),
     ):
@@ -146,15 +147,20 @@ def test_a_version_made_again_has_a_label_of_its_own() -> None:
         )
 
 
-def test_a_label_proves_the_run_and_every_file_and_the_base_of_adapters() -> None:
+def test_a_label_proves_the_run_the_weights_and_the_base_of_adapters() -> None:
     def label(**changes: Any) -> str:
         files = [WeightFile(name, 1, changes.pop(name, name)) for name in ("a", "b")]
         return Manifest(7, 7, files, run=changes.pop("run", "1f"), **changes).label
 
-    sent = Broadcast("h:1", 1, [], "a")
-    others = [label(a="c"), label(b="c"), label(run="2f"), label(epoch=1), label(broadcast=sent)]
+    # Manifests of older releases name weights by their files.
+    others = [label(a="c"), label(b="c"), label(run="2f"), label(epoch=1)]
     bases = [label(adapter=Adapter(base, "F32", {})) for base in ("x", "y")]
-    assert len({label(), *others, *bases}) == 8
+    named = [label(weights_digest=letter * 64) for letter in "ef"]
+    assert len({label(), *others, *bases, *named}) == 9
+    ways: list[dict[str, Any]] = [
+        {"a": "c"}, {"broadcast": Broadcast("h:1", 1, [])}, {"shared": SharedMemory([])}
+    ]  # fmt: skip
+    assert {label(weights_digest="e" * 64, **way) for way in ways} == {named[0]}
     assert label().startswith("7-1f-") and len(label().split("-")[2]) == 16
 
 

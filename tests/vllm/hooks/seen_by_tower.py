@@ -10,10 +10,14 @@ from typing import Any
 
 import numpy as np
 import torch
-from torch.nn.modules.module import register_module_forward_pre_hook
+from torch.nn.modules.module import register_module_module_registration_hook
 from vllm.v1.sample.logits_processor import LogitsProcessor
 
-TOWERS = ("Qwen3_VisionTransformer", "MoonViT3dPretrainedModel")
+TOWERS = (
+    "Qwen3_VisionTransformer", "MoonViT3dPretrainedModel", "InternVLVisionModel",
+    "Idefics3VisionTransformer", "Qwen2VisionTransformerPretrainedModel", "Glm46VVisionModel",
+    "Glm4vVisionModel",
+)  # fmt: skip
 WANTED = Path("wanted")
 """While this file is there, calls are written down."""
 
@@ -22,17 +26,17 @@ class Watch(LogitsProcessor):
     def __init__(self, vllm_config: Any, device: torch.device, is_pin_memory: bool) -> None:
         numbers = itertools.count()
 
-        def seen(module: torch.nn.Module, args: tuple[Any, ...]) -> None:
+        def seen(module: torch.nn.Module, args: tuple[Any, ...], named: dict[str, Any]) -> None:
             if WANTED.exists():
-                np.save(f"seen-{next(numbers)}.npy", args[0].cpu().numpy())
+                pixels = next(iter((*args, *named.values())))
+                np.save(f"seen-{next(numbers)}.npy", pixels.cpu().numpy())
 
-        def look(module: torch.nn.Module, args: tuple[Any, ...]) -> None:
+        def look(parent: torch.nn.Module, name: str, module: torch.nn.Module | None) -> None:
             if type(module).__name__ in TOWERS:
-                handle.remove()
-                module.register_forward_pre_hook(seen)
-                seen(module, args)
+                module.register_forward_pre_hook(seen, with_kwargs=True)
 
-        handle = register_module_forward_pre_hook(look)
+        # Before the model is made: its tower is watched from the moment that it has a place in it.
+        register_module_module_registration_hook(look)
 
     def is_argmax_invariant(self) -> bool:
         return True

@@ -241,7 +241,7 @@ function Summary({ run, titled, revision }) {
         )}
         {has(run.tokens_per_s) && <Fact name="tokens a second">{count(run.tokens_per_s)}</Fact>}
         <Fact name="rollouts"><Link to={href("rollouts", { run: run.key })}>{whole(run.rollouts)}</Link></Fact>
-        <Fact name="images"><Link to={href("images", { run: run.key })}>{whole(run.images)}</Link></Fact>
+        {run.images > 0 && <Fact name="images"><Link to={href("images", { run: run.key })}>{whole(run.images)}</Link></Fact>}
         {run.bad_media > 0 && <Fact name="bad media"><span class="bad">{whole(run.bad_media)}</span></Fact>}
         {["broken", "truncated"].map((name) => run[name] > 0 && (
           <Fact key={name} name={name} title="rollouts, in steps and evaluations"><span class="bad">{whole(run[name])}</span></Fact>

@@ -33,7 +33,7 @@ from sightline.message import user
 from sightline.pixels import Materializer
 from sightline.run import RunDir
 from sightline.trace import PolicySpan, Trace, encode_trace, read_traces, write_traces
-from sightline.transport.zmq_channel import AsyncSpoke
+from sightline.transport.zmq_channel import AsyncSpoke, derive_spoke_key
 from sightline.wire import control
 from sightline.wire.codec import get_release
 from sightline.wire.control import (
@@ -42,6 +42,7 @@ from sightline.wire.control import (
     QuitRequest,
     RolloutRequest,
     RolloutResult,
+    ServerList,
 )
 from sightline.wire.generate import AdoptRequest
 from sightline.wire.weights import Manifest, PolicyLabel, read_manifest
@@ -124,13 +125,13 @@ class RecordedSampler:
         return app
 
     async def work(self, hub: str, secret: str) -> None:
-        spoke = AsyncSpoke(hub, WORKER, secret)
+        spoke = AsyncSpoke(hub, WORKER, derive_spoke_key(secret, WORKER))
         try:
             await spoke.send(control.encode(ProcessReady(WORKER, release=get_release())))
             while not isinstance(message := control.decode(await spoke.receive()), QuitRequest):
                 if isinstance(message, RolloutRequest):
                     await spoke.send(control.encode(self.play(message)))
-                elif not isinstance(message, CancelRollouts):
+                elif not isinstance(message, CancelRollouts | ServerList):
                     raise ConfigError(f"a worker was sent {message}", "report this bug")
         finally:
             spoke.close()

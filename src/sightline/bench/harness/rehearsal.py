@@ -36,7 +36,7 @@ from sightline.launch.processes import Processes, ProcessSpec, reserve_port
 from sightline.media import MediaStore
 from sightline.rollout.client import GenerateClient
 from sightline.run import RunDir
-from sightline.transport.zmq_channel import AsyncHub, AsyncSpoke
+from sightline.transport.zmq_channel import AsyncHub, AsyncSpoke, derive_spoke_key
 from sightline.wire import MediaItem, control
 from sightline.wire.codec import get_release
 from sightline.wire.control import (
@@ -211,8 +211,9 @@ class _Rehearsal:
     async def run(self) -> RehearsalFigures:
         client = GenerateClient(self.server)
         secret = make_secret(self.run_dir)
-        upper, lower = AsyncSpoke(self.hub, WORKER, secret), AsyncHub(self.tap, secret)
-        trainer = AsyncSpoke(self.hub, TRAINER, secret)
+        upper = AsyncSpoke(self.hub, WORKER, derive_spoke_key(secret, WORKER))
+        lower = AsyncHub(self.tap, secret)
+        trainer = AsyncSpoke(self.hub, TRAINER, derive_spoke_key(secret, TRAINER))
         tasks = [
             asyncio.create_task(self._tap_down(upper, lower)),
             asyncio.create_task(self._tap_up(upper, lower)),
@@ -274,7 +275,7 @@ class _Rehearsal:
                     for name in (ORCHESTRATOR, WORKER)
                 }
                 self._cpu_starts = {
-                    name: _read_cpu(self.processes.pid(name)) for name in self._starts
+                    name: read_cpu(self.processes.pid(name)) for name in self._starts
                 }
             self.figures.encoded_images += count_encoded_images(data)
             await lower.send(WORKER, data)
@@ -308,7 +309,7 @@ class _Rehearsal:
                         for name, start in self._starts.items()
                     }
                     self.figures.cpu_s = {
-                        name: _read_cpu(self.processes.pid(name)) - start
+                        name: read_cpu(self.processes.pid(name)) - start
                         for name, start in self._cpu_starts.items()
                     }
                     await spoke.send(control.encode(TrainingFinished(message.last_step)))
@@ -325,9 +326,10 @@ class _Rehearsal:
         return PublishedWeights(step, 0, str(folder / MANIFEST), {}, checkpoint_step=step - 1)
 
     def _take_batch(self, announce: BatchReady) -> None:
-        data = Path(announce.path).read_bytes()
+        data = announce.data
         if digest_batch(data) != announce.digest:
-            raise ProcessFailed(f"{announce.path} is not what was announced", "report this bug")
+            problem = f"the batch of step {announce.step} is not what was announced"
+            raise ProcessFailed(problem, "report this bug")
         batch, figures = Batch.from_bytes(data), self.figures
         figures.batch += len(data)
         figures.encoded_images += count_encoded_images(data)
@@ -361,7 +363,7 @@ class _FloatSizes:
         return self._known[item.grid]
 
 
-def _read_cpu(pid: int) -> float:
+def read_cpu(pid: int) -> float:
     """Seconds that a process has computed so far, for itself and in the kernel."""
     fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
     return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")

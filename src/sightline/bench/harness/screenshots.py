@@ -8,7 +8,9 @@ from __future__ import annotations
 
 import io
 import math
+import os
 import random
+import time
 import zlib
 from functools import cached_property
 
@@ -29,6 +31,7 @@ PHOTO_FRACTION = 0.05
 LETTERS = "abcdefghijklmnopqrstuvwxyz"
 SCREENSHOTS = "sightline.bench.harness.screenshots:Screenshots"
 """The name of the environment in a run file."""
+TIMED_SCREENSHOTS = "sightline.bench.harness.screenshots:TimedScreenshots"
 
 
 class Screenshots(Environment):
@@ -118,6 +121,22 @@ class Screenshots(Environment):
             ImageDraw.Draw(mask).text((0, 0), " ".join(words), fill=255, font=font)
             texts.append(mask)
         return texts
+
+
+class TimedScreenshots(Screenshots):
+    """Rollouts say, as parts of their reward, which process played them and what they cost it; the
+    rollouts of a group begin with the same page."""
+
+    async def rollout(self, task: Task, chat: Chat) -> Outcome:
+        drawn_s, rng = 0.0, random.Random(task.index)
+        for turn in range(self.turns):
+            began = time.thread_time()
+            page = self.draw(rng)
+            drawn_s += time.thread_time() - began
+            await chat.send([user(f"page {turn}", chat.put(page))])
+            rng = chat.rng
+        cost = {"pid": os.getpid(), "environment_s": drawn_s, "cpu_s": time.process_time()}
+        return Outcome(reward=chat.rng.random(), parts=cost)
 
 
 def add_text_chunk(png: bytes, text: str) -> bytes:

@@ -22,9 +22,10 @@ from torch import nn
 
 from sightline.compute.model import MODEL_DTYPES, pick_device
 from sightline.families import Family
-from sightline.families.device_copy import stack_pinned
+from sightline.families.device_copy import allocate_pinned
 from sightline.trainer.feed import ReadyBatch
 from sightline.trainer.learner import Learner
+from sightline.trainer.micro_batch_pixels import AllocatePatches
 
 PEAK_SIDE = 8192
 
@@ -48,9 +49,9 @@ def measure_peak(device: str, dtype: str, side: int = 0) -> float:
     return 2 * side**3 / times.median_s
 
 
-def build_stack(device_name: str) -> Callable[[Sequence[np.ndarray]], np.ndarray]:
-    """A function that stacks patches in memory of the kind that the trainer stacks them in."""
-    return partial(stack_pinned, device=torch.device(pick_device(device_name)))
+def build_allocate(device_name: str) -> AllocatePatches:
+    """A function that allocates memory of the kind that the trainer has for patches."""
+    return partial(allocate_pinned, device=torch.device(pick_device(device_name)))
 
 
 def measure_time(work: Callable[[], Any], device_name: str, repeats: int, warm_up: int) -> Timings:
@@ -163,7 +164,7 @@ class PlainStep:
             advantages.append(torch.from_numpy(pack.advantages.numpy().copy()))
             old.append(torch.from_numpy(pack.logprobs.numpy().copy()))
         pads = torch.isin(ids, torch.tensor(self._family.slot_token_ids))
-        rows = [self._family.rows(ready.patches) for ready in chunk]
+        rows = [self._family.rows(ready.made) for ready in chunk]
         grids = [entry.item.grid for pack in packs for entry in pack.items]
         given = {
             "input_ids": ids, "attention_mask": mask, "mm_token_type_ids": pads.int(),

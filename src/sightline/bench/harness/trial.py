@@ -24,7 +24,7 @@ from sightline.media import MediaRef, MediaStore
 from sightline.message import Message, assistant, user
 from sightline.pack import CostModel, MicroBatchWork, PackSize
 from sightline.trainer.bad_media import BadMediaPolicy
-from sightline.trainer.build import build_learner, build_materializer
+from sightline.trainer.build import build_learner, build_pixels
 from sightline.trainer.distribute import BatchDistributor, ShareReader
 from sightline.trainer.feed import BatchPreparer, ReadyBatch
 from sightline.trainer.price import estimate_price
@@ -75,7 +75,7 @@ class StepBench:
         chosen = ModelConfig.model_validate({"path": str(model), "dtype": dtype})
         self.learner = build_learner(chosen, settings, self.store, steps=1 << 30, ranks=ranks)
         self.renderer = load_renderer(model, self.store, self.learner.family)
-        self.materializer = build_materializer(self.learner, self.store)
+        self.pixels = build_pixels(self.learner, self.store)
         self._pages: dict[int, bytes] = {}
 
     @property
@@ -88,13 +88,13 @@ class StepBench:
         return estimate_price(self.learner.forward)
 
     def close(self) -> None:
-        self.materializer.close()
+        self.pixels.materializer.close()
 
     def ready(self, shape: BatchShape, seed: int = 0, limit: PackSize = NO_LIMIT) -> ReadyBatch:
         """The batch, with its pixels made."""
         unverified = BadMediaPolicy(allows_unverified_pixels=True)
-        preparer = BatchPreparer(self.learner.family, self.materializer, limit, unverified)
-        return preparer.prepare(self.batch(shape, seed), "")
+        preparer = BatchPreparer(self.learner.family, self.pixels.materializer, limit, unverified)
+        return preparer.prepare(self.batch(shape, seed), "").with_pixels()
 
     def batch(self, shape: BatchShape, seed: int = 0) -> Batch:
         rng = random.Random(f"{shape}:{seed}")
@@ -205,7 +205,8 @@ def _rank_batches(trial: StepBench, point: ScalePoint, ranks: RankInfo) -> Itera
     if not ranks.is_lead:
         follow = FollowerChannel(ranks)
         follow.report_ready()
-        yield from ShareReader(follow, trial.materializer, trial.learner.family.num_axes)
+        shares = ShareReader(follow, trial.pixels, trial.learner.family.num_axes)
+        yield from (share.with_pixels() for share in shares)
         return
     lead = LeadChannel(ranks)
     lead.wait_until_loaded()

@@ -5,12 +5,17 @@ from __future__ import annotations
 import argparse
 import contextlib
 import random
+import subprocess
+import sys
 import tempfile
 import zlib
 from collections.abc import Iterator, Sequence
 from pathlib import Path
+from typing import Any
 
-from sightline.errors import ConfigError
+from sightline import config
+from sightline.config import SftFile
+from sightline.errors import ConfigError, ProcessFailed
 from sightline.families import load_renderer, registry
 from sightline.launch.processes import temporary_server
 from sightline.media import MediaStore
@@ -34,6 +39,37 @@ def write_tiny(folder: Path, size: str = "tiny") -> Path:
     """Writes a checkpoint of random weights."""
     registry.write_tiny(registry.get_default_family(), folder, seed=0, size=size)
     return folder
+
+
+def run_sightline(command: str, file: Path, text: str, *words: str) -> None:
+    """`sightline COMMAND` on a run file, which is written; its output goes into a file beside."""
+    file.write_text(text)
+    log = file.with_suffix(".log")
+    with open(log, "wb") as out:
+        done = subprocess.run(
+            [sys.executable, "-m", "sightline", command, str(file), *words],
+            stdin=subprocess.DEVNULL, stdout=out, stderr=subprocess.STDOUT,
+        )  # fmt: skip
+    if done.returncode:
+        last = log.read_text(errors="replace").strip()[-2000:]
+        raise ProcessFailed(
+            f"`sightline {command}` ended with {done.returncode}:\n{last}",
+            "mend what it names; --dir keeps the files",
+        )
+
+
+def warm_up(model: Path, output: Path, values: dict[str, dict[str, Any]]) -> None:
+    """Trains a checkpoint by `sightline sft`, which `values` are settings of."""
+    folder = output.parent
+    sections: dict[str, dict[str, Any]] = {
+        "run": {"name": "warmup", "dir": str(folder)},
+        "model": {"path": str(model)},
+        "sft": {"output_dir": str(output)},
+    }
+    for name, section in values.items():
+        sections[name] = {**sections.get(name, {}), **section}
+    file = config.validate_config(SftFile, sections, "warm-up")
+    run_sightline("sft", folder / "warmup.toml", config.dump_toml(file))
 
 
 def check_at_least(args: argparse.Namespace, least: int, *names: str) -> None:

@@ -37,7 +37,10 @@ _VIDEO_PAD = "<|kimi_k25_video_placeholder|>"
 
 class KimiK25Renderer(BaseRenderer):
     """`thinking` says whether a turn of the assistant is opened for reasoning, or with reasoning
-    that is closed and empty."""
+    that is closed and empty, which then every turn's is."""
+
+    image_roles = ("system", "user", "tool")
+    shows_names = True
 
     def __init__(
         self,
@@ -65,8 +68,7 @@ class KimiK25Renderer(BaseRenderer):
         self._media_pad = token_id("<|media_pad|>")
         self._think, self._end_think = self._encode_mark(THINK), self._encode_mark(END_THINK)
         assistant = [self._roles["assistant"], *tokenizer.encode("assistant"), self._im_middle]
-        self._reasoning_header = [*assistant, *self._think]
-        self.header = [*self._reasoning_header, *([] if thinking else self._end_think)]
+        self.header = [*assistant, *self._think, *([] if thinking else self._end_think)]
         self.stop_token_ids = (self.end_id, *self.find_token_ids(_OTHER_STOPS))
         self._end_think_id = tokenizer.find_token_id(END_THINK)
         """The token that ends reasoning; where there is none, the mark is text."""
@@ -114,7 +116,7 @@ class KimiK25Renderer(BaseRenderer):
 
     def emit_message(self, emitter: Emitter, context: RenderContext, i: int) -> None:
         message = context.messages[i]
-        self._open_turn(emitter, message.role, message.role)
+        self._open_turn(emitter, message.role, message.name or message.role)
         if message.role == "assistant":
             self._emit_assistant(emitter, context, i)
             return
@@ -125,14 +127,12 @@ class KimiK25Renderer(BaseRenderer):
 
     def _emit_assistant(self, emitter: Emitter, context: RenderContext, i: int) -> None:
         message = context.messages[i]
-        reasoning = (message.reasoning or "") if i > context.history_end else ""
-        opens = self.thinking or bool(reasoning)
         emit_ids(emitter, self._think)
-        if opens:
+        if self.thinking:
             emitter.begin_trained()
-        emitter.text(reasoning)
+            emitter.text((message.reasoning or "") if i > context.history_end else "")
         emit_ids(emitter, self._end_think)
-        if not opens:
+        if not self.thinking:
             emitter.begin_trained()
         self.emit_content(emitter, context, i)
         if message.tool_calls:
@@ -161,22 +161,32 @@ class KimiK25Renderer(BaseRenderer):
     def close_reasoning(self, emitter: Emitter, ids: list[int]) -> None:
         emit_ids(emitter, self._end_think)
 
+    def close_calls(self, emitter: Emitter, ids: list[int]) -> None:
+        _, _, rest = self._split_reasoning(ids)
+        if self._calls_begin in rest and self._calls_end not in rest:
+            if rest.count(self._call_begin) > rest.count(self._call_end):
+                emitter.special(self._call_end)
+            emitter.special(self._calls_end)
+
     def rewrites_history(
         self, prompt_ids: Sequence[int], ids: list[int], new: Sequence[Message]
     ) -> bool:
-        parsed = self.parse_turn(ids)
+        parsed = self.parse_turn(ids, ())
         return not parsed.tool_calls and (bool(parsed.reasoning) or self._has_reasoning(prompt_ids))
 
     def _has_reasoning(self, prompt_ids: Sequence[int]) -> bool:
-        """Whether a turn of the assistant in the prompt holds reasoning."""
+        """Whether a turn of the assistant in the prompt, under any name, holds reasoning.
+
+        A policy can sample the first tokens of a header; what is no whole one opens no turn.
+        """
         ids = np.asarray(prompt_ids)
-        header, end_think = self._reasoning_header, list(self._end_think)
-        for start in np.flatnonzero(ids == self._roles["assistant"])[:-1].tolist():
-            own = start + len(header)
-            # A policy can sample the first token of a header; it opens no turn.
-            if ids[start:own].tolist() != header:
+        starts = np.flatnonzero(ids == self._roles["assistant"])[:-1]
+        middles = np.flatnonzero(ids == self._im_middle)
+        for k in np.searchsorted(middles, starts).tolist():
+            own = int(middles[k]) + 1 + len(self._think)
+            if ids[own - len(self._think) : own].tolist() != list(self._think):
                 continue
-            if ids[own : own + len(end_think)].tolist() != end_think:
+            if ids[own : own + len(self._end_think)].tolist() != list(self._end_think):
                 # Sampled letter by letter, an empty reasoning has other ids.
                 follows = self._tokenizer.decode(ids[own : own + len(END_THINK)].tolist())
                 if not follows.startswith(END_THINK):
@@ -185,7 +195,7 @@ class KimiK25Renderer(BaseRenderer):
 
     # -- parsing
 
-    def parse_turn(self, ids: list[int]) -> ParsedCompletion:
+    def parse_turn(self, ids: list[int], tools: Tools) -> ParsedCompletion:
         reasoning, content, rest = self._split_reasoning(ids)
         first = rest.index(self._calls_begin) if self._calls_begin in rest else len(rest)
         calls = self._parse_calls(rest[first:])
@@ -223,11 +233,12 @@ class KimiK25Renderer(BaseRenderer):
         )
 
     def _parse_calls(self, section: list[int]) -> tuple[ToolCall, ...]:
-        """The tool calls of a section, or none when any part of it is no complete call."""
-        if section[-1:] != [self._calls_end]:
-            return ()
+        """The tool calls of a section, or none when any part of it is no complete call.
+
+        A section that was cut off behind a complete call needs no end.
+        """
         calls: list[ToolCall] = []
-        at, end = 1, len(section) - 1
+        at, end = 1, len(section) - (section[-1:] == [self._calls_end])
         while at < end:
             rest = section[at:end]
             if rest[0] != self._call_begin or self._call_end not in rest:
@@ -244,7 +255,7 @@ class KimiK25Renderer(BaseRenderer):
             arguments = self._tokenizer.decode(call[middle + 1 :])
             try:
                 msgspec.json.decode(arguments)
-            except msgspec.MsgspecError:
+            except (msgspec.MsgspecError, RecursionError):
                 return ()
             if not name:
                 return ()

@@ -20,7 +20,6 @@ from sightline.families.checkpoint_files import read_json
 from sightline.families.protocol import ParameterSlice, build_engine_fields
 
 LIMIT_MM_PER_PROMPT = {"vision_chunk": 1}
-VISION_PREFIXES = ("model.vision_tower.", "model.mm_projector.")
 CPU_ARGUMENTS = (
     "--no-enable-prefix-caching",
     "--no-enable-chunked-prefill",
@@ -34,11 +33,19 @@ HF_OVERRIDES = {
     "text_config": {"topk_method": "noaux_tc", "scoring_func": "sigmoid"},
 }
 """vLLM's name of the model, and how it chooses experts, which transformers does not write down."""
-
+MAPS_CHECKPOINT = True
 
 NEEDED = ("in_patch_limit_each_frame", "in_patch_limit_video", "temporal_merge_kernel_size")
 """Keys of `media_proc_cfg` that vLLM reads: its image processor is built, though nothing goes
 through it."""
+
+
+def arguments(family: object) -> tuple[str, ...]:
+    return ()
+
+
+def vision_prefixes(family: object) -> tuple[str, ...]:
+    return ("model.vision_tower.", "model.mm_projector.")
 
 
 def check_servable(folder: Path, takes_updates: bool) -> None:
@@ -88,8 +95,12 @@ KEYS_VALUES = re.compile(r"model\.vision_tower\.layers\.\d+\.attn\.[kv]_proj\.(w
 EXPERTS = re.compile(r"model\.language_model\.(.*\.mlp\.experts)\.(gate_up_proj|down_proj)")
 
 
+def check_cpu(family: object, dtype: str) -> None:
+    """vLLM has kernels for it."""
+
+
 def map_parameters(
-    config: dict[str, Any], shapes: Mapping[str, tuple[int, ...]]
+    family: object, config: dict[str, Any], shapes: Mapping[str, tuple[int, ...]]
 ) -> dict[str, list[ParameterSlice]]:
     """Every published parameter, as the parts that it is made of. Published names stay."""
     heads = config["vision_config"]["num_attention_heads"]

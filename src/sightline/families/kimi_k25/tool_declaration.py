@@ -1,4 +1,9 @@
-"""Tools as the model was shown them: a namespace of TypeScript types, made from JSON schemas."""
+"""Tools as the model was shown them: a namespace of TypeScript types, made from JSON schemas.
+
+The release sorts all keys first, and writes the tools as JSON where it knows no type for one of
+their schemas: one with `oneOf` or `const` alone, or an enum of other values than its type's. Values
+in comments and enums are spelled by Python: `True`, `None`.
+"""
 
 from __future__ import annotations
 
@@ -6,7 +11,7 @@ import json
 from typing import Any
 
 from sightline.errors import MessageError
-from sightline.families.renderer import encode_tool
+from sightline.families.message_fields import encode_tool
 from sightline.render.protocol import Tools
 
 _INDENT = "  "
@@ -26,147 +31,183 @@ _UNIONS = {
     "object": "{}",
     "array": "Array<any>",
 }
+_ENUM_KINDS: dict[str, tuple[type, ...]] = {
+    "string": (str,),
+    "number": (int, float),
+    "integer": (int,),
+    "boolean": (bool,),
+}
 _ROOT = "#"
 _DEFINITIONS = "#/$defs/"
 
 
 def declare_tools(tools: Tools) -> str:
-    """The text of the declaration; a tool that it cannot express is refused by its path."""
-    written = "\n".join(_declare_function(tool, f"tools[{i}]") for i, tool in enumerate(tools))
+    """The text of the declaration; what is no function with a name is refused by its path."""
+    read = [_read_tool(tool, f"tools[{i}]") for i, tool in enumerate(tools)]
+    try:
+        written = "\n".join(_declare_function(tool["function"]) for tool in read)
+    except (AttributeError, KeyError, TypeError, ValueError):
+        # As in the release: whatever its types cannot say, or is no schema at all.
+        return json.dumps(read, ensure_ascii=False, separators=(",", ":"))
     return "# Tools\n\n## functions\nnamespace functions {\n" + written + "\n}\n"
 
 
-def _declare_function(tool: Any, path: str) -> str:
+def _read_tool(tool: Any, path: str) -> dict[str, Any]:
+    """The tool as plain JSON with sorted keys, its function under `function`."""
     if not isinstance(tool, dict) or tool.get("type", "function") != "function":
         raise MessageError.at(path, "not a function", "pass dicts of type function")
-    function = tool.get("function", tool)
+    if "function" not in tool:
+        tool = {"function": {key: value for key, value in tool.items() if key != "type"}}
+    function = tool["function"]
     if not isinstance(function, dict) or not isinstance(function.get("name"), str):
         raise MessageError.at(path, "a function without a name", "give it a name")
+    plain = json.loads(encode_tool({"type": "function", **tool}, path))
+    return dict(json.loads(json.dumps(plain, sort_keys=True)))
+
+
+def _declare_function(function: dict[str, Any]) -> str:
     parameters = function.get("parameters") or {}
-    encode_tool(function, path)
-    schemas = _Schemas(f"{path}.parameters")
-    schemas.collect(parameters)
+    schemas = _Schemas()
+    schemas.read_object(parameters)
+    names_root = schemas.names_root
     lines = []
-    root = schemas.object(parameters, "")
-    if schemas.names_root:
-        root = "parameters"
-        lines.append(f"interface parameters {{{schemas.root_fields(parameters)}}}")
-    for name, schema in schemas.definitions.items():
-        described = schema.get("description") if isinstance(schema, dict) else None
-        if described:
-            lines.append(_comment_lines(described, ""))
-        lines.append(f"interface {name} {schemas.type(schema, '')}")
+    if names_root:
+        lines.append(f"interface parameters {{{schemas.write_root_fields(parameters)}}}")
+    for name, schema in dict(schemas.definitions).items():
+        schemas.read(schema)
+        if schema.get("description"):
+            lines.append(_comment_lines(schema["description"], ""))
+        lines.append(f"interface {name} {schemas.write(schema, '')}")
     if function.get("description"):
         lines.append(_comment_lines(function["description"], ""))
+    root = "parameters" if names_root else schemas.write_object(parameters, "")
     lines.append(f"type {function['name']} = (_: {root}) => any;")
     return "\n".join(lines)
 
 
 class _Schemas:
-    """The schemas of one function, and the definitions that they refer to by name."""
+    """The schemas of one function, and the definitions that they refer to by name.
 
-    def __init__(self, path: str) -> None:
-        self._path = path
+    A schema is read before it is written: a reference must follow what it refers to, in the order
+    in which the release reads. Errors of Python are those of schemas that have no type.
+    """
+
+    def __init__(self) -> None:
         self.definitions: dict[str, Any] = {}
         self.names_root = False
 
-    def collect(self, schema: Any) -> None:
-        """Finds definitions and references, in the order in which they are written."""
-        if not isinstance(schema, dict):
+    def read(self, schema: Any) -> None:
+        """Takes in definitions and follows references; ValueError where there is no type."""
+        if isinstance(schema, bool) or schema == {}:
             return
         if "$ref" in schema:
-            self.names_root |= schema["$ref"] == _ROOT
-            return
-        if schema.get("type", "object") == "object":
-            self.definitions.update(schema.get("$defs", {}))
-            self.collect(schema.get("additionalProperties"))
-            for value in schema.get("properties", {}).values():
-                self.collect(value)
-        elif schema.get("type") == "array":
-            self.collect(schema.get("items"))
-        for value in schema.get("anyOf", ()):
-            self.collect(value)
+            self._read_reference(schema["$ref"])
+        elif "anyOf" in schema:
+            for value in schema["anyOf"]:
+                self.read(value)
+        elif "enum" in schema:
+            _check_enum(schema)
+        elif isinstance(schema["type"], list):
+            _write_union(schema["type"])
+        elif schema["type"] == "object":
+            self.read_object(schema)
+        elif schema["type"] == "array" and schema.get("items"):
+            self.read(schema["items"])
 
-    def type(self, schema: Any, indent: str) -> str:
-        if isinstance(schema, bool):
-            return "any" if schema else "null"
-        if schema == {}:
-            return "any"
-        if not isinstance(schema, dict):
-            raise self._build_error(f"{schema!r} is no schema")
+    def read_object(self, schema: dict[str, Any]) -> None:
+        self.definitions.update(schema.get("$defs") or {})
+        if isinstance(schema.get("additionalProperties"), dict):
+            self.read(schema["additionalProperties"])
+        for value in schema.get("properties", {}).values():
+            self.read(value)
+
+    def _read_reference(self, reference: str) -> None:
+        name = reference.rpartition("/")[2]
+        if reference == _ROOT:
+            self.names_root = True
+        elif not reference.startswith(_DEFINITIONS) or not isinstance(self.definitions[name], dict):
+            raise ValueError(reference)
+
+    def write(self, schema: Any, indent: str) -> str:
+        if isinstance(schema, bool) or schema == {}:
+            return "null" if schema is False else "any"
         if "$ref" in schema:
-            return self._reference(schema["$ref"])
+            return "parameters" if schema["$ref"] == _ROOT else schema["$ref"].rpartition("/")[2]
         if "anyOf" in schema:
-            return " | ".join(self.type(value, indent) for value in schema["anyOf"])
+            return " | ".join(self.write(value, indent) for value in schema["anyOf"])
         if "enum" in schema:
             # Strings stand between quotes as they are, without escapes.
-            return " | ".join(
-                f'"{v}"' if isinstance(v, str) else json.dumps(v) for v in schema["enum"]
-            )
-        kind = schema.get("type")
-        if isinstance(kind, list) and all(k in _UNIONS for k in kind):
-            return " | ".join(_UNIONS[k] for k in kind)
+            return " | ".join(f'"{v}"' if isinstance(v, str) else str(v) for v in schema["enum"])
+        kind = schema["type"]
+        if isinstance(kind, list):
+            return _write_union(kind)
         if kind == "object":
-            return self.object(schema, indent)
+            return self.write_object(schema, indent)
         if kind == "array":
-            return self._array(schema, indent)
-        if not isinstance(kind, str):
-            raise self._build_error(f"a schema without a type that we know: {schema}")
-        return "number" if kind == "integer" else kind
+            return self._write_array(schema, indent)
+        return "number" if kind == "integer" else str(kind)
 
-    def object(self, schema: dict[str, Any], indent: str) -> str:
-        required = set(schema.get("required", ()))
-        names = sorted(schema.get("properties", {}), key=lambda name: (name not in required, name))
-        fields = [
-            self._field(schema["properties"][name], name, name in required, indent + _INDENT)
-            for name in names
-        ]
+    def write_object(self, schema: dict[str, Any], indent: str) -> str:
+        fields = self._write_fields(schema, indent + _INDENT, is_sorted=True)
         others = schema.get("additionalProperties")
+        if not isinstance(others, bool | dict | None):
+            raise ValueError(others)
         if others is not None:
-            kind = "never" if others is False else self.type(others, indent + _INDENT)
+            kind = "never" if others is False else self.write(others, indent + _INDENT)
             fields.append(f"{indent}{_INDENT}[k: string]: {kind}")
         return "{\n" + ",\n".join(fields) + f"\n{indent}}}" if fields else "{}"
 
-    def root_fields(self, schema: dict[str, Any]) -> str:
-        """The fields of the function's own parameters, in the order in which they are written."""
-        required = set(schema.get("required", ()))
-        fields = [
-            self._field(value, name, name in required, _INDENT)
-            for name, value in schema.get("properties", {}).items()
-        ]
+    def write_root_fields(self, schema: dict[str, Any]) -> str:
+        """The fields of the function's own parameters; required ones stand among the others."""
+        fields = self._write_fields(schema, _INDENT, is_sorted=False)
         return "\n" + ",\n".join(fields) + "\n" if fields else ""
 
-    def _field(self, value: Any, name: str, is_required: bool, indent: str) -> str:
-        comments = _write_comments(value, indent)
-        if isinstance(value, dict) and value.get("default") is not None:
-            default = json.dumps(value["default"], ensure_ascii=False)
-            comments += f"{indent}// Default: {default}\n"
-        mark = "" if is_required else "?"
-        return f"{comments}{indent}{name}{mark}: {self.type(value, indent)}"
+    def _write_fields(self, schema: dict[str, Any], indent: str, is_sorted: bool) -> list[str]:
+        if "properties" not in schema:
+            return []
+        required, properties = set(schema.get("required", ())), schema["properties"]
+        names = sorted(properties, key=lambda name: (is_sorted and name not in required, name))
+        return [self._write_field(properties[n], n, n in required, indent) for n in names]
 
-    def _array(self, schema: dict[str, Any], indent: str) -> str:
+    def _write_field(self, value: Any, name: str, is_required: bool, indent: str) -> str:
+        comments = _write_comments(value, indent)
+        default = value.get("default") if isinstance(value, dict) else None
+        if default is not None:
+            is_number = isinstance(default, int | float)
+            spelled = repr(default) if is_number else json.dumps(default, ensure_ascii=False)
+            comments += f"{indent}// Default: {spelled}\n"
+        mark = "" if is_required else "?"
+        return f"{comments}{indent}{name}{mark}: {self.write(value, indent)}"
+
+    def _write_array(self, schema: dict[str, Any], indent: str) -> str:
         item = schema.get("items") or {}
         comments = _write_comments(item, indent + _INDENT)
         if not comments:
-            return f"Array<{self.type(item, indent)}>"
+            return f"Array<{self.write(item, indent)}>"
         inner = indent + _INDENT
-        return f"Array<\n{comments}{inner}{self.type(item, inner)}\n{indent}>"
+        return f"Array<\n{comments}{inner}{self.write(item, inner)}\n{indent}>"
 
-    def _reference(self, reference: Any) -> str:
-        if reference == _ROOT:
-            return "parameters"
-        name = str(reference).rpartition("/")[2]
-        if reference != _DEFINITIONS + name or name not in self.definitions:
-            raise self._build_error(f"$ref {reference!r} leads nowhere")
-        return name
 
-    def _build_error(self, problem: str) -> MessageError:
-        return MessageError.at(self._path, problem, "write a JSON schema with types and $defs")
+def _write_union(kinds: list[str]) -> str:
+    return " | ".join(_UNIONS[kind] for kind in kinds)
+
+
+def _check_enum(schema: dict[str, Any]) -> None:
+    """ValueError for values of another type than the schema's own, null apart."""
+    kind: Any = schema.get("type")
+    if isinstance(kind, list):
+        others = [one for one in kind if one != "null"]
+        if not 0 < len(kind) < 3 or len(others) > 1:
+            raise ValueError(kind)
+        kind = others[0] if others else "null"
+    known = _ENUM_KINDS.get(kind, (object,))
+    if not all(value is None or isinstance(value, known) for value in schema["enum"]):
+        raise ValueError(schema["enum"])
 
 
 def _write_comments(schema: Any, indent: str) -> str:
     """The lines of comment above a value, each with its newline."""
-    if not isinstance(schema, dict) or not schema:
+    if not isinstance(schema, dict):
         return ""
     lines = []
     if schema.get("description"):
@@ -180,5 +221,5 @@ def _write_comments(schema: Any, indent: str) -> str:
     return "".join(line + "\n" for line in lines)
 
 
-def _comment_lines(description: Any, indent: str) -> str:
-    return "\n".join(f"{indent}// {line}" if line else "" for line in str(description).split("\n"))
+def _comment_lines(description: str, indent: str) -> str:
+    return "\n".join(f"{indent}// {line}" if line else "" for line in description.split("\n"))

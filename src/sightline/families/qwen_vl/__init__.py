@@ -1,4 +1,4 @@
-"""Qwen-VL: Qwen2.5-VL, Qwen3-VL (dense, with experts), Qwen3.5 checkpoints, text-only Qwen3.
+"""Qwen-VL: Qwen2.5-VL, Qwen3-VL, Qwen3.5 and text-only Qwen3, dense and with experts.
 
 `vision` has layout, pixels and the MRoPE arithmetic, `formats/` the chat formats and `render` what
 they share, `forward` the torch half and `tiny` small random checkpoints. This file loads without

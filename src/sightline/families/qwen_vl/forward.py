@@ -85,7 +85,10 @@ def load(
     auto = AutoModelForImageTextToText if family.shows_images else AutoModelForCausalLM
     model = load_model(auto, path, device, dtype, attention)
     text_config = model.config.get_text_config()
-    if "sliding_attention" in (getattr(text_config, "layer_types", None) or ()):
+    kinds = getattr(text_config, "layer_types", None)
+    if "sliding_attention" in (kinds or ()) or (
+        kinds is None and getattr(text_config, "sliding_window", None)
+    ):
         raise FamilyError(
             f"{path}: layers with a sliding window, which are not supported",
             "set use_sliding_window to false in config.json, if the model was trained that way",

@@ -71,8 +71,8 @@ class QwenRenderer(BaseRenderer):
         """What stands between the marks of a call."""
         raise NotImplementedError
 
-    def parse_call(self, inner: str) -> ToolCall | None:
-        """The call that `emit_call` wrote; None when it is malformed."""
+    def parse_call(self, inner: str, tools: Tools) -> ToolCall | None:
+        """The call of one of `tools` that `emit_call` wrote; None when it is malformed."""
         raise NotImplementedError
 
     def emit_assistant(self, emitter: Emitter, context: RenderContext, i: int) -> None:
@@ -199,9 +199,9 @@ class QwenRenderer(BaseRenderer):
 
     # -- parsing
 
-    def parse_turn(self, ids: list[int]) -> ParsedCompletion:
+    def parse_turn(self, ids: list[int], tools: Tools) -> ParsedCompletion:
         reasoning, rest = self.split_reasoning(ids)
-        calls, malformed = self._parse_calls(rest)
+        calls, malformed = self._parse_calls(rest, tools)
         if calls and not malformed:
             content = self._tokenizer.decode(rest[: rest.index(self._call_start)])
             content = content.removesuffix("\n")
@@ -211,7 +211,9 @@ class QwenRenderer(BaseRenderer):
             content = self.strip_content(content)
         return ParsedCompletion(content, reasoning, calls, malformed)
 
-    def _parse_calls(self, ids: list[int]) -> tuple[tuple[ToolCall, ...], tuple[str, ...]]:
+    def _parse_calls(
+        self, ids: list[int], tools: Tools
+    ) -> tuple[tuple[ToolCall, ...], tuple[str, ...]]:
         """The calls, and the raw text of everything from the first mark on that is none."""
         calls: list[ToolCall] = []
         malformed: list[str] = []
@@ -223,7 +225,7 @@ class QwenRenderer(BaseRenderer):
             raw = self._tokenizer.decode(ids[at:end])
             is_closed = ids[at] == self._call_start and ids[end - 1] == self._call_end
             inner = self._tokenizer.decode(ids[at + 1 : end - 1]) if is_closed else ""
-            call = self.parse_call(inner) if is_closed else None
+            call = self.parse_call(inner, tools) if is_closed else None
             if call is not None:
                 calls.append(call)
             elif raw.strip():

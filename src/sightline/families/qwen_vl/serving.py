@@ -9,25 +9,43 @@ from typing import Any
 
 from sightline.errors import FamilyError
 from sightline.families.checkpoint_files import read_json
-from sightline.families.protocol import ParameterSlice, build_engine_fields
+from sightline.families.protocol import Family, ParameterSlice, build_engine_fields
 
 LIMIT_MM_PER_PROMPT = {"image": 1, "video": 0}
-VISION_PREFIXES = ("model.visual.",)
 CPU_ARGUMENTS = ("--block-size", "32")
 HF_OVERRIDES: dict[str, Any] = {}
+MAPS_CHECKPOINT = False
+
+
+def arguments(family: object) -> tuple[str, ...]:
+    return ()
+
+
+def vision_prefixes(family: object) -> tuple[str, ...]:
+    return ("model.visual.",)
 
 
 def check_servable(folder: Path, takes_updates: bool) -> None:
-    """Every model type of the family that shows images is one of vLLM's."""
-    if "vision_config" not in read_json(folder / "config.json"):
+    """A type that could not be tried is refused."""
+    if (kind := read_json(folder / "config.json")["model_type"]) == "qwen3_5_moe":
         raise FamilyError(
-            "a checkpoint without a vision tower, which was not tried with vLLM",
+            f"a {kind}, which was not tried with vLLM: its kernels for the layers that carry a "
+            "state take no float32 on a CPU",
             'set engine = "torch"',
         )
 
 
+def check_cpu(family: Family, dtype: str) -> None:
+    if family.packing.carries_state and dtype != "bfloat16":
+        raise FamilyError(
+            "vLLM computes layers that carry a state on a CPU in bfloat16 alone, and [model] dtype "
+            f"is {dtype!r}",
+            'set dtype = "bfloat16", or [inference] engine = "torch"',
+        )
+
+
 def map_parameters(
-    config: dict[str, Any], shapes: Mapping[str, tuple[int, ...]]
+    family: object, config: dict[str, Any], shapes: Mapping[str, tuple[int, ...]]
 ) -> dict[str, list[ParameterSlice]]:
     """vLLM reads transformers' layout."""
     return {name: [ParameterSlice(name)] for name in shapes}

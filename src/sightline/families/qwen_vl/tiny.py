@@ -5,7 +5,7 @@ Their tokenizer has every added token of the real ones.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +18,7 @@ from sightline.families.tiny_checkpoint import (
     ROLE_MERGES,
     build_bpe_tokenizer,
     build_tiny_files,
+    draw_weights,
     read_tiny_settings,
     write_checkpoint,
 )
@@ -31,7 +32,10 @@ TEMPLATES = {
     "qwen3_vl_moe": "qwen3_vl.jinja",
     "qwen2_5_vl": "qwen2_5_vl.jinja",
     "qwen3_5": "qwen3_5.jinja",
+    "qwen3_5_nonthinking": "qwen3_5.jinja",
+    "qwen3_5_moe": "qwen3_5.jinja",
     "qwen3": "reasoning.jinja",
+    "qwen3_moe": "reasoning.jinja",
 }
 """The kinds of checkpoint that can be made, and the template of each."""
 
@@ -47,6 +51,9 @@ PLAIN_TOKENS = (
     "<|fim_pad|>", "<|repo_name|>", "<|file_sep|>", "<tool_response>", "</tool_response>",
     "<think>", "</think>",
 )  # fmt: skip
+
+LARGE_HIDDEN, STD = 1024, 0.02
+"""Hidden size from which weights are drawn in threads, and their deviation."""
 
 # How Qwen's tokenizers cut text into words before BPE.
 WORD_PATTERN = (
@@ -70,15 +77,14 @@ def write(path: Path, seed: int = 0, size: str = "tiny", **options: Any) -> None
     tokenizer = build_tokenizer()
     files = build_tiny_files(FOLDER, settings, tokenizer)
     config = AutoConfig.for_model(**files["config.json"])
-    auto = AutoModelForCausalLM if settings["type"] == "qwen3" else AutoModelForImageTextToText
-    with torch.random.fork_rng(devices=[]):
+    sees = "vision_config" in files["config.json"]
+    auto = AutoModelForImageTextToText if sees else AutoModelForCausalLM
+    is_large = settings["hidden"] >= LARGE_HIDDEN
+    with torch.random.fork_rng(devices=[]), torch.device("meta" if is_large else "cpu"):
         torch.manual_seed(seed)
         model = auto.from_config(config, dtype=getattr(torch, settings["dtype"]))
-    # Published files hold the matrices of experts the other way round than transformers does.
-    weights = {
-        name: tensor.transpose(1, 2).contiguous() if ".experts." in name else tensor
-        for name, tensor in _drop_tied_weights(model).items()
-    }
+    drawn = draw_weights(model, seed, STD) if is_large else _drop_tied_weights(model)
+    weights = dict(_lay_out_experts(settings["type"], drawn))
     template = _read_template(settings["type"])
     write_checkpoint(Path(path), files, tokenizer, template, model, weights)
 
@@ -107,10 +113,31 @@ def _drop_tied_weights(model: torch.nn.Module) -> dict[str, torch.Tensor]:
     return dict(named.values())
 
 
+def _lay_out_experts(
+    kind: str, weights: Mapping[str, torch.Tensor]
+) -> Iterator[tuple[str, torch.Tensor]]:
+    """The weights as published files hold them: the matrices of experts the other way round than
+    transformers does, those of text-only models each by itself, and of Qwen3.5 as transformers."""
+    for name, tensor in weights.items():
+        if ".experts." not in name or kind == "qwen3_5_moe":
+            yield name, tensor
+        elif kind == "qwen3_moe":
+            folder, _, part = name.rpartition(".")
+            parts = ("gate_proj", "up_proj") if part == "gate_up_proj" else (part,)
+            for expert, matrices in enumerate(tensor):
+                for one, matrix in zip(parts, matrices.chunk(len(parts)), strict=True):
+                    yield f"{folder}.{expert}.{one}.weight", matrix.contiguous()
+        else:
+            yield name, tensor.transpose(1, 2).contiguous()
+
+
 def _read_template(kind: str) -> str:
     name = TEMPLATES[kind]
     template = (FOLDER / "templates" / name).read_text()
+    if name == "qwen3_5.jinja":
+        thinks = "false" if kind == "qwen3_5_nonthinking" else "true"
+        return f"{{%- set thinks = {thinks} -%}}\n{template}"
     if name != "reasoning.jinja":
         return template
-    opens = "false" if kind == "qwen3" else "true"
+    opens = "true" if kind == "qwen3_vl_thinking" else "false"
     return f"{{%- set opens_reasoning = {opens} -%}}\n{template}"

@@ -19,7 +19,12 @@ from sightline.families.patchify import patchify
 from sightline.families.processor_settings import check_vision_config
 from sightline.families.protocol import TREE_PACKING, ImageLayout, Packing
 from sightline.families.qwen_vl.settings import ProcessorSettings, read_processor_settings
-from sightline.families.vision_family import PixelFamily, check_slots_fit, fit_image
+from sightline.families.vision_family import (
+    PixelFamily,
+    check_slots_fit,
+    compute_mrope_positions,
+    fit_image,
+)
 from sightline.wire import Slot
 
 if TYPE_CHECKING:
@@ -85,44 +90,18 @@ class QwenVLFamily(PixelFamily[ProcessorSettings]):
     def positions(
         self, num_tokens: int, slots: Sequence[Slot], start: int = 0
     ) -> tuple[np.ndarray, int]:
+        check_slots_fit(slots, self.merge, num_tokens)
         return compute_mrope_positions(num_tokens, slots, self.merge, start)
-
-
-def compute_mrope_positions(
-    num_tokens: int, slots: Sequence[Slot], merge: int, start: int = 0
-) -> tuple[np.ndarray, int]:
-    """int32 (3, num_tokens) from `start` on, and the position of the token that comes next.
-
-    Text advances time, height and width by one. An image begins where the text left off on all
-    three, its tokens take their place in the merged grid, and the text goes on behind the longer
-    side of that grid.
-    """
-    check_slots_fit(slots, merge, num_tokens)
-    placed = np.empty((3, num_tokens), dtype=np.int32)
-    done, position = 0, start
-    for slot in slots:
-        t, rows, columns = slot.item.grid
-        h, w = rows // merge, columns // merge
-        text = slot.offset - done
-        placed[:, done : slot.offset] = np.arange(position, position + text, dtype=np.int32)
-        position += text
-        done = slot.offset + slot.length
-        place = placed[:, slot.offset : done]
-        place[:] = np.indices((t, h, w), dtype=np.int32).reshape(3, -1)
-        place += position
-        position += max(h, w)
-    text = num_tokens - done
-    placed[:, done:] = np.arange(position, position + text, dtype=np.int32)
-    return placed, position + text
 
 
 def _find_packing(text_config: dict[str, Any]) -> Packing:
     recurrent = sum(kind == "linear_attention" for kind in text_config.get("layer_types") or ())
     if recurrent:
         return Packing(
-            "rows",
-            f"{recurrent} linear-attention layers carry a state along a row and know no boundary "
-            "in it: a second sequence would see the first",
+            "tree",
+            f"{recurrent} linear-attention layers carry a state that begins with each sequence and "
+            "branches with the tree, and the others take an attention mask",
+            carries_state=True,
         )
     return TREE_PACKING
 

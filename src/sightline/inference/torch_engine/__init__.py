@@ -5,10 +5,11 @@ scheduler         who has a row, who waits for pixels, who runs, who is done
 model_runner      one step on the device: encode images, forward, sample, score prompts
 recurrent_runner  one step for models whose layers carry a state from token to token
 step_plan         which tokens of which rows the next forward pass computes
-decode            steps of one token a row as passes of fixed shape, replayed as CUDA graphs
+decode            rows that compute one token as passes of fixed shape, replayed as CUDA graphs
 row_table         rows, one for a sequence: tokens, positions and sampling settings, as arrays
-prefix_cache      finished rows that wait for the next turn of their rollout
-kv_cache          keys and values of the rows, and the attention over them
+prefix_cache      finished rows that wait for their next turn, and rows that begin with a prompt
+kv_cache          keys and values of the rows on a CPU, and the attention over them
+paged_kv_cache    the same on a GPU, in pages that rows may share
 sampling          logits to tokens and their logprobs
 request           one request, from submission to its answer, and what the engine counts
 """

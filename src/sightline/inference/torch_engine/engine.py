@@ -5,7 +5,9 @@
     cancel --> cancels   between two steps
 
 A step computes the next token of every row that decodes and, within a budget, chunks of prompts,
-in one forward pass: a request that arrives late gets its first token while others decode.
+in one forward pass: a request that arrives late gets its first token while others decode. On a GPU
+the host is a step ahead: it asks for the next step, and then takes in what the last one sampled. A
+row that turns out to have ended computes one token too many, which nobody takes in.
 
 Waits for: a submission, an update, a cancellation or pixels, and only when no row can compute.
 """
@@ -17,7 +19,9 @@ import threading
 import time
 import traceback
 from collections import deque
+from collections.abc import Iterator
 from concurrent.futures import Future
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -28,19 +32,21 @@ from torch import Tensor
 
 from sightline.compute.feature_cache import FeatureCache
 from sightline.compute.lora_weights import AdapterBase
-from sightline.compute.model import load_model, pick_device
-from sightline.compute.weights import adopt_into, read_tensors, read_weights
+from sightline.compute.model import limit_gpu_memory, load_model, pick_device
+from sightline.compute.weights import adopt_into, open_tensors, read_weights
 from sightline.errors import EngineError
 from sightline.families import Family, Forward
 from sightline.inference.engine import Deliver, Engine
 from sightline.inference.errors import not_finite_error, stopping_error, to_engine_error
 from sightline.inference.server_spec import MEBIBYTE, ServerSpec
-from sightline.inference.torch_engine.model_runner import ModelRunner
+from sightline.inference.torch_engine.memory_plan import DEFAULT_MEMORY_SHARE, plan_memory
+from sightline.inference.torch_engine.model_runner import Drawn, ModelRunner
 from sightline.inference.torch_engine.recurrent_runner import RecurrentModelRunner
 from sightline.inference.torch_engine.request import TorchCounters, TorchRequest
 from sightline.inference.torch_engine.row_table import RowTable
 from sightline.inference.torch_engine.scheduler import Scheduler
 from sightline.inference.torch_engine.step_plan import StepPlan, build_step_plan
+from sightline.inference.torch_engine.whole_row_runner import WholeRowRunner
 from sightline.pixels import Materializer
 from sightline.wire.generate import SamplingParams
 from sightline.wire.weights import Manifest
@@ -51,6 +57,21 @@ class _WeightSwap:
     manifest: Manifest
     tensors: dict[str, Tensor]
     done: Future[None]
+
+
+@dataclass(frozen=True, slots=True)
+class _Step:
+    """A step that was asked for, and what is to be done with what it samples."""
+
+    drawn: list[Drawn]
+    rows: np.ndarray
+    at: np.ndarray
+    """Where in their rows the tokens go."""
+    requests: list[TorchRequest]
+    is_first: np.ndarray
+    """Which of the rows have computed their prompt."""
+    num_keys: int
+    """Keys that the rows see; 0 where some compute more than one token."""
 
 
 class TorchEngine(Engine):
@@ -68,6 +89,7 @@ class TorchEngine(Engine):
         spec: ServerSpec,
         manifest: Manifest,
         base: AdapterBase,
+        max_kv_bytes: int = 0,
     ) -> None:
         super().__init__(spec, materializer, TorchCounters())
         self._manifest = manifest
@@ -76,9 +98,11 @@ class TorchEngine(Engine):
         self.features = FeatureCache(spec.inference.feature_cache_mb * MEBIBYTE)
         inference = spec.inference
         rows = RowTable(inference.max_num_seqs, inference.max_model_len, family.num_axes)
-        carries_state = family.packing.carries_state
-        kind = RecurrentModelRunner if carries_state else ModelRunner
-        self.runner = kind(forward, family, self.features, rows, banned)
+        kind = RecurrentModelRunner if family.packing.carries_state else ModelRunner
+        kind = WholeRowRunner if family.packing.kind == "rows" else kind
+        self.runner = kind(
+            forward, family, self.features, rows, banned, spec.model.exact, max_kv_bytes
+        )
         self._event = threading.Event()
         self.scheduler = Scheduler(
             rows,
@@ -86,9 +110,20 @@ class TorchEngine(Engine):
             materializer,
             self.features,
             self.counters,
-            spec.enable_prefix_caching and not carries_state,
+            spec.enable_prefix_caching and kind.keeps_kv,
+            self.runner.share_prefix,
             self._event.set,
+            lambda lengths, rows: self.runner.kv.has_room(lengths, rows),
         )
+        self._in_flight: _Step | None = None
+        self._decoded_at = 0.0
+        """When the last step was over; 0 where it did not decode alone."""
+        self._turn_began = 0.0
+        """When this turn of the loop began, by the monotonic clock; 0 while it waits."""
+        self._has_prompts = False
+        """Whether this turn of the loop asked for prompts, or took in what they sampled."""
+        self._vision_s = 0.0
+        """Seconds of the vision tower that no turn of the loop has counted."""
         self._inbox: deque[TorchRequest] = deque()
         self._submitted_bytes = 0
         self._pending_swaps: deque[_WeightSwap] = deque()
@@ -127,6 +162,11 @@ class TorchEngine(Engine):
     def num_running(self) -> int:
         return len(self.scheduler.running)
 
+    @property
+    def step_s(self) -> float:
+        began = self._turn_began
+        return time.monotonic() - began if began else 0.0
+
     def _prepare_params(self, params: SamplingParams) -> SamplingParams:
         if params.seed is None:
             params = msgspec.structs.replace(params, seed=self._seeds.getrandbits(64))
@@ -148,9 +188,10 @@ class TorchEngine(Engine):
         self._pending_cancels.append(request)
         self._event.set()
 
-    def _read_update(self, folder: Path, manifest: Manifest) -> _WeightSwap:
-        tensors = read_tensors(folder, manifest)
-        return _WeightSwap(manifest, self._base.merge(manifest, tensors), Future())
+    @contextmanager
+    def _open_update(self, folder: Path, manifest: Manifest) -> Iterator[_WeightSwap]:
+        with open_tensors(folder, manifest) as tensors:
+            yield _WeightSwap(manifest, self._base.merge(manifest, tensors), Future())
 
     def _take_update(self, update: _WeightSwap) -> None:
         with self._lock:
@@ -195,67 +236,136 @@ class TorchEngine(Engine):
         with torch.inference_mode():
             while not self._is_stopping:
                 self._event.clear()
-                began = time.time()
+                self._turn_began = time.monotonic()
+                began, adopt_s = time.time(), self.counters.busy_adopt_seconds
                 try:
                     has_worked = self._run_once()
                 except Exception as error:  # a bug, or a full device, costs what was running
+                    self._in_flight = None
                     self._fail(list(self.scheduler.running.values()), to_engine_error(error))
                     has_worked = True
                 self._deliver_done()
-                if has_worked:
-                    self.busy.add(began)
-                else:
+                adopt_s = self.counters.busy_adopt_seconds - adopt_s
+                if has_worked or adopt_s:
+                    self._count_turn(self.busy.add(began) - adopt_s)
+                if not has_worked:
+                    self._turn_began = 0.0
                     self._event.wait()
         self._refuse_unfinished()
 
     def _run_once(self) -> bool:
         """One turn of the loop; False when no row could compute."""
         scheduler = self.scheduler
+        self._has_prompts = False
         while self._inbox:
             scheduler.add(self._inbox.popleft())
         while self._pending_swaps:
+            self._drain()  # under the version that has sampled it
+            began = time.time()
             self._apply_swap(self._pending_swaps.popleft())
+            self.counters.busy_adopt_seconds += time.time() - began
         while self._pending_cancels:
             scheduler.abort(self._pending_cancels.popleft())
         scheduler.admit()
         scheduler.start_loaded()
-        active = scheduler.active()
-        if not len(active):
+        table, active = scheduler.rows, scheduler.active()
+        if self._in_flight is not None:
+            active = active[table.length[active] < table.limit[active]]
+        if not len(active) and self._in_flight is None:
+            self._decoded_at = 0.0
             return False
-        table = scheduler.rows
-        self._step(
-            build_step_plan(
-                active, table.length, table.computed, self._spec.inference.prefill_chunk_tokens
-            )
-        )
+        before, self._in_flight = self._in_flight, None
+        if len(active):
+            chunk = self._spec.inference.prefill_chunk_tokens
+            if not self.runner.keeps_kv:  # each chunk would compute those before it
+                chunk = table.max_model_len
+            plan = build_step_plan(active, table.length, table.computed, chunk, table.pause)
+            self._in_flight = self._launch(plan)
+        if before is not None:
+            self._collect(before)
+        if self.runner.decoder is None:  # tokens are wanted on the host before the next step
+            self._drain()
         return True
 
-    def _step(self, plan: StepPlan) -> None:
+    def _launch(self, plan: StepPlan) -> _Step | None:
+        """Asks for a step; None where no row of it samples."""
         table, running = self.scheduler.rows, self.scheduler.running
-        hidden = self.runner.hidden(plan, running)
-        self.runner.score_prompts(plan, hidden, running)
+        drawn = self.runner.step(plan, running)
         is_prompt = plan.starts < table.prompt_length[plan.rows]
+        decodes_alone = not is_prompt.any() and (plan.counts == 1).all()
+        self._has_prompts |= not decodes_alone
         table.computed[plan.rows] = plan.ends
         self.counters.steps += 1
         self.counters.computed_tokens += int(plan.counts[is_prompt].sum())
-        if not plan.samples.any():
-            return
-        rows = plan.rows[plan.samples]
-        tokens, logprobs = self.runner.sample(plan, hidden)
-        is_stopped = table.append(rows, tokens, logprobs)
+        if not drawn:
+            self._decoded_at = 0.0
+            return None
+        rows = np.concatenate([part.rows for part in drawn])
+        first = plan.rows[is_prompt & plan.samples]
+        requests = [running[row] for row in rows.tolist()]
+        num_keys = int(plan.ends.sum()) if decodes_alone else 0
+        if not num_keys:  # to ask for it takes as long as a step that is still to be taken in
+            self._decoded_at = 0.0
+        is_first = np.isin(rows, first) if len(first) else np.zeros(len(rows), dtype=bool)
+        return _Step(drawn, rows, table.append(rows), requests, is_first, num_keys)
+
+    def _collect(self, step: _Step) -> None:
+        """Takes in what a step has sampled, for the rows that still have the same request."""
+        table, running = self.scheduler.rows, self.scheduler.running
+        parts = [part.read() for part in step.drawn]
+        self._count_time(step)
+        self._has_prompts |= not step.num_keys
+        tokens, logprobs = (np.concatenate(arrays) for arrays in zip(*parts, strict=True))
+        rows, at, is_first = step.rows, step.at, step.is_first
+        pairs = zip(rows.tolist(), step.requests, strict=True)
+        is_live = np.array([running.get(row) is request for row, request in pairs], dtype=bool)
+        if not is_live.all():
+            rows, at, tokens, logprobs, is_first = (
+                x[is_live] for x in (rows, at, tokens, logprobs, is_first)
+            )
+        is_stopped = table.put(rows, at, tokens, logprobs)
         self.counters.sampled_tokens += len(rows)
         self.counters.tokens_on_old_kv += int(table.has_stale_kv[rows].sum())
-        for row in plan.rows[is_prompt & plan.samples].tolist():
-            running[row].features.clear()
+        for row in rows[is_first].tolist():
+            if self.runner.keeps_kv:
+                running[row].features.clear()
             running[row].timeline.end("prefill")
         is_broken = ~np.isfinite(logprobs)
         if is_broken.any():
             self._fail([running[row] for row in rows[is_broken].tolist()], not_finite_error())
-        is_ended = (is_stopped | (table.length[rows] >= table.limit[rows])) & ~is_broken
+        is_ended = (is_stopped | (at + 1 >= table.limit[rows])) & ~is_broken
         label = self.manifest.label
         for i in np.flatnonzero(is_ended).tolist():
-            reason = "stop" if is_stopped[i] else "length"
-            self.scheduler.finish(running[int(rows[i])], reason, label)
+            reason, row = "stop" if is_stopped[i] else "length", int(rows[i])
+            table.length[row] = at[i] + 1  # a step that was asked for since adds nothing
+            self.scheduler.finish(running[row], reason, label)
+
+    def _count_time(self, step: _Step) -> None:
+        """A step that decodes takes as long as the time since the one before it was over."""
+        now, began = time.perf_counter(), self._decoded_at
+        self._decoded_at = now if step.num_keys else 0.0
+        if step.num_keys and began:
+            self.counters.decode_steps += 1
+            self.counters.decode_tokens += len(step.rows)
+            self.counters.decode_keys += step.num_keys
+            self.counters.decode_seconds += now - began
+
+    def _count_turn(self, seconds: float) -> None:
+        """Adds a turn of the loop to what it was spent on."""
+        if not self._has_prompts:
+            self.counters.busy_decode_seconds += seconds
+            return
+        self._vision_s += self.runner.take_vision_seconds()
+        vision_s = min(self._vision_s, seconds)
+        self._vision_s -= vision_s
+        self.counters.busy_vision_seconds += vision_s
+        self.counters.busy_prefill_seconds += seconds - vision_s
+
+    def _drain(self) -> None:
+        """Takes in the step that was asked for last."""
+        step, self._in_flight = self._in_flight, None
+        if step is not None:
+            self._collect(step)
 
     def _fail(self, requests: list[TorchRequest], error: EngineError) -> None:
         for request in requests:
@@ -281,9 +391,8 @@ class TorchEngine(Engine):
         self.counters.adopted += 1
         if is_vision_new:
             self.features.clear()
-        self.scheduler.invalidate_after_update(
-            old.label, self._spec.inference.keep_kv_over_updates, is_vision_new
-        )
+        keep_kv = self._spec.inference.keep_kv_over_updates and self.runner.keeps_kv
+        self.scheduler.invalidate_after_update(old.label, keep_kv, is_vision_new)
         swap.done.set_result(None)
 
     def _is_vision_unchanged(self, swap: _WeightSwap) -> bool:
@@ -317,7 +426,10 @@ def build_engine(
     """The engine of a server's spec, its model loaded."""
     torch.set_num_threads(spec.num_threads)
     device, dtype = pick_device(spec.inference.device), spec.model.dtype
-    forward = load_model(spec.model.path, family, device, dtype)
+    share = spec.inference.gpu_memory_utilization or DEFAULT_MEMORY_SHARE
+    limit = limit_gpu_memory(device, share)
+    exact = (device, dtype) if spec.model.exact else None
+    forward = load_model(spec.model.path, family, device, dtype, exact)
 
     def read_base() -> dict[str, Tensor]:
         loaded = load_model(spec.model.path, family, "cpu", dtype)
@@ -328,4 +440,5 @@ def build_engine(
     if spec.weights is not None:
         manifest, tensors = read_weights(spec.weights)
         adopt_into(forward.model, base.merge(manifest, tensors))
-    return TorchEngine(forward, family, materializer, banned, spec, manifest, base)
+    max_kv_bytes = plan_memory(device, limit, spec.inference) if limit else 0
+    return TorchEngine(forward, family, materializer, banned, spec, manifest, base, max_kv_bytes)

@@ -1,4 +1,5 @@
-"""The KV cache: keys and values of the rows, and the attention over them.
+"""The KV cache of a CPU: keys and values of the rows, each in one place, and the attention over
+them.
 
 A forward pass gets its tokens in one flat run, so that the linear layers compute no padding.
 Attention writes the run's keys and values into their rows, then lets rows of like shape attend
@@ -9,6 +10,7 @@ Heads that share keys ask as further queries of one head, so that no key is repe
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -48,10 +50,7 @@ class _AttentionGroup:
 
 
 class KVCache:
-    """Grows by doubling, up to what the settings allow. Used by the engine's thread alone.
-
-    One row behind the last holds nothing: what belongs to no row may be written there.
-    """
+    """Grows by doubling, up to what the settings allow. Used by the engine's thread alone."""
 
     def __init__(
         self, max_num_seqs: int, max_model_len: int, device: torch.device, dtype: torch.dtype
@@ -61,8 +60,6 @@ class KVCache:
         self._dtype = dtype
         self.size = (0, 0)
         """Rows, and tokens of a row, that there is room for."""
-        self.generation = 0
-        """Counts how often the tables have moved."""
         self._keys: dict[int, Tensor] = {}
         self._values: dict[int, Tensor] = {}
 
@@ -88,15 +85,24 @@ class KVCache:
             for tables in (self._keys, self._values):
                 for layer, old in tables.items():
                     tables[layer] = new = self._zeros(size, old.shape[2:])
-                    new[: self.size[0], : self.size[1]] = old[:-1]
+                    new[: self.size[0], : self.size[1]] = old
             self.size = size
-            self.generation += 1
 
     def zero_row(self, row: int) -> None:
         """Zeroes a row that holds something other than numbers: masked keys must be finite."""
         if row < self.size[0]:
             for table in self._tables():
                 table[row].zero_()
+
+    def has_room(self, lengths: Sequence[int], rows: Sequence[int]) -> bool:
+        """Every row may be as long as the longest sequence."""
+        return True
+
+    def share_prefix(self, source: int, row: int, length: int) -> None:
+        """Copies the first `length` tokens of `source` to `row`."""
+        self.reserve(max(source, row) + 1, length)
+        for table in self._tables():
+            table[row, :length] = table[source, :length]
 
     def write(
         self,
@@ -115,7 +121,7 @@ class KVCache:
         return keys, values
 
     def _zeros(self, size: tuple[int, int], heads: torch.Size) -> Tensor:
-        return torch.zeros(size[0] + 1, size[1], *heads, device=self._device, dtype=self._dtype)
+        return torch.zeros(*size, *heads, device=self._device, dtype=self._dtype)
 
     def build_pattern(self, plan: StepPlan) -> KVCachePattern:
         self.reserve(int(plan.rows.max()) + 1, int(plan.ends.max()))
@@ -123,15 +129,6 @@ class KVCache:
         places = self._index(rows * self.size[1] + index)
         groups = [self._group(plan, part) for part in _group_by_length(plan)]
         return KVCachePattern(self, places, groups)
-
-    def build_decode_pattern(
-        self, places: Int[Tensor, " rows"], num_seen: Int[Tensor, " rows"], width: int
-    ) -> KVCachePattern:
-        """Token i of the run belongs to row i, goes to `places` and sees `num_seen` keys."""
-        num_rows, mask = len(places), self.mask(num_seen[:, None], width)
-        rows = slice(0, num_rows)
-        group = _AttentionGroup(rows, num_rows, 1, width, mask, None, None, None)
-        return KVCachePattern(self, places, [group])
 
     def _group(self, plan: StepPlan, part: np.ndarray) -> _AttentionGroup:
         offsets, num_queries = plan.offsets[part], int(plan.counts[part].max())

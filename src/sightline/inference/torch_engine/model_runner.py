@@ -3,21 +3,27 @@
 from __future__ import annotations
 
 import platform
+import sys
+import time
+from collections import deque
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, ClassVar
 
 import numpy as np
 import torch
-from jaxtyping import Float, Int
+from jaxtyping import Float, Float64, Int
 from torch import Tensor
 
 from sightline.compute.attention import AttentionPattern
-from sightline.compute.feature_cache import FeatureCache, ImageFeatures
-from sightline.compute.logprobs import Hidden, chosen_logprobs
+from sightline.compute.feature_cache import FeatureCache, ItemFeatures
+from sightline.compute.fused_layers import fuse_layers
+from sightline.compute.logprobs import Hidden, Logits, Temperature, chosen_logprobs
 from sightline.families import Family, Forward
+from sightline.families.device_copy import allocate_pinned, copy_to_device
 from sightline.inference.torch_engine import sampling
 from sightline.inference.torch_engine.decode import CudaGraphDecoder
 from sightline.inference.torch_engine.kv_cache import KVCache
+from sightline.inference.torch_engine.paged_kv_cache import PagedKVCache
 from sightline.inference.torch_engine.request import TorchRequest
 from sightline.inference.torch_engine.row_table import RowTable
 from sightline.inference.torch_engine.step_plan import StepPlan
@@ -29,9 +35,9 @@ from sightline.wire.generate import SamplingParams
 # rows OpenBLAS is faster.
 ONEDNN_MIN_ROWS = 384
 
-# Part of an image that a run shows: whose, which, its place in the run, and from where to where in
-# its own tokens.
-_ImagePart = tuple[TorchRequest, str, MediaItem, int, int, int]
+# Part of an image that a run shows: whose, which, the places in the run that its features fill, and
+# which of its features from where to where.
+_ImagePart = tuple[TorchRequest, str, MediaItem, np.ndarray, int, int]
 
 
 @dataclass
@@ -43,21 +49,42 @@ class ModelRunner:
     features: FeatureCache
     rows: RowTable
     banned: tuple[int, ...]
+    exact: bool = False
+    """Whether the model was loaded so: see `compute.exact`."""
+    max_kv_bytes: int = 0
+    """Most that pages of keys and values may take; 0 is no limit but that of the rows."""
+    decodes_in_graphs: ClassVar[bool] = True
+    keeps_kv: ClassVar[bool] = True
+    """Whether a token is computed once; else with every token behind it again."""
 
     def __post_init__(self) -> None:
         parameter = next(self.forward.model.parameters())
         self._device = parameter.device
         self._banned = torch.tensor(self.banned, dtype=torch.long, device=self._device)
-        self._picks_kernels = self._device.type == "cpu" and platform.machine() == "aarch64"
-        self.kv = KVCache(
-            self.rows.num_rows, self.rows.max_model_len, self._device, parameter.dtype
-        )
+        is_cpu = self._device.type == "cpu"
+        self._picks_kernels = is_cpu and platform.machine() == "aarch64" and not self.exact
+        size = (self.rows.num_rows, self.rows.max_model_len, self._device, parameter.dtype)
+        self._vision_marks: deque[tuple[Any, Any]] = deque()
+        """Begin and end of passes of the vision tower that nobody has counted."""
+        self.kv: KVCache | PagedKVCache = KVCache(*size)
         self.decoder: CudaGraphDecoder | None = None
         self._had_cudnn = torch.backends.cuda.cudnn_sdp_enabled()
         if self._device.type == "cuda":
             # cuDNN plans anew for every shape of a prompt, which takes longer than to attend.
             torch.backends.cuda.enable_cudnn_sdp(False)
-            self.decoder = CudaGraphDecoder(self.forward, self.kv, self.rows, self._device)
+            if self.keeps_kv and not self.exact:
+                fuse_layers(self.forward.model)
+        if self.keeps_kv and (self._device.type == "cuda" or self.exact):
+            self.use_pages(PagedKVCache(*size, exact=self.exact, max_bytes=self.max_kv_bytes))
+
+    def use_pages(self, kv: PagedKVCache) -> None:
+        """Keeps keys and values in pages, and decodes in passes of fixed shape where it can."""
+        self.kv = kv
+        self.rows.on_release = kv.free_row
+        if self.decodes_in_graphs:
+            self.decoder = CudaGraphDecoder(self.forward, kv, self.rows, self._device)
+        else:
+            print("decoding without graphs: layers carry a state", file=sys.stderr)
 
     def close(self) -> None:
         """Sets the switches of torch that this runner has used back to where they were."""
@@ -74,6 +101,10 @@ class ModelRunner:
         """Memory of what is kept of the rows."""
         return self.kv.nbytes
 
+    def share_prefix(self, source: int, row: int, length: int) -> None:
+        """Lets `row` begin with the first `length` tokens of `source`."""
+        self.kv.share_prefix(source, row, length)
+
     @property
     def num_replayed(self) -> int:
         """Steps that were replayed as a CUDA graph."""
@@ -81,8 +112,6 @@ class ModelRunner:
 
     def hidden(self, plan: StepPlan, running: dict[int, TorchRequest]) -> Hidden:
         """Hidden states of the plan's tokens, which the KV cache holds afterwards."""
-        if self.decoder is not None and (hidden := self.decoder.hidden(plan)) is not None:
-            return hidden
         return self._forward(plan, running, self.kv.build_pattern(plan))
 
     def _forward(
@@ -96,16 +125,20 @@ class ModelRunner:
         features, places = self._gather_features(plan, running)
         self._pick_kernels(plan.num_tokens)
         row, index = plan.flat()
-        token_ids = torch.from_numpy(self.rows.tokens[row, index].astype(np.int64))
-        positions = torch.from_numpy(self.rows.positions[:, row, index].astype(np.int64))
+        token_ids = self._copy(self.rows.tokens[row, index].astype(np.int64))
+        positions = self._copy(self.rows.positions[:, row, index].astype(np.int64))
         hidden = self.forward.hidden(
-            token_ids.to(self._device).view(num_rows, -1),
-            positions.to(self._device).unflatten(1, (num_rows, -1)),
+            token_ids.view(num_rows, -1),
+            positions.unflatten(1, (num_rows, -1)),
             features,
             places,
             pattern,
         )
         return hidden.flatten(0, 1)
+
+    def _copy(self, array: np.ndarray) -> Tensor:
+        """On the device, without a wait for what was asked of it before."""
+        return copy_to_device(array, self._device)
 
     def _gather_features(
         self, plan: StepPlan, running: dict[int, TorchRequest]
@@ -116,8 +149,8 @@ class ModelRunner:
             return None, None
         self._encode_missing(parts)
         features = [request.features[key][low:high] for request, key, _, _, low, high in parts]
-        places = [np.arange(at, at + high - low) for *_, at, low, high in parts]
-        return torch.cat(features), torch.from_numpy(np.concatenate(places)).to(self._device)
+        places = np.concatenate([shown for *_, shown, _, _ in parts])
+        return torch.cat(features), self._copy(places)
 
     def _find_image_parts(
         self, plan: StepPlan, running: dict[int, TorchRequest]
@@ -127,10 +160,13 @@ class ModelRunner:
             request = running[int(plan.rows[i])]
             start, end, at = int(plan.starts[i]), int(plan.ends[i]), int(plan.offsets[i])
             for slot, key in zip(request.slots, request.keys, strict=True):
-                low, high = max(slot.offset, start), min(slot.end, end)
+                if slot.end <= start or slot.offset >= end:
+                    continue
+                places = slot.offset + self.family.feature_offsets(slot.item)
+                low, high = np.searchsorted(places, (start, end)).tolist()
                 if low < high:
-                    within = (low - slot.offset, high - slot.offset)
-                    parts.append((request, key, slot.item, at + low - start, *within))
+                    shown = at - start + places[low:high]
+                    parts.append((request, key, slot.item, shown, low, high))
         return parts
 
     def _encode_missing(self, parts: list[_ImagePart]) -> None:
@@ -142,7 +178,9 @@ class ModelRunner:
         if not missing:
             return
         self._pick_kernels(sum(len(pixels.patches) for _, pixels in missing.values()))
+        began = self._mark()
         encoded = self._encode_images(missing)
+        self._vision_marks.append((began, self._mark()))
         for key, shown in encoded.items():
             self.features.put(key, shown)
         for request, key, *_ in parts:
@@ -150,19 +188,36 @@ class ModelRunner:
                 request.features[key] = encoded[key].features
                 del request.pixels[key]
 
+    def _mark(self) -> Any:
+        """This moment; on CUDA, a mark in the device's own queue."""
+        if self._device.type != "cuda":
+            return time.perf_counter()
+        mark = torch.cuda.Event(enable_timing=True)
+        mark.record()
+        return mark
+
+    def take_vision_seconds(self) -> float:
+        """Seconds of the vision tower, of passes that are over and not counted; never waits."""
+        seconds, is_cuda = 0.0, self._device.type == "cuda"
+        while self._vision_marks and (not is_cuda or self._vision_marks[0][1].query()):
+            began, ended = self._vision_marks.popleft()
+            seconds += began.elapsed_time(ended) / 1e3 if is_cuda else ended - began
+        return seconds
+
     def _encode_images(
         self, images: dict[str, tuple[MediaItem, Pixels]]
-    ) -> dict[str, ImageFeatures]:
+    ) -> dict[str, ItemFeatures]:
         """The features of all `images`, by key, in one pass of the vision tower."""
         items = [item for item, _ in images.values()]
-        stacked = np.concatenate([pixels.patches for _, pixels in images.values()])
-        patches = torch.from_numpy(stacked).to(self._device)
-        features = self.forward.encode(patches, [item.grid for item in items])
-        parts = features.split([self.family.num_tokens(item) for item in items])
+        parts = [pixels.patches for _, pixels in images.values()]
+        stacked = allocate_pinned(sum(map(len, parts)), parts[0].shape[1], self._device)
+        np.concatenate(parts, out=stacked)
+        features = self.forward.encode(self._copy(stacked), [item.grid for item in items])
+        shown = features.split([len(self.family.feature_offsets(item)) for item in items])
         return {
             # A copy: a view would keep the features of the whole batch alive.
-            key: ImageFeatures(part.clone() if len(items) > 1 else part, pixels.digest)
-            for (key, (_, pixels)), part in zip(images.items(), parts, strict=True)
+            key: ItemFeatures(part.clone() if len(items) > 1 else part, pixels.digest)
+            for (key, (_, pixels)), part in zip(images.items(), shown, strict=True)
         }
 
     def score_prompts(
@@ -196,16 +251,35 @@ class ModelRunner:
         """Logprobs of the tokens, each of which follows its hidden state; -inf for banned ids."""
         chosen = torch.from_numpy(token_ids.astype(np.int64)).to(self._device)
         bans = torch.tensor(params.banned_token_ids, dtype=torch.long, device=self._device)
-        banned, temperature = torch.cat([self._banned, bans]), params.temperature or 1.0
+        banned = torch.cat([self._banned, bans])
+        number = params.temperature or 1.0
+        temperature: Temperature = number
+        if self.exact:
+            temperature = torch.full((1, 1), number, device=self._device)
         found = chosen_logprobs(self.forward, hidden, chosen, banned, temperature)
         on_host: np.ndarray = found.cpu().numpy()
         return on_host
 
-    def sample(
-        self, plan: StepPlan, hidden: Hidden
-    ) -> tuple[Int[np.ndarray, " samples"], Float[np.ndarray, " samples"]]:
-        """The next token of each row that samples, and its logprob."""
-        table, rows = self.rows, plan.rows[plan.samples]
+    def step(self, plan: StepPlan, running: dict[int, TorchRequest]) -> list[Drawn]:
+        """Computes the plan's tokens, and draws the next one of each row that samples."""
+        drawn = []
+        if self.decoder is not None and (found := self.decoder.find_rows(plan)).any():
+            part = plan.select(np.flatnonzero(found))
+            drawn.append(self._draw(part.rows, self.decoder.logits(part)))
+            plan = plan.select(np.flatnonzero(~found))
+        if len(plan.rows):
+            hidden = self.hidden(plan, running)
+            self.score_prompts(plan, hidden, running)
+            if plan.samples.any():
+                rows = plan.rows[plan.samples]
+                if len(rows) < len(hidden):
+                    hidden = hidden[self._copy(plan.last())]
+                drawn.append(self._draw(rows, self.forward.logits(hidden)))
+        return drawn
+
+    def _draw(self, rows: np.ndarray, logits: Logits) -> Drawn:
+        """The next token of each of `rows`, and its logprob, on their way to the host."""
+        table = self.rows
         bans = [
             (i, table.banned[row]) for i, row in enumerate(rows.tolist()) if row in table.banned
         ]
@@ -219,6 +293,29 @@ class ModelRunner:
             ),
             bans=bans,
         )
-        if len(rows) < len(hidden):
-            hidden = hidden[torch.from_numpy(plan.last()).to(self._device)]
-        return sampling.sample(self.forward.logits(hidden), self._banned, settings)
+        drawn = sampling.draw_samples(logits, self._banned, settings, self.exact)
+        if self.decoder is None:
+            return Drawn(rows, drawn.cpu(), None)
+        self.decoder.put_tokens(rows, drawn[0].long())
+        if not drawn.is_cuda:
+            return Drawn(rows, drawn, None)
+        host = torch.empty(drawn.shape, dtype=drawn.dtype, pin_memory=True)
+        host.copy_(drawn, non_blocking=True)
+        event = torch.cuda.Event()
+        event.record()
+        return Drawn(rows, host, event)
+
+
+@dataclass(frozen=True, slots=True)
+class Drawn:
+    """Tokens that rows have sampled, and their logprobs."""
+
+    rows: np.ndarray
+    both: Float64[Tensor, "2 rows"]
+    event: torch.cuda.Event | None
+    """After which they are on the host."""
+
+    def read(self) -> tuple[Int[np.ndarray, " rows"], Float[np.ndarray, " rows"]]:
+        if self.event is not None:
+            self.event.synchronize()
+        return sampling.to_arrays(self.both)

@@ -1,4 +1,4 @@
-"""Finished rows that wait for the next turn of their rollout.
+"""Finished rows that wait for the next turn of their rollout, and rows that begin with a prompt.
 
 A row is found by the tokens and images that its KV cache holds, compared one by one. Rows whose
 last tokens are others are passed over at once: a lookup compares few rows from their start.
@@ -11,6 +11,9 @@ from dataclasses import dataclass
 import numpy as np
 
 NUM_LAST_TOKENS = 16
+ImagePlaces = tuple[tuple[int, str], ...]
+PromptKey = tuple[bytes, ImagePlaces]
+"""The tokens of a prompt, and the offset and key of each image."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -20,7 +23,7 @@ class CachedPrefix:
     length: int
     """Number of tokens."""
     next_position: int
-    places: tuple[tuple[int, str], ...]
+    places: ImagePlaces
     """Offset and key of each image."""
     digests: dict[str, str]
 
@@ -29,7 +32,7 @@ class PrefixCache(dict[int, CachedPrefix]):
     """Finished rows, the one that waits longest first."""
 
     def take(
-        self, tokens: np.ndarray, places: tuple[tuple[int, str], ...], table: np.ndarray
+        self, tokens: np.ndarray, places: ImagePlaces, table: np.ndarray
     ) -> tuple[int, CachedPrefix] | None:
         """The row of `table` with the longest true prefix of `tokens`, no longer in the cache."""
         fitting = [pair for pair in self.items() if pair[1].length < len(tokens)]
@@ -50,3 +53,29 @@ class PrefixCache(dict[int, CachedPrefix]):
         if row is not None:
             del self[row]
         return row
+
+
+class PromptRows:
+    """Rows whose first tokens are a prompt, computed or about to be: a group that asks the same
+    computes its prompt once."""
+
+    def __init__(self) -> None:
+        self._rows: dict[PromptKey, int] = {}
+        self._prompts: dict[int, tuple[PromptKey, dict[str, str]]] = {}
+
+    def find(self, key: PromptKey) -> tuple[int, dict[str, str]] | None:
+        """A row that begins with the prompt, and the digests of its images."""
+        row = self._rows.get(key)
+        return None if row is None else (row, self._prompts[row][1])
+
+    def add(self, row: int, key: PromptKey, digests: dict[str, str]) -> None:
+        """`row` is filled with the prompt from its start; `digests` may still come."""
+        self.forget(row)
+        if key not in self._rows:
+            self._rows[key] = row
+            self._prompts[row] = (key, digests)
+
+    def forget(self, row: int) -> None:
+        """The row holds something else, or nothing, from now on."""
+        if (known := self._prompts.pop(row, None)) is not None:
+            del self._rows[known[0]]

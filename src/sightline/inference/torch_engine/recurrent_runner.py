@@ -2,7 +2,9 @@
 
 Rows that compute equally many tokens go through the model together, as a batch without padding: a
 state sees the tokens of its own sequence and nothing else. A row's state stands behind its last
-computed token; a row that is computed from the start begins without one.
+computed token, also while the row waits for its next turn, which goes on from there; a row that is
+computed from the start begins without one. A state cannot be cut back: rows that share a prompt
+take it over while the row that computes the prompt stands there.
 """
 
 from __future__ import annotations
@@ -16,9 +18,11 @@ from torch import Tensor
 from transformers import DynamicCache
 from transformers.cache_utils import LinearAttentionLayer
 
+from sightline.compute.attention import AttentionPattern
 from sightline.compute.attention_shapes import Attended, Keys, Queries, Values
 from sightline.compute.logprobs import Hidden
-from sightline.inference.torch_engine.kv_cache import INITIAL_ROWS, KVCachePattern, grow_size
+from sightline.families.device_copy import copy_to_device
+from sightline.inference.torch_engine.kv_cache import INITIAL_ROWS, grow_size
 from sightline.inference.torch_engine.model_runner import ModelRunner
 from sightline.inference.torch_engine.request import TorchRequest
 from sightline.inference.torch_engine.step_plan import StepPlan
@@ -27,6 +31,8 @@ from sightline.inference.torch_engine.step_plan import StepPlan
 class RecurrentModelRunner(ModelRunner):
     """Used by the engine's thread alone."""
 
+    decodes_in_graphs = False
+
     def __post_init__(self) -> None:
         super().__post_init__()
         self._states = RecurrentStates(self.forward.model.config, self.rows.num_rows, self._device)
@@ -34,6 +40,10 @@ class RecurrentModelRunner(ModelRunner):
     @property
     def nbytes(self) -> int:
         return super().nbytes + self._states.nbytes
+
+    def share_prefix(self, source: int, row: int, length: int) -> None:
+        super().share_prefix(source, row, length)
+        self._states.copy(source, row)
 
     def hidden(self, plan: StepPlan, running: dict[int, TorchRequest]) -> Hidden:
         """Hidden states of the plan's tokens; KV cache and states hold them afterwards."""
@@ -49,7 +59,7 @@ class RecurrentModelRunner(ModelRunner):
             places.append((plan.offsets[part, None] + np.arange(picked.counts[0])).reshape(-1))
         if len(done) == 1:
             return done[0]
-        order = torch.from_numpy(np.argsort(np.concatenate(places))).to(self._device)
+        order = self._copy(np.argsort(np.concatenate(places)))
         return torch.cat(done)[order]
 
 
@@ -57,7 +67,7 @@ class RecurrentModelRunner(ModelRunner):
 class BatchPattern:
     """A batch of rows with equally many new tokens, over rows that attend in one flat run."""
 
-    run: KVCachePattern
+    run: AttentionPattern
     state: RecurrentCache
 
     def attend(self, layer: int, q: Queries, k: Keys, v: Values, scaling: float) -> Attended:
@@ -94,14 +104,14 @@ class RecurrentStates:
         """A copy of the states of `rows`, for a forward pass to update."""
         state = RecurrentCache(config=self.config)
         if not is_new:
-            index = torch.from_numpy(rows).to(self.device)
+            index = copy_to_device(rows, self.device)
             for layer, (inputs, memory) in self._tables.items():
                 state.update_conv_state(inputs[index], layer, conv_kernel_size=inputs.shape[-1])
                 state.update_recurrent_state(memory[index], layer)
         return state
 
     def put(self, rows: np.ndarray, state: RecurrentCache) -> None:
-        index = torch.from_numpy(rows).to(self.device)
+        index = copy_to_device(rows, self.device)
         for layer, carried in enumerate(state.layers):
             if isinstance(carried, LinearAttentionLayer):  # the others have a KV cache
                 new = (carried.conv_states[0], carried.recurrent_states[0])
@@ -110,6 +120,13 @@ class RecurrentStates:
                 inputs.index_copy_(0, index, new[0])
                 memory.index_copy_(0, index, new[1])
                 self._tables[layer] = (inputs, memory)
+
+    def copy(self, source: int, row: int) -> None:
+        """Gives `row` the state of `source`."""
+        for layer, tables in self._tables.items():
+            inputs, memory = (self._grow_table(table, row + 1) for table in tables)
+            inputs[row], memory[row] = inputs[source], memory[source]
+            self._tables[layer] = (inputs, memory)
 
     def _grow_table(self, table: Tensor, num_rows: int) -> Tensor:
         """The table with room for `num_rows` rows."""

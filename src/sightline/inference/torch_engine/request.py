@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from torch import Tensor
 
 from sightline.inference.engine import EngineCounters, EngineRequest
+from sightline.inference.torch_engine.prefix_cache import PromptKey
 from sightline.pixels import Pixels
 from sightline.wire.generate import VersionSpan
 
@@ -21,6 +22,8 @@ class TorchRequest(EngineRequest):
     """The request's share of the bytes that wait; 0 once it has begun."""
     span_start: int = 0
     """First output token of the version that is sampling now."""
+    awaited_prompt: PromptKey | None = None
+    """The prompt that another row computes, and this one will share."""
     pending: dict[str, Future[Pixels]] = field(default_factory=dict)
     pixels: dict[str, Pixels] = field(default_factory=dict)
     """Pixels of images that are not encoded yet, by key."""
@@ -40,4 +43,17 @@ class TorchCounters(EngineCounters):
     """Prompt tokens that were computed, those of a second prefill included."""
     sampled_tokens: int = 0
     steps: int = 0
+    decode_steps: int = 0
+    """Steps of one token a row, one after the other, which the next three are of."""
+    decode_tokens: int = 0
+    decode_keys: int = 0
+    """Tokens whose keys and values were read."""
+    decode_seconds: float = 0.0
+    busy_prefill_seconds: float = 0.0
+    """Turns of the loop with prompts in them, rows that decode beside them included; the parts of
+    `busy_seconds` are this one and the next three."""
+    busy_decode_seconds: float = 0.0
+    busy_vision_seconds: float = 0.0
+    """Passes of the vision tower, by the device's clock where it has one."""
+    busy_adopt_seconds: float = 0.0
     rows_evicted: int = 0

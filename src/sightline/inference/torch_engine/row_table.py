@@ -8,6 +8,7 @@ Letters: R rows, L tokens of a row, A position axes, K stop ids.
 from __future__ import annotations
 
 import heapq
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import numpy as np
@@ -34,6 +35,8 @@ class RowTable:
         """Tokens that are known: prompt and sampled."""
         self.computed = np.zeros(self.num_rows, dtype=np.int64)
         """Tokens that the KV cache holds."""
+        self.pause = np.zeros(self.num_rows, dtype=np.int64)
+        """Where a prefill stops, and goes on in the next step; 0 for nowhere."""
         self.prompt_length = np.zeros(self.num_rows, dtype=np.int64)
         self.limit = np.zeros(self.num_rows, dtype=np.int64)
         """The length at which the sequence ends."""
@@ -48,12 +51,15 @@ class RowTable:
         self.has_stale_kv = np.zeros(self.num_rows, dtype=bool)
         """Whether a KV cache of an older version is in use."""
         self.free = list(range(self.num_rows))
+        self.on_release: Callable[[int], None] = lambda row: None
+        """Whoever keeps something of the rows is told."""
 
     def take_free(self) -> int | None:
         """The lowest free row, so that rows in use lie close together."""
         return heapq.heappop(self.free) if self.free else None
 
     def release(self, row: int) -> None:
+        self.on_release(row)
         heapq.heappush(self.free, row)
 
     def fill(self, row: int, request: TorchRequest, start: int, positions: np.ndarray) -> None:
@@ -69,6 +75,7 @@ class RowTable:
         self.positions[:, row, size:limit] = np.arange(first, first + params.max_tokens)
         self.length[row] = self.prompt_length[row] = size
         self.computed[row] = start
+        self.pause[row] = 0
         self.limit[row] = limit
         self.temperature[row] = params.temperature
         self.top_k[row] = max(params.top_k, 0)
@@ -90,12 +97,18 @@ class RowTable:
         self.stops[row] = NO_TOKEN
         self.stops[row, : len(stop_ids)] = stop_ids
 
-    def append(self, rows: np.ndarray, tokens: np.ndarray, logprobs: np.ndarray) -> np.ndarray:
-        """Adds one token to each of `rows`; returns which of them hit a stop id."""
-        at = self.length[rows]
+    def append(self, rows: np.ndarray) -> np.ndarray:
+        """Makes room for one token in each of `rows`; returns where it goes."""
+        at: np.ndarray = self.length[rows]
+        self.length[rows] = at + 1
+        return at
+
+    def put(
+        self, rows: np.ndarray, at: np.ndarray, tokens: np.ndarray, logprobs: np.ndarray
+    ) -> np.ndarray:
+        """Fills in what was sampled there; returns which of the rows hit a stop id."""
         self.tokens[rows, at] = tokens
         self.logprobs[rows, at] = logprobs
-        self.length[rows] = at + 1
         hit: np.ndarray = (self.stops[rows] == tokens[:, None]).any(axis=1)
         return hit
 

@@ -14,10 +14,11 @@ from dataclasses import dataclass
 
 import numpy as np
 import torch
-from jaxtyping import Float, Float32, Float64, Int, Int64, UInt64
+from jaxtyping import Bool, Float, Float32, Float64, Int, Int64, UInt64
 from torch import Tensor
 
-from sightline.compute.logprobs import BannedIds, Logits, mask_banned
+from sightline.compute.logprobs import BannedIds, Logits, log_softmax, mask_banned
+from sightline.families.device_copy import copy_to_device
 
 _GOLDEN = np.uint64(0x9E3779B97F4A7C15)
 _MIX_1 = np.uint64(0xBF58476D1CE4E5B9)
@@ -35,6 +36,25 @@ class SamplingMetadata:
     uniform: Float64[np.ndarray, " rows"]
     bans: Sequence[tuple[int, tuple[int, ...]]] = ()
     """Places among the rows, each with the ids that its request bans itself."""
+
+    @property
+    def is_plain(self) -> Bool[np.ndarray, " rows"]:
+        """Which rows have no filters and no bans of their own."""
+        found: np.ndarray = (self.top_k == 0) & (self.top_p >= 1) & (self.min_p == 0)
+        found[[place for place, _ in self.bans]] = False
+        return found
+
+    def select(self, rows: Int[np.ndarray, " chosen"]) -> SamplingMetadata:
+        """Those of some of the rows, ascending."""
+        at = {row: place for place, row in enumerate(rows.tolist())}
+        return SamplingMetadata(
+            self.temperature[rows],
+            self.top_k[rows],
+            self.top_p[rows],
+            self.min_p[rows],
+            self.uniform[rows],
+            [(at[place], ids) for place, ids in self.bans if place in at],
+        )
 
 
 def splitmix64(values: np.ndarray) -> np.ndarray:
@@ -54,10 +74,39 @@ def draw_uniforms(
     return drawn
 
 
-def sample(
-    logits: Logits, banned: BannedIds, settings: SamplingMetadata
+def to_arrays(
+    drawn: Float64[Tensor, "2 tokens"],
 ) -> tuple[Int64[np.ndarray, " tokens"], Float32[np.ndarray, " tokens"]]:
-    """Tokens and their logprobs; a row without numbers gets a NaN."""
+    both = drawn.numpy()
+    return both[0].astype(np.int64), both[1].astype(np.float32)
+
+
+def draw_samples(
+    logits: Logits, banned: BannedIds, settings: SamplingMetadata, exact: bool = False
+) -> Float64[Tensor, "2 tokens"]:
+    """Tokens and their logprobs, on the device of the logits: a float64 holds any id exactly.
+
+    A row without numbers gets a NaN. Rows with filters or bans are drawn apart from the others,
+    which neither wait for a sort nor get other bits for their company. `exact` logprobs have the
+    bits of a trainer's.
+    """
+    is_plain = settings.is_plain
+    if is_plain.all() or not is_plain.any():
+        return _draw_alike(logits, banned, settings, exact)
+    drawn = logits.new_empty((2, len(logits)), dtype=torch.float64)
+    for rows in (np.flatnonzero(is_plain), np.flatnonzero(~is_plain)):
+        at = copy_to_device(rows, logits.device)
+        drawn[:, at] = _draw_alike(logits[at], banned, settings.select(rows), exact)
+    return drawn
+
+
+def _draw_alike(
+    logits: Logits, banned: BannedIds, settings: SamplingMetadata, exact: bool
+) -> Float64[Tensor, "2 tokens"]:
+    """For rows that all have filters or bans, or none of them."""
+    is_filtered = bool(settings.top_k.any() or (settings.top_p < 1).any() or settings.min_p.any())
+    if logits.is_cuda and settings.is_plain.all():
+        return _sample_on_gpu(logits, banned, settings, exact)
     greedy = settings.temperature == 0
     scale = np.where(greedy, np.float32(1), settings.temperature)
     allowed = mask_banned(logits.float(), banned)
@@ -66,7 +115,7 @@ def sample(
     scaled = allowed
     if (scale != 1).any():
         scaled = allowed / torch.from_numpy(scale).to(logits.device)[:, None]
-    if settings.top_k.any() or (settings.top_p < 1).any() or settings.min_p.any():
+    if is_filtered:
         scaled = _apply_filters(scaled, settings)
     logs = torch.log_softmax(scaled, dim=-1)
     if greedy.all():
@@ -77,9 +126,24 @@ def sample(
             is_greedy = torch.from_numpy(greedy).to(logits.device)
             picks = torch.where(is_greedy, allowed.argmax(-1), picks)
     chosen = logs.gather(-1, picks[:, None]).squeeze(-1)
-    # One copy to the host: a float64 holds any token id exactly.
-    both = torch.stack([picks.double(), chosen.double()]).cpu().numpy()
-    return both[0].astype(np.int64), both[1].astype(np.float32)
+    return torch.stack([picks.double(), chosen.double()])
+
+
+def _sample_on_gpu(
+    logits: Logits, banned: BannedIds, settings: SamplingMetadata, exact: bool
+) -> Float64[Tensor, "2 tokens"]:
+    """The same in one pass over the logits; `exact` logprobs take more."""
+    from sightline.compute.triton_kernels import sample_tokens
+
+    is_banned = torch.zeros(logits.shape[-1], dtype=torch.bool, device=logits.device)
+    is_banned.index_fill_(0, banned, True)
+    given = np.stack([settings.temperature.astype(np.float64), settings.uniform])
+    temperature, uniform = copy_to_device(given, logits.device)
+    tokens, logprobs = sample_tokens(logits, is_banned, temperature.float(), uniform)
+    if exact:
+        scale = torch.where(temperature == 0, 1.0, temperature).float()[:, None]
+        logprobs = log_softmax(logits, banned, scale).gather(-1, tokens[:, None])[:, 0]
+    return torch.stack([tokens.double(), logprobs.double()])
 
 
 def _draw_tokens(logs: Logits, uniform: Float64[Tensor, " tokens"]) -> Int[Tensor, " tokens"]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import cast
 
@@ -11,9 +11,15 @@ import numpy as np
 from sightline.compute.feature_cache import FeatureCache
 from sightline.errors import EngineError
 from sightline.families import Family
-from sightline.inference.errors import to_engine_error
+from sightline.inference.errors import build_engine_error, to_engine_error
 from sightline.inference.fair_queue import FairQueue
-from sightline.inference.torch_engine.prefix_cache import CachedPrefix, PrefixCache
+from sightline.inference.torch_engine.prefix_cache import (
+    CachedPrefix,
+    ImagePlaces,
+    PrefixCache,
+    PromptKey,
+    PromptRows,
+)
 from sightline.inference.torch_engine.request import TorchCounters, TorchRequest
 from sightline.inference.torch_engine.row_table import RowTable
 from sightline.pixels import Materializer
@@ -29,7 +35,11 @@ class Scheduler:
     features: FeatureCache
     counters: TorchCounters
     enable_prefix_caching: bool
+    share_prefix: Callable[[int, int, int], None]
+    """Lets a row (the second) begin with so many tokens of another (the first)."""
     wake_engine: Callable[[], None]
+    has_room: Callable[[Sequence[int], Sequence[int]], bool]
+    """Whether the KV cache holds sequences of these lengths, beside what these rows have."""
 
     def __post_init__(self) -> None:
         self.waiting = FairQueue()
@@ -40,6 +50,7 @@ class Scheduler:
         self.started_bytes = 0
         """Bytes of the requests that have waited and wait no more, since the start."""
         self.prefixes = PrefixCache()
+        self.prompts = PromptRows()
 
     def active(self) -> np.ndarray:
         """Rows that run."""
@@ -69,36 +80,77 @@ class Scheduler:
             self.waiting.take(request)
             request.timeline.end("queue")
             self.counters.cached_tokens += request.cached_tokens
-            self._load_images(request)
+            if request.awaited_prompt is None:
+                self._load_images(request)
+            else:
+                self.loading.append(request)
 
     def _assign_row(self, request: TorchRequest) -> bool:
         """Finds a row: one that holds the prompt's beginning, a free one, or the oldest cached."""
         start = next_position = 0
         found = None
-        if self.enable_prefix_caching and not request.params.skip_reading_prefix_cache:
-            places = _find_image_places(request)
+        places = _find_image_places(request)
+        reads_cache = self.enable_prefix_caching and not request.params.skip_reading_prefix_cache
+        if reads_cache:
             found = self.prefixes.take(request.prompt, places, self.rows.tokens)
         if found is not None:
             request.row, prefix = found
             start, next_position = prefix.length, prefix.next_position
             request.digests.update(prefix.digests)
-        elif (row := self._find_free_row()) is not None:
-            request.row = row
-        else:
+        if not self._make_room(request):
+            if found is not None:
+                self.prefixes[request.row] = found[1]
+                request.row = -1
             return False
+        if found is None:
+            if (row := self._find_free_row()) is None:
+                return False
+            request.row = row
         request.cached_tokens = start
         placed = [slot.shift(-start) for slot in request.slots if slot.offset >= start]
         positions, request.next_position = self.family.positions(
             len(request.prompt) - start, placed, next_position
         )
         self.rows.fill(request.row, request, start, positions)
+        if start == 0:
+            self.prompts.forget(request.row)
+            key = (request.prompt.tobytes(), places)
+            # The last token of a prompt is computed by each: the next one hangs on it.
+            has_room = all(slot.end < len(request.prompt) for slot in request.slots)
+            if reads_cache and has_room and self.prompts.find(key) is not None:
+                request.awaited_prompt = key
+            elif self.enable_prefix_caching:
+                self.prompts.add(request.row, key, request.digests)
+        return True
+
+    def _make_room(self, request: TorchRequest) -> bool:
+        """Whether the KV cache has room for the request at its full length, beside those that run;
+        rows that wait for a next turn give way, the one that waits longest first."""
+        holding = [one.row for one in (*self.running.values(), *self.loading)]
+        lengths = [len(request.prompt) + request.params.max_tokens]
+        lengths += self.rows.limit[holding].tolist()
+        while not self.has_room(lengths, list(self.prefixes)):
+            row = self.prefixes.evict()
+            if row is None:
+                if holding:
+                    return False
+                raise build_engine_error(
+                    "engine",
+                    f"the KV cache has no room for a sequence of {lengths[0]} tokens",
+                    "raise [inference] gpu_memory_utilization, or ask for fewer tokens",
+                )
+            self.counters.rows_evicted += 1
+            self._release_row(row)
         return True
 
     def _find_free_row(self) -> int | None:
         row = self.rows.take_free()
         if row is None:
             row = self.prefixes.evict()
-            self.counters.rows_evicted += row is not None
+            if row is not None:
+                self.counters.rows_evicted += 1
+                self._release_row(row)
+                row = self.rows.take_free()
         return row
 
     def _load_images(self, request: TorchRequest) -> None:
@@ -127,6 +179,12 @@ class Scheduler:
         """Lets those run whose pixels are all there."""
         loading, self.loading = self.loading, []
         for request in loading:
+            if request.awaited_prompt is not None:
+                try:
+                    self._share_prompt(request, request.awaited_prompt)
+                except Exception as error:  # a full device costs this request only
+                    self.fail(request, to_engine_error(error))
+                continue
             if not all(flight.done() for flight in request.pending.values()):
                 self.loading.append(request)
                 continue
@@ -139,6 +197,30 @@ class Scheduler:
                 continue
             request.pending.clear()
             self._start(request)
+
+    def _share_prompt(self, request: TorchRequest, key: PromptKey) -> None:
+        """Lets the request begin behind its prompt, once the row that computes it has done so; by
+        itself where that row is gone, or its state has gone on."""
+        found, length = self.prompts.find(key), len(request.prompt) - 1
+        if found is not None and self.family.packing.carries_state:
+            self.rows.pause[found[0]] = length
+            if self.rows.computed[found[0]] > length:
+                self.prompts.forget(found[0])
+                found = None
+        if found is not None:
+            source, digests = found
+            if self.rows.computed[source] < length:
+                self.loading.append(request)
+                return
+            self.share_prefix(source, request.row, length)
+            self.rows.computed[request.row] = request.cached_tokens = length
+            self.rows.has_stale_kv[request.row] = self.rows.has_stale_kv[source]
+            self.counters.cached_tokens += length
+            request.digests.update((key, digests[key]) for key in request.keys)
+        else:
+            self.prompts.add(request.row, key, request.digests)
+        request.awaited_prompt = None
+        self._load_images(request)
 
     def _start(self, request: TorchRequest) -> None:
         request.timeline.end("materialize")
@@ -192,8 +274,12 @@ class Scheduler:
     def _release(self, request: TorchRequest) -> None:
         self._stop_counting_as_waiting(request)
         if request.row >= 0:
-            self.rows.release(request.row)
+            self._release_row(request.row)
         self._remove(request)
+
+    def _release_row(self, row: int) -> None:
+        self.prompts.forget(row)
+        self.rows.release(row)
 
     def _remove(self, request: TorchRequest) -> None:
         if self.running.get(request.row) is request:
@@ -216,14 +302,16 @@ class Scheduler:
             # A row that has computed nothing yet has nothing old in it, and one that is filled from
             # the start loses the mark.
             self.rows.has_stale_kv |= self.rows.computed > 0
+            self.prompts = PromptRows()  # who comes now computes its prompt by the new weights
         else:
             for row in self.prefixes:
-                self.rows.release(row)
+                self._release_row(row)
             self.prefixes.clear()
         for request in unfinished:
             num_sampled = self.rows.num_sampled(request.row)
             reached = "decode" if num_sampled else "prefill"
-            request.timeline.end("materialize" if request.pending else reached)
+            waits = request.pending or request.awaited_prompt is not None
+            request.timeline.end("materialize" if waits else reached)
             request.close_span(old_version, num_sampled)
             if not keep_kv:
                 self.counters.prefilled_again += bool(self.rows.computed[request.row])
@@ -231,9 +319,12 @@ class Scheduler:
                 request.cached_tokens = 0
             if is_vision_new:
                 request.features.clear()
-            self._load_images(request)
+            if request.awaited_prompt is not None:
+                self.loading.append(request)
+            else:
+                self._load_images(request)
 
 
-def _find_image_places(request: TorchRequest) -> tuple[tuple[int, str], ...]:
+def _find_image_places(request: TorchRequest) -> ImagePlaces:
     offsets = (slot.offset for slot in request.slots)
     return tuple(zip(offsets, request.keys, strict=True))

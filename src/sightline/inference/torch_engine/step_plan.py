@@ -57,12 +57,14 @@ class StepPlan:
 
 
 def build_step_plan(
-    rows: np.ndarray, length: np.ndarray, computed: np.ndarray, chunk: int
+    rows: np.ndarray, length: np.ndarray, computed: np.ndarray, chunk: int, pause: np.ndarray
 ) -> StepPlan:
-    """Every row that needs one token gets it; the others share a budget, first come first."""
+    """Every row that needs one token gets it; the others share a budget, first come first. A row
+    that has not come to its `pause` yet gets no further."""
     starts = computed[rows]
     need = length[rows] - starts
     counts = np.minimum(need, chunk)
+    counts = np.where(starts < pause[rows], np.minimum(counts, pause[rows] - starts), counts)
     prefill = np.where(need > 1, counts, 0)
     before = np.cumsum(prefill) - prefill
     left = np.maximum(chunk * CHUNKS_PER_STEP - before, 0)

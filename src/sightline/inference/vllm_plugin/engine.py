@@ -16,7 +16,9 @@ import itertools
 import math
 import time
 import traceback
+import zlib
 from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from typing import Any, cast
 
@@ -76,10 +78,17 @@ class VllmEngine(Engine):
         self._request_numbers = itertools.count()
         self._num_handed_over = 0
         self._busy_since = 0.0
+        self._last_sampled = self._sampled_at = self._next_look = 0.0
 
     @property
     def manifest(self) -> Manifest:
         return self._updater.manifest
+
+    def _choose_shard(self, rollout_id: str) -> int | None:
+        """The copy of the model that has the keys and values of a rollout's turns so far: always
+        the same one. None is whichever vLLM chooses."""
+        size = self._client.vllm_config.parallel_config.data_parallel_size
+        return zlib.crc32(rollout_id.encode()) % size if rollout_id and size > 1 else None
 
     def start(self, deliver: Deliver) -> None:
         """On the event loop, on which `deliver` is called too."""
@@ -116,6 +125,19 @@ class VllmEngine(Engine):
         return len(self._live) - self.num_running
 
     @property
+    def step_s(self) -> float:
+        """Seconds for which vLLM has sampled nothing although it has requests: when its steps
+        begin it does not say."""
+        if not self._num_handed_over or not self._gate.is_set():
+            return 0.0
+        now = time.monotonic()
+        if now >= self._next_look:  # every worker asks every second, and the metric is not cheap
+            self._next_look = now + 1.0
+            if (sampled := self._sampled_tokens()) != self._last_sampled:
+                self._last_sampled, self._sampled_at = sampled, now
+        return now - self._sampled_at
+
+    @property
     def waiting_bytes(self) -> int:
         return sum(request.nbytes for request in self._live if not request.is_running)
 
@@ -144,8 +166,10 @@ class VllmEngine(Engine):
     def cancel(self, request: VllmRequest) -> None:
         self._loop.call_soon_threadsafe(self._cancel_request, request, None)
 
-    def _read_update(self, folder: Path, manifest: Manifest) -> CheckedWeights:
-        return self._updater.read(folder, manifest)
+    def _open_update(
+        self, folder: Path, manifest: Manifest
+    ) -> AbstractContextManager[CheckedWeights]:
+        return nullcontext(self._updater.read(folder, manifest))
 
     def _take_update(self, update: CheckedWeights) -> None:
         asyncio.run_coroutine_threadsafe(self._adopt(update), self._loop).result()
@@ -163,6 +187,7 @@ class VllmEngine(Engine):
             self._fail_for_good()
             raise
         finally:
+            self._sampled_at = time.monotonic()
             self._gate.set()
 
     def totals(self) -> dict[str, float]:
@@ -177,6 +202,8 @@ class VllmEngine(Engine):
         """Counts vLLM as busy up to now if it has requests; their number changes by `change`."""
         if self._num_handed_over:
             self.busy.add(self._busy_since)
+        else:
+            self._sampled_at = time.monotonic()
         self._busy_since = time.time()
         self._num_handed_over += change
 
@@ -249,7 +276,10 @@ class VllmEngine(Engine):
         final: Any = None
         try:
             async for output in self._client.generate(
-                prompt, params, f"sl-{next(self._request_numbers)}"
+                prompt,
+                params,
+                f"sl-{next(self._request_numbers)}",
+                data_parallel_rank=self._choose_shard(request.request_id),
             ):
                 final = output
         finally:
@@ -277,7 +307,8 @@ class VllmEngine(Engine):
             return None
         modality = self._items.family.modality
         places = [
-            PlaceholderRange(offset=slot.offset, length=slot.length) for slot in request.slots
+            PlaceholderRange(slot.offset, slot.length, self._items.feature_mask(slot))
+            for slot in request.slots
         ]
         return mm_input(
             prompt_token_ids=token_ids,

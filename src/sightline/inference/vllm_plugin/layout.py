@@ -10,7 +10,7 @@ import torch
 
 from sightline.compute.checkpoint_files import TensorFiles, open_checkpoint
 from sightline.families import load_family
-from sightline.families.protocol import ParameterSlice, ServingSpec
+from sightline.families.protocol import ParameterSlice
 from sightline.families.registry import load_serving, read_config
 
 NamedTensors = Iterator[tuple[str, torch.Tensor]]
@@ -19,7 +19,9 @@ NamedTensors = Iterator[tuple[str, torch.Tensor]]
 def vllm_layout(model: Path, opened: TensorFiles) -> dict[str, list[ParameterSlice]]:
     """How vLLM stores the parameters in `opened`, which are those of the checkpoint `model`."""
     shapes = {name: opened.shape(name) for name in opened}
-    return _load_serving(model).map_parameters(read_config(model), shapes)
+    family = load_family(model)
+    serving = load_serving(model, family, takes_updates=False)
+    return serving.map_parameters(family, read_config(model), shapes)
 
 
 def read_checkpoint(model: Path) -> NamedTensors:
@@ -30,15 +32,11 @@ def read_checkpoint(model: Path) -> NamedTensors:
 def read_unpublished(model: Path, layout: Mapping[str, list[ParameterSlice]]) -> NamedTensors:
     """What an update with `layout` lacks of the checkpoint: a trainer publishes parameters, and
     vLLM, which builds a layer anew for them, wants the buffers that stay as well."""
-    if _load_serving(model).HF_OVERRIDES:
+    if load_serving(model, load_family(model), takes_updates=False).HF_OVERRIDES:
         opened = open_checkpoint(model)
         stored = vllm_layout(model, opened)
         rest = {name: parts for name, parts in stored.items() if name not in layout}
         yield from apply_layout(rest, opened.__getitem__)
-
-
-def _load_serving(model: Path) -> ServingSpec:
-    return load_serving(model, load_family(model), takes_updates=False)
 
 
 def apply_layout(

@@ -113,21 +113,23 @@ def build_engine(client: Any, components: ServerComponents) -> VllmEngine:
     spec, family = components.spec, components.family
     path = spec.model_path
     serving = load_serving(path, family, takes_updates=False)
+    vision = serving.vision_prefixes(family)
+    images = client.model_config.multimodal_config  # None for a text-only model
     items = MultiModalItems(
         family=family,
         serving=serving,
         materializer=components.build_materializer(),
         pool=ThreadPoolExecutor(spec.num_pixel_threads, thread_name_prefix="items"),
-        normalizes=client.model_config.multimodal_config.mm_device_do_normalize,
+        normalizes=images is not None and images.mm_device_do_normalize,
         cache=client.renderer.mm_processor_cache,
     )
     updater = WeightUpdater(
         client=client,
         model=path,
         parameters=empty_parameters(path, family),
-        vision=serving.VISION_PREFIXES,
+        vision=vision,
         manifest=Manifest(version=0, vision_version=0, files=[], run=spec.run_id),
-        vision_digest=vision_digest(open_checkpoint(path), serving.VISION_PREFIXES),
+        vision_digest=vision_digest(open_checkpoint(path), vision),
     )
     return VllmEngine(
         client,
@@ -141,7 +143,8 @@ def build_engine(client: Any, components: ServerComponents) -> VllmEngine:
 
 async def announce(components: ServerComponents, keeps_kv: bool) -> None:
     """Says where the server listens, once it does."""
-    host, port = components.spec.inference.host, components.spec.inference.port
+    inference = components.spec.inference
+    host, port = inference.host, inference.port
     while True:
         try:
             _, writer = await asyncio.open_connection(host, port)
@@ -149,5 +152,6 @@ async def announce(components: ServerComponents, keeps_kv: bool) -> None:
         except OSError:
             await asyncio.sleep(0.05)
     writer.close()
-    print(f"serving {components.spec.model.path} at {describe_link(host, port)}", flush=True)
+    link = describe_link(host, port, has_tls=bool(inference.tls_cert))
+    print(f"serving {components.spec.model.path} at {link}", flush=True)
     print(describe_prefix_reuse(components.family, keeps_kv), flush=True)

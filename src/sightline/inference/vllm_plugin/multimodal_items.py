@@ -37,7 +37,7 @@ def build_mm_item(modality: str, fields: dict[str, EngineField]) -> MultiModalKw
         tensor = torch.from_numpy(np.ascontiguousarray(made.data))
         if made.is_flat:
             kinds[name] = MultiModalFieldConfig.flat(
-                modality, [slice(0, len(tensor))], keep_on_cpu=made.stays_on_host
+                modality, [slice(None)], dim=made.axis, keep_on_cpu=made.stays_on_host
             )
         else:
             tensor = tensor[None]
@@ -111,6 +111,15 @@ class MultiModalItems:
             if not is_held:
                 inserted.append(key)
         return handed
+
+    def feature_mask(self, slot: Slot) -> torch.Tensor | None:
+        """Which tokens of a slot features replace; None is all of them."""
+        offsets = self.family.feature_offsets(slot.item)
+        if len(offsets) == slot.length:
+            return None
+        mask = torch.zeros(slot.length, dtype=torch.bool)
+        mask[torch.from_numpy(offsets)] = True
+        return mask
 
     def _is_cached(self, key: str) -> bool:
         is_held = self.cache is not None and self.cache.is_cached_item(key)

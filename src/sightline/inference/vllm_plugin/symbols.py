@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Iterator
-from operator import attrgetter
 from typing import Any
 
 from prometheus_client import REGISTRY
@@ -26,6 +25,10 @@ from vllm.engine.protocol import EngineClient
 from vllm.exceptions import VLLMClientError, VLLMValidationError
 from vllm.inputs import mm_input, tokens_input
 from vllm.model_executor.layers.fused_moe.fused_moe_method_base import FusedMoEMethodBase
+from vllm.model_executor.layers.vocab_parallel_embedding import (
+    ParallelLMHead,
+    UnquantizedEmbeddingMethod,
+)
 from vllm.model_executor.model_loader import DefaultModelLoader, register_model_loader
 from vllm.model_executor.model_loader.reload import (
     finalize_layerwise_reload,
@@ -63,7 +66,7 @@ PUBLIC: dict[Any, tuple[str, ...]] = {
     LogitsProcessor.apply: ("logits",),
     LogitsProcessor.update_state: ("batch_update",),
     LogitsProcessor.is_argmax_invariant: (),
-    EngineClient.generate: ("prompt", "sampling_params", "request_id"),
+    EngineClient.generate: ("prompt", "sampling_params", "request_id", "data_parallel_rank"),
     EngineClient.pause_generation: ("mode", "clear_cache"),
     EngineClient.resume_generation: (),
     EngineClient.start_weight_update: (),
@@ -86,7 +89,7 @@ PRIVATE: dict[Any, tuple[str, ...]] = {
     MultiModalFieldConfig.batched: ("modality", "keep_on_cpu"),
     MultiModalFieldConfig.flat: ("modality", "slices", "dim", "keep_on_cpu"),
     MultiModalKwargsItems.from_hf_inputs: ("hf_inputs", "config_by_key"),
-    PlaceholderRange: ("offset", "length"),
+    PlaceholderRange: ("offset", "length", "is_embed"),
     DefaultModelLoader.__init__: ("load_config",),
     DefaultModelLoader.get_all_weights: ("model_config", "model"),
     BaseMultiModalProcessorCache.is_cached_item: ("mm_hash",),
@@ -104,6 +107,7 @@ PRIVATE: dict[Any, tuple[str, ...]] = {
     process_dict_updates: ("req_entries", "batch_update", "new_state"),
     initialize_layerwise_reload: ("model",),
     finalize_layerwise_reload: (),
+    UnquantizedEmbeddingMethod.process_weights_after_loading: ("layer",),
     VLLMValidationError: ("message", "parameter"),
     scheduler_output.strip_covered_mm_data: ("mm_features", "num_computed_tokens", "uses_mrope"),
 }
@@ -112,6 +116,7 @@ APP_ATTRIBUTES = (
     "state.server.should_exit",
     "state.engine_client.vllm_config.additional_config",
     "state.engine_client.vllm_config.cache_config.enable_prefix_caching",
+    "state.engine_client.vllm_config.parallel_config.data_parallel_size",
     "state.engine_client.model_config.multimodal_config.mm_device_do_normalize",
     "state.engine_client.renderer.mm_processor_cache",
     "state.engine_client.input_processor.mm_encoder_cache_size",
@@ -148,6 +153,14 @@ def forget_expert_kernels(model: Any) -> None:
         is_on_cpu = all(parameter.device.type == "cpu" for parameter in module.parameters())
         if isinstance(method, FusedMoEMethodBase) and is_on_cpu:
             method.moe_kernel = None
+
+
+def repack_heads(model: Any) -> None:
+    """On a CPU vLLM computes logits with a packed copy of the head, which it makes when the head is
+    given weights; one that is tied to the embedding is given none by an update."""
+    for module in model.modules():
+        if isinstance(module, ParallelLMHead) and module.weight.device.type == "cpu":
+            module.quant_method.process_weights_after_loading(module)
 
 
 def check() -> str:
@@ -199,10 +212,12 @@ def _raise_if_moved(moved: list[str]) -> None:
 
 
 def _has_path(thing: Any, path: str) -> bool:
-    try:
-        attrgetter(path)(thing)
-    except AttributeError:
-        return False
+    for name in path.split("."):
+        if thing is None:
+            return True  # a text-only model has no `multimodal_config`
+        if not hasattr(thing, name):
+            return False
+        thing = getattr(thing, name)
     return True
 
 

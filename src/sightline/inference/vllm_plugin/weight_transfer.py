@@ -27,6 +27,7 @@ from sightline.inference.vllm_plugin.symbols import (
     finalize_layerwise_reload,
     forget_expert_kernels,
     initialize_layerwise_reload,
+    repack_heads,
 )
 
 WEIGHTS_UNCHANGED = "the weights stay"
@@ -75,6 +76,7 @@ class FileWeightTransfer(WeightTransferEngine):
 
     def finish_weight_update(self) -> None:
         finalize_layerwise_reload(self.model, self.model_config)
+        repack_heads(self.model)
 
     def shutdown(self) -> None:
         """No resource outlives an update."""

@@ -72,9 +72,9 @@ class WeightUpdater:
 
     def read(self, folder: Path, manifest: Manifest) -> CheckedWeights:
         """Reads and checks the weights of a manifest; refuses what is torn or does not fit."""
-        if manifest.broadcast is not None:
+        if manifest.broadcast is not None or manifest.shared is not None:
             raise WeightsError(
-                f"{folder} names weights that are sent, and vLLM's worker reads files",
+                f"{folder} names weights that are in no file, and vLLM's worker reads files",
                 'set [trainer] publish = "files"',
             )
         tensors = read_tensors(folder, manifest)

@@ -37,7 +37,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         action.add_argument("--model", type=Path, metavar="DIR",
                             help="checkpoint (default: the run's)")  # fmt: skip
     for action in (export, differ, replay):
-        action.add_argument("--media", type=Path, metavar="DIR", help="store (default: the run's)")
+        action.add_argument("--media", metavar="ROOT", help="store (default: the run's)")
 
 
 def run(args: argparse.Namespace) -> int:

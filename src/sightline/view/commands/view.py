@@ -23,10 +23,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--token", default="", metavar="REF", type=read_reference,
         help="where the token to ask for is: env:NAME or file:PATH",
     )  # fmt: skip
+    parser.add_argument("--tls-cert", default="", metavar="FILE", help="PEM file of a certificate")
+    parser.add_argument("--tls-key", default="", metavar="FILE", help="PEM file of its key")
 
 
 def run(args: argparse.Namespace) -> int:
     from sightline.view.dashboard.serve import serve_dashboard
 
-    serve_dashboard(args.runs, args.host, args.port, args.token)
+    serve_dashboard(args.runs, args.host, args.port, args.token, args.tls_cert, args.tls_key)
     return 0

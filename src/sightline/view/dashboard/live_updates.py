@@ -58,7 +58,8 @@ class RunWatcher:
             yield b"event: moved\ndata: " + msgspec.json.encode(self._revisions()) + b"\n\n"
             while self._generation == seen and not self._over:
                 try:
-                    await asyncio.wait_for(self._wait(seen), KEEPALIVE_S)
+                    async with asyncio.timeout(KEEPALIVE_S):
+                        await self._wait(seen)
                 except TimeoutError:
                     yield b": still here\n\n"
 

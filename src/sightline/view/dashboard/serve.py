@@ -10,18 +10,22 @@ import uvicorn
 from sightline.config.secret_refs import resolve_secret
 from sightline.transport.http_server import RequestGuard, build_uvicorn_config, check_address
 from sightline.transport.listen import bind_socket, describe_link
+from sightline.transport.tls import check_tls
 from sightline.view.dashboard.run_collection import RunCollection
 from sightline.view.dashboard.server import NOT_BUILT_MESSAGE, build_app, is_built
 
 
-def serve_dashboard(paths: Sequence[Path], host: str, port: int, token: str = "") -> None:
-    """`token` says where the token is that whoever asks must know."""
+def serve_dashboard(
+    paths: Sequence[Path], host: str, port: int, token: str = "", cert: str = "", key: str = ""
+) -> None:
+    """`token` says where the token is that whoever asks must know; `cert` and `key` are files."""
     check_address(host, token, "--token")
+    tls = check_tls(cert, key, host)
     guard = RequestGuard(host, resolve_secret(token, "--token"))
     runs = RunCollection(paths)
     listening = bind_socket(host, port)
     listening.listen(128)
-    print(describe_link(host, listening.getsockname()[1], "/"), flush=True)
+    print(describe_link(host, listening.getsockname()[1], "/", has_tls=bool(tls)), flush=True)
     if token:
         print(f"add ?token= and the token of {token} to the address, once", flush=True)
     if not is_built():
@@ -30,5 +34,6 @@ def serve_dashboard(paths: Sequence[Path], host: str, port: int, token: str = ""
         build_app(runs, guard),
         # A browser keeps its stream of events open; it is not waited for.
         timeout_graceful_shutdown=1,
+        **tls,
     )
     uvicorn.Server(config).run(sockets=[listening])

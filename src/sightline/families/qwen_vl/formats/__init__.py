@@ -7,7 +7,10 @@ A folder without a template speaks the first format of its model type.
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
+
+import msgspec
 
 from sightline.errors import FamilyError
 from sightline.families.checkpoint_files import read_json
@@ -16,19 +19,27 @@ from sightline.families.qwen_vl.formats.calls import JsonCallFormat, TaggedCallF
 from sightline.families.qwen_vl.formats.reasoning import ReasoningFormat
 from sightline.families.qwen_vl.formats.template_check import find_template_difference
 from sightline.families.qwen_vl.render import QwenRenderer
-from sightline.families.renderer import RenderContext, read_vocab_size
+from sightline.families.renderer import ParsedCompletion, RenderContext, read_vocab_size
 from sightline.message import ImageResolver, Message, Part, TextPart, join_texts
 from sightline.render import ChatTemplate, Tokenizer
+from sightline.render.protocol import Tools
 
 
 class Qwen25VL(QwenRenderer):
     format_name = "Qwen2.5-VL"
     default_system = "You are a helpful assistant."
     takes_tools = False
+    image_roles = ("system", "user")
 
 
 class Qwen3VL(JsonCallFormat):
     format_name = "Qwen3-VL"
+
+    def drop_unwritten(self, message: Message) -> Message:
+        """A newline stands before a call if there is a content, even one that is empty."""
+        less = super().drop_unwritten(message)
+        has_calls = message.role == "assistant" and message.tool_calls
+        return msgspec.structs.replace(less, content=message.content) if has_calls else less
 
 
 class Qwen3(ReasoningFormat, JsonCallFormat):
@@ -68,12 +79,26 @@ class Qwen35(ReasoningFormat, TaggedCallFormat):
         return (i > 0 or context.is_new) and super().opens_tool_turn(context, i)
 
 
+class Qwen35NonThinking(Qwen35):
+    """The smallest sizes: the header of a turn closes an empty block, and the model answers."""
+
+    format_name = "Qwen3.5 non-thinking"
+    opens_reasoning = False
+    closes_reasoning = True
+
+    def parse_turn(self, ids: list[int], tools: Tools) -> ParsedCompletion:
+        parsed = super().parse_turn(ids, tools)
+        return replace(parsed, content=self.strip_content(parsed.content))
+
+
 FORMATS: dict[str, tuple[type[QwenRenderer], ...]] = {
     "qwen2_5_vl": (Qwen25VL,),
     "qwen3_vl": (Qwen3VL, Qwen3VLThinking),
     "qwen3_vl_moe": (Qwen3VL, Qwen3VLThinking),
-    "qwen3_5": (Qwen35,),
+    "qwen3_5": (Qwen35, Qwen35NonThinking),
+    "qwen3_5_moe": (Qwen35,),
     "qwen3": (Qwen3,),
+    "qwen3_moe": (Qwen3,),
 }
 """By model type; the first is that of a folder without a template."""
 

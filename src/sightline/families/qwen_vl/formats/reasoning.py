@@ -9,6 +9,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import ClassVar
 
+import msgspec
+
 from sightline.families.protocol import Family
 from sightline.families.qwen_vl.render import QwenRenderer
 from sightline.families.renderer import RenderContext
@@ -25,6 +27,8 @@ class ReasoningFormat(QwenRenderer):
     takes_reasoning = True
     opens_reasoning: ClassVar[bool] = False
     """Whether the header of a turn already opens the block."""
+    closes_reasoning: ClassVar[bool] = False
+    """Whether the header of a turn has the whole block, empty."""
     keeps_empty_reasoning: ClassVar[bool] = False
     """Whether a turn since the last question shows its block even when it is empty."""
     stripped: ClassVar[str | None] = "\n"
@@ -43,7 +47,16 @@ class ReasoningFormat(QwenRenderer):
         header = super().make_header()
         if self.opens_reasoning:
             header += [self._think, *self._tokenizer.encode("\n")]
+        elif self.closes_reasoning:
+            blank = self._tokenizer.encode("\n\n")
+            header += [self._think, *blank, self._think_end, *blank]
         return header
+
+    def drop_unwritten(self, message: Message) -> Message:
+        """Empty reasoning keeps the template from looking for reasoning in the content."""
+        less = super().drop_unwritten(message)
+        is_told = message.reasoning == "" and END_THINK in message.text
+        return msgspec.structs.replace(less, reasoning="") if is_told else less
 
     def split_message(self, message: Message) -> tuple[str, str]:
         """Reasoning and content. Where no reasoning is given, the template reads the content."""
@@ -67,9 +80,13 @@ class ReasoningFormat(QwenRenderer):
             emitter.text("\n")
             if self.opens_reasoning:
                 emitter.begin_trained()
-            emitter.text(reasoning.strip(self.stripped) + "\n")
+            thought = reasoning.strip(self.stripped)
+            emitter.text(thought + "\n")
             emitter.special(self._think_end)
-            emitter.text("\n\n" + content.lstrip("\n"))
+            emitter.text("\n\n")
+            if self.closes_reasoning and not thought:
+                emitter.begin_trained()
+            emitter.text(content.lstrip("\n"))
         else:
             emitter.begin_trained()
             emitter.text(content)
@@ -84,11 +101,13 @@ class ReasoningFormat(QwenRenderer):
         if any(map(self.is_question, new)):
             # Blocks in the prompt are of turns since the last question: older ones are dropped.
             return has_block or self._think in prompt_ids
+        if self.closes_reasoning:  # which the template then writes in place of the empty block
+            return has_block
         return has_block and not self.keeps_empty_reasoning and not self.split_reasoning(ids)[0]
 
     def is_reasoning_open(self, ids: list[int]) -> bool:
         opened = self.opens_reasoning or self._think in ids
-        return opened and self._think_end not in ids
+        return opened and self._think_end not in ids and self._call_start not in ids
 
     def close_reasoning(self, emitter: Emitter, ids: list[int]) -> None:
         if not self._tokenizer.decode(ids[-1:]).endswith("\n"):
@@ -106,9 +125,11 @@ class ReasoningFormat(QwenRenderer):
             start = ids.index(self._think) + 1
             if self._tokenizer.decode(ids[: start - 1]).strip():
                 return None, ids
-        end = ids.index(self._think_end, start) if self._think_end in ids[start:] else len(ids)
+        # A call ends reasoning that is never closed; before the end of a block it is a draft.
+        ends = [mark for mark in (self._think_end, self._call_start) if mark in ids[start:]]
+        end = ids.index(ends[0], start) if ends else len(ids)
         reasoning = self._tokenizer.decode(ids[start:end]).strip(self.stripped)
-        return reasoning or None, ids[end + 1 :]
+        return reasoning or None, ids[end + (ends[:1] == [self._think_end]) :]
 
     def strip_content(self, content: str) -> str:
         return content.lstrip("\n")

@@ -42,6 +42,9 @@ def build_probes(renderer: QwenRenderer, family: Family) -> Iterator[Probe]:
     yield "a system message", [system(" be brief\n"), ask, answer, user("")], {}
     yield "an answer", [ask, answer], {"generation_prompt": False}
     if family.shows_images:
+        if "system" in renderer.image_roles:
+            shows = Message(role="system", content=user("see ", _REF).content)
+            yield "an image in a system message", [shows, hi], {}
         yield "images", [user(" see ", _REF, _REF, "\nso? "), answer, user(_REF)], {}
     call = ToolCall(name="look", arguments=_ARGUMENTS)
     if renderer.takes_tools:

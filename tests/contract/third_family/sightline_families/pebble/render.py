@@ -75,7 +75,7 @@ class PebbleRenderer(BaseRenderer):
         emitter.image(item, self._dot, self._family.num_tokens(item))
         emitter.special(self._end_look)
 
-    def parse_turn(self, ids: list[int]) -> ParsedCompletion:
+    def parse_turn(self, ids: list[int], tools: Tools) -> ParsedCompletion:
         first = ids.index(self._call) if self._call in ids else len(ids)
         calls = self._parse_calls(ids[first:])
         malformed = () if calls or first == len(ids) else (self.decode(ids[first:]),)

@@ -1,0 +1,235 @@
+"""Where the seconds of a run's processes went, by what they wrote down themselves.
+
+All between two ends of an optimizer step, by the wall clock. The parts of a process add up to that
+time: what none of them covers is its part `other`.
+"""
+
+from __future__ import annotations
+
+from collections import Counter, defaultdict
+from collections.abc import Sequence
+from dataclasses import dataclass
+from statistics import median
+
+from sightline.errors import ProcessFailed
+from sightline.run.run_dir import RunDir
+from sightline.trace import Trace, read_traces
+from sightline.view.events import by_step, read_events
+from sightline.view.timeline import (
+    Interval,
+    Timeline,
+    build_timeline,
+    intersect_intervals,
+    merge_intervals,
+    total_s,
+)
+from sightline.wire.event import Event
+
+Seconds = dict[str, float]
+OTHER = "other"
+SERVER_PARTS = {
+    "prefill, and what decodes beside it": "busy_prefill_seconds",
+    "decode": "busy_decode_seconds",
+    "vision tower": "busy_vision_seconds",
+    "adopting weights": "busy_adopt_seconds",
+}
+
+
+@dataclass(frozen=True)
+class TrainingRecord:
+    """The events of a run that trained all of its steps."""
+
+    events: list[Event]
+    began: float
+    """When the first rollouts were asked for, in seconds since 1970."""
+    trained: list[Event]
+    stepped: list[Event]
+    """Of every step: that it was trained, and before that, that its batch was complete."""
+
+
+@dataclass(frozen=True)
+class LoopAccount:
+    began: float
+    ended: float
+    """When the first rollouts were asked for and the last step ended, in seconds since 1970."""
+    wall_s: float
+    """From the end of the last step of the warm-up to the end of the last step."""
+    step_s: list[float]
+    """From the end of a step to the end of the next, of every step, the warm-up first."""
+    tokens_sampled: float
+    tokens_computed: float
+    """Tokens that the trainer computed, context included."""
+    tokens_trained: float
+    seconds: dict[str, Seconds]
+    """By process, by what it did or for whom it waited."""
+    engine: dict[str, float]
+    """What the engine counted, by the names of its metrics."""
+    in_use_s: float | None
+    """From an optimizer step to its version in use at the server, the median."""
+    adopt_s: float | None
+    """The server's part of it: reading the weights and taking them."""
+
+
+def read_training(path: RunDir, steps: int) -> TrainingRecord:
+    events = list(read_events(path.metrics))
+    trained, stepped = by_step(events, "train"), by_step(events, "step")
+    began = next(
+        (e.time for e in events if e.kind == "state" and e.values.get("phase") == "training"), None
+    )
+    if began is None or len(trained) != steps or len(stepped) != steps:
+        raise ProcessFailed(
+            f"{path.path} has {len(trained)} of {steps} steps", "look at its logs; --dir keeps them"
+        )
+    return TrainingRecord(events, began, list(trained.values()), list(stepped.values()))
+
+
+def account_loop(run_dir: RunDir, steps: int, warmup: int, max_lag: int) -> LoopAccount:
+    """The account of a run that has ended, without its first `warmup` steps, at least one."""
+    record = read_training(run_dir, steps)
+    traces = [t for step in range(1, steps + 1) for t in read_traces(run_dir.traces_of(step))]
+    ends = [record.began, *(event.time for event in record.trained)]
+    window = ends[warmup], ends[-1]
+    timeline = build_timeline(record.events)
+    counted = count_in_window(record.events, timeline.server, window)
+    seconds = {
+        "trainer": account_trainer(record.trained[warmup:]),
+        "server": account_server(counted, timeline, traces, window),
+        "orchestrator": account_orchestrator(record, max_lag, window),
+        **account_workers(traces, window),
+        "device": account_device(timeline, window),
+    }
+    wall_s = total_s([window])
+    adopted = {e.step: e for e in record.events if e.kind == "adopted" and e.step > warmup}
+    in_use = [
+        adopted[e.step].time - e.values["busy"][1] for e in record.trained if e.step in adopted
+    ]
+    return LoopAccount(
+        began=ends[0],
+        ended=ends[-1],
+        wall_s=wall_s,
+        step_s=[end - begin for begin, end in zip(ends, ends[1:], strict=False)],
+        tokens_sampled=sum(e.values["tokens_sampled"] for e in record.stepped[warmup:]),
+        tokens_computed=sum(e.values["tokens"] for e in record.trained[warmup:]),
+        tokens_trained=sum(e.values["trained_tokens"] for e in record.trained[warmup:]),
+        seconds={
+            name: {**parts, OTHER: wall_s - sum(parts.values())} for name, parts in seconds.items()
+        },
+        engine=counted,
+        in_use_s=median(in_use) if in_use else None,
+        adopt_s=median(e.values["seconds"] for e in adopted.values()) if adopted else None,
+    )
+
+
+def count_in_window(events: Sequence[Event], busy: list[Interval], window: Interval) -> Seconds:
+    """What the engine counted in the window; of the time between two looks at it that lies there
+    in part, as much as the busy time says."""
+    found: Counter[str] = Counter()
+    before: dict[str, float] = {}
+    since = 0.0
+    for event in events:
+        if event.kind == "busy" and (totals := event.values.get("totals")):
+            span = intersect_intervals(busy, [(since, event.time)])
+            inside = total_s(intersect_intervals(span, [window]))
+            share = inside / total_s(span) if span else 0.0
+            for name, value in totals.items():
+                found[name] += share * (value - before.get(name, 0.0))
+            before, since = totals, event.time
+    return dict(found)
+
+
+def account_trainer(trained: Sequence[Event]) -> Seconds:
+    found: Counter[str] = Counter()
+    for event in trained:
+        seconds = event.values["seconds"]
+        pixels = min(seconds["wait"], seconds["materialize"])
+        found["waiting for a batch"] += seconds["wait"] - pixels
+        found["waiting for pixels"] += pixels
+        for name in ("forward", "backward", "optimizer"):
+            found[f"training: {name}"] += seconds[name]
+        found["publishing"] += seconds["publish"]
+    return dict(found)
+
+
+def account_server(
+    counted: Seconds, timeline: Timeline, traces: Sequence[Trace], window: Interval
+) -> Seconds:
+    idle = find_gaps(timeline.server, window)
+    in_flight = merge_intervals((trace.started, trace.ended) for trace in traces)
+    playing = total_s(intersect_intervals(idle, in_flight))
+    return {
+        **{part: counted.get(name, 0.0) for part, name in SERVER_PARTS.items()},
+        "waiting for workers": playing,
+        "waiting for the orchestrator to start rollouts": total_s(idle) - playing,
+    }
+
+
+def account_orchestrator(record: TrainingRecord, max_lag: int, window: Interval) -> Seconds:
+    adopted = {e.step: e.time for e in record.events if e.kind == "adopted"}
+    found = {"waiting for rollouts": 0.0, "waiting for a version": 0.0}
+    since = record.began
+    for event in record.stepped:
+        # Versions are adopted in their order; of several at once the newest.
+        wanted = event.step - 1 - max_lag
+        came = min((at for version, at in adopted.items() if version >= wanted > 0), default=since)
+        came = min(max(came, since), event.time)
+        found["waiting for a version"] += _overlap((since, came), window)
+        if event.time > came:
+            share = _overlap((came, event.time), window) / (event.time - came)
+            found["waiting for rollouts"] += share * event.values["rollout_wait_s"]
+        since = event.time
+    found["waiting for a version"] += _overlap((since, window[1]), window)
+    return found
+
+
+def account_workers(traces: Sequence[Trace], window: Interval) -> dict[str, Seconds]:
+    """Of every worker, from what `TimedScreenshots` says; CPU time that it used in the window is
+    that between the ends of its first rollout there and its last."""
+    played: defaultdict[float, list[Trace]] = defaultdict(list)
+    for trace in sorted(traces, key=lambda trace: trace.ended):
+        if "pid" in trace.rewards:  # not of one that broke
+            played[trace.rewards["pid"]].append(trace)
+    found = {}
+    for number, mine in enumerate(played.values()):
+        in_flight = merge_intervals((trace.started, trace.ended) for trace in mine)
+        playing = total_s(intersect_intervals(in_flight, [window]))
+        environment = sum(
+            trace.rewards["environment_s"]
+            * _overlap((trace.started, trace.ended), window)
+            / max(trace.ended - trace.started, 1e-9)
+            for trace in mine
+        )
+        clocks = [trace.rewards["cpu_s"] for trace in mine if trace.ended <= window[1]]
+        before = [trace.rewards["cpu_s"] for trace in mine if trace.ended <= window[0]]
+        cpu_s = clocks[-1] - (before or clocks)[-1 if before else 0] if clocks else 0.0
+        found[f"worker-{number}"] = {
+            "environment": environment,
+            "rendering, requests, images to the store": cpu_s - environment,
+            "waiting for the server, or for a core": playing - cpu_s,
+            "waiting for the orchestrator": total_s([window]) - playing,
+        }
+    return found
+
+
+def account_device(timeline: Timeline, window: Interval) -> Seconds:
+    server, trainer, both = (
+        total_s(intersect_intervals(side, [window]))
+        for side in (timeline.server, timeline.trainer, timeline.both)
+    )
+    return {
+        "server alone": server - both,
+        "trainer alone": trainer - both,
+        "both at once": both,
+        "idle": total_s([window]) - server - trainer + both,
+    }
+
+
+def find_gaps(intervals: Sequence[Interval], window: Interval) -> list[Interval]:
+    """What of the window none of the disjoint intervals, in order, covers."""
+    inside = intersect_intervals(intervals, [window])
+    ends = [window[0], *(end for _, end in inside)]
+    starts = [*(start for start, _ in inside), window[1]]
+    return [(end, start) for end, start in zip(ends, starts, strict=True) if start > end]
+
+
+def _overlap(first: Interval, second: Interval) -> float:
+    return max(0.0, min(first[1], second[1]) - max(first[0], second[0]))

@@ -1,0 +1,186 @@
+"""`sightline bench loop`: the whole system on one device, and where each second of it went."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import random
+import statistics
+import time
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import msgspec
+from rich.console import Console
+from rich.table import Table
+
+from sightline import config as config_module
+from sightline.bench.harness.decode_speed import measure_copy_bandwidth
+from sightline.bench.harness.loop_account import OTHER, LoopAccount, account_loop
+from sightline.bench.harness.screenshots import TIMED_SCREENSHOTS, Screenshots
+from sightline.bench.harness.speed import measure_peak
+from sightline.bench.harness.workspace import (
+    check_at_least,
+    open_renderer,
+    run_sightline,
+    work_folder,
+    write_tiny,
+)
+from sightline.compute.model import pick_device
+from sightline.config import RunFile
+from sightline.config.load import apply_overrides
+from sightline.errors import ConfigError
+from sightline.message import user
+from sightline.run import RunDir
+
+TURN_SLACK = 16
+"""Tokens by which a later turn may be longer than the first: its number, and what closes turns."""
+SHAPE = ("rollouts", "group_size", "turns", "width", "height", "max_tokens")
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.description = (
+        "Plays `sightline rl` on one device, with rollouts that show a drawn page every turn. "
+        "Prints tokens a second, every step's seconds, and for each process what it did or for "
+        "whom it waited; steps of the warm-up are left out of that. The device's copy bandwidth "
+        "and matrix peak are measured afterwards."
+    )
+    parser.add_argument("--model", type=Path, help="checkpoint; default: a new random one")
+    parser.add_argument("--size", default="tiny", help="of the new one: tiny or 2b")
+    parser.add_argument("--steps", type=int, default=10, help="default: %(default)s")
+    parser.add_argument(
+        "--warmup", type=int, default=1, help="steps left out; default: %(default)s"
+    )
+    parser.add_argument("--rollouts", type=int, default=64, help="a step; default: %(default)s")
+    parser.add_argument("--group-size", type=int, default=8, help="default: %(default)s")
+    parser.add_argument("--turns", type=int, default=4, help="default: %(default)s")
+    parser.add_argument("--width", type=int, default=640, help="default: %(default)s")
+    parser.add_argument("--height", type=int, default=480, help="default: %(default)s")
+    parser.add_argument(
+        "--max-tokens", type=int, default=64, help="a turn, at most; default: %(default)s"
+    )
+    parser.add_argument("--device", default="auto", help="cpu, cuda or auto")
+    parser.add_argument("--dtype", default="float32", choices=("float32", "bfloat16"))
+    parser.add_argument("--dir", type=Path, help="keep the run in this folder")
+    parser.add_argument(
+        "-o", "--output", type=Path, metavar="FILE", help="write what was measured as JSON"
+    )
+    parser.add_argument(
+        "overrides", nargs="*", metavar="section.key=value", help="settings of the run"
+    )
+
+
+def run(args: argparse.Namespace) -> int:
+    check_at_least(args, 1, "warmup", "turns", "width", "height", "max_tokens")
+    if args.warmup >= args.steps or args.rollouts < 1 or args.rollouts % args.group_size:
+        raise ConfigError(
+            f"--steps {args.steps} --warmup {args.warmup} --rollouts {args.rollouts} "
+            f"--group-size {args.group_size}",
+            "take more steps than the warm-up has, and whole groups",
+        )
+    with work_folder(args.dir) as folder:
+        began = time.time()
+        model = args.model or write_tiny(folder / "model", args.size)
+        print(f"model: {time.time() - began:.1f} s; playing {args.steps} steps", flush=True)
+        found = measure_loop(args, folder, model)
+    show(found)
+    if args.output is not None:
+        args.output.write_text(json.dumps(found, indent=1) + "\n")
+    return 0
+
+
+def measure_loop(args: argparse.Namespace, folder: Path, model: Path) -> dict[str, Any]:
+    """Plays the loop in `folder`: what was asked for, its account, and the limits of the device."""
+    file = run_file(args, folder, model)
+    if len(file.server_names) != 1 or file.trainer.ranks != 1:
+        raise ConfigError(
+            f"{len(file.server_names)} servers and {file.trainer.ranks} ranks",
+            "take one of each: their seconds are those of one device",
+        )
+    began = time.time()
+    run_sightline("rl", folder / "loop.toml", config_module.dump_toml(file), "--plain")
+    ended, run_dir, device = time.time(), RunDir(folder / "loop-001"), pick_device(args.device)
+    account = account_loop(run_dir, args.steps, args.warmup, file.orchestrator.max_lag)
+    images = [path.stat().st_size for path in run_dir.media.rglob("*") if path.is_file()]
+    return {
+        "model": str(args.model or args.size),
+        "device": device,
+        "dtype": file.model.dtype,
+        "shape": {name: getattr(args, name) for name in SHAPE},
+        "max_lag": file.orchestrator.max_lag,
+        "warmup": args.warmup,
+        **asdict(account),
+        "start_s": account.began - began,
+        "end_s": ended - account.ended,
+        "model_bytes": sum(path.stat().st_size for path in model.glob("*.safetensors")),
+        "image_bytes": round(statistics.mean(images)),
+        "copy_bytes_per_s": measure_copy_bandwidth(device),
+        "matmul_flop_per_s": measure_peak(device, file.model.dtype),
+    }
+
+
+def run_file(args: argparse.Namespace, folder: Path, model: Path) -> RunFile:
+    store, renderer = open_renderer(model, folder / "media")
+    page = store.put(Screenshots(1, args.width, args.height).draw(random.Random(0)))
+    turn = len(renderer.render([user("page 0", page)]).token_ids) + args.max_tokens + TURN_SLACK
+    shape = {"turns": args.turns, "width": args.width, "height": args.height}
+    values: dict[str, Any] = {
+        "run": {"name": "loop", "dir": str(folder), "steps": args.steps},
+        "model": {"path": str(model.resolve()), "dtype": args.dtype},
+        "env": {"name": TIMED_SCREENSHOTS, "args": shape},
+        "rollout": {"max_tokens": args.max_tokens},
+        "orchestrator": {
+            "group_size": args.group_size, "groups_per_step": args.rollouts // args.group_size,
+            "diagnostics_every": 0,
+        },
+        "inference": {"device": args.device, "max_model_len": args.turns * turn},
+        "trainer": {"device": args.device, "lr": 1e-6, "checkpoint_every": 1_000_000},
+        "eval": {"tasks": 0},
+    }  # fmt: skip
+    apply_overrides(values, args.overrides)
+    return config_module.validate_config(RunFile, values, "bench loop")
+
+
+def show(found: dict[str, Any]) -> None:
+    account = msgspec.convert(found, LoopAccount)
+    wall_s, engine, console = account.wall_s, account.engine, Console()
+    console.width = max(console.width, 100)
+    counted = account.step_s[found["warmup"] :]
+    title = f"{len(counted)} steps, {wall_s:.2f} s"
+    table = Table("process", "what it did", "seconds", "share", title=title)
+    for process, parts in account.seconds.items():
+        for name, seconds in parts.items():
+            if name != OTHER or abs(seconds) >= 0.0005 * wall_s:
+                table.add_row(process, name, f"{seconds:.2f}", f"{seconds / wall_s:.1%}")
+            process = ""
+        table.add_section()
+    console.print(table)
+    per_s = {
+        name: getattr(account, f"tokens_{name}") / wall_s
+        for name in ("sampled", "computed", "trained")
+    }
+    lines = [
+        f"tokens/s: {per_s['sampled']:,.0f} sampled, {per_s['trained']:,.0f} of them trained, "
+        f"{per_s['computed']:,.0f} computed by the trainer, context included",
+        "seconds a step, the warm-up first: " + " ".join(f"{s:.2f}" for s in account.step_s),
+        f"without the warm-up: median {statistics.median(counted):.2f}, {min(counted):.2f} to "
+        f"{max(counted):.2f}; before the first step {found['start_s']:.1f} s, after the last "
+        f"{found['end_s']:.1f} s",
+    ]
+    if steps := engine.get("decode_steps"):
+        lines.append(
+            f"a decoding step: {engine['decode_seconds'] / steps * 1e3:.2f} ms, "
+            f"{engine['decode_tokens'] / steps:.1f} rows, {engine['decode_keys'] / steps:,.0f} keys"
+        )
+    if account.in_use_s is not None:
+        lines.append(
+            f"from an optimizer step to its version in use: {account.in_use_s:.3f} s, of which the "
+            f"server takes {account.adopt_s:.3f} s"
+        )
+    lines.append(
+        f"{found['device']}: copies {found['copy_bytes_per_s'] / 1e9:,.1f} GB/s, read and written; "
+        f"multiplies {found['matmul_flop_per_s'] / 1e12:,.2f} TFLOP/s in {found['dtype']}"
+    )
+    for line in lines:
+        console.print(line, highlight=False, soft_wrap=True)

@@ -1,0 +1,229 @@
+"""Attention that gives a query the same bits in any company, for `[model] exact = true`.
+
+Queries go in tiles of a fixed size over keys in pages, whether a sequence is trained whole, comes
+in chunks or decodes a token: what a query sums up, and in which order, hangs on its own keys alone.
+On CUDA the tiles go through the kernel that decodes.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from jaxtyping import Float, Int
+from torch import Tensor
+
+from sightline.compute.attention import AttentionPattern, build_attention_pattern
+from sightline.compute.attention_shapes import Attended, Keys, Queries, TokenQueries, Values
+from sightline.families.device_copy import copy_to_device
+
+PAGE = 64
+TILE_ROWS = 16
+"""Queries of a tile, times the heads that share their keys."""
+TILES_AT_ONCE = 512
+"""What so many hold on the way is let go before the next."""
+
+KeyPages = Float[Tensor, "pages page kv_heads width"]
+ValuePages = Float[Tensor, "pages page kv_heads value_width"]
+
+
+@contextlib.contextmanager
+def without_onednn() -> Iterator[None]:
+    """oneDNN is picked by the number of rows, and of products."""
+    backend: Any = torch.backends.mkldnn  # torch's stubs take the switch for constant
+    before, backend.enabled = backend.enabled, False
+    try:
+        yield
+    finally:
+        backend.enabled = before
+
+
+def count_queries(heads: int, kv_heads: int) -> int:
+    """Queries of a tile."""
+    return max(1, TILE_ROWS // (heads // kv_heads))
+
+
+@dataclass(frozen=True, slots=True)
+class Tiles:
+    """Queries of a run, cut into tiles: of one sequence each, the last ones filled up."""
+
+    queries: Int[Tensor, "tiles queries"]
+    """Places in the run."""
+    places: Int[Tensor, " tokens"]
+    """Where each token of the run is among the queries of all tiles."""
+    block_tables: Int[Tensor, "tiles row_pages"]
+    first_seen: Int[Tensor, " tiles"]
+    """Keys that the first query sees; each of the others sees one more, up to `seq_lens`."""
+    seq_lens: Int[Tensor, " tiles"]
+
+
+def build_tiles(
+    block_tables: Int[np.ndarray, "rows row_pages"],
+    starts: Int[np.ndarray, " rows"],
+    counts: Int[np.ndarray, " rows"],
+    num_queries: int,
+    device: torch.device,
+) -> Tiles:
+    """Tiles of a run in which row i computes `counts[i]` tokens behind its first `starts[i]`."""
+    offsets, num_tiles = np.cumsum(counts) - counts, -(-counts // num_queries)
+    row = np.repeat(np.arange(len(counts)), num_tiles)
+    nth = np.arange(len(row)) - np.repeat(np.cumsum(num_tiles) - num_tiles, num_tiles)
+    inside = (nth * num_queries)[:, None] + np.arange(num_queries)
+    last = (counts[row] - 1)[:, None]
+    queries = offsets[row][:, None] + np.minimum(inside, last)
+    places = np.empty(counts.sum(), dtype=np.int64)
+    places[queries[inside <= last]] = np.flatnonzero(inside <= last)
+    first_seen = starts[row] + nth * num_queries + 1
+    seq_lens = np.minimum(first_seen + num_queries - 1, (starts + counts)[row])
+    arrays = (queries, places, block_tables[row], first_seen, seq_lens)
+    return Tiles(
+        *(copy_to_device(x, device) for x in arrays[:2]),
+        *(copy_to_device(x.astype(np.int32), device) for x in arrays[2:]),
+    )
+
+
+def attend_run(
+    q: TokenQueries, keys: KeyPages, values: ValuePages, tiles: Tiles, scaling: float
+) -> Float[Tensor, "tokens heads value_width"]:
+    """What the tokens of a run attend to."""
+    found = []
+    for at in range(0, len(tiles.queries), TILES_AT_ONCE):
+        part = slice(at, at + TILES_AT_ONCE)
+        seen = (tiles.block_tables[part], tiles.seq_lens[part], tiles.first_seen[part])
+        found.append(attend_tiles(q[tiles.queries[part]], keys, values, *seen, scaling))
+    return torch.cat(found).flatten(0, 1)[tiles.places]
+
+
+def attend_tiles(
+    q: Float[Tensor, "tiles queries heads width"],
+    keys: KeyPages,
+    values: ValuePages,
+    block_tables: Int[Tensor, "tiles row_pages"],
+    seq_lens: Int[Tensor, " tiles"],
+    first_seen: Int[Tensor, " tiles"],
+    scaling: float,
+) -> Float[Tensor, "tiles queries heads value_width"]:
+    """What the queries of each tile attend to.
+
+    On a CPU every product is of one tile and one page, and pages that a query does not see add
+    zeros to what it has.
+    """
+    if q.is_cuda:
+        from sightline.compute.triton_kernels import attend_paged
+
+        return attend_paged(q, keys, values, block_tables, seq_lens, scaling, first_seen)
+    with without_onednn():
+        return _attend_on_cpu(q, keys, values, block_tables, seq_lens, first_seen, scaling)
+
+
+def _attend_on_cpu(
+    q: Tensor,
+    keys: Tensor,
+    values: Tensor,
+    block_tables: Tensor,
+    seq_lens: Tensor,
+    first_seen: Tensor,
+    scaling: float,
+) -> Tensor:
+    (num_tiles, num_queries, heads, _), kv_heads = q.shape, keys.shape[2]
+    pages = block_tables[:, : -(-int(seq_lens.max().clamp(min=1)) // PAGE)].long()
+    index = torch.arange(pages.shape[1] * PAGE)
+    is_written = (index < seq_lens[:, None]).view(num_tiles, -1, PAGE, 1, 1)
+    k = keys[pages].permute(0, 3, 1, 4, 2).contiguous()
+    # What was never written may be no number, and 0 times it is none.
+    v = values[pages].masked_fill(~is_written, 0).permute(0, 3, 1, 2, 4).contiguous()
+    asked = q.unflatten(2, (kv_heads, -1)).permute(0, 2, 1, 3, 4).flatten(2, 3).contiguous()
+    asked = asked.unsqueeze(2).expand(-1, -1, pages.shape[1], -1, -1).contiguous()
+    scores = (asked @ k).transpose(2, 3).flatten(3) * scaling
+    limit = torch.minimum(first_seen[:, None] + torch.arange(num_queries), seq_lens[:, None])
+    limit = limit.clamp(min=1).repeat_interleave(heads // kv_heads, dim=1)
+    scores = scores.masked_fill(index >= limit[:, None, :, None], float("-inf"))
+    weights = scores.softmax(-1).unflatten(3, (-1, PAGE)).transpose(2, 3).contiguous()
+    parts = weights @ v
+    out = torch.zeros_like(parts[:, :, 0])
+    for page in range(pages.shape[1]):
+        out = out + parts[:, :, page]
+    return out.unflatten(2, (num_queries, -1)).transpose(1, 2).flatten(2, 3)
+
+
+class ExactPattern:
+    """Sequences side by side in one row, as `AttentionPattern`: each as an engine computes it."""
+
+    state = None
+
+    def __init__(self, lengths: list[int], device: torch.device, dtype: torch.dtype) -> None:
+        self._lengths, self._device, self._dtype = np.array(lengths), device, dtype
+        ends = np.cumsum(lengths)
+        pages = -(-self._lengths // PAGE)
+        self._num_pages = int(pages.sum())
+        first = np.cumsum(pages) - pages
+        # Behind its own a sequence names pages of others, which it does not see.
+        self._block_tables = np.minimum(
+            first[:, None] + np.arange(pages.max()), self._num_pages - 1
+        )
+        inside = np.arange(ends[-1]) - np.repeat(ends - lengths, lengths)
+        self._places = copy_to_device(np.repeat(first * PAGE, lengths) + inside, device)
+        self._tiles: dict[int, Tiles] = {}
+        self._plain: AttentionPattern | None = None
+
+    def attend(self, layer: int, q: Queries, k: Keys, v: Values, scaling: float) -> Attended:
+        def exact(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+            return self._attend(q, k, v, scaling)
+
+        def plain(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+            if self._plain is None:
+                ends = np.repeat(np.cumsum(self._lengths), self._lengths)
+                self._plain = build_attention_pattern(ends, self._device, self._dtype)
+            return self._plain.attend(layer, q, k, v, scaling)
+
+        return call_exact(exact, plain, q, k, v)
+
+    def _attend(self, q: Queries, k: Keys, v: Values, scaling: float) -> Attended:
+        queries = count_queries(q.shape[1], k.shape[1])
+        if queries not in self._tiles:
+            self._tiles[queries] = build_tiles(
+                self._block_tables, 0 * self._lengths, self._lengths, queries, self._device
+            )
+        run_q, run_k, run_v = (x[0].transpose(0, 1) for x in (q, k, v))
+        keys, values = (x.new_empty(self._num_pages, PAGE, *x.shape[1:]) for x in (run_k, run_v))
+        keys.flatten(0, 1).index_copy_(0, self._places, run_k)
+        values.flatten(0, 1).index_copy_(0, self._places, run_v)
+        found = attend_run(run_q, keys, values, self._tiles[queries], scaling)
+        return found.transpose(0, 1).unsqueeze(0)
+
+
+def call_exact(
+    exact: Callable[..., Tensor], plain: Callable[..., Tensor], *inputs: Tensor
+) -> Tensor:
+    """What `exact` says; gradients are those of `plain`, which says the same but for rounding."""
+    if not torch.is_grad_enabled():
+        return exact(*inputs)
+    found: Tensor = _PlainGradient.apply(exact, plain, *inputs)
+    return found
+
+
+class _PlainGradient(torch.autograd.Function):
+    """Computes `plain` in the backward pass, and its gradients."""
+
+    @staticmethod
+    def forward(ctx: Any, exact: Any, plain: Any, *inputs: Tensor) -> Tensor:
+        ctx.plain = plain
+        ctx.save_for_backward(*inputs)
+        found: Tensor = exact(*inputs)
+        return found
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Any) -> Any:
+        needs = ctx.needs_input_grad[2:]
+        with torch.enable_grad():
+            inputs = [
+                x.detach().requires_grad_(need)
+                for x, need in zip(ctx.saved_tensors, needs, strict=True)
+            ]
+            out = ctx.plain(*inputs)
+        found = iter(torch.autograd.grad(out, [x for x in inputs if x.requires_grad], grads[0]))
+        return None, None, *(next(found) if need else None for need in needs)

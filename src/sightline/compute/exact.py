@@ -1,0 +1,257 @@
+"""`[model] exact = true`: a token's result hangs on its own sequence alone, bit for bit.
+
+Sampler and trainer load their model here and compute with the same functions. What lies between
+matrices is row by row as it is. Products of matrices are not: libraries pick a kernel by the number
+of rows, so each gets a number of rows that gives a row the same bits, which is tried at the start.
+On a CPU they all have `ROWS` rows, one thread computes, and a pass has a multiple of `ROWS` tokens:
+the last few values of a vector are computed by other instructions. An image goes through the vision
+tower alone, so that both sides compute the same shapes.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import math
+import sys
+from functools import partial
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from jaxtyping import Float, Int
+from torch import Tensor, nn
+
+from sightline.compute import attention_cudnn
+from sightline.compute.attention import AttentionPattern
+from sightline.compute.attention_exact import ExactPattern, without_onednn
+from sightline.compute.attention_shapes import Attended, Keys, Queries, Values
+from sightline.compute.fused_layers import fuse_layers
+from sightline.errors import ConfigError
+from sightline.families import Family, Forward
+
+ROWS = 64
+"""Rows of a product on a CPU."""
+MIN_ROWS = (1, 256, 512, 1024)
+"""Fewest rows of a product on CUDA: the first of them for which rows have the same bits."""
+MAX_ROWS = 8192
+"""Most rows of a product on CUDA; more are computed in parts."""
+ALIGNED_OUTPUTS = 8
+"""Outputs of a product on CUDA are a multiple of it: 16 bytes in bfloat16."""
+TRIED_ROWS = (1, 2, 3, 7, 16, 64, 257, 1000, MAX_ROWS)
+TRIED_TOKENS = 130
+MAX_TRIED = 1 << 28
+"""Values that a trial may hold."""
+DTYPES = {"cuda": torch.bfloat16, "cpu": torch.float32}
+
+
+def make_exact(forward: Forward, family: Family, device: torch.device, dtype: torch.dtype) -> None:
+    """Makes a loaded model exact, in place, for arithmetic in `dtype` on `device`; parameters keep
+    their names. Raises ConfigError where it cannot be."""
+    _check_kind(forward, family, device, dtype)
+    if device.type == "cpu":
+        torch.set_num_threads(1)
+        forward.hidden = partial(_pad_tokens, forward.hidden)  # type: ignore[method-assign]
+    else:
+        attention_cudnn.MIN_SHAPE_REPEATS = sys.maxsize  # the tower attends as an engine's does
+        fuse_layers(forward.model, exact=True)
+    forward.encode = partial(_encode_each, forward.encode)  # type: ignore[method-assign]
+    vision = {id(parameter) for _, parameter in forward.vision_parameters()}
+    found: dict[tuple[int, ...], tuple[int, int]] = {}
+    for name, module in forward.model.named_modules():
+        if isinstance(module, nn.Linear) and id(module.weight) not in vision:
+            shape = (*module.weight.shape, module.bias is not None)
+            if shape not in found:
+                found[shape] = find_rows(name, module, device, dtype)
+            module.forward = partial(_forward_linear, module, *found[shape])  # type: ignore[method-assign]
+    parameter = next(forward.model.parameters())
+    if not parameter.is_meta and parameter.dtype == dtype:  # else a server tries it
+        _try_pass(forward, family, device, dtype)
+
+
+def _check_kind(forward: Forward, family: Family, device: torch.device, dtype: torch.dtype) -> None:
+    if DTYPES.get(device.type) != dtype:
+        raise ConfigError(
+            f"[model] exact = true with {dtype} on {device.type}",
+            'it is held in dtype = "bfloat16" on CUDA, and in "float32" on a CPU',
+        )
+    if family.found:
+        raise ConfigError(
+            f"[model] exact = true, and the family {family.name} knows its layers by trying alone",
+            "choose a checkpoint of another family, or remove exact",
+        )
+    if family.packing.carries_state:
+        raise ConfigError(
+            f"[model] exact = true, and {family.packing.reason}",
+            "choose a model that attends in every layer, or remove exact",
+        )
+    inside = {id(p) for m in forward.model.modules() if _has_own_product(m) for p in m.parameters()}
+    stacked = [n for n, p in forward.model.named_parameters() if p.ndim > 2 and id(p) not in inside]
+    if stacked:
+        raise ConfigError(
+            f"[model] exact = true, and {stacked[0]} holds several matrices: how many rows each "
+            "gets hangs on the other rows",
+            "choose a model without experts, or remove exact",
+        )
+
+
+def _has_own_product(module: nn.Module) -> bool:
+    return isinstance(module, nn.Conv2d | nn.Conv3d)
+
+
+# --- products of matrices
+
+
+class _ExactLinear(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, least: int, most: int
+    ) -> Tensor:
+        ctx.save_for_backward(x, weight)
+        ctx.has_bias = bias is not None
+        return multiply(x, weight, bias, least, most)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Any) -> Any:
+        x, weight = ctx.saved_tensors
+        grad = grads[0].flatten(0, -2)
+        needs = ctx.needs_input_grad
+        return (
+            grads[0] @ weight if needs[0] else None,
+            grad.T @ x.flatten(0, -2) if needs[1] else None,
+            grad.sum(0) if ctx.has_bias and needs[2] else None,
+            None,
+            None,
+        )
+
+
+def _forward_linear(module: nn.Linear, least: int, most: int, x: Tensor) -> Tensor:
+    if not torch.is_grad_enabled():
+        return multiply(x, module.weight, module.bias, least, most)
+    found: Tensor = _ExactLinear.apply(x, module.weight, module.bias, least, most)
+    return found
+
+
+def multiply(
+    x: Float[Tensor, "*rows inner"],
+    weight: Float[Tensor, "outer inner"],
+    bias: Float[Tensor, " outer"] | None,
+    least: int,
+    most: int,
+) -> Float[Tensor, "*rows outer"]:
+    """`F.linear` by products of `least` to `most` rows, filled up with zeros.
+
+    So are the outputs on CUDA, to a number that its kernels take in whole vectors: for others
+    cuBLAS has kernels whose sums hang on the number of rows.
+    """
+    rows, outer = x.reshape(-1, x.shape[-1]), len(weight)
+    if x.is_cuda and (missing := -outer % ALIGNED_OUTPUTS):
+        weight = F.pad(weight, (0, 0, 0, missing))
+        bias = None if bias is None else F.pad(bias, (0, missing))
+    with contextlib.nullcontext() if x.is_cuda else without_onednn():
+        parts = [
+            F.linear(part, weight, bias)
+            if len(part) >= least
+            else F.linear(F.pad(part, (0, 0, 0, least - len(part))), weight, bias)[: len(part)]
+            for part in rows.split(most)
+        ]
+    found = parts[0] if len(parts) == 1 else torch.cat(parts)
+    return found[:, :outer].reshape(*x.shape[:-1], outer)
+
+
+def find_rows(
+    name: str, module: nn.Linear, device: torch.device, dtype: torch.dtype
+) -> tuple[int, int]:
+    """Fewest and most rows of a product for which a row has the same bits in any number of rows."""
+    outer, inner = module.weight.shape
+    choices = [(ROWS, ROWS)] if device.type == "cpu" else [(least, MAX_ROWS) for least in MIN_ROWS]
+    tried = [n for n in TRIED_ROWS if n * max(outer, inner) <= MAX_TRIED and n <= 8 * choices[0][1]]
+    generator = torch.Generator(device).manual_seed(0)  # the process's own numbers stay as they are
+
+    def draw(*shape: int) -> Tensor:
+        return torch.rand(shape, device=device, dtype=dtype, generator=generator) - 0.5
+
+    x = draw(tried[-1], inner)
+    bias = None if module.bias is None else draw(outer)
+    weight = draw(outer, inner) if module.weight.is_meta else module.weight.detach().to(dtype)
+    varying = 0
+    with torch.no_grad():
+        for choice in choices:
+            whole = multiply(x, weight, bias, *choice)
+            bad = [n for n in tried if not _is_same(x, whole, n, weight, bias, *choice)]
+            if not bad:
+                return choice
+            varying = bad[0]
+    raise ConfigError(
+        f"[model] exact = true, and on this {device.type} a row of {name} ({outer} x {inner}) has "
+        f"other bits among {varying} rows than among {tried[-1]}",
+        "remove exact, or use another device or another version of torch",
+    )
+
+
+def _is_same(x: Tensor, whole: Tensor, num: int, *how: Any) -> bool:
+    """Whether `num` rows, the first and the last, are what they are in the whole."""
+    return torch.equal(multiply(x[:num], *how), whole[:num]) and torch.equal(
+        multiply(x[-num:], *how), whole[-num:]
+    )
+
+
+# --- passes
+
+
+class _PaddedPattern:
+    """A pattern for the first `length` tokens of a pass; the others attend to nothing."""
+
+    def __init__(self, pattern: AttentionPattern, length: int) -> None:
+        self._pattern, self._length, self.state = pattern, length, pattern.state
+
+    def attend(self, layer: int, q: Queries, k: Keys, v: Values, scaling: float) -> Attended:
+        missing = q.shape[2] - self._length
+        q, k, v = (x[:, :, : self._length] for x in (q, k, v))
+        return F.pad(self._pattern.attend(layer, q, k, v, scaling), (0, 0, 0, missing))
+
+
+def _pad_tokens(
+    hidden: Any,
+    token_ids: Int[Tensor, "rows=1 length"],
+    positions: Int[Tensor, "axes rows=1 length"],
+    features: Tensor | None,
+    feature_indices: Tensor | None,
+    attention: AttentionPattern,
+) -> Float[Tensor, "rows=1 length hidden"]:
+    length = token_ids.shape[1]
+    missing = -length % ROWS
+    padded = (F.pad(x, (0, missing)) for x in (token_ids, positions))
+    pattern = _PaddedPattern(attention, length)
+    found: Tensor = hidden(*padded, features, feature_indices, pattern)
+    return found[:, :length]
+
+
+def _encode_each(encode: Any, patches: Tensor, grids: list[Any]) -> Tensor:
+    parts = patches.split([math.prod(grid) for grid in grids])
+    found = [encode(part, [grid]) for part, grid in zip(parts, grids, strict=True)]
+    return found[0] if len(found) == 1 else torch.cat(found)
+
+
+@torch.no_grad()
+def _try_pass(forward: Forward, family: Family, device: torch.device, dtype: torch.dtype) -> None:
+    """Raises unless a sequence has the same hidden states alone and among others."""
+    before, after = 3, 77
+    ids = torch.arange(TRIED_TOKENS, device=device)
+    axes = torch.from_numpy(family.positions(TRIED_TOKENS, ())[0]).to(device).long()
+
+    def compute(at: list[slice]) -> Tensor:
+        lengths = [len(ids[part]) for part in at]
+        token_ids = torch.cat([ids[part] for part in at])[None]
+        positions = torch.cat([axes[:, part] for part in at], dim=1)[:, None]
+        pattern = ExactPattern(lengths, device, dtype)
+        return forward.hidden(token_ids, positions, None, None, pattern)[0]
+
+    alone = compute([slice(None)])
+    among = compute([slice(before), slice(None), slice(after)])[before : before + TRIED_TOKENS]
+    if not torch.equal(alone, among):
+        raise ConfigError(
+            f"[model] exact = true, and on this {device.type} {TRIED_TOKENS} tokens have other "
+            f"bits alone than between {before} and {after} others, by up to "
+            f"{float((alone - among).abs().max()):.2g}: what lies between the matrices varies",
+            "remove exact, or use another device or another version of torch",
+        )

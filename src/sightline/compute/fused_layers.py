@@ -1,0 +1,216 @@
+"""Layers of transformers' models with fewer kernels, for CUDA: without gradients, or exact.
+
+On a GPU a decoding step reads each weight once, which takes a millisecond or two; hundreds of
+kernels that each look at a few rows take longer. Matrices that are applied to the same input are
+joined, and what stands between them is computed by our own kernels, rounded as transformers rounds.
+A module is replaced only where the replacement says the same on a trial.
+
+Exact ones (`[model] exact`) give a row the same bits in any company, in a trainer too: there
+matrices stay apart, which are sharded each for itself, and gradients are those of plain formulas.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from sightline.compute.attention import AttentionPattern
+from sightline.compute.attention_exact import call_exact
+
+TRIAL_TOKENS = 5
+TOLERANCE = 1e-2
+"""Of the norm of what the original says: twice bfloat16's rounding."""
+
+
+def fuse_layers(model: nn.Module, exact: bool = False) -> int:
+    """Replaces the forward passes that can be, in place; parameters keep their names, and are
+    written in place. Returns how many there were."""
+    fused = 0
+    same: dict[type[nn.Module], bool] = {}
+    for module in model.modules():
+        kind = type(module)
+        if same.get(kind) is False or (build := _find_replacement(module)) is None:
+            continue
+        before, after = module.forward, build(module, exact)
+        if kind not in same:
+            # Without values there is nothing to try: a server of the same model does.
+            is_empty = next(module.parameters()).is_meta
+            same[kind] = is_empty or _matches(module, before, after)
+        if same[kind]:
+            module.forward = after
+            fused += 1
+    return fused
+
+
+def _find_replacement(module: Any) -> Callable[[Any, bool], Callable[..., Any]] | None:
+    if _is_plain(module, "q_proj", "k_proj", "v_proj", "o_proj"):
+        # Twice as many outputs are gates beside the queries; a window is another attention. The
+        # kernel takes a head as one block, whose width Triton wants to be a power of two.
+        width = getattr(module, "head_dim", None)
+        if (
+            module.q_proj.out_features == module.o_proj.in_features
+            and not getattr(module, "sliding_window", None)
+            and isinstance(width, int)
+            and width.bit_count() == 1
+        ):
+            return _build_attention
+    elif _is_plain(module, "gate_proj", "up_proj", "down_proj"):
+        if isinstance(getattr(module, "act_fn", None), nn.SiLU) or (
+            type(getattr(module, "act_fn", None)).__name__ == "SiLUActivation"
+        ):
+            return _build_mlp
+    elif hasattr(module, "variance_epsilon") and isinstance(
+        getattr(module, "weight", None), nn.Parameter
+    ):
+        return _build_norm
+    return None
+
+
+def _is_plain(module: Any, *names: str) -> bool:
+    """Whether the module has these linear layers, all with a bias or none among the first ones."""
+    layers: list[Any] = [getattr(module, name, None) for name in names]
+    if not all(type(layer) is nn.Linear for layer in layers):
+        return False
+    return len({layer.bias is None for layer in layers[:-1]}) == 1
+
+
+def _join(exact: bool, *layers: nn.Linear) -> Callable[[Tensor], Tensor]:
+    """What the layers say, side by side: by one matrix, and bias, of which their own are parts."""
+    if exact:
+        return lambda x: torch.cat([layer(x) for layer in layers], dim=-1)
+
+    def join(parts: Sequence[Tensor]) -> Tensor:
+        whole = torch.cat([part.detach() for part in parts])
+        for part, place in zip(parts, whole.split([len(part) for part in parts]), strict=True):
+            part.data = place
+        return whole
+
+    weight = join([layer.weight for layer in layers])
+    biases = [layer.bias for layer in layers if layer.bias is not None]
+    return partial(F.linear, weight=weight, bias=join(biases) if biases else None)
+
+
+def _build_norm(module: Any, exact: bool) -> Callable[[Tensor], Tensor]:
+    from sightline.compute.triton_kernels import rms_norm
+
+    run, plain = (partial(f, eps=module.variance_epsilon) for f in (rms_norm, plain_norm))
+
+    def normalize(hidden_states: Tensor) -> Tensor:
+        return call_exact(run, plain, hidden_states, module.weight)
+
+    return normalize
+
+
+def plain_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
+    value = x.float()
+    value = value * torch.rsqrt(value.square().mean(-1, keepdim=True) + eps)
+    return weight * value.to(x.dtype)
+
+
+def _build_mlp(module: Any, exact: bool) -> Callable[[Tensor], Tensor]:
+    from sightline.compute.triton_kernels import silu_mul
+
+    joined = _join(exact, module.gate_proj, module.up_proj)
+
+    def compute(x: Tensor) -> Tensor:
+        down: Tensor = module.down_proj(call_exact(silu_mul, plain_silu_mul, joined(x)))
+        return down
+
+    return compute
+
+
+def plain_silu_mul(x: Tensor) -> Tensor:
+    gate, up = x.chunk(2, dim=-1)
+    return F.silu(gate) * up
+
+
+def _build_attention(module: Any, exact: bool) -> Callable[..., tuple[Tensor, None]]:
+    from sightline.compute.triton_kernels import rotate_heads
+
+    joined = _join(exact, module.q_proj, module.k_proj, module.v_proj)
+    width = int(module.head_dim)
+    heads, kv_heads = (len(layer.weight) // width for layer in (module.q_proj, module.k_proj))
+    has_norms = hasattr(module, "q_norm") and hasattr(module, "k_norm")
+    eps = float(module.q_norm.variance_epsilon) if has_norms else 0.0
+
+    def rotate(run: Tensor, cos: Tensor, sin: Tensor, *norms: Tensor) -> Tensor:
+        weights = (norms[0], norms[1]) if norms else None
+        return rotate_heads(run, heads, heads + kv_heads, cos, sin, weights, eps)
+
+    plain = partial(plain_rotate, heads=heads, kv_heads=kv_heads, eps=eps)
+
+    def attend(
+        hidden_states: Tensor,
+        position_embeddings: tuple[Tensor, Tensor],
+        pattern: AttentionPattern,
+        **options: Any,
+    ) -> tuple[Tensor, None]:
+        shape = hidden_states.shape[:-1]
+        run = joined(hidden_states).flatten(0, 1)
+        cos, sin = (x.reshape(-1, width) for x in position_embeddings)
+        norms = (module.q_norm.weight, module.k_norm.weight) if has_norms else ()
+        turned = call_exact(rotate, plain, run, cos, sin, *norms)
+        v = run.unflatten(1, (-1, width))[:, heads + kv_heads :]
+        q, k, v = (
+            x.unflatten(0, shape).transpose(1, 2) for x in (turned[:, :heads], turned[:, heads:], v)
+        )
+        out = pattern.attend(int(module.layer_idx), q, k, v, float(module.scaling))
+        return module.o_proj(out.transpose(1, 2).reshape(*shape, -1)), None
+
+    return attend
+
+
+def plain_rotate(
+    run: Tensor, cos: Tensor, sin: Tensor, *norms: Tensor, heads: int, kv_heads: int, eps: float
+) -> Tensor:
+    """Queries and keys of `run`, normalized where there are `norms`, at their positions."""
+    width = cos.shape[-1]
+    parts = run.unflatten(1, (-1, width))[:, : heads + kv_heads].split([heads, kv_heads], dim=1)
+    if norms:
+        parts = tuple(plain_norm(x, w, eps) for x, w in zip(parts, norms, strict=True))
+    x = torch.cat(parts, dim=1)
+    low, high = x.chunk(2, dim=-1)
+    return x * cos[:, None] + torch.cat([-high, low], dim=-1) * sin[:, None]
+
+
+# --- the trial
+
+
+class _TrialPattern:
+    """Shows queries, keys and values alike in what comes out."""
+
+    state = None
+
+    def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor, scaling: float) -> Tensor:
+        k, v = (x.repeat_interleave(q.shape[1] // x.shape[1], dim=1) for x in (k, v))
+        return q * k + v
+
+
+def _matches(module: Any, before: Callable[..., Any], after: Callable[..., Any]) -> bool:
+    weight = next(module.parameters())
+
+    def draw(*shape: int) -> Tensor:  # no random numbers: those of the process stay as they are
+        values = torch.arange(math.prod(shape), device=weight.device).view(shape)
+        return values.sin().to(weight.dtype)
+
+    options: dict[str, Any] = {}
+    if hasattr(module, "q_proj"):
+        angles = draw(1, TRIAL_TOKENS, module.head_dim // 2).float().repeat(1, 1, 2)
+        cos_sin = angles.cos().to(weight.dtype), angles.sin().to(weight.dtype)
+        options = {"attention_mask": None, "pattern": _TrialPattern()}
+        options["position_embeddings"] = cos_sin
+    try:
+        with torch.no_grad():
+            x = draw(1, TRIAL_TOKENS, weight.shape[-1])
+            old, new = before(x, **options), after(x, **options)
+    except (RuntimeError, ValueError, TypeError, KeyError):
+        return False
+    if isinstance(old, tuple):
+        old, new = old[0], new[0]
+    return bool((old - new).float().norm() <= TOLERANCE * old.float().norm())

@@ -1,0 +1,298 @@
+"""The torch half: the checkpoint's own class of transformers, called part by part.
+
+Features come from its `get_image_features`; its text model gets embeddings in which they stand in
+their places, and attends by our patterns, or as the model does where layers do more than attend to
+what is before: then sequences are padded rows. That this is what the model itself computes is tried
+on its weights, once they are loaded: a conversation through both, alone, packed and as a tree.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+from jaxtyping import Float, Int, UInt8
+from PIL import Image
+from torch import Tensor, nn
+from torch.nn.utils.rnn import pad_sequence
+from transformers import AutoModelForImageTextToText
+
+from sightline.errors import FamilyError
+from sightline.families.anyvlm.processor import FOREIGN, load_processor, to_template_parts
+from sightline.families.anyvlm.render import AnyVLMRenderer
+from sightline.families.anyvlm.vision import AnyVLMFamily
+from sightline.families.protocol import Grid
+from sightline.families.transformers_forward import TextForward, load_model
+from sightline.media import MediaRef
+from sightline.message import Message, assistant, user
+from sightline.render import Rendered
+
+TOLERANCES = {torch.float32: 1e-4, torch.bfloat16: 5e-2}
+"""How far logits may be from those of the model itself, of their largest, by dtype."""
+TOKEN_TYPES = ("token_type_ids", "mm_token_type_ids")
+"""What models call the numbers that say which tokens are those of an image."""
+_NO_RESOLVER: Any = None
+"""Messages of the probe hold refs already."""
+_FIX = "add a family for it (docs/adding_a_family.md), or use another checkpoint"
+
+
+class AnyVLMForward(TextForward):
+    def __init__(self, model: Any, family: AnyVLMFamily, attention: str) -> None:
+        text = model.get_decoder()
+        if not hasattr(text, "layers") or model.get_output_embeddings() is None:
+            raise FamilyError(
+                f"probe of the model: {type(text).__name__} has no layers, or its model no head",
+                _FIX,
+            )
+        super().__init__(model, text)
+        self._head = model.get_output_embeddings()
+        self._family = family
+        own = {id(parameter) for parameter in text.parameters()}
+        own |= {id(parameter) for parameter in self._head.parameters()}
+        self._tower = [(n, p) for n, p in model.named_parameters() if id(p) not in own]
+        self._attends_itself = family.packing.kind == "rows"
+        self._attention = "sdpa" if self._attends_itself else attention
+        self._set_attention(self._attention)
+
+    def _set_attention(self, name: str) -> None:
+        """Of the text model: the tower keeps transformers' own."""
+        for module in self._text.modules():
+            if hasattr(module, "config"):
+                module.config._attn_implementation = name
+
+    def vision_parameters(self) -> list[tuple[str, nn.Parameter]]:
+        return self._tower
+
+    def blocks(self) -> list[nn.Module]:
+        """Decoder layers, and the layers of the tower: its longest list of modules."""
+        own = {id(parameter) for parameter in self._text.parameters()}
+        lists = [
+            found
+            for found in self.model.modules()
+            if isinstance(found, nn.ModuleList)
+            and not any(id(parameter) in own for parameter in found.parameters())
+        ]
+        return [*self._text.layers, *max(lists, key=len, default=[])]
+
+    def blank_image(self) -> tuple[UInt8[Tensor, "patches values"], Grid]:
+        image = Image.new("RGB", (32, 32), (90, 120, 150))
+        item = self._family.item(MediaRef("0" * 64, "image/png", 32, 32, 1))
+        return torch.from_numpy(self._family.patches(image, item)), item.grid
+
+    def encode(
+        self, patches: UInt8[Tensor, "patches values"], grids: list[Grid]
+    ) -> Float[Tensor, "visual_tokens features"]:
+        findings = self._family.findings
+        if findings.rule == "lines" and len(patches) == findings.merge**2:
+            # transformers squeezes the axis of a lone token away.
+            return self.encode(patches.repeat(2, 1), grids * 2)[:1]
+        given = {}
+        dtype = next(p for _, p in self._tower).dtype
+        for spec, own in findings.cut_row():
+            if spec.is_ones:
+                kind = getattr(torch, spec.dtype)
+                array = torch.ones(len(patches), *spec.shape, dtype=kind, device=patches.device)
+            else:
+                part = patches[:, own].contiguous()
+                array = part.view(getattr(torch, spec.dtype)).view(len(patches), *spec.shape)
+            array = array.to(dtype) if array.is_floating_point() else array
+            if findings.rule == "lines":
+                array = _join_patches(array, grids)
+            if spec.fill is not None:
+                counts = [rows * columns for _, rows, columns in grids]
+                given[spec.name] = pad_sequence(array.split(counts), True, float(spec.fill))
+                continue
+            given[spec.name] = array[None] if spec.has_batch else array
+        if name := findings.grid_array:
+            sizes = torch.tensor(grids, device=patches.device)
+            if findings.rule == "lines":
+                sizes = sizes[:, 1:] * findings.rule_settings["patch"]
+            given[name] = sizes
+        model: Any = self.model
+        found = model.get_image_features(**given, return_dict=True).pooler_output
+        if isinstance(found, list | tuple):
+            found = torch.cat([one.flatten(0, -2) for one in found])
+        features: Tensor = found.flatten(0, -2)
+        return features
+
+    def hidden(
+        self,
+        token_ids: Int[Tensor, "rows length"],
+        positions: Int[Tensor, "axes rows length"],
+        features: Float[Tensor, "visual_tokens features"] | None,
+        feature_indices: Int[Tensor, " visual_tokens"] | None,
+        attention: Any,
+    ) -> Float[Tensor, "rows length hidden"]:
+        if not self._attends_itself:
+            return super().hidden(token_ids, positions, features, feature_indices, attention)
+        embeds = self._text.embed_tokens(token_ids[0])
+        is_image = torch.zeros_like(token_ids[0])
+        if features is not None and feature_indices is not None:
+            embeds = embeds.index_copy(0, feature_indices, features.to(embeds.dtype))
+            is_image[feature_indices] = 1
+        ends = np.unique(attention.subtree_end)
+        starts = np.concatenate([[0], ends[:-1]])
+        along = np.arange(int((ends - starts).max()))
+        # Padding is behind a row, whose tokens do not see it.
+        places = np.minimum(starts[:, None] + along, ends[:, None] - 1)
+        index = torch.from_numpy(places).to(token_ids.device)
+        is_real = torch.from_numpy(along < (ends - starts)[:, None]).to(token_ids.device)
+        base: Any = self.model.model
+        names = inspect.signature(type(base).forward).parameters
+        kinds = {n: is_image[index] * is_real for n in TOKEN_TYPES if n in names}
+        if getattr(self._text.config, "hidden_size_per_layer_input", 0):
+            # An image has the per-layer embeddings of padding.
+            plain = token_ids[0].masked_fill(is_image > 0, self._text.config.pad_token_id)
+            kinds["per_layer_inputs"] = self._text.get_per_layer_inputs(plain[index], None)
+        along_axes = positions[:, 0, index]
+        out = base(
+            inputs_embeds=embeds[index],
+            attention_mask=is_real.long(),
+            position_ids=along_axes if len(positions) > 1 else along_axes[0],
+            use_cache=False,
+            **kinds,
+        )
+        hidden: Tensor = out.last_hidden_state[is_real]
+        return hidden[None]
+
+    def logits(self, hidden: Float[Tensor, "tokens hidden"]) -> Float[Tensor, "tokens vocab"]:
+        logits = super().logits(hidden)
+        cap = getattr(self._text.config, "final_logit_softcapping", None)
+        return logits if cap is None else torch.tanh(logits / cap) * cap
+
+    @torch.no_grad()
+    def check_model(self, build_pattern: Callable[[np.ndarray], Any]) -> None:
+        """Raises unless the parts, alone, packed and as a tree, compute what the model does.
+
+        `build_pattern` makes the attention of a micro-batch of its `subtree_end`.
+        """
+        messages, images = _draw_conversation()
+        renderer = AnyVLMRenderer.load(self._family.path, self._family, _NO_RESOLVER)
+        rendered = renderer.render_read(messages, None, True)
+        whole = self._run_model(rendered.token_ids, images, messages)
+        items = [slot.item for slot in rendered.slots]
+        patches = np.concatenate(
+            [self._family.patches(i, item) for i, item in zip(images, items, strict=True)]
+        )
+        device = next(self.model.parameters()).device
+        features = self.encode(torch.from_numpy(patches).to(device), [item.grid for item in items])
+        length = len(rendered.token_ids)
+        fork = rendered.slots[-1].end
+        tail = length - fork
+        tried = {
+            # One sequence; two of them in a row; and one whose end stands twice, side by side.
+            "alone": (np.arange(length), [length] * length),
+            "packed": (
+                np.tile(np.arange(length), 2),
+                [length] * length + [2 * length] * length,
+            ),
+            "a tree": (
+                np.concatenate([np.arange(length), np.arange(fork, length)]),
+                [length + tail] * fork + [length] * tail + [length + tail] * tail,
+            ),
+        }
+        if self._attends_itself:
+            del tried["a tree"]
+        scale = float(whole.abs().max())
+        for kind, (tokens, ends) in tried.items():
+            found = self._run_parts(rendered, features, tokens, build_pattern(np.array(ends)))
+            difference = float((found - whole[tokens]).abs().max()) / scale
+            if not difference <= TOLERANCES[whole.dtype]:
+                raise FamilyError(
+                    f"{self._family.path}: probe of the model: {kind}, its logits are "
+                    f"{difference:.2g} of the largest away from those of "
+                    f"{type(self.model).__name__} itself, whose layers do more than attend to what "
+                    "is before",
+                    _FIX,
+                )
+
+    def _run_model(
+        self, token_ids: list[int], images: list[Image.Image], messages: list[Message]
+    ) -> Tensor:
+        """The logits of the whole model, given what its own processor makes."""
+        made = load_processor(self._family.path).apply_chat_template(
+            [{"role": m.role, "content": to_template_parts(m, images)} for m in messages],
+            tokenize=True,
+            return_dict=True,
+            add_generation_prompt=True,
+            return_tensors="np",
+        )
+        if made["input_ids"][0].tolist() != token_ids:
+            raise FamilyError(
+                f"{self._family.path}: probe of the model: its processor writes other tokens than "
+                "when it was probed",
+                "use one transformers everywhere",
+            )
+        parameter = next(self.model.parameters())
+        arrays = {name: torch.from_numpy(np.asarray(array)) for name, array in made.items()}
+        given = {
+            name: (a.to(parameter.dtype) if a.is_floating_point() else a).to(parameter.device)
+            for name, a in arrays.items()
+        }
+        self._set_attention("eager")
+        try:
+            logits: Tensor = self.model(**given, use_cache=False).logits[0]
+        except FOREIGN as error:
+            raise FamilyError(
+                f"{self._family.path}: probe of the model: its own forward pass fails: {error}",
+                _FIX,
+            ) from error
+        finally:
+            self._set_attention(self._attention)
+        return logits
+
+    def _run_parts(
+        self, rendered: Rendered, features: Tensor, tokens: np.ndarray, pattern: Any
+    ) -> Tensor:
+        """The logits of these tokens of the prompt, laid out in one row under a pattern."""
+        device, slots = features.device, rendered.slots
+        along, _ = self._family.positions(len(rendered.token_ids), slots)
+        pads = np.concatenate([s.offset + self._family.feature_offsets(s.item) for s in slots])
+        shown = np.flatnonzero(np.isin(tokens, pads))
+        which = np.searchsorted(pads, tokens[shown])
+        hidden = self.hidden(
+            torch.tensor(rendered.token_ids, device=device)[torch.from_numpy(tokens).to(device)][
+                None
+            ],
+            torch.from_numpy(along[:, tokens].astype(np.int64)).to(device)[:, None],
+            features[torch.from_numpy(which).to(device)],
+            torch.from_numpy(shown).to(device),
+            pattern,
+        )
+        return self.logits(hidden[0])
+
+
+def _join_patches(
+    patches: Float[Tensor, "patches channels patch patch"], grids: list[Grid]
+) -> Float[Tensor, "images channels height width"]:
+    """The images, each padded to the largest sides, as the processor pads them."""
+    size = patches.shape[-1]
+    images = []
+    for part, (_, rows, columns) in zip(
+        patches.split([rows * columns for _, rows, columns in grids]), grids, strict=True
+    ):
+        lines = part.unflatten(0, (rows, columns)).permute(2, 0, 3, 1, 4)
+        images.append(lines.reshape(-1, rows * size, columns * size))
+    height, width = (max(image.shape[axis] for image in images) for axis in (1, 2))
+    return torch.stack([F.pad(i, (0, width - i.shape[2], 0, height - i.shape[1])) for i in images])
+
+
+def _draw_conversation() -> tuple[list[Message], list[Image.Image]]:
+    images = []
+    for seed, (width, height) in enumerate(((64, 40), (50, 90))):
+        noise = np.random.default_rng(seed).integers(0, 256, (height, width, 3), dtype=np.uint8)
+        images.append(Image.fromarray(noise))
+    one, two = (MediaRef(f"{i}" * 64, "image/png", *im.size, 1) for i, im in enumerate(images))
+    return [user("look", one), assistant("yes"), user(two, "and this?")], images
+
+
+def load(
+    path: Path, family: AnyVLMFamily, device: torch.device, dtype: torch.dtype, attention: str
+) -> AnyVLMForward:
+    model = load_model(AutoModelForImageTextToText, path, device, dtype, "sdpa")
+    return AnyVLMForward(model, family, attention)

@@ -1,0 +1,124 @@
+"""Sizes to layouts: the rules of image processors, as arithmetic. None of them is assumed.
+
+The probe tries each rule on the checkpoint's own processor and keeps the one that gives what the
+processor gives for every size that is tried. A rule turns a size into rows and columns; what these
+mean in tokens was written down by the probe.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+
+MAX_EDGE = 4096
+"""Pixels of a side to which processors of tiles by edge limit an image."""
+MAX_ASPECT = 200
+
+Size = tuple[int, int]
+Rule = Callable[[int, int, dict[str, int]], Size | None]
+"""Width, height and settings to rows and columns; None for an image that is refused."""
+
+
+def count_fixed(width: int, height: int, settings: dict[str, int]) -> Size | None:
+    """Every image is resized to one size."""
+    return 1, 1
+
+
+def count_tiles_by_edge(width: int, height: int, settings: dict[str, int]) -> Size | None:
+    """The longer side is brought to `longest_edge`, both are rounded up to whole tiles, and what
+    is larger than a tile is cut; 0 rows of tiles stand for an image that is not."""
+    tile, aspect = settings["tile"], width / height
+    longest = min(settings["longest_edge"], MAX_EDGE)
+    if width >= height:
+        width, height = longest, _make_even(int(longest / aspect))
+    else:
+        width, height = _make_even(int(longest * aspect)), longest
+    width, height = max(width, 1), max(height, 1)
+    aspect = width / height
+    if width >= height:
+        columns = math.ceil(width / tile)
+        rows = math.ceil(int(columns * tile / aspect) / tile)
+    else:
+        rows = math.ceil(height / tile)
+        columns = math.ceil(int(rows * tile * aspect) / tile)
+    return (rows, columns) if max(rows, columns) > 1 else (0, 0)
+
+
+def _make_even(side: int) -> int:
+    return side + side % 2
+
+
+def count_tiles_by_aspect(width: int, height: int, settings: dict[str, int]) -> Size | None:
+    """The arrangement of at most `max_tiles` tiles whose aspect ratio is nearest; among equals one
+    with more tiles, while the image has more than half of their pixels."""
+    best, nearest = (1, 1), math.inf
+    most = settings["max_tiles"]
+    shapes = ((columns, rows) for columns in range(1, most + 1) for rows in range(1, most + 1))
+    fitting = [s for s in shapes if settings["min_tiles"] <= math.prod(s) <= most]
+    for columns, rows in sorted(fitting, key=math.prod):
+        distance = abs(width / height - columns / rows)
+        covered = 0.5 * settings["tile_height"] * settings["tile_width"] * columns * rows
+        if distance < nearest or (distance == nearest and width * height > covered):
+            best, nearest = (rows, columns), min(distance, nearest)
+    return best
+
+
+def count_patches(width: int, height: int, settings: dict[str, int]) -> Size | None:
+    """Both sides are rounded to whole visual tokens, within limits of the area.
+
+    Where an image counts as several `frames`, a side that is less than a token is brought to one.
+    """
+    patch, factor = settings["patch"], settings["patch"] * settings["merge"]
+    frames = settings.get("frames", 1)
+    if frames > 1 and min(width, height) < factor:
+        scale = max(factor / height, factor / width)
+        width, height = int(width * scale), int(height * scale)
+    if max(width, height) / min(width, height) > MAX_ASPECT:
+        return None
+    rows, columns = round(height / factor), round(width / factor)
+    area = frames * rows * columns * factor**2
+    if area > settings["max_pixels"]:
+        beta = math.sqrt(frames * height * width / settings["max_pixels"])
+        rows, columns = (max(1, math.floor(side / beta / factor)) for side in (height, width))
+    elif area < settings["min_pixels"]:
+        beta = math.sqrt(settings["min_pixels"] / (frames * height * width))
+        rows, columns = (math.ceil(side * beta / factor) for side in (height, width))
+    return rows * factor // patch, columns * factor // patch
+
+
+def count_lines(width: int, height: int, settings: dict[str, int]) -> Size | None:
+    """An image whose longer side is more than `longest_edge` is brought to it, and both sides are
+    rounded up to whole visual tokens."""
+    factor, longest = settings["patch"] * settings["merge"], settings["longest_edge"]
+    ratio = max(height / longest, width / longest)
+    if ratio > 1:
+        width, height = math.floor(width / ratio), math.floor(height / ratio)
+    rows, columns = ((side - 1) // factor + 1 for side in (height, width))
+    return (rows, columns) if rows and columns else None
+
+
+def count_patches_in_budget(width: int, height: int, settings: dict[str, int]) -> Size | None:
+    """The image is brought to as many pixels as `max_tokens` visual tokens have, and both sides are
+    rounded down to whole ones; a side that would have none gets one."""
+    merge, factor = settings["merge"], settings["patch"] * settings["merge"]
+    most = settings["max_tokens"]
+    scale = math.sqrt(most * factor**2 / (width * height))
+    rows, columns = (math.floor(scale * side / factor) for side in (height, width))
+    if not rows and not columns:
+        return None
+    if not rows:
+        rows, columns = 1, min(width // height, most)
+    elif not columns:
+        rows, columns = min(height // width, most), 1
+    return (rows * merge, columns * merge) if rows * columns <= most else None
+
+
+RULES: dict[str, tuple[Rule, str]] = {
+    "fixed": (count_fixed, "the same number of tokens for every size"),
+    "tiles_by_edge": (count_tiles_by_edge, "tiles along the resized edges, and a thumbnail"),
+    "tiles_by_aspect": (count_tiles_by_aspect, "tiles in the nearest aspect ratio"),
+    "patches": (count_patches, "a grid of patches"),
+    "patches_in_budget": (count_patches_in_budget, "a grid of patches of about one number"),
+    "lines": (count_lines, "lines of patches, and a mark behind each"),
+}
+"""By name: the rule, and what it is in words."""

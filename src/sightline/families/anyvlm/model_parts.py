@@ -1,0 +1,46 @@
+"""What is read off a model's class and configuration: how it attends, and what an engine that is
+not ours must know of its parts."""
+
+from __future__ import annotations
+
+import inspect
+from typing import Any
+
+
+def find_tower(model: Any) -> list[str]:
+    """What the names of the tower's parameters begin with: the attributes of the model that hold
+    neither the text model nor the head. One that holds both counts as the tower's."""
+    parts = (model.get_decoder(), model.get_output_embeddings())
+    own = {id(p) for part in parts if part is not None for p in part.parameters()}
+    return sorted(
+        {".".join(n.split(".")[:2]) for n, p in model.named_parameters() if id(p) not in own}
+    )
+
+
+def find_torch_attention(model: Any) -> list[str]:
+    """The modules that are attention of torch itself, such as the pooling head of SigLIP."""
+    kinds = ((name, type(part).__mro__) for name, part in model.named_modules())
+    return [name for name, mro in kinds if any(k.__name__ == "MultiheadAttention" for k in mro)]
+
+
+def find_logit_settings(config: Any) -> list[str]:
+    """Settings by which the text model would change logits if it stood alone."""
+    text = config.get_text_config()
+    neutral = {"logit_scale": 1.0, "final_logit_softcapping": None}
+    return [name for name, n in neutral.items() if getattr(text, name, None) not in (None, n)]
+
+
+def find_rows_reason(model: Any, config: Any) -> str:
+    """What layers of the text model do beside attending to what is before; empty for none."""
+    text = config.get_text_config()
+    kinds = set(getattr(text, "layer_types", None) or ())
+    window = getattr(text, "sliding_window", None)
+    uses_window = window is not None and getattr(text, "use_sliding_window", True)
+    if kinds - {"full_attention"} or (not kinds and uses_window):
+        names = sorted(kinds - {"full_attention"}) or ["sliding_attention"]
+        return f"layers of this model are of {' and '.join(names)}"
+    # A model that asks which tokens are those of an image does more with them than place them.
+    asks = "token_type_ids" in inspect.signature(type(model).forward).parameters
+    if asks or getattr(text, "use_bidirectional_attention", None):
+        return "tokens of an image attend to one another in both directions"
+    return ""

@@ -1,0 +1,52 @@
+"""The conversations that a probe tries, and what it found, in words."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from sightline.families.anyvlm.findings import Findings
+from sightline.families.anyvlm.layout import RULES
+from sightline.families.anyvlm.render import AnyVLMRenderer
+from sightline.families.anyvlm.vision import GRID_RULES
+from sightline.media import MediaRef
+from sightline.message import Message, assistant, system, user
+
+
+def draw_conversations() -> Iterator[tuple[list[Message], bool]]:
+    """Conversations that are rendered in both ways, each with or without a generation prompt."""
+    sizes = ((64, 64), (300, 20), (33, 95))
+    one, two, three = (MediaRef(f"{i}" * 64, "image/png", *s, 1) for i, s in enumerate(sizes))
+    yield [user("hi")], True
+    yield [user("two\nlines", one)], True
+    yield [user(two, "what is it?"), assistant("a thing."), user(" and ", three, one, "?")], True
+    yield [system("be brief"), user("hi", three), assistant("ok"), user("so?")], True
+    yield [user("hi"), assistant("fine \n")], False
+
+
+def describe_difference(ours: list[int], theirs: list[int], renderer: AnyVLMRenderer) -> str:
+    same = 0
+    while same < min(len(ours), len(theirs)) and ours[same] == theirs[same]:
+        same += 1
+    ends = [renderer.decode(ids[same : same + 12]) for ids in (ours, theirs)]
+    behind = renderer.decode(ours[max(0, same - 6) : same])
+    return f"transformers writes {ends[1]!r} behind {behind!r}, and we {ends[0]!r}"
+
+
+def describe_findings(findings: Findings, renderer: AnyVLMRenderer, num_sizes: int) -> list[str]:
+    """A line for each thing that was found, with its reason."""
+    counts = [sum(n for p, n in e.pieces if p == findings.pad) for e in findings.expansions]
+    tokens = f"{min(counts)} to {max(counts)}" if len(set(counts)) > 1 else f"{counts[0]}"
+    is_grid = findings.rule in GRID_RULES
+    tokens = "one a merged patch" if is_grid else f"{tokens} tokens"
+    stops = ", ".join(renderer.decode([i]) for i in renderer.stop_token_ids)
+    bridge = renderer.bridge_difference
+    return [
+        f"model: {findings.model_class} of transformers {findings.transformers}",
+        f"images: {RULES[findings.rule][1]}, {tokens}, as the processor does for {num_sizes} sizes",
+        f"pads: {findings.pad} holds a feature; {len(renderer.pad_token_ids) - 1} marks are banned "
+        "with it",
+        f"stops: {stops}",
+        f"positions: {'one axis' if findings.num_axes == 1 else 'time, height and width'}",
+        "turns: " + (f"rendered anew, because {bridge}" if bridge else "added to tokens, as the "
+        "template keeps what stands before a new turn"),
+    ]  # fmt: skip

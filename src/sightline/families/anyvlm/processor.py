@@ -1,0 +1,171 @@
+"""The checkpoint's own processor, of transformers, on Pillow; images only."""
+
+from __future__ import annotations
+
+import inspect
+import sys
+from functools import lru_cache
+from importlib import import_module, metadata
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import numpy as np
+from PIL import Image
+from transformers import AutoImageProcessor, AutoProcessor, AutoTokenizer
+from transformers.models.auto.configuration_auto import model_type_to_module_name
+from transformers.models.auto.processing_auto import PROCESSOR_MAPPING_NAMES
+
+from sightline.errors import FamilyError, Misaligned
+from sightline.families.anyvlm.findings import Findings
+from sightline.families.anyvlm.layout import RULES
+from sightline.families.checkpoint_files import read_json
+from sightline.message import Message, TextPart
+
+FOREIGN = (
+    ArithmeticError, AttributeError, ImportError, LookupError, OSError, RuntimeError, TypeError,
+    ValueError,
+)  # fmt: skip
+"""What code that is not ours raises for a checkpoint that it cannot work with."""
+UNUSED = ("video_processor", "feature_extractor")
+"""Parts of a processor for what is not shown: videos and sounds."""
+TORCHVISION = (
+    "torchvision", "torchvision.transforms", "torchvision.transforms.v2",
+    "torchvision.transforms.v2.functional",
+)  # fmt: skip
+OPTIONS = {"local_files_only": True, "trust_remote_code": False}
+
+
+@lru_cache(maxsize=4)
+def load_processor(path: Path) -> Any:
+    """The processor of a checkpoint folder.
+
+    Processors of videos need torchvision; one that cannot be had is left out, as no video is shown.
+    Likewise where a processor's file imports torchvision and its images are made on Pillow.
+    """
+    try:
+        return AutoProcessor.from_pretrained(path, backend="pil", **OPTIONS)
+    except (ImportError, ValueError) as error:
+        names = ("video processor", "torchvision", "could not import module")
+        can_do_without = any(name in str(error).lower() for name in names)
+        file = path / "processor_config.json"
+        settings = read_json(file) if file.is_file() else {}
+        if not can_do_without or "processor_class" not in settings:
+            raise
+    kind = _import_processor(settings["processor_class"])
+
+    class ImagesOnly(kind):  # type: ignore[misc, valid-type]
+        def check_argument_for_proper_class(self, argument_name: str, argument: Any) -> Any:
+            if argument_name in UNUSED:
+                return type(None)
+            return super().check_argument_for_proper_class(argument_name, argument)
+
+    tokenizer = AutoTokenizer.from_pretrained(path, **OPTIONS)
+    taken = inspect.signature(kind.__init__).parameters
+    made = ImagesOnly(
+        image_processor=AutoImageProcessor.from_pretrained(path, backend="pil", **OPTIONS),
+        tokenizer=tokenizer,
+        **{name: None for name in UNUSED if name in taken},
+        chat_template=tokenizer.chat_template,
+        **{name: value for name, value in settings.items() if name in taken},
+    )
+    if "video_processor" in taken:
+        made.video_processor = _NoVideos()
+    return made
+
+
+class _NoVideos:
+    """Has no setting of any name: some processors ask for those of videos when none is shown."""
+
+    def __getattr__(self, name: str) -> None:
+        return None
+
+
+class _Absent:
+    """Anything of a package that is not installed: files that import it can be read."""
+
+    def __getattr__(self, name: str) -> _Absent:
+        return self
+
+
+def _import_processor(name: str) -> Any:
+    """The class of this name. Its file may import torchvision, in whose place there is a stand-in,
+    unless torchvision is installed: nothing is computed with it."""
+    models = [model for model, names in PROCESSOR_MAPPING_NAMES.items() if name in names]
+    model = model_type_to_module_name(models[0]) if models else name
+    # Not by what can be imported: another thread may be here, with stand-ins of its own.
+    missing = () if any(metadata.distributions(name="torchvision")) else TORCHVISION
+    for part in missing:
+        sys.modules[part] = stand_in = ModuleType(part)
+        stand_in.__dict__.update(__path__=[], __getattr__=lambda _: _Absent())
+    try:
+        file = import_module(f"transformers.models.{model}.processing_{model}")
+    finally:
+        for part in missing:
+            sys.modules.pop(part, None)
+    return getattr(file, name)
+
+
+def process(processor: Any, image: Image.Image) -> tuple[dict[str, np.ndarray], str]:
+    """The arrays of one image, and the text that stands for it in a prompt."""
+    made = processor(
+        images=[[image]],
+        text=[processor.image_token],
+        return_tensors="np",
+        return_text_replacement_offsets=True,
+    )
+    ((replaced,),) = made.pop("text_replacement_offsets")
+    names = [name for name in made if name not in processor.tokenizer.model_input_names]
+    arrays = {name: np.asarray(made[name]) for name in names if "token_type" not in name}
+    return arrays, replaced["replacement"]
+
+
+def to_template_parts(message: Message, images: list[Image.Image]) -> list[dict[str, Any]]:
+    """The content of a message as `apply_chat_template` takes it; `images` have their sizes."""
+    if not message.content:
+        return [{"type": "text", "text": ""}]
+    by_size = {image.size: image for image in images}
+    return [
+        {"type": "text", "text": part.text}
+        if isinstance(part, TextPart)
+        else {"type": "image", "image": by_size[part.ref.width, part.ref.height]}
+        for part in message.content
+    ]
+
+
+def cut_patches(pixels: np.ndarray, patch: int) -> np.ndarray:
+    """(patches, channels, patch, patch) of (channels, height, width), line by line."""
+    channels, height, width = pixels.shape
+    lines = pixels.reshape(channels, height // patch, patch, width // patch, patch)
+    return lines.transpose(1, 3, 0, 2, 4).reshape(-1, channels, patch, patch)
+
+
+def make_rows(path: Path, findings: Findings, image: Image.Image) -> np.ndarray:
+    """uint8 (rows, bytes of a row): for each entry its part of all arrays that are kept."""
+    if image.mode != "RGB":
+        image = image.convert("RGB")
+    arrays, _ = process(load_processor(path), image)
+    parts = []
+    shape = RULES[findings.rule][0](image.width, image.height, findings.rule_settings) or (0, 0)
+    for spec in findings.arrays:
+        array = arrays[spec.name]
+        if findings.rule == "lines":
+            array = cut_patches(array[0], spec.shape[-1])
+        array = array[0] if spec.has_batch else array
+        if spec.fill is not None:
+            array = array[: shape[0] * shape[1]]
+        if array.shape[1:] != spec.shape or array.dtype.name != spec.dtype:
+            raise Misaligned(
+                f"the processor made {spec.name} of {array.dtype} {array.shape}; its entries were "
+                f"{spec.dtype} {spec.shape} when it was probed",
+                "use one transformers everywhere",
+            )
+        if not spec.is_ones:
+            parts.append(np.ascontiguousarray(array).reshape(len(array), -1).view(np.uint8))
+        elif not array.all():
+            raise FamilyError(
+                f"the processor masks a part of this image in {spec.name}, which no image of the "
+                "probe had",
+                "resize the image before it is put into the store",
+            )
+    return np.ascontiguousarray(np.concatenate(parts, axis=1))

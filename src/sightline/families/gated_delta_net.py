@@ -1,0 +1,235 @@
+"""Gated delta nets over a pack: a state begins with its sequence, and branches where its tree does.
+
+transformers' layer carries one state along a row, whatever lies there. Here each token goes on from
+its parent. The pack is cut into chunks that lie on one path each; what happens inside of a chunk is
+computed for all of them at once, and states are handed on level by level: a chunk of level n begins
+with the state at the end of one of level n-1, the first of a tree with none. Sequences side by side
+are trees without branches. Plain torch: a kernel package would take the place of
+`apply_delta_rule`.
+
+The arithmetic is that of the paper (Gated Delta Networks, arXiv 2412.06464, its chunked form), in
+float32 as in transformers.
+
+Letters: T tokens, C chunks, L tokens of a chunk, H heads, K and V widths of keys and values.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import numpy as np
+import torch
+from jaxtyping import Float, Int
+from torch import Tensor, nn
+from transformers.activations import ACT2FN
+
+from sightline.families.device_copy import copy_to_device
+
+MAX_CHUNK = 64
+"""Tokens of a chunk; transformers' own."""
+EPSILON = 1e-6
+"""Added to the square of the length by which queries and keys are divided; transformers' own."""
+
+SubtreeEnd = Int[np.ndarray, " tokens"]
+
+
+@dataclass(frozen=True, eq=False)
+class RecurrencePlan:
+    """What each token of a pack goes on from: the same for all layers."""
+
+    ancestors: Int[Tensor, "window_less_1 tokens"]
+    """The places of a token's parent, its parent's parent and so on; T where there is none."""
+    chunks: Int[Tensor, "chunks length"]
+    """The tokens of each chunk, level after level; a short one is filled up with token 0."""
+    is_real: Float[Tensor, "chunks length 1"]
+    """1 for a token, 0 for what fills up."""
+    parents: list[Int[Tensor, " chunks_of_level"]]
+    """For each level after the first, which chunks of the level before it go on."""
+    level_sizes: list[int]
+    places: Int[Tensor, " tokens"]
+    """Where each token is among those of all chunks."""
+
+
+def find_parents(subtree_end: SubtreeEnd) -> Int[np.ndarray, " tokens"]:
+    """The place of the token before each on its path, -1 for none: the last that still sees it."""
+    parents = np.arange(-1, len(subtree_end) - 1)
+    for leaf in np.flatnonzero(subtree_end[:-1] <= np.arange(1, len(subtree_end))).tolist():
+        above = np.flatnonzero(subtree_end[:leaf] > leaf + 1)
+        parents[leaf + 1] = above[-1] if len(above) else -1
+    return parents
+
+
+def build_recurrence_plan(
+    subtree_end: SubtreeEnd, window: int, device: torch.device
+) -> RecurrencePlan:
+    """The plan of a pack for layers whose convolution sees `window` tokens."""
+    parents, total = find_parents(subtree_end), len(subtree_end)
+    # Runs of tokens that follow one another: one begins behind each fork, and where paths part.
+    parts = np.flatnonzero(parents != np.arange(-1, total - 1))
+    starts = np.unique([0, *parts, *(parents[parts] + 1)])
+    ends = np.append(starts[1:], total)
+    size = min(MAX_CHUNK, int((ends - starts).max()))
+    begins, stops, above = [], [], []
+    levels: list[int] = []
+    ending: dict[int, int] = {}
+    """Chunks by their last token: there, and nowhere else, another goes on."""
+    for start, end in zip(starts.tolist(), ends.tolist(), strict=True):
+        for begin in range(start, end, size):
+            parent = ending.get(int(parents[begin]), -1)
+            levels.append(0 if parent < 0 else levels[parent] + 1)
+            above.append(parent)
+            begins.append(begin)
+            stops.append(min(begin + size, end))
+            ending[stops[-1] - 1] = len(begins) - 1
+    order = np.argsort(levels, kind="stable")
+    rank = np.argsort(order)
+    sizes = np.bincount(levels)
+    firsts = np.cumsum(sizes) - sizes
+    going_on = np.split(rank[np.array(above)[order]], firsts[1:])
+    tokens = np.array(begins)[order, None] + np.arange(size)
+    is_real = tokens < np.array(stops)[order, None]
+    places = np.empty(total, dtype=np.int64)
+    places[tokens[is_real]] = np.flatnonzero(is_real)
+    steps = [np.where(parents < 0, total, parents)]
+    while len(steps) < window - 1:
+        steps.append(np.append(steps[0], total)[steps[-1]])
+    return RecurrencePlan(
+        ancestors=copy_to_device(np.stack(steps), device),
+        chunks=copy_to_device(np.where(is_real, tokens, 0), device),
+        is_real=copy_to_device(is_real[..., None].astype(np.float32), device),
+        parents=[
+            copy_to_device(ranks - first, device)
+            for ranks, first in zip(going_on[1:], firsts[:-1], strict=True)
+        ],
+        level_sizes=sizes.tolist(),
+        places=copy_to_device(places, device),
+    )
+
+
+def pack_delta_nets(text: nn.Module) -> int:
+    """Lets the gated delta nets of a text model go by a `recurrence`, where they are given one.
+
+    In place; parameters keep their names. Returns the tokens that their convolutions see, 0 where
+    there are no such layers.
+    """
+    window = 0
+    nets: list[Any] = [m for m in text.modules() if hasattr(m, "in_proj_qkv")]
+    for module in nets:
+        window = module.conv1d.kernel_size[0]
+        module.forward = partial(_forward, module, module.forward)
+    return window
+
+
+@torch.compiler.disable  # a graph for each number of levels
+def _forward(
+    module: Any,
+    forward: Callable[..., Tensor],
+    hidden_states: Float[Tensor, "rows length hidden"],
+    recurrence: RecurrencePlan | None = None,
+    **options: Any,
+) -> Float[Tensor, "rows length hidden"]:
+    """The layer over a pack, which is one row; without a `recurrence`, as transformers has it."""
+    if recurrence is None:
+        return forward(hidden_states, **options)
+    hidden = hidden_states[0]
+    mixed = _convolve(module, module.in_proj_qkv(hidden), recurrence)
+    q, k, v = mixed.split([module.key_dim, module.key_dim, module.value_dim], dim=-1)
+    q, k = (x.unflatten(-1, (-1, module.head_k_dim)) for x in (q, k))
+    if (shared := module.num_v_heads // module.num_k_heads) > 1:
+        q, k = (x.repeat_interleave(shared, dim=1) for x in (q, k))
+    v = v.unflatten(-1, (-1, module.head_v_dim))
+    rate = nn.functional.softplus(module.in_proj_a(hidden).float() + module.dt_bias)
+    decay = -module.A_log.float().exp() * rate
+    beta = module.in_proj_b(hidden).sigmoid()
+    out = apply_delta_rule(q, k, v, decay, beta, recurrence)
+    gate = module.in_proj_z(hidden).unflatten(-1, (-1, module.head_v_dim))
+    normed = module.norm(out.flatten(0, 1), gate.flatten(0, 1))
+    result: Tensor = module.out_proj(normed.view(len(hidden), -1))
+    return result[None]
+
+
+def _convolve(
+    module: Any, x: Float[Tensor, "tokens channels"], plan: RecurrencePlan
+) -> Float[Tensor, "tokens channels"]:
+    """Each token and the ones before it on its path, weighted channel by channel."""
+    weight = module.conv1d.weight.float().squeeze(1)
+    padded = torch.cat([x, x.new_zeros(1, x.shape[1])])
+    out = x * weight[:, -1]
+    for step, places in enumerate(plan.ancestors, start=2):
+        out = out + padded.index_select(0, places) * weight[:, -step]
+    if module.conv1d.bias is not None:
+        out = out + module.conv1d.bias
+    result: Tensor = ACT2FN[module.activation](out.to(x.dtype))
+    return result
+
+
+def apply_delta_rule(
+    q: Float[Tensor, "tokens heads keys"],
+    k: Float[Tensor, "tokens heads keys"],
+    v: Float[Tensor, "tokens heads values"],
+    decay: Float[Tensor, "tokens heads"],
+    beta: Float[Tensor, "tokens heads"],
+    plan: RecurrencePlan,
+) -> Float[Tensor, "tokens heads values"]:
+    """What each token reads from its state, which it has decayed and corrected before:
+    S' = exp(decay) S, and S = S' + k (beta (v - S' k)), keys and queries of length 1.
+
+    `decay` is in log space. What fills up a chunk has beta and decay 0, and changes no state.
+    """
+
+    def split(x: Tensor) -> Tensor:
+        """(T, H, ...) to (C, H, L, ...)."""
+        chunks = x.index_select(0, plan.chunks.flatten()).unflatten(0, plan.chunks.shape)
+        return chunks.transpose(1, 2)
+
+    dtype = v.dtype
+    q, k = (_normalize(x.float()) for x in (q, k))
+    q, k, v = split(q * q.shape[-1] ** -0.5), split(k), split(v.float())
+    real = plan.is_real.transpose(1, 2)
+    rate = (split(beta.float()) * real).unsqueeze(-1)
+    fades = split(decay) * real
+    kept = fades.cumsum(-1).exp().unsqueeze(-1)
+    between = _sum_between(fades).exp()
+    left = between[..., -1, :].unsqueeze(-1)
+    whole = kept[..., -1:, :]
+    # What each token writes, less what the state and the tokens of the chunk before it have said.
+    system = (k * rate) @ k.transpose(-1, -2) * between
+    wanted = torch.cat([v * rate, k * rate * kept], dim=-1)
+    solved = torch.linalg.solve_triangular(system, wanted, upper=False, unitriangular=True)
+    written, told = solved.split([v.shape[-1], k.shape[-1]], dim=-1)
+    within = q @ k.transpose(-1, -2) * between
+    parts = (q * kept, k * left, whole, written, told, within)
+    levels = zip(*(x.split(plan.level_sizes) for x in parts), strict=True)
+    state, outs = None, []
+    for parents, (read, keys, remains, writes, says, sees) in zip(
+        [None, *plan.parents], levels, strict=True
+    ):
+        if state is None:
+            new, out = writes, sees @ writes
+            state = keys.transpose(-1, -2) @ new
+        else:
+            state = state.index_select(0, parents)
+            new = writes - says @ state
+            out = read @ state + sees @ new
+            state = state * remains + keys.transpose(-1, -2) @ new
+        outs.append(out)
+    flat = torch.cat(outs).transpose(1, 2).flatten(0, 1)
+    return flat.index_select(0, plan.places).to(dtype)
+
+
+def _sum_between(decay: Float[Tensor, "chunks heads length"]) -> Tensor:
+    """What decays behind token j up to token i, at [i, j]; -inf where j is the later one.
+
+    Summed for each j by itself: the difference of two long sums would have lost its last digits.
+    """
+    length = decay.shape[-1]
+    mask = torch.ones(length, length, dtype=torch.bool, device=decay.device)
+    behind = decay.unsqueeze(-1).expand(*decay.shape, length).masked_fill(mask.triu(), 0.0)
+    return behind.cumsum(-2).masked_fill(mask.triu(1), -torch.inf)
+
+
+def _normalize(x: Tensor) -> Tensor:
+    return x * torch.rsqrt(x.square().sum(-1, keepdim=True) + EPSILON)

@@ -1,0 +1,30 @@
+"""Llama 3, text alone: checkpoints of transformers' `llama` with a chat format of Llama 3.
+
+`render` has the chat formats, `forward` the torch half, `serving` what vLLM is told and `tiny` a
+small random checkpoint. This file loads without torch and transformers.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from sightline.errors import FamilyError
+from sightline.families.llama3.render import load_renderer
+from sightline.families.protocol import Family
+from sightline.families.vision_family import TextOnlyFamily
+
+__all__ = ["claims", "load_family", "load_renderer"]
+
+
+def claims(config: dict[str, Any]) -> bool:
+    return config.get("model_type") == "llama"
+
+
+def load_family(path: Path, overrides: dict[str, int]) -> Family:
+    for key in overrides:
+        raise FamilyError(
+            f"{key} for {path}, which has no vision tower",
+            f"remove [model] {key} from the run file",
+        )
+    return TextOnlyFamily("llama3")

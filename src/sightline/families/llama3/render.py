@@ -1,0 +1,134 @@
+"""The chat formats of Llama 3, token for token those of their templates.
+
+A turn is `<|start_header_id|>role<|end_header_id|>`, two newlines, the stripped content and
+`<|eot_id|>`. From Llama 3.1 on a system turn with two dates always comes first.
+
+Tools are refused. A call is JSON in place of an answer, without a mark: nothing tells it from an
+answer that is JSON.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import ClassVar
+
+from sightline.errors import FamilyError
+from sightline.families.protocol import Family
+from sightline.families.renderer import (
+    BaseRenderer,
+    ParsedCompletion,
+    RenderContext,
+    read_vocab_size,
+)
+from sightline.message import ImageResolver, Message, Part, TextPart, assistant, system, user
+from sightline.render import ChatTemplate, Emitter, TemplateError, Tokenizer
+from sightline.render.protocol import Tools
+from sightline.wire import MediaItem
+
+DATE = "26 Jul 2024"
+"""The date of every prompt: Llama 3.1 and 3.3 say it, and Llama 3.2 where it cannot ask a clock.
+With the day of the rollout, a run would train on other prompts after midnight."""
+_MARKS = ("<|begin_of_text|>", "<|start_header_id|>", "<|end_header_id|>", "<|eot_id|>")
+
+
+class Llama3(BaseRenderer):
+    format_name: ClassVar[str] = "Llama 3"
+    takes_tools = False
+    takes_reasoning = False
+    tools_refusal = "a tool call of Llama 3 has no mark that tells it from an answer"
+
+    def __init__(
+        self, tokenizer: Tokenizer, family: Family, resolver: ImageResolver, vocab_size: int
+    ) -> None:
+        super().__init__(tokenizer, family, resolver, vocab_size)
+        self._begin, self._start, self._stop, self.end_id = map(tokenizer.token_id, _MARKS)
+        others = self.find_token_ids(("<|end_of_text|>", "<|eom_id|>"))
+        self.stop_token_ids = (self.end_id, *others)
+        self.pad_token_ids = ()
+        encode = tokenizer.encode
+        self.header = [self._start, *encode("assistant"), self._stop, *encode("\n\n")]
+
+    def emit_head(self, emitter: Emitter, context: RenderContext, tools: Tools | None) -> int:
+        emitter.special(self._begin)
+        return 0
+
+    def open_turn(self, emitter: Emitter, role: str) -> None:
+        emitter.special(self._start)
+        emitter.text(role)
+        emitter.special(self._stop)
+        emitter.text("\n\n")
+
+    def get_parts(self, message: Message) -> tuple[Part, ...]:
+        return (TextPart(message.text.strip()),)
+
+    def emit_message(self, emitter: Emitter, context: RenderContext, i: int) -> None:
+        role = context.messages[i].role
+        self.open_turn(emitter, role)
+        if role == "assistant":
+            emitter.begin_trained()
+        self.emit_content(emitter, context, i)
+        emitter.special(self.end_id)
+        if role == "assistant":
+            emitter.end_trained()
+
+    def emit_image(self, emitter: Emitter, context: RenderContext, item: MediaItem) -> None:
+        raise NotImplementedError  # a text-only family refuses images when it reads them
+
+    def parse_turn(self, ids: list[int], tools: Tools) -> ParsedCompletion:
+        return ParsedCompletion(self._tokenizer.decode(ids))
+
+
+class Llama31(Llama3):
+    """Llama 3.1, 3.2 and 3.3: the system turn, also an empty one, tells of dates."""
+
+    format_name = "Llama 3.1"
+
+    def emit_head(self, emitter: Emitter, context: RenderContext, tools: Tools | None) -> int:
+        super().emit_head(emitter, context, tools)
+        self.open_turn(emitter, "system")
+        emitter.text(f"Cutting Knowledge Date: December 2023\nToday Date: {DATE}\n\n")
+        first = context.messages[0]
+        is_system = first.role == "system"
+        emitter.text(first.text.strip() if is_system else "")
+        emitter.special(self.end_id)
+        return int(is_system)
+
+
+def load_renderer(path: Path, family: Family, resolver: ImageResolver) -> Llama3:
+    """The renderer of a checkpoint folder; FamilyError with the first differences for none."""
+    tokenizer = Tokenizer(path)
+    if missing := [mark for mark in _MARKS if tokenizer.find_token_id(mark) is None]:
+        raise FamilyError(
+            f"{path}: the tokenizer has no token {missing[0]!r}, so it is none of Llama 3",
+            "use a checkpoint of Llama 3, or add a folder for this one: see "
+            "docs/adding_a_family.md",
+        )
+    vocab_size = read_vocab_size(path, tokenizer)
+    template = ChatTemplate.find(path)
+    differences = []
+    for candidate in (Llama31, Llama3):
+        renderer = candidate(tokenizer, family, resolver, vocab_size)
+        difference = template and _find_difference(renderer, template, tokenizer)
+        if not difference:
+            return renderer
+        differences.append(f"{candidate.format_name}: {difference}")
+    raise FamilyError(
+        f"{path}: the chat template is none that is known. " + " ".join(differences),
+        "use the chat template that the checkpoint was published with",
+    )
+
+
+def _find_difference(renderer: Llama3, template: ChatTemplate, tokenizer: Tokenizer) -> str | None:
+    """Where the template first writes another text than the format, in words."""
+    ask, answer = user(" two\nlines \n"), assistant("\n\nfine\n ")
+    for probe in ([user("hi")], [system(" be brief\n"), ask, answer, user("")], [answer, ask]):
+        messages = [{"role": message.role, "content": message.text} for message in probe]
+        try:
+            text = template.render(messages, bos_token=_MARKS[0], date_string=DATE)
+        except TemplateError as error:
+            return f"the template fails: {error}."
+        ours, theirs = renderer.render(probe).token_ids, tokenizer.encode_marked(text)
+        if ours != theirs:
+            spelled = [repr(tokenizer.decode(ids)) for ids in (theirs, ours)]
+            return f"it writes {spelled[0]} where {spelled[1]} was expected."
+    return None

@@ -1,0 +1,384 @@
+"""The KV cache of a GPU: pages of a fixed number of tokens, so that memory follows the tokens that
+are there. A row has a list of pages; rows that begin alike have the same ones.
+
+Rows with one new token attend by a kernel that reads the pages where they are. Chunks of prompts
+get the keys of their rows side by side, and attend as packed sequences do.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from jaxtyping import Float, Int
+from torch import Tensor
+
+from sightline.compute.attention import attend
+from sightline.compute.attention_cuda import attend_varlen, is_supported, pad_values
+from sightline.compute.attention_exact import (
+    PAGE,
+    KeyPages,
+    Tiles,
+    ValuePages,
+    attend_run,
+    attend_tiles,
+    build_tiles,
+    count_queries,
+)
+from sightline.compute.attention_shapes import Attended, Bounds, Keys, Queries, Values
+from sightline.families.device_copy import copy_to_device
+from sightline.inference.torch_engine.step_plan import StepPlan
+
+BlockTables = Int[Tensor, "rows row_pages"]
+SeqLens = Int[Tensor, " rows"]
+
+BLOCK_SIZE = PAGE
+INITIAL_PAGES = 256
+# The cache doubles up to this step: beyond it, memory that is not needed yet is left to others.
+MAX_NEW_PAGES = 1024
+
+
+class PagedKVCache:
+    """Grows with the tokens that it holds. Used by the engine's thread alone."""
+
+    def __init__(
+        self,
+        max_num_seqs: int,
+        max_model_len: int,
+        device: torch.device,
+        dtype: torch.dtype,
+        max_new_pages: int = MAX_NEW_PAGES,
+        exact: bool = False,
+        max_bytes: int = 0,
+    ) -> None:
+        self._max_new_pages = max_new_pages
+        self.max_bytes = max_bytes
+        """Most that keys and values may take; 0 is what all rows take at their full length."""
+        self.exact = exact
+        """Whether rows attend as a trainer's sequences do, bit for bit."""
+        self._device = device
+        self._dtype = dtype
+        max_blocks = -(-max_model_len // BLOCK_SIZE)
+        self.block_tables = np.zeros((max_num_seqs, max_blocks), dtype=np.int32)
+        """The pages of each row, in the order of its tokens."""
+        self._num_pages = np.zeros(max_num_seqs, dtype=np.int64)
+        self._num_users = np.zeros(0, dtype=np.int32)
+        """Rows that have a page; 0 is free."""
+        self._free: list[int] = []
+        self.generation = 0
+        """Counts how often pages have moved, or some of them."""
+        self._keys: dict[int, Tensor] = {}
+        self._values: dict[int, Tensor] = {}
+
+    @property
+    def token_bytes(self) -> int:
+        """Memory of one token in all layers; 0 before the first pass, which shows their shapes."""
+        return sum(table.stride(1) * table.element_size() for table in self._tables())
+
+    @property
+    def nbytes(self) -> int:
+        return sum(table.nbytes for table in self._tables())
+
+    def _tables(self) -> list[Tensor]:
+        return [*self._keys.values(), *self._values.values()]
+
+    @property
+    def num_used_pages(self) -> int:
+        return len(self._num_users) - len(self._free)
+
+    @property
+    def max_pages(self) -> int:
+        if not self.max_bytes or not self.token_bytes:
+            return self.block_tables.size
+        return min(self.block_tables.size, self.max_bytes // (self.token_bytes * BLOCK_SIZE))
+
+    def has_room(self, lengths: Sequence[int], rows: Sequence[int]) -> bool:
+        """Whether sequences fit that may become so long, beside what `rows` hold.
+
+        Before the first pass, which shows what a token takes, there is room for one sequence.
+        """
+        if self.max_bytes and not self.token_bytes:
+            return len(lengths) == 1
+        num_pages = sum(-(-length // BLOCK_SIZE) for length in lengths)
+        return num_pages + int(self._num_pages[list(rows)].sum()) <= self.max_pages
+
+    def reserve(self, plan: StepPlan) -> None:
+        """Room for the tokens that the plan computes."""
+        for row in plan.rows[plan.starts == 0].tolist():
+            self.free_row(row)  # what it holds may be another row's too, and is not to be written
+        missing = -(-plan.ends // BLOCK_SIZE) - self._num_pages[plan.rows]
+        if (missing > 0).any():
+            for row, count in zip(plan.rows.tolist(), missing.tolist(), strict=True):
+                if count > 0:
+                    self._add_pages(row, count)
+
+    def _add_pages(self, row: int, count: int) -> None:
+        if count > len(self._free):
+            self._grow(count - len(self._free))
+        taken = [self._free.pop() for _ in range(count)]
+        have = int(self._num_pages[row])
+        self.block_tables[row, have : have + count] = taken
+        self._num_users[taken] = 1
+        self._num_pages[row] += count
+
+    def _grow(self, missing: int) -> None:
+        have = len(self._num_users)
+        more = max(missing, min(max(have, INITIAL_PAGES), self._max_new_pages))
+        more = max(missing, min(more, self.max_pages - have))
+        self.generation += 1  # first: where the device is full half-way, some layers have moved
+        for tables in (self._keys, self._values):
+            for layer, old in tables.items():
+                tables[layer] = new = old.new_empty(have + more, *old.shape[1:])
+                new[:have] = old[:have]
+                del old
+        self._num_users = np.concatenate([self._num_users, np.zeros(more, dtype=np.int32)])
+        self._free = [*range(have + more - 1, have - 1, -1), *self._free]
+
+    def free_row(self, row: int) -> None:
+        """The row holds nothing any more; pages that no other row has are free."""
+        pages = self.block_tables[row, : self._num_pages[row]]
+        self._num_users[pages] -= 1
+        self._free.extend(pages[self._num_users[pages] == 0].tolist())
+        self._num_pages[row] = 0
+
+    zero_row = free_row
+    """What is not a number does no harm: nothing reads what was not written."""
+
+    def share_prefix(self, source: int, row: int, length: int) -> None:
+        """Lets `row` begin with the first `length` tokens of `source`: full pages are both rows',
+        and a page that is not full is copied, since both will write to it."""
+        self.free_row(row)
+        full, rest = divmod(length, BLOCK_SIZE)
+        pages = self.block_tables[source, :full]
+        self.block_tables[row, :full] = pages
+        self._num_users[pages] += 1
+        self._num_pages[row] = full
+        if rest:
+            self._add_pages(row, 1)
+            old, new = int(self.block_tables[source, full]), int(self.block_tables[row, full])
+            for table in self._tables():
+                table[new, :rest] = table[old, :rest]
+
+    def pages(
+        self,
+        layer: int,
+        k: Float[Tensor, "tokens kv_heads width"],
+        v: Float[Tensor, "tokens kv_heads value_width"],
+    ) -> tuple[KeyPages, ValuePages]:
+        """Those of a layer, which are made when it first has something to write."""
+        if layer not in self._values:  # which come last: there may have been no room for them
+            for tables, run in ((self._keys, k), (self._values, v)):
+                shape = (len(self._num_users), BLOCK_SIZE, *run.shape[1:])
+                tables[layer] = torch.empty(shape, device=self._device, dtype=self._dtype)
+        return self._keys[layer], self._values[layer]
+
+    def find_places(self, rows: np.ndarray, index: np.ndarray) -> np.ndarray:
+        """Where tokens lie, counted over all pages."""
+        blocks = self.block_tables[rows, index // BLOCK_SIZE].astype(np.int64)
+        return blocks * BLOCK_SIZE + index % BLOCK_SIZE
+
+    def build_pattern(self, plan: StepPlan) -> PagedPattern | ExactPagedPattern:
+        self.reserve(plan)
+        places = copy_to_device(self.find_places(*plan.flat()), self._device)
+        if self.exact:
+            return ExactPagedPattern(self, places, plan)
+        is_single = plan.counts == 1
+        offsets = plan.offsets
+        singles = chunks = None
+        if is_single.any():
+            part = plan.select(np.flatnonzero(is_single))
+            width = -(-int(part.ends.max()) // BLOCK_SIZE)
+            block_tables = np.ascontiguousarray(self.block_tables[part.rows, :width])
+            singles = _Singles(
+                copy_to_device(offsets[is_single], self._device),
+                copy_to_device(block_tables, self._device),
+                copy_to_device(part.ends, self._device),
+            )
+        if not is_single.all():
+            part = plan.select(np.flatnonzero(~is_single))
+            queries = np.arange(part.num_tokens)
+            queries += np.repeat(offsets[~is_single] - part.offsets, part.counts)
+            ends, seen = part.ends, StepPlan(part.rows, 0 * part.starts, part.ends, part.samples)
+            chunks = _Chunks(
+                copy_to_device(queries, self._device),
+                copy_to_device(self.find_places(*seen.flat()), self._device),
+                part.counts.tolist(),
+                ends.tolist(),
+                self._bounds(part.counts),
+                self._bounds(ends),
+            )
+        return PagedPattern(self, places, singles, chunks)
+
+    def _bounds(self, lengths: np.ndarray) -> Bounds:
+        return copy_to_device(np.cumsum([0, *lengths]).astype(np.int32), self._device)
+
+
+@dataclass(frozen=True, slots=True)
+class _Singles:
+    """Rows with one new token."""
+
+    places: Int[Tensor, " rows"]
+    """In the run."""
+    block_tables: BlockTables
+    seq_lens: SeqLens
+
+
+@dataclass(frozen=True, slots=True)
+class _Chunks:
+    """Rows with more."""
+
+    places: Int[Tensor, " queries"]
+    """In the run."""
+    keys: Int[Tensor, " keys"]
+    """Where the keys that the rows see lie, row after row."""
+    num_queries: list[int]
+    num_keys: list[int]
+    query_ends: Bounds
+    key_ends: Bounds
+
+    def attend(
+        self,
+        q: Float[Tensor, "queries heads width"],
+        k: Float[Tensor, "keys kv_heads width"],
+        v: Float[Tensor, "keys kv_heads value_width"],
+        scaling: float,
+    ) -> Float[Tensor, "queries heads value_width"]:
+        if is_supported(q):
+            longest = max(self.num_queries), max(self.num_keys)
+            wide = pad_values(v, k)
+            out = attend_varlen(
+                q, k, wide, scaling, self.query_ends, longest[0], True, self.key_ends, longest[1]
+            )
+            return out[..., : v.shape[-1]]
+        rows = zip(
+            q.split(self.num_queries), k.split(self.num_keys), v.split(self.num_keys), strict=True
+        )
+        return torch.cat([_attend_row(*row, scaling) for row in rows])
+
+
+def _attend_row(q: Tensor, k: Tensor, v: Tensor, scaling: float) -> Tensor:
+    """Attention of one row whose queries are its last tokens."""
+    sees = torch.ones(len(q), len(k), dtype=torch.bool, device=q.device).tril(len(k) - len(q))
+    q, k, v = (x.transpose(0, 1)[None] for x in (q, k, v))
+    out = attend(q, k, v, attn_mask=sees, scale=scaling, enable_gqa=q.shape[1] != k.shape[1])
+    return out[0].transpose(0, 1)
+
+
+@dataclass(eq=False)
+class PagedPattern:
+    """One forward pass over the rows of a plan: an `AttentionPattern`."""
+
+    kv: PagedKVCache
+    places: Int[Tensor, " tokens"]
+    singles: _Singles | None
+    chunks: _Chunks | None
+    state: None = None
+
+    def attend(self, layer: int, q: Queries, k: Keys, v: Values, scaling: float) -> Attended:
+        run_q, run_k, run_v = (x[0].transpose(0, 1) for x in (q, k, v))
+        keys, values = self.kv.pages(layer, run_k, run_v)
+        flat_keys, flat_values = keys.flatten(0, 1), values.flatten(0, 1)
+        flat_keys.index_copy_(0, self.places, run_k)
+        flat_values.index_copy_(0, self.places, run_v)
+        out = run_q.new_empty(*run_q.shape[:2], v.shape[-1])
+        if (singles := self.singles) is not None:
+            asked = run_q[singles.places]
+            found = attend_pages(
+                asked, keys, values, singles.block_tables, singles.seq_lens, scaling
+            )
+            out.index_copy_(0, singles.places, found)
+        if (chunks := self.chunks) is not None:
+            kept = flat_keys[chunks.keys], flat_values[chunks.keys]
+            out.index_copy_(0, chunks.places, chunks.attend(run_q[chunks.places], *kept, scaling))
+        return out.transpose(0, 1).unsqueeze(0)
+
+
+class ExactPagedPattern:
+    """The same in tiles, as a trainer's sequences go."""
+
+    state = None
+
+    def __init__(self, kv: PagedKVCache, places: Int[Tensor, " tokens"], plan: StepPlan) -> None:
+        self._kv, self._places, self._plan = kv, places, plan
+        self._tiles: dict[int, Tiles] = {}
+
+    def attend(self, layer: int, q: Queries, k: Keys, v: Values, scaling: float) -> Attended:
+        run_q, run_k, run_v = (x[0].transpose(0, 1) for x in (q, k, v))
+        keys, values = self._kv.pages(layer, run_k, run_v)
+        keys.flatten(0, 1).index_copy_(0, self._places, run_k)
+        values.flatten(0, 1).index_copy_(0, self._places, run_v)
+        queries = count_queries(q.shape[1], k.shape[1])
+        if queries not in self._tiles:
+            plan, width = self._plan, -(-int(self._plan.ends.max()) // BLOCK_SIZE)
+            tables = self._kv.block_tables[plan.rows, :width]
+            self._tiles[queries] = build_tiles(tables, plan.starts, plan.counts, queries, q.device)
+        out = attend_run(run_q, keys, values, self._tiles[queries], scaling)
+        return out.transpose(0, 1).unsqueeze(0)
+
+
+@dataclass(eq=False)
+class DecodePattern:
+    """One token a row, in a fixed number of rows: where each is, and what it sees, is data."""
+
+    kv: PagedKVCache
+    block_tables: BlockTables
+    seq_lens: SeqLens
+    """With the new token; 0 for an idle row, which writes nothing."""
+    state: None = None
+
+    def attend(self, layer: int, q: Queries, k: Keys, v: Values, scaling: float) -> Attended:
+        run_q, run_k, run_v = (x[0].transpose(0, 1) for x in (q, k, v))
+        keys, values = self.kv.pages(layer, run_k, run_v)
+        _write_last(run_k, run_v, keys, values, self.block_tables, self.seq_lens)
+        seen = (keys, values, self.block_tables, self.seq_lens)
+        if self.kv.exact and not q.is_cuda:  # where the kernel is exact as it is
+            queries = count_queries(q.shape[1], k.shape[1])
+            asked = run_q[:, None].expand(-1, queries, -1, -1)
+            out = attend_tiles(asked, *seen, self.seq_lens, scaling)[:, 0]
+        else:
+            out = attend_pages(run_q, *seen, scaling)
+        return out.transpose(0, 1).unsqueeze(0)
+
+
+def _write_last(
+    k: Tensor,
+    v: Tensor,
+    keys: KeyPages,
+    values: ValuePages,
+    block_tables: BlockTables,
+    seq_lens: SeqLens,
+) -> None:
+    if k.is_cuda:
+        from sightline.compute.triton_kernels import write_paged
+
+        write_paged(k, v, keys, values, block_tables, seq_lens)
+        return
+    rows = seq_lens.nonzero()[:, 0]
+    last = seq_lens[rows].long() - 1
+    places = block_tables[rows, last // BLOCK_SIZE].long() * BLOCK_SIZE + last % BLOCK_SIZE
+    keys.flatten(0, 1).index_copy_(0, places, k[rows])
+    values.flatten(0, 1).index_copy_(0, places, v[rows])
+
+
+def attend_pages(
+    q: Float[Tensor, "rows heads width"],
+    keys: KeyPages,
+    values: ValuePages,
+    block_tables: BlockTables,
+    seq_lens: SeqLens,
+    scaling: float,
+) -> Float[Tensor, "rows heads value_width"]:
+    """What the last token of each row attends to."""
+    if q.is_cuda:
+        from sightline.compute.triton_kernels import attend_paged
+
+        return attend_paged(q, keys, values, block_tables, seq_lens, scaling)
+    k, v = (pages[block_tables.long()].flatten(1, 2).transpose(1, 2) for pages in (keys, values))
+    is_seen = torch.arange(k.shape[2]) < seq_lens[:, None].clamp(min=1)
+    v = v.masked_fill(~is_seen[:, None, :, None], 0)  # what was never written is no number
+    k = k.masked_fill(~is_seen[:, None, :, None], 0)
+    gqa = q.shape[1] != k.shape[1]
+    mask = is_seen[:, None, None]
+    return attend(q[:, :, None], k, v, attn_mask=mask, scale=scaling, enable_gqa=gqa)[:, :, 0]

@@ -1,0 +1,196 @@
+"""The media service: a folder of images for machines that do not share its disk.
+
+`media/http_remote.py` lists what is asked. Every answer comes from the `MediaStore` of the folder,
+which checks what it takes and what it gives.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Awaitable, Callable
+from functools import partial
+from hashlib import sha256
+from pathlib import Path
+
+import msgspec
+import uvicorn
+from starlette.applications import Starlette
+from starlette.concurrency import run_in_threadpool
+from starlette.middleware import Middleware
+from starlette.requests import Request
+from starlette.responses import Response
+from starlette.routing import Mount, Route
+
+from sightline.errors import EngineError, MediaCorrupt, MediaError, MediaMissing, StoreFull
+from sightline.inference.errors import answer_errors, json_response, read_body
+from sightline.media import MediaStore
+from sightline.media.files import BLOBS, GcReport
+from sightline.media.http_remote import CORRUPT, FULL, MISSING, GcRequest
+from sightline.media.ref import check_digest
+from sightline.transport.http_server import (
+    SAFE_METHODS,
+    GuardMiddleware,
+    RequestGuard,
+    build_uvicorn_config,
+    check_address,
+    encode_refusal,
+)
+from sightline.transport.listen import bind_socket, describe_link
+from sightline.transport.tls import check_tls
+
+KEEP_ALIVE_S = 75
+MAX_GC_BYTES = 1 << 30
+
+_STATUSES: dict[type[MediaError], int] = {MediaMissing: MISSING, MediaCorrupt: CORRUPT}
+
+
+def is_control(method: str, path: str) -> bool:
+    """Whether a request removes something, or is about weights and checkpoints; who knows the
+    digest of a part may read it, as workers read the tokenizer."""
+    name, is_blob = path.removeprefix(f"/{BLOBS}"), path.startswith(f"/{BLOBS}/")
+    uses = method in SAFE_METHODS or (method == "POST" and name.endswith("/renew"))
+    is_used = uses and name.startswith("/media/")
+    return method == "DELETE" or name == "/gc" or (is_blob and not is_used)
+
+
+def build_media_app(store: MediaStore, guard: RequestGuard) -> Starlette:
+    """An ASGI application that serves `store`, and the parts of files beside its images, to whom
+    `guard` lets in."""
+    blobs = MediaStore(Path(store.root) / BLOBS)
+    check_room = partial(store.check_room, beside=[blobs])
+    return Starlette(
+        routes=[Mount(f"/{BLOBS}", routes=_build_routes(blobs, check_room, any_bytes=True)),
+                *_build_routes(store, check_room, any_bytes=False)],
+        middleware=[Middleware(GuardMiddleware, guard=guard)],
+    )  # fmt: skip
+
+
+def _build_routes(
+    store: MediaStore, check_room: Callable[..., None], any_bytes: bool
+) -> list[Route]:
+    """`check_room`: whether so many bytes more may be put; `any_bytes`: whether more than
+    images."""
+
+    async def read(http: Request) -> Response:
+        digest = _get_digest(http)
+        if http.method == "HEAD":
+            found = await run_in_threadpool(store.has, digest)
+            return Response(status_code=200 if found else MISSING)
+        data = await run_in_threadpool(store.get_bytes, digest)
+        return Response(data, media_type="application/octet-stream")
+
+    async def write(http: Request) -> Response:
+        digest = _get_digest(http)
+        data = await read_body(http, store.limits.max_bytes)
+
+        def put() -> bool:
+            if (found := sha256(data).hexdigest()) != digest:
+                raise MediaError(f"the bytes hash to {found}", "send the bytes that the name names")
+            is_new = not store.has(digest)
+            if is_new:
+                check_room(len(data))
+            if any_bytes:
+                store.put_bytes(data)
+            else:
+                store.put(data)
+            return is_new
+
+        return Response(status_code=201 if await run_in_threadpool(put) else 200)
+
+    async def renew(http: Request) -> Response:
+        found = await run_in_threadpool(store.touch, _get_digest(http))
+        return Response(status_code=200 if found else MISSING)
+
+    async def remove(http: Request) -> Response:
+        await run_in_threadpool(store.remove, _get_digest(http))
+        return Response()
+
+    async def list_sizes(http: Request) -> Response:
+        return json_response(await run_in_threadpool(lambda: list(store.iter_sizes())))
+
+    async def lease(http: Request) -> Response:
+        change = store.end_lease if http.method == "DELETE" else store.renew_lease
+        await run_in_threadpool(change, http.path_params["name"])
+        return Response()
+
+    async def check(http: Request) -> Response:
+        def look() -> None:
+            store.check_writable()
+            check_room()
+
+        await run_in_threadpool(look)
+        return Response()
+
+    async def health(http: Request) -> Response:
+        return Response()
+
+    def route(path: str, handler: Handler, *methods: str) -> Route:
+        return Route(path, answer_errors(_answer_media_errors(handler)), methods=list(methods))
+
+    return [
+        # An image may be in use by whoever has its digest: gc removes those.
+        *([route("/media/{digest}", remove, "DELETE")] if any_bytes else []),
+        route("/media/{digest}", read, "GET", "HEAD"),
+        route("/media/{digest}", write, "PUT"),
+        route("/media/{digest}/renew", renew, "POST"),
+        route("/media", list_sizes, "GET"),
+        route("/leases/{name}", lease, "PUT", "DELETE"),
+        route("/gc", partial(_gc, store), "POST"),
+        route("/check", check, "POST"),
+        route("/health", health, "GET"),
+    ]
+
+
+async def _gc(store: MediaStore, http: Request) -> Response:
+    try:
+        asked = msgspec.json.decode(await read_body(http, MAX_GC_BYTES), type=GcRequest)
+    except msgspec.DecodeError as error:
+        raise EngineError(str(error), "send what GcRequest describes", "schema", 400) from error
+
+    def collect() -> GcReport:
+        store.check_writable()  # parts may never have been put: their folder is made
+        return store.gc(asked.in_use, asked.min_age_s, dry_run=asked.dry_run)
+
+    return json_response(await run_in_threadpool(collect))
+
+
+Handler = Callable[[Request], Awaitable[Response]]
+
+
+def _get_digest(http: Request) -> str:
+    digest: str = http.path_params["digest"]
+    check_digest(digest)
+    return digest
+
+
+def _answer_media_errors(handler: Handler) -> Handler:
+    """`handler`, with the status of each error of the store."""
+
+    async def handle(http: Request) -> Response:
+        try:
+            return await handler(http)
+        except MediaError as error:
+            status = _STATUSES.get(type(error), 400)
+            if isinstance(error, StoreFull):
+                status = FULL
+            elif isinstance(error.__cause__, OSError):
+                status = 503
+            shown = EngineError(error.problem, error.fix, type(error).__name__, status)
+            return Response(encode_refusal(shown), status, media_type="application/json")
+
+    return handle
+
+
+def serve_media(store: MediaStore, guard: RequestGuard, port: int, cert: str, key: str) -> None:
+    """Serves until SIGTERM or SIGINT; `cert` and `key` are the files of TLS."""
+    host = guard.host
+    check_address(host, guard.token, "--token")
+    tls = check_tls(cert, key, host)
+    store.check_writable()
+    listening = bind_socket(host, port)
+    config = build_uvicorn_config(
+        build_media_app(store, guard), timeout_keep_alive=KEEP_ALIVE_S, **tls
+    )
+    listening.listen()
+    link = describe_link(host, listening.getsockname()[1], has_tls=bool(tls))
+    print(f"serving the images of {store.root} at {link}", flush=True)
+    uvicorn.Server(config).run(sockets=[listening])

@@ -1,0 +1,202 @@
+"""A process of a run on a machine that does not see the run directory: its copy of it."""
+
+from __future__ import annotations
+
+import fcntl
+import json
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+import traceback
+from collections.abc import Sequence
+from contextlib import suppress
+from pathlib import Path
+from urllib.parse import urlsplit
+
+from sightline.config import RunFile, SftFile, dump_checked_toml, load_config
+from sightline.errors import ConfigError, SightlineError, clean_text
+from sightline.launch.claim import SECRET_VARIABLE, read_rights
+from sightline.launch.process_spec import ProcessSpec
+from sightline.launch.process_watch import MARK_VARIABLE, build_mark, kill_marked
+from sightline.launch.processes import STOP_TIMEOUT_S, Processes, build_environ, reserve_port
+from sightline.launch.torchrun import build_rank_spec, open_rendezvous
+from sightline.media.stored_file import open_blobs
+from sightline.run import RunDir
+from sightline.run.mirror import COPIED, join, write_file
+from sightline.run.rights import derive_rights
+from sightline.transport.listen import find_own_address
+from sightline.transport.zmq_channel import Spoke
+from sightline.wire import control
+from sightline.wire.control import FileChange, FileChanges, QuitRequest
+from sightline.wire.file import write_atomic
+from sightline.wire.rank_messages import Rendezvous
+
+POLL_S = 0.2
+PREFIX = "sightline-run-"
+
+
+def run_elsewhere(
+    name: str, hub: str, scratch: Path, arguments: Sequence[str], threads: int
+) -> int:
+    """Runs the process called `name` in a copy of what it needs of the run at `hub`, and returns
+    its exit code.
+
+    The process is a child of this one, which has nothing else to do: whatever the child is stuck
+    in, its end and that of all it has started come when the launcher lets go.
+    """
+    given = sys.stdin.readline().strip() if sys.stdin is not None else ""
+    secret = os.environ.pop(SECRET_VARIABLE, "").strip()
+    if not given and not secret:
+        raise ConfigError(
+            f"{name} was given no rights in the run",
+            f"write them to standard input, or set {SECRET_VARIABLE}",
+        )
+    scratch.mkdir(parents=True, exist_ok=True)
+    _remove_left_copies(scratch)
+    run_dir = RunDir(Path(tempfile.mkdtemp(prefix=PREFIX, dir=scratch)).resolve())
+    part = run_dir.path / f"{COPIED}.part"
+    mark = open(part, "w")  # noqa: SIM115
+    fcntl.flock(mark, fcntl.LOCK_EX)
+    part.rename(run_dir.path / COPIED)
+
+    def clean_up() -> None:
+        kill_marked(run_dir.path, [name])
+        shutil.rmtree(run_dir.path, ignore_errors=True)
+
+    def look() -> None:
+        sys.stdin.read()
+        clean_up()
+        os._exit(1)
+
+    if given:  # by a launcher, which keeps its end open
+        threading.Thread(target=look, daemon=True, name="parent").start()
+    try:
+        make_copy(name, hub, run_dir, given or derive_rights(secret, name).encode())
+        return _run_child(name, hub, run_dir, arguments, threads)
+    except Exception as error:
+        traceback.print_exc()
+        words = {"problem": clean_text(f"{type(error).__name__}: {error}")}
+        words["fix"] = f"see logs/{name}.log"
+        if isinstance(error, SightlineError):
+            words = {"problem": error.problem, "fix": error.fix}
+        run_dir.error_file(name).write_text(json.dumps(words))
+        return 1
+    finally:
+        kill_marked(run_dir.path, [name])
+        if run_dir.error_file(name).exists():
+            _send_last_words(name, hub, run_dir)
+        clean_up()
+        mark.close()
+
+
+def _remove_left_copies(scratch: Path) -> None:
+    """Those whose process was killed: nobody has them locked."""
+    for path in scratch.glob(f"{PREFIX}*/{COPIED}"):
+        with suppress(OSError), open(path) as mark:
+            fcntl.flock(mark, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            shutil.rmtree(path.parent, ignore_errors=True)
+
+
+def make_copy(name: str, hub: str, run_dir: RunDir, rights: str) -> None:
+    """Fills `run_dir` with what the process called `name` needs of the run at `hub`; in the place
+    of the run's secret it has the `rights` of that process."""
+    run_dir.make()
+    with open(os.open(run_dir.secret, os.O_WRONLY | os.O_CREAT, 0o600), "w") as file:
+        file.write(rights)
+    files = {file.name: file for file in join(name, hub, read_rights(run_dir, name).channel)}
+    for first in ("config.toml", "run_id"):
+        write_file(run_dir.path, files.pop(first), None)
+    config = load_config(RunFile, run_dir.config)
+    # What only the trainer fetches is removed when it has come.
+    is_trainer = name.startswith("trainer")
+    blobs = open_blobs(config.media.root, config.media.read_token(for_control=is_trainer))
+    for one in files.values():
+        write_file(run_dir.path, one, blobs)
+    folder = run_dir.path / "model" / Path(config.model.path).name
+    config = config.model_copy(
+        update={"model": config.model.model_copy(update={"path": str(folder)})}
+    )
+    write_atomic(run_dir.config, dump_checked_toml(config).encode())
+
+
+def start_other_ranks(config: RunFile | SftFile, run_dir: RunDir, threads: int) -> Rendezvous:
+    """Starts all ranks of the trainer but the first on this machine, and ends with any of them."""
+    at, ranks = open_rendezvous(config.trainer), config.trainer.ranks
+    words = ["process", "trainer", str(run_dir.path), "--threads", str(threads)]
+    trainer = ProcessSpec("trainer", [*words, "--parent", str(os.getpid())], threads)
+    processes = Processes(run_dir)
+    for rank in range(1, ranks):
+        processes.start(build_rank_spec(trainer, rank, ranks, at))
+
+    def watch() -> None:
+        while not (failed := processes.failed()):
+            time.sleep(POLL_S)
+        time.sleep(2 * POLL_S)  # this process may hear of it, and has its own words then
+        print(processes.explain_exit(*failed[0]), file=sys.stderr, flush=True)
+        os._exit(1)
+
+    threading.Thread(target=watch, daemon=True, name="ranks").start()
+    return at
+
+
+def _send_last_words(name: str, hub: str, run_dir: RunDir) -> None:
+    """Has the words in which the process ended in the run directory, if anybody listens."""
+    with suppress(OSError, SightlineError):
+        file = run_dir.error_file(name)
+        spoke = Spoke(hub, name, read_rights(run_dir, name).channel)
+        sent = FileChanges((FileChange(f"logs/{file.name}", file.read_bytes()),))
+        spoke.send(control.encode(sent))
+        spoke.close()
+
+
+def _run_child(name: str, hub: str, run_dir: RunDir, words: Sequence[str], threads: int) -> int:
+    """Runs the process until it ends. A server says where it is, and ends when the run does."""
+    is_server = name.startswith("server")
+    address = _choose_address(name, hub, run_dir) if is_server else None
+    words = ["process", name, str(run_dir.path), "--hub", hub, *words]
+    words += ["--server", address.read_text()] if address is not None else []
+    child = subprocess.Popen(
+        [sys.executable, "-m", "sightline", *words, "--parent", str(os.getpid())],
+        stdin=subprocess.DEVNULL,
+        env=build_environ(threads) | {MARK_VARIABLE: build_mark(run_dir.path, name)},
+    )
+    if address is None:
+        return _get_exit_code(child.wait())
+    for number in (signal.SIGTERM, signal.SIGINT):
+        signal.signal(number, lambda number, frame: child.send_signal(number))
+    spoke = Spoke(hub, name, read_rights(run_dir, name).channel)
+    spoke.send(
+        control.encode(FileChanges((FileChange(f"logs/{address.name}", address.read_bytes()),)))
+    )
+    try:
+        while (exit_code := child.poll()) is None:
+            data = spoke.receive(POLL_S)
+            if data and isinstance(control.decode_from("orchestrator", data), QuitRequest):
+                child.terminate()
+                with suppress(subprocess.TimeoutExpired):
+                    child.wait(STOP_TIMEOUT_S)
+                return 0
+    finally:
+        child.kill()
+        child.wait()
+        spoke.close()
+    return _get_exit_code(exit_code)
+
+
+def _choose_address(name: str, hub: str, run_dir: RunDir) -> Path:
+    """The file that says where the server of this name is, as others reach this machine."""
+    inference = load_config(RunFile, run_dir.config).inference
+    host = find_own_address(urlsplit(hub).hostname or "")
+    port = reserve_port(host, inference.port, "[inference] port")
+    path = run_dir.server_address(name)
+    path.write_text(f"{inference.scheme}://{host}:{port}")
+    return path
+
+
+def _get_exit_code(code: int) -> int:
+    return code if code >= 0 else 128 - code

@@ -1,0 +1,226 @@
+"""The remote of a store that is our media service (`sightline media serve`), over HTTP.
+
+GET, HEAD, PUT /media/DIGEST      the bytes of an image
+POST /media/DIGEST/renew          counts as a use of it
+GET  /media                       every digest and its bytes, as JSON
+PUT, DELETE /leases/NAME          of a run
+POST /gc                          removes what is not in use
+
+The same below /blobs, for parts of files: those may be any bytes, and DELETE removes one.
+A service with a control token asks for it before it removes anything, and below /blobs for all but
+reading what one can name.
+"""
+
+from __future__ import annotations
+
+import http.client
+import queue
+import ssl
+import weakref
+from collections.abc import Collection
+from contextlib import suppress
+from typing import Any
+from urllib.parse import urlsplit
+
+import msgspec
+
+from sightline.errors import CERTIFICATE_FIX, MediaCorrupt, MediaError, StoreFull
+from sightline.media import files
+from sightline.media.remote import Unavailable, retry
+
+MISSING, TOO_SLOW, CORRUPT, TOO_MANY, FULL = 404, 408, 422, 429, 507
+_MAX_KEPT = 64  # connections
+_GC_TIMEOUT_S = 3600.0
+_NUM_SHOWN = 200
+_NO_SERVICE = (404, 405, 501)
+_NO_SERVICE_FIX = (
+    "check host and port in [media] root (or --store): `sightline media serve` prints its address"
+)
+
+
+class GcRequest(msgspec.Struct, forbid_unknown_fields=True):
+    in_use: list[str]
+    min_age_s: float
+    dry_run: bool = False
+
+
+class HttpRemote:
+    """Keeps connections for the next request; safe for many threads."""
+
+    def __init__(
+        self, address: str, token: str, max_bytes: int, timeout_s: float, deadline_s: float
+    ) -> None:
+        parts = urlsplit(address)
+        if parts.username or parts.query or not parts.hostname:
+            raise MediaError(
+                f"not the address of a media service: {parts.scheme}://{parts.hostname}",
+                "write http://HOST:PORT, and set [media] token to env:NAME or file:PATH",
+            )
+        self.address, self._parts = address, parts
+        self._token, self._max_bytes = token, max_bytes
+        self._timeout_s, self.deadline_s = timeout_s, deadline_s
+        self._tls = ssl.create_default_context() if parts.scheme == "https" else None
+        self._kept: queue.LifoQueue[http.client.HTTPConnection] = queue.LifoQueue(_MAX_KEPT)
+        weakref.finalize(self, _close_all, self._kept)
+
+    def __reduce__(self) -> tuple[type[HttpRemote], tuple[Any, ...]]:
+        settings = (self._max_bytes, self._timeout_s, self.deadline_s)
+        return HttpRemote, (self.address, self._token, *settings)
+
+    def read(self, digest: str) -> bytes | None:
+        status, body = self._request("GET", f"/media/{digest}", ok=(200, MISSING))
+        return body if status == 200 else None
+
+    def write(self, digest: str, data: bytes) -> bool:
+        status, _ = self._request("PUT", f"/media/{digest}", data, "application/octet-stream")
+        return status == 201
+
+    def has(self, digest: str) -> bool:
+        return self._request("HEAD", f"/media/{digest}", ok=(200, MISSING))[0] == 200
+
+    def renew(self, digest: str) -> bool:
+        return self._request("POST", f"/media/{digest}/renew", ok=(200, MISSING))[0] == 200
+
+    def remove(self, digest: str) -> None:
+        self._request("DELETE", f"/media/{digest}")
+
+    def list_sizes(self) -> list[tuple[str, int]]:
+        _, body = self._request("GET", "/media", max_bytes=1 << 40)
+        try:
+            return msgspec.json.decode(body, type=list[tuple[str, int]])
+        except msgspec.DecodeError as error:
+            problem = f"{self.address} is no media service: it lists no images at /media"
+            raise MediaError(problem, _NO_SERVICE_FIX) from error
+
+    def renew_lease(self, name: str) -> None:
+        self._request("PUT", f"/leases/{name}")
+
+    def end_lease(self, name: str) -> None:
+        self._request("DELETE", f"/leases/{name}")
+
+    def gc(
+        self,
+        in_use: Collection[str],
+        min_age_s: float,
+        dry_run: bool,
+        progress: files.Progress | None,
+    ) -> files.GcReport:
+        body = msgspec.json.encode(GcRequest(list(in_use), min_age_s, dry_run))
+
+        def collect() -> bytes:
+            return self._request("POST", "/gc", body, timeout_s=_GC_TIMEOUT_S, max_bytes=1 << 40)[1]
+
+        return msgspec.json.decode(
+            retry(collect, self.address, self.deadline_s), type=files.GcReport
+        )
+
+    def check_writable(self) -> None:
+        self._request("POST", "/check")
+
+    def _request(
+        self,
+        method: str,
+        path: str,
+        body: bytes = b"",
+        kind: str = "application/json",
+        ok: tuple[int, ...] = (200, 201),
+        timeout_s: float | None = None,
+        max_bytes: int | None = None,
+    ) -> tuple[int, bytes]:
+        """Status and body of an answer in `ok`; any other raises, and so does none."""
+        headers = {"content-type": kind}
+        if self._token:
+            headers["authorization"] = f"Bearer {self._token}"
+        timeout_s = timeout_s or self._timeout_s
+        connection, limit = self._take_connection(), max_bytes or max(self._max_bytes, 1 << 16)
+        while True:
+            is_kept = connection.sock is not None
+            connection.timeout = timeout_s
+            if connection.sock is not None:
+                connection.sock.settimeout(timeout_s)
+            try:
+                connection.request(method, self._parts.path + path, body or None, headers)
+                with connection.getresponse() as answer:
+                    data, status = answer.read(limit + 1), answer.status
+                    num_lacking, is_over = answer.length or 0, answer.isclosed()
+                break
+            except ssl.SSLCertVerificationError as error:
+                connection.close()
+                problem = f"the certificate of {self.address} is not trusted: {error}"
+                raise MediaError(problem, CERTIFICATE_FIX) from error
+            except (OSError, http.client.HTTPException) as error:
+                connection.close()
+                if not is_kept or isinstance(error, TimeoutError):
+                    problem = f"{method} {path[:24]}: {type(error).__name__} {error}"
+                    raise Unavailable(problem) from error
+                # The service has closed it, and so the others that were kept.
+                _close_all(self._kept)
+                connection = self._connect()
+            except BaseException:
+                connection.close()
+                raise
+        if is_over and not num_lacking:
+            self._keep_connection(connection)
+        else:
+            connection.close()
+        if len(data) > limit:
+            problem = f"{self.address} answered {method} {path[:24]} with more than {limit} bytes"
+            raise MediaError(problem, _NO_SERVICE_FIX)
+        if num_lacking:
+            raise Unavailable(f"{method} {path[:24]}: the body lacks {num_lacking} bytes")
+        if status in ok:
+            return status, data
+        if status in _NO_SERVICE and method != "DELETE" and not _read_refusal(data):
+            problem = f"{self.address} is no media service: it answered {status} to {method} "
+            raise MediaError(problem + path[:24], _NO_SERVICE_FIX)
+        raise self._build_error(status, data)
+
+    def _take_connection(self) -> http.client.HTTPConnection:
+        try:
+            return self._kept.get_nowait()
+        except queue.Empty:
+            return self._connect()
+
+    def _connect(self) -> http.client.HTTPConnection:
+        host, port = self._parts.hostname or "", self._parts.port
+        if self._tls is None:
+            return http.client.HTTPConnection(host, port)
+        return http.client.HTTPSConnection(host, port, context=self._tls)
+
+    def _keep_connection(self, connection: http.client.HTTPConnection) -> None:
+        try:
+            self._kept.put_nowait(connection)
+        except queue.Full:
+            connection.close()
+
+    def _build_error(self, status: int, data: bytes) -> Exception:
+        problem, fix = data[:_NUM_SHOWN].decode(errors="replace"), "look at the service's log"
+        if said := _read_refusal(data):
+            problem, fix = said
+        if status in (TOO_SLOW, TOO_MANY) or (status >= 500 and status != FULL):
+            return Unavailable(f"{status} {problem}")
+        if status in (401, 403):
+            name = "token" if status == 401 else "control_token"
+            problem = f"it asks for a {name}, and none was given"
+            if self._token:
+                problem = f"the token that was given is not its {name}"
+            fix = (
+                f"set [media] {name} (or --token) to env:NAME or file:PATH of the service's {name}"
+            )
+        kinds = {CORRUPT: MediaCorrupt, FULL: StoreFull}
+        return kinds.get(status, MediaError)(f"{self.address} answered {status}: {problem}", fix)
+
+
+def _read_refusal(data: bytes) -> tuple[str, str] | None:
+    """Problem and fix as the service words them; None where something else has answered."""
+    try:
+        said = msgspec.json.decode(data)["error"]
+        return str(said["message"]), str(said["fix"])
+    except (msgspec.DecodeError, KeyError, TypeError):
+        return None
+
+
+def _close_all(kept: queue.LifoQueue[http.client.HTTPConnection]) -> None:
+    with suppress(queue.Empty):
+        while True:
+            kept.get_nowait().close()

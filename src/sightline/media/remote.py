@@ -1,0 +1,273 @@
+"""A store without a shared disk: what a remote must do, and the store on top of it.
+
+put --> remote, acknowledged --> cache
+get --> cache --absent--> remote --checked--> cache
+  either waits for: the remote, again after a growing pause   unblocked by: its answer, a deadline
+"""
+
+from __future__ import annotations
+
+import os
+import random
+import sys
+import threading
+import time
+from collections.abc import Callable, Collection, Iterable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Protocol, TypeVar
+
+from cachetools import TTLCache
+
+from sightline.errors import MediaCorrupt, MediaError
+from sightline.media import decode, files
+from sightline.media.cache import DiskCache
+from sightline.media.header import ImageLimits
+from sightline.media.ref import MediaRef, check_digest, verify_bytes
+from sightline.media.store import MediaStore
+
+DEADLINE_S = 60.0
+"""Seconds from the first failure on in which a request is tried again."""
+START_DEADLINE_S = 10.0
+"""The same before a run or a command has begun: a wrong address does not heal."""
+TIMEOUT_S = 30.0
+"""Longest time of one try."""
+SAY_AFTER_S = 1.0
+"""Seconds of failures after which a person is told of them, once in SAY_EVERY_S."""
+SAY_EVERY_S = 60.0
+DEFAULT_CACHE_BYTES = 10 * 10**9
+DEFAULT_CACHE_DIR = "~/.cache/sightline/media"
+
+_FIRST_PAUSE_S = 0.05
+_LONGEST_PAUSE_S = 5.0
+_NUM_READS = 3  # of bytes that do not hash to their digest: the way here may have damaged them
+_NUM_PREFETCH_THREADS = 16
+_MAX_CONFIRMED = 262_144
+_said_at: dict[str, float] = {}
+
+Value = TypeVar("Value")
+
+
+class Unavailable(OSError):
+    """The remote did not answer, or not now: the same request may be answered later."""
+
+
+class Remote(Protocol):
+    """The service or object store that has the bytes. Every call is one try, and raises
+    `Unavailable` for what may heal."""
+
+    address: str
+    deadline_s: float
+
+    def read(self, digest: str) -> bytes | None:
+        """The bytes under this name, which nobody has checked; None when there are none."""
+
+    def write(self, digest: str, data: bytes) -> bool:
+        """Has the bytes, durably, and their last use at now; False when they were there before."""
+
+    def has(self, digest: str) -> bool: ...
+
+    def renew(self, digest: str) -> bool:
+        """Sets the last use to now, by the remote's clock; False when it has no such image."""
+
+    def remove(self, digest: str) -> None: ...
+
+    def list_sizes(self) -> list[tuple[str, int]]:
+        """Every digest, and its bytes."""
+
+    def renew_lease(self, name: str) -> None: ...
+
+    def end_lease(self, name: str) -> None: ...
+
+    def gc(
+        self,
+        in_use: Collection[str],
+        min_age_s: float,
+        dry_run: bool,
+        progress: files.Progress | None,
+    ) -> files.GcReport:
+        """As `MediaStore.gc`. It tries again by itself."""
+
+    def check_writable(self) -> None: ...
+
+
+def retry(call: Callable[[], Value], address: str, deadline_s: float) -> Value:
+    """What `call` returns, tried again after `Unavailable` for `deadline_s` seconds."""
+    give_up, pause_s = float("inf"), _FIRST_PAUSE_S
+    while True:
+        try:
+            return call()
+        except Unavailable as error:
+            now = time.monotonic()
+            give_up = min(give_up, now + deadline_s)
+            # Spread out, so that many who were refused together do not come back together.
+            wait_s = pause_s * random.Random().uniform(0.75, 1.25)
+            if now + wait_s > give_up:
+                raise MediaError(
+                    f"the store {address} is not available, after {deadline_s:g} s of trying: "
+                    f"{error}",
+                    "check [media] root (or --store), and that the store can be reached from here",
+                ) from error
+            if now > give_up - deadline_s + SAY_AFTER_S:
+                _say_unavailable(address, error, give_up)
+        time.sleep(wait_s)
+        pause_s = min(pause_s * 2, _LONGEST_PAUSE_S)
+
+
+def _say_unavailable(address: str, error: Unavailable, give_up: float) -> None:
+    now = time.monotonic()
+    if now > _said_at.get(address, -SAY_EVERY_S) + SAY_EVERY_S:
+        _said_at[address] = now
+        words = f"the store {address} does not answer ({error}): it is tried again"
+        print(f"{words} for {give_up - now:.0f} s at most", file=sys.stderr, flush=True)
+
+
+def read_checked(remote: Remote, digest: str) -> bytes | None:
+    """The bytes at `remote`, read again where they do not hash to their digest."""
+    num_reads = 0
+    while True:
+        num_reads += 1
+        data = retry(lambda: remote.read(digest), remote.address, remote.deadline_s)
+        try:
+            return data if data is None else verify_bytes(digest, data)
+        except MediaCorrupt as error:
+            if num_reads == _NUM_READS:
+                raise MediaCorrupt(f"{error.problem}, at {remote.address}", error.fix) from None
+
+
+class RemoteStore(MediaStore):
+    """Images by digest at a remote, with a cache on this machine's disk."""
+
+    def __init__(
+        self,
+        remote: Remote,
+        cache: DiskCache,
+        fallbacks: Iterable[str | Path | MediaStore] = (),
+        limits: ImageLimits = decode.DEFAULT_LIMITS,
+        max_bytes: int | None = None,
+    ) -> None:
+        super().__init__(os.devnull, fallbacks, limits, max_bytes)  # it has no folder
+        self.root = remote.address
+        self.remote, self.cache = remote, cache
+        # Images whose last use this process has set within that time; half, for answers are late.
+        self._confirmed: TTLCache[str, bool] = TTLCache(_MAX_CONFIRMED, files.RENEW_AFTER_S / 2)
+
+    def __reduce__(self) -> tuple[Callable[..., MediaStore], tuple[object, ...]]:
+        settings = (self.fallbacks, self.limits, self.max_bytes)
+        return RemoteStore, (self.remote, self.cache, *settings)
+
+    def _ask(self, call: Callable[[], Value]) -> Value:
+        return retry(call, self.remote.address, self.remote.deadline_s)
+
+    def _write(self, digest: str, data: bytes) -> bool:
+        if self._is_confirmed(digest):
+            return False
+        is_new = self._ask(lambda: self.remote.write(digest, data))
+        self._confirm(digest)
+        self.cache.add(digest, data)
+        return is_new
+
+    def _find(self, digest: str, renew: bool) -> bytes | None:
+        if (data := self.cache.find(digest)) is not None:
+            return data
+        if (data := self._fetch(digest)) is not None:
+            self.cache.add(digest, data)
+        return data
+
+    def _fetch(self, digest: str) -> bytes | None:
+        try:
+            return read_checked(self.remote, digest)
+        except MediaCorrupt:
+            self._forget(digest)  # so that a put replaces it
+            raise
+
+    def prefetch(self, refs: Iterable[MediaRef]) -> None:
+        kept = (ref for ref in refs if self.cache.can_keep(ref.nbytes))
+        wanted = {ref.digest for ref in kept if not self.cache.has(ref.digest)}
+
+        has_given_up = threading.Event()
+
+        def fetch(digest: str) -> None:
+            try:
+                if not has_given_up.is_set():
+                    self._find(digest, renew=False)
+            except MediaError as error:
+                if isinstance(error.__cause__, OSError):  # the others would wait as long
+                    has_given_up.set()
+
+        if wanted:
+            with ThreadPoolExecutor(min(len(wanted), _NUM_PREFETCH_THREADS)) as pool:
+                list(pool.map(fetch, wanted))
+
+    def _has(self, digest: str) -> bool:
+        return self._ask(lambda: self.remote.has(digest))
+
+    def touch(self, digest: str) -> bool:
+        check_digest(digest)
+        if self._is_confirmed(digest):
+            return True
+        if self._ask(lambda: self.remote.renew(digest)):
+            self._confirm(digest)
+            return True
+        return any(store.has(digest) for store in self.fallbacks)
+
+    def path(self, digest: str) -> Path:
+        check_digest(digest)
+        raise MediaError(
+            f"image {digest[:12]} is at {self.root}, and no file of this machine",
+            'read its bytes with get; for engine = "stock_vllm" set inline_images = true',
+        )
+
+    def remove(self, digest: str) -> None:
+        check_digest(digest)
+        self._forget(digest)
+        self._ask(lambda: self.remote.remove(digest))
+
+    def iter_sizes(self) -> Iterator[tuple[str, int]]:
+        yield from self._ask(self.remote.list_sizes)
+
+    def verify(self, progress: files.Progress | None = None) -> files.VerifyReport:
+        """Read every image from the remote, past the cache, and report the damaged ones."""
+        num_files = size_bytes = 0
+        corrupt: list[str] = []
+        for digest, _ in self.iter_sizes():
+            try:
+                data = self._fetch(digest)
+            except MediaCorrupt:
+                corrupt.append(digest)
+                data = b""
+            num_files += data is not None  # None: gc removed it
+            size_bytes += len(data or b"")
+            if progress:
+                progress(num_files)
+        return files.VerifyReport(num_files, size_bytes, corrupt, [])
+
+    def _gc(
+        self,
+        in_use: Collection[str],
+        min_age_s: float,
+        dry_run: bool,
+        progress: files.Progress | None,
+    ) -> files.GcReport:
+        return self.remote.gc(in_use, min_age_s, dry_run, progress)
+
+    def renew_lease(self, name: str) -> None:
+        self._ask(lambda: self.remote.renew_lease(files.check_lease_name(name)))
+
+    def end_lease(self, name: str) -> None:
+        self._ask(lambda: self.remote.end_lease(files.check_lease_name(name)))
+
+    def check_writable(self) -> None:
+        self._ask(self.remote.check_writable)
+
+    def _is_confirmed(self, digest: str) -> bool:
+        with self._refs_lock:
+            return digest in self._confirmed
+
+    def _confirm(self, digest: str) -> None:
+        with self._refs_lock:
+            self._confirmed[digest] = True
+
+    def _forget(self, digest: str) -> None:
+        with self._refs_lock:
+            self._confirmed.pop(digest, None)

@@ -1,0 +1,184 @@
+"""Files of any size in a store, such as weights and checkpoints: each is cut into parts, and a part
+is stored once, by its digest.
+
+    file --parts, several at a time--> store --parts that are not here--> file
+
+A part that breaks off is sent again alone, and every part is checked. Versions of weights share the
+parts that did not change: those are neither sent nor fetched again. Of one that changed the store
+may have a delta, too: who has the part before it fetches that.
+"""
+
+from __future__ import annotations
+
+import os
+import zlib
+from collections.abc import Iterable, Mapping
+from concurrent.futures import ThreadPoolExecutor
+from hashlib import sha256
+from pathlib import Path
+from types import MappingProxyType
+
+import msgspec
+import numpy as np
+
+from sightline.errors import MediaCorrupt, MediaError
+from sightline.media.files import BLOBS
+from sightline.media.open import is_address, open_store
+from sightline.media.ref import verify_bytes
+from sightline.media.store import MediaStore
+
+PART_BYTES = 16 << 20
+NUM_CONNECTIONS = 8
+MAX_DELTA_FRACTION = 0.75
+"""Of a part's bytes; a larger delta is not kept."""
+
+
+class StoredFile(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """A file whose bytes are in a store."""
+
+    nbytes: int
+    parts: tuple[str, ...]
+    """Digests of its parts, in order; all but the last have `PART_BYTES`."""
+    salt: bytes = b""
+    """Stands before the bytes of every part: those of two uploads then differ, and who has fetched
+    one may remove it."""
+
+
+class PartDelta(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """How a part differs from another: zlib over the XOR of their bytes, the first bytes of all
+    4-byte words before the second ones and so on, since high bytes seldom change."""
+
+    base: str
+    """Digest of the part that it is applied to."""
+    stored: str
+    """Digest of the delta itself."""
+
+
+KnownParts = Mapping[str, tuple[Path, int]]
+"""Files of this machine that have a part, and where it begins in them."""
+Deltas = Mapping[str, PartDelta]
+"""By the digest of the part that a delta makes."""
+NO_DELTAS: Deltas = MappingProxyType({})
+
+
+def open_blobs(root: str | Path, token: str = "", max_bytes: int | None = None) -> MediaStore:
+    """The store for parts of files beside the images of `root`; nothing of it is cached."""
+    where = f"{str(root).rstrip('/')}/{BLOBS}" if is_address(root) else Path(root) / BLOBS
+    return open_store(where, token=token, max_bytes=max_bytes, cache_bytes=0)
+
+
+def store_file(
+    store: MediaStore, path: Path, sent: Iterable[str] = (), salt: bytes = b""
+) -> StoredFile:
+    """Returns when the store has the file; parts that were `sent` before, or that it has, are not
+    sent again."""
+    known, nbytes = set(sent), path.stat().st_size
+    handle = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+
+    def put(offset: int) -> str:
+        data = salt + os.pread(handle, PART_BYTES, offset)
+        digest = sha256(data).hexdigest()
+        is_there = digest in known or (not salt and store.touch(digest))
+        return digest if is_there else store.put_bytes(data)
+
+    try:
+        with ThreadPoolExecutor(NUM_CONNECTIONS, "parts") as pool:
+            parts = tuple(pool.map(put, range(0, nbytes, PART_BYTES)))
+    finally:
+        os.close(handle)
+    return StoredFile(nbytes, parts, salt)
+
+
+def store_deltas(
+    store: MediaStore, path: Path, parts: Iterable[str], base: Path, base_parts: Iterable[str]
+) -> dict[str, PartDelta]:
+    """Has the store keep deltas of the parts of `path`, each to the one at its place in `base`."""
+    here = list_parts(path, parts) | (bases := list_parts(base, base_parts))
+
+    def put(pair: tuple[str, str]) -> tuple[str, PartDelta] | None:
+        data, before = (_find_here(digest, PART_BYTES, here) for digest in pair)
+        if not before or len(before) != len(data):
+            return None
+        changes = np.frombuffer(data, np.uint8) ^ np.frombuffer(before, np.uint8)
+        delta = zlib.compress(changes.reshape(-1, _count_planes(len(data))).T.tobytes(), 1)
+        if len(delta) > MAX_DELTA_FRACTION * len(data):
+            return None
+        return pair[0], PartDelta(pair[1], store.put_bytes(delta))
+
+    changed = [(new, old) for new, old in zip(parts, base_parts, strict=False) if new not in bases]
+    with ThreadPoolExecutor(NUM_CONNECTIONS, "deltas") as pool:
+        return dict(found for found in pool.map(put, changed) if found)
+
+
+def _count_planes(size: int) -> int:
+    return 1 if size % 4 else 4  # one for the end of a file with odd bytes
+
+
+def fetch_file(
+    store: MediaStore, file: StoredFile, path: Path, here: KnownParts, deltas: Deltas = NO_DELTAS
+) -> None:
+    """Makes `path`, which appears when all of it is there; what other files have is copied, or
+    changed by its delta."""
+    starts = range(0, file.nbytes, PART_BYTES)
+    sizes = [min(PART_BYTES, file.nbytes - start) for start in starts]
+    if len(sizes) != len(file.parts):
+        raise MediaError(f"{path}: {len(file.parts)} parts of {file.nbytes} bytes", "send it again")
+    temporary = path.with_name(f".{path.name}.fetched")
+    temporary.parent.mkdir(parents=True, exist_ok=True)
+    handle = os.open(temporary, os.O_RDWR | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o600)
+
+    def fetch(number: int) -> None:
+        digest = file.parts[number]
+        size = sizes[number]
+        data = _find_here(digest, size, here)
+        if not data and (delta := deltas.get(digest)) is not None:
+            data = _apply_delta(store, digest, delta, _find_here(delta.base, size, here))
+        data = (data or store.get_bytes(digest))[len(file.salt) :]
+        if len(data) != sizes[number]:
+            problem = f"part {number} of {path} has {len(data)} bytes, not {sizes[number]}"
+            raise MediaCorrupt(problem, "send the file again")
+        os.pwrite(handle, data, starts[number])
+
+    try:
+        with ThreadPoolExecutor(NUM_CONNECTIONS, "parts") as pool:
+            list(pool.map(fetch, range(len(file.parts))))
+        os.fsync(handle)
+        os.replace(temporary, path)
+    finally:
+        os.close(handle)
+        temporary.unlink(missing_ok=True)
+
+
+def _apply_delta(store: MediaStore, digest: str, delta: PartDelta, base: bytes) -> bytes:
+    """The part that has this digest; empty where its base is not here."""
+    if not base:
+        return b""
+    inflate = zlib.decompressobj()
+    try:
+        planes = inflate.decompress(store.get_bytes(delta.stored), len(base))
+    except zlib.error:
+        planes = b""
+    if len(planes) != len(base):
+        problem = f"the delta of part {digest[:12]} is none of {len(base)} bytes"
+        raise MediaCorrupt(problem, "publish the version again")
+    changes = np.frombuffer(planes, np.uint8).reshape(_count_planes(len(base)), -1).T.reshape(-1)
+    return verify_bytes(digest, (changes ^ np.frombuffer(base, np.uint8)).tobytes())
+
+
+def list_parts(path: Path, parts: Iterable[str]) -> dict[str, tuple[Path, int]]:
+    """The parts that the file at `path` has."""
+    return {digest: (path, number * PART_BYTES) for number, digest in enumerate(parts)}
+
+
+def _find_here(digest: str, size: int, here: KnownParts) -> bytes:
+    """The part, from another file; empty where none has it, or not any more."""
+    if digest not in here:
+        return b""
+    path, offset = here[digest]
+    try:
+        with open(path, "rb") as file:
+            file.seek(offset)
+            data = file.read(size)
+    except OSError:
+        return b""
+    return data if sha256(data).hexdigest() == digest else b""

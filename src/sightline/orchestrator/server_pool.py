@@ -1,0 +1,382 @@
+"""The inference servers of a run, of which any may come and go.
+
+    joining --lease--> catching up --adopt--> ready <--adopt--> updating
+       ^                                        | silent, or started again
+       +----------------- lost <----------------+
+
+      an update waits for: half of the servers that are there     unblocked by: their adopting
+      a server waits to adopt while half of those ready do        unblocked by: them, a clock
+      the run ends: no server was ready for `outage_timeout_s`
+
+Every server is leased to the run and adopts the newest version before it is given turns; one that
+returns does so again. Versions roll over the servers, and the slowest holds up nobody.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import math
+import time
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from sightline.errors import EngineError, SightlineError
+from sightline.orchestrator.policy_updater import UNKNOWN_VERSION
+from sightline.rollout.client import GenerateClient
+from sightline.rollout.health import DEFAULT_PROBE_TIMES, ChangeSignal, HealthProbe, ProbeTimes
+from sightline.run import EventLog
+from sightline.run.server_changes import DRAIN, REMOVE, SERVE, ServerReport, Wanted
+from sightline.transport.http_client import UNREACHABLE
+from sightline.wire.control import DRAINING, READY, UPDATING, ServerList, ServerStatus
+from sightline.wire.generate import WEIGHTS_UNAVAILABLE
+from sightline.wire.weights import read_manifest
+
+JOINING, CATCHING_UP, LOST, REFUSED = "joining", "catching up", "lost", "refused"
+LEASE_S = 60.0
+RENEW_EVERY_S = 10.0
+GIVE_BACK_S = 5.0
+CANCEL_AGAIN_S = 1.0
+STAGGER_S = 10.0
+"""How long a server waits for others that adopt before it does."""
+CHECK_EVERY_S = 0.2
+
+
+@dataclass(eq=False)
+class PooledServer:
+    """One server, and how far it is with the run."""
+
+    client: GenerateClient
+    is_added: bool = False
+    """Whether it came while the run went on: refusing it does not end the run."""
+    name: str = ""
+    """The process of the run that it is, where that says itself at which address."""
+    joined_file: Path | None = None
+    """Touched when it has joined: the launcher starts one again that has worked."""
+    state: str = JOINING
+    is_draining: bool = False
+    """Whether it is given no further turns."""
+    manifest: str = ""
+    """What it adopted last; empty for none since it joined."""
+    version: int = UNKNOWN_VERSION
+    load: int = 0
+    problem: str = ""
+    """Why it is lost or refused, or holds an older version."""
+    has_joined: bool = False
+    lost_since: float = 0.0
+    """When it was lost, by the monotonic clock; 0 while it is there."""
+    task: asyncio.Task[None] | None = None
+
+    @property
+    def url(self) -> str:
+        return self.client.base_url
+
+    @property
+    def is_there(self) -> bool:
+        """Whether it is part of an update."""
+        return self.state in (CATCHING_UP, READY, UPDATING) and not self.is_draining
+
+    @property
+    def is_serving(self) -> bool:
+        return self.state in (READY, UPDATING)
+
+    @property
+    def status(self) -> ServerStatus:
+        state = DRAINING if self.is_draining and self.is_serving else self.state
+        return ServerStatus(self.url, state, self.version, self.load, bool(self.name))
+
+
+@dataclass
+class ServerPool:
+    run: str
+    """Id of the run: a resumed one has its leases again at once."""
+    events: EventLog
+    clients: Sequence[GenerateClient]
+    """The servers to begin with."""
+    first_version: int = UNKNOWN_VERSION
+    """What they hold when they start: 0 for those that the run starts itself."""
+    outage_timeout_s: float = math.inf
+    joined_file: Path | None = None
+    """Of the servers to begin with."""
+    times: ProbeTimes = DEFAULT_PROBE_TIMES
+    renew_every_s: float = RENEW_EVERY_S
+    """Between two renewals of a lease."""
+    rejoin_after_s: float = 5.0
+    """The pause before a server is asked again that refused the run, or could not fetch."""
+
+    def __post_init__(self) -> None:
+        self.changed = ChangeSignal()
+        self.manifest, self.version = "", UNKNOWN_VERSION
+        """The newest version, which every server is to adopt."""
+        self.servers = {
+            client.base_url: PooledServer(client, joined_file=self.joined_file)
+            for client in self.clients
+        }
+        self._ready_at = math.inf
+
+    @property
+    def status(self) -> ServerList:
+        """The servers that may be asked."""
+        asked = [server.status for server in self.servers.values() if server.is_serving]
+        return ServerList(tuple(asked), self.run)
+
+    def list_clients(self) -> list[GenerateClient]:
+        """The clients of the servers that are there."""
+        return [server.client for server in self.servers.values() if server.is_serving]
+
+    async def keep_serving(self) -> None:
+        """Runs beside the loop for as long as the run lasts. Raises where a server refuses the run
+        from the first, and where none is left."""
+        try:
+            while True:
+                for server in list(self.servers.values()):
+                    if server.task is None:
+                        server.task = asyncio.ensure_future(self._keep(server))
+                    elif server.task.done():
+                        server.task.result()
+                self._check_outage()
+                await self.changed.wait(CHECK_EVERY_S)
+        finally:
+            tasks = [server.task for server in self.servers.values() if server.task is not None]
+            await _cancel(*tasks)
+
+    async def adopt(self, manifest: str) -> None:
+        """Returns when at least half of the servers that are there hold the version."""
+        self.manifest, self.version = manifest, read_manifest(Path(manifest)).version
+        self.changed.notify()
+        while True:
+            there = [server for server in self.servers.values() if server.is_there]
+            holding = [server for server in there if server.manifest == manifest]
+            if there and 2 * len(holding) >= len(there):
+                return
+            await self.changed.wait()
+
+    async def wait_joined(self) -> None:
+        """Returns when a server is there."""
+        while not any(server.has_joined for server in self.servers.values()):
+            await self.changed.wait()
+
+    @property
+    def reports(self) -> list[ServerReport]:
+        """How each server stands."""
+        return [
+            ServerReport(one.url, one.status.state, one.version, one.load, one.problem)
+            for one in self.servers.values()
+        ]
+
+    async def apply(
+        self, wanted: Mapping[str, Wanted], build: Callable[[str], GenerateClient]
+    ) -> None:
+        """Adds, drains and removes servers, as is `wanted` of each; others stay."""
+        for url, want in wanted.items():
+            if want == REMOVE and url in self.servers:
+                await self.remove(url)
+            elif want == SERVE and url not in self.servers:
+                self.add(build(url))
+            server = self.servers.get(url)
+            if server is not None and server.is_draining != (want == DRAIN):
+                self.drain(url, want == DRAIN)
+        for url in [one.url for one in self.servers.values() if one.is_added]:
+            if url not in wanted:
+                await self.remove(url)
+
+    def add(self, client: GenerateClient) -> None:
+        self.servers[client.base_url] = PooledServer(client, is_added=True)
+        self._tell(f"{client.base_url} is added: it is given turns when it has the newest version")
+
+    async def place(self, name: str, client: GenerateClient, joined_file: Path) -> None:
+        """Has the run's server `name` at the address where it has started, in place of any that it
+        had before."""
+        before = [one.url for one in self.servers.values() if one.name == name]
+        if client.base_url in self.servers:  # another's until now, or its own before
+            await self.remove(client.base_url)
+        self.servers[client.base_url] = PooledServer(client, name=name, joined_file=joined_file)
+        self._tell(f"{client.base_url} is {name}")
+        for url in before:
+            if url != client.base_url and url in self.servers:
+                await self.remove(url)
+
+    def drain(self, url: str, is_draining: bool = True) -> None:
+        """Gives a server no further turns, or turns again."""
+        self.servers[url].is_draining = is_draining
+        self._tell(f"{url} {'is given no further turns' if is_draining else 'is given turns'}")
+
+    async def remove(self, url: str) -> None:
+        """Forgets a server and gives its lease back; what it was asked is asked elsewhere."""
+        server = self.servers.pop(url)
+        self._tell(f"{url} is removed")
+        if server.task is not None:
+            await _cancel(server.task)
+        await give_back_lease(server.client, self.run)
+        await server.client.close()
+
+    async def close(self) -> None:
+        for server in self.servers.values():
+            await server.client.close()
+
+    def _check_outage(self) -> None:
+        """Raises when no server has been ready for long; starting may take any time."""
+        now = time.monotonic()
+        if any(server.is_serving and not server.is_draining for server in self.servers.values()):
+            self._ready_at = now
+        if now - self._ready_at > self.outage_timeout_s:
+            states = [
+                f"{server.url} is {server.state}{f' ({server.problem})' * bool(server.problem)}"
+                for server in self.servers.values()
+            ]
+            raise EngineError(
+                f"no inference server was ready for {now - self._ready_at:.0f} s, [inference] "
+                f"outage_timeout_s = {self.outage_timeout_s:.0f}: {'; '.join(states)}",
+                "start one again, or name others in [inference] servers, and resume the run",
+                UNREACHABLE,
+                503,
+            )
+
+    async def _keep(self, server: PooledServer) -> None:
+        """Joins, and serves until it is lost; again and again."""
+        while True:
+            try:
+                await self._join(server)
+                await run_until_first(
+                    self._watch(server), self._keep_adopting(server), self._keep_lease(server)
+                )
+            except SightlineError as error:
+                is_away = isinstance(error, EngineError) and server.client.may_heal(error)
+                if not is_away and not server.has_joined and not server.is_added:
+                    raise
+                if error.problem != server.problem:
+                    self._tell(f"{server.url} is left out: {error.problem}")
+                self._leave(server, LOST if is_away else REFUSED, error.problem)
+                await asyncio.sleep(self.rejoin_after_s)
+
+    async def _join(self, server: PooledServer) -> None:
+        await server.client.wait_healthy()
+        probe = HealthProbe(server.client, self.times)
+        while server.lost_since and not await probe.ask():
+            pass  # it may answer, and be stuck
+        await server.client.lease(self.run, LEASE_S)
+        server.manifest = ""
+        if server.joined_file is not None:
+            server.joined_file.touch()
+        if server.lost_since:
+            away_s = time.monotonic() - server.lost_since
+            self._tell(f"{server.url} answers again, after {away_s:.0f} s")
+        server.has_joined, server.lost_since, server.problem = True, 0.0, ""
+        server.version = UNKNOWN_VERSION
+        if not self.manifest and not server.is_added:
+            server.version = self.first_version
+        is_ready = server.version != UNKNOWN_VERSION
+        self._set_state(server, READY if is_ready else CATCHING_UP)
+
+    async def _watch(self, server: PooledServer) -> None:
+        """Returns when the server is silent, or was started again."""
+        probe = HealthProbe(server.client, self.times)
+        while not probe.is_silent:
+            if await probe.ask():
+                found = probe.answer
+                load = int(found.get("running") or 0) + int(found.get("waiting") or 0)
+                if load != server.load:
+                    server.load = load
+                    self.changed.notify()
+                if found.get("leased_to", self.run) != self.run:
+                    problem = "was started again, or has another run"
+                    self._tell(f"{server.url} {problem}: its turns go elsewhere meanwhile")
+                    self._leave(server, LOST, problem)
+                    return
+        words = (
+            f"{server.url} has not answered for {probe.silent_s:.0f} s: the server is stopped or "
+            "gone, or its machine cannot be reached; its turns go elsewhere"
+        )
+        if probe.stuck_s:
+            words = f"{server.url} has computed one step for {probe.stuck_s:.0f} s: it is stuck"
+        self._tell(words)
+        self._leave(server, LOST, "it is stuck" if probe.stuck_s else "it does not answer")
+
+    async def _keep_adopting(self, server: PooledServer) -> None:
+        while True:
+            while server.manifest == self.manifest or server.is_draining:
+                await self.changed.wait()
+            await self._wait_for_others(server)
+            manifest, version, before = self.manifest, self.version, server.state
+            if before == READY:
+                self._set_state(server, UPDATING)
+            try:
+                await server.client.adopt(manifest)
+            except EngineError as error:
+                if error.kind == WEIGHTS_UNAVAILABLE:
+                    # It serves the version that it has, and tries again.
+                    if error.problem != server.problem:
+                        self._tell(f"{server.url} has no version {version} yet: {error.problem}")
+                    server.problem = error.problem
+                    self._set_state(server, before)
+                    await asyncio.sleep(self.rejoin_after_s)
+                elif manifest == self.manifest:
+                    raise
+                continue  # a newer version came meanwhile, and the files of this one have gone
+            server.manifest, server.version, server.problem = manifest, version, ""
+            self._set_state(server, READY)
+
+    async def _wait_for_others(self, server: PooledServer) -> None:
+        """Waits while half of the servers that are ready adopt, but not long for a slow one."""
+        until = time.monotonic() + STAGGER_S
+        while server.state == READY and (left_s := until - time.monotonic()) > 0:
+            serving = [other for other in self.servers.values() if other.is_serving]
+            updating = [other for other in serving if other.state == UPDATING]
+            if len(updating) < max(1, len(serving) // 2):
+                return
+            await self.changed.wait(left_s)
+
+    async def _keep_lease(self, server: PooledServer) -> None:
+        while True:
+            await asyncio.sleep(self.renew_every_s)
+            await server.client.lease(self.run, LEASE_S)
+
+    def _leave(self, server: PooledServer, state: str, problem: str) -> None:
+        server.lost_since = server.lost_since or time.monotonic()
+        server.problem = problem
+        self._set_state(server, state)
+
+    def _set_state(self, server: PooledServer, state: str) -> None:
+        server.state = state
+        self.changed.notify()
+
+    def _tell(self, words: str) -> None:
+        self.events.write("process", words=words)
+        self.changed.notify()
+
+
+async def give_back_lease(client: GenerateClient, run: str) -> None:
+    """Lets other runs have the server; one that does not answer keeps the lease until it ends."""
+    with contextlib.suppress(EngineError, TimeoutError):
+        async with asyncio.timeout(GIVE_BACK_S):
+            await client.lease(run, 0.0)
+
+
+async def give_back_leases(servers: Sequence[str], token: str, run: str) -> None:
+    for server in servers:
+        client = GenerateClient(server, token=token)
+        await give_back_lease(client, run)
+        await client.close()
+
+
+async def run_until_first(*jobs: Awaitable[None]) -> None:
+    """Runs all until the first ends, whose error is raised, and cancels the others."""
+    tasks = [asyncio.ensure_future(job) for job in jobs]
+    try:
+        done, _ = await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
+        for task in done:
+            task.result()
+    finally:
+        await _cancel(*tasks)
+
+
+async def _cancel(*tasks: asyncio.Task[None]) -> None:
+    left = set(tasks)
+    while left:  # what swallows one cancellation, as libraries may, is cancelled again
+        for task in left:
+            task.cancel()
+        _, left = await asyncio.wait(left, timeout=CANCEL_AGAIN_S)
+    for task in tasks:
+        if not task.cancelled():
+            task.exception()  # that of the first is raised, the others are its consequence

@@ -1,0 +1,67 @@
+"""Patches that the processes of one machine share: each image is made once, where there is room.
+
+Files in memory, in a folder named after the process that answers for it: whoever opens one removes
+those of processes that are gone.
+"""
+
+from __future__ import annotations
+
+import atexit
+import hashlib
+import os
+import shutil
+import tempfile
+from contextlib import suppress
+from pathlib import Path
+
+import msgspec
+import numpy as np
+
+from sightline.errors import MediaError
+from sightline.media.cache import DiskCache
+from sightline.media.files import remove_of_dead
+from sightline.pixels.pixels import Pixels, pixel_digest
+from sightline.wire import MediaItem
+
+PREFIX = "sightline-pixels-"
+_DIGEST_CHARS = 32
+
+
+class SharedPatches:
+    """The cache of the processes that name the same `owner`, a process id: one of them."""
+
+    def __init__(self, max_bytes: int, owner: int, folder: Path | None = None) -> None:
+        memory = Path("/dev/shm")
+        folder = folder or (memory if memory.is_dir() else Path(tempfile.gettempdir()))
+        self.root = folder / f"{PREFIX}{owner}"
+        with suppress(FileExistsError):
+            self.root.mkdir(mode=0o700)
+        if owner == os.getpid():
+            atexit.register(shutil.rmtree, self.root, ignore_errors=True)
+            remove_of_dead(folder, PREFIX)
+        # Entries are named after items, and say themselves what their digest is.
+        self._cache = DiskCache(self.root, max_bytes, num_folders=1, verify=lambda _, data: data)
+
+    def find(self, item: MediaItem) -> Pixels | None:
+        """The patches of `item`, if they are there and are still those that were put there."""
+        data = self._cache.find(_name(item)) or b""
+        if len(data) <= _DIGEST_CHARS or (len(data) - _DIGEST_CHARS) % item.num_patches:
+            return None
+        patches = np.frombuffer(data, np.uint8, offset=_DIGEST_CHARS).reshape(item.num_patches, -1)
+        digest = pixel_digest(item, patches)
+        is_intact = data[:_DIGEST_CHARS] == digest.encode()
+        return Pixels(patches, digest) if is_intact else None
+
+    @property
+    def bytes_held(self) -> int:
+        """As of the last image that this process added."""
+        return self._cache.folder_bytes
+
+    def add(self, item: MediaItem, pixels: Pixels) -> None:
+        data = b"".join((pixels.digest.encode(), np.ascontiguousarray(pixels.patches).data))
+        with suppress(MediaError):  # no room: they are made again where they are needed
+            self._cache.add(_name(item), data)
+
+
+def _name(item: MediaItem) -> str:
+    return hashlib.sha256(msgspec.msgpack.encode(item)).hexdigest()

@@ -1,0 +1,206 @@
+"""A run directory on a machine that does not see the run's own: a copy of what a process needs, and
+the way back for what it writes.
+
+    process --JoinRequest--> orchestrator --FileChanges--> process: a folder of its own
+    process --FileChanges: what is new--> orchestrator      before every word that rests on it
+
+The orchestrator owns the run directory. Small files travel over the channel, which keeps their
+order; large ones as parts in the store beside the images.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import secrets
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from fnmatch import fnmatch
+from pathlib import Path, PurePosixPath
+
+from sightline.errors import ProcessFailed, SightlineError, WireError
+from sightline.media import MediaStore
+from sightline.media.stored_file import fetch_file, store_file
+from sightline.run.run_dir import RunDir
+from sightline.transport.zmq_channel import Spoke
+from sightline.wire import control
+from sightline.wire.codec import get_release
+from sightline.wire.control import FileChange, FileChanges, JoinRequest
+from sightline.wire.file import append_line, write_atomic
+from sightline.wire.weights import MANIFEST
+
+COPIED = ".copied"
+"""Marks a copy of a run directory."""
+JOIN_TIMEOUT_S = 600.0
+"""How long the orchestrator may take to answer; it may have to store a large checkpoint first."""
+MAX_INLINE_BYTES = 1 << 20
+"""Larger files go through the store."""
+FLUSH_EVERY_S = 1.0
+BEAT = ".beat"
+"""How the files of heartbeats end."""
+APPENDED = ("metrics.jsonl",)
+"""Files that several processes write to, each at the end."""
+PUBLISHED = "weights/*.safetensors"
+"""Goes to the store by itself, where servers find it."""
+OWN = ("model", "media", "batches", "secret", "config.toml", "run_id")
+"""What a copy has for itself alone."""
+
+
+def join(name: str, hub: str, key: str) -> tuple[FileChange, ...]:
+    """The files that the orchestrator at `hub` has for the process called `name`, whose channel has
+    this `key`."""
+    spoke, deadline = Spoke(hub, name, key), time.monotonic() + JOIN_TIMEOUT_S
+    try:
+        spoke.send(control.encode(JoinRequest(name, get_release())))
+        while (data := spoke.receive(max(0.0, deadline - time.monotonic()))) is not None:
+            found = control.decode_from("orchestrator", data)
+            if isinstance(found, FileChanges):
+                return found.files
+            # For its predecessor: what is still wanted is said again when this one is ready.
+    finally:
+        spoke.close()
+    raise ProcessFailed(
+        f"{hub} did not answer {name} within {JOIN_TIMEOUT_S:.0f} s",
+        "check that this machine reaches [launch] address, and that both have one secret",
+    )
+
+
+def write_file(root: Path, file: FileChange, blobs: MediaStore | None) -> None:
+    """Does to the folder `root` what was done elsewhere."""
+    path = root / _check_name(file.name)
+    if file.is_removed:
+        path.unlink(missing_ok=True)
+        if path.parent != root and path.parent.is_dir() and not any(path.parent.iterdir()):
+            path.parent.rmdir()
+        return
+    path.parent.mkdir(parents=True, exist_ok=True)
+    if file.stored is not None:
+        assert blobs is not None
+        fetch_file(blobs, file.stored, path, {})
+        if file.stored.salt:
+            for part in file.stored.parts:
+                blobs.remove(part)
+    elif path.suffix == BEAT:  # not synced: it says nothing that outlasts the processes
+        temporary = path.with_name(f".{path.name}.part")
+        temporary.write_bytes(file.data)
+        temporary.replace(path)
+    elif file.is_appended:
+        append_line(path, file.data.removesuffix(b"\n"))
+    else:
+        write_atomic(path, file.data)
+
+
+def _check_name(name: str) -> str:
+    parts = PurePosixPath(name).parts
+    if not parts or name.startswith("/") or ".." in parts or "\0" in name:
+        raise WireError(f"{name[:100]!r} is no file of a run", "this is a bug; report it")
+    return name
+
+
+def is_copy(run_dir: RunDir) -> bool:
+    return (run_dir.path / COPIED).exists()
+
+
+class RunMirror:
+    """Sends what appears in a copy of the run directory: its checkpoints, when it is told to, or
+    all the rest."""
+
+    def __init__(
+        self,
+        run_dir: RunDir,
+        send: Callable[[FileChanges], None],
+        blobs: MediaStore,
+        every_s: float = FLUSH_EVERY_S,
+        of_checkpoints: bool = False,
+    ) -> None:
+        self._root, self._send, self._blobs = run_dir.path, send, blobs
+        self._every_s, self._of_checkpoints = every_s, of_checkpoints
+        self._seen = {name: _get_stamp(path) for name, path in self._iter_files()}
+        self._lengths = {name: stamp[1] for name, stamp in self._seen.items()}
+        self._lock = threading.Lock()
+        for target in () if of_checkpoints else (self._keep_flushing, self._keep_beating):
+            threading.Thread(target=target, daemon=True, name="mirror").start()
+
+    def flush(self) -> None:
+        """Returns when everything that was written before is on its way, in order."""
+        with self._lock:
+            found = {name: _get_stamp(path) for name, path in self._iter_files()}
+            if not (self._root / COPIED).exists():
+                return  # the copy goes, and not its files
+            new = [name for name, stamp in found.items() if self._seen.get(name) != stamp]
+            # A manifest makes the files beside it count: it comes after them.
+            new.sort(key=lambda name: (name.endswith(MANIFEST), name))
+            gone = [name for name in self._seen if name not in found]
+            gone.sort(key=lambda name: (not name.endswith(MANIFEST), name))
+            files = []
+            for name in new:
+                try:
+                    files.append(self._read(name))
+                except FileNotFoundError:  # it has just been removed
+                    del found[name]
+            files += [FileChange(name, is_removed=True) for name in gone]
+            if files:
+                self._send(FileChanges(tuple(files)))
+            self._seen = found
+            for file in files:
+                if file.is_appended:
+                    self._lengths[file.name] = self._lengths.get(file.name, 0) + len(file.data)
+
+    def is_behind(self) -> bool:
+        """Whether something is not on its way yet."""
+        return {name: _get_stamp(path) for name, path in self._iter_files()} != self._seen
+
+    def send_heartbeats(self) -> None:
+        """Waits for no large file that is on its way."""
+        for path in (self._root / "logs").glob(f"[!.]*{BEAT}"):
+            with contextlib.suppress(FileNotFoundError):  # one that has just been replaced
+                self._send(FileChanges((FileChange(f"logs/{path.name}", path.read_bytes()),)))
+
+    def _read(self, name: str) -> FileChange:
+        path = self._root / name
+        if name in APPENDED:
+            with open(path, "rb") as file:
+                file.seek(self._lengths.get(name, 0))
+                data = file.read()
+            return FileChange(name, data[: data.rfind(b"\n") + 1], is_appended=True)
+        if path.stat().st_size <= MAX_INLINE_BYTES:
+            return FileChange(name, path.read_bytes())
+        return FileChange(name, stored=store_file(self._blobs, path, salt=secrets.token_bytes(16)))
+
+    def _iter_files(self) -> Iterator[tuple[str, Path]]:
+        for folder, names, files in os.walk(self._root):
+            is_top = Path(folder) == self._root
+            names[:] = [n for n in names if not n.startswith(".") and not (is_top and n in OWN)]
+            for file in files:
+                path = Path(folder) / file
+                name = str(path.relative_to(self._root))
+                # Whatever begins with a dot is not finished yet.
+                is_own = file.startswith(".") or name in OWN or fnmatch(name, PUBLISHED)
+                is_wanted = name.startswith("checkpoints/") == self._of_checkpoints
+                if is_wanted and not is_own and not file.endswith(BEAT):
+                    yield name, path
+
+    def _keep_flushing(self) -> None:
+        """So that metrics and errors are seen while nothing is said."""
+        while True:
+            time.sleep(self._every_s)
+            try:
+                self.flush()
+            except (OSError, SightlineError) as error:  # who flushes next is told
+                print(error, file=sys.stderr, flush=True)
+
+    def _keep_beating(self) -> None:
+        while True:
+            time.sleep(self._every_s)
+            with contextlib.suppress(OSError, SightlineError):
+                self.send_heartbeats()
+
+
+def _get_stamp(path: Path) -> tuple[int, int, int]:
+    try:
+        found = path.stat()
+    except FileNotFoundError:  # it has just been removed
+        return 0, 0, 0
+    return found.st_mtime_ns, found.st_size, found.st_ino

@@ -1,0 +1,73 @@
+"""Which servers a person has added to a run, or taken from it: a small file in the run directory.
+
+    sightline servers --writes--> servers.json --read by--> orchestrator, launcher
+      nobody waits
+
+It holds changes to the servers of the run file, and outlasts the processes of the run; under
+another `[inference] servers` it says nothing any more.
+"""
+
+from __future__ import annotations
+
+import fcntl
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import Literal
+
+import msgspec
+
+from sightline.run.run_dir import RunDir
+from sightline.wire.file import add_checksum, read_checked, write_atomic
+
+SERVE: Literal["serve"] = "serve"
+DRAIN: Literal["drain"] = "drain"
+REMOVE: Literal["remove"] = "remove"
+Wanted = Literal["serve", "drain", "remove"]
+
+
+class ServerChanges(msgspec.Struct, forbid_unknown_fields=True):
+    base: tuple[str, ...] = ()
+    """The `[inference] servers` that were changed."""
+    servers: dict[str, Wanted] = {}
+    """What is wanted of each server, by its address."""
+
+
+class ServerReport(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """What the orchestrator says of a server, in `logs/servers.json`."""
+
+    url: str
+    state: str
+    version: int
+    load: int
+    problem: str = ""
+
+
+def list_wanted(run_dir: RunDir, base: Sequence[str]) -> dict[str, Wanted]:
+    """What is wanted of each server of a run whose run file has the servers `base`."""
+    wanted: dict[str, Wanted] = dict.fromkeys(base, SERVE)
+    if run_dir.servers.exists():
+        fix = "remove it: the run then has the servers of its run file"
+        changes = read_checked(run_dir.servers, ServerChanges, fix)
+        if changes.base == tuple(base):
+            wanted |= changes.servers
+    return wanted
+
+
+def change_server(run_dir: RunDir, base: Sequence[str], url: str, wanted: Wanted) -> None:
+    """Writes that `url` is to serve, to be drained or to go."""
+    with _locked(run_dir):
+        servers = list_wanted(run_dir, base) | {url: wanted}
+        known = {
+            name: state
+            for name, state in servers.items()
+            if (state != REMOVE if name not in base else state != SERVE)
+        }
+        data = msgspec.json.encode(ServerChanges(tuple(base), known))
+        write_atomic(run_dir.servers, add_checksum(data))
+
+
+@contextmanager
+def _locked(run_dir: RunDir) -> Iterator[None]:
+    with open(run_dir.id_file) as file:
+        fcntl.flock(file, fcntl.LOCK_EX)
+        yield

@@ -1,0 +1,184 @@
+"""The generic family, on checkpoints composed of transformers' classes: each a way in which an
+image becomes tokens. The witness is the checkpoint's own processor, called as users call it."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import partial
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from sampling import IS_FULL, take_sample
+
+from tests.contract.case import Case, Checkpoint
+
+
+def write_kind(kind: str, path: Path) -> None:
+    """Writes the tiny checkpoint of one kind."""
+    from sightline.families.anyvlm import tiny
+
+    if kind == "qwen2_vl":
+        write_qwen2_vl(path)
+    else:
+        tiny.write(path, type=kind)
+
+
+def write_qwen2_vl(path: Path) -> None:
+    """A grid of patches whose limits count one frame: a type that a native folder could have."""
+    from sightline.families.anyvlm import tiny
+
+    def build_config(vocab_size: int, pad: int, end: int) -> dict[str, Any]:
+        rope = {"rope_type": "default", "rope_theta": 10_000.0, "mrope_section": [8, 4, 4]}
+        vision = {"depth": 2, "embed_dim": 64, "hidden_size": 64, "num_heads": 2, "mlp_ratio": 2}
+        return {
+            "text_config": {**tiny.build_text_config(vocab_size, end), "rope_parameters": rope},
+            "vision_config": {**vision, "patch_size": 14, "initializer_range": 0.05},
+            "image_token_id": pad,
+            "tie_word_embeddings": False,
+        }
+
+    pad, marks = "<|image_pad|>", ("<|vision_start|>", "<|vision_end|>")
+    limits = {"min_pixels": 28 * 28, "max_pixels": 1024 * 28 * 28}
+    files = {
+        "preprocessor_config.json": {"image_processor_type": "Qwen2VLImageProcessor", **limits},
+        "processor_config.json": {"processor_class": "Qwen2VLProcessor"},
+    }
+    template = (tiny.FOLDER / "templates" / "llava.jinja").read_text()
+    template = template.replace("<image>", f"{marks[0]}{pad}{marks[1]}")
+    tokens = ((*tiny.CHATML_TOKENS, *marks, pad), pad, {"image_token": pad})
+    tiny.compose(path, 0, "qwen2_vl", tokens, build_config, files, template)
+
+
+class Images:
+    """Counts by the functions of transformers' processor."""
+
+    def __init__(self, path: Path) -> None:
+        from sightline.families.anyvlm.processor import load_processor
+
+        self.processor = load_processor(path)
+        self.images = self.processor.image_processor
+
+    def get_number_of_image_patches(self, height: int, width: int) -> int:
+        if (patch := self._find_patch()) > 0:
+            return int(np.prod(self._resize(height, width)) // patch**2)
+        if not hasattr(self.images, "get_number_of_image_patches"):
+            return 1  # it makes one array of one size
+        found = self.images.get_number_of_image_patches(height, width, {})
+        return int(found[0] if isinstance(found, tuple) else found)
+
+    def get_number_of_slot_tokens(self, height: int, width: int) -> int:
+        """From the first to the last pad in the text that the processor puts in place of one."""
+        made = self._describe(height, width)
+        tokenizer = self.processor.tokenizer
+        pad = getattr(tokenizer, "image_token_id", self.processor.image_token_id)
+        ids = tokenizer(self.processor.replace_image_token(made, 0), add_special_tokens=False)
+        places = [i for i, t in enumerate(ids["input_ids"]) if t == pad]
+        return places[-1] - places[0] + 1
+
+    def _find_patch(self) -> int:
+        """Pixels of a patch, where the processor has no method that counts them; else 0."""
+        if hasattr(self.images, "max_soft_tokens"):
+            return int(self.images.patch_size)
+        return int(getattr(self.processor, "patch_size", 0)) * hasattr(
+            self.processor, "spatial_merge_size"
+        )
+
+    def _resize(self, height: int, width: int) -> tuple[int, int]:
+        """The sides of an image that is cut into patches."""
+        from transformers.models.gemma4.image_processing_pil_gemma4 import (
+            get_aspect_ratio_preserving_size,
+        )
+        from transformers.models.pixtral.image_processing_pil_pixtral import (
+            get_resize_output_image_size,
+        )
+
+        if hasattr(self.images, "max_soft_tokens"):
+            patch, pool = self.images.patch_size, self.images.pooling_kernel_size
+            most = self.images.max_soft_tokens * pool**2
+            found: tuple[int, int] = get_aspect_ratio_preserving_size(
+                height, width, patch, most, pool
+            )
+            return found
+        factor = self.processor.patch_size * self.processor.spatial_merge_size
+        image, longest = np.zeros((height, width, 3)), self.images.size["longest_edge"]
+        resized: tuple[int, int] = get_resize_output_image_size(
+            image, longest, factor, "channels_last"
+        )
+        if not min(resized):
+            raise ValueError("nothing is left of a side")
+        return resized
+
+    def _describe(self, height: int, width: int) -> dict[str, Any]:
+        """What the processor reads of an image's arrays to write its text."""
+        num = self.get_number_of_image_patches(height, width)
+        made: dict[str, Any] = {"num_patches": [num], "pixel_values": np.zeros((1, 3, 16, 16))}
+        made["num_crops"] = [0]
+        if hasattr(self.images, "max_soft_tokens"):
+            made["num_soft_tokens_per_image"] = [num // self.images.pooling_kernel_size**2]
+        if hasattr(self.processor, "spatial_merge_size"):
+            made["image_sizes"] = [self._resize(height, width)]
+        if hasattr(self.images, "max_image_size"):
+            _, rows, columns = self.images.get_number_of_image_patches(height, width, {})
+            shape = (rows, columns) if num > 1 else (0, 0)
+            made |= {"rows": [[shape[0]]], "cols": [[shape[1]]]}
+        if hasattr(self.images, "merge_size"):
+            made["image_grid_thw"] = np.array([[1, 1, num]])
+        return made
+
+
+def _processor_ids(
+    checkpoint: Checkpoint, messages: Sequence[dict[str, Any]], prompt: bool
+) -> list[int]:
+    def part(given: dict[str, Any]) -> dict[str, Any]:
+        if given["type"] == "text":
+            return given
+        ref = checkpoint.store.get_ref(given["image_url"]["url"].rpartition(":")[2])
+        return {"type": "image", "image": checkpoint.store.image(ref)}
+
+    def content(given: str | list[dict[str, Any]]) -> list[dict[str, Any]]:
+        return [{"type": "text", "text": given}] if isinstance(given, str) else [*map(part, given)]
+
+    talk = [{"role": m["role"], "content": content(m["content"])} for m in messages]
+    made = checkpoint.transformers_images.processor.apply_chat_template(
+        talk, tokenize=True, return_dict=True, add_generation_prompt=prompt
+    )
+    return [int(token) for token in made["input_ids"][0]]
+
+
+SERVED_KINDS = ("llava", "idefics3", "internvl", "qwen2_vl", "glm46v")
+"""Those that vLLM serves."""
+ALTERNATING = ("gemma3", "mistral3")
+TRIMMING = ("gemma3", "gemma4")
+TWO_FRAMES = ("qwen2_vl", "glm46v")
+
+
+def _generic(kind: str) -> Case:
+    return Case(
+        f"anyvlm_{kind}",
+        partial(write_kind, kind),
+        Images,
+        image_pad="",
+        published_template=None,
+        takes_tools=False,
+        overrides=(),
+        refused_size=(402, 2) if kind in (*TWO_FRAMES, "mistral3") else None,
+        # float32, and the one frame twice where a tower looks at two.
+        value_bytes=8 if kind in TWO_FRAMES else 4,
+        makes_pixels_alone=False,
+        alternates=kind in ALTERNATING,
+        gradient_tolerance=5e-5 if kind == "gemma4" else 1e-5,
+        carried=str.strip if kind in TRIMMING else str,
+        processor_ids=_processor_ids,
+    )
+
+
+# Its processor wants a package that we do not ask for.
+SMOLVLM = ["smolvlm"] if find_spec("num2words") else []
+# Of kinds that take a minute each the commit chooses one; a full run takes all.
+KINDS = [
+    *take_sample(["llava", "idefics3", "gemma3", "mistral3", "gemma4"], 1),
+    *(["internvl", "qwen2_vl", "glm46v", *SMOLVLM] * IS_FULL),
+]
+CASES: tuple[Case, ...] = tuple(map(_generic, KINDS))

@@ -1,0 +1,208 @@
+"""`[model] exact = true` on a GPU, in bfloat16: each cause of difference alone, then all of it.
+
+    EXACT_MODEL=DIR pytest tests/gpu/test_exact.py -s
+
+takes the checkpoint in DIR for the last test (`sightline model tiny DIR --size 2b`), which prints
+the largest difference over EXACT_TOKENS sampled tokens (100,000); else a tiny one, over fewer.
+"""
+
+from __future__ import annotations
+
+import os
+from functools import cache
+from pathlib import Path
+
+import exactness
+import making
+import numpy as np
+import pytest
+import torch
+from exactness import Passes
+from serving import embedded
+from torch import nn
+
+from sightline.compute import exact
+from sightline.compute.attention_exact import attend_run, build_tiles, count_queries
+from sightline.compute.weights import write_weights
+from sightline.families.registry import write_tiny
+from sightline.inference.server_spec import ServerSpec
+from sightline.media import MediaStore
+from sightline.trainer.build import build_learner
+from sightline.trainer.learner import SUM_NAMES
+from sightline.trainer.step_result import MetricSums, StepTimer
+
+pytestmark = [pytest.mark.gpu, pytest.mark.timeout(1800)]
+LENGTH = 1200
+"""Tokens: more than two parts of keys of the decoding kernel."""
+SHAPES = [(2048, 6144), (4096, 2048), (2048, 2048), (6144, 2048), (1024, 2048), (4096, 12288)]
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("exact") / "model"
+    # Wide enough for the kernels of a real model: products are split, heads share their keys.
+    write_tiny(
+        "qwen_vl", path, seed=0, dtype="bfloat16", hidden=512, heads=8, kv_heads=4, head_dim=64,
+        intermediate=3072, layers=3,
+    )  # fmt: skip
+    return path
+
+
+@cache
+def passes(model: Path, is_exact: bool, length: int = LENGTH) -> Passes:
+    return Passes(model, is_exact, "cuda", "bfloat16", length)
+
+
+@pytest.mark.parametrize(("heads", "kv_heads", "width"), [(16, 8, 128), (8, 8, 64), (6, 2, 128)])
+def test_a_query_has_the_same_bits_in_a_tile_and_alone(
+    heads: int, kv_heads: int, width: int
+) -> None:
+    from sightline.compute.triton_kernels import attend_paged
+
+    device, length = torch.device("cuda"), 1100
+    torch.manual_seed(0)
+    num_pages = -(-length // 64)
+    keys, values = (
+        torch.randn(num_pages, 64, kv_heads, width, device=device, dtype=torch.bfloat16)
+        for _ in range(2)
+    )
+    q = torch.randn(length, heads, width, device=device, dtype=torch.bfloat16)
+    tables = np.arange(num_pages)[None]
+    queries = count_queries(heads, kv_heads)
+    tiles = build_tiles(tables, np.array([0]), np.array([length]), queries, device)
+    whole = attend_run(q, keys, values, tiles, width**-0.5)
+    start = 517
+    part = build_tiles(tables, np.array([start]), np.array([length - start]), queries, device)
+    assert torch.equal(whole[start:], attend_run(q[start:], keys, values, part, width**-0.5))
+    each = torch.from_numpy(np.repeat(tables, length, axis=0).astype(np.int32)).to(device)
+    seen = torch.arange(1, length + 1, dtype=torch.int32, device=device)
+    assert torch.equal(whole, attend_paged(q, keys, values, each, seen, width**-0.5))
+    plain = nn.functional.scaled_dot_product_attention(
+        *(x.transpose(0, 1)[None].float() for x in (q, keys.flatten(0, 1)[:length],
+                                                    values.flatten(0, 1)[:length])),
+        is_causal=True, enable_gqa=heads != kv_heads,
+    )[0].transpose(0, 1)  # fmt: skip
+    assert (whole.float() - plain).abs().max() < 3e-2
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+def test_products_find_rows_that_do_not_vary(shape: tuple[int, int]) -> None:
+    layer = nn.Linear(shape[1], shape[0], bias=False, device="cuda", dtype=torch.bfloat16)
+    found = exact.find_rows("layer", layer, torch.device("cuda"), torch.bfloat16)
+    print(f"{shape}: {found[0]} rows or more")
+
+
+def test_packing(model: Path) -> None:
+    for length in (1, 5, 700, LENGTH):
+        found = passes(model, True, length)
+        alone = found.train()
+        for before, after in ((3, 0), (64, 77), (1, 3000)):
+            assert torch.equal(alone, found.train(before, after)), (length, before, after)
+
+
+@pytest.mark.parametrize("chunks", [[1] * 9 + [1191], [7, 64, 513, 616], [512, 512, 176]])
+def test_chunking(model: Path, chunks: list[int]) -> None:
+    found = passes(model, True)
+    assert torch.equal(found.train(), found.prefill(found.open(), chunks))
+
+
+def test_batch_size(model: Path) -> None:
+    found = passes(model, True)
+    wanted = found.train()[-40:]
+    assert torch.equal(wanted, found.prefill(found.open(), [1160, 40], beside=6)[-40:])
+    kv = found.open()
+    found.prefill(kv, [1160])
+    for idle in (0, 15, 255):
+        assert torch.equal(wanted, found.decode(kv, 1160, idle)), idle
+
+
+def test_reuse_of_keys_and_values(model: Path) -> None:
+    found = passes(model, True)
+    kv = found.open()
+    found.prefill(kv, [1000, 200])
+    kv.share_prefix(0, 1, 777)
+    rest = found.prefill(kv, [20, LENGTH - 797], row=1, start=777)
+    assert torch.equal(found.train()[777:], rest)
+
+
+def test_with_exact_off_all_of_these_see_a_difference(model: Path) -> None:
+    """Else they would show nothing."""
+    found = passes(model, False)
+    alone = found.train()
+    differs = {
+        "tree": not torch.equal(alone, found.train_in_tree(600)),
+        "chunking": not torch.equal(alone, found.prefill(found.open(), [7, 64, 513, 616])),
+        "packing": not torch.equal(alone, found.train(64, 3000)),
+    }
+    print(differs)
+    assert differs["tree"] or differs["chunking"] or differs["packing"]
+
+
+@pytest.mark.parametrize("master", ["model"])
+def test_gradients_are_those_of_the_other_mode(model: Path, store: MediaStore, master: str) -> None:
+    samples, found = making.samples(model, store, count=4), []
+    for is_exact in (False, True):
+        config = making.model_config(model, dtype="bfloat16", exact=is_exact)
+        trainer = making.trainer_config(device="cuda", master_dtype=master)
+        learner = build_learner(config, trainer, store, steps=1)
+        ready = exactness.prepare(learner, model, store, samples, 1 << 20, step=1)
+        for one in ready.micro_batches:
+            learner.backward(one, 1, MetricSums(SUM_NAMES), StepTimer(learner.device))
+        grads = [p.grad.to_local() if hasattr(p.grad, "to_local") else p.grad
+                 for p in learner.forward.model.parameters()]  # fmt: skip
+        found.append(torch.cat([grad.float().flatten() for grad in grads]))
+    difference = float((found[0] - found[1]).norm() / found[0].norm())
+    print(f"gradients of exact and other mode differ by {difference:.2g} of their norm")
+    assert difference < 5e-2
+
+
+@pytest.mark.parametrize("master", ["model"])
+def test_logprobs_are_those_of_the_sampler(
+    model: Path, store: MediaStore, tmp_path: Path, master: str
+) -> None:
+    """Turns with images, groups with one prompt, graphs, chunks, windows of keys, an update."""
+    given = os.environ.get("EXACT_MODEL")
+    wanted = int(os.environ.get("EXACT_TOKENS", 100_000 if given else 6_000))
+    path = Path(given) if given else model
+    turns, group_size = 4, 8
+    max_tokens = 256 if given else 48
+    groups = max(2, -(-wanted // (turns * group_size * max_tokens)))
+    settings = ServerSpec.of(
+        path=path, media_roots=(store.root,), device="cuda", dtype="bfloat16", exact=True,
+        max_num_seqs=64, max_model_len=4096, prefill_chunk_tokens=300, weights_root="/",
+    )  # fmt: skip
+    trainer = making.trainer_config(device="cuda", master_dtype=master)
+    config = making.model_config(path, dtype="bfloat16", exact=True)
+    with embedded(settings) as client:
+        learner = build_learner(config, trainer, store, steps=10)
+        weights = {
+            name: (p.full_tensor() if hasattr(p, "full_tensor") else p).detach()
+            for name, p in learner.forward.model.named_parameters()
+        }
+        manifest, _ = write_weights(
+            tmp_path / "weights",
+            {name: p.to(torch.bfloat16).cpu() for name, p in weights.items()},
+            1,
+            1,
+        )
+        samples = exactness.play(
+            client, path, store, groups=groups, group_size=group_size, turns=turns,
+            max_tokens=max_tokens, image_side=480,
+            # The same weights as another version: what was computed is computed again.
+            between_turns=lambda turn: turn == 1 and client.adopt(manifest),
+        )  # fmt: skip
+        replayed = client.totals()["steps_replayed"]
+    total, differing, largest = 0, 0, 0.0
+    for step in (1, 2):
+        ready = exactness.prepare(learner, path, store, samples, 16384, step)
+        sampler, scored = exactness.compare(learner, ready)
+        total, differing = total + len(sampler), differing + int((sampler != scored).sum())
+        largest = max(largest, float(np.abs(sampler - scored).max()))
+    print(
+        f"{total} tokens, {replayed:.0f} steps replayed as graphs: {differing} logprobs differ, "
+        f"the largest difference is {largest}"
+    )
+    assert replayed and total > wanted // 3
+    assert differing == 0 and largest == 0.0
+    metrics = learner.step(ready).metrics
+    assert metrics["mismatch_kl"] == 0

@@ -1,0 +1,49 @@
+"""color_codeword in words: text-only checkpoints warm up, train and are scored, and nothing of the
+run speaks of images. `FULL=1` trains until the reward has left chance behind."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import pytest
+from sampling import IS_FULL
+
+from loop.jobs import EXAMPLES, sightline, summary
+from sightline.run import RunDir
+from sightline.view.events import by_step, read_events
+
+pytestmark = [pytest.mark.loop, pytest.mark.timeout(900)]
+
+KINDS = {"qwen3": ("--type", "qwen3"), "llama": ("--family", "llama3")}
+IN_WORDS = "env.args.in_words=true"
+WARM_UP_STEPS, STEPS = (200, 100) if IS_FULL else (10, 4)
+SMALL = () if IS_FULL else ("orchestrator.groups_per_step=4", "eval.tasks=8")
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_text_only_model_learns_a_code_in_words(tmp_path: Path, kind: str) -> None:
+    sightline("model", "tiny", "models/tiny", *KINDS[kind], cwd=tmp_path)
+    warm_up = (EXAMPLES / "warmup.toml", IN_WORDS, f"run.steps={WARM_UP_STEPS}")
+    sightline("sft", *warm_up, cwd=tmp_path)
+    words = (EXAMPLES / "cpu.toml", IN_WORDS, f"run.steps={STEPS}", "rollout.max_tokens=16")
+    words += ("inference.max_model_len=192", *SMALL)
+    said = sightline("rl", "--plain", *words, cwd=tmp_path).stdout
+    assert "packing: shared-prefix trees" in said and re.search(r"images +none shown", said)
+
+    run_dir = RunDir(tmp_path / said.strip().splitlines()[-2].removeprefix("run: "))
+    found = summary(run_dir)
+    assert found["images_shown"] == 0 and found["mismatch_kl"] < 1e-5
+    assert not {"reward_swapped", "probe", "probes"} & found.keys()
+    events = read_events(run_dir.metrics)
+    assert len(by_step(events, "train")) == found["steps"] > 0
+    page = (run_dir.path / "report" / "index.html").read_text().lower()
+    for word in ("blind", "swapped", "images shown", "images stored", "bad images", "images took"):
+        assert word not in page, word
+    if IS_FULL:
+        assert found["reward_final"] > found["reward_start"] + 0.2
+
+    last = run_dir.path / "checkpoints" / "final"
+    score = ("eval", "--run", run_dir.path, "--checkpoint", last, "--tasks", "8")
+    played = sightline(*score, cwd=tmp_path).stdout
+    assert "reward" in played and "image" not in played

@@ -1,0 +1,186 @@
+"""Every kind of store on this machine: a folder, a media service, and an object store (moto's)."""
+
+from __future__ import annotations
+
+import os
+import pickle
+import shutil
+import threading
+import time
+import urllib.request
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any, Protocol
+from urllib.parse import urlsplit
+
+import pytest
+import uvicorn
+
+from sightline.media import MediaStore, open_store
+from sightline.media.cache import DiskCache
+
+TOKEN = "a token of the tests"
+BUCKET = "images"
+
+
+class Backing(Protocol):
+    """What lies behind a store, seen without it."""
+
+    def names(self) -> list[str]: ...
+    def write(self, name: str, data: bytes) -> None: ...
+    def clear(self) -> None: ...
+    def make_older(self, name: str, seconds: float) -> None: ...
+
+
+@dataclass(frozen=True)
+class FolderBacking:
+    root: Path
+
+    def names(self) -> list[str]:
+        found = (path for path in self.root.rglob("*") if path.is_file())
+        return sorted(str(path.relative_to(self.root)) for path in found if path.name != ".lock")
+
+    def write(self, name: str, data: bytes) -> None:
+        (self.root / name).write_bytes(data)
+
+    def clear(self) -> None:
+        shutil.rmtree(self.root)
+
+    def make_older(self, name: str, seconds: float) -> None:
+        before = (self.root / name).stat().st_mtime
+        os.utime(self.root / name, (before - seconds, before - seconds))
+
+
+@dataclass(frozen=True)
+class BucketBacking:
+    """Of moto, whose server runs in this process and keeps objects in memory."""
+
+    prefix: str
+
+    def _keys(self) -> Any:
+        from moto.s3.models import s3_backends
+
+        return s3_backends["123456789012"]["aws"].buckets[BUCKET].keys
+
+    def names(self) -> list[str]:
+        found = [name for name in self._keys() if name.startswith(self.prefix)]
+        found = [name.removeprefix(self.prefix + "/") for name in found]
+        return sorted(name for name in found if name != ".clock")
+
+    def write(self, name: str, data: bytes) -> None:
+        self._keys()[f"{self.prefix}/{name}"].value = data
+
+    def clear(self) -> None:
+        for name in self.names():
+            del self._keys()[f"{self.prefix}/{name}"]
+
+    def make_older(self, name: str, seconds: float) -> None:
+        key = self._keys()[f"{self.prefix}/{name}"]
+        at = key.last_modified.replace(tzinfo=UTC).timestamp() - seconds
+        key.last_modified = datetime.fromtimestamp(at, UTC).replace(tzinfo=None)
+
+
+@dataclass(frozen=True)
+class StoreKind:
+    """A store that a test uses."""
+
+    store: MediaStore
+    backing: Backing
+    folder: Path
+    """For a cache of another machine."""
+
+    def elsewhere(self, name: str = "elsewhere") -> MediaStore:
+        """The same store as another machine sees it, with a cache of its own."""
+        other = pickle.loads(pickle.dumps(self.store))
+        if hasattr(other, "cache"):
+            other.cache = DiskCache(self.folder / name, other.cache.max_bytes)
+        return other
+
+
+@contextmanager
+def serve(app: Any) -> Iterator[str]:
+    """The address of an ASGI application, in a thread."""
+    from sightline.transport.http_server import build_uvicorn_config
+    from sightline.transport.listen import bind_socket
+
+    listening = bind_socket("127.0.0.1", 0)
+    server = uvicorn.Server(build_uvicorn_config(app))
+    thread = threading.Thread(target=server.run, args=[[listening]], daemon=True)
+    thread.start()
+    while not server.started:
+        time.sleep(0.002)
+    try:
+        yield f"http://127.0.0.1:{listening.getsockname()[1]}"
+    finally:
+        server.should_exit = True
+        thread.join()
+        listening.close()
+
+
+@contextmanager
+def folder_kind(folder: Path, **options: Any) -> Iterator[StoreKind]:
+    yield StoreKind(MediaStore(folder / "store"), FolderBacking(folder / "store"), folder)
+
+
+@contextmanager
+def http_kind(folder: Path, **options: Any) -> Iterator[StoreKind]:
+    from sightline.launch.media_service import build_media_app
+    from sightline.transport.http_server import RequestGuard
+
+    served = MediaStore(folder / "served")
+    served.check_writable()
+    with serve(build_media_app(served, RequestGuard("127.0.0.1", TOKEN))) as address:
+        given = {"token": TOKEN, "cache_dir": folder / "cache", **options}
+        yield StoreKind(open_store(address, **given), FolderBacking(folder / "served"), folder)
+
+
+@contextmanager
+def s3_server() -> Iterator[str]:
+    """The endpoint of moto's S3 with a bucket, set in the environment as a user would."""
+    pytest.importorskip("obstore")
+    server_module = pytest.importorskip("moto.server")
+    server = server_module.ThreadedMotoServer(ip_address="127.0.0.1", port=0, verbose=False)
+    server.start()
+    host, port = server.get_host_and_port()
+    endpoint = f"http://{host}:{port}"
+    names = {"AWS_ACCESS_KEY_ID": "key", "AWS_SECRET_ACCESS_KEY": "secret"}
+    names |= {"AWS_REGION": "us-east-1", "AWS_ENDPOINT_URL": endpoint}
+    with pytest.MonkeyPatch.context() as patch:
+        for name, value in names.items():
+            patch.setenv(name, value)
+        asked = urllib.request.Request(f"{endpoint}/{BUCKET}", method="PUT")
+        urllib.request.urlopen(asked).close()
+        try:
+            yield endpoint
+        finally:
+            server.stop()
+
+
+@contextmanager
+def s3_kind(folder: Path, **options: Any) -> Iterator[StoreKind]:
+    """Needs `s3_server`. The prefix is the test's own."""
+    prefix = "/".join(folder.parts[-2:])
+    store = open_store(f"s3://{BUCKET}/{prefix}", cache_dir=folder / "cache", **options)
+    yield StoreKind(store, BucketBacking(prefix), folder)
+
+
+KINDS: dict[str, Callable[..., Any]] = {"directory": folder_kind, "http": http_kind, "s3": s3_kind}
+
+
+def get_endpoint(kind: StoreKind) -> str:
+    """What a proxy stands in front of."""
+    address = str(kind.store.root)
+    return address if urlsplit(address).scheme == "http" else os.environ["AWS_ENDPOINT_URL"]
+
+
+def behind(kind: StoreKind, proxy: str, patch: pytest.MonkeyPatch, **options: Any) -> MediaStore:
+    """The same store, asked through `proxy`, with a cache of its own."""
+    address = str(kind.store.root)
+    if urlsplit(address).scheme == "http":
+        address = proxy
+    else:
+        patch.setenv("AWS_ENDPOINT_URL", proxy)
+    return open_store(address, token=TOKEN, cache_dir=kind.folder / "behind", **options)

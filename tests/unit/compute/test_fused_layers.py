@@ -1,0 +1,28 @@
+"""Which modules are replaced; what the replacements say is tried on a GPU."""
+
+from __future__ import annotations
+
+import pytest
+from torch import nn
+
+from sightline.compute.fused_layers import _build_attention, _find_replacement
+
+
+class Attention(nn.Module):
+    def __init__(self, width: int, heads: int = 2) -> None:
+        super().__init__()
+        self.q_proj, self.k_proj, self.v_proj, self.o_proj = (
+            nn.Linear(width * heads, width * heads) for _ in range(4)
+        )
+        self.head_dim = width
+
+
+@pytest.mark.parametrize(("width", "is_replaced"), [(64, True), (80, False), (96, False)])
+def test_heads_of_a_width_that_the_kernel_cannot_take_stay(width: int, is_replaced: bool) -> None:
+    assert (_find_replacement(Attention(width)) is _build_attention) == is_replaced
+
+
+def test_attention_that_does_not_say_its_width_stays() -> None:
+    module = Attention(64)
+    del module.head_dim
+    assert _find_replacement(module) is None

@@ -1,0 +1,152 @@
+"""Weights in memory that trainer and server share: the same bits as in files, by one digest."""
+
+from __future__ import annotations
+
+import signal
+import subprocess
+import sys
+import threading
+from pathlib import Path
+
+import pytest
+import torch
+from unit.compute.test_publishing import tensors
+
+from sightline.compute.broadcast import Broadcaster
+from sightline.compute.shared_weights import HOST_MEMORY, SharedWeights, map_shared
+from sightline.compute.weights import read_weights, write_weights
+from sightline.compute.weights_digest import ROW_BYTES, digest_weights
+from sightline.errors import WeightsError, WeightsGone
+from sightline.wire.weights import Manifest, read_manifest
+
+HOLDER = """
+import sys, time
+from pathlib import Path
+from sightline.compute.shared_weights import map_shared
+from sightline.wire.weights import read_manifest
+
+path = Path(sys.argv[1])
+with map_shared(path.parents[1], read_manifest(path)):
+    print("held", flush=True)
+    time.sleep(600)
+"""
+
+
+def publish(
+    shared: SharedWeights, root: Path, version: int, **more: float
+) -> tuple[Path, Manifest]:
+    weights = tensors()
+    weights["embed"] += more.get("add", 0.0)
+    shared.take(weights)
+    return shared.announce(root, shared.tensors(), version, 0)
+
+
+def test_every_way_gives_the_same_bits_and_the_same_digest(tmp_path: Path) -> None:
+    weights = tensors()
+    written, files = write_weights(tmp_path / "files", weights, 3, 2)
+    _, sent = Broadcaster("127.0.0.1").announce(tmp_path / "sent", weights, 3, 2)
+    shared = SharedWeights(tmp_path / "shared")
+    path, manifest = publish(shared, tmp_path / "shared", 3)
+    assert not manifest.files and not list(path.parent.glob("*.safetensors"))
+    assert files.digest == sent.digest == manifest.digest == digest_weights(weights)
+    expected, found = read_weights(written)[1], read_weights(path)[1]
+    assert found.keys() == expected.keys()
+    for name, tensor in expected.items():
+        assert found[name].dtype == tensor.dtype and found[name].equal(tensor), name
+
+
+def test_what_is_shared_is_narrowed_as_files_are(tmp_path: Path) -> None:
+    weights, shared = tensors(), SharedWeights(tmp_path)
+    shared.take(weights, dtype=torch.bfloat16)
+    path, manifest = shared.announce(tmp_path, shared.tensors(), 1, 0)
+    narrow = {n: t.bfloat16() if t.is_floating_point() else t for n, t in weights.items()}
+    found = read_weights(path)[1]
+    assert all(found[name].equal(tensor) for name, tensor in narrow.items())
+    assert manifest.weights_digest == digest_weights(narrow)
+
+
+def test_a_version_that_is_shared_keeps_its_meaning(tmp_path: Path) -> None:
+    shared = SharedWeights(tmp_path)
+    labels = [publish(shared, tmp_path, 1, add=add)[1].label for add in (0.0, 0.0, 1.0)]
+    assert labels == ["1", "1", "1.1"]
+
+
+def test_one_bit_that_changed_in_memory_is_found(tmp_path: Path) -> None:
+    shared = SharedWeights(tmp_path)
+    path, _ = publish(shared, tmp_path, 1)
+    memory = tmp_path / HOST_MEMORY
+    held = bytearray(memory.read_bytes())
+    for place in (0, ROW_BYTES + 3, len(held) - 1):
+        damaged = bytearray(held)
+        damaged[place] ^= 0x80
+        with open(memory, "r+b") as file:
+            file.write(damaged)
+        with pytest.raises(WeightsError, match="other bits than were announced"):
+            read_weights(path)
+    with open(memory, "r+b") as file:
+        file.write(held)
+    read_weights(path)
+
+
+def test_the_newest_version_is_there_for_whoever_comes_late_and_an_older_one_is_gone(
+    tmp_path: Path,
+) -> None:
+    shared = SharedWeights(tmp_path)
+    first, second = (publish(shared, tmp_path, version, add=version)[0] for version in (1, 2))
+    for _ in range(2):
+        assert read_weights(second)[1]["embed"].equal(tensors()["embed"] + 2)
+    with pytest.raises(WeightsGone, match="version 1 is no longer"):
+        read_weights(first)
+    del shared  # as a trainer that ended: its memory is not touched
+    with pytest.raises(WeightsGone, match="version 2 is no longer"):
+        read_weights(second)
+    again = SharedWeights(tmp_path)
+    assert read_weights(publish(again, tmp_path, 2, add=2)[0])[0].label == "2"
+
+
+def test_the_trainer_waits_for_a_server_that_copies_and_for_none_that_died(tmp_path: Path) -> None:
+    shared = SharedWeights(tmp_path)
+    path, manifest = publish(shared, tmp_path, 1)
+    words = [sys.executable, "-c", HOLDER, str(path)]
+    with subprocess.Popen(words, stdout=subprocess.PIPE) as server:
+        assert server.stdout is not None and server.stdout.readline() == b"held\n"
+        taking = threading.Thread(target=shared.take, args=(tensors(),))
+        taking.start()
+        taking.join(0.2)
+        assert taking.is_alive(), "the server is in the middle of its copy"
+        server.send_signal(signal.SIGKILL)
+        taking.join(60)
+        assert not taking.is_alive()
+    shared.announce(tmp_path, shared.tensors(), 2, 0)
+    with map_shared(tmp_path, manifest_of(tmp_path, 2)) as found:
+        assert found["embed"].equal(tensors()["embed"])
+
+
+def manifest_of(root: Path, version: int) -> Manifest:
+    return read_manifest(root / f"v{version:06d}" / "manifest.json")
+
+
+@pytest.mark.parametrize("numel", [1, 1023, 1024, 1025, 5000])
+def test_the_digest_sees_order_names_shapes_and_every_place(numel: int) -> None:
+    base = {"a": torch.arange(1, numel + 1, dtype=torch.int32), "b": torch.zeros(3)}
+    digests = [digest_weights(base)]
+    digests.append(digest_weights({**base, "a": base["a"].roll(1) if numel > 1 else base["a"] + 1}))
+    digests.append(digest_weights({"c": base["a"], "b": base["b"]}))
+    digests.append(digest_weights({**base, "a": base["a"].view(1, -1)}))
+    digests.append(digest_weights({**base, "a": base["a"].view(torch.float32)}))
+    flipped = base["a"].clone()
+    flipped[-1] ^= -(1 << 31)
+    digests.append(digest_weights({**base, "a": flipped}))
+    assert len(set(digests)) == len(digests)
+    held = torch.zeros(numel + 1, dtype=torch.int16)  # a view that begins between two words
+    odd = {"a": held[1:]}
+    assert digest_weights(odd) == digest_weights({"a": held[1:].clone()})
+
+
+def test_signs_that_flip_in_pairs_are_found() -> None:
+    """The highest bit of a word times odd factors must not cancel."""
+    plain = {"a": torch.ones(4096)}
+    for other in (1, 2, 1024, 2048):
+        flipped = torch.ones(4096)
+        flipped[[0, other]] = -1.0
+        assert digest_weights({"a": flipped}) != digest_weights(plain)

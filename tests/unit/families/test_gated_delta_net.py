@@ -1,0 +1,130 @@
+"""Gated delta nets over packs: a token computes what it computes at the end of its path alone."""
+
+from __future__ import annotations
+
+import random
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+from transformers.models.qwen3_5 import modeling_qwen3_5 as witness
+from transformers.models.qwen3_5.configuration_qwen3_5 import Qwen3_5TextConfig
+
+from sightline.families.gated_delta_net import (
+    MAX_CHUNK,
+    build_recurrence_plan,
+    find_parents,
+    pack_delta_nets,
+)
+
+CPU = torch.device("cpu")
+HIDDEN, WINDOW = 24, 4
+
+
+def lay_out(node: tuple[int, list[Any]], start: int = 0) -> list[int]:
+    """`subtree_end` of a tree: the tokens of a node, and its children."""
+    length, children = node
+    below: list[int] = []
+    for child in children:
+        below += lay_out(child, start + length + len(below))
+    return [start + length + len(below)] * length + below
+
+
+def draw_tree(rng: random.Random, depth: int) -> tuple[int, list[Any]]:
+    length = rng.choice((1, 2, 3, 5, MAX_CHUNK - 1, MAX_CHUNK, MAX_CHUNK + 1, 2 * MAX_CHUNK + 7))
+    forks = rng.choice((0, 2, 3)) if depth else 0
+    return length, [draw_tree(rng, depth - 1) for _ in range(forks)]
+
+
+def draw_pack(seed: int) -> np.ndarray:
+    """Trees of several depths and sequences without a branch, side by side."""
+    rng = random.Random(seed)
+    ends: list[int] = []
+    for depth in (2, 0, 1, 0):
+        ends += lay_out(draw_tree(rng, depth), len(ends))
+    return np.array(ends)
+
+
+def find_paths(subtree_end: np.ndarray) -> list[list[int]]:
+    """From each root to each leaf, by the definition: a token sees k when k <= it < end of k."""
+    total = len(subtree_end)
+    sees = [[k for k in range(t + 1) if t < subtree_end[k]] for t in range(total)]
+    inner = {path[-2] for path in sees if len(path) > 1}
+    return [path for path in sees if path[-1] not in inner]
+
+
+@pytest.fixture
+def layer() -> Any:
+    torch.manual_seed(0)
+    config = Qwen3_5TextConfig(
+        hidden_size=HIDDEN,
+        num_hidden_layers=1,
+        layer_types=["linear_attention"],
+        linear_key_head_dim=8,
+        linear_value_head_dim=16,
+        linear_num_key_heads=2,
+        linear_num_value_heads=4,
+        linear_conv_kernel_dim=WINDOW,
+    )
+    module = witness.Qwen3_5GatedDeltaNet(config, 0)
+    with torch.no_grad():
+        module.conv1d.weight.mul_(3)
+    return module
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_parents_are_the_last_tokens_that_are_seen(seed: int) -> None:
+    ends = draw_pack(seed)
+    found = find_parents(ends)
+    for path in find_paths(ends):
+        assert found[path].tolist() == [-1, *path[:-1]]
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_a_pack_computes_what_its_paths_compute_alone_by_transformers(
+    layer: Any, seed: int
+) -> None:
+    ends = draw_pack(seed)
+    hidden, wanted = torch.randn(2, 1, len(ends), HIDDEN).unbind()
+    hidden.requires_grad_()
+    inputs = [hidden, *layer.parameters()]
+    alone, apart = torch.empty_like(hidden), torch.zeros(sum(x.numel() for x in inputs))
+    computed = np.zeros(len(ends), dtype=bool)
+    for path in find_paths(ends):
+        said = layer(hidden[:, path])
+        new = ~computed[path]  # a token that two paths share counts once
+        computed[path] = True
+        alone.data[:, path] = said.detach()
+        apart += gradients((said * wanted[:, path])[:, new].sum(), inputs)
+    assert pack_delta_nets(layer) == WINDOW
+    out = layer(hidden, recurrence=build_recurrence_plan(ends, WINDOW, CPU))
+    torch.testing.assert_close(out, alone, atol=1e-5, rtol=1e-5)
+    together = gradients((out * wanted).sum(), inputs)
+    assert float((together - apart).norm() / apart.norm()) < 1e-5
+
+
+def gradients(loss: Tensor, inputs: list[Tensor]) -> Tensor:
+    """All of them as one vector."""
+    return torch.cat([gradient.flatten() for gradient in torch.autograd.grad(loss, inputs)])
+
+
+def test_what_a_row_carries_on_without_a_plan_leaks(layer: Any) -> None:
+    """Why layers go by a plan: transformers' own carries the first sequence into the second."""
+    hidden = torch.randn(1, 12, HIDDEN)
+    with torch.no_grad():
+        together, second = layer(hidden), layer(hidden[:, 6:])
+    assert float((together[:, 6:] - second).abs().max()) > 1e-3
+
+
+def test_a_layer_without_a_plan_is_transformers_own(layer: Any) -> None:
+    hidden = torch.randn(2, 9, HIDDEN)
+    before = layer(hidden)
+    pack_delta_nets(layer)
+    assert torch.equal(layer(hidden), before)
+
+
+def test_chunks_are_no_longer_than_the_longest_run() -> None:
+    ends = np.array([3, 3, 3, 5, 5])
+    assert build_recurrence_plan(ends, WINDOW, CPU).chunks.shape == (2, 3)

@@ -1,0 +1,58 @@
+"""What the engine's busy seconds go into: prefill, decode, the vision tower, and new weights."""
+
+from __future__ import annotations
+
+import threading
+from pathlib import Path
+
+import numpy as np
+import pytest
+from agents import picture
+
+from sightline.compute.weights import write_weights
+from sightline.families import load_family, load_renderer
+from sightline.inference.server_spec import ServerSpec
+from sightline.inference.torch_engine.engine import build_engine
+from sightline.inference.torch_engine.request import TorchRequest
+from sightline.media import MediaStore
+from sightline.message import user
+from sightline.pixels import Materializer
+from sightline.wire.generate import SamplingParams
+
+PARTS = tuple(f"busy_{part}_seconds" for part in ("prefill", "decode", "vision", "adopt"))
+
+
+def test_the_parts_are_all_of_the_busy_seconds(
+    tiny_model: Path, store: MediaStore, tmp_path: Path
+) -> None:
+    family = load_family(tiny_model)
+    renderer = load_renderer(tiny_model, store, family)
+    spec = ServerSpec.of(
+        path=tiny_model, media_roots=(store.root,), device="cpu", max_model_len=512
+    )
+    engine = build_engine(
+        spec, family, Materializer(family, store, 1 << 20), renderer.pad_token_ids
+    )
+    shown = renderer.render([user("what?", store.put(picture(0)))])
+    done = threading.Semaphore(0)
+    engine.start(lambda finished: done.release())
+    seen = []
+    try:
+        for rendered in (renderer.render([user("words")]), shown):
+            keys = [slot.item.key for slot in rendered.slots]
+            prompt = np.array(rendered.token_ids, dtype=np.int32)
+            params = SamplingParams(max_tokens=8)
+            engine.submit([TorchRequest(prompt, rendered.slots, keys, params, seed=0)])
+            assert done.acquire(timeout=60)
+            seen.append(engine.totals())
+        model = engine.runner.forward.model
+        path, _ = write_weights(tmp_path, dict(model.named_parameters()), 1, 0)
+        engine.adopt(path)
+    finally:
+        engine.stop()
+        engine.join(20)
+    seen.append(engine.totals())
+    text, image, adopted = ([totals[name] for name in PARTS] for totals in seen)
+    assert text[0] > 0 and text[1] > 0 and text[2:] == [0, 0]
+    assert image[2] > 0 and image[3] == 0 < adopted[3]
+    assert sum(adopted) == pytest.approx(seen[-1]["busy_seconds"])

@@ -1,0 +1,55 @@
+"""Pages of keys and values within a number of bytes: rows that wait give way, requests wait."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+import torch
+from unit.inference.test_shared_prompts import ask, build
+
+from sightline.inference.torch_engine.engine import TorchEngine
+from sightline.inference.torch_engine.paged_kv_cache import BLOCK_SIZE, PagedKVCache
+from sightline.inference.torch_engine.request import TorchRequest
+from sightline.inference.torch_engine.step_plan import StepPlan
+from sightline.media import MediaStore
+from sightline.wire.generate import SamplingParams
+
+
+class CountedPages(PagedKVCache):
+    most = 0
+
+    def reserve(self, plan: StepPlan) -> None:
+        super().reserve(plan)
+        self.most = max(self.most, self.num_used_pages)
+
+
+def limit_pages(engine: TorchEngine, num_pages: int, token_bytes: int) -> CountedPages:
+    size = num_pages * BLOCK_SIZE * token_bytes
+    kv = CountedPages(8, 256, torch.device("cpu"), torch.float32, max_bytes=size)
+    engine.runner.use_pages(kv)
+    return kv
+
+
+def make(first: int, length: int = BLOCK_SIZE) -> TorchRequest:
+    prompt = (np.arange(length, dtype=np.int32) + first) % 250
+    return TorchRequest(prompt, [], [], SamplingParams(max_tokens=8), seed=first)
+
+
+def test_what_does_not_fit_waits_and_what_never_fits_is_refused(
+    tiny_model: Path, store: MediaStore
+) -> None:
+    free, tight = (build(tiny_model, store, True, True) for _ in range(2))
+    waves = [[[make(10 * wave + i) for i in range(5)] for wave in range(2)] for _ in range(2)]
+    ask(free, waves[0])
+    kv = limit_pages(tight, 3, free.runner.kv.token_bytes)
+    long = make(99, length=3 * BLOCK_SIZE)
+    ask(tight, [waves[1][0], [long], waves[1][1]])
+    for one, other in zip(*([*first, *second] for first, second in waves), strict=True):
+        assert one.error is None and other.error is None
+        assert one.tokens == other.tokens
+    # Two pages each, of three: they run one after the other, and none waits for a next turn when
+    # the next one needs its pages.
+    assert kv.max_pages == 3 and kv.most == 2
+    assert free.counters.rows_evicted == 2 and tight.counters.rows_evicted == 9
+    assert long.error is not None and "a sequence of 200 tokens" in str(long.error)

@@ -1,0 +1,77 @@
+"""A command on a node of a Ray cluster, without the cluster: what the actor does. `make
+test-launchers` has it on a real one."""
+
+from __future__ import annotations
+
+import socket
+import sys
+import time
+from collections.abc import Callable
+from contextlib import closing
+
+import pytest
+
+from sightline.errors import ConfigError
+from sightline.launch import ray_run
+from sightline.launch.process_spec import Resources
+from sightline.launch.ray_run import Command
+
+ECHO = "import sys; [print(line, end='', flush=True) for line in sys.stdin]; sys.exit(3)"
+
+
+def wait(command: Command, until: Callable[[bytes, int | None], bool]) -> tuple[bytes, int | None]:
+    said, deadline = b"", time.monotonic() + 60
+    while time.monotonic() < deadline:
+        more, exit_code = command.poll()
+        said += more
+        if until(said, exit_code):
+            return said, exit_code
+    raise AssertionError(f"it said {said!r}")
+
+
+def test_a_command_is_given_its_input_and_ends_with_it() -> None:
+    with closing(Command([sys.executable, "-c", ECHO], {})) as command:
+        command.write(b"secret\n")
+        assert wait(command, lambda said, code: said == b"secret\n")[1] is None
+        command.write(b"")
+        assert wait(command, lambda said, code: code is not None) == (b"", 3)
+
+
+def test_variables_of_the_launcher_reach_the_command() -> None:
+    words = [sys.executable, "-c", "import os; print(os.environ['OMP_NUM_THREADS'])"]
+    with closing(Command(words, {"OMP_NUM_THREADS": "7"})) as command:
+        assert wait(command, lambda said, code: code is not None) == (b"7\n", 0)
+
+
+def test_a_command_ends_though_what_it_started_holds_its_output() -> None:
+    with closing(Command(["sh", "-c", "sleep 60 & echo $!"], {})) as command:
+        said, code = wait(command, lambda said, code: code is not None)
+        assert code == 0 and said.strip().isdigit()
+
+
+def test_a_command_that_nobody_asks_about_ends() -> None:
+    class Cut(Command):
+        """Its caller's last call is long ago."""
+
+        def cut_off(self) -> None:
+            self._asked -= 2 * ray_run.LEASE_S
+
+    with closing(Cut([sys.executable, "-c", "import time; time.sleep(60)"], {})) as command:
+        command.cut_off()
+        assert command._process.wait(30) == -9
+
+
+def test_a_bundle_asks_for_what_the_process_does() -> None:
+    asked = Resources(cpus=8, gpus=1, memory_gb=2)
+    assert ray_run.build_bundle(asked) == {"CPU": 8, "GPU": 1, "memory": 2e9}
+    assert ray_run.build_bundle(Resources()) == {"CPU": 1}
+
+
+def test_a_cluster_that_nobody_is_at_is_refused_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        nobody = f"127.0.0.1:{taken.getsockname()[1]}"
+    monkeypatch.setenv("RAY_ADDRESS", nobody)
+    with pytest.raises(ConfigError, match=f"no Ray cluster answers at {nobody}") as caught:
+        ray_run.connect("run")
+    assert "RAY_ADDRESS" in caught.value.fix
+    ray_run.check_address("auto")

@@ -1,0 +1,421 @@
+"""What a run is made of, as each launcher would start it: `sightline rl --dry-run`."""
+
+from __future__ import annotations
+
+import base64
+import os
+import shlex
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from sightline.cli.main import main
+from sightline.launch.manifests import make_name
+from sightline.launch.processes import num_cores
+from sightline.run.rights import derive_rights
+
+RUN = """
+[run]
+name = "Job_1"
+dir = "{folder}/runs"
+[model]
+path = "{folder}/tiny"
+[media]
+root = "s3://bucket/images"
+[env]
+name = "vowels:Vowels"
+[rollout]
+workers = 2
+[trainer]
+publish = "store"
+device = "cuda"
+ranks = 2
+[inference]
+device = "cuda"
+[eval]
+tasks = 0
+[launch]
+num_servers = 2
+address = "10.0.0.1"
+[launch.resources]
+"server*" = {{cpus = 8, gpus = 1, memory_gb = 64}}
+trainer = {{cpus = 16}}
+[launch.kubernetes]
+image = "registry.example/sightline:cuda"
+volume_claim = "runs"
+env_from = "tokens"
+[launch.skypilot]
+accelerators = "H100:2"
+"""
+
+
+@pytest.fixture
+def file(tmp_path: Path) -> Path:
+    (tmp_path / "run.toml").write_text(RUN.format(folder=tmp_path))
+    return tmp_path / "run.toml"
+
+
+def dry_run(capsys: pytest.CaptureFixture[str], *words: str) -> str:
+    assert main(["rl", *words, "--dry-run"]) == 0
+    return capsys.readouterr().out
+
+
+def refuse(capsys: pytest.CaptureFixture[str], *words: str) -> str:
+    assert main(["rl", *words, "--dry-run"]) != 0
+    return capsys.readouterr().err
+
+
+def test_a_plan_says_of_each_process_where_it_runs_and_what_it_asks_for(
+    file: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    said = dry_run(capsys, str(file), "launch.num_servers=1", "--on", "ray")
+    assert "server (on ray): 8 CPU, 1 GPU, 64 GB; started again\n" in said
+    assert "trainer (on ray): 16 CPU, 2 GPU; its failure ends the run\n" in said
+    assert "worker-1 (on ray): 1 CPU, 0 GPU; started again\n" in said
+    assert "orchestrator (here): 1 CPU, 0 GPU; its end is that of the run\n" in said
+    assert "--bundle 3 --cpus 1 --gpus 0 -- python3 -m sightline process worker-1" in said
+    assert not (file.parent / "runs").exists()
+
+
+def test_a_local_plan_starts_everything_here(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "run.toml").write_text('[model]\npath = "tiny"\n[env]\nname = "vowels"\n')
+    said = dry_run(capsys, str(tmp_path / "run.toml"), "rollout.workers=1")
+    assert [line.split()[0] for line in said.splitlines()[::2]] == [
+        "server", "trainer", "worker-0", "orchestrator",
+    ]  # fmt: skip
+    assert said.count("(here)") == 4
+
+
+def test_hosts_say_themselves_how_a_command_is_run_there(
+    file: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with open(file, "a") as opened:
+        opened.write('[launch.hosts]\n"server*" = "ssh gpu-1"\n')
+    said = dry_run(capsys, str(file))
+    assert "server-1 (by `ssh gpu-1`)" in said and "    ssh gpu-1 python3 -m sightline" in said
+
+
+def test_patterns_name_processes_that_can_be_elsewhere(
+    file: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    text = file.read_text()
+    for pattern in ("*", "orchestrator", "evaluator"):
+        file.write_text(f'{text}[launch.hosts]\n"{pattern}" = "ssh box"\n')
+        assert "is beside the launcher" in refuse(capsys, str(file))
+    for pattern in ("trainr", "worker-2", "server-2"):
+        file.write_text(f'{text}[launch.hosts]\n"{pattern}" = "ssh box"\n')
+        said = refuse(capsys, str(file), "launch.num_servers=1")
+        assert f"hosts has '{pattern}'" in said and "server, trainer, worker-0, worker-1" in said
+    file.write_text(text.replace("trainer = {", "trainr = {"))
+    assert "resources has 'trainr'" in refuse(capsys, str(file), "--on", "ray")
+    file.write_text(text.replace("trainer = {", "orchestrator = {"))
+    assert "resources has 'orchestrator'" in refuse(capsys, str(file), "--on", "ray")
+    assert "#SBATCH --cpus-per-task=16\n" in dry_run(capsys, str(file), "--on", "slurm")
+
+
+def test_threads_are_counted_on_the_machine_that_has_them(
+    file: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with open(file, "a") as opened:
+        opened.write('[launch.hosts]\ntrainer = "ssh gpu-1"\n')
+    words = ["launch.num_servers=1", f"trainer.threads={4 * num_cores()}"]
+    words += ["inference.threads=1"]
+    assert "server (here): 1 CPU" in dry_run(capsys, str(file), *words)
+
+
+def test_workers_elsewhere_have_their_own_interpreter(
+    file: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    words = ["launch.num_servers=1", "rollout.python=/envs/bin/python", "--on", "ray"]
+    said = dry_run(capsys, str(file), *words)
+    assert "-- /envs/bin/python -m sightline process worker-1" in said
+    assert "-- python3 -m sightline process trainer" in said
+
+
+def test_names_are_those_that_kubernetes_takes() -> None:
+    names = [make_name(name) for name in ("7B run", "Job_1", "a" * 39 + " b", "-", "8" * 50)]
+    assert names == ["run-7b-run", "job-1", "a" * 39, "run", f"run-{'8' * 40}"]
+
+
+def test_a_job_of_slurm_has_its_processes_as_steps(
+    file: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    words = [str(file), "--on", "slurm", "--seeds", "0-3", "run.steps=7", "launch.slurm.nodes=1"]
+    said = dry_run(capsys, *words)
+    for option in ("requeue", "signal=B:USR1@60", "array=0-3", "ntasks=1", "cpus-per-task=35",
+                   "gres=gpu:4", "nodes=1"):  # fmt: skip
+        assert f"#SBATCH --{option}\n" in said
+    assert "hetjob" not in said and "--het-group" not in said
+    launcher = next(line for line in said.splitlines() if line.startswith("exec "))
+    assert "run.steps=7" in launcher and launcher.endswith('--job "$SLURM_JOB_ID"')
+    assert "run.seed=$SLURM_ARRAY_TASK_ID run.name=Job_1-seed$SLURM_ARRAY_TASK_ID" in launcher
+    trainer = next(line for line in said.splitlines() if "process trainer" in line)
+    assert "srun --job-name=trainer" in trainer and "--gpus=2" in trainer
+    worker = next(line for line in said.splitlines() if "process worker-0" in line)
+    assert "--gres=none" in worker and "--cpus-per-task=1 " in worker
+    script = said.partition("# Job_1.sbatch\n")[2].partition("\n\nserver ")[0]
+    subprocess.run(["bash", "-n"], input=script, text=True, check=True)
+
+
+def test_components_of_a_heterogeneous_job_have_their_own_options(
+    file: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    text = file.read_text().replace("{cpus = 16}", '{cpus = 16, slurm = "--partition=big"}')
+    file.write_text(text + '[launch.slurm]\naccount = "a"\nrequeue = false\n')
+    said = dry_run(capsys, str(file), "--on", "slurm")
+    parts = first, second, third = said.split("#SBATCH hetjob\n")
+    assert all("#SBATCH --account=a\n" in part for part in parts)
+    assert "--ntasks=3\n" in first and "--no-requeue\n" in first and "requeue=" not in said
+    assert "--ntasks=2\n" in second and "--gpus-per-task=1\n" in second
+    assert "--ntasks=1\n" in third and "#SBATCH --partition=big\n" in third
+    steps = [line.partition("--het-group=")[2][0] for line in said.splitlines() if "srun" in line]
+    assert steps == ["1", "1", "2", "0", "0"]
+    assert "nodes = 1" in refuse(capsys, str(file), "--on", "slurm", "launch.slurm.nodes=1")
+
+
+def test_a_job_asks_for_what_its_processes_do_and_no_more(
+    file: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    table = """trainer = {cpus = 32, gpus = 8, memory_gb = 400}
+"worker-*" = {cpus = 2, memory_gb = 4}"""
+    file.write_text(file.read_text().replace("trainer = {cpus = 16}", table))
+    said = dry_run(capsys, str(file), "--on", "slurm", "rollout.workers=32")
+    cpus, memory = 0, []
+    for part in said.split("#SBATCH hetjob\n"):
+        own = dict(line[10:].split("=", 1) for line in part.splitlines() if "SBATCH --" in line
+                   and "=" in line)  # fmt: skip
+        cpus += int(own["ntasks"]) * int(own["cpus-per-task"])
+        per_cpu = int(own.get("mem-per-cpu", "0M")[:-1]) * 2**20 / 1e9
+        memory.append(round(int(own["ntasks"]) * int(own["cpus-per-task"]) * per_cpu))
+    assert cpus == 1 + 2 * 8 + 32 + 32 * 2 and memory == [0, 128, 400, 128]
+    steps = [line for line in said.splitlines() if "srun" in line]
+    assert "--mem=381469M" in next(line for line in steps if "process trainer" in line)
+    assert "# in all on slurm: 113 CPU, 10 GPU, 656 GB; 36 processes, 4 nodes or more\n" in said
+    assert "orchestrator (in the job's batch script): 1 CPU" in said and "(here)" not in said
+
+
+def test_unlike_processes_have_a_job_for_each_seed(
+    file: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    said = dry_run(capsys, str(file), "--on", "slurm", "--seeds", "0-1,5")
+    assert "--array" not in said and said.count("#!/bin/bash") == 3
+    for seed in (0, 1, 5):
+        assert f"# Job_1-seed{seed}.sbatch\n" in said
+        assert f" run.seed={seed} run.name=Job_1-seed{seed} " in said
+    assert "limits" in refuse(capsys, str(file), "--on", "slurm", "--seeds", "0-3%2")
+
+
+def read_manifests(capsys: pytest.CaptureFixture[str], file: Path) -> list[dict[str, Any]]:
+    said = dry_run(capsys, str(file), "--on", "kubernetes")
+    return list(yaml.safe_load_all(said))
+
+
+def test_manifests_have_a_job_for_each_process_and_no_secret(
+    file: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    made = read_manifests(capsys, file)
+    names = [f"{one['kind']} {one['metadata']['name']}" for one in made]
+    assert names == [
+        "ConfigMap job-1-run", "Service job-1", "Job job-1-launcher", "Job job-1-server",
+        "Job job-1-server-1", "Job job-1-trainer", "Job job-1-worker-0", "Job job-1-worker-1",
+    ]  # fmt: skip
+    by_name = {one["metadata"]["name"]: one for one in made}
+    trainer = by_name["job-1-trainer"]["spec"]["template"]["spec"]["containers"][0]
+    assert trainer["resources"]["limits"] == {"cpu": "16", "nvidia.com/gpu": "2"}
+    assert trainer["envFrom"] == [{"secretRef": {"name": "tokens"}}]
+    for name in ("launcher", "trainer", "worker-1"):
+        pod = by_name[f"job-1-{name}"]["spec"]["template"]["spec"]["containers"][0]
+        source = {"secretKeyRef": {"name": "job-1-secret", "key": name}}
+        assert pod["env"] == [{"name": "SIGHTLINE_SECRET", "valueFrom": source}]
+    assert "tcp://job-1:7000" in trainer["command"] and "--join" in trainer["command"]
+    assert by_name["job-1-run"]["data"]["run.toml"] == file.read_text()
+
+
+SHARDED = ("engine=vllm", "tensor_parallel_size=2", "data_parallel_size=2")
+
+
+@pytest.mark.parametrize(
+    ("process", "needed", "words"),
+    [
+        ("trainer", 2, []),
+        ("server*", 4, [f"inference.{word}" for word in SHARDED]),
+    ],
+)
+def test_fewer_gpus_than_a_process_uses_are_refused(
+    file: Path, capsys: pytest.CaptureFixture[str], process: str, needed: int, words: list[str]
+) -> None:
+    own = '"server*" = {cpus = 8, gpus = 1, memory_gb = 64}\ntrainer = {cpus = 16}\n'
+    text = file.read_text()
+    assert own in text
+    for on in ("ray", "slurm", "kubernetes", "skypilot"):
+        for gpus in (0, needed - 1):
+            file.write_text(text.replace(own, f'"{process}" = {{gpus = {gpus}}}\n'))
+            said = refuse(capsys, str(file), "--on", on, *words)
+            assert f"gpus = {gpus}" in said and f"which needs {needed} on its node" in said
+            assert f"write gpus = {needed}" in said
+
+
+def test_what_a_cluster_is_asked_for_is_summed_up(
+    file: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    said = dry_run(capsys, str(file), "--on", "kubernetes")
+    assert "# in all on kubernetes: 35 CPU, 4 GPU, 128 GB; 6 pods\n" in said
+    said = dry_run(capsys, str(file), "--on", "skypilot")
+    assert "# in all on skypilot: 3 nodes, 6 GPU, of which 4 are used\n" in said
+    said = dry_run(capsys, str(file), "--on", "ray")
+    assert "# in all on ray: 34 CPU, 4 GPU, 128 GB; 5 processes\n" in said
+    file.write_text(file.read_text().replace('"H100:2"', '"H100"'))
+    said = refuse(capsys, str(file), "--on", "skypilot")
+    assert "asks for 2 GPUs" in said and "accelerators have 1" in said
+
+
+def test_a_dry_run_asks_sbatch_for_its_opinion(
+    file: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    sbatch = file.parent / "sbatch"  # as Slurm's answers
+    sbatch.write_text(
+        "#!/bin/sh\n[ $1 = --test-only ] || exit 2\n"
+        "if grep -q partion; then echo \"sbatch: unrecognized option '--partion=a'\" >&2; "
+        "exit 255; fi\necho 'sbatch: Job 1 to start at once' >&2\n"
+    )
+    sbatch.chmod(0o755)
+    monkeypatch.setenv("PATH", f"{file.parent}:{os.environ['PATH']}")
+    said = dry_run(capsys, str(file), "--on", "slurm", "launch.slurm.partition=a")
+    assert "# sbatch --test-only says: sbatch: Job 1 to start at once\n" in said
+    said = refuse(capsys, str(file), "--on", "slurm", "launch.slurm.partion=a")
+    assert "unrecognized option '--partion=a'" in said
+    monkeypatch.setenv("PATH", "")
+    assert "this machine has no sbatch" in dry_run(capsys, str(file), "--on", "slurm")
+    assert main(["rl", str(file), "--on", "slurm"]) == 2
+    assert not list((file.parent / "runs").iterdir())
+
+
+SKYPILOT_KEYS = {
+    "name", "workdir", "num_nodes", "resources", "envs", "secrets", "volumes", "file_mounts",
+    "config", "setup", "run", "service", "pool",
+}  # fmt: skip
+
+
+def test_a_task_of_skypilot_gives_each_node_its_processes(
+    file: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    task = yaml.safe_load(dry_run(capsys, str(file), "--on", "skypilot"))
+    assert task.keys() <= SKYPILOT_KEYS and task["num_nodes"] == 3
+    assert task["resources"] == {"cpus": "17+", "memory": "64+", "accelerators": "H100:2"}
+    assert task["secrets"] == {"SIGHTLINE_SECRETS": None}
+    subprocess.run(["bash", "-n"], input=task["run"], text=True, check=True)
+    first, second, third = task["run"].split(";;")[:3]
+    assert "process trainer" in first and "--job job-1" in first
+    assert "process server " in second and "process worker-0 " in second
+    assert "process server-1 " in third and "tcp://$head:7000" in third
+
+
+def test_what_no_cluster_could_start_is_refused(
+    file: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    text = file.read_text()
+    on = ("--on", "slurm")
+    assert "[media] root" in refuse(capsys, str(file), "media.root=", *on)
+    assert "publish" in refuse(capsys, str(file), "trainer.publish=files", *on)
+    assert "how many GPUs" in refuse(capsys, str(file), "trainer.device=auto", *on)
+    assert "[eval] every" in refuse(capsys, str(file), "eval.every=2", "eval.tasks=4", *on)
+    assert "--seeds" in refuse(capsys, str(file), "--on", "ray", "--seeds", "0-3")
+    assert "on one machine" in refuse(capsys, str(file))
+    file.write_text(text.replace("accelerators", "infra"))
+    assert "accelerators" in refuse(capsys, str(file), "--on", "skypilot")
+    file.write_text(text.replace("volume_claim", "namespace"))
+    assert "volume_claim" in refuse(capsys, str(file), "--on", "kubernetes")
+    file.write_text(text.replace("cpus = 8", "cpu = 8"))
+    assert "resources" in refuse(capsys, str(file), "--on", "ray")
+
+
+def test_a_sweep_starts_nothing_that_is_only_to_be_shown_or_is_for_a_cluster(
+    file: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    sweep, out = [str(file), "run.seed=0,1"], str(file.parent / "out")
+    assert "with --dry-run" in refuse(capsys, *sweep)
+    for words in (["--on", "slurm"], ["launch.on=ray,slurm"], ["--on", "kubernetes"]):
+        assert main(["rl", *sweep, *words]) != 0
+        said = capsys.readouterr().err
+        assert "a sweep" in said and "with [launch] on" in said and "--seeds 0-3" in said
+    assert main(["rl", *sweep, "-o", out]) != 0
+    assert "with -o" in capsys.readouterr().err
+    assert not (file.parent / "runs").exists()
+
+
+def test_files_are_written_for_a_cluster_alone(
+    file: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for words in ([], ["--dry-run"], ["--on", "ray"]):
+        words = [*words, "launch.num_servers=1", "-o", str(file.parent / "out")]
+        assert main(["rl", str(file), *words]) != 0
+        assert "is given no files" in capsys.readouterr().err
+    assert not (file.parent / "out").exists() and not (file.parent / "runs").exists()
+
+
+def write_files(file: Path, on: str, *words: str) -> tuple[Path, dict[str, str]]:
+    """The folder of the files that `-o` writes, and the secrets among them."""
+    folder = file.parent / "out"
+    assert main(["rl", str(file), "--on", on, "-o", str(folder), *words]) == 0
+    lines = (folder / "secrets.env").read_text().splitlines()
+    return folder, dict(line.split("=", 1) for line in lines)
+
+
+def test_pods_are_given_their_own_rights_and_the_launcher_alone_the_secret(
+    file: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (file.parent / "out").mkdir()
+    (file.parent / "out" / "secrets.env").touch(0o644)
+    folder, made = write_files(file, "kubernetes", "launch.kubernetes.namespace=rl")
+    text = (folder / "sightline.yaml").read_text()
+    said, secret = capsys.readouterr().out, made.pop("launcher")
+    assert (folder / "secrets.env").stat().st_mode & 0o777 == 0o600
+    assert len(list(yaml.safe_load_all(text))) == 8 and len(secret) == 64
+    assert list(made) == ["server", "server-1", "trainer", "worker-0", "worker-1"]
+    for name, line in made.items():
+        assert secret not in line and derive_rights(line, name) == derive_rights(secret, name)
+        assert derive_rights(secret, name).channel not in text + said
+    worker = derive_rights(made["worker-0"], "worker-0")
+    assert not worker.control_token and not worker.ranks
+    assert secret not in text + said and f"--from-env-file={folder}/secrets.env -n rl" in said
+    assert write_files(file, "kubernetes")[1]["launcher"] != secret
+
+
+def test_a_task_of_skypilot_hands_each_process_its_own_rights(
+    file: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    python = tmp_path / "python"
+    python.write_text(
+        f'#!/bin/sh\necho "$4 $SIGHTLINE_SECRET $SIGHTLINE_SECRETS" >> {tmp_path}/said\n'
+    )
+    python.chmod(0o755)
+    folder, made = write_files(file, "skypilot", f"launch.python={python}")
+    script = yaml.safe_load((folder / "sightline.sky.yaml").read_text())["run"]
+    coded = base64.b64encode((folder / "secrets.env").read_bytes()).decode()
+    for rank in range(3):
+        node = {"SKYPILOT_NODE_RANK": str(rank), "SKYPILOT_NODE_IPS": "10.0.0.1"}
+        subprocess.run(
+            ["bash", "-c", script + "\nwait"],
+            env=os.environ | node | {"SIGHTLINE_SECRETS": coded}, check=True, timeout=60,
+        )  # fmt: skip
+    made["--plain"] = made.pop("launcher")
+    lines = (tmp_path / "said").read_text().splitlines()
+    assert sorted(lines) == sorted(f"{name} {rights} " for name, rights in made.items())
+    monkeypatch.chdir(tmp_path)
+    words = ["rl", str(file), "--on", "skypilot", "-o"]
+    assert main([*words, "inside"]) != 0 and not Path("inside").exists()
+
+
+def test_a_process_without_a_secret_says_so(tmp_path: Path) -> None:
+    words = ["process", "worker-0", str(tmp_path / "copy"), "--join", "--hub", "tcp://127.0.0.1:9"]
+    done = subprocess.run(
+        [sys.executable, "-m", "sightline", *words],
+        stdin=subprocess.DEVNULL, capture_output=True, text=True, timeout=120, check=False,
+    )  # fmt: skip
+    assert done.returncode == 2 and "was given no rights" in done.stderr, shlex.join(words)

@@ -1,0 +1,102 @@
+"""The launcher as a job of a cluster: started again, it goes on with the run that it began."""
+
+from __future__ import annotations
+
+from contextlib import AbstractContextManager
+from pathlib import Path
+
+import pytest
+
+from sightline.config import RunFile, load_config
+from sightline.errors import ConfigError, ResumeRefused
+from sightline.launch.preflight import Show, say_nothing
+from sightline.launch.process_spec import ProcessSpec
+from sightline.launch.rl import RlJob
+from sightline.launch.run_plan import LEADER
+from sightline.launch.submit import run_job
+from sightline.run import RunDir
+
+RUN = """
+[run]
+name = "job"
+dir = "{folder}/runs"
+steps = 3
+[model]
+path = "{folder}/model"
+[env]
+name = "vowels:Vowels"
+"""
+
+
+class ShortJob(RlJob):
+    """A run of one process, which ends at once."""
+
+    def check(self, file: RunFile, run_dir: RunDir, show: Show = say_nothing) -> None:
+        pass
+
+    def build_specs(self, file: RunFile, run_dir: RunDir) -> list[ProcessSpec]:
+        return [ProcessSpec(LEADER, [], 1, python="true")]
+
+
+@pytest.fixture
+def file(tmp_path: Path) -> Path:
+    (tmp_path / "model").mkdir()
+    (tmp_path / "model" / "config.json").write_text("{}")
+    (tmp_path / "run.toml").write_text(RUN.format(folder=tmp_path))
+    return tmp_path / "run.toml"
+
+
+class RefusedJob(ShortJob):
+    """A run that its cluster has no room for."""
+
+    def reserve(
+        self, file: RunFile, run_dir: RunDir, specs: list[ProcessSpec]
+    ) -> AbstractContextManager[None]:
+        raise ConfigError("no room", "add nodes")
+
+
+def run(file: Path, *overrides: str, key: str = "7") -> None:
+    run_job(ShortJob(plain=True, is_job=True), file, overrides, key, None)
+
+
+def list_runs(file: Path) -> list[str]:
+    return sorted(path.name for path in (file.parent / "runs").glob("*-*"))
+
+
+def test_a_job_that_ended_before_its_run_was_recorded_begins_anew(file: Path) -> None:
+    broken = file.parent / "model" / "model.safetensors"
+    broken.mkdir()
+    with pytest.raises(IsADirectoryError):
+        run(file)
+    assert (
+        list_runs(file) == ["job-001"] and not (file.parent / "runs/job-001/config.toml").exists()
+    )
+    broken.rmdir()
+    run(file)
+    run(file)
+    assert list_runs(file) == ["job-001", "job-002"]
+
+
+def test_a_second_run_in_one_allocation_is_one_of_its_own(file: Path) -> None:
+    run(file)
+    run(file, "run.name=other")
+    run(file, key="8")
+    assert list_runs(file) == ["job-001", "job-002", "other-001"]
+
+
+def test_a_run_that_goes_on_takes_what_changed_in_its_file_or_refuses_it(file: Path) -> None:
+    run(file)
+    run(file, "run.steps=5")
+    assert load_config(RunFile, file.parent / "runs/job-001/config.toml").run.steps == 5
+    with pytest.raises(ResumeRefused, match=r"\[run\] seed was 0 and is now 4"):
+        run(file, "run.steps=5", "run.seed=4")
+    assert list_runs(file) == ["job-001"]
+
+
+def test_a_run_that_is_refused_before_anything_started_leaves_nothing(file: Path) -> None:
+    for _ in range(2):
+        with pytest.raises(ConfigError, match="no room"):
+            run_job(RefusedJob(plain=True, is_job=True), file, [], "7", None)
+        assert list_runs(file) == []
+    run(file)
+    assert list_runs(file) == ["job-001"]

@@ -1,0 +1,450 @@
+"""Stores elsewhere when the way to them is bad, and the cache before them."""
+
+from __future__ import annotations
+
+import os
+import socket
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack
+from hashlib import sha256
+from pathlib import Path
+
+import pytest
+from chaos import proxy as proxy_module
+from chaos.proxy import Proxy
+from PIL import Image
+from starlette.applications import Starlette
+from starlette.requests import Request
+from starlette.responses import PlainTextResponse
+from starlette.routing import Route
+from store_kinds import KINDS, TOKEN, StoreKind, behind, get_endpoint, s3_server, serve
+
+from sightline.errors import MediaCorrupt, MediaError, MediaMissing, StoreFull
+from sightline.media import ImageIngestor, MediaRef, MediaStore, open_store
+from sightline.media.cache import NUM_FOLDERS, DiskCache
+from sightline.media.decode import encode_png
+from sightline.media.remote import Unavailable, retry
+from sightline.media.stored_file import open_blobs
+
+Picture = Callable[..., Image.Image]
+
+
+@pytest.fixture(scope="module")
+def s3() -> Iterator[None]:
+    with s3_server():
+        yield
+
+
+@pytest.fixture(params=["http", "s3"])
+def kind(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[StoreKind]:
+    if request.param == "s3":
+        request.getfixturevalue("s3")
+    with KINDS[request.param](tmp_path) as made:
+        yield made
+
+
+@pytest.fixture(scope="module")
+def pictures() -> list[bytes]:
+    return [encode_png(Image.effect_noise((20, 20), 90 + i)) for i in range(4)]
+
+
+@pytest.mark.parametrize("how", ["refusals", "cut", "torn", "slow answers"])
+def test_what_may_heal_is_tried_again(
+    kind: StoreKind, pictures: list[bytes], how: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(proxy_module, "SLOW_S", 0.3)
+    with Proxy(get_endpoint(kind), "/") as proxy, monkeypatch.context() as patch:
+        store = behind(kind, proxy.url, patch)
+        with proxy.disturbed(how):
+            refs = [store.put(data) for data in pictures]
+            num_puts = proxy.num_requests
+            assert [kind.elsewhere().get(ref) for ref in refs] == pictures
+            store.cache = DiskCache(kind.folder / "empty", 10**9)
+            store.prefetch(refs)
+            assert proxy.num_requests > num_puts
+            assert store.cache.misses == len(refs)
+            assert [store.get(ref) for ref in refs] == pictures
+            assert store.cache.hits == len(refs)
+        assert sorted(store.digests()) == sorted(ref.digest for ref in refs)
+        if how == "refusals":
+            assert proxy.num_requests >= 2 * num_puts  # each was asked for twice
+
+
+def test_a_store_that_stays_away_is_named_with_the_last_cause(
+    kind: StoreKind, pictures: list[bytes], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    ref = kind.store.put(pictures[0])
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        nobody = f"http://127.0.0.1:{taken.getsockname()[1]}"
+    store = behind(kind, nobody, monkeypatch, deadline_s=0.3)
+    for ask in (
+        lambda: store.get(ref),
+        lambda: store.put(pictures[1]),
+        lambda: store.check_writable(),
+        lambda: store.touch(ref.digest),
+        lambda: store.count(),
+        lambda: store.renew_lease("run"),
+    ):
+        with pytest.raises(MediaError, match="not available, after 0.3 s of trying") as caught:
+            ask()
+        assert str(store.root) in caught.value.problem
+        assert isinstance(caught.value.__cause__, OSError)  # by which a server says 503
+    many = [MediaRef(f"{i:064x}", "image/png", 1, 1, 1) for i in range(4000)]
+    store.prefetch(many)  # left to the reads; each by itself would take a minute and more
+
+
+def test_a_store_that_is_waited_for_is_named_on_stderr(capsys: pytest.CaptureFixture[str]) -> None:
+    def ask() -> str:
+        if told := capsys.readouterr().err:
+            return told
+        raise Unavailable("refused")
+
+    told = retry(ask, "s3://waited-for", 600.0)
+    assert told.startswith("the store s3://waited-for does not answer (refused)")
+    assert "it is tried again for 59" in told and told.count("\n") == 1
+
+
+def test_a_store_that_takes_requests_and_never_answers_is_given_up(
+    kind: StoreKind, pictures: list[bytes], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as silent:
+        address = f"http://127.0.0.1:{silent.getsockname()[1]}"
+        store = behind(kind, address, monkeypatch, timeout_s=0.2, deadline_s=0.3)
+        with pytest.raises(MediaError, match="not available"):
+            store.put(pictures[0])
+
+
+def test_a_store_that_comes_back_in_time_costs_nothing_but_time(
+    kind: StoreKind, pictures: list[bytes], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    endpoint = get_endpoint(kind)
+    with Proxy(endpoint, "/") as proxy:
+        address = proxy.url
+    store = behind(kind, address, monkeypatch)
+    with ThreadPoolExecutor(1) as pool:
+        putting = pool.submit(store.put, pictures[0])
+        time.sleep(0.3)
+        assert not putting.done()
+        with Proxy(endpoint, "/", port=int(address.rpartition(":")[2])):
+            ref = putting.result(30)
+            assert store.remote.read(ref.digest) == pictures[0]
+
+
+def test_connections_that_the_service_has_closed_cost_no_pause(
+    tmp_path: Path, pictures: list[bytes], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(proxy_module, "SLOW_S", 0.3)
+    with KINDS["http"](tmp_path) as kind:
+        endpoint, ref = get_endpoint(kind), kind.store.put(pictures[0])
+        with Proxy(endpoint, "/") as proxy, proxy.disturbed("slow answers"):
+            store = behind(kind, proxy.url, monkeypatch, deadline_s=0.5)
+            with ThreadPoolExecutor(24) as pool:
+                assert all(pool.map(store.has, [ref] * 24))
+            assert store.remote._kept.qsize() > 8
+        with Proxy(endpoint, "/", port=int(proxy.url.rpartition(":")[2])):
+            assert store.get(ref) == pictures[0]
+            assert store.remote._kept.qsize() == 1
+
+
+def test_a_refusal_is_not_tried_again(pictures: list[bytes], tmp_path: Path) -> None:
+    with KINDS["http"](tmp_path) as kind:
+        ref = kind.store.put(pictures[0])
+        stranger = open_store(kind.store.root, token="guessed", cache_dir=tmp_path / "other")
+        with pytest.raises(MediaError, match="401") as caught:
+            stranger.get(ref)
+        assert "[media] token" in caught.value.fix
+        with pytest.raises(MediaError, match="401"):
+            stranger.put(pictures[1])
+        assert kind.store.count() == 1
+
+
+@pytest.mark.parametrize("token", ["", "guessed"])
+def test_a_missing_token_reads_otherwise_than_a_wrong_one(tmp_path: Path, token: str) -> None:
+    with KINDS["http"](tmp_path) as kind:
+        stranger = open_store(kind.store.root, token=token, cache_dir=tmp_path / "other")
+        words = "the token that was given is not its token" if token else "none was given"
+        with pytest.raises(MediaError, match=words):
+            stranger.count()
+
+
+def test_what_is_no_media_service_is_called_so(tmp_path: Path) -> None:
+    async def answer(http: Request) -> PlainTextResponse:
+        return PlainTextResponse("<html>")
+
+    app = Starlette(routes=[Route("/page/media", answer)])
+    with serve(app) as address:
+        for root in (address, f"{address}/page"):
+            store = open_store(root, cache_dir=tmp_path / "cache")
+            with pytest.raises(MediaError, match=f"{root} is no media service"):
+                store.count()
+            with pytest.raises(MediaError, match="it answered 404 to POST /check"):
+                store.check_writable()
+
+
+def test_the_service_takes_only_what_the_name_names(tmp_path: Path, pictures: list[bytes]) -> None:
+    with KINDS["http"](tmp_path) as kind:
+        remote = kind.store.remote
+        with pytest.raises(MediaError, match="the bytes hash to"):
+            remote.write("0" * 64, pictures[0])
+        with pytest.raises(MediaError, match="are no PNG"):
+            remote.write(sha256(b"no image").hexdigest(), b"no image")
+        with pytest.raises(MediaError, match="not a media digest"):
+            remote.read("A" * 64)
+        assert remote.read("..%2F..%2Fserved%2F.lock") is None
+        assert kind.backing.names() == []
+
+
+def test_a_service_that_is_full_says_so(tmp_path: Path, pictures: list[bytes]) -> None:
+    from sightline.launch.media_service import build_media_app
+    from sightline.transport.http_server import RequestGuard
+
+    served = MediaStore(tmp_path / "served", max_bytes=len(pictures[0]))
+    with serve(build_media_app(served, RequestGuard("127.0.0.1", TOKEN))) as address:
+        store = open_store(address, token=TOKEN, cache_dir=tmp_path / "cache")
+        ref = store.put(pictures[0])
+        with pytest.raises(StoreFull, match="507"):
+            store.put(pictures[1])
+        assert store.put(pictures[0]) == ref
+        with pytest.raises(StoreFull, match="507"):
+            open_blobs(address, TOKEN).put_bytes(b"part")  # one limit for both
+
+
+def test_an_address_with_a_password_or_of_no_kind_is_refused() -> None:
+    with pytest.raises(MediaError, match="not the address"):
+        open_store("http://me:secret@127.0.0.1:8100")
+    with pytest.raises(MediaError, match="no kind of store is called 'ftp'"):
+        open_store("ftp://host/images")
+
+
+def test_an_object_store_without_obstore_says_what_to_install(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setitem(sys.modules, "obstore", None)
+    with pytest.raises(MediaError, match="needs obstore") as caught:
+        open_store("s3://bucket/images")
+    assert "sightline-rl[object-store]" in caught.value.fix
+
+
+def test_an_image_that_only_this_machine_has_kept_is_no_longer_referred_to(
+    kind: StoreKind, pictures: list[bytes]
+) -> None:
+    ref = kind.store.put(pictures[0])
+    other = kind.elsewhere()
+    assert other.get(ref) == pictures[0]
+    kind.backing.clear()
+    with pytest.raises(MediaMissing, match="no more in the store"):
+        ImageIngestor(other).resolve(ref.url, "url")
+
+
+def test_a_reference_in_a_message_keeps_an_old_image(
+    kind: StoreKind, pictures: list[bytes]
+) -> None:
+    ref = kind.store.put(pictures[0])
+    kind.backing.make_older(kind.backing.names()[0], 4000)
+    assert ImageIngestor(kind.elsewhere()).resolve(ref.url, "url") == ref
+    assert kind.store.gc(set()).removed == []
+
+
+# --- the cache
+
+
+def names_of(pictures: list[bytes]) -> list[str]:
+    return [sha256(data).hexdigest() for data in pictures]
+
+
+def test_the_cache_stays_within_its_bytes_and_drops_what_was_used_least_recently(
+    tmp_path: Path,
+) -> None:
+    cache = DiskCache(tmp_path, 1000 * NUM_FOLDERS)
+    found: list[bytes] = []
+    for i in range(10_000):  # four that fall into one folder
+        data = i.to_bytes(4, "big") * 100
+        if sha256(data).hexdigest().startswith("ab"):
+            found.append(data)
+    a, b, c, d = found[:4]
+    digest = {data: sha256(data).hexdigest() for data in found}
+    for data, used_s_ago in ((a, 300), (b, 200)):
+        cache.add(digest[data], data)
+        path = tmp_path / "ab" / digest[data]
+        os.utime(path, (time.time() - used_s_ago,) * 2)
+    assert cache.find(digest[a]) == a  # used now
+    left = tmp_path / "ab" / ".tmp-1"
+    left.write_bytes(b"of a writer that was killed")
+    cache.add(digest[c], c)
+    assert [cache.has(digest[data]) for data in (a, b, c)] == [True, False, True]
+    assert not left.exists()
+    with ThreadPoolExecutor(8) as pool:
+        list(pool.map(lambda data: cache.add(digest[data], data), found))
+    held = list((tmp_path / "ab").glob("ab*"))
+    assert sum(path.stat().st_size for path in held) <= 1000
+    assert len(held) == 2
+    assert (tmp_path / "ab" / ".size").read_text() == "800"
+    cache.add(digest[d], d * 3)  # more than the share of its folder
+    assert set(held) == set((tmp_path / "ab").glob("ab*"))
+
+
+def test_a_damaged_file_of_the_cache_counts_as_absent(
+    kind: StoreKind, pictures: list[bytes]
+) -> None:
+    ref = kind.store.put(pictures[0])
+    cache = kind.store.cache
+    path = cache.root / ref.digest[:2] / ref.digest
+    path.write_bytes(b"damage")
+    assert kind.store.get(ref) == pictures[0]
+    assert path.read_bytes() == pictures[0]
+
+
+def test_a_store_without_a_cache_reads_from_afar(tmp_path: Path, pictures: list[bytes]) -> None:
+    with KINDS["http"](tmp_path, cache_bytes=0) as kind:
+        ref = kind.store.put(pictures[0])
+        assert kind.store.get(ref) == pictures[0]
+        assert not (tmp_path / "cache").exists()
+        kind.backing.write(f"{ref.digest[:2]}/{ref.digest[2:4]}/{ref.digest}", b"damage")
+        with pytest.raises(MediaCorrupt, match=ref.digest[:12]):
+            kind.store.get(ref)
+
+
+def test_what_cannot_be_kept_is_not_prefetched(
+    tmp_path: Path, pictures: list[bytes], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with KINDS["http"](tmp_path) as kind, Proxy(get_endpoint(kind), "/") as proxy:
+        small, large = sorted((kind.store.put(data) for data in pictures), key=lambda r: r.nbytes)[
+            :: len(pictures) - 1
+        ]
+        behind(kind, proxy.url, monkeypatch, cache_bytes=0).prefetch([small, large])
+        assert proxy.num_requests == 0
+        most = small.nbytes * NUM_FOLDERS
+        behind(kind, proxy.url, monkeypatch, cache_bytes=most).prefetch([small, large])
+        assert proxy.num_requests == 1
+
+
+# --- an object store, which sets no time of use and has no lock
+
+
+def test_a_damaged_read_does_not_take_the_place_of_a_sound_image(
+    s3: None, tmp_path: Path, pictures: list[bytes], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with KINDS["s3"](tmp_path) as kind, Proxy(get_endpoint(kind), "/") as proxy:
+        ref = kind.store.put(pictures[0])
+        kind.backing.make_older(kind.backing.names()[0], 4000)
+        store = behind(kind, proxy.url, monkeypatch)
+        with proxy.disturbed("garbage"), pytest.raises(MediaCorrupt, match=ref.digest[:12]):
+            store.touch(ref.digest)
+        assert kind.store.remote.read(ref.digest) == pictures[0]
+        assert store.touch(ref.digest)
+        assert kind.store.gc(set()).removed == []
+
+
+def test_an_image_that_was_just_used_is_not_written_again(
+    s3: None, tmp_path: Path, pictures: list[bytes], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with KINDS["s3"](tmp_path) as kind, Proxy(get_endpoint(kind), "/") as proxy:
+        refs = [kind.store.put(data) for data in pictures]
+        store = behind(kind, proxy.url, monkeypatch)
+        assert store.touch(refs[0].digest)  # which also looks at the store's clock
+        num_before = proxy.num_requests
+        assert all(store.touch(ref.digest) for ref in refs[1:])
+        assert proxy.num_requests == num_before + len(refs[1:])
+
+
+def test_a_put_waits_for_the_removal_that_is_going_on(
+    s3: None, tmp_path: Path, pictures: list[bytes]
+) -> None:
+    with KINDS["s3"](tmp_path) as kind:
+        ref = kind.store.put(pictures[0])
+        remote = kind.store.remote
+        began = threading.Event()
+
+        def put() -> MediaRef:
+            began.set()
+            return kind.elsewhere().put(pictures[0])
+
+        with ThreadPoolExecutor(1) as pool:
+            with remote._announced_gc():
+                putting = pool.submit(put)
+                assert began.wait(30)
+                time.sleep(0.5)
+                assert not putting.done()
+                kind.backing.clear()  # what gc looked at before the put, it removes after it
+            assert putting.result(30) == ref
+        assert kind.elsewhere("third").get(ref) == pictures[0]
+
+
+def test_a_put_does_not_wait_for_a_gc_that_was_killed(
+    s3: None, tmp_path: Path, pictures: list[bytes], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with KINDS["s3"](tmp_path) as kind, Proxy(get_endpoint(kind), "/") as proxy:
+        ref = kind.store.put(pictures[0])
+        kind.store.remote._put(".gc", b"left")
+        kind.backing.make_older(".gc", 300)
+        assert behind(kind, proxy.url, monkeypatch).put(pictures[0]) == ref
+        assert proxy.num_requests < 10
+
+
+def test_of_two_that_take_over_from_a_gc_that_was_killed_one_goes_on(
+    s3: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(proxy_module, "SLOW_S", 0.3)
+    with KINDS["s3"](tmp_path) as kind, Proxy(get_endpoint(kind), "/") as proxy:
+        kind.store.remote._put(".gc", b"left")
+        kind.backing.make_older(".gc", 300)
+        have_tried = threading.Barrier(2, timeout=60)
+
+        def collect(store: MediaStore) -> bool:
+            try:
+                with store.remote._announced_gc():
+                    have_tried.wait()
+            except MediaError as error:
+                assert "another gc" in error.problem
+                have_tried.wait()
+                return False
+            return True
+
+        stores = [behind(kind, proxy.url, monkeypatch) for _ in range(2)]
+        with proxy.disturbed("slow answers"), ThreadPoolExecutor(2) as pool:
+            assert sorted(pool.map(collect, stores)) == [False, True]
+        assert kind.backing.names() == []
+
+
+def test_a_gc_that_is_late_leaves_the_announcement_of_the_next(s3: None, tmp_path: Path) -> None:
+    with KINDS["s3"](tmp_path) as kind:
+        remote, late = kind.store.remote, ExitStack()
+        late.enter_context(remote._announced_gc())
+        kind.backing.make_older(".gc", 300)
+        with remote._announced_gc():
+            late.close()
+            assert kind.backing.names() == [".gc"]
+        assert kind.backing.names() == []
+
+
+def test_a_bucket_that_is_not_there_is_named(
+    s3: None, tmp_path: Path, pictures: list[bytes]
+) -> None:
+    store = open_store("s3://mistyped/images", cache_dir=tmp_path)
+    ref = MediaRef("0" * 64, "image/png", 1, 1, 1)
+    for ask in (
+        store.check_writable,
+        lambda: store.put(pictures[0]),
+        lambda: store.get(ref),
+        store.count,
+        lambda: store.gc(set()),
+    ):
+        with pytest.raises(MediaError, match="no such bucket: s3://mistyped/images") as caught:
+            ask()
+        assert "check the name" in caught.value.fix
+
+
+def test_one_gc_of_an_object_store_at_a_time(s3: None, tmp_path: Path) -> None:
+    with KINDS["s3"](tmp_path) as kind:
+        remote = kind.store.remote
+        with remote._announced_gc():
+            with pytest.raises(MediaError, match="another gc"), remote._announced_gc():
+                pass
+            kind.backing.make_older(".gc", 300)  # it was killed
+            with remote._announced_gc():
+                assert kind.backing.names() == [".gc"]
+        assert kind.backing.names() == []

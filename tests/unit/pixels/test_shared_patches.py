@@ -1,0 +1,107 @@
+"""Patches that processes share: made once, within a bound, and never other than they were."""
+
+from __future__ import annotations
+
+import os
+import random
+import subprocess
+import sys
+from pathlib import Path
+
+import making
+import pytest
+
+from sightline.families import Family, load_family
+from sightline.media import MediaStore
+from sightline.pixels import Materializer, SharedPatches
+from sightline.pixels.shared_patches import PREFIX
+from sightline.wire import MediaItem
+
+OTHER = """
+import sys
+from pathlib import Path
+from sightline.families import load_family
+from sightline.media import MediaStore
+from sightline.pixels import Materializer, SharedPatches
+from sightline.wire import MediaItem
+import msgspec
+family, store = load_family(sys.argv[1]), MediaStore(Path(sys.argv[2]))
+shared = SharedPatches(1 << 20, int(sys.argv[3]), Path(sys.argv[4]))
+made = Materializer(family, store, 0, shared=shared)
+item = msgspec.json.decode(sys.argv[5], type=MediaItem)
+print(made.get(item).digest, made.counts.made, made.counts.hits)
+"""
+
+
+@pytest.fixture
+def family(tiny_model: Path) -> Family:
+    return load_family(tiny_model)
+
+
+@pytest.fixture
+def items(family: Family, store: MediaStore) -> list[MediaItem]:
+    rng = random.Random(0)
+    return [family.item(store.put(making.image(rng, 64, 64))) for _ in range(6)]
+
+
+def test_another_process_does_not_make_what_one_has_made(
+    family: Family, store: MediaStore, items: list[MediaItem], tiny_model: Path, tmp_path: Path
+) -> None:
+    import msgspec
+
+    shared = SharedPatches(1 << 20, os.getpid(), tmp_path)
+    mine = Materializer(family, store, 0, shared=shared)
+    digest = mine.get(items[0]).digest
+    assert (shared.root.stat().st_mode & 0o777) == 0o700
+    arguments = [str(tiny_model), str(store.root), str(os.getpid()), str(tmp_path)]
+    item = msgspec.json.encode(items[0]).decode()
+    told = subprocess.run(
+        [sys.executable, "-c", OTHER, *arguments, item], capture_output=True, text=True, check=True
+    )
+    assert told.stdout.split() == [digest, "0", "1"]
+    assert mine.get(items[0]).digest == digest and mine.counts.made == 1
+    mine.close()
+
+
+def test_the_bytes_stay_within_the_bound_and_damage_counts_as_absent(
+    family: Family, store: MediaStore, items: list[MediaItem], tmp_path: Path
+) -> None:
+    one = family.patches(store.image(items[0].ref), items[0]).nbytes
+    shared = SharedPatches(3 * one, os.getpid(), tmp_path)
+    made = Materializer(family, store, 0, shared=shared)
+    for item in items:
+        made.get(item)
+        files = [path for path in shared.root.rglob("*") if len(path.name) == 64]
+        assert 0 < sum(path.stat().st_size for path in files) <= 3 * one
+    assert shared.find(items[0]) is None and shared.find(items[-1]) is not None
+    for path in files:
+        data = bytearray(path.read_bytes())
+        data[-1] ^= 1
+        path.write_bytes(data)
+    assert shared.find(items[-1]) is None
+    for path in files:
+        path.write_bytes(b"")
+    assert shared.find(items[-1]) is None
+    made.close()
+
+
+def test_without_room_for_files_pixels_are_made_all_the_same(
+    family: Family, store: MediaStore, items: list[MediaItem], tmp_path: Path
+) -> None:
+    shared = SharedPatches(1 << 20, os.getpid(), tmp_path)
+    shared.root.rmdir()
+    shared.root.write_bytes(b"")  # no folder, and so no file in it
+    made = Materializer(family, store, 0, shared=shared)
+    assert made.get(items[0]).digest == made.get(items[0]).digest and made.counts.made == 2
+    made.close()
+
+
+def test_what_a_killed_process_left_is_removed(tmp_path: Path) -> None:
+    ended = subprocess.Popen([sys.executable, "-c", ""])
+    ended.wait()
+    left, other = tmp_path / f"{PREFIX}{ended.pid}", tmp_path / f"{PREFIX}notes"
+    left.mkdir(), other.mkdir()
+    alive = tmp_path / f"{PREFIX}{os.getppid()}"
+    alive.mkdir()
+    SharedPatches(1 << 20, os.getpid(), tmp_path)
+    assert not left.exists() and other.exists() and alive.exists()

@@ -1,0 +1,285 @@
+"""Which server a turn goes to, and what a server costs that fails in the middle of one."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Awaitable, Callable
+from contextlib import AsyncExitStack
+from typing import Any
+
+import pytest
+from small_server import TOKEN, SmallServer, until
+
+from sightline.errors import EngineError
+from sightline.rollout.client import GenerateClient
+from sightline.rollout.health import ProbeTimes
+from sightline.rollout.router import (
+    MAX_LOAD_DIFFERENCE,
+    MAX_LOST_SERVERS,
+    SERVERS_LOST,
+    ServerRouter,
+)
+from sightline.wire.control import DRAINING, READY, UPDATING, ServerList, ServerStatus
+from sightline.wire.generate import GenerateRequest, SamplingParams
+
+GENERATE = "/inference/v1/generate"
+PATIENT = ProbeTimes(ask_every_s=0.05, timeout_s=60.0, silent_after_s=60.0)
+"""A busy machine may let an answer wait; where nothing listens that is seen at once."""
+QUICK = ProbeTimes(ask_every_s=0.05, timeout_s=0.5, silent_after_s=0.5)
+REQUEST = GenerateRequest.of([1, 2], [], SamplingParams(max_tokens=1))
+RUN = "beef"
+OURS = f"5-{RUN}-0123456789abcdef"
+
+
+def play(
+    scene: Callable[..., Awaitable[None]],
+    num: int = 2,
+    deadline_s: float = 30.0,
+    times: ProbeTimes = PATIENT,
+) -> None:
+    """A scene with `num` servers and a router for them."""
+
+    async def whole() -> None:
+        async with AsyncExitStack() as stack:
+            servers = [await stack.enter_async_context(SmallServer()) for _ in range(num)]
+            template = GenerateClient(servers[0].url, deadline_s=deadline_s)
+            urls = [server.url for server in servers]
+            router = ServerRouter(template, urls, times=times)
+            try:
+                await asyncio.wait_for(scene(router, *servers), 60)
+            finally:
+                await router.close()
+
+    asyncio.run(whole())
+
+
+def status(server: SmallServer, state: str = READY, version: int = 0, load: int = 0) -> Any:
+    return ServerStatus(server.url, state, version, load)
+
+
+def test_a_rollout_stays_with_its_server_and_rollouts_spread_by_load() -> None:
+    async def scene(router: ServerRouter, a: SmallServer, b: SmallServer) -> None:
+        for index in range(40):
+            client = router.open_client(f"r{index}")
+            for _ in range(3):
+                await client.generate(REQUEST)
+            assert client.last is not None and client.find_server() is client.last
+        assert a.asked[GENERATE] + b.asked[GENERATE] == 120
+        assert a.asked[GENERATE] % 3 == 0 and min(a.asked[GENERATE], b.asked[GENERATE]) >= 15
+        # One that is far busier, by what others ask it, is left; and a new rollout avoids it.
+        client = router.open_client("r")
+        await client.generate(REQUEST)
+        mine, other = (a, b) if client.last is router.servers[a.url] else (b, a)
+        for load, stays in ((MAX_LOAD_DIFFERENCE, True), (MAX_LOAD_DIFFERENCE + 1, False)):
+            router.update(ServerList((status(mine, load=load), status(other)), ""))
+            assert (client.find_server() is router.servers[mine.url]) == stays
+            for index in range(9):
+                found = router.open_client(f"n{index}").find_server()
+                assert found is router.servers[other.url]
+
+    play(scene)
+
+
+def test_requests_of_one_process_go_where_fewer_of_them_are() -> None:
+    async def scene(router: ServerRouter, a: SmallServer, b: SmallServer) -> None:
+        a.generates.clear()
+        b.generates.clear()
+        asking = [
+            asyncio.ensure_future(router.open_client(f"r{index}").generate(REQUEST))
+            for index in range(10)
+        ]
+        await until(lambda: a.asked[GENERATE] + b.asked[GENERATE] == 10)
+        assert a.asked[GENERATE] == b.asked[GENERATE] == 5
+        a.generates.set()
+        b.generates.set()
+        await asyncio.gather(*asking)
+
+    play(scene)
+
+
+def test_a_turn_goes_where_its_version_is_and_not_to_one_that_drains() -> None:
+    async def scene(router: ServerRouter, a: SmallServer, b: SmallServer) -> None:
+        client = router.open_client("r", min_version=5)
+        router.update(ServerList((status(a, version=4), status(b, version=4)), RUN))
+        waiting = asyncio.ensure_future(client.generate(REQUEST))
+        await asyncio.sleep(0.05)
+        assert not waiting.done() and not a.asked[GENERATE] + b.asked[GENERATE]
+        b.label = OURS
+        router.update(ServerList((status(a, version=4), status(b, version=5)), RUN))
+        assert (await waiting).choices[0].token_ids == [TOKEN]
+        assert (a.asked[GENERATE], b.asked[GENERATE]) == (0, 1)
+        # Another that is ready is better than the own one, while that adopts or ends.
+        for state in (UPDATING, DRAINING):
+            router.update(ServerList((status(a, version=5), status(b, state, 5)), RUN))
+            assert client.find_server() is router.servers[a.url]
+        router.update(ServerList((status(b, UPDATING, 5),), RUN))
+        assert client.find_server() is router.servers[b.url]
+
+    play(scene)
+
+
+@pytest.mark.parametrize("label", ["4-beef-0123456789abcdef", "9"])
+def test_an_answer_of_older_weights_is_asked_for_elsewhere(label: str) -> None:
+    """The list says version 5, and the server was started again meanwhile."""
+
+    async def scene(router: ServerRouter, a: SmallServer, b: SmallServer) -> None:
+        a.label, b.label = label, OURS
+        router.update(ServerList((status(a, version=5), status(b, version=5, load=9)), RUN))
+        response = await router.open_client("r", min_version=5).generate(REQUEST)
+        assert response.choices[0].weight_versions[0].version == OURS  # type: ignore[index]
+        assert (a.asked[GENERATE], b.asked[GENERATE]) == (1, 1)
+
+    play(scene)
+
+
+@pytest.mark.parametrize("how", ["dies", "hangs", "is removed"])
+def test_a_server_that_fails_in_the_middle_of_a_turn_costs_a_retry_elsewhere(how: str) -> None:
+    async def scene(router: ServerRouter, a: SmallServer, b: SmallServer) -> None:
+        router.update(ServerList((status(a), status(b, load=9)), ""))
+        a.generates.clear()
+        client = router.open_client("r")
+        asking = asyncio.ensure_future(client.generate(REQUEST))
+        await until(lambda: a.asked[GENERATE])
+        if how == "dies":
+            await a.end()
+        elif how == "hangs":
+            a.answers.clear()
+        else:
+            router.update(ServerList((status(b, load=9),), ""))
+        assert (await asking).choices[0].token_ids == [TOKEN]
+        assert client.last is router.servers[b.url] and a.asked[GENERATE] == 1
+        if how == "is removed":
+            return
+        # It is taken back when it answers again.
+        assert router.servers[a.url].is_lost
+        if how == "dies":
+            await a.restart()
+        a.answers.set()
+        a.generates.set()
+        await until(lambda: not router.servers[a.url].is_lost)
+        assert router.open_client("s").find_server() is router.servers[a.url]
+
+    play(scene, times=QUICK if how == "hangs" else PATIENT)
+
+
+def test_a_generation_that_takes_long_is_not_lost() -> None:
+    async def scene(router: ServerRouter, a: SmallServer) -> None:
+        a.generates.clear()
+        asking = asyncio.ensure_future(router.open_client("r").generate(REQUEST))
+        await until(lambda: a.asked["/health"] > 10)
+        a.generates.set()
+        await asking
+        assert a.asked[GENERATE] == 1
+
+    play(scene, num=1)
+
+
+def test_a_refusal_that_may_heal_is_asked_elsewhere_and_one_that_may_not_is_raised() -> None:
+    async def scene(router: ServerRouter, a: SmallServer, b: SmallServer) -> None:
+        router.update(ServerList((status(a), status(b, load=9)), ""))
+        a.refusals = [503]
+        await router.open_client("r").generate(REQUEST)
+        assert (a.asked[GENERATE], b.asked[GENERATE]) == (1, 1)
+        await asyncio.sleep(router.template.first_retry_s)
+        a.refusals = [400]
+        with pytest.raises(EngineError, match="answered 400"):
+            await router.open_client("s").generate(REQUEST)
+        assert (a.asked[GENERATE], b.asked[GENERATE]) == (2, 1)
+
+    play(scene)
+
+
+def test_without_any_server_the_deadline_ends_it_with_the_reason() -> None:
+    async def scene(router: ServerRouter, a: SmallServer, b: SmallServer) -> None:
+        await a.end()
+        await b.end()
+        began = time.monotonic()
+        with pytest.raises(EngineError) as caught:
+            await router.open_client("r").generate(REQUEST)
+        assert caught.value.kind == "unreachable" and time.monotonic() - began >= 0.5
+        router.update(ServerList((), ""))
+        with pytest.raises(EngineError, match="no inference server can take a turn"):
+            await router.open_client("r").generate(REQUEST)
+
+    play(scene, deadline_s=0.5)
+
+
+def test_a_server_that_is_asked_by_name_is_the_only_one() -> None:
+    async def scene(router: ServerRouter, a: SmallServer, b: SmallServer) -> None:
+        router.update(ServerList((status(a),), ""))
+        client = router.open_client("r", pinned=b.url)
+        await client.generate(REQUEST)
+        assert (a.asked[GENERATE], b.asked[GENERATE]) == (0, 1)
+        b.refusals = [503, 503]
+        await client.generate(REQUEST)
+        assert (a.asked[GENERATE], b.asked[GENERATE]) == (0, 4)
+        assert sum(client.counts.retries for client in router.clients) == 2
+
+    play(scene)
+
+
+def test_a_server_that_is_lost_and_leaves_the_list_is_not_asked_and_returns_as_itself() -> None:
+    async def scene(router: ServerRouter, a: SmallServer, b: SmallServer) -> None:
+        router.update(ServerList((status(a), status(b, load=9)), ""))
+        await a.end()
+        await router.open_client("r").generate(REQUEST)
+        lost = router.servers[a.url]
+        assert lost.is_lost and lost.probing is not None
+        probing = lost.probing
+        router.update(ServerList((status(b),), ""))
+        await asyncio.wait({probing}, timeout=30)
+        assert probing.done(), "nobody asks it any more"
+        await a.restart()
+        asked = a.asked["/health"]
+        router.update(ServerList((status(a), status(b, load=9)), ""))
+        assert router.servers[a.url] is lost and len(router.clients) == 2
+        await router.open_client("s").generate(REQUEST)
+        assert a.asked[GENERATE] == 1 and a.asked["/health"] - asked <= 1
+
+    play(scene)
+
+
+def test_a_request_that_ends_its_servers_does_not_end_all_of_them() -> None:
+    async def scene(router: ServerRouter, *servers: SmallServer) -> None:
+        for server in servers:
+            server.ends_by_generating = True
+        with pytest.raises(EngineError, match="were lost while they computed this turn") as caught:
+            await router.open_client("r").generate(REQUEST)
+        assert (caught.value.kind, caught.value.status) == (SERVERS_LOST, 500)
+        assert sum(server.asked[GENERATE] for server in servers) == MAX_LOST_SERVERS
+
+    play(scene, num=MAX_LOST_SERVERS + 2)
+
+
+def test_servers_that_are_away_together_cost_no_rollout() -> None:
+    async def scene(router: ServerRouter, *servers: SmallServer) -> None:
+        for server in servers:
+            await server.end()
+        asking = asyncio.ensure_future(router.open_client("r").generate(REQUEST))
+        await until(lambda: any(one.is_lost for one in router.servers.values()))
+        await asyncio.sleep(0.2)
+        assert not asking.done()
+        for server in servers:
+            await server.restart()
+        assert (await asking).choices[0].token_ids == [TOKEN]
+
+    play(scene, num=MAX_LOST_SERVERS + 2, deadline_s=60.0)
+
+
+def test_a_server_whose_engine_is_stuck_is_lost_although_it_answers() -> None:
+    async def scene(router: ServerRouter, a: SmallServer, b: SmallServer) -> None:
+        router.update(ServerList((status(a), status(b, load=9)), ""))
+        a.generates.clear()
+        a.step_s = router.times.stuck_after_s - 1
+        asking = asyncio.ensure_future(router.open_client("r").generate(REQUEST))
+        await until(lambda: a.asked["/health"] > 3)
+        assert not asking.done(), "a step may take long"
+        a.step_s += 2
+        await asking
+        assert router.servers[a.url].is_lost and b.asked[GENERATE] == 1
+        a.step_s = 0.0
+        await until(lambda: not router.servers[a.url].is_lost)
+        a.generates.set()
+
+    play(scene, times=ProbeTimes(ask_every_s=0.05, timeout_s=60.0, silent_after_s=0.2))

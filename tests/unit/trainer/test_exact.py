@@ -1,0 +1,274 @@
+"""`[model] exact = true`: one bit of difference is seen, by each of its causes alone."""
+
+from __future__ import annotations
+
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import exactness
+import making
+import numpy as np
+import pytest
+import torch
+import torch.nn.functional as F
+from exactness import Passes
+from serving import embedded
+
+from sightline.compute import exact
+from sightline.compute.model import load_model
+from sightline.compute.weights import write_weights
+from sightline.config import RunFile, SftFile
+from sightline.config.load import validate_config
+from sightline.errors import ConfigError, PolicyMismatch
+from sightline.families import load_family
+from sightline.families.registry import write_tiny
+from sightline.inference.server_spec import ServerSpec
+from sightline.media import MediaStore
+from sightline.trainer.build import build_learner
+from sightline.trainer.learner import SUM_NAMES
+from sightline.trainer.step_result import MetricSums, StepTimer, check_same_bits
+
+BOTH = pytest.mark.parametrize("is_exact", [True, False])
+CPU = torch.device("cpu")
+WHOLE = 1 << 20
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("exact") / "model"
+    write_tiny("qwen_vl", path, seed=0, kv_heads=1)  # two heads share their keys
+    return path
+
+
+@cache
+def passes(model: Path, is_exact: bool, length: int = 150) -> Passes:
+    return Passes(model, is_exact, length=length)
+
+
+# --- each cause of difference alone: with exact off, every one of these sees it
+
+
+@BOTH
+def test_packing(model: Path, is_exact: bool) -> None:
+    is_same = []
+    for length in (1, 5, 150):
+        found = passes(model, is_exact, length)
+        alone = found.train()
+        packed = [found.train(before, after) for before, after in ((3, 0), (64, 77), (1, 700))]
+        is_same += [torch.equal(alone, one) for one in packed]
+    assert all(is_same) == is_exact
+
+
+@BOTH
+@pytest.mark.parametrize("chunks", [[1] * 9 + [141], [7, 64, 13, 66]])
+def test_chunking(model: Path, is_exact: bool, chunks: list[int]) -> None:
+    found = passes(model, is_exact)
+    in_chunks = found.prefill(found.open(), chunks)
+    assert torch.equal(found.train(), in_chunks) == is_exact
+
+
+@BOTH
+def test_batch_size(model: Path, is_exact: bool) -> None:
+    found = passes(model, is_exact)
+    wanted = found.train()[-12:]
+    beside = found.prefill(found.open(), [140, 10], beside=4)[-12:]
+    kv = found.open()
+    found.prefill(kv, [138])
+    decoded = [found.decode(kv, 138, idle) for idle in (0, 3)]
+    assert all(torch.equal(wanted, one) for one in (beside, *decoded)) == is_exact
+
+
+@BOTH
+def test_reuse_of_keys_and_values(model: Path, is_exact: bool) -> None:
+    found = passes(model, is_exact)
+    kv = found.open()
+    found.prefill(kv, [100, 50])
+    kv.share_prefix(0, 1, 97)
+    rest = found.prefill(kv, [20, 33], row=1, start=97)
+    assert torch.equal(found.train()[97:], rest) == is_exact
+
+
+def test_a_tree_differs_and_is_not_packed(model: Path, store: MediaStore) -> None:
+    found = passes(model, False)
+    assert not torch.equal(found.train(), found.train_in_tree(shared=70))
+    family = load_family(model, True)
+    assert family.packing.kind == "flat" and "exact" in family.packing.description
+    learner = build_learner(
+        making.model_config(model, exact=True), making.trainer_config(), store, steps=1
+    )
+    samples = making.group(model, store, count=4)
+    ready = exactness.prepare(learner, model, store, samples, WHOLE, step=1)
+    num_tokens = sum(len(one.batch.token_ids) for one in ready.micro_batches)
+    assert num_tokens == sum(len(sample.token_ids) for sample in samples)
+
+
+def test_values_that_were_never_written_change_nothing(model: Path) -> None:
+    found = passes(model, True)
+    kv = found.open()
+    found.prefill(kv, [1])
+    for table in kv._tables():
+        table[:, 1:] = float("nan")
+    assert torch.equal(found.train()[1:], found.prefill(kv, [30, 119], start=1))
+
+
+# --- engine and trainer
+
+
+@BOTH
+def test_logprobs_are_those_of_the_sampler(
+    model: Path, store: MediaStore, tmp_path: Path, is_exact: bool
+) -> None:
+    """Turns with images, groups that share their prompt, and an update between two turns."""
+    settings = ServerSpec.of(
+        path=model, media_roots=(store.root,), device="cpu", max_num_seqs=6,
+        prefill_chunk_tokens=13, weights_root="/", exact=is_exact,
+    )  # fmt: skip
+    config = making.model_config(model, exact=is_exact)
+    learner = build_learner(config, making.trainer_config(), store, steps=10)
+    parameters = dict(learner.forward.model.named_parameters())
+    updated = {name: p.detach() * 1.01 for name, p in parameters.items()}
+    manifest, _ = write_weights(tmp_path / "weights", updated, 1, 1)
+    with embedded(settings) as client:
+        samples = exactness.play(
+            client, model, store, groups=2, group_size=2, turns=2, max_tokens=8,
+            between_turns=lambda turn: turn or client.adopt(manifest),
+        )  # fmt: skip
+    differing = 0
+    for step in (1, 2):
+        for tokens in (WHOLE, 1):
+            ready = exactness.prepare(learner, model, store, samples, tokens, step)
+            sampler, trainer = exactness.compare(learner, ready)
+            assert len(sampler) > 20
+            np.testing.assert_allclose(sampler, trainer, atol=1e-5)
+            differing += int((sampler != trainer).sum())
+        if step == 1:
+            for name, tensor in updated.items():
+                parameters[name].data.copy_(tensor)
+    assert (differing == 0) == is_exact
+    if is_exact:
+        metrics = learner.step(ready).metrics
+        assert metrics["mismatch_kl"] == 0 and metrics["fresh_tokens"]
+
+
+def test_gradients_are_those_of_the_other_mode(model: Path, store: MediaStore) -> None:
+    samples = making.samples(model, store, count=3)
+    found = []
+    for is_exact in (True, False):
+        config = making.model_config(model, exact=is_exact)
+        learner = build_learner(config, making.trainer_config(), store, steps=1)
+        ready = exactness.prepare(learner, model, store, samples, WHOLE, step=1)
+        for one in ready.micro_batches:
+            learner.backward(one, 1, MetricSums(SUM_NAMES), StepTimer(CPU))
+        grads = {n: p.grad for n, p in learner.forward.model.named_parameters()}
+        assert all(grad is not None for grad in grads.values())
+        found.append(grads)
+    floor = 1e-3 * max(float(g.norm()) for g in found[1].values())
+    for name, wanted in found[1].items():
+        difference = float((found[0][name] - wanted).norm()) / max(float(wanted.norm()), floor)
+        assert difference < 1e-4, f"{name}: {difference}"
+
+
+# --- what ends a run
+
+
+def scored(model: Path, store: MediaStore) -> Any:
+    learner = build_learner(making.model_config(model), making.trainer_config(), store, steps=1)
+    samples = making.samples(model, store, count=2)
+    ready = exactness.prepare(learner, model, store, samples, WHOLE, step=1)
+    return ready.micro_batches[0].batch
+
+
+def test_one_bit_ends_the_run(model: Path, store: MediaStore) -> None:
+    batch = scored(model, store)
+    logprobs = batch.logprobs.numpy().copy()
+    check_same_bits(1, [(batch, logprobs)])
+    at = len(logprobs) - 1
+    was, logprobs[at] = logprobs[at], np.nextafter(logprobs[at], np.float32(0))
+    with pytest.raises(PolicyMismatch) as found:
+        check_same_bits(1, [(batch, logprobs)])
+    origin = batch.origins[-1]
+    token = int(batch.token_ids.numpy()[batch.trained.numpy()[at]])
+    for word in (f"token {token}", f"rollout {origin.trace_id}", repr(was), repr(logprobs[at])):
+        assert word in found.value.problem
+    check_same_bits(2, [(batch, logprobs)])  # another version sampled it
+    logprobs[at] = np.nan
+    with pytest.raises(PolicyMismatch):
+        check_same_bits(1, [(batch, logprobs)])
+
+
+def test_a_product_that_varies_is_refused_with_its_shape(
+    model: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(exact, "multiply", lambda x, w, b, least, most: F.linear(x, w, b))
+    with pytest.raises(ConfigError, match=r"\(\d+ x \d+\) has other bits among \d+ rows"):
+        load_model(model, load_family(model), "cpu", "float32", ("cpu", "float32"))
+
+
+def test_what_varies_between_the_matrices_is_refused(
+    model: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def attend(self: Any, q: Any, k: Any, v: Any, scaling: float) -> Any:
+        return q + q.mean()
+
+    monkeypatch.setattr(exact.ExactPattern, "_attend", attend)
+    with pytest.raises(ConfigError, match="other bits alone than between 3 and 77"):
+        load_model(model, load_family(model), "cpu", "float32", ("cpu", "float32"))
+
+
+@pytest.mark.parametrize(
+    ("type", "dtype", "why"),
+    [
+        ("qwen3_vl", "bfloat16", "bfloat16 on cpu"),
+        ("qwen3_vl_moe", "float32", "several matrices"),
+        ("qwen3_5", "float32", "carry a state"),
+    ],
+)
+def test_models_that_cannot_hold_it_are_refused(
+    type: str, dtype: str, why: str, tmp_path: Path
+) -> None:
+    write_tiny("qwen_vl", tmp_path / "model", seed=0, type=type)
+    with pytest.raises(ConfigError, match=why):
+        load_model(
+            tmp_path / "model", load_family(tmp_path / "model"), "cpu", dtype, ("cpu", dtype)
+        )
+
+
+@pytest.mark.parametrize(
+    ("settings", "why"),
+    [
+        ({"inference": {"engine": "vllm"}}, "order of its own"),
+        ({"inference": {"keep_kv_over_updates": True}}, "keys and values of other weights"),
+        ({"inference": {"device": "cpu"}, "trainer": {"device": "cuda:0"}}, "two kinds"),
+        ({"trainer": {"compile_backend": "inductor"}}, "rounds in other places"),
+        (
+            {"model": {"path": "m", "exact": True, "dtype": "bfloat16"}},
+            "rounded as they are gathered",
+        ),
+        ({"lora": {"rank": 4}}, "adds the adapters"),
+    ],
+)
+def test_settings_that_cannot_hold_it_are_refused(settings: dict[str, Any], why: str) -> None:
+    file = {"model": {"path": "m", "exact": True}, "env": {"name": "color_codeword"}}
+    validate_config(RunFile, file, "a run file")
+    with pytest.raises(ConfigError, match=why):
+        validate_config(RunFile, {**file, **settings}, "a run file")
+
+
+def test_supervised_training_has_nothing_to_compare() -> None:
+    file = {"model": {"path": "m", "exact": True}, "env": {"name": "color_codeword"}}
+    with pytest.raises(ConfigError, match="nothing is sampled"):
+        validate_config(SftFile, {**file, "sft": {"output_dir": "o"}}, "a run file")
+
+
+def test_a_batch_that_another_version_may_have_sampled_is_not_held(
+    model: Path, store: MediaStore
+) -> None:
+    config = making.model_config(model, exact=True)
+    learner = build_learner(config, making.trainer_config(), store, steps=9)
+    samples = making.samples(model, store, count=1)
+    ready = exactness.prepare(learner, model, store, samples, WHOLE, step=1)
+    with pytest.raises(PolicyMismatch):
+        learner.step(ready)
+    learner.replayed = range(1, 2)
+    assert learner.step(ready).metrics["mismatch_kl"]

@@ -1,0 +1,214 @@
+"""`[trainer] pixel_cache_mb` bounds what a machine holds of pixels, however large a batch is."""
+
+from __future__ import annotations
+
+import random
+import threading
+import weakref
+from pathlib import Path
+from typing import Any
+
+import making
+import msgspec
+import numpy as np
+import pytest
+import torch
+from PIL import Image
+from torch import Tensor
+
+from sightline.algo.losses import LossInputs
+from sightline.errors import MediaError, ProcessFailed
+from sightline.families import Family, load_renderer
+from sightline.families.device_copy import round_pinned
+from sightline.media import MediaStore
+from sightline.message import assistant, user
+from sightline.pack import PackSize
+from sightline.pixels import Materializer
+from sightline.trainer.bad_media import BadMediaPolicy
+from sightline.trainer.build import build_learner, build_pixels
+from sightline.trainer.feed import BatchPrefetcher, BatchPreparer
+from sightline.trainer.micro_batch_pixels import MicroBatchPixels, allocate_patches
+from sightline.trainer.sft import build_sample
+from sightline.wire import MediaItem
+from sightline.wire.sample import Batch, Sample
+
+IMAGE = 4 * 768
+"""Bytes of the patches of an image of 32x32."""
+BUDGET = 16 * IMAGE
+
+
+def screens(model: Path, store: MediaStore, count: int, images: int) -> list[Sample]:
+    """Samples that show so many images each."""
+    renderer, rng = load_renderer(model, store), random.Random(0)
+    talks = [
+        [
+            user(*(store.put(making.image(rng, 32, 32)) for _ in range(images)), "what"),
+            assistant("A"),
+        ]
+        for _ in range(count)
+    ]
+    return [build_sample(talk, renderer, f"s{i}") for i, talk in enumerate(talks)]
+
+
+class Live:
+    """Counts the bytes of every array of patches, from its making until nobody holds it."""
+
+    def __init__(self, family: Family) -> None:
+        self._family, self._lock = family, threading.Lock()
+        self.now = self.most = 0
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._family, name)
+
+    def patches(self, image: Image.Image, item: MediaItem) -> np.ndarray:
+        return self._count(self._family.patches(image, item))
+
+    def allocate(self, num: int, values: int) -> np.ndarray:
+        return self._count(allocate_patches(num, values))
+
+    def _count(self, array: np.ndarray) -> np.ndarray:
+        self._add(array.nbytes)
+        weakref.finalize(array, self._add, -array.nbytes)
+        return array
+
+    def _add(self, nbytes: int) -> None:
+        with self._lock:
+            self.now += nbytes
+            self.most = max(self.most, self.now)
+
+
+def train(
+    model: Path, store: MediaStore, samples: list[Sample], budget: int
+) -> tuple[dict[str, torch.Tensor], int, int]:
+    """Weights after two steps, the most that was held of pixels, and how many images were made."""
+    config = making.trainer_config()
+    learner = build_learner(making.model_config(model), config, store, steps=10)
+    live = Live(learner.family)
+    materializer = Materializer(live, store, budget // 2, threads=2)
+    pixels = MicroBatchPixels(materializer, budget // 2 * 7 // 8, live.allocate)
+    unverified = BadMediaPolicy(allows_unverified_pixels=True)
+    preparer = BatchPreparer(live, materializer, PackSize(1, 1), unverified, pixels=pixels)
+    half = len(samples) // 2
+    batches = (
+        preparer.prepare(Batch(step, part), "")
+        for step, part in enumerate((samples[:half], samples[half:]), start=1)
+    )
+    for ready in BatchPrefetcher(batches):
+        learner.step(ready)
+    materializer.close()
+    made = materializer.counts.made
+    return dict(learner.forward.model.named_parameters()), live.most, made
+
+
+def test_a_batch_of_ten_times_the_budget_trains_within_it_to_the_same_bits(
+    tiny_model: Path, store: MediaStore
+) -> None:
+    samples = screens(tiny_model, store, 10 * 16 // 6 + 1, images=6)
+    num = sum(len(sample.items) for sample in samples)
+    small, held, made = train(tiny_model, store, samples, BUDGET)
+    assert num * IMAGE > 10 * BUDGET and BUDGET // 2 < held <= BUDGET
+    large, held, made_once = train(tiny_model, store, samples, 100 * BUDGET)
+    assert made_once == num < made, "what did not fit was made again"
+    assert held > 5 * BUDGET
+    assert small.keys() == large.keys()
+    assert all(torch.equal(small[name], large[name]) for name in small)
+
+
+def test_page_locked_memory_counts_as_what_torch_takes_for_it(
+    tiny_model: Path, store: MediaStore
+) -> None:
+    learner = build_learner(
+        making.model_config(tiny_model), making.trainer_config(), store, steps=10
+    )
+    learner.diagnostics_every = 1
+    materializer = Materializer(learner.family, store, 0)
+    pixels = MicroBatchPixels(materializer, is_pinned=True)
+    unverified = BadMediaPolicy(allows_unverified_pixels=True)
+    preparer = BatchPreparer(
+        learner.family, materializer, PackSize(1, 1), unverified, pixels=pixels
+    )
+    [one] = screens(tiny_model, store, 1, images=3)
+    ready = preparer.prepare(Batch(1, [one]), "")
+    assert learner.step(ready).probe is not None
+    assert pixels.peak_bytes == round_pinned(3 * IMAGE) == 1 << 14, "a power of two"
+    with ready.micro_batches[0].hold_pixels():
+        assert pixels._held_bytes == 1 << 14
+    assert pixels._held_bytes == 0, "what a probe takes it gives back"
+    materializer.close()
+
+
+def test_the_setting_is_of_the_whole_machine(tiny_model: Path, store: MediaStore) -> None:
+    config = making.trainer_config(pixel_cache_mb=16)
+    learner = build_learner(making.model_config(tiny_model), config, store, steps=10)
+    pixels = build_pixels(learner, store)
+    digesting = pixels.image_bytes
+    assert digesting + pixels.max_bytes + pixels.materializer.max_bytes <= 16 << 20
+    assert digesting + pixels.max_bytes + pixels.materializer.max_bytes > 15 << 20
+    pixels.materializer.close()
+
+
+def test_one_image_that_the_sampler_saw_otherwise_refuses_the_batch_before_any_step(
+    tiny_model: Path, store: MediaStore
+) -> None:
+    samples = making.samples(tiny_model, store, count=6)
+    seen = next(sample for sample in reversed(samples) if sample.slots)
+    slots = [msgspec.structs.replace(slot, pixel_digest="0" * 32) for slot in seen.slots[-1:]]
+    samples[samples.index(seen)] = msgspec.structs.replace(seen, slots=[*seen.slots[:-1], *slots])
+    learner = build_learner(
+        making.model_config(tiny_model), making.trainer_config(pixel_cache_mb=0), store, steps=10
+    )
+    pixels = build_pixels(learner, store)
+    preparer = BatchPreparer(
+        learner.family, pixels.materializer, PackSize(160, 4096), pixels=pixels
+    )
+    with pytest.raises(MediaError, match="the sampler saw pixels 0000"):
+        next(iter(BatchPrefetcher([preparer.prepare(Batch(1, samples), "")])))
+    assert pixels.peak_bytes == 0, "no micro-batch was begun"
+    pixels.materializer.close()
+
+
+def test_the_next_micro_batch_is_made_while_one_is_computed_if_both_fit(
+    tiny_model: Path, store: MediaStore
+) -> None:
+    learner = build_learner(
+        making.model_config(tiny_model), making.trainer_config(), store, steps=10
+    )
+    image = 3 * IMAGE
+    for room, is_ahead in ((3 * image, True), (image, False)):
+        materializer = Materializer(learner.family, store, 0)
+        pixels = MicroBatchPixels(materializer, room * 7 // 6 + 7)
+        unverified = BadMediaPolicy(allows_unverified_pixels=True)
+        preparer = BatchPreparer(
+            learner.family, materializer, PackSize(1, 1), unverified, pixels=pixels
+        )
+        ready = preparer.prepare(Batch(1, screens(tiny_model, store, 4, images=3)), "")
+        ready.start_pixels()
+        assert pixels.peak_bytes == (image if is_ahead else 0), "the first of the next batch"
+        found = [one.made for _, one in ready.iterate_with_pixels()]
+        assert pixels.peak_bytes == (2 * image if is_ahead else image)
+        made = ready.with_pixels().micro_batches
+        assert all(np.array_equal(a, b.made) for a, b in zip(found, made, strict=True))
+        materializer.close()
+
+
+def test_a_full_device_is_an_error_that_says_what_was_too_large_and_what_to_do(
+    tiny_model: Path, store: MediaStore
+) -> None:
+    learner = build_learner(making.model_config(tiny_model), making.trainer_config(), store, 10)
+    samples = making.samples(tiny_model, store, count=2, seed=5)
+    materializer = Materializer(learner.family, store, 1 << 24)
+    ready = BatchPreparer(learner.family, materializer, PackSize(4096, 4096)).prepare(
+        Batch(1, samples), ""
+    )
+    [micro_batch] = ready.micro_batches
+
+    def fill_up(inputs: LossInputs) -> tuple[Tensor, Tensor]:
+        raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 38.00 MiB. And so on.")
+
+    learner.loss = fill_up
+    with pytest.raises(ProcessFailed) as found:
+        learner.step(ready)
+    assert f"of {len(micro_batch.batch.token_ids)} tokens and" in found.value.problem
+    assert f"{micro_batch.batch.num_patches} patches" in found.value.problem
+    assert "(CUDA out of memory)" in found.value.problem
+    assert "activation_checkpointing = true" in found.value.fix
