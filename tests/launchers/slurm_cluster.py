@@ -24,7 +24,7 @@ SlurmctldPort=16817
 SlurmUser=root
 SlurmdUser=root
 AuthType=auth/munge
-AuthInfo=socket={folder}/munge.socket,cred_expire=20
+AuthInfo=socket={folder}/munge.socket
 StateSaveLocation={folder}/state
 SlurmdSpoolDir={folder}/spool-%n
 SlurmctldPidFile={folder}/slurmctld.pid
@@ -98,6 +98,17 @@ class Slurm:
                 told = "\n".join(f"{log.name}: {log.read_text()[-2000:]}" for log in logs)
                 pytest.fail(f"the job is {state}: {said[-4000:]}\n{told}")
             time.sleep(0.2)
+
+    def wait_for_steps(self, timeout_s: float = 120.0) -> None:
+        """Returns when nothing runs on the nodes any more, the controller has heard of it, and what
+        it starts now is told by its second from what has ended."""
+        deadline = time.monotonic() + timeout_s
+        while subprocess.run(["pgrep", "-f", "^slurmstepd: "], capture_output=True).stdout or set(
+            self.call("sinfo", "--noheader", "--Node", "--format=%T").split()
+        ) != {"idle"}:
+            assert time.monotonic() < deadline, "steps of the job do not end"
+            time.sleep(0.2)
+        time.sleep(3.0)
 
 
 @contextmanager
