@@ -75,6 +75,9 @@ class Case:
     processor_ids: Callable[[Checkpoint, Sequence[dict[str, Any]], bool], list[int]] | None = None
     """The witness of tokens where it is not the tokenizer's template with its pads repeated: what
     the checkpoint's own processor makes of messages, with or without a generation prompt."""
+    make_arrays: Callable[[Checkpoint, Image.Image], dict[str, Any]] | None = None
+    """The arrays that the checkpoint's own processor, on Pillow, makes of an image; None where it
+    has none."""
     template_settings: Callable[[Sequence[dict[str, Any]]], dict[str, Any]] = lambda tools: {}
     """What the template is given beside messages and tools."""
 

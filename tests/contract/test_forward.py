@@ -20,6 +20,8 @@ import making
 import numpy as np
 import pytest
 import torch
+from PIL import Image
+from sampling import num_examples
 from serving import live, next_turn
 
 from sightline.compute.attention import PackedPattern, TreePattern
@@ -37,6 +39,7 @@ from sightline.trainer.forward_pass import compute_hidden
 from sightline.wire import MediaItem, Slot
 from sightline.wire.generate import SamplingParams
 from sightline.wire.sample import Batch
+from tests.contract.case import IMAGE_SIZES
 
 CPU = torch.device("cpu")
 WHOLE, ALONE = PackSize(1 << 20, 1 << 20), PackSize(1, 1)
@@ -182,6 +185,30 @@ def test_an_image_is_encoded_apart_from_its_neighbours(computing: Any, forward: 
         for item, part in zip(items, parts, strict=True):
             alone = encoded(computing, forward, [item])
             torch.testing.assert_close(part, alone, atol=TOLERANCE, rtol=TOLERANCE)
+
+
+def test_pixels_are_bit_for_bit_those_of_the_checkpoints_own_processor(
+    computing: Any, forward: Any
+) -> None:
+    family, make = computing.family, computing.case.make_arrays
+    if not family.shows_images or make is None:
+        return
+    rng = np.random.default_rng(0)
+    for size in (*IMAGE_SIZES[:2], *rng.integers(20, 420, (num_examples(98, 4), 2)).tolist()):
+        image = Image.fromarray(rng.integers(0, 256, (size[1], size[0], 3), dtype=np.uint8))
+        item = family.item(MediaRef("0" * 64, "image/png", *size, 1))
+        patches = family.patches(image, item)
+        if hasattr(family, "rows"):
+            found = {"pixel_values": family.rows(patches), "image_grid_thw": [item.grid]}
+        else:
+            found = forward.read_arrays(torch.from_numpy(patches), [item.grid])
+        wanted = make(computing, image)
+        for name, array in found.items():
+            ours, theirs = np.asarray(array), np.asarray(wanted[name])
+            # Some processors fill up to a fixed number of patches.
+            kept = tuple(slice(0, length) for length in ours.shape)
+            assert np.array_equal(ours, theirs[kept]), (name, size)
+            assert len(np.unique(theirs[:, ours.shape[1] :])) <= 1, (name, size)
 
 
 def test_images_are_shown_where_the_places_say(computing: Any, forward: Forward) -> None:

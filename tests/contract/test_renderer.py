@@ -30,7 +30,7 @@ from sightline.wire.item import check_slots
 # How many drawn conversations a format does not have is chance: it is no reason to fail.
 QUIET = [HealthCheck.filter_too_much]
 many = settings(max_examples=num_examples(300, 20), deadline=None, suppress_health_check=QUIET)
-hundred = settings(max_examples=num_examples(100, 15), deadline=None, suppress_health_check=QUIET)
+bridged = settings(max_examples=num_examples(300, 15), deadline=None, suppress_health_check=QUIET)
 some = settings(max_examples=num_examples(60, 12), deadline=None, suppress_health_check=QUIET)
 
 # Letters whole and with combining accents, blanks and newlines that merge, quotes, an emoji.
@@ -244,7 +244,7 @@ def test_dicts_and_structs_render_alike(seeing: Any) -> None:
 # -- bridge
 
 
-@hundred
+@bridged
 @given(
     before=conversations(),
     said=assistants(),
@@ -349,7 +349,7 @@ def test_bridge_refuses_a_history_that_is_no_single_turn(checkpoint: Any) -> Non
 # -- parse
 
 
-@hundred
+@bridged
 @given(said=assistants())
 @example(said={"role": "assistant", "content": "it is red \n"})
 def test_parse_gives_back_what_render_wrote(checkpoint: Any, said: dict[str, Any]) -> None:

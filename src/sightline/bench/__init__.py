@@ -11,6 +11,7 @@ BENCHMARKS = {
     "batch": "many requests at once, against generate",
     "cost": "what micro-batches cost, predicted and measured",
     "failover": "what lost servers cost the rollouts that were with them",
+    "generic": "the price of the generic family, beside a native one",
     "lag": "time for the same steps with max_lag 0 and 1",
     "load": "a small request beside a thousand rollouts",
     "loop": "the whole system on one device, and where its seconds go",

@@ -32,6 +32,9 @@ class TextForward:
         self._text = text
         self._head: Any = model.lm_head
         self._recurrent_window = pack_delta_nets(text)
+        if hasattr(text, "_deepstack_process"):
+            # Features of inner layers come with indices, not with a mask that would be searched.
+            text._deepstack_process = _add_deepstack_features
 
     def vision_parameters(self) -> list[tuple[str, nn.Parameter]]:
         return []
@@ -137,6 +140,35 @@ class VisionForward(TextForward):
             for name, value in self._tower_inputs(tuple(grids)).items()
         }
         return self.get_features(self._tower(rows, grid_thw=torch.tensor(grids), **inputs))
+
+
+def join_layers(
+    features: Float[Tensor, "visual_tokens hidden"], output: Any
+) -> Float[Tensor, "visual_tokens features"]:
+    """The features in what a tower gave, with those of its inner layers behind them: only some
+    towers hand these to the text model."""
+    deeper = getattr(output, "deepstack_features", None) or []
+    return torch.cat([features, *map(join_images, deeper)], dim=-1)
+
+
+def join_images(features: Any) -> Float[Tensor, "visual_tokens hidden"]:
+    """Features as one row a token: models give them in one piece, or one for each image."""
+    if isinstance(features, list | tuple):
+        return torch.cat([one.flatten(0, -2) for one in features])
+    found: Tensor = features.flatten(0, -2)
+    return found
+
+
+def _add_deepstack_features(
+    hidden: Float[Tensor, "rows length hidden"],
+    places: Int[Tensor, " visual_tokens"],
+    features: Float[Tensor, "visual_tokens hidden"],
+) -> Float[Tensor, "rows length hidden"]:
+    """`features` added to `hidden` at `places`, which count the tokens of all rows."""
+    features = features.to(hidden.dtype)
+    if len(hidden) == 1:  # no view, for which a compiler would make graphs of its own
+        return hidden.index_add(1, places, features[None])
+    return hidden.flatten(0, 1).index_add(0, places, features).view(hidden.shape)
 
 
 def load_model(

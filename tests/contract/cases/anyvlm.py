@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+from PIL import Image
 from sampling import IS_FULL, take_sample
 
 from tests.contract.case import Case, Checkpoint
@@ -147,6 +148,14 @@ def _processor_ids(
     return [int(token) for token in made["input_ids"][0]]
 
 
+def _make_arrays(checkpoint: Checkpoint, image: Image.Image) -> dict[str, Any]:
+    processor = checkpoint.transformers_images.processor
+    made: dict[str, Any] = processor(
+        images=[image], text=[processor.image_token], return_tensors="np"
+    )
+    return made
+
+
 SERVED_KINDS = ("llava", "idefics3", "internvl", "qwen2_vl", "glm46v")
 """Those that vLLM serves."""
 ALTERNATING = ("gemma3", "mistral3")
@@ -171,6 +180,7 @@ def _generic(kind: str) -> Case:
         gradient_tolerance=5e-5 if kind == "gemma4" else 1e-5,
         carried=str.strip if kind in TRIMMING else str,
         processor_ids=_processor_ids,
+        make_arrays=_make_arrays,
     )
 
 

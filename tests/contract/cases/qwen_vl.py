@@ -70,6 +70,7 @@ def _qwen(name: str, kind: str, template: str, merges: bool = True, **traits: An
         "<|image_pad|>",
         published,
         has_weights=not merges,
+        make_arrays=lambda checkpoint, image: checkpoint.transformers_images(image),
         **traits,
     )
 

@@ -27,7 +27,12 @@ from sightline.families.anyvlm.processor import FOREIGN, load_processor, to_temp
 from sightline.families.anyvlm.render import AnyVLMRenderer
 from sightline.families.anyvlm.vision import AnyVLMFamily
 from sightline.families.protocol import Grid
-from sightline.families.transformers_forward import TextForward, load_model
+from sightline.families.transformers_forward import (
+    TextForward,
+    join_images,
+    join_layers,
+    load_model,
+)
 from sightline.media import MediaRef
 from sightline.message import Message, assistant, user
 from sightline.render import Rendered
@@ -91,7 +96,17 @@ class AnyVLMForward(TextForward):
         if findings.rule == "lines" and len(patches) == findings.merge**2:
             # transformers squeezes the axis of a lone token away.
             return self.encode(patches.repeat(2, 1), grids * 2)[:1]
-        given = {}
+        given = self.read_arrays(patches, grids)
+        model: Any = self.model
+        output = model.get_image_features(**given, return_dict=True)
+        return join_layers(join_images(output.pooler_output), output)
+
+    def read_arrays(
+        self, patches: UInt8[Tensor, "patches values"], grids: list[Grid]
+    ) -> dict[str, Tensor]:
+        """The arrays that the checkpoint's processor made of these images, by their names."""
+        findings = self._family.findings
+        given: dict[str, Tensor] = {}
         dtype = next(p for _, p in self._tower).dtype
         for spec, own in findings.cut_row():
             if spec.is_ones:
@@ -113,12 +128,7 @@ class AnyVLMForward(TextForward):
             if findings.rule == "lines":
                 sizes = sizes[:, 1:] * findings.rule_settings["patch"]
             given[name] = sizes
-        model: Any = self.model
-        found = model.get_image_features(**given, return_dict=True).pooler_output
-        if isinstance(found, list | tuple):
-            found = torch.cat([one.flatten(0, -2) for one in found])
-        features: Tensor = found.flatten(0, -2)
-        return features
+        return given
 
     def hidden(
         self,
@@ -235,6 +245,7 @@ class AnyVLMForward(TextForward):
             for name, a in arrays.items()
         }
         self._set_attention("eager")
+        ours = vars(self._text).pop("_deepstack_process", None)  # the model is to use its own
         try:
             logits: Tensor = self.model(**given, use_cache=False).logits[0]
         except FOREIGN as error:
@@ -244,6 +255,8 @@ class AnyVLMForward(TextForward):
             ) from error
         finally:
             self._set_attention(self._attention)
+            if ours is not None:
+                self._text._deepstack_process = ours
         return logits
 
     def _run_parts(

@@ -48,8 +48,7 @@ def load_processor(path: Path) -> Any:
     except (ImportError, ValueError) as error:
         names = ("video processor", "torchvision", "could not import module")
         can_do_without = any(name in str(error).lower() for name in names)
-        file = path / "processor_config.json"
-        settings = read_json(file) if file.is_file() else {}
+        settings = _read_processor_settings(path)
         if not can_do_without or "processor_class" not in settings:
             raise
     kind = _import_processor(settings["processor_class"])
@@ -72,6 +71,16 @@ def load_processor(path: Path) -> Any:
     if "video_processor" in taken:
         made.video_processor = _NoVideos()
     return made
+
+
+def _read_processor_settings(path: Path) -> dict[str, Any]:
+    """What the folder says of its processor. Folders of older releases name the class of it, and no
+    more, in another file."""
+    if (file := path / "processor_config.json").is_file():
+        return read_json(file)
+    named = (path / name for name in ("preprocessor_config.json", "tokenizer_config.json"))
+    found = [read_json(file).get("processor_class") for file in named if file.is_file()]
+    return {"processor_class": name for name in found if name}
 
 
 class _NoVideos:

@@ -6,14 +6,19 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from jaxtyping import Float, Int, UInt8
+from jaxtyping import Float, UInt8
 from torch import Tensor, nn
 from transformers import AutoModelForCausalLM, AutoModelForImageTextToText, vision_utils
 
 from sightline.errors import FamilyError
 from sightline.families.protocol import Family
 from sightline.families.qwen_vl.vision import QwenVLFamily
-from sightline.families.transformers_forward import TextForward, VisionForward, load_model
+from sightline.families.transformers_forward import (
+    TextForward,
+    VisionForward,
+    join_layers,
+    load_model,
+)
 
 
 class QwenVLForward(VisionForward):
@@ -21,8 +26,6 @@ class QwenVLForward(VisionForward):
         body: Any = model.model
         super().__init__(model, family, body.language_model, body.visual)
         self._temporal = family.temporal
-        # Features of inner layers come with indices, not with a mask that would be searched.
-        self._text._deepstack_process = _add_deepstack_features
 
     def vision_parameters(self) -> list[tuple[str, nn.Parameter]]:
         return [(f"model.visual.{name}", p) for name, p in self._tower.named_parameters()]
@@ -37,9 +40,7 @@ class QwenVLForward(VisionForward):
         return values.unsqueeze(2).expand(num, 3, self._temporal, size).reshape(num, -1)
 
     def get_features(self, output: Any) -> Float[Tensor, "visual_tokens features"]:
-        # Only some towers hand features of inner layers to the text model.
-        deeper = getattr(output, "deepstack_features", None) or []
-        return torch.cat([output.pooler_output, *deeper], dim=-1)
+        return join_layers(output.pooler_output, output)
 
     def compute_tower_inputs(self, grids: tuple[tuple[int, int, int], ...]) -> dict[str, Any]:
         tower, sizes = self._tower, torch.tensor(grids)
@@ -65,18 +66,6 @@ class QwenVLForward(VisionForward):
             found |= {"window_index": order, "cu_window_seqlens": ends}
             found["max_window_seqlen"] = int(ends.diff().max())
         return {n: v.numpy() if isinstance(v, torch.Tensor) else v for n, v in found.items()}
-
-
-def _add_deepstack_features(
-    hidden: Float[Tensor, "rows length hidden"],
-    places: Int[Tensor, " visual_tokens"],
-    features: Float[Tensor, "visual_tokens hidden"],
-) -> Float[Tensor, "rows length hidden"]:
-    """`features` added to `hidden` at `places`, which count the tokens of all rows."""
-    features = features.to(hidden.dtype)
-    if len(hidden) == 1:  # no view, for which a compiler would make graphs of its own
-        return hidden.index_add(1, places, features[None])
-    return hidden.flatten(0, 1).index_add(0, places, features).view(hidden.shape)
 
 
 def load(
