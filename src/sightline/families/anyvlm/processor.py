@@ -79,8 +79,9 @@ def _read_processor_settings(path: Path) -> dict[str, Any]:
     if (file := path / "processor_config.json").is_file():
         return read_json(file)
     named = (path / name for name in ("preprocessor_config.json", "tokenizer_config.json"))
-    found = [read_json(file).get("processor_class") for file in named if file.is_file()]
-    return {"processor_class": name for name in found if name}
+    read = [read_json(file) for file in named if file.is_file()]
+    found = next((settings for settings in read if "processor_class" in settings), {})
+    return {key: found[key] for key in found if key == "processor_class"}
 
 
 class _NoVideos:
