@@ -1,4 +1,5 @@
-"""Every model type plays and trains: a short run of each, with the embedded engine."""
+"""Every model type plays and trains: a short run of each, with the embedded engine. With `FULL=1`
+each also learns to see, and the table of docs/models.md is printed."""
 
 from __future__ import annotations
 
@@ -8,17 +9,18 @@ from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
-from sampling import take_sample
+from sampling import IS_FULL, take_sample
 
-from loop.jobs import sightline, summary
+from loop.jobs import EXAMPLES, sightline, summary
 from sightline.families.anyvlm.tiny_types import TYPES
 from sightline.families.registry import write_tiny
 from sightline.run import RunDir
 from sightline.view.events import by_step, read_events
+from tests.contract.cases.anyvlm import write_kind
 
 pytestmark = [pytest.mark.loop, pytest.mark.timeout(300)]
 
-STEPS = 3
+STEPS = 10 if IS_FULL else 3
 WARMUP = """
 [run]
 name = "warmup"
@@ -95,10 +97,35 @@ def test_a_model_of_the_type_trains(home: Path, kind: str) -> None:
 
 # The processor of SmolVLM2 wants a package that we do not ask for.
 PUBLISHED = sorted(TYPES) if find_spec("num2words") else sorted(TYPES.keys() - {"smolvlm"})
+GENERIC = [*PUBLISHED, "llava", "idefics3", "internvl", "qwen2_vl", "glm46v"]
 
 
-@pytest.mark.parametrize("kind", take_sample(PUBLISHED, 1))
-def test_a_published_type_of_the_generic_family_trains(home: Path, kind: str) -> None:
-    write_tiny("anyvlm", home / "models" / "tiny", seed=0, type=kind)
+@pytest.mark.parametrize("kind", take_sample(GENERIC, 1))
+def test_a_type_of_the_generic_family_trains(home: Path, kind: str) -> None:
+    write_kind(kind, home / "models" / "tiny")
     said = play(home)
     assert ("rows that are padded" in said) == ("prefix cache: off, " in said)
+
+
+# A square that each tower sees as few patches, none of them padded.
+SEES = {"qwen2_vl": 28, "glm46v": 28, "mistral3": 28}
+
+
+@pytest.mark.timeout(3600)
+@pytest.mark.parametrize("kind", GENERIC)
+def test_a_type_of_the_generic_family_learns_to_see(tmp_path: Path, kind: str) -> None:
+    if not IS_FULL:
+        pytest.skip("`make full` trains every type until it sees")
+    write_kind(kind, tmp_path / "models" / "tiny")
+    side = f"env.args.side={SEES.get(kind, 32)}"
+    sightline("sft", EXAMPLES / "warmup.toml", side, cwd=tmp_path)
+    words = ("rl", "--plain", EXAMPLES / "cpu.toml", side, "inference.max_model_len=512")
+    said = sightline(*words, cwd=tmp_path).stdout
+    run_dir = RunDir(tmp_path / said.strip().splitlines()[-2].removeprefix("run: "))
+    found = summary(run_dir)
+    print(
+        f"| {kind} | {found['reward_start']:.2f} | {found['reward_final']:.2f} | "
+        f"{found['steps']} | {found['seconds']:.0f} s | {found['mismatch_kl']:.1e} |"
+    )
+    assert found["mismatch_kl"] < 1e-5
+    assert found["reward_final"] > found["reward_start"] + 0.2

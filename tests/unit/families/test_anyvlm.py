@@ -25,6 +25,7 @@ from sightline.compute.model import load_model
 from sightline.families import load_family, load_renderer
 from sightline.families.anyvlm import layout, tiny
 from sightline.families.anyvlm.findings import FILE
+from sightline.families.anyvlm.probe import list_sizes
 from sightline.families.anyvlm.processor import load_processor, process
 from sightline.families.anyvlm.vision import AnyVLMFamily
 from sightline.families.registry import load_serving
@@ -258,6 +259,30 @@ def test_an_answer_may_begin_with_what_the_template_writes_before_it(tmp_path: P
     said = rendered.token_ids[own.start : own.stop]
     assert renderer.decode(said) == " b<end_of_utterance>"
     assert renderer.parse(said).text == "b"
+
+
+@pytest.mark.parametrize(
+    ("rule", "settings"),
+    [
+        (
+            "tiles_by_aspect",
+            {"min_tiles": 1, "max_tiles": 12, "tile_height": 448, "tile_width": 448},
+        ),
+        (
+            "tiles_by_aspect",
+            {"min_tiles": 2, "max_tiles": 10, "tile_height": 512, "tile_width": 512},
+        ),
+        ("tiles_by_edge", {"tile": 512, "longest_edge": 2048}),
+        ("tiles_by_edge", {"tile": 364, "longest_edge": 4096}),
+    ],
+)
+def test_the_probe_tries_an_image_of_every_layout(rule: str, settings: dict[str, int]) -> None:
+    count, _ = layout.RULES[rule]
+    tried = {count(*size, settings) for size in list_sizes()}
+    draw = random.Random(1)
+    for _ in range(10_000):
+        size = [round(2 ** draw.uniform(0, 14)) for _ in range(2)]
+        assert count(*size, settings) in tried, size
 
 
 def test_rules_count_as_the_processors_of_transformers_do() -> None:

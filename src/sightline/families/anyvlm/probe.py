@@ -8,6 +8,7 @@ device, and no weight is read: what depends on weights is tried where they are l
 from __future__ import annotations
 
 import inspect
+import math
 import random
 import re
 import sys
@@ -57,6 +58,8 @@ from sightline.media import MediaRef
 
 NUM_SIZES = 16
 """Sizes on which a rule is tried, beside those by which its layouts are learnt."""
+NUM_DRAWN = 3000
+"""Sizes of all shapes for which rules are asked, so that an image of each layout is processed."""
 MAX_SIDE = 1200
 MAX_REFUSED = 12
 """Sizes after which a processor that has refused all of them is given up."""
@@ -64,6 +67,15 @@ SIDES = (8, 20, 32, 50, 64, 100, 150, 224, 300, 336, 448, 512, 640, 768, 896, 10
 _NO_RESOLVER: Any = None
 """Messages of the probe hold refs already."""
 _FIX = "add a family for it (docs/adding_a_family.md), or use another checkpoint"
+
+
+def list_sizes() -> list[tuple[int, int]]:
+    """Sizes of all proportions, the smallest first: enough for each layout of a rule."""
+    draw = random.Random(0)
+    sizes = [(w, h) for w in SIDES for h in SIDES]
+    for _ in range(NUM_DRAWN):
+        sizes.append((round(2 ** draw.uniform(0, 14)), round(2 ** draw.uniform(0, 14))))
+    return sorted(sizes, key=math.prod)
 
 
 def fail(probe: str, problem: str, fix: str = _FIX) -> FamilyError:
@@ -193,7 +205,7 @@ class Prober:
         """What the processor writes for each layout of the rule, by its smallest image."""
         sizes: dict[tuple[int, int], tuple[int, int]] = {}
         refused = 0
-        tried = sorted(((w, h) for w in SIDES for h in SIDES), key=np.prod)
+        tried = list_sizes()
         if name == "lines":  # two of them show what stands behind the first and the last
             tried = [(2 * settings["patch"] * settings["merge"],) * 2]
         for width, height in tried:
