@@ -32,7 +32,7 @@ def read_checkpoint(model: Path) -> NamedTensors:
 def read_unpublished(model: Path, layout: Mapping[str, list[ParameterSlice]]) -> NamedTensors:
     """What an update with `layout` lacks of the checkpoint: a trainer publishes parameters, and
     vLLM, which builds a layer anew for them, wants the buffers that stay as well."""
-    if load_serving(model, load_family(model), takes_updates=False).HF_OVERRIDES:
+    if load_serving(model, load_family(model), takes_updates=False).MAPS_CHECKPOINT:
         opened = open_checkpoint(model)
         stored = vllm_layout(model, opened)
         rest = {name: parts for name, parts in stored.items() if name not in layout}
