@@ -20,11 +20,11 @@ EXAMPLES = ROOT / "examples" / "color_codeword"
 
 
 def sightline(
-    *words: str | Path, cwd: Path, check: bool = True
+    *words: str | Path, cwd: Path, check: bool = True, timeout_s: float = 600
 ) -> subprocess.CompletedProcess[str]:
     done = subprocess.run(
         [sys.executable, "-m", "sightline", *map(str, words)],
-        cwd=cwd, capture_output=True, text=True, timeout=600, check=False,
+        cwd=cwd, capture_output=True, text=True, timeout=timeout_s, check=False,
     )  # fmt: skip
     assert not check or done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
     return done

@@ -120,7 +120,7 @@ def test_a_type_of_the_generic_family_learns_to_see(tmp_path: Path, kind: str) -
     side = f"env.args.side={SEES.get(kind, 32)}"
     sightline("sft", EXAMPLES / "warmup.toml", side, cwd=tmp_path)
     words = ("rl", "--plain", EXAMPLES / "cpu.toml", side, "inference.max_model_len=512")
-    said = sightline(*words, cwd=tmp_path).stdout
+    said = sightline(*words, cwd=tmp_path, timeout_s=3000).stdout
     run_dir = RunDir(tmp_path / said.strip().splitlines()[-2].removeprefix("run: "))
     found = summary(run_dir)
     print(
