@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import re
 import shutil
-from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
@@ -93,11 +92,14 @@ def test_a_model_of_the_type_trains(home: Path, kind: str) -> None:
     assert "prefix cache: on, " in play(home)
 
 
-# The processor of SmolVLM2 wants a package that we do not ask for.
-PUBLISHED = sorted(TYPES) if find_spec("num2words") else sorted(TYPES.keys() - {"smolvlm"})
+TORCHVISION = sorted(kind for kind, made in TYPES.items() if made.needs_torchvision)
+KINDS = [
+    *take_sample(sorted(TYPES.keys() - set(TORCHVISION)), 1),
+    *(pytest.param(kind, marks=pytest.mark.torchvision) for kind in TORCHVISION),
+]
 
 
-@pytest.mark.parametrize("kind", take_sample(PUBLISHED, 1))
+@pytest.mark.parametrize("kind", KINDS)
 def test_a_published_type_of_the_generic_family_trains(home: Path, kind: str) -> None:
     write_tiny("anyvlm", home / "models" / "tiny", seed=0, type=kind)
     said = play(home)

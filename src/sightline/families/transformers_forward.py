@@ -27,10 +27,10 @@ from sightline.families.vision_family import PixelFamily
 class TextForward:
     """A text-only model: no images come in, and none are looked for."""
 
-    def __init__(self, model: nn.Module, text: Any) -> None:
-        self.model = model
+    def __init__(self, model: Any, text: Any) -> None:
+        self.model: nn.Module = model
         self._text = text
-        self._head: Any = model.lm_head
+        self._head: Any = model.get_output_embeddings()
         self._recurrent_window = pack_delta_nets(text)
 
     def vision_parameters(self) -> list[tuple[str, nn.Parameter]]:

@@ -14,7 +14,7 @@ from typing import Any
 import msgspec
 
 FILE = "sightline_probe.json"
-VERSION = 3
+VERSION = 4
 """Counts up when the probe finds other things in the same files."""
 SOURCES = (
     "config.json", "generation_config.json", "preprocessor_config.json", "processor_config.json",
@@ -55,13 +55,16 @@ class Expansion(msgspec.Struct, frozen=True):
     num_rows: int
     """Entries of the processor's arrays; 0 where it is rows times columns."""
     pieces: list[tuple[str, int]]
-    """Texts and how often each is repeated; 0 for the pad of a grid, once for each token."""
+    """Texts and how often each is repeated; 0 for the pad of a grid, or of an image as a whole,
+    once for each token."""
 
 
 class Findings(msgspec.Struct, frozen=True):
     source: str
     """Digest of the files that this was found from."""
     transformers: str
+    torchvision: str
+    """Its version, where it makes the pixels; empty where Pillow does."""
     model_class: str
     processor: dict[str, Any]
     """The settings of the image processor, and its class."""
@@ -123,9 +126,9 @@ def digest_sources(path: Path) -> str:
     return digest.hexdigest()
 
 
-def find_transformers() -> str:
-    """The version of transformers that is installed here; empty for none."""
+def find_version(package: str) -> str:
+    """The version of a package that is installed here; empty for none."""
     try:
-        return importlib.metadata.version("transformers")
+        return importlib.metadata.version(package)
     except importlib.metadata.PackageNotFoundError:
         return ""

@@ -7,10 +7,18 @@ import inspect
 from typing import Any
 
 
+def find_text(model: Any) -> Any:
+    """The text model, whose `layers` are the decoder's; None for a model that has none."""
+    found = model.get_decoder()
+    while found is not None and not hasattr(found, "layers"):
+        found = getattr(found, "model", None)
+    return found
+
+
 def find_tower(model: Any) -> list[str]:
     """What the names of the tower's parameters begin with: the attributes of the model that hold
     neither the text model nor the head. One that holds both counts as the tower's."""
-    parts = (model.get_decoder(), model.get_output_embeddings())
+    parts = (find_text(model), model.get_output_embeddings())
     own = {id(p) for part in parts if part is not None for p in part.parameters()}
     return sorted(
         {".".join(n.split(".")[:2]) for n, p in model.named_parameters() if id(p) not in own}

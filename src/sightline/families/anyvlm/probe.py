@@ -8,6 +8,7 @@ device, and no weight is read: what depends on weights is tried where they are l
 from __future__ import annotations
 
 import inspect
+import math
 import random
 import re
 import sys
@@ -29,9 +30,9 @@ from sightline.families.anyvlm.findings import (
     ProbeAnswer,
     RowArray,
     digest_sources,
-    find_transformers,
+    find_version,
 )
-from sightline.families.anyvlm.layout import RULES
+from sightline.families.anyvlm.layout import RULES, count_whole
 from sightline.families.anyvlm.model_parts import (
     find_logit_settings,
     find_rows_reason,
@@ -50,6 +51,7 @@ from sightline.families.anyvlm.processor import (
     load_processor,
     process,
     to_template_parts,
+    uses_torchvision,
 )
 from sightline.families.anyvlm.render import AnyVLMRenderer
 from sightline.families.anyvlm.vision import GRID_RULES, AnyVLMFamily, fill_lines
@@ -85,7 +87,8 @@ class Prober:
         self._refusal = ""
         with torch.device("meta"):
             self.model: Any = AutoModelForImageTextToText.from_config(self.config)
-        if not hasattr(getattr(self.model, "model", None), "get_image_features"):
+        self.base: Any = getattr(self.model, "model", self.model)
+        if not hasattr(self.base, "get_image_features"):
             name = type(self.model).__name__
             raise fail("the model", f"{name} has no get_image_features, by which towers are called")
 
@@ -97,7 +100,7 @@ class Prober:
         if type(config) not in AutoModelForImageTextToText._model_mapping:
             raise fail(
                 "the model",
-                f"transformers {find_transformers()} has no image-and-text class for "
+                f"transformers {find_version('transformers')} has no image-and-text class for "
                 f"{config.model_type!r}",
             )
         return config
@@ -106,9 +109,16 @@ class Prober:
         try:
             processor = load_processor(self.path)
         except FOREIGN as error:
+            if "Missing optional dependencies: torchvision" in str(error):
+                raise fail(
+                    "the processor",
+                    "transformers has it for torchvision alone, which is not installed here",
+                    "install the torchvision that belongs to your torch, wherever pixels are made: "
+                    "in the environments of the server and of the trainer",
+                ) from error
             raise fail(
                 "the processor",
-                f"transformers cannot load it on Pillow: {_first_line(error)}",
+                f"transformers cannot load it: {_first_line(error)}",
                 "install what it names, complete the folder, or use another checkpoint",
             ) from error
         if getattr(processor, "image_processor", None) is None:
@@ -148,7 +158,7 @@ class Prober:
         tile = (getattr(images, "max_image_size", None) or {}).get("longest_edge")
         if tile and size.get("longest_edge"):
             yield "tiles_by_edge", {"tile": tile, "longest_edge": size["longest_edge"]}
-        if getattr(images, "max_patches", None) and size.get("height"):
+        if getattr(images, "min_patches", None) and size.get("height"):
             yield (
                 "tiles_by_aspect",
                 {
@@ -172,6 +182,24 @@ class Prober:
             pool = images.pooling_kernel_size
             settings = {"patch": images.patch_size, "merge": pool, "max_tokens": most}
             yield "patches_in_budget", settings
+        if most := getattr(images, "max_image_tokens", None):
+            patch, merge = images.encoder_patch_size, images.downsample_factor
+            splits, area = images.do_image_splitting, most * (patch * merge) ** 2
+            settings = {
+                "patch": patch,
+                "merge": merge,
+                "min_tokens": images.min_image_tokens,
+                "max_tokens": most,
+                "max_patches": images.max_num_patches,
+                "large_area": int(area * images.max_pixels_tolerance),
+                "min_tiles": images.min_tiles if splits else 1,
+                "max_tiles": images.max_tiles if splits else 1,
+                "tile": images.tile_size,
+            }
+            yield "tiles_of_large", settings
+        if hasattr(images, "resize_to_max_canvas") and size.get("height"):
+            settings = {"tile": size["height"], "max_tiles": images.max_patches}
+            yield "tiles_in_canvas", {**settings, "largest": int(images.resize_to_max_canvas)}
         merge = getattr(self.processor, "spatial_merge_size", None)
         if merge and size.get("longest_edge"):
             patch = self.processor.patch_size
@@ -193,7 +221,8 @@ class Prober:
         """What the processor writes for each layout of the rule, by its smallest image."""
         sizes: dict[tuple[int, int], tuple[int, int]] = {}
         refused = 0
-        tried = sorted(((w, h) for w in SIDES for h in SIDES), key=np.prod)
+        sides = {*SIDES, *list_tile_sides(settings)}
+        tried = sorted(((w, h) for w in sides for h in sides), key=np.prod)
         if name == "lines":  # two of them show what stands behind the first and the last
             tried = [(2 * settings["patch"] * settings["merge"],) * 2]
         for width, height in tried:
@@ -214,6 +243,9 @@ class Prober:
             is_grid = name in GRID_RULES
             num = 0 if is_grid else self._count_rows(arrays)
             pieces = [(p, 0 if is_grid and p == pad else n) for p, n in split_pieces(text, pad)]
+            if name == "tiles_of_large":  # the last pads are those of the image as a whole
+                last = max(i for i, (piece, _) in enumerate(pieces) if piece == pad)
+                pieces[last] = (pad, 0)
             learnt.append(Expansion(*shape, num, pieces))
         return learnt
 
@@ -245,6 +277,9 @@ class Prober:
             else:
                 found = known.get(shape)
                 says = (found.pieces, found.num_rows) if found else ([], 0)
+                if name == "tiles_of_large":
+                    count = math.prod(count_whole(width, height, settings))
+                    says = [(p, n or count) for p, n in says[0]], says[1]
             if says != (pieces, num):
                 return f"{width}x{height} becomes {sum(n for p, n in pieces if p == pad)} tokens"
         return None
@@ -254,7 +289,7 @@ class Prober:
     def find_arrays(self, rule: str, settings: dict[str, int]) -> tuple[list[RowArray], str]:
         """The arrays that the model wants of an image, and the name of the one with its grid."""
         wanted = inspect.signature(type(self.model).get_image_features).parameters
-        inner = inspect.signature(type(self.model.model).get_image_features).parameters
+        inner = inspect.signature(type(self.base).get_image_features).parameters
         made = [entry for entry in self._processed.values() if entry is not None]
         names = [n for n in made[0][0] if n in wanted or n in inner]
         rows: list[RowArray] = []
@@ -286,7 +321,7 @@ class Prober:
                     f"the shape of {name} changes with the size of an image: "
                     f"{sorted(shapes)[:3]}, which is not supported",
                 )
-            is_ones = name != "pixel_values" and all(bool(e.all()) for e in entries)
+            is_ones = name != "pixel_values" and all(bool((e == 1).all()) for e in entries)
             kind, fill = entries[0].dtype.name, int(behind.pop()) if behind else None
             rows.append(RowArray(name, kind, tuple(shapes.pop()), has_batch, is_ones, fill))
         return rows, grid
@@ -295,7 +330,7 @@ class Prober:
 
     def find_axes(self, rule: str, merge: int) -> int:
         """Rows of a position array: three where the model computes them from grids."""
-        if not hasattr(self.model.model, "get_rope_index"):
+        if not hasattr(self.base, "get_rope_index"):
             return 1
         from sightline.families.vision_family import compute_mrope_positions
         from sightline.wire import MediaItem, Slot
@@ -308,7 +343,7 @@ class Prober:
         ids = torch.zeros(1, 20, dtype=torch.long)
         for slot in slots:
             ids[0, slot.offset : slot.end] = pad
-        theirs, _ = self.model.model.get_rope_index(
+        theirs, _ = self.base.get_rope_index(
             ids,
             mm_token_type_ids=(ids == pad).int(),
             image_grid_thw=torch.tensor([grid, grid]),
@@ -348,7 +383,8 @@ class Prober:
         described = msgspec.to_builtins(_plain(images.to_dict()))
         findings = Findings(
             source=digest_sources(self.path),
-            transformers=find_transformers(),
+            transformers=find_version("transformers"),
+            torchvision=find_version("torchvision") if uses_torchvision(self.processor) else "",
             model_class=type(self.model).__name__,
             processor={**described, "class": type(images).__name__},
             image_token=self.processor.image_token,
@@ -405,6 +441,14 @@ class Prober:
             if ours != theirs:
                 raise fail("the chat template", describe_difference(ours, theirs, renderer))
         return describe_findings(findings, renderer, NUM_SIZES)
+
+
+def list_tile_sides(settings: dict[str, int]) -> Iterator[int]:
+    """Sides that so many tiles fill, each somewhat less and more: what tiles there are depends on
+    the size of an image, and not on its aspect ratio alone."""
+    if "tile" in settings and "max_tiles" in settings:
+        for number in range(1, settings["max_tiles"] + 1):
+            yield from (int(number * settings["tile"] * scale) for scale in (0.75, 1, 1.5))
 
 
 def split_pieces(text: str, pad: str) -> list[tuple[str, int]]:
