@@ -171,10 +171,15 @@ def _build_empty(auto: Any, path: Path, dtype: torch.dtype) -> Any:
         for name, tensor in (*model.named_parameters(), *model.named_buffers()):
             if part in name:
                 tensor.data = tensor.data.float()
+    fill_buffers(model)
+    return model
+
+
+def fill_buffers(model: Any) -> None:
+    """Gives the buffers of a model on the meta device their values; parameters stay."""
     for parameter in model.parameters():
         parameter._is_hf_initialized = True
     for module in model.modules():
         for name, buffer in module._buffers.items():
             module._buffers[name] = torch.empty_like(buffer, device="cpu")
     model.initialize_weights()
-    return model

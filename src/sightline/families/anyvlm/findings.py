@@ -88,6 +88,8 @@ class Findings(msgspec.Struct, frozen=True):
     num_axes: int
     rows_reason: str
     """Why sequences are padded rows, computed by the model's own attention; empty where by ours."""
+    trees_reason: str
+    """Why sequences may share a row, where they may."""
     torch_attention: list[str]
     """Names of modules that are attention of torch itself, not of the model's code."""
     logit_settings: list[str]

@@ -24,7 +24,12 @@ from transformers import AutoModelForImageTextToText
 
 from sightline.errors import FamilyError
 from sightline.families.anyvlm.model_parts import find_text
-from sightline.families.anyvlm.processor import FOREIGN, load_processor, to_template_parts
+from sightline.families.anyvlm.processor import (
+    FOREIGN,
+    load_processor,
+    to_template_parts,
+    uses_torchvision,
+)
 from sightline.families.anyvlm.render import AnyVLMRenderer
 from sightline.families.anyvlm.vision import AnyVLMFamily
 from sightline.families.protocol import Grid
@@ -219,12 +224,13 @@ class AnyVLMForward(TextForward):
         self, token_ids: list[int], images: list[Image.Image], messages: list[Message]
     ) -> Tensor:
         """The logits of the whole model, given what its own processor makes."""
-        made = load_processor(self._family.path).apply_chat_template(
+        processor = load_processor(self._family.path)
+        made = processor.apply_chat_template(
             [{"role": m.role, "content": to_template_parts(m, images)} for m in messages],
             tokenize=True,
             return_dict=True,
             add_generation_prompt=True,
-            return_tensors="pt",
+            return_tensors="pt" if uses_torchvision(processor) else "np",
         )
         if made["input_ids"][0].tolist() != token_ids:
             raise FamilyError(
@@ -233,9 +239,10 @@ class AnyVLMForward(TextForward):
                 "use one transformers everywhere",
             )
         parameter = next(self.model.parameters())
+        arrays = {name: torch.as_tensor(array) for name, array in made.items()}
         given = {
             name: (a.to(parameter.dtype) if a.is_floating_point() else a).to(parameter.device)
-            for name, a in made.items()
+            for name, a in arrays.items()
         }
         self._set_attention("eager")
         try:

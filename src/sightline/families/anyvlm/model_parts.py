@@ -3,7 +3,6 @@ not ours must know of its parts."""
 
 from __future__ import annotations
 
-import inspect
 from typing import Any
 
 
@@ -38,17 +37,18 @@ def find_logit_settings(config: Any) -> list[str]:
     return [name for name, n in neutral.items() if getattr(text, name, None) not in (None, n)]
 
 
-def find_rows_reason(model: Any, config: Any) -> str:
-    """What layers of the text model do beside attending to what is before; empty for none."""
+REACHES = {"sliding_attention": "sliding_window", "chunked_attention": "attention_chunk_size"}
+"""Layers that see a part of what is before, and the setting that says how much."""
+
+
+def describe_layers(config: Any) -> tuple[str, bool]:
+    """What the configuration says of layers that do more than attend to what is before, in words;
+    and whether it is more than a trial shows: a state along a row, or a reach that is not named."""
     text = config.get_text_config()
-    kinds = set(getattr(text, "layer_types", None) or ())
-    window = getattr(text, "sliding_window", None)
-    uses_window = window is not None and getattr(text, "use_sliding_window", True)
-    if kinds - {"full_attention"} or (not kinds and uses_window):
-        names = sorted(kinds - {"full_attention"}) or ["sliding_attention"]
-        return f"layers of this model are of {' and '.join(names)}"
-    # A model that asks which tokens are those of an image does more with them than place them.
-    asks = "token_type_ids" in inspect.signature(type(model).forward).parameters
-    if asks or getattr(text, "use_bidirectional_attention", None):
-        return "tokens of an image attend to one another in both directions"
-    return ""
+    kinds = set(getattr(text, "layer_types", None) or ()) - {"full_attention"}
+    unseen = {k for k in kinds if getattr(text, REACHES.get(k, ""), None) is None}
+    if kinds:
+        return f"layers of this model are of {' and '.join(sorted(kinds))}", bool(unseen)
+    if getattr(text, "sliding_window", None) and getattr(text, "use_sliding_window", True):
+        return "layers of this model are of sliding_attention", False
+    return "", False

@@ -2,7 +2,8 @@
 
 It prints what it found, or the probe that failed, as one line of JSON behind an empty line. The
 processor and the template are the checkpoint's own; of the model the code is asked, on the meta
-device, and no weight is read: what depends on weights is tried where they are loaded (`forward`).
+device and by layers with random weights (`packing_trial`). No weight is read: what depends on
+weights is tried where they are loaded (`forward`).
 """
 
 from __future__ import annotations
@@ -35,10 +36,10 @@ from sightline.families.anyvlm.findings import (
 from sightline.families.anyvlm.layout import RULES, count_whole
 from sightline.families.anyvlm.model_parts import (
     find_logit_settings,
-    find_rows_reason,
     find_torch_attention,
     find_tower,
 )
+from sightline.families.anyvlm.packing_trial import try_packing
 from sightline.families.anyvlm.probe_report import (
     describe_difference,
     describe_findings,
@@ -399,7 +400,8 @@ class Prober:
             tower=find_tower(self.model),
             merge=merge,
             num_axes=axes,
-            rows_reason=find_rows_reason(self.model, self.config),
+            rows_reason="",
+            trees_reason="",
             torch_attention=find_torch_attention(self.model),
             logit_settings=find_logit_settings(self.config),
             vocab_size=int(self.config.get_text_config().vocab_size),
@@ -408,7 +410,13 @@ class Prober:
             first_ids=self._find_first_ids(),
             lines=[],
         )
-        return msgspec.structs.replace(findings, lines=self._check_chat(findings))
+        trial = try_packing(self.path, self.config, findings)
+        return msgspec.structs.replace(
+            findings,
+            lines=self._check_chat(findings),
+            rows_reason=trial.rows_reason,
+            trees_reason=trial.trees_reason,
+        )
 
     def _find_first_ids(self) -> list[int]:
         asked = [{"role": "user", "content": [{"type": "text", "text": "a"}]}]

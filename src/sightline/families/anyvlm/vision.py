@@ -19,7 +19,7 @@ import numpy as np
 from sightline.errors import MediaRefused, Misaligned
 from sightline.families.anyvlm.findings import FILE, Expansion, Findings
 from sightline.families.anyvlm.layout import RULES, count_whole
-from sightline.families.protocol import TREE_PACKING, ImageLayout, Packing
+from sightline.families.protocol import ImageLayout, Packing
 from sightline.families.vision_family import (
     ImageFamily,
     check_slots_order,
@@ -52,8 +52,9 @@ class AnyVLMFamily(ImageFamily):
         }
         if findings.torchvision:
             settings["torchvision"] = findings.torchvision
-        reason = findings.rows_reason
-        packing = Packing("rows", reason) if reason else TREE_PACKING
+        packing = Packing("tree", findings.trees_reason)
+        if findings.rows_reason:
+            packing = Packing("rows", findings.rows_reason)
         super().__init__(settings, (findings.pad_id,), packing)
         self.path = path
         self.findings = findings
