@@ -1,7 +1,8 @@
 """Reads what was found about a checkpoint, or has it found out.
 
 It is found out anew when a file of the folder that it was found from has changed, or when another
-transformers is installed, or another torchvision, where that makes the pixels. Where the folder cannot be written to, each process asks for itself.
+transformers is installed, or another torchvision, where that makes the pixels. Where the folder
+cannot be written to, each process asks for itself.
 """
 
 from __future__ import annotations

@@ -45,10 +45,12 @@ def describe_layers(config: Any) -> tuple[str, bool]:
     """What the configuration says of layers that do more than attend to what is before, in words;
     and whether it is more than a trial shows: a state along a row, or a reach that is not named."""
     text = config.get_text_config()
-    kinds = set(getattr(text, "layer_types", None) or ()) - {"full_attention"}
+    named = getattr(text, "layer_types", None) or ()
+    kinds = set(named) - {"full_attention"}
     unseen = {k for k in kinds if getattr(text, REACHES.get(k, ""), None) is None}
     if kinds:
         return f"layers of this model are of {' and '.join(sorted(kinds))}", bool(unseen)
-    if getattr(text, "sliding_window", None) and getattr(text, "use_sliding_window", True):
+    uses_window = getattr(text, "use_sliding_window", True)
+    if not named and uses_window and getattr(text, "sliding_window", None):
         return "layers of this model are of sliding_attention", False
     return "", False

@@ -166,8 +166,8 @@ def measure_difference(path: Path, model: Any, findings: Findings) -> float:
         )
     packed = AnyVLMForward(model, _build_family(path, findings, ""), ATTENTION_NAME)
     differences = [
-        float((run(packed, *layout) - torch.cat([first, second[shared:]])).abs().max())
-        for *layout, shared in layouts
+        float((run(packed, tokens, at, ends) - torch.cat([first, second[shared:]])).abs().max())
+        for tokens, at, ends, shared in layouts
     ]
     return max(differences) / scale
 
