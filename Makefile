@@ -136,7 +136,7 @@ fuzz-vllm: $(STAMP) $(VLLM_VENV)/.installed ## the same at vLLM
 	FUZZ=$(FUZZ) $(BIN)/python -m pytest -s --vllm $(VLLM_VENV)/bin/python tests/contract/test_fuzz.py
 
 test-loop: $(STAMP) ## whole jobs in several processes: learning, kills, resume
-	$(BIN)/python -m pytest tests/loop tests/unit/bench/test_lag.py -n 2 --dist worksteal -m "loop and not gpu"
+	$(BIN)/python -m pytest tests/loop tests/unit/bench/test_lag.py -n 2 --dist worksteal -m "loop and not gpu and not torchvision"
 
 test-ranks: $(STAMP) ## the trainer on 2 and 4 ranks: equal, sharded, ending together; and compiled
 	$(BIN)/python -m pytest tests/ranks tests/unit/trainer/test_compiled.py -n 2 --dist worksteal $(if $(FULL),,-m "not thorough")
@@ -154,11 +154,14 @@ test-browser: $(STAMP) web tokenizers ## what needs npm or Chromium: the dashboa
 
 test-torchvision: $(STAMP) $(TORCHVISION) ## pixels and processors beside transformers' own
 	PYTHONPATH=$(TORCHVISION) $(BIN)/python -m pytest tests/processors
+	PYTHONPATH=$(TORCHVISION) $(BIN)/python -m pytest tests/loop/test_types.py -m torchvision
 
-# Without its dependencies: the environment has them, and its torch is to stay as it is.
-$(TORCHVISION): constraints.txt
+# Without its dependencies: the environment has them, and its torch is to stay as it is. Every
+# process declares the operators that a CUDA build lacks beside a CPU build of torch.
+$(TORCHVISION): constraints.txt tests/vllm/environment/sightline_torchvision_ops.py
 	rm -rf $@
 	$(UV_INSTALL) $(BIN)/python --no-deps --target $@ torchvision
+	cp tests/vllm/environment/sightline_torchvision_ops.py $@/sitecustomize.py
 	@touch $@
 
 # Each in a virtual environment of its own, for their pins clash; the server that the tests start

@@ -51,6 +51,7 @@ TORCH_ADDRESSES = (
     "families/device_copy.py",
     "families/gated_delta_net.py",
     "families/*/forward.py",
+    "families/*/packing_trial.py",
     "families/*/probe.py",
     "families/*/processor.py",
     "families/*/tiny.py",

@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import re
 import shutil
-from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
@@ -95,12 +94,13 @@ def test_a_model_of_the_type_trains(home: Path, kind: str) -> None:
     assert "prefix cache: on, " in play(home)
 
 
-# The processor of SmolVLM2 wants a package that we do not ask for.
-PUBLISHED = sorted(TYPES) if find_spec("num2words") else sorted(TYPES.keys() - {"smolvlm"})
-GENERIC = [*PUBLISHED, "llava", "idefics3", "internvl", "qwen2_vl", "glm46v"]
+TORCHVISION = sorted(kind for kind, made in TYPES.items() if made.needs_torchvision)
+COMPOSED = ["llava", "idefics3", "internvl", "qwen2_vl", "glm46v"]
+PLAIN = [*sorted(TYPES.keys() - set(TORCHVISION)), *COMPOSED]
+ON_TORCHVISION = [pytest.param(kind, marks=pytest.mark.torchvision) for kind in TORCHVISION]
 
 
-@pytest.mark.parametrize("kind", take_sample(GENERIC, 1))
+@pytest.mark.parametrize("kind", [*take_sample(PLAIN, 1), *ON_TORCHVISION])
 def test_a_type_of_the_generic_family_trains(home: Path, kind: str) -> None:
     write_kind(kind, home / "models" / "tiny")
     said = play(home)
@@ -112,7 +112,7 @@ SEES = {"qwen2_vl": 28, "glm46v": 28, "mistral3": 28}
 
 
 @pytest.mark.timeout(3600)
-@pytest.mark.parametrize("kind", GENERIC)
+@pytest.mark.parametrize("kind", [*PLAIN, *ON_TORCHVISION])
 def test_a_type_of_the_generic_family_learns_to_see(tmp_path: Path, kind: str) -> None:
     if not IS_FULL:
         pytest.skip("`make full` trains every type until it sees")

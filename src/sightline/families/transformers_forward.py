@@ -27,10 +27,10 @@ from sightline.families.vision_family import PixelFamily
 class TextForward:
     """A text-only model: no images come in, and none are looked for."""
 
-    def __init__(self, model: nn.Module, text: Any) -> None:
-        self.model = model
+    def __init__(self, model: Any, text: Any) -> None:
+        self.model: nn.Module = model
         self._text = text
-        self._head: Any = model.lm_head
+        self._head: Any = model.get_output_embeddings()
         self._recurrent_window = pack_delta_nets(text)
         if hasattr(text, "_deepstack_process"):
             # Features of inner layers come with indices, not with a mask that would be searched.
@@ -203,10 +203,15 @@ def _build_empty(auto: Any, path: Path, dtype: torch.dtype) -> Any:
         for name, tensor in (*model.named_parameters(), *model.named_buffers()):
             if part in name:
                 tensor.data = tensor.data.float()
+    fill_buffers(model)
+    return model
+
+
+def fill_buffers(model: Any) -> None:
+    """Gives the buffers of a model on the meta device their values; parameters stay."""
     for parameter in model.parameters():
         parameter._is_hf_initialized = True
     for module in model.modules():
         for name, buffer in module._buffers.items():
             module._buffers[name] = torch.empty_like(buffer, device="cpu")
     model.initialize_weights()
-    return model

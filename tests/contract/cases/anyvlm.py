@@ -3,9 +3,8 @@ image becomes tokens. The witness is the checkpoint's own processor, called as u
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
-from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -52,6 +51,18 @@ def write_qwen2_vl(path: Path) -> None:
     tiny.compose(path, 0, "qwen2_vl", tokens, build_config, files, template)
 
 
+def count_slot_tokens(processor: Any, made: dict[str, Any], **settings: Any) -> int:
+    """From the first to the last pad in the text that a processor writes for an image."""
+    tokenizer = processor.tokenizer
+    pad = getattr(tokenizer, "image_token_id", processor.image_token_id)
+    if hasattr(processor, "img_patch_token"):
+        pad = tokenizer.convert_tokens_to_ids(processor.img_patch_token)
+    text = processor.replace_image_token(made, 0, **settings)
+    ids = tokenizer(text, add_special_tokens=False)["input_ids"]
+    places = [i for i, t in enumerate(ids) if t == pad]
+    return places[-1] - places[0] + 1
+
+
 class Images:
     """Counts by the functions of transformers' processor."""
 
@@ -70,13 +81,7 @@ class Images:
         return int(found[0] if isinstance(found, tuple) else found)
 
     def get_number_of_slot_tokens(self, height: int, width: int) -> int:
-        """From the first to the last pad in the text that the processor puts in place of one."""
-        made = self._describe(height, width)
-        tokenizer = self.processor.tokenizer
-        pad = getattr(tokenizer, "image_token_id", self.processor.image_token_id)
-        ids = tokenizer(self.processor.replace_image_token(made, 0), add_special_tokens=False)
-        places = [i for i, t in enumerate(ids["input_ids"]) if t == pad]
-        return places[-1] - places[0] + 1
+        return count_slot_tokens(self.processor, self._describe(height, width))
 
     def _find_patch(self) -> int:
         """Pixels of a patch, where the processor has no method that counts them; else 0."""
@@ -163,16 +168,16 @@ TRIMMING = ("gemma3", "gemma4")
 TWO_FRAMES = ("qwen2_vl", "glm46v")
 
 
-def _generic(kind: str) -> Case:
+def build_case(kind: str, load_images: Callable[[Path], Any] = Images) -> Case:
     return Case(
         f"anyvlm_{kind}",
         partial(write_kind, kind),
-        Images,
+        load_images,
         image_pad="",
         published_template=None,
         takes_tools=False,
         overrides=(),
-        refused_size=(402, 2) if kind in (*TWO_FRAMES, "mistral3") else None,
+        refused_size=(402, 2) if kind in (*TWO_FRAMES, "mistral3", "lfm2_vl") else None,
         # float32, and the one frame twice where a tower looks at two.
         value_bytes=8 if kind in TWO_FRAMES else 4,
         makes_pixels_alone=False,
@@ -184,11 +189,9 @@ def _generic(kind: str) -> Case:
     )
 
 
-# Its processor wants a package that we do not ask for.
-SMOLVLM = ["smolvlm"] if find_spec("num2words") else []
 # Of kinds that take a minute each the commit chooses one; a full run takes all.
 KINDS = [
     *take_sample(["llava", "idefics3", "gemma3", "mistral3", "gemma4"], 1),
-    *(["internvl", "qwen2_vl", "glm46v", *SMOLVLM] * IS_FULL),
+    *(["internvl", "qwen2_vl", "glm46v", "smolvlm"] * IS_FULL),
 ]
-CASES: tuple[Case, ...] = tuple(map(_generic, KINDS))
+CASES: tuple[Case, ...] = tuple(map(build_case, KINDS))

@@ -17,8 +17,10 @@ import making
 import msgspec
 import numpy as np
 import pytest
+import torch
 from PIL import Image
 from sampling import take_sample
+from transformers import AutoConfig, AutoModel, LlamaConfig, LlamaModel
 
 from sightline import FamilyError, MediaStore, MessageError
 from sightline.compute.model import load_model
@@ -233,6 +235,64 @@ def test_layers_with_a_window_are_computed_as_padded_rows(folder: Path) -> None:
     assert 'engine = "torch"' in caught.value.fix
 
 
+class ShiftedConfig(LlamaConfig):  # type: ignore[misc]
+    model_type = "shifted_llama"
+
+
+class ShiftedModel(LlamaModel):  # type: ignore[misc]
+    """A text model whose first layer also sees the token before, which no setting says."""
+
+    config_class = ShiftedConfig
+
+    def __init__(self, config: ShiftedConfig) -> None:
+        super().__init__(config)
+        self.layers[0].register_forward_pre_hook(self._shift, with_kwargs=True)
+
+    @staticmethod
+    def _shift(layer: Any, given: tuple[Any, ...], options: dict[str, Any]) -> Any:
+        hidden = given[0]
+        before = torch.cat([torch.zeros_like(hidden[:, :1]), hidden[:, :-1]], dim=1)
+        return (hidden + before, *given[1:]), options
+
+
+def test_layers_that_no_setting_tells_of_are_padded_rows_by_trial(
+    original: Path, folder: Path
+) -> None:
+    AutoConfig.register("shifted_llama", ShiftedConfig, exist_ok=True)
+    AutoModel.register(ShiftedConfig, ShiftedModel, exist_ok=True)
+    plain = load_family(original).packing
+    assert (plain.kind, plain.reason[:20]) == ("tree", "packed and as a tree")
+    edit(folder / "config.json", lambda c: c["text_config"].update(model_type="shifted_llama"))
+    family = load_family(folder)
+    assert family.packing.kind == "rows"
+    assert re.match(
+        r"its layers do more .*: packed, their output is \S+ of the largest", family.packing.reason
+    )
+    load_model(folder, family, "cpu", "float32")
+    packed = AnyVLMFamily(folder, msgspec.structs.replace(family.findings, rows_reason=""))
+    with pytest.raises(FamilyError, match="probe of the model: packed, its logits are"):
+        load_model(folder, packed, "cpu", "float32")
+
+
+def test_tokens_of_an_image_that_see_one_another_are_found_by_trial(tmp_path: Path) -> None:
+    """All of its layers say that they are of full attention."""
+    tiny.write(tmp_path / "model", type="gemma3")
+
+    kinds = {"layer_types": ["full_attention"] * 2}
+    edit(tmp_path / "model" / "config.json", lambda config: config["text_config"].update(kinds))
+    family = load_family(tmp_path / "model")
+    assert family.packing.kind == "rows" and "do more than attend" in family.packing.reason
+    load_model(tmp_path / "model", family, "cpu", "float32")
+
+
+def test_a_window_is_tried_that_prompts_are_shorter_than(folder: Path) -> None:
+    def slide(config: dict[str, Any]) -> None:
+        config["text_config"] |= {"model_type": "mistral", "sliding_window": 4096}
+
+    edit(folder / "config.json", slide)
+    assert load_family(folder).packing.kind == "rows"
+
+
 def test_vllm_is_refused_images_of_changing_shape(tmp_path: Path) -> None:
     write_kind("mistral3", tmp_path / "model")
     with pytest.raises(FamilyError, match="changing shape") as caught:
@@ -278,7 +338,7 @@ def test_an_answer_may_begin_with_what_the_template_writes_before_it(tmp_path: P
 )
 def test_the_probe_tries_an_image_of_every_layout(rule: str, settings: dict[str, int]) -> None:
     count, _ = layout.RULES[rule]
-    tried = {count(*size, settings) for size in list_sizes()}
+    tried = {count(*size, settings) for size in list_sizes(settings)}
     draw = random.Random(1)
     for _ in range(10_000):
         size = [round(2 ** draw.uniform(0, 14)) for _ in range(2)]

@@ -3,7 +3,8 @@
 There is no CPU build of torchvision on the registry, and vLLM needs the package for its image
 processors. Importing it fails because its compiled operators are missing: they are declared here,
 without an implementation, just before torchvision is imported. `make` puts this file into the
-environment of vLLM with a .pth file that imports it, so that vLLM's child processes have it too.
+environment of vLLM with a .pth file that imports it, so that vLLM's child processes have it too,
+and beside the torchvision of its tests, where Python imports it as sitecustomize.
 """
 
 from __future__ import annotations
@@ -15,10 +16,7 @@ from importlib.machinery import ModuleSpec
 from types import ModuleType
 from typing import Any
 
-OPERATORS = (
-    "nms(Tensor dets, Tensor scores, float iou_threshold) -> Tensor",
-    "qnms(Tensor dets, Tensor scores, float iou_threshold) -> Tensor",
-)
+OPERATORS = ("nms", "qnms")
 _kept: list[Any] = []
 """Operators live as long as the library object that defined them."""
 
@@ -34,9 +32,10 @@ class _Declaring(Loader):
     def exec_module(self, module: ModuleType) -> None:
         import torch
 
-        library = torch.library.Library("torchvision", "DEF")
-        for operator in OPERATORS:
-            library.define(operator)
+        library = torch.library.Library("torchvision", "FRAGMENT")
+        for name in OPERATORS:
+            if not hasattr(torch.ops.torchvision, name):
+                library.define(f"{name}(Tensor dets, Tensor scores, float iou_threshold) -> Tensor")
         _kept.append(library)
         self._loader.exec_module(module)
 

@@ -14,7 +14,7 @@ from typing import Any
 import msgspec
 
 FILE = "sightline_probe.json"
-VERSION = 3
+VERSION = 4
 """Counts up when the probe finds other things in the same files."""
 SOURCES = (
     "config.json", "generation_config.json", "preprocessor_config.json", "processor_config.json",
@@ -55,13 +55,16 @@ class Expansion(msgspec.Struct, frozen=True):
     num_rows: int
     """Entries of the processor's arrays; 0 where it is rows times columns."""
     pieces: list[tuple[str, int]]
-    """Texts and how often each is repeated; 0 for the pad of a grid, once for each token."""
+    """Texts and how often each is repeated; 0 for the pad of a grid, or of an image as a whole,
+    once for each token."""
 
 
 class Findings(msgspec.Struct, frozen=True):
     source: str
     """Digest of the files that this was found from."""
     transformers: str
+    torchvision: str
+    """Its version, where it makes the pixels; empty where Pillow does."""
     model_class: str
     processor: dict[str, Any]
     """The settings of the image processor, and its class."""
@@ -85,6 +88,8 @@ class Findings(msgspec.Struct, frozen=True):
     num_axes: int
     rows_reason: str
     """Why sequences are padded rows, computed by the model's own attention; empty where by ours."""
+    trees_reason: str
+    """Why sequences may share a row, where they may."""
     torch_attention: list[str]
     """Names of modules that are attention of torch itself, not of the model's code."""
     logit_settings: list[str]
@@ -123,9 +128,9 @@ def digest_sources(path: Path) -> str:
     return digest.hexdigest()
 
 
-def find_transformers() -> str:
-    """The version of transformers that is installed here; empty for none."""
+def find_version(package: str) -> str:
+    """The version of a package that is installed here; empty for none."""
     try:
-        return importlib.metadata.version("transformers")
+        return importlib.metadata.version(package)
     except importlib.metadata.PackageNotFoundError:
         return ""

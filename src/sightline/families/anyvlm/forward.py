@@ -23,7 +23,13 @@ from torch.nn.utils.rnn import pad_sequence
 from transformers import AutoModelForImageTextToText
 
 from sightline.errors import FamilyError
-from sightline.families.anyvlm.processor import FOREIGN, load_processor, to_template_parts
+from sightline.families.anyvlm.model_parts import find_text
+from sightline.families.anyvlm.processor import (
+    FOREIGN,
+    load_processor,
+    to_template_parts,
+    uses_torchvision,
+)
 from sightline.families.anyvlm.render import AnyVLMRenderer
 from sightline.families.anyvlm.vision import AnyVLMFamily
 from sightline.families.protocol import Grid
@@ -48,14 +54,14 @@ _FIX = "add a family for it (docs/adding_a_family.md), or use another checkpoint
 
 class AnyVLMForward(TextForward):
     def __init__(self, model: Any, family: AnyVLMFamily, attention: str) -> None:
-        text = model.get_decoder()
-        if not hasattr(text, "layers") or model.get_output_embeddings() is None:
+        text = find_text(model)
+        if text is None or model.get_output_embeddings() is None:
             raise FamilyError(
-                f"probe of the model: {type(text).__name__} has no layers, or its model no head",
+                f"probe of the model: {type(model).__name__} has no decoder with layers, or no "
+                "head",
                 _FIX,
             )
         super().__init__(model, text)
-        self._head = model.get_output_embeddings()
         self._family = family
         own = {id(parameter) for parameter in text.parameters()}
         own |= {id(parameter) for parameter in self._head.parameters()}
@@ -99,7 +105,10 @@ class AnyVLMForward(TextForward):
         given = self.read_arrays(patches, grids)
         model: Any = self.model
         output = model.get_image_features(**given, return_dict=True)
-        return join_layers(join_images(output.pooler_output), output)
+        found = output.pooler_output
+        if found is None:  # what the tower says, which the model projects itself
+            found = model.multi_modal_projector(output.last_hidden_state)
+        return join_layers(join_images(found), output)
 
     def read_arrays(
         self, patches: UInt8[Tensor, "patches values"], grids: list[Grid]
@@ -152,7 +161,7 @@ class AnyVLMForward(TextForward):
         places = np.minimum(starts[:, None] + along, ends[:, None] - 1)
         index = torch.from_numpy(places).to(token_ids.device)
         is_real = torch.from_numpy(along < (ends - starts)[:, None]).to(token_ids.device)
-        base: Any = self.model.model
+        base: Any = getattr(self.model, "model", self._text)
         names = inspect.signature(type(base).forward).parameters
         kinds = {n: is_image[index] * is_real for n in TOKEN_TYPES if n in names}
         if getattr(self._text.config, "hidden_size_per_layer_input", 0):
@@ -225,12 +234,13 @@ class AnyVLMForward(TextForward):
         self, token_ids: list[int], images: list[Image.Image], messages: list[Message]
     ) -> Tensor:
         """The logits of the whole model, given what its own processor makes."""
-        made = load_processor(self._family.path).apply_chat_template(
+        processor = load_processor(self._family.path)
+        made = processor.apply_chat_template(
             [{"role": m.role, "content": to_template_parts(m, images)} for m in messages],
             tokenize=True,
             return_dict=True,
             add_generation_prompt=True,
-            return_tensors="np",
+            return_tensors="pt" if uses_torchvision(processor) else "np",
         )
         if made["input_ids"][0].tolist() != token_ids:
             raise FamilyError(
@@ -239,7 +249,7 @@ class AnyVLMForward(TextForward):
                 "use one transformers everywhere",
             )
         parameter = next(self.model.parameters())
-        arrays = {name: torch.from_numpy(np.asarray(array)) for name, array in made.items()}
+        arrays = {name: torch.as_tensor(array) for name, array in made.items()}
         given = {
             name: (a.to(parameter.dtype) if a.is_floating_point() else a).to(parameter.device)
             for name, a in arrays.items()

@@ -8,7 +8,9 @@ mean in tokens was written down by the probe.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
+
+import numpy as np
 
 MAX_EDGE = 4096
 """Pixels of a side to which processors of tiles by edge limit an image."""
@@ -51,16 +53,76 @@ def _make_even(side: int) -> int:
 def count_tiles_by_aspect(width: int, height: int, settings: dict[str, int]) -> Size | None:
     """The arrangement of at most `max_tiles` tiles whose aspect ratio is nearest; among equals one
     with more tiles, while the image has more than half of their pixels."""
-    best, nearest = (1, 1), math.inf
     most = settings["max_tiles"]
     shapes = ((columns, rows) for columns in range(1, most + 1) for rows in range(1, most + 1))
     fitting = [s for s in shapes if settings["min_tiles"] <= math.prod(s) <= most]
-    for columns, rows in sorted(fitting, key=math.prod):
+    area = settings["tile_height"] * settings["tile_width"]
+    return _find_nearest_aspect(width, height, fitting, area)
+
+
+def _find_nearest_aspect(width: int, height: int, shapes: Iterable[Size], area: int) -> Size:
+    best, nearest = (1, 1), math.inf
+    for columns, rows in sorted(shapes, key=math.prod):
         distance = abs(width / height - columns / rows)
-        covered = 0.5 * settings["tile_height"] * settings["tile_width"] * columns * rows
+        covered = 0.5 * area * columns * rows
         if distance < nearest or (distance == nearest and width * height > covered):
             best, nearest = (rows, columns), min(distance, nearest)
     return best
+
+
+def count_tiles_of_large(width: int, height: int, settings: dict[str, int]) -> Size | None:
+    """An image of more than `large_area` pixels is cut into tiles in the nearest aspect ratio;
+    one row and column stand for an image that is not. Both are shown as a whole, too."""
+    whole, factor = count_whole(width, height, settings), settings["patch"] * settings["merge"]
+    if math.prod(whole) * settings["merge"] ** 2 > settings["max_patches"]:
+        return None
+    sides = (max(settings["patch"], round(side / factor) * factor) for side in (width, height))
+    most, least = settings["max_tiles"], settings["min_tiles"]
+    if math.prod(sides) <= settings["large_area"] or least == most == 1:
+        return 1, 1
+    # A set, in whose order transformers leaves arrangements of as many tiles.
+    shapes = {
+        (columns, rows)
+        for number in range(least, most + 1)
+        for columns in range(1, number + 1)
+        for rows in range(1, number + 1)
+        if least <= columns * rows <= most
+    }
+    return _find_nearest_aspect(width, height, shapes, settings["tile"] ** 2)
+
+
+def count_whole(width: int, height: int, settings: dict[str, int]) -> Size:
+    """Rows and columns of the tokens of an image as a whole, whose sides are rounded to tokens
+    within limits of their number."""
+    factor = settings["patch"] * settings["merge"]
+    rows, columns = (max(1, round(side / factor)) for side in (height, width))
+    least, most = (settings[name] * factor**2 for name in ("min_tokens", "max_tokens"))
+    if rows * columns * factor**2 > most:
+        beta = math.sqrt(height * width / most)
+        return max(1, int(height / beta / factor)), max(1, int(width / beta / factor))
+    if rows * columns * factor**2 < least:
+        beta = math.sqrt(least / (height * width))
+        return math.ceil(height * beta / factor), math.ceil(width * beta / factor)
+    return rows, columns
+
+
+def count_tiles_in_canvas(width: int, height: int, settings: dict[str, int]) -> Size | None:
+    """The canvas of at most `max_tiles` tiles that enlarges the image least, or shrinks it least
+    where it fits into none; among equals the smallest. Scales are compared in float32."""
+    tile, most = settings["tile"], settings["max_tiles"]
+    scales = {
+        (rows, columns): min(
+            np.float32(rows * tile) / np.float32(height),
+            np.float32(columns * tile) / np.float32(width),
+        )
+        for rows in range(1, most + 1)
+        for columns in range(1, most // rows + 1)
+    }
+    enlarging = {shape: scale for shape, scale in scales.items() if scale >= 1}
+    if enlarging and not settings["largest"]:
+        return min(enlarging, key=lambda shape: (enlarging[shape], math.prod(shape)))
+    found = enlarging or scales
+    return min(found, key=lambda shape: (-found[shape], math.prod(shape)))
 
 
 def count_patches(width: int, height: int, settings: dict[str, int]) -> Size | None:
@@ -120,5 +182,7 @@ RULES: dict[str, tuple[Rule, str]] = {
     "patches": (count_patches, "a grid of patches"),
     "patches_in_budget": (count_patches_in_budget, "a grid of patches of about one number"),
     "lines": (count_lines, "lines of patches, and a mark behind each"),
+    "tiles_of_large": (count_tiles_of_large, "tiles of large images, and a grid of the whole"),
+    "tiles_in_canvas": (count_tiles_in_canvas, "tiles in the canvas that fits best"),
 }
 """By name: the rule, and what it is in words."""

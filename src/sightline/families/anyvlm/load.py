@@ -1,7 +1,8 @@
 """Reads what was found about a checkpoint, or has it found out.
 
 It is found out anew when a file of the folder that it was found from has changed, or when another
-transformers is installed. Where the folder cannot be written to, each process asks for itself.
+transformers is installed, or another torchvision, where that makes the pixels. Where the folder
+cannot be written to, each process asks for itself.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ from sightline.families.anyvlm.findings import (
     Findings,
     ProbeAnswer,
     digest_sources,
-    find_transformers,
+    find_version,
 )
 from sightline.families.anyvlm.vision import AnyVLMFamily
 
@@ -46,10 +47,13 @@ def load_findings(path: Path) -> Findings:
             raise FamilyError(
                 f"{path} has no {name}", "copy it from the checkpoint: a probe needs whole folders"
             )
-    source, installed = digest_sources(path), find_transformers()
+    source, installed = digest_sources(path), find_version("transformers")
     with suppress(OSError, msgspec.MsgspecError):
         found = msgspec.json.decode((path / FILE).read_bytes(), type=Findings)
-        if found.source == source and installed in ("", found.transformers):
+        is_same = installed in ("", found.transformers)
+        if found.torchvision:
+            is_same = is_same and find_version("torchvision") in ("", found.torchvision)
+        if found.source == source and is_same:
             return found
     if not installed:
         raise FamilyError(

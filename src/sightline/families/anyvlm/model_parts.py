@@ -3,14 +3,21 @@ not ours must know of its parts."""
 
 from __future__ import annotations
 
-import inspect
 from typing import Any
+
+
+def find_text(model: Any) -> Any:
+    """The text model, whose `layers` are the decoder's; None for a model that has none."""
+    found = model.get_decoder()
+    while found is not None and not hasattr(found, "layers"):
+        found = getattr(found, "model", None)
+    return found
 
 
 def find_tower(model: Any) -> list[str]:
     """What the names of the tower's parameters begin with: the attributes of the model that hold
     neither the text model nor the head. One that holds both counts as the tower's."""
-    parts = (model.get_decoder(), model.get_output_embeddings())
+    parts = (find_text(model), model.get_output_embeddings())
     own = {id(p) for part in parts if part is not None for p in part.parameters()}
     return sorted(
         {".".join(n.split(".")[:2]) for n, p in model.named_parameters() if id(p) not in own}
@@ -30,17 +37,20 @@ def find_logit_settings(config: Any) -> list[str]:
     return [name for name, n in neutral.items() if getattr(text, name, None) not in (None, n)]
 
 
-def find_rows_reason(model: Any, config: Any) -> str:
-    """What layers of the text model do beside attending to what is before; empty for none."""
+REACHES = {"sliding_attention": "sliding_window", "chunked_attention": "attention_chunk_size"}
+"""Layers that see a part of what is before, and the setting that says how much."""
+
+
+def describe_layers(config: Any) -> tuple[str, bool]:
+    """What the configuration says of layers that do more than attend to what is before, in words;
+    and whether it is more than a trial shows: a state along a row, or a reach that is not named."""
     text = config.get_text_config()
-    kinds = set(getattr(text, "layer_types", None) or ())
-    window = getattr(text, "sliding_window", None)
-    uses_window = window is not None and getattr(text, "use_sliding_window", True)
-    if kinds - {"full_attention"} or (not kinds and uses_window):
-        names = sorted(kinds - {"full_attention"}) or ["sliding_attention"]
-        return f"layers of this model are of {' and '.join(names)}"
-    # A model that asks which tokens are those of an image does more with them than place them.
-    asks = "token_type_ids" in inspect.signature(type(model).forward).parameters
-    if asks or getattr(text, "use_bidirectional_attention", None):
-        return "tokens of an image attend to one another in both directions"
-    return ""
+    named = getattr(text, "layer_types", None) or ()
+    kinds = set(named) - {"full_attention"}
+    unseen = {k for k in kinds if getattr(text, REACHES.get(k, ""), None) is None}
+    if kinds:
+        return f"layers of this model are of {' and '.join(sorted(kinds))}", bool(unseen)
+    uses_window = getattr(text, "use_sliding_window", True)
+    if not named and uses_window and getattr(text, "sliding_window", None):
+        return "layers of this model are of sliding_attention", False
+    return "", False

@@ -2,7 +2,8 @@
 
 It prints what it found, or the probe that failed, as one line of JSON behind an empty line. The
 processor and the template are the checkpoint's own; of the model the code is asked, on the meta
-device, and no weight is read: what depends on weights is tried where they are loaded (`forward`).
+device and by layers with random weights (`packing_trial`). No weight is read: what depends on
+weights is tried where they are loaded (`forward`).
 """
 
 from __future__ import annotations
@@ -12,7 +13,6 @@ import math
 import random
 import re
 import sys
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -30,15 +30,15 @@ from sightline.families.anyvlm.findings import (
     ProbeAnswer,
     RowArray,
     digest_sources,
-    find_transformers,
+    find_version,
 )
-from sightline.families.anyvlm.layout import RULES
+from sightline.families.anyvlm.layout import RULES, count_whole
 from sightline.families.anyvlm.model_parts import (
     find_logit_settings,
-    find_rows_reason,
     find_torch_attention,
     find_tower,
 )
+from sightline.families.anyvlm.packing_trial import try_packing
 from sightline.families.anyvlm.probe_report import (
     describe_difference,
     describe_findings,
@@ -51,8 +51,10 @@ from sightline.families.anyvlm.processor import (
     load_processor,
     process,
     to_template_parts,
+    uses_torchvision,
 )
 from sightline.families.anyvlm.render import AnyVLMRenderer
+from sightline.families.anyvlm.rule_settings import find_candidates, list_tile_sides
 from sightline.families.anyvlm.vision import GRID_RULES, AnyVLMFamily, fill_lines
 from sightline.media import MediaRef
 
@@ -69,10 +71,12 @@ _NO_RESOLVER: Any = None
 _FIX = "add a family for it (docs/adding_a_family.md), or use another checkpoint"
 
 
-def list_sizes() -> list[tuple[int, int]]:
-    """Sizes of all proportions, the smallest first: enough for each layout of a rule."""
+def list_sizes(settings: dict[str, int]) -> list[tuple[int, int]]:
+    """Sizes of all proportions, the smallest first: enough for each layout of a rule with these
+    settings."""
     draw = random.Random(0)
-    sizes = [(w, h) for w in SIDES for h in SIDES]
+    sides = {*SIDES, *list_tile_sides(settings)}
+    sizes = [(w, h) for w in sides for h in sides]
     for _ in range(NUM_DRAWN):
         sizes.append((round(2 ** draw.uniform(0, 14)), round(2 ** draw.uniform(0, 14))))
     return sorted(sizes, key=math.prod)
@@ -97,7 +101,8 @@ class Prober:
         self._refusal = ""
         with torch.device("meta"):
             self.model: Any = AutoModelForImageTextToText.from_config(self.config)
-        if not hasattr(getattr(self.model, "model", None), "get_image_features"):
+        self.base: Any = getattr(self.model, "model", self.model)
+        if not hasattr(self.base, "get_image_features"):
             name = type(self.model).__name__
             raise fail("the model", f"{name} has no get_image_features, by which towers are called")
 
@@ -109,7 +114,7 @@ class Prober:
         if type(config) not in AutoModelForImageTextToText._model_mapping:
             raise fail(
                 "the model",
-                f"transformers {find_transformers()} has no image-and-text class for "
+                f"transformers {find_version('transformers')} has no image-and-text class for "
                 f"{config.model_type!r}",
             )
         return config
@@ -118,9 +123,16 @@ class Prober:
         try:
             processor = load_processor(self.path)
         except FOREIGN as error:
+            if "Missing optional dependencies: torchvision" in str(error):
+                raise fail(
+                    "the processor",
+                    "transformers has it for torchvision alone, which is not installed here",
+                    "install the torchvision that belongs to your torch, wherever pixels are made: "
+                    "in the environments of the server and of the trainer",
+                ) from error
             raise fail(
                 "the processor",
-                f"transformers cannot load it on Pillow: {_first_line(error)}",
+                f"transformers cannot load it: {_first_line(error)}",
                 "install what it names, complete the folder, or use another checkpoint",
             ) from error
         if getattr(processor, "image_processor", None) is None:
@@ -152,46 +164,9 @@ class Prober:
             raise fail("the pad", "config.json names no image_token_id")
         return int(found), str(self.processor.tokenizer.convert_ids_to_tokens(int(found)))
 
-    def _candidates(self) -> Iterator[tuple[str, dict[str, int]]]:
-        """Rules with the settings that the image processor has for them."""
-        images = self.processor.image_processor
-        size = getattr(images, "size", None) or {}
-        yield "fixed", {}
-        tile = (getattr(images, "max_image_size", None) or {}).get("longest_edge")
-        if tile and size.get("longest_edge"):
-            yield "tiles_by_edge", {"tile": tile, "longest_edge": size["longest_edge"]}
-        if getattr(images, "max_patches", None) and size.get("height"):
-            yield (
-                "tiles_by_aspect",
-                {
-                    "min_tiles": images.min_patches,
-                    "max_tiles": images.max_patches,
-                    "tile_height": size["height"],
-                    "tile_width": size["width"],
-                },
-            )
-        if getattr(images, "merge_size", None) and getattr(images, "patch_size", None):
-            settings = {
-                "patch": images.patch_size,
-                "merge": images.merge_size,
-                "min_pixels": getattr(images, "min_pixels", None) or size["shortest_edge"],
-                "max_pixels": getattr(images, "max_pixels", None) or size["longest_edge"],
-            }
-            yield "patches", settings
-            yield "patches", {**settings, "frames": getattr(images, "temporal_patch_size", 1)}
-
-        if most := getattr(images, "max_soft_tokens", None):
-            pool = images.pooling_kernel_size
-            settings = {"patch": images.patch_size, "merge": pool, "max_tokens": most}
-            yield "patches_in_budget", settings
-        merge = getattr(self.processor, "spatial_merge_size", None)
-        if merge and size.get("longest_edge"):
-            patch = self.processor.patch_size
-            yield "lines", {"patch": patch, "merge": merge, "longest_edge": size["longest_edge"]}
-
     def find_rule(self, pad: str) -> tuple[str, dict[str, int], list[Expansion]]:
         tried = []
-        for name, settings in self._candidates():
+        for name, settings in find_candidates(self.processor):
             expansions = self._learn(name, settings, pad)
             if not expansions:
                 raise fail("images", f"the processor takes none that was tried: {self._refusal}")
@@ -205,7 +180,7 @@ class Prober:
         """What the processor writes for each layout of the rule, by its smallest image."""
         sizes: dict[tuple[int, int], tuple[int, int]] = {}
         refused = 0
-        tried = list_sizes()
+        tried = list_sizes(settings)
         if name == "lines":  # two of them show what stands behind the first and the last
             tried = [(2 * settings["patch"] * settings["merge"],) * 2]
         for width, height in tried:
@@ -226,6 +201,9 @@ class Prober:
             is_grid = name in GRID_RULES
             num = 0 if is_grid else self._count_rows(arrays)
             pieces = [(p, 0 if is_grid and p == pad else n) for p, n in split_pieces(text, pad)]
+            if name == "tiles_of_large":  # the last pads are those of the image as a whole
+                last = max(i for i, (piece, _) in enumerate(pieces) if piece == pad)
+                pieces[last] = (pad, 0)
             learnt.append(Expansion(*shape, num, pieces))
         return learnt
 
@@ -257,6 +235,9 @@ class Prober:
             else:
                 found = known.get(shape)
                 says = (found.pieces, found.num_rows) if found else ([], 0)
+                if name == "tiles_of_large":
+                    count = math.prod(count_whole(width, height, settings))
+                    says = [(p, n or count) for p, n in says[0]], says[1]
             if says != (pieces, num):
                 return f"{width}x{height} becomes {sum(n for p, n in pieces if p == pad)} tokens"
         return None
@@ -266,7 +247,7 @@ class Prober:
     def find_arrays(self, rule: str, settings: dict[str, int]) -> tuple[list[RowArray], str]:
         """The arrays that the model wants of an image, and the name of the one with its grid."""
         wanted = inspect.signature(type(self.model).get_image_features).parameters
-        inner = inspect.signature(type(self.model.model).get_image_features).parameters
+        inner = inspect.signature(type(self.base).get_image_features).parameters
         made = [entry for entry in self._processed.values() if entry is not None]
         names = [n for n in made[0][0] if n in wanted or n in inner]
         rows: list[RowArray] = []
@@ -298,7 +279,7 @@ class Prober:
                     f"the shape of {name} changes with the size of an image: "
                     f"{sorted(shapes)[:3]}, which is not supported",
                 )
-            is_ones = name != "pixel_values" and all(bool(e.all()) for e in entries)
+            is_ones = name != "pixel_values" and all(bool((e == 1).all()) for e in entries)
             kind, fill = entries[0].dtype.name, int(behind.pop()) if behind else None
             rows.append(RowArray(name, kind, tuple(shapes.pop()), has_batch, is_ones, fill))
         return rows, grid
@@ -307,7 +288,7 @@ class Prober:
 
     def find_axes(self, rule: str, merge: int) -> int:
         """Rows of a position array: three where the model computes them from grids."""
-        if not hasattr(self.model.model, "get_rope_index"):
+        if not hasattr(self.base, "get_rope_index"):
             return 1
         from sightline.families.vision_family import compute_mrope_positions
         from sightline.wire import MediaItem, Slot
@@ -320,7 +301,7 @@ class Prober:
         ids = torch.zeros(1, 20, dtype=torch.long)
         for slot in slots:
             ids[0, slot.offset : slot.end] = pad
-        theirs, _ = self.model.model.get_rope_index(
+        theirs, _ = self.base.get_rope_index(
             ids,
             mm_token_type_ids=(ids == pad).int(),
             image_grid_thw=torch.tensor([grid, grid]),
@@ -360,7 +341,8 @@ class Prober:
         described = msgspec.to_builtins(_plain(images.to_dict()))
         findings = Findings(
             source=digest_sources(self.path),
-            transformers=find_transformers(),
+            transformers=find_version("transformers"),
+            torchvision=find_version("torchvision") if uses_torchvision(self.processor) else "",
             model_class=type(self.model).__name__,
             processor={**described, "class": type(images).__name__},
             image_token=self.processor.image_token,
@@ -375,7 +357,8 @@ class Prober:
             tower=find_tower(self.model),
             merge=merge,
             num_axes=axes,
-            rows_reason=find_rows_reason(self.model, self.config),
+            rows_reason="",
+            trees_reason="",
             torch_attention=find_torch_attention(self.model),
             logit_settings=find_logit_settings(self.config),
             vocab_size=int(self.config.get_text_config().vocab_size),
@@ -384,7 +367,13 @@ class Prober:
             first_ids=self._find_first_ids(),
             lines=[],
         )
-        return msgspec.structs.replace(findings, lines=self._check_chat(findings))
+        trial = try_packing(self.path, self.config, findings)
+        return msgspec.structs.replace(
+            findings,
+            lines=self._check_chat(findings),
+            rows_reason=trial.rows_reason,
+            trees_reason=trial.trees_reason,
+        )
 
     def _find_first_ids(self) -> list[int]:
         asked = [{"role": "user", "content": [{"type": "text", "text": "a"}]}]

@@ -36,6 +36,9 @@ def describe_findings(findings: Findings, renderer: AnyVLMRenderer, num_sizes: i
     """A line for each thing that was found, with its reason."""
     counts = [sum(n for p, n in e.pieces if p == findings.pad) for e in findings.expansions]
     tokens = f"{min(counts)} to {max(counts)}" if len(set(counts)) > 1 else f"{counts[0]}"
+    if findings.rule == "tiles_of_large":
+        limits = findings.rule_settings
+        tokens = f"{limits['min_tokens']} to {max(counts) + limits['max_tokens']}"
     is_grid = findings.rule in GRID_RULES
     tokens = "one a merged patch" if is_grid else f"{tokens} tokens"
     stops = ", ".join(renderer.decode([i]) for i in renderer.stop_token_ids)

@@ -1,4 +1,5 @@
-"""The checkpoint's own processor, of transformers, on Pillow; images only."""
+"""The checkpoint's own processor, of transformers; images only. It runs on Pillow, and on
+torchvision where transformers has it for nothing else."""
 
 from __future__ import annotations
 
@@ -73,6 +74,11 @@ def load_processor(path: Path) -> Any:
     return made
 
 
+def uses_torchvision(processor: Any) -> bool:
+    kinds = type(processor.image_processor).__mro__
+    return any(kind.__name__ == "TorchvisionBackend" for kind in kinds)
+
+
 def _read_processor_settings(path: Path) -> dict[str, Any]:
     """What the folder says of its processor. Folders of older releases name the class of it, and no
     more, in another file."""
@@ -121,13 +127,23 @@ def process(processor: Any, image: Image.Image) -> tuple[dict[str, np.ndarray], 
     made = processor(
         images=[[image]],
         text=[processor.image_token],
-        return_tensors="np",
+        return_tensors="pt" if uses_torchvision(processor) else "np",
         return_text_replacement_offsets=True,
     )
     ((replaced,),) = made.pop("text_replacement_offsets")
     names = [name for name in made if name not in processor.tokenizer.model_input_names]
-    arrays = {name: np.asarray(made[name]) for name in names if "token_type" not in name}
+    arrays = {name: to_array(made[name]) for name in names if "token_type" not in name}
+    sides = set(arrays["pixel_values"].shape) if "pixel_values" in arrays else set()
+    for name, array in arrays.items():
+        if name.endswith("mask") and not set(array.shape) <= sides:
+            raise ValueError(f"the processor makes {name} of a shape that its pixels do not have")
     return arrays, replaced["replacement"]
+
+
+def to_array(made: Any) -> np.ndarray:
+    """An array of what a processor makes; bfloat16, which numpy does not have, as float32."""
+    is_narrow = str(getattr(made, "dtype", "")) == "torch.bfloat16"
+    return np.asarray(made.float() if is_narrow else made)
 
 
 def to_template_parts(message: Message, images: list[Image.Image]) -> list[dict[str, Any]]:
@@ -172,7 +188,7 @@ def make_rows(path: Path, findings: Findings, image: Image.Image) -> np.ndarray:
             )
         if not spec.is_ones:
             parts.append(np.ascontiguousarray(array).reshape(len(array), -1).view(np.uint8))
-        elif not array.all():
+        elif not (array == 1).all():
             raise FamilyError(
                 f"the processor masks a part of this image in {spec.name}, which no image of the "
                 "probe had",

@@ -34,6 +34,8 @@ class TinyType:
     processor: Config
     template: str = ""
     """Of another type; empty for one of its own."""
+    needs_torchvision: bool = False
+    """Whether transformers has its image processor for torchvision alone."""
 
 
 def _build_gemma3(text: Config, vision: Config, ids: dict[str, int]) -> Config:
@@ -89,6 +91,37 @@ def _build_smolvlm(text: Config, vision: Config, ids: dict[str, int]) -> Config:
         "scale_factor": 2,
         "pad_token_id": ids["<|endoftext|>"],
         "image_token_id": ids["<image>"],
+        "tie_word_embeddings": False,
+    }
+
+
+def _build_lfm2_vl(text: Config, vision: Config, ids: dict[str, int]) -> Config:
+    # A convolution along the tokens, and attention.
+    kinds = {"layer_types": ["conv", "full_attention"], "pad_token_id": ids["<|pad|>"]}
+    patches = {"num_patches": 16, "vision_use_head": False}
+    return {
+        "text_config": {"model_type": "lfm2", **text, **kinds, "tie_word_embeddings": True},
+        "vision_config": {"model_type": "siglip2_vision_model", **vision, **patches},
+        "image_token_id": ids["<image>"],
+        "downsample_factor": 2,
+        "projector_hidden_size": HIDDEN,
+        "tie_word_embeddings": True,
+    }
+
+
+def _build_llama4(text: Config, vision: Config, ids: dict[str, int]) -> Config:
+    # Chunks that prompts are longer than; in the second layer experts, and no rotary positions.
+    layers = {"no_rope_layers": [1, 0], "moe_layers": [1], "attention_chunk_size": 16}
+    experts = {"num_local_experts": 4, "intermediate_size_mlp": 2 * HIDDEN, "floor_scale": 16}
+    # What four patches of a tower hold side by side.
+    projector = {"projector_input_dim": HIDDEN, "projector_output_dim": HIDDEN}
+    wide = {"intermediate_size": 4 * HIDDEN, "vision_output_dim": HIDDEN}
+    return {
+        "text_config": {**text, **layers, **experts, "head_dim": HIDDEN // HEADS},
+        "vision_config": {**vision, **projector, **wide},
+        "boi_token_index": ids["<|image_start|>"],
+        "eoi_token_index": ids["<|image_end|>"],
+        "image_token_index": ids["<|patch|>"],
         "tie_word_embeddings": False,
     }
 
@@ -177,5 +210,46 @@ TYPES = {
         },
         processor={"processor_class": "SmolVLMProcessor", "image_seq_len": 4},
         template="idefics3",
+    ),
+    "lfm2_vl": TinyType(
+        special=(
+            "<|pad|>", "<|startoftext|>", "<|im_start|>", "<|im_end|>", "<image>",
+            "<|image_start|>", "<|image_end|>", "<|img_thumbnail|>",
+            *(f"<|img_row_{r}_col_{c}|>" for r in range(1, 7) for c in range(1, 7)),
+        ),
+        pad="<image>",
+        end="<|im_end|>",
+        named={"bos_token": "<|startoftext|>", "image_token": "<image>"},
+        build_config=_build_lfm2_vl,
+        images={
+            "image_processor_type": "Lfm2VlImageProcessor",
+            "encoder_patch_size": PATCH,
+            "tile_size": SIDE,
+            "min_image_tokens": 2,
+            "max_image_tokens": 16,
+            "max_tiles": 6,
+            **COLORS,
+        },
+        processor={"processor_class": "Lfm2VlProcessor"},
+        needs_torchvision=True,
+    ),
+    "llama4": TinyType(
+        special=(
+            "<|finetune_right_pad|>", "<|begin_of_text|>", "<|header_start|>", "<|header_end|>",
+            "<|eot|>", "<|image|>", "<|image_start|>", "<|image_end|>", "<|patch|>",
+            "<|tile_x_separator|>", "<|tile_y_separator|>",
+        ),
+        pad="<|patch|>",
+        end="<|eot|>",
+        named={"bos_token": "<|begin_of_text|>"},
+        build_config=_build_llama4,
+        images={
+            "image_processor_type": "Llama4ImageProcessor",
+            "size": {"height": SIDE, "width": SIDE},
+            "max_patches": 6,
+            **COLORS,
+        },
+        processor={"processor_class": "Llama4Processor", "patch_size": PATCH},
+        needs_torchvision=True,
     ),
 }  # fmt: skip

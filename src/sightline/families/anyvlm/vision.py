@@ -2,23 +2,24 @@
 
 What is kept of an image are the arrays of the checkpoint's own processor, byte for byte: a row for
 each entry, with its part of every array behind the other. Only where pixels are made is
-transformers imported.
+transformers imported, and torchvision where the processor is made of it.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from functools import cached_property
+from functools import cached_property, lru_cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import msgspec
 import numpy as np
 
 from sightline.errors import MediaRefused, Misaligned
 from sightline.families.anyvlm.findings import FILE, Expansion, Findings
-from sightline.families.anyvlm.layout import RULES
-from sightline.families.protocol import TREE_PACKING, ImageLayout, Packing
+from sightline.families.anyvlm.layout import RULES, count_whole
+from sightline.families.protocol import ImageLayout, Packing
 from sightline.families.vision_family import (
     ImageFamily,
     check_slots_order,
@@ -30,8 +31,10 @@ from sightline.wire import MediaItem, Slot
 if TYPE_CHECKING:
     from PIL import Image
 
+    from sightline.render import Tokenizer
 
 GRID_RULES = ("patches", "patches_in_budget", "lines")
+MAX_CACHED_OFFSETS = 1024
 
 
 class AnyVLMFamily(ImageFamily):
@@ -47,14 +50,18 @@ class AnyVLMFamily(ImageFamily):
             "processor": findings.processor,
             "arrays": [[a.name, a.dtype, *a.shape] for a in findings.arrays],
         }
-        reason = findings.rows_reason
-        packing = Packing("rows", reason) if reason else TREE_PACKING
+        if findings.torchvision:
+            settings["torchvision"] = findings.torchvision
+        packing = Packing("tree", findings.trees_reason)
+        if findings.rows_reason:
+            packing = Packing("rows", findings.rows_reason)
         super().__init__(settings, (findings.pad_id,), packing)
         self.path = path
         self.findings = findings
         self.found = findings.lines
         self.num_axes = findings.num_axes
         self._expansions = {(e.rows, e.columns): e for e in findings.expansions}
+        self._offsets = lru_cache(maxsize=MAX_CACHED_OFFSETS)(self._find_offsets)
 
     def __reduce__(self) -> tuple[Any, ...]:
         return type(self), (self.path, self.findings)
@@ -84,6 +91,10 @@ class AnyVLMFamily(ImageFamily):
                 "no image of the probe had",
                 "crop it, or split it into several images",
             )
+        if self.findings.rule == "tiles_of_large":
+            num = math.prod(count_whole(width, height, self.findings.rule_settings))
+            pieces = [(text, times or num) for text, times in found.pieces]
+            return msgspec.structs.replace(found, pieces=pieces)
         return found
 
     def compute_layout(self, width: int, height: int) -> ImageLayout:
@@ -96,10 +107,14 @@ class AnyVLMFamily(ImageFamily):
                 num_tokens = rows * (columns + 1) - 1
                 rows, columns = rows * merge, columns * merge
             return ImageLayout((1, rows, columns), num_tokens, rows * patch, columns * patch)
-        offsets = self._pad_offsets(found)
+        num, num_tokens = found.num_rows, int(self._pad_offsets(found)[-1]) + 1
+        settings = self.findings.rule_settings
+        if self.findings.rule == "tiles_of_large":
+            factor = settings["patch"] * settings["merge"]
+            rows, columns = count_whole(width, height, settings)
+            return ImageLayout((num, 1, 1), num_tokens, rows * factor, columns * factor)
         *_, tile_height, tile_width = self.findings.arrays[0].shape
-        num = found.num_rows
-        return ImageLayout((num, 1, 1), int(offsets[-1]) + 1, num * tile_height, tile_width)
+        return ImageLayout((num, 1, 1), num_tokens, num * tile_height, tile_width)
 
     def num_tokens(self, item: MediaItem) -> int:
         return self.layout(item.ref.width, item.ref.height).num_tokens
@@ -114,30 +129,30 @@ class AnyVLMFamily(ImageFamily):
         return self._pad_offsets(self.expansion(item.ref.width, item.ref.height))
 
     def _pad_offsets(self, found: Expansion) -> np.ndarray:
-        return self._offsets[found.rows, found.columns]
+        return self._offsets(tuple(found.pieces))
 
-    @cached_property
-    def _offsets(self) -> dict[tuple[int, int], np.ndarray]:
-        """For each layout the places of pads, counted from the first of them.
+    def _find_offsets(self, pieces: tuple[tuple[str, int], ...]) -> np.ndarray:
+        """The places of pads, counted from the first of them.
 
         Other pieces of an expansion that stand between pads are tokens of their own.
         """
+        places: list[int] = []
+        at = 0
+        for text, times in _join_plain(pieces, self.findings.pad):
+            if text == self.findings.pad:
+                places += range(at, at + times)
+                at += times
+            else:
+                at += len(self._tokenizer.encode_marked(text))
+        offsets = np.array(places) - places[0]
+        offsets.setflags(write=False)
+        return offsets
+
+    @cached_property
+    def _tokenizer(self) -> Tokenizer:
         from sightline.render import Tokenizer
 
-        tokenizer, made = Tokenizer(self.path), {}
-        for found in self.findings.expansions:
-            places: list[int] = []
-            at = 0
-            for text, times in _join_plain(found.pieces, self.findings.pad):
-                if text == self.findings.pad:
-                    places += range(at, at + times)
-                    at += times
-                else:
-                    at += len(tokenizer.encode_marked(text))
-            offsets = np.array(places) - places[0]
-            offsets.setflags(write=False)
-            made[found.rows, found.columns] = offsets
-        return made
+        return Tokenizer(self.path)
 
     def cut_patches(self, image: Image.Image, layout: ImageLayout) -> np.ndarray:
         """uint8 (rows, bytes of a row), by the checkpoint's own processor."""
@@ -170,7 +185,7 @@ def fill_lines(pieces: list[tuple[str, int]], rows: int, columns: int) -> list[t
     return [*(line * (rows - 1)), *closing]
 
 
-def _join_plain(pieces: list[tuple[str, int]], pad: str) -> list[tuple[str, int]]:
+def _join_plain(pieces: Sequence[tuple[str, int]], pad: str) -> list[tuple[str, int]]:
     """Neighbouring texts as one: they are tokenized together."""
     joined: list[tuple[str, int]] = []
     for text, times in pieces:
