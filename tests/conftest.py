@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import pytest
+from hypothesis import HealthCheck
 from hypothesis import settings as hypothesis_settings
 
 if TYPE_CHECKING:
@@ -30,7 +31,9 @@ os.environ.setdefault("HF_HUB_OFFLINE", "1")
 gc.disable()
 
 # A busy machine is no failure of the code under test.
-hypothesis_settings.register_profile("sightline", deadline=None)
+hypothesis_settings.register_profile(
+    "sightline", deadline=None, suppress_health_check=[HealthCheck.too_slow]
+)
 hypothesis_settings.load_profile("sightline")
 
 

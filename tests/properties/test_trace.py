@@ -254,7 +254,9 @@ def real_world(tiny_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Wo
 
 
 @settings(
-    max_examples=25, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
+    max_examples=25,
+    deadline=None,
+    suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow],
 )
 @given(st.data())
 def test_the_same_holds_for_a_real_chat_format(real_world: World, data: st.DataObject) -> None:

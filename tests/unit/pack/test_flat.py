@@ -20,7 +20,10 @@ from sightline.wire import Slot
 from sightline.wire.sample import Sample
 
 
-@settings(max_examples=15, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(
+    max_examples=15,
+    suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow],
+)
 @given(seed=st.integers(0, 10**6), tokens=st.sampled_from([1, 60, 150, 10**6]))
 def test_every_trained_token_is_packed_once_with_its_own_values(
     tiny_model: Path, store: MediaStore, seed: int, tokens: int

@@ -21,7 +21,8 @@ from sightline.trainer.sft import build_sample
 
 
 @settings(
-    max_examples=num_examples(60, 25), suppress_health_check=[HealthCheck.function_scoped_fixture]
+    max_examples=num_examples(60, 25),
+    suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow],
 )
 @given(seed=st.integers(0, 50), limit=st.integers(1, 120))
 def test_what_is_left_lines_up_and_holds_whole_images(
