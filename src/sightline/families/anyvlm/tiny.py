@@ -78,12 +78,16 @@ def write(path: Path, seed: int = 0, type: str = "llava") -> None:
     if type not in TOKENS:
         names = ", ".join((*TOKENS, *TYPES))
         raise FamilyError(f"no type {type!r}", f"use one of {names}")
-    files = {
+    files, template = build_processor_files(type), _read_template(type)
+    compose(path, seed, type, TOKENS[type], partial(build_config, type), files, template)
+
+
+def build_processor_files(type: str) -> dict[str, dict[str, Any]]:
+    """The files of a processor, by their names."""
+    return {
         "preprocessor_config.json": _build_processor(type),
         "processor_config.json": _build_processor_settings(type),
     }
-    build_config = partial(_build_config, type)
-    compose(path, seed, type, TOKENS[type], build_config, files, _read_template(type))
 
 
 def _read_template(type: str) -> str:
@@ -180,7 +184,7 @@ def build_text_config(vocab_size: int, end: int) -> dict[str, Any]:
     }
 
 
-def _build_config(type: str, vocab_size: int, pad: int, end: int) -> dict[str, Any]:
+def build_config(type: str, vocab_size: int, pad: int, end: int) -> dict[str, Any]:
     text = build_text_config(vocab_size, end)
     vision = VISION
     shared: dict[str, Any] = {"image_token_id": pad, "tie_word_embeddings": False}
