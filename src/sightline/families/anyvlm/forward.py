@@ -58,9 +58,6 @@ class AnyVLMForward(TextForward):
             )
         super().__init__(model, text)
         self._family = family
-        own = {id(parameter) for parameter in text.parameters()}
-        own |= {id(parameter) for parameter in self._head.parameters()}
-        self._tower = [(n, p) for n, p in model.named_parameters() if id(p) not in own]
         self._attends_itself = family.packing.kind == "rows"
         self._attention = "sdpa" if self._attends_itself else attention
         self._set_attention(self._attention)
@@ -72,7 +69,10 @@ class AnyVLMForward(TextForward):
                 module.config._attn_implementation = name
 
     def vision_parameters(self) -> list[tuple[str, nn.Parameter]]:
-        return self._tower
+        # Asked of the model as it is: ranks that share it have put others into their places.
+        own = {id(parameter) for parameter in self._text.parameters()}
+        own |= {id(parameter) for parameter in self._head.parameters()}
+        return [(n, p) for n, p in self.model.named_parameters() if id(p) not in own]
 
     def blocks(self) -> list[nn.Module]:
         """Decoder layers, and the layers of the tower: its longest list of modules."""
@@ -98,7 +98,7 @@ class AnyVLMForward(TextForward):
             # transformers squeezes the axis of a lone token away.
             return self.encode(patches.repeat(2, 1), grids * 2)[:1]
         given = {}
-        dtype = next(p for _, p in self._tower).dtype
+        dtype = self.vision_parameters()[0][1].dtype
         for spec, own in findings.cut_row():
             if spec.is_ones:
                 kind = getattr(torch, spec.dtype)

@@ -145,8 +145,8 @@ def _compose(
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
         model = AutoModelForImageTextToText.from_config(config, dtype=torch.float32)
-        for parameter in model.parameters():  # biases begin at 0 and would hide a mistake
-            if parameter.dim() == 1 and not parameter.any():
+        for parameter in model.parameters():  # what begins at 0 would hide a mistake
+            if not parameter.any():
                 torch.nn.init.normal_(parameter, std=0.05)
     files: dict[str, dict[str, Any]] = {
         **processor,
