@@ -72,9 +72,10 @@ class Case:
     which is more where a tower sums over hundreds of patches of the smallest image."""
     makes_pixels_alone: bool = True
     """Whether pixels are made without transformers; else by its processor."""
-    processor_ids: Callable[[Checkpoint, Sequence[dict[str, Any]], bool], list[int]] | None = None
+    processor_ids: Callable[..., list[int]] | None = None
     """The witness of tokens where it is not the tokenizer's template with its pads repeated: what
-    the checkpoint's own processor makes of messages, with or without a generation prompt."""
+    the checkpoint's own processor makes of messages, with or without a generation prompt, and of
+    tools."""
     make_arrays: Callable[[Checkpoint, Image.Image], dict[str, Any]] | None = None
     """The arrays that the checkpoint's own processor, on Pillow, makes of an image; None where it
     has none."""
@@ -142,7 +143,7 @@ class Checkpoint:
         `template` None stands for the checkpoint's own.
         """
         if self.case.processor_ids is not None:
-            return self.case.processor_ids(self, messages, generation_prompt)
+            return self.case.processor_ids(self, messages, generation_prompt, tools or None)
         tokenizer = self.transformers_tokenizer
         ids = tokenizer.apply_chat_template(
             list(messages),

@@ -27,6 +27,9 @@ TYPES = [
     ("qwen_vl", {"type": "qwen2_5_vl"}),
     ("qwen_vl", {"type": "qwen3_vl_moe"}),
     ("kimi_k25", {}),
+    # Padded rows.
+    ("anyvlm", {"type": "gemma3"}),
+    ("anyvlm", {"type": "gemma4"}),
 ]
 
 

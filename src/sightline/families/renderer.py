@@ -78,10 +78,11 @@ class MessageRenderer(ABC):
     A family's `__init__` sets `header`, `end_id`, `stop_token_ids` and `pad_token_ids`.
     """
 
-    takes_tools: ClassVar[bool] = True
-    tools_refusal: ClassVar[str] = "this chat format has no place for tools"
+    takes_tools: bool = True
+    tools_refusal: str = "this chat format has no place for tools"
     """Why tools, calls and what tools say are refused, where the format takes none."""
     takes_reasoning: ClassVar[bool] = True
+    reasoning_refusal: str = "this chat format has no place for reasoning"
     image_roles: ClassVar[tuple[str, ...]] = ("user", "tool")
     """The roles whose messages can show images; never the assistant."""
     shows_names: ClassVar[bool] = False
@@ -237,9 +238,7 @@ class MessageRenderer(ABC):
 
     def _check_message(self, message: Message, path: str) -> None:
         if message.reasoning is not None and not self.takes_reasoning:
-            raise MessageError.at(
-                f"{path}.reasoning", "this chat format has no place for reasoning", "remove it"
-            )
+            raise MessageError.at(f"{path}.reasoning", self.reasoning_refusal, "remove it")
         if message.reasoning is not None and message.role != "assistant":
             raise MessageError.at(
                 f"{path}.reasoning", f"reasoning of the role {message.role}", "remove it"

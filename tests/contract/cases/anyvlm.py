@@ -21,6 +21,8 @@ def write_kind(kind: str, path: Path) -> None:
 
     if kind == "qwen2_vl":
         write_qwen2_vl(path)
+    elif kind == "tools":
+        write_tools(path)
     else:
         tiny.write(path, type=kind)
 
@@ -49,6 +51,17 @@ def write_qwen2_vl(path: Path) -> None:
     template = template.replace("<image>", f"{marks[0]}{pad}{marks[1]}")
     tokens = ((*tiny.CHATML_TOKENS, *marks, pad), pad, {"image_token": pad})
     tiny.compose(path, 0, "qwen2_vl", tokens, build_config, files, template)
+
+
+def write_tools(path: Path) -> None:
+    """LLaVA with a template that has tools: calls as JSON between marks that are added tokens."""
+    from sightline.families.anyvlm import tiny
+
+    special, pad, named = tiny.TOKENS["llava"]
+    tokens = ((*special, "<tool_call>", "</tool_call>"), pad, named)
+    files = tiny.build_processor_files("llava")
+    template = Path(__file__).with_name("tools.jinja").read_text()
+    tiny.compose(path, 0, "llava", tokens, partial(tiny.build_config, "llava"), files, template)
 
 
 def count_slot_tokens(processor: Any, made: dict[str, Any], **settings: Any) -> int:
@@ -135,7 +148,10 @@ class Images:
 
 
 def _processor_ids(
-    checkpoint: Checkpoint, messages: Sequence[dict[str, Any]], prompt: bool
+    checkpoint: Checkpoint,
+    messages: Sequence[dict[str, Any]],
+    prompt: bool,
+    tools: Sequence[dict[str, Any]] | None,
 ) -> list[int]:
     def part(given: dict[str, Any]) -> dict[str, Any]:
         if given["type"] == "text":
@@ -146,9 +162,12 @@ def _processor_ids(
     def content(given: str | list[dict[str, Any]]) -> list[dict[str, Any]]:
         return [{"type": "text", "text": given}] if isinstance(given, str) else [*map(part, given)]
 
-    talk = [{"role": m["role"], "content": content(m["content"])} for m in messages]
+    talk = [{**m, "content": content(m["content"])} for m in messages]
+    for message in talk:
+        if "tool_calls" in message and message["content"] == [{"type": "text", "text": ""}]:
+            message["content"] = ""
     made = checkpoint.transformers_images.processor.apply_chat_template(
-        talk, tokenize=True, return_dict=True, add_generation_prompt=prompt
+        talk, tools=tools, tokenize=True, return_dict=True, add_generation_prompt=prompt
     )
     return [int(token) for token in made["input_ids"][0]]
 
@@ -175,7 +194,7 @@ def build_case(kind: str, load_images: Callable[[Path], Any] = Images) -> Case:
         load_images,
         image_pad="",
         published_template=None,
-        takes_tools=False,
+        takes_tools=kind == "tools",
         overrides=(),
         refused_size=(402, 2) if kind in (*TWO_FRAMES, "mistral3", "lfm2_vl") else None,
         # float32, and the one frame twice where a tower looks at two.
@@ -191,7 +210,7 @@ def build_case(kind: str, load_images: Callable[[Path], Any] = Images) -> Case:
 
 # Of kinds that take a minute each the commit chooses one; a full run takes all.
 KINDS = [
-    *take_sample(["llava", "idefics3", "gemma3", "mistral3", "gemma4"], 1),
+    *take_sample(["llava", "idefics3", "gemma3", "mistral3", "gemma4", "tools"], 1),
     *(["internvl", "qwen2_vl", "glm46v", "smolvlm"] * IS_FULL),
 ]
 CASES: tuple[Case, ...] = tuple(map(build_case, KINDS))

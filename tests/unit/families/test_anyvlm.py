@@ -62,7 +62,7 @@ def test_what_was_found_is_a_file_that_is_read_until_the_checkpoint_changes(fold
     family = load_family(folder)
     assert family.name == "anyvlm"
     assert [line.partition(":")[0] for line in family.found] == [
-        "model", "images", "pads", "stops", "positions", "turns",
+        "model", "images", "pads", "stops", "positions", "tools", "reasoning", "turns",
     ]  # fmt: skip
     marked = json.loads((folder / FILE).read_text())
     marked["lines"] = ["as it was written down"]
@@ -122,6 +122,52 @@ def test_a_template_that_cannot_be_followed_is_refused(
     file.write_text(text.replace(old, new).replace("{{- message['content'] -}}", "{{- 'x' -}}"))
     with pytest.raises(FamilyError, match=problem):
         load_family(folder)
+
+
+def test_calls_of_another_form_than_json_between_marks_are_refused_with_what_is_written(
+    tmp_path: Path,
+) -> None:
+    write_kind("tools", tmp_path / "model")
+    file = tmp_path / "model" / "chat_template.jinja"
+    text = file.read_text()
+    store = MediaStore(tmp_path / "media")
+    assert load_renderer(tmp_path / "model", store).takes_tools
+    for old, new, reason in (
+        ("call['function']['arguments'] | tojson", "'1'", "<tool_call>.*no JSON object"),
+        ("{%- if tools -%}", "{%- if false -%}", "has no place for tools"),
+        ("'\\n<tool_response>", "raise_exception('no') + '\\n<", "answers of tools: .*no"),
+    ):
+        assert old in text
+        file.write_text(text.replace(old, new))
+        (line,) = (li for li in load_family(tmp_path / "model").found if li.startswith("tools: "))
+        assert re.match(f"tools: refused, because .*{reason}", line)
+        with pytest.raises(MessageError, match=f"^tools: .*{reason}"):
+            load_renderer(tmp_path / "model", store).render([user("a")], [{"name": "f"}])
+
+
+def test_sampled_calls_are_read_by_the_ids_of_their_marks(tmp_path: Path) -> None:
+    write_kind("tools", tmp_path / "model")
+    renderer: Any = load_renderer(tmp_path / "model", MediaStore(tmp_path / "media"))
+    encode = renderer._tokenizer.encode_marked
+
+    def parse(said: str) -> Any:
+        return renderer.parse([*encode(said), renderer.end_id])
+
+    called = '<tool_call>\n{"name": "f", "arguments": {"a": 1.0}}\n</tool_call>'
+    found = parse(f"so:\n{called}\n{called}")
+    assert found.text == "so:" and found.malformed_calls == ()
+    assert [(c.name, c.arguments) for c in found.tool_calls] == [("f", '{"a": 1.0}')] * 2
+    for broken in (
+        called.replace("}}", "}"), called.replace('"f"', "1"), called + " and so",
+        called.replace('"name"', '"id": 1, "name"'), "<tool_call>",
+        called.replace('{"a": 1.0}', "[1]"), called[: -len("</tool_call>")], "</tool_call>",
+    ):  # fmt: skip
+        found = parse(broken)
+        assert found.tool_calls == () and found.malformed_calls and found.text == broken
+    plain = renderer.parse(renderer._tokenizer.encode(called))
+    assert plain.text == called and plain.tool_calls == plain.malformed_calls == ()
+    with pytest.raises(MessageError, match=r"^tools\[0\]: it spells the token <.im_end.>"):
+        renderer.render([user("a")], [{"name": "<|im_end|>"}])
 
 
 def test_texts_that_a_template_strips_are_stripped_and_stay_text(

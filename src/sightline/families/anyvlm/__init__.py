@@ -4,7 +4,8 @@ Nothing of it is known beforehand. `probe` asks the checkpoint's own processor, 
 code at the first load, in a process that has transformers, and leaves what it found as data in the
 folder (`findings`, which `load` reads), or refuses the checkpoint with the probe that failed.
 `layout` has the rules by which a size becomes tokens, `vision` the family, `render` the template
-as data, `processor` and `forward` the halves that import transformers, `tiny` small checkpoints.
+as data, `calls` its tool calls, `processor` and `forward` the halves that import transformers,
+`tiny` small checkpoints.
 This file loads without torch and transformers.
 """
 

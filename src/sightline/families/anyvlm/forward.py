@@ -63,9 +63,6 @@ class AnyVLMForward(TextForward):
             )
         super().__init__(model, text)
         self._family = family
-        own = {id(parameter) for parameter in text.parameters()}
-        own |= {id(parameter) for parameter in self._head.parameters()}
-        self._tower = [(n, p) for n, p in model.named_parameters() if id(p) not in own]
         self._attends_itself = family.packing.kind == "rows"
         self._attention = "sdpa" if self._attends_itself else attention
         self._set_attention(self._attention)
@@ -77,7 +74,10 @@ class AnyVLMForward(TextForward):
                 module.config._attn_implementation = name
 
     def vision_parameters(self) -> list[tuple[str, nn.Parameter]]:
-        return self._tower
+        # Asked of the model as it is: ranks that share it have put others into their places.
+        own = {id(parameter) for parameter in self._text.parameters()}
+        own |= {id(parameter) for parameter in self._head.parameters()}
+        return [(n, p) for n, p in self.model.named_parameters() if id(p) not in own]
 
     def blocks(self) -> list[nn.Module]:
         """Decoder layers, and the layers of the tower: its longest list of modules."""
@@ -116,7 +116,7 @@ class AnyVLMForward(TextForward):
         """The arrays that the checkpoint's processor made of these images, by their names."""
         findings = self._family.findings
         given: dict[str, Tensor] = {}
-        dtype = next(p for _, p in self._tower).dtype
+        dtype = self.vision_parameters()[0][1].dtype
         for spec, own in findings.cut_row():
             if spec.is_ones:
                 kind = getattr(torch, spec.dtype)

@@ -32,6 +32,13 @@ def describe_difference(ours: list[int], theirs: list[int], renderer: AnyVLMRend
     return f"transformers writes {ends[1]!r} behind {behind!r}, and we {ends[0]!r}"
 
 
+def describe_tools(renderer: AnyVLMRenderer) -> str:
+    found = renderer.call_format
+    if found is None:
+        return f"refused, because {renderer.tools_refusal}"
+    return f"calls are JSON between {found.opening} and {found.closing}, read back as written"
+
+
 def describe_findings(findings: Findings, renderer: AnyVLMRenderer, num_sizes: int) -> list[str]:
     """A line for each thing that was found, with its reason."""
     counts = [sum(n for p, n in e.pieces if p == findings.pad) for e in findings.expansions]
@@ -50,6 +57,8 @@ def describe_findings(findings: Findings, renderer: AnyVLMRenderer, num_sizes: i
         "with it",
         f"stops: {stops}",
         f"positions: {'one axis' if findings.num_axes == 1 else 'time, height and width'}",
+        f"tools: {describe_tools(renderer)}",
+        f"reasoning: refused, because {renderer.reasoning_refusal}",
         "turns: " + (f"rendered anew, because {bridge}" if bridge else "added to tokens, as the "
         "template keeps what stands before a new turn"),
     ]  # fmt: skip

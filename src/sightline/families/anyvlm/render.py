@@ -11,95 +11,36 @@ something to them that cannot be followed, and the conversation is refused.
 
 from __future__ import annotations
 
+import json
 import re
-from bisect import bisect_left, bisect_right
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field
-from itertools import accumulate
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from sightline.errors import FamilyError, MessageError, PromptTooLong
+from sightline.errors import FamilyError, MessageError
+from sightline.families.anyvlm.calls import (
+    TRIED_ANSWER,
+    TRIED_CALL,
+    TRIED_CALLS,
+    TRIED_TOOLS,
+    CallFormat,
+)
+from sightline.families.anyvlm.composed import Composed, TokenRun
+from sightline.families.anyvlm.composer import TemplateComposer
 from sightline.families.anyvlm.findings import Findings
 from sightline.families.anyvlm.vision import AnyVLMFamily
-from sightline.families.renderer import MessageRenderer, ParsedCompletion
+from sightline.families.message_fields import encode_tool
+from sightline.families.renderer import ParsedCompletion
 from sightline.media import MediaRef
-from sightline.message import ImageResolver, Message, TextPart, assistant, system, user
+from sightline.message import ImageResolver, Message, ToolCall, assistant, system, user
 from sightline.render import Bridged, ChatTemplate, Rendered, TemplateError, Tokenizer
-from sightline.render.emitter import SHORTEN
 from sightline.render.protocol import Tools
 from sightline.wire import MediaItem, Slot, Span
 
-_MARKS = "\ue000\ue001\ue002\ue003"
-"""Characters of which one, that no text has, stands around the number of a text."""
-_FORMS: tuple[Callable[[str], str], ...] = (str, str.strip)
-"""What templates do to texts."""
 _FIX = "use a checkpoint whose chat template is known, or add a family: docs/adding_a_family.md"
 
 
-@dataclass
-class Composed:
-    """What the template makes of a conversation, with what each part of it is."""
-
-    text: str
-    """All of it, each image as the template writes it."""
-    pieces: list[tuple[str, bool]]
-    """Its parts in order, and whether the template wrote them itself."""
-    ends: list[int]
-    """For each message where it ends in `text`."""
-    answers: list[tuple[int, int]]
-    """For each message of the assistant where its text begins and ends."""
-
-
-@dataclass
-class TokenRun:
-    """Tokens, for each the index in the composed text of what it begins with."""
-
-    tokenizer: Tokenizer
-    max_model_len: int
-    ids: list[int] = field(default_factory=list)
-    starts: list[int] = field(default_factory=list)
-    slots: list[tuple[int, int, MediaItem]] = field(default_factory=list)
-    _text: list[str] = field(default_factory=list)
-    _places: list[int] = field(default_factory=list)
-    _num_chars: int = 0
-
-    def add_text(self, text: str, places: Sequence[int]) -> None:
-        self._text.append(text)
-        self._places += places
-
-    def add_token(self, token_id: int, place: int, times: int = 1) -> None:
-        self.flush()
-        self.ids += [token_id] * times
-        self.starts += [place] * times
-
-    def flush(self) -> None:
-        text, places = "".join(self._text), self._places
-        self._text, self._places = [], []
-        if not text:
-            return
-        most = self.max_model_len * self.tokenizer.max_token_chars
-        self._num_chars += self.tokenizer.count_chars(text, most)
-        if self.max_model_len and self._num_chars > most:
-            raise PromptTooLong.at(
-                "messages",
-                f"{self._num_chars} characters of text or more cannot fit into max_model_len = "
-                f"{self.max_model_len} tokens",
-                SHORTEN,
-            )
-        ids, starts = self.tokenizer.encode_with_starts(text)
-        self.ids += ids
-        # A normalizer may shorten a text: what is behind its end belongs to its last character.
-        found = (places[min(start, len(places) - 1)] for start in starts)
-        self.starts += accumulate(found, max)
-
-    def find(self, place: int) -> int:
-        """The index of the first token that begins at `place` or behind it."""
-        return bisect_left(self.starts, place)
-
-
-class AnyVLMRenderer(MessageRenderer):
-    takes_tools = False
+class AnyVLMRenderer(TemplateComposer):
     takes_reasoning = False
 
     def __init__(
@@ -121,6 +62,12 @@ class AnyVLMRenderer(MessageRenderer):
         self._read_turns()
         self.bridge_difference = self._find_bridge_difference()
         """Why a new turn cannot be added to tokens; empty where it can."""
+        self.reasoning_refusal = self._find_reasoning_refusal()
+        self.takes_tools = False
+        self.call_format, self.tools_refusal = self._find_call_format()
+        if self.call_format is not None:
+            self.takes_tools = True
+            self.bridge_difference = self.bridge_difference or self._find_bridge_difference(True)
 
     @classmethod
     def load(cls, path: Path, family: AnyVLMFamily, resolver: ImageResolver) -> AnyVLMRenderer:
@@ -182,21 +129,57 @@ class AnyVLMRenderer(MessageRenderer):
         # Where nothing opens an answer, what closes the question does.
         self.header = run.ids[run.find(len(asked.text) - len(opening)) :]
 
-    def _find_bridge_difference(self) -> str:
+    def _find_bridge_difference(self, with_tools: bool = False) -> str:
         """Where adding a turn changes what stands before it, or depends on it."""
         ref = MediaRef("0" * 64, "image/png", 64, 64, 1)
         histories = [[user("a")], [user("a"), assistant("b"), user("c", ref)]]
+        added_turns = [[user("n")], [user(ref, "n")], [user("n", ref)]]
+        tools = TRIED_TOOLS if with_tools else None
+        if with_tools:
+            histories.append([user("a"), TRIED_CALL, TRIED_ANSWER])
+            added_turns += [[TRIED_ANSWER], [TRIED_ANSWER, TRIED_ANSWER]]
         if self.takes_system:
             histories.append([system("s"), user("a")])
-        for new in ([user("n")], [user(ref, "n")], [user("n", ref)]):
+        for new in added_turns:
             shown = self._compose_new(new)[0]
             added = shown.text[shown.answers[0][1] :]
             for history in histories:
-                whole = self._compose([*history, assistant("x"), *new], True).text
-                kept = self._compose(history, True).text + self._answer_prefix + "x"
+                whole = self._compose([*history, assistant("x"), *new], True, tools).text
+                kept = self._compose(history, True, tools).text + self._answer_prefix + "x"
                 if whole != kept + added:
                     return f"behind {kept[-40:]!r} it does not write {added[:40]!r}"
         return ""
+
+    def _find_call_format(self) -> tuple[CallFormat | None, str]:
+        """How calls are written, or why tools are refused."""
+        try:
+            offered = self._compose([user("a")], True, TRIED_TOOLS).text
+            if offered == self._compose([user("a")], True).text:
+                return None, "the chat template has no place for tools"
+            said = self._compose([user("a"), TRIED_CALL], False, TRIED_TOOLS)
+            start = said.answers[0][0] + len(TRIED_CALL.text)
+            written = said.text[start : said.answers[0][1]]
+            self._compose([user("a"), TRIED_CALLS, TRIED_ANSWER], True, TRIED_TOOLS)
+            self._compose_new([TRIED_ANSWER])
+        except MessageError as error:
+            return None, f"the chat template takes no calls and answers of tools: {error.problem}"
+        found = CallFormat.find(written)
+        if found is None:
+            form = f"the chat template writes a call as {written!r}"
+            return None, f"{form}, which is no JSON object of name and arguments between marks"
+        return found, ""
+
+    def _find_reasoning_refusal(self) -> str:
+        said = {"role": "assistant", "content": "b", "reasoning_content": "\ue000"}
+        asked = {"role": "user", "content": "a"}
+        try:
+            values: dict[str, Any] = self._findings.template_values
+            written = self._template.render([asked, said], None, False, **values)
+        except TemplateError:
+            written = ""
+        if "\ue000" in written:
+            return "the chat template writes reasoning, which is not told from a content when read"
+        return "the chat template has no place for reasoning"
 
     @property
     def takes_system(self) -> bool:
@@ -205,125 +188,6 @@ class AnyVLMRenderer(MessageRenderer):
         except MessageError:
             return False
         return True
-
-    # -- the template
-
-    def _apply(self, messages: Sequence[Message], contents: Sequence[Any], prompt: bool) -> str:
-        forms = [
-            {"role": message.role, "content": content}
-            for message, content in zip(messages, contents, strict=True)
-        ]
-        try:
-            values: dict[str, Any] = self._findings.template_values
-            return self._template.render(forms, generation_prompt=prompt, **values)
-        except TemplateError as error:
-            raise MessageError.at(
-                "messages", f"the chat template fails: {error}", "send what it has a place for"
-            ) from error
-
-    def _form(self, message: Message, texts: Sequence[str]) -> Any:
-        """The content as the template gets it, with these texts in the place of its own."""
-        if not message.images and not self._takes_parts:
-            return texts[0]
-        left = list(texts)
-        if not message.content:
-            return [{"type": "text", "text": left[0]}]
-        return [
-            {"type": "text", "text": left.pop(0)}
-            if isinstance(part, TextPart)
-            else {"type": "image"}
-            for part in message.content
-        ]
-
-    def _compose(self, messages: Sequence[Message], prompt: bool) -> Composed:
-        texts = [
-            [p.text for p in m.content if isinstance(p, TextPart)] or ([] if m.content else [""])
-            for m in messages
-        ]
-        spoken = [text for own in texts for text in own]
-        mark = next((m for m in _MARKS if not any(m in text for text in spoken)), "")
-        if not mark:
-            raise MessageError.at("messages", f"a text with all of {_MARKS!r}", "remove one")
-        counts = list(accumulate(map(len, texts), initial=0))
-        marked = [
-            self._form(m, [f"{mark}{n}{mark}" for n in range(counts[i], counts[i + 1])])
-            for i, m in enumerate(messages)
-        ]
-        written = self._apply(messages, marked, prompt)
-        cut = re.split(f"{mark}(\\d+){mark}", written)
-        if [int(n) for n in cut[1::2]] != list(range(len(spoken))):
-            self._refuse_dropped(counts, [int(n) for n in cut[1::2]])
-        true = self._apply(
-            messages, [self._form(m, own) for m, own in zip(messages, texts, strict=True)], prompt
-        )
-        pieces = _restore_texts(cut, spoken, true)
-        if pieces is None:
-            raise MessageError.at(
-                "messages",
-                "the chat template changes texts in a way that cannot be followed",
-                "send them as the template leaves them, without blanks at their ends",
-            )
-        edges = list(accumulate((len(text) for text, _ in pieces), initial=0))
-        raw = list(accumulate(map(len, _restore(cut, mark)), initial=0))
-        lasts = self._find_lasts(messages, pieces, edges, counts)
-        ends: list[int] = []
-        for i, found in enumerate(self._find_ends(messages, marked, written)):
-            end = lasts[i] if found is None else _move(found, raw, edges)
-            ends.append(max(end, ends[-1] if ends else 0))
-        return Composed(
-            true,
-            pieces,
-            ends,
-            [
-                (edges[2 * counts[i] + 1], edges[2 * counts[i] + 2])
-                for i, message in enumerate(messages)
-                if message.role == "assistant"
-            ],
-        )
-
-    def _refuse_dropped(self, counts: list[int], found: list[int]) -> None:
-        lost = next((n for n in range(counts[-1]) if found.count(n) != 1), 0)
-        i = next(i for i in range(len(counts) - 1) if counts[i] <= lost < counts[i + 1])
-        raise MessageError.at(
-            f"messages[{i}].content",
-            "the chat template writes this text not once, or not in its place",
-            "send what the template has a place for",
-        )
-
-    def _find_ends(
-        self, messages: Sequence[Message], marked: list[Any], written: str
-    ) -> Iterator[int | None]:
-        """Where messages end: where the template stops when it is given no more of them; None where
-        it then writes something else."""
-        for i in range(1, len(messages) + 1):
-            try:
-                alone = self._apply(messages[:i], marked[:i], False)
-            except MessageError:
-                yield None
-            else:
-                yield len(alone) if written.startswith(alone) else None
-
-    def _find_lasts(
-        self,
-        messages: Sequence[Message],
-        pieces: list[tuple[str, bool]],
-        edges: list[int],
-        counts: list[int],
-    ) -> list[int]:
-        """Where the last text or image of each message ends."""
-        shown = [
-            edges[i] + found.end()
-            for i, (text, is_template) in enumerate(pieces)
-            if is_template
-            for found in re.finditer(re.escape(self._findings.image_token), text)
-        ]
-        lasts, num_images = [], 0
-        for i, message in enumerate(messages):
-            num_images += len(message.images)
-            is_shown = bool(message.images) and num_images <= len(shown)
-            texts = edges[2 * counts[i + 1]] if counts[i + 1] > counts[i] else 0
-            lasts.append(max(texts, shown[num_images - 1] if is_shown else 0))
-        return lasts
 
     def _compose_new(self, new: Sequence[Message]) -> tuple[Composed, list[Message]]:
         """The new messages behind a turn of which nothing but its end is used."""
@@ -383,7 +247,9 @@ class AnyVLMRenderer(MessageRenderer):
     def render_read(
         self, messages: list[Message], tools: Tools | None, generation_prompt: bool
     ) -> Rendered:
-        composed = self._compose(messages, generation_prompt)
+        for i, tool in enumerate(tools or ()):
+            self._refuse_marks(encode_tool(tool, f"tools[{i}]"), f"tools[{i}]")
+        composed = self._compose(messages, generation_prompt, tools)
         run = self._encode(composed, messages)
         head = self._findings.first_ids
         shift = len(head)
@@ -412,33 +278,45 @@ class AnyVLMRenderer(MessageRenderer):
         slots = [Slot(start + first, length, item) for first, length, item in run.slots]
         return Bridged(run.ids, slots, spans)
 
+    def check_call(self, call: ToolCall, path: str) -> None:
+        path = f"{path}.function"
+        try:
+            made = json.loads(call.arguments)
+        except (ValueError, RecursionError):
+            made = None
+        if not isinstance(made, dict):
+            raise MessageError.at(f"{path}.arguments", "not a JSON object", "pass an object")
+        self._refuse_marks(call.name + json.dumps(made, ensure_ascii=False), path)
+
+    def _refuse_marks(self, said: str, path: str) -> None:
+        """The template writes this itself, where an added token that is spelled becomes one."""
+        if found := self._added.search(said):
+            raise MessageError.at(path, f"it spells the token {found[0]}", "leave it out")
+
     def rewrites_history(
         self, prompt_ids: Sequence[int], ids: list[int], new: Sequence[Message]
     ) -> bool:
         return bool(self.bridge_difference)
 
     def parse_turn(self, ids: list[int], tools: Tools) -> ParsedCompletion:
-        return ParsedCompletion(self._tokenizer.decode(ids).removeprefix(self._answer_prefix))
+        first, *rest = self._cut_calls(ids)
+        parts = [first.removeprefix(self._answer_prefix), *rest]
+        if self.call_format is None:
+            return ParsedCompletion("".join(parts))
+        return self.call_format.parse(parts)
 
-
-def _restore(cut: Sequence[str], mark: str) -> list[str]:
-    """The parts of a text that was cut at marks, each mark whole again."""
-    return [part if i % 2 == 0 else f"{mark}{part}{mark}" for i, part in enumerate(cut)]
-
-
-def _restore_texts(cut: list[str], spoken: list[str], true: str) -> list[tuple[str, bool]] | None:
-    """The parts of a text that was cut at marks, each mark as the template writes its text, and
-    whether they are the template's own; None where it does something else."""
-    pieces, at = [(cut[0], True)], len(cut[0])
-    for number, behind in zip(cut[1::2], cut[2::2], strict=True):
-        forms = [form(spoken[int(number)]) for form in _FORMS]
-        text = next((t for t in forms if true.startswith(t + behind, at)), forms[0])
-        pieces += [(text, False), (behind, True)]
-        at += len(text) + len(behind)
-    return pieces if "".join(text for text, _ in pieces) == true else None
-
-
-def _move(place: int, raw: list[int], edges: list[int]) -> int:
-    """A place of the text with marks, in the text with what the marks stand for."""
-    i = bisect_right(raw, place) - 1
-    return edges[i] + place - raw[i]
+    def _cut_calls(self, ids: list[int]) -> list[str]:
+        """The texts of a completion, with the marks of calls between them: by their ids, where they
+        are tokens of their own."""
+        if self.call_format is None:
+            return [self._tokenizer.decode(ids)]
+        marks = (self.call_format.opening, self.call_format.closing)
+        names = {self._tokenizer.added_tokens.get(mark): mark for mark in marks}
+        if None in names:
+            return self.call_format.marks.split(self._tokenizer.decode(ids))
+        parts, start = [], 0
+        for at, token_id in enumerate(ids):
+            if token_id in names:
+                parts += [self._tokenizer.decode(ids[start:at]), names[token_id]]
+                start = at + 1
+        return [*parts, self._tokenizer.decode(ids[start:])]

@@ -78,12 +78,16 @@ def write(path: Path, seed: int = 0, type: str = "llava") -> None:
     if type not in TOKENS:
         names = ", ".join((*TOKENS, *TYPES))
         raise FamilyError(f"no type {type!r}", f"use one of {names}")
-    files = {
+    files, template = build_processor_files(type), _read_template(type)
+    compose(path, seed, type, TOKENS[type], partial(build_config, type), files, template)
+
+
+def build_processor_files(type: str) -> dict[str, dict[str, Any]]:
+    """The files of a processor, by their names."""
+    return {
         "preprocessor_config.json": _build_processor(type),
         "processor_config.json": _build_processor_settings(type),
     }
-    build_config = partial(_build_config, type)
-    compose(path, seed, type, TOKENS[type], build_config, files, _read_template(type))
 
 
 def _read_template(type: str) -> str:
@@ -141,8 +145,8 @@ def _compose(
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
         model = AutoModelForImageTextToText.from_config(config, dtype=torch.float32)
-        for parameter in model.parameters():  # biases begin at 0 and would hide a mistake
-            if parameter.dim() == 1 and not parameter.any():
+        for parameter in model.parameters():  # what begins at 0 would hide a mistake
+            if not parameter.any():
                 torch.nn.init.normal_(parameter, std=0.05)
     files: dict[str, dict[str, Any]] = {
         **processor,
@@ -180,7 +184,7 @@ def build_text_config(vocab_size: int, end: int) -> dict[str, Any]:
     }
 
 
-def _build_config(type: str, vocab_size: int, pad: int, end: int) -> dict[str, Any]:
+def build_config(type: str, vocab_size: int, pad: int, end: int) -> dict[str, Any]:
     text = build_text_config(vocab_size, end)
     vision = VISION
     shared: dict[str, Any] = {"image_token_id": pad, "tie_word_embeddings": False}
