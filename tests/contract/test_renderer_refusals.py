@@ -85,7 +85,7 @@ def test_a_shape_that_cannot_be_laid_out_is_refused_by_path(seeing: Any) -> None
             [{"role": "user", "content": "a", "tool_calls": [{"name": "f"}]}],
             r"messages\[0\]\.tool_calls",
         ),
-        ([{"role": "user", "content": [{"type": "video"}]}], r"messages\[0\]\.content\[0\]\.type"),
+        ([{"role": "user", "content": [{"type": "file"}]}], r"messages\[0\]\.content\[0\]\.type"),
     ],
 )
 def test_what_cannot_be_expressed_is_refused_by_path(

@@ -46,7 +46,7 @@ class TrainingConversation:
 
     @property
     def shows_images(self) -> bool:
-        return any(message.images for message in self.messages)
+        return any(message.refs for message in self.messages)
 
 
 class Demonstrations:

@@ -98,14 +98,16 @@ def inspect_run(run_dir: RunDir) -> Inspection:
             found.micro_batches += 1
             found.micro_batches_with_references += bool(micro_batch.items)
             found.descriptors += len(micro_batch.items)
-            refs |= {packed.item.ref.digest: packed.item.ref for packed in micro_batch.items}
+            shown = (ref for packed in micro_batch.items for ref in packed.item.refs)
+            refs |= {ref.digest: ref for ref in shown}
     for file in sorted(run_dir.traces.glob("*.msgpack")):
         for trace in read_traces(file):
             if file.stem.startswith("step_"):
                 found.rollouts += 1
             else:
                 found.eval_rollouts += 1
-            refs |= {s.item.ref.digest: s.item.ref for node in trace.nodes for s in node.slots}
+            slots = (slot for node in trace.nodes for slot in node.slots)
+            refs |= {ref.digest: ref for slot in slots for ref in slot.item.refs}
     found.distinct_files = len(refs)
     found.missing = [ref for ref in refs.values() if not store.has(ref)]
     found.missing_files = len(found.missing)

@@ -69,8 +69,7 @@ def _qwen(name: str, kind: str, template: str, merges: bool = True, **traits: An
         _load_qwen_images,
         "<|image_pad|>",
         published,
-        has_weights=not merges,
-        **traits,
+        **{"has_weights": not merges, "shows_videos": kind != "qwen3", **traits},
     )
 
 
