@@ -98,6 +98,7 @@ CASES = (
     _qwen("qwen3_vl_moe", "qwen3_vl_moe", "qwen3_vl", merges=False, has_own_format=False),
     _qwen("qwen3_vl_thinking", "qwen3_vl_thinking", "", **_THINKS),
     _qwen("qwen2_5_vl", "qwen2_5_vl", "qwen2_5_vl", **_SEES),
+    _qwen("qwen2_5_vl_plain", "qwen2_5_vl", "", merges=False, has_own_format=False, **_SEES),
     _qwen("qwen3_5", "qwen3_5", "qwen3_5", **_TAGGED),
     _qwen("qwen3_5_moe", "qwen3_5_moe", "qwen3_5", merges=False, has_own_format=False, **_TAGGED),
     _qwen("qwen3_5_nonthinking", "qwen3_5_nonthinking", "", closes_reasoning=True, **_TAGGED),

@@ -64,8 +64,8 @@ def sample_frames(total: int, fps: float, settings: VideoSettings, temporal: int
     if not wanted:
         return []
     stride = total / wanted
-    # The number of strides that fit, and their ends, round as those of torch.arange.
-    return [int(np.float32(i * stride)) for i in range(math.ceil(total / stride))]
+    # In float32, as torch.arange has it, which may round its last place past the end.
+    return [min(int(np.float32(i * stride)), total - 1) for i in range(wanted)]
 
 
 def pair_frames(values: Sequence[Any], temporal: int) -> list[tuple[Any, ...]]:
