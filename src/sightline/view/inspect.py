@@ -61,7 +61,9 @@ class Inspection:
     micro_batches: int = 0
     micro_batches_with_references: int = 0
     slots: int = 0
-    """Places of images in samples."""
+    """Places of images in samples, and of steps of videos."""
+    video_slots: int = 0
+    """Those of them that are steps of videos."""
     descriptors: int = 0
     """Items in micro-batches; an image that is shown several times in one is one."""
     distinct_files: int = 0
@@ -94,6 +96,11 @@ def inspect_run(run_dir: RunDir) -> Inspection:
         found.eager_tensors += sum(1 for _ in find_eager_tensors(msgspec.msgpack.decode(raw)))
         found.samples += len(batch.samples)
         found.slots += sum(len(sample.slots) for sample in batch.samples)
+        found.video_slots += sum(
+            sample.items[slot.item].step is not None
+            for sample in batch.samples
+            for slot in sample.slots
+        )
         for micro_batch in pack(batch.samples, batch.step, family, limit):
             found.micro_batches += 1
             found.micro_batches_with_references += bool(micro_batch.items)
