@@ -12,7 +12,7 @@ import pytest
 from PIL import Image
 
 from sightline import MediaRefused, MessageError
-from sightline.message import Message, assistant, system, user
+from sightline.message import Message, assistant, system, user, video
 
 
 def test_text_that_spells_a_special_token_stays_text(checkpoint: Any) -> None:
@@ -51,6 +51,17 @@ def test_an_image_of_a_role_that_shows_none_is_refused_by_path(seeing: Any, role
     why = "samples no image" if role == "assistant" else "this chat format cannot show"
     with pytest.raises(MessageError, match=rf"messages\[0\]\.content\[2\].* {role}, which {why}"):
         seeing.renderer.render(messages)
+
+
+def test_a_video_is_refused_by_path_where_none_is_shown(checkpoint: Any) -> None:
+    if checkpoint.case.shows_videos:
+        return  # test_video has them
+    ref = checkpoint.refs[0]
+    with pytest.raises(MessageError, match=r"messages\[0\]\.content\[1\]: a video.*(shows|has) no"):
+        checkpoint.renderer.render([user("see ", video([(ref, 0.0), (ref, 1.0)]))])
+    if checkpoint.family.shows_images:
+        with pytest.raises(MediaRefused, match="shows no videos"):
+            checkpoint.family.steps(video([(ref, 0.0), (ref, 1.0)]))
 
 
 def test_a_shape_that_cannot_be_laid_out_is_refused_by_path(seeing: Any) -> None:
