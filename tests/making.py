@@ -17,7 +17,7 @@ from sightline.compute.weights import write_weights
 from sightline.config import ModelConfig, TrainerConfig
 from sightline.families import Family, load_family, load_renderer
 from sightline.media import MediaRef, MediaStore
-from sightline.message import Message, assistant, user
+from sightline.message import Message, VideoPart, assistant, user
 from sightline.pixels import Materializer
 from sightline.render import Rendered
 from sightline.trainer.learner import Learner
@@ -46,11 +46,15 @@ def conversation(
     pool: list[MediaRef],
     turns: int = 2,
     most_images: int = 2,
+    videos: Sequence[VideoPart] = (),
 ) -> list[Message]:
-    """Turns with texts and images; some images come from the pool and are shown again."""
+    """Turns with texts and images; some images come from the pool and are shown again, and so does
+    one of the `videos` in every other turn."""
     messages: list[Message] = []
     for _ in range(turns):
-        parts: list[str | MediaRef] = [" ".join(rng.choices(WORDS, k=rng.randint(1, 6)))]
+        parts: list[Any] = [" ".join(rng.choices(WORDS, k=rng.randint(1, 6)))]
+        if videos and rng.random() < 0.5:
+            parts.append(rng.choice(videos))
         for _ in range(rng.randint(0, most_images)):
             if pool and rng.random() < 0.4:
                 parts.append(rng.choice(pool))
@@ -63,7 +67,12 @@ def conversation(
 
 
 def samples(
-    model: Path, store: MediaStore, count: int, seed: int = 0, version: int = 0
+    model: Path,
+    store: MediaStore,
+    count: int,
+    seed: int = 0,
+    version: int = 0,
+    videos: Sequence[VideoPart] = (),
 ) -> list[Sample]:
     """Trainable samples with images, where the checkpoint shows any, random logprobs and
     advantages, and true pixel digests."""
@@ -74,7 +83,7 @@ def samples(
     pool: list[MediaRef] = []
     made = []
     for i in range(count):
-        talk = conversation(rng, store, pool, rng.randint(1, 3), most)
+        talk = conversation(rng, store, pool, rng.randint(1, 3), most, videos)
         plain = build_sample(talk, renderer, f"t{seed}.{i}")
         made.append(_trainable(plain, f"g{i // 4}", seed * 1000 + i, version, materializer))
     materializer.close()
@@ -82,7 +91,12 @@ def samples(
 
 
 def group(
-    model: Path, store: MediaStore, count: int, seed: int = 0, name: str = "group"
+    model: Path,
+    store: MediaStore,
+    count: int,
+    seed: int = 0,
+    name: str = "group",
+    videos: Sequence[VideoPart] = (),
 ) -> list[Sample]:
     """Samples that begin alike and part at one turn or another; each trains all that was said."""
     rng = random.Random(f"group {seed}")
@@ -90,12 +104,12 @@ def group(
     materializer = Materializer(family, store, max_bytes=1 << 24)
     most = 2 if family.shows_images else 0
     pool: list[MediaRef] = []
-    talks = [conversation(rng, store, pool, 3, most)]
+    talks = [conversation(rng, store, pool, 3, most, videos)]
     while len(talks) < count:
         before = rng.choice(talks)
         kept = before[: 2 * rng.randint(1, len(before) // 2 - 1) + 1]
         said = assistant(" ".join(rng.choices(WORDS[:2], k=rng.randint(1, 3))))
-        talks.append([*kept, said, *conversation(rng, store, pool, 1, most)])
+        talks.append([*kept, said, *conversation(rng, store, pool, 1, most, videos)])
     made = [
         _trainable(
             build_sample(talk, renderer, f"{name}.{i}"), name, seed * 1000 + i, 0, materializer

@@ -64,6 +64,7 @@ ADDRESSES = {
     "vllm": ("inference/vllm_plugin/symbols.py",),
     "zmq": ("transport/*",),
     "obstore": ("media/object_remote.py",),
+    "av": ("media/video.py",),
     "ray": ("launch/ray_run.py",),
     "peft": ("trainer/lora.py",),
     "opentelemetry": ("run/otel.py", "run/otel_spans.py"),

@@ -31,7 +31,7 @@ if TYPE_CHECKING:
     from sightline.launch.evaluate import evaluate
     from sightline.launch.train import train
     from sightline.media import MediaRef, MediaStore, open_store
-    from sightline.message import Message, assistant, system, user
+    from sightline.message import Message, assistant, system, user, video
     from sightline.trace import Trace
     from sightline.view.notebook import open_run
     from sightline.wire import MediaItem
@@ -72,6 +72,7 @@ __all__ = [
     "system",
     "train",
     "user",
+    "video",
 ]
 
 _LAZY_NAMES = {
@@ -80,7 +81,7 @@ _LAZY_NAMES = {
     "launch.evaluate": ("evaluate",),
     "launch.train": ("train",),
     "media": ("MediaRef", "MediaStore", "open_store"),
-    "message": ("Message", "assistant", "system", "user"),
+    "message": ("Message", "assistant", "system", "user", "video"),
     "trace": ("Trace",),
     "view.notebook": ("open_run",),
     "wire": ("MediaItem",),

@@ -38,6 +38,7 @@ class Case:
     has_weights: bool = True
     """False where a tokenizer was put in whose ids the weights do not fit."""
     shows_images: bool = True
+    shows_videos: bool = False
     shows_system_images: bool = False
     """Whether a system message can show images, too."""
     takes_tools: bool = True

@@ -21,6 +21,8 @@ WANTED: dict[str, Callable[[Case], bool]] = {
     ),
     "templated": lambda case: case.published_template is not None and case.has_own_format,
     "computing": lambda case: case.has_weights,
+    "filming": lambda case: case.shows_videos and case.has_own_format,
+    "computing_videos": lambda case: case.shows_videos and case.has_weights,
 }
 """Which cases each fixture below is made of."""
 
@@ -80,6 +82,20 @@ def templated(request: pytest.FixtureRequest, load: Callable[[Case], Checkpoint]
 @pytest.fixture(scope="session")
 def computing(request: pytest.FixtureRequest, load: Callable[[Case], Checkpoint]) -> Checkpoint:
     """A checkpoint whose weights fit its ids."""
+    return load(request.param)
+
+
+@pytest.fixture(scope="session")
+def filming(request: pytest.FixtureRequest, load: Callable[[Case], Checkpoint]) -> Checkpoint:
+    """A checkpoint that shows videos."""
+    return load(request.param)
+
+
+@pytest.fixture(scope="session")
+def computing_videos(
+    request: pytest.FixtureRequest, load: Callable[[Case], Checkpoint]
+) -> Checkpoint:
+    """A checkpoint that shows videos, and whose weights fit its ids."""
     return load(request.param)
 
 

@@ -12,7 +12,7 @@ import pytest
 from PIL import Image
 
 from sightline import MediaRefused, MessageError
-from sightline.message import Message, assistant, system, user
+from sightline.message import Message, assistant, system, user, video
 
 
 def test_text_that_spells_a_special_token_stays_text(checkpoint: Any) -> None:
@@ -53,6 +53,17 @@ def test_an_image_of_a_role_that_shows_none_is_refused_by_path(seeing: Any, role
         seeing.renderer.render(messages)
 
 
+def test_a_video_is_refused_by_path_where_none_is_shown(checkpoint: Any) -> None:
+    if checkpoint.case.shows_videos:
+        return  # test_video has them
+    ref = checkpoint.refs[0]
+    with pytest.raises(MessageError, match=r"messages\[0\]\.content\[1\]: a video.*(shows|has) no"):
+        checkpoint.renderer.render([user("see ", video([(ref, 0.0), (ref, 1.0)]))])
+    if checkpoint.family.shows_images:
+        with pytest.raises(MediaRefused, match="shows no videos"):
+            checkpoint.family.steps(video([(ref, 0.0), (ref, 1.0)]))
+
+
 def test_a_shape_that_cannot_be_laid_out_is_refused_by_path(seeing: Any) -> None:
     size = seeing.case.refused_size
     ref = seeing.store.put(Image.new("RGB", size or (402, 2)))
@@ -85,7 +96,7 @@ def test_a_shape_that_cannot_be_laid_out_is_refused_by_path(seeing: Any) -> None
             [{"role": "user", "content": "a", "tool_calls": [{"name": "f"}]}],
             r"messages\[0\]\.tool_calls",
         ),
-        ([{"role": "user", "content": [{"type": "video"}]}], r"messages\[0\]\.content\[0\]\.type"),
+        ([{"role": "user", "content": [{"type": "file"}]}], r"messages\[0\]\.content\[0\]\.type"),
     ],
 )
 def test_what_cannot_be_expressed_is_refused_by_path(

@@ -18,6 +18,7 @@ from sightline.inference.validator import RequestValidator
 from sightline.media import ImageIngestor, MediaStore
 from sightline.media.decode import inspect_image, open_rgb
 from sightline.media.header import ImageLimits
+from sightline.media.video import VideoReaders
 from sightline.run.run_dir import RunDir
 from sightline.trace import read_traces
 from sightline.trace.codec import FILE_MAGIC
@@ -51,6 +52,11 @@ def build_targets(folder: Path, tiny_model: Path) -> list[Target]:
         header = inspect_image(data, LIMITS)
         assert open_rgb(data, LIMITS).size == (header.width, header.height)
 
+    def parse_video(data: bytes) -> None:
+        ref = store.put(data)
+        if ref.is_video:
+            VideoReaders(store.get, LIMITS).read(ref, [0, ref.num_frames - 1])
+
     def parse_chat(data: bytes) -> None:
         asked, rendered = chat._read_request(data)
         chat._build_sampling_params(asked, len(rendered.token_ids))
@@ -59,6 +65,7 @@ def build_targets(folder: Path, tiny_model: Path) -> list[Target]:
         Target("ingest", parse_url),
         Target("data_urls", parse_url),
         Target("image_headers", parse_image, repair=repair_png),
+        Target("videos", parse_video),
         Target("generate", validator.check, "json"),
         Target("chat", parse_chat, "json"),
         Target("adopt", _in_file(folder / "adopt" / "manifest.json", _parse_manifest), "json"),

@@ -12,13 +12,13 @@ from PIL import Image
 
 from sightline.errors import MessageError
 from sightline.families import load_renderer
-from sightline.families.message_fields import list_image_paths
+from sightline.families.message_fields import list_media_paths
 from sightline.media import ImageIngestor, MediaRef, MediaStore
 from sightline.message import ImagePart, Message, TextPart, ToolCall, to_message, to_messages
 from sightline.rollout.openai_api.request import resolve_images
 
 UNKNOWN_KINDS: list[Any] = [
-    "video", "video_url", "input_video", "file", "input_file",
+    "file", "input_file", "movie",
     "document", "refusal", "tool_result", "IMAGE_URL", "", None, 3, ["image_url"], {"a": 1},
 ]  # fmt: skip
 
@@ -67,7 +67,7 @@ def test_every_spelling_of_an_image_becomes_one_form(
         message = {"role": "user", "content": ["a", part, "b"]}
         read = to_message(message, resolver, "messages[0]")
         assert read.content == (TextPart("a"), ImagePart(ref), TextPart("b")), part
-        assert list_image_paths(message, "messages[0]") == ["messages[0].content[1]"]
+        assert list_media_paths(message, "messages[0]") == [("messages[0].content[1]", "an image")]
 
 
 def test_the_server_takes_every_spelling_before_anything_is_parsed(
@@ -96,7 +96,7 @@ def test_a_part_of_the_type_text_is_text_whatever_else_it_holds(
 ) -> None:
     read = to_message({"role": "user", "content": [part]}, ImageIngestor(store), "messages[0]")
     assert read.content == (TextPart("a"),)
-    assert list_image_paths({"role": "user", "content": [part]}, "m") == []
+    assert list_media_paths({"role": "user", "content": [part]}, "m") == []
 
 
 @pytest.mark.parametrize("kind", UNKNOWN_KINDS, ids=str)
@@ -181,7 +181,7 @@ def test_training_data_passes_the_same_checks(
     said = {"role": "assistant", "content": "ok"}
     good = {"role": "user", "content": [{"type": "input_image", "image_url": url}]}
     assert len(build_sample([good, said], renderer, "t").slots) == 1
-    for kind in ("video", "input_audio", "unheard_of"):
+    for kind in ("input_audio", "unheard_of"):
         bad = {"role": "user", "content": [{"type": kind, kind: url}]}
         with pytest.raises(MessageError, match=r"^messages\[2\]\.content\[0\]\.type: "):
             build_sample([good, said, bad, said], renderer, "t")

@@ -20,6 +20,7 @@ EXTRAS = {
     "view": ("fastapi", "view"),
     "data": ("pyarrow", "tasks and samples in parquet files"),
     "datasets": ("datasets", "data sets of the Hub"),
+    "video": ("av", "videos"),
     "lora": ("peft", "[lora] in a run file"),
     "notebook": ("pandas", "sightline.open_run"),
     "tensorboard": ("tensorboard", "that sink"),

@@ -7,7 +7,7 @@ from typing import Any
 
 from sightline.errors import EngineError
 from sightline.media import MediaRef
-from sightline.message import AssistantMessage, Message, TextPart, ToolCall, text
+from sightline.message import AssistantMessage, Message, ToolCall, text, to_openai_part
 
 GetImageUrl = Callable[[MediaRef], str]
 
@@ -39,15 +39,10 @@ def to_openai_message(
 
 
 def _to_openai_content(message: Message, url_of: GetImageUrl) -> Any:
-    if not message.images:
+    if not message.refs:
         # Null beside calls is OpenAI's own way; elsewhere programs expect text.
         return message.text or (None if message.tool_calls else "")
-    return [
-        {"type": "text", "text": part.text}
-        if isinstance(part, TextPart)
-        else {"type": "image_url", "image_url": {"url": url_of(part.ref)}}
-        for part in message.content
-    ]
+    return [to_openai_part(part, url_of) for part in message.content]
 
 
 def read_completion(answer: dict[str, Any]) -> AssistantMessage:

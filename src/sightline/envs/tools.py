@@ -15,7 +15,15 @@ import msgspec
 
 from sightline.errors import ConfigError, EnvironmentFailed, mask
 from sightline.media import MediaRef
-from sightline.message import AssistantMessage, ImagePart, Message, Part, TextPart, ToolCall
+from sightline.message import (
+    AssistantMessage,
+    Message,
+    Part,
+    TextPart,
+    ToolCall,
+    VideoPart,
+    build_part,
+)
 from sightline.message import join_texts as joined
 
 Put = Callable[[Any], MediaRef]
@@ -162,16 +170,14 @@ def _result_message(call: ToolCall, result: Any, put: Put) -> Message:
 
 
 def _result_part(result: Any, put: Put) -> Part:
-    if isinstance(result, str):
-        return TextPart(result)
-    if isinstance(result, MediaRef):
-        return ImagePart(result)
+    if isinstance(result, str | MediaRef | VideoPart):
+        return build_part(result)
     if isinstance(result, bytes | Path) or hasattr(result, "getbands"):  # or a PIL image
-        return ImagePart(put(result))
+        return build_part(put(result))
     try:
         return TextPart(msgspec.json.encode(result).decode())
     except TypeError as error:
         raise EnvironmentFailed(
             f"a tool returned a {type(result).__name__}",
-            "return text, an image, what JSON can say, or a tuple of those",
+            "return text, an image, a video, what JSON can say, or a tuple of those",
         ) from error

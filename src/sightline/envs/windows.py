@@ -14,7 +14,7 @@ from collections.abc import Callable, Sequence
 import msgspec
 
 from sightline.errors import ConfigError
-from sightline.message import ImagePart, Message, Part, TextPart, join_texts
+from sightline.message import Message, Part, TextPart, join_texts
 
 Window = Callable[[Sequence[Message]], list[Message]]
 
@@ -24,18 +24,18 @@ IMAGE_PLACEHOLDER = "[earlier image]"
 def last_images(count: int, instead: str = IMAGE_PLACEHOLDER, step: int = 1) -> Window:
     """At most the newest `count` images; in place of an older one stands the text `instead`.
 
-    With `step` more than 1 images leave so many at a time: between `count - step + 1` and `count`
-    are shown.
+    A video counts as an image. With `step` more than 1 images leave so many at a time: between
+    `count - step + 1` and `count` are shown.
     """
     _check_at_least("count", count, 0)
     _check_at_least("step", step, 1)
 
     def window(history: Sequence[Message]) -> list[Message]:
-        num_images = sum(len(message.images) for message in history)
+        num_images = sum(map(_count_shown, history))
         left = _num_dropped(num_images, count, step)
         shown = []
         for message in history:
-            gone = min(left, len(message.images))
+            gone = min(left, _count_shown(message))
             left -= gone
             shown.append(_without_images(message, gone, instead) if gone else message)
         return shown
@@ -84,10 +84,14 @@ def _num_dropped(num: int, count: int, step: int) -> int:
     return min(num, -(-max(num - count, 0) // step) * step)
 
 
+def _count_shown(message: Message) -> int:
+    return len(message.images) + len(message.videos)
+
+
 def _without_images(message: Message, gone: int, instead: str) -> Message:
     """The message with the first `gone` of its images replaced."""
     parts = list[Part](message.content)
-    images = (i for i, part in enumerate(message.content) if isinstance(part, ImagePart))
+    images = (i for i, part in enumerate(message.content) if not isinstance(part, TextPart))
     for i in itertools.islice(images, gone):
         parts[i] = TextPart(instead)
     return msgspec.structs.replace(message, content=join_texts(parts))

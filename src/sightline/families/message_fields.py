@@ -1,4 +1,4 @@
-"""Messages and tools as their authors wrote them: where images stand, and tools as JSON."""
+"""Messages and tools as their authors wrote them: where images and videos stand; tools as JSON."""
 
 from __future__ import annotations
 
@@ -6,8 +6,16 @@ import json
 from typing import Any
 
 from sightline.errors import MessageError
+from sightline.families.protocol import Family
 from sightline.media import MediaRef
-from sightline.message import IMAGE_KINDS, ImagePart, Message, check_unicode
+from sightline.message import (
+    IMAGE_KINDS,
+    VIDEO_KINDS,
+    ImagePart,
+    Message,
+    VideoPart,
+    check_unicode,
+)
 
 MAX_TOOL_DEPTH = 64
 """Levels of objects and lists that the JSON of a tool may have."""
@@ -17,17 +25,39 @@ def get_field(message: Message | dict[str, Any], name: str) -> Any:
     return message.get(name) if isinstance(message, dict) else getattr(message, name, None)
 
 
-def list_image_paths(message: Message | dict[str, Any], path: str) -> list[str]:
-    """Where the images of a message stand, as its author counts: joined texts shift nothing."""
+def list_media_paths(message: Message | dict[str, Any], path: str) -> list[tuple[str, str]]:
+    """Where the images and videos of a message stand, as its author counts (joined texts shift
+    nothing), and which of the two is there, in words."""
     content = get_field(message, "content")
     if not isinstance(content, (list, tuple)):
         return []
-    return [
-        f"{path}.content[{i}]"
-        for i, part in enumerate(content)
-        if isinstance(part, (ImagePart, MediaRef))
-        or (isinstance(part, dict) and part.get("type") in IMAGE_KINDS)
-    ]
+    kinds = ((f"{path}.content[{i}]", _find_kind(part)) for i, part in enumerate(content))
+    return [(where, kind) for where, kind in kinds if kind is not None]
+
+
+def _find_kind(part: Any) -> str | None:
+    kind = part.get("type") if isinstance(part, dict) else None
+    is_video_ref = isinstance(part, MediaRef) and part.is_video
+    if isinstance(part, VideoPart) or kind in VIDEO_KINDS or is_video_ref:
+        return "a video"
+    is_image = isinstance(part, (ImagePart, MediaRef)) or kind in IMAGE_KINDS
+    return "an image" if is_image else None
+
+
+def check_shown(path: str, kind: str, family: Family, video_refusal: str) -> None:
+    """Raises MessageError for an image or a video that a checkpoint cannot show."""
+    if not family.shows_images:
+        raise MessageError.at(
+            path,
+            f"{kind}, and this checkpoint has no vision tower",
+            "use a vision-language checkpoint",
+        )
+    if kind == "a video" and video_refusal:
+        raise MessageError.at(
+            path,
+            f"a video cannot be shown: {video_refusal}",
+            "show some of its frames as images",
+        )
 
 
 def encode_tool(tool: Any, path: str) -> str:

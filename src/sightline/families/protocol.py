@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any, Literal, Protocol
 import numpy as np
 
 from sightline.media import MediaRef
+from sightline.message import VideoPart
 from sightline.wire import MediaItem, Slot
 
 if TYPE_CHECKING:
@@ -37,6 +38,15 @@ class ImageLayout:
     """Pixels after resizing, before padding."""
     width: int
     """Pixels after resizing, before padding."""
+
+
+@dataclass(frozen=True, slots=True)
+class ShownStep:
+    """A step of a video, as a family shows it."""
+
+    item: MediaItem
+    seconds: float
+    """When it is shown: the middle of the times of its first and its last frame."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,6 +91,8 @@ class Family(Protocol):
     """What the generate protocol calls its images."""
     shows_images: bool
     """False for a text-only checkpoint."""
+    video_refusal: str
+    """Why videos cannot be shown; empty where they can."""
     slot_token_ids: tuple[int, ...]
     """The ids that fill slots: found there, and nowhere else."""
     packing: Packing
@@ -106,6 +118,19 @@ class Family(Protocol):
 
     def patches(self, image: Image.Image, item: MediaItem) -> np.ndarray:
         """uint8 (num_patches, values per patch), without the repeated frame."""
+        ...
+
+    def steps(self, video: VideoPart) -> Sequence[ShownStep]:
+        """The steps of a video: those frames that the family's rule takes of a file, or all images
+        of a list. MediaRefused for one that cannot be shown."""
+        ...
+
+    def step_patches(self, frames: Sequence[Image.Image], item: MediaItem) -> np.ndarray:
+        """uint8 (num_patches, values of all frames of a patch) of a step of a video."""
+        ...
+
+    def repeat_frame(self, patches: np.ndarray) -> np.ndarray:
+        """Patches of an image, as wide as those of a step: to be stacked with some."""
         ...
 
     def positions(

@@ -21,8 +21,13 @@ import msgspec
 
 from sightline.errors import FamilyError, MediaRefused, MessageError, PromptTooLong
 from sightline.families.checkpoint_files import read_json
-from sightline.families.message_fields import encode_tool, get_field, list_image_paths
-from sightline.families.protocol import Family
+from sightline.families.message_fields import (
+    check_shown,
+    encode_tool,
+    get_field,
+    list_media_paths,
+)
+from sightline.families.protocol import Family, ShownStep
 from sightline.message import (
     ROLES,
     AssistantMessage,
@@ -30,7 +35,9 @@ from sightline.message import (
     ImageResolver,
     Message,
     Part,
+    TextPart,
     ToolCall,
+    VideoPart,
     check_message_list,
     check_unicode,
     join_texts,
@@ -98,6 +105,10 @@ class MessageRenderer(ABC):
     a prompt that reads as if an image stood there."""
     max_model_len: int = 0
     """Tokens that a prompt may have; what cannot fit is refused untokenized. 0 is any number."""
+    video_pad_id: int = -1
+    """The id that fills the slots of videos; -1 where they are not shown."""
+    video_refusal: str
+    """Why videos cannot be shown; empty where they can."""
 
     def __init__(
         self, tokenizer: Tokenizer, family: Family, resolver: ImageResolver, vocab_size: int
@@ -106,6 +117,7 @@ class MessageRenderer(ABC):
         self._family = family
         self._resolver = resolver
         self.vocab_size = vocab_size
+        self.video_refusal = family.video_refusal
 
     # -- the same for all families
 
@@ -210,30 +222,30 @@ class MessageRenderer(ABC):
 
     def _read(self, message: Message | dict[str, Any], path: str) -> Message:
         """The message in our form, with its images taken into the store; `path` is for errors."""
-        paths = list_image_paths(message, path)
-        role = get_field(message, "role")
-        if paths and not self._family.shows_images:
-            raise MessageError.at(
-                paths[0],
-                "an image, and this checkpoint has no vision tower",
-                "use a vision-language checkpoint",
-            )
-        if paths and role in ROLES and role not in self.image_roles:
-            is_sampled = role == "assistant"
-            why = "which samples no image" if is_sampled else "which this chat format cannot show"
-            raise MessageError.at(
-                paths[0],
-                f"an image in a message of the role {role}, {why}",
-                "put it into a user message",
-            )
+        paths, role = list_media_paths(message, path), get_field(message, "role")
+        for where, kind in paths:
+            check_shown(where, kind, self._family, self.video_refusal)
+            if role in ROLES and role not in self.image_roles:
+                what = kind.partition(" ")[2]
+                is_sampled = role == "assistant"
+                why = f"samples no {what}" if is_sampled else "this chat format cannot show"
+                raise MessageError.at(
+                    where,
+                    f"{kind} in a message of the role {role}, which {why}",
+                    "put it into a user message",
+                )
         read = to_message(message, self._resolver, path)
         read = self.drop_unwritten(read)
         self._check_message(read, path)
-        for image_path, ref in zip(paths, read.images, strict=True):
+        shown = (part for part in read.content if not isinstance(part, TextPart))
+        for (where, _), part in zip(paths, shown, strict=True):
             try:
-                self._family.item(ref)
+                if isinstance(part, VideoPart):
+                    self._family.steps(part)
+                else:
+                    self._family.item(part.ref)
             except MediaRefused as error:
-                raise MediaRefused(f"{image_path}: {error.problem}", error.fix) from error
+                raise MediaRefused(f"{where}: {error.problem}", error.fix) from error
         return read
 
     def _check_message(self, message: Message, path: str) -> None:
@@ -352,11 +364,13 @@ class BaseRenderer(MessageRenderer):
         return emitter.bridged()
 
     def emit_content(self, emitter: Emitter, context: RenderContext, i: int) -> None:
-        """The texts and images of message `i`."""
+        """The texts, images and videos of message `i`."""
         for part in self.get_parts(context.messages[i]):
             if isinstance(part, ImagePart):
                 context.num_images += 1
                 self.emit_image(emitter, context, self._family.item(part.ref))
+            elif isinstance(part, VideoPart):
+                self.emit_video(emitter, self._family.steps(part))
             else:
                 emitter.text(part.text)
 
@@ -380,6 +394,10 @@ class BaseRenderer(MessageRenderer):
     @abstractmethod
     def emit_image(self, emitter: Emitter, context: RenderContext, item: MediaItem) -> None:
         """Emits one image with the marks around it."""
+
+    def emit_video(self, emitter: Emitter, steps: Sequence[ShownStep]) -> None:
+        """Emits a video with the marks around it and its steps."""
+        raise NotImplementedError
 
     def get_parts(self, message: Message) -> tuple[Part, ...]:
         """The content of a message, less what the chat template strips of it."""

@@ -14,16 +14,17 @@ from typing import TYPE_CHECKING, Any, Generic, NoReturn, TypeVar
 
 import numpy as np
 
-from sightline.errors import FamilyError, FingerprintMismatch, Misaligned
+from sightline.errors import FamilyError, FingerprintMismatch, MediaRefused, Misaligned
 from sightline.families.processor_settings import BaseProcessorSettings, compute_fingerprint
-from sightline.families.protocol import TREE_PACKING, ImageLayout, Packing
+from sightline.families.protocol import TREE_PACKING, ImageLayout, Packing, ShownStep
 from sightline.media import MediaRef
+from sightline.message import VideoPart
 from sightline.wire import MediaItem, Slot
 
 if TYPE_CHECKING:
     from PIL import Image
 
-_MAX_CACHED_ITEMS = 8192
+MAX_CACHED_ITEMS = 8192
 
 Settings = TypeVar("Settings", bound=BaseProcessorSettings)
 
@@ -37,6 +38,7 @@ class ImageFamily(ABC):
     modality: str = "image"
     shows_images = True
     found: Sequence[str] = ()
+    video_refusal = "this model family shows no videos"
     settings_owner: str
     """What both sides must have one of, for items of the same settings."""
 
@@ -48,8 +50,8 @@ class ImageFamily(ABC):
         self.slot_token_ids = slot_token_ids
         self.packing = packing
         # A conversation asks for the items of its images again at every turn.
-        self._item = lru_cache(maxsize=_MAX_CACHED_ITEMS)(self._make_item)
-        self._layout = lru_cache(maxsize=_MAX_CACHED_ITEMS)(self.compute_layout)
+        self._item = lru_cache(maxsize=MAX_CACHED_ITEMS)(self._make_item)
+        self._layout = lru_cache(maxsize=MAX_CACHED_ITEMS)(self.compute_layout)
 
     @abstractmethod
     def compute_layout(self, width: int, height: int) -> ImageLayout:
@@ -66,18 +68,16 @@ class ImageFamily(ABC):
         return self._item(ref)
 
     def _make_item(self, ref: MediaRef) -> MediaItem:
+        if ref.is_video:
+            raise MediaRefused(f"{ref!r} in the place of an image", "show it as a video")
         grid = self.layout(ref.width, ref.height).grid
         return MediaItem(ref=ref, family=self.name, grid=grid, fingerprint=self.fingerprint)
 
     def check_item(self, item: MediaItem) -> None:
         """Raises unless this family would make the same item of that image."""
-        if item.family != self.name or item.fingerprint != self.fingerprint:
-            raise FingerprintMismatch(
-                f"the item of image {item.ref.digest[:12]} was made by {item.family} with settings "
-                f"{item.fingerprint}; here {self.name} has {self.fingerprint}: "
-                f"{json.dumps(self.settings, sort_keys=True)}",
-                f"give both sides one checkpoint folder and one {self.settings_owner}",
-            )
+        if item.step is not None:
+            self._refuse_videos(item)
+        self.check_settings(item, self.fingerprint, self.settings)
         grid = self.layout(item.ref.width, item.ref.height).grid
         if item.grid != grid:
             raise Misaligned(
@@ -85,6 +85,29 @@ class ImageFamily(ABC):
                 f"{item.ref.width}x{item.ref.height} gives {grid}",
                 "make items with family.item",
             )
+
+    def check_settings(self, item: MediaItem, fingerprint: str, settings: dict[str, Any]) -> None:
+        """Raises FingerprintMismatch unless the item was made with these settings."""
+        if item.family != self.name or item.fingerprint != fingerprint:
+            raise FingerprintMismatch(
+                f"the item of {item.name} was made by {item.family} with settings "
+                f"{item.fingerprint}; here {self.name} has {fingerprint}: "
+                f"{json.dumps(settings, sort_keys=True)}",
+                f"give both sides one checkpoint folder and one {self.settings_owner}",
+            )
+
+    def _refuse_videos(self, *_: object) -> NoReturn:
+        raise MediaRefused(f"a video: {self.video_refusal}", "show some of its frames as images")
+
+    # A family that shows videos writes them.
+    def steps(self, video: VideoPart) -> Sequence[ShownStep]:
+        self._refuse_videos(video)
+
+    def step_patches(self, frames: Sequence[Image.Image], item: MediaItem) -> np.ndarray:
+        self._refuse_videos(frames, item)
+
+    def repeat_frame(self, patches: np.ndarray) -> np.ndarray:
+        self._refuse_videos(patches)
 
     def patches(self, image: Image.Image, item: MediaItem) -> np.ndarray:
         """uint8 (patches, values per patch) of the upright image that `store.image` gives."""
@@ -162,6 +185,7 @@ class TextOnlyFamily:
     num_axes = 1
     modality = "image"
     shows_images = False
+    video_refusal = "this checkpoint has no vision tower"
     slot_token_ids: tuple[int, ...] = ()
     packing: Packing = TREE_PACKING
     found: Sequence[str] = ()
@@ -175,6 +199,7 @@ class TextOnlyFamily:
         raise FamilyError("the checkpoint has no vision tower", "use a vision-language checkpoint")
 
     layout = item = check_item = num_tokens = feature_offsets = patches = _refuse_images
+    steps = step_patches = repeat_frame = _refuse_images
 
     def positions(
         self, num_tokens: int, slots: Sequence[Slot], start: int = 0
@@ -190,16 +215,22 @@ def compute_text_positions(num_tokens: int, start: int) -> tuple[np.ndarray, int
 
 
 def compute_mrope_positions(
-    num_tokens: int, slots: Sequence[Slot], merge: int, start: int = 0
+    num_tokens: int,
+    slots: Sequence[Slot],
+    merge: int,
+    start: int = 0,
+    tokens_per_second: int = 0,
 ) -> tuple[np.ndarray, int]:
     """int32 (3, num_tokens) from `start` on, and the position of the token that comes next.
 
     Text advances time, height and width by one. An image begins where the text left off on all
     three, its tokens take their place in the merged grid, and the text goes on behind the longer
-    side of that grid.
+    side of that grid. So does a step of a video; but with `tokens_per_second` all steps of a video
+    begin where its first does, each as much later as it is in time, and the text goes on behind the
+    largest position of all.
     """
     placed = np.empty((3, num_tokens), dtype=np.int32)
-    done, position = 0, start
+    done, position, begin, last = 0, start, start, -1
     for slot in slots:
         t, rows, columns = slot.item.grid
         h, w = rows // merge, columns // merge
@@ -207,10 +238,25 @@ def compute_mrope_positions(
         placed[:, done : slot.offset] = np.arange(position, position + text, dtype=np.int32)
         position += text
         done = slot.offset + slot.length
+        step = slot.item.step if tokens_per_second else None
+        number = -1 if step is None else step.number
+        if number > 0 and (text or number != last + 1):
+            raise Misaligned(
+                f"{slot.item.name} at token {slot.offset}, and not behind the step before it",
+                "keep the steps of a video together, from its first on",
+            )
+        begin, last = begin if number > 0 else position, number
+        # In float32, as torch has it.
+        later = 0
+        if step is not None:
+            later = int(np.float32(number) * (np.float32(step.seconds) * tokens_per_second))
+        if begin + later >= 1 << 31:
+            raise Misaligned(f"{slot.item.name} is {later} positions late", "make steps shorter")
         place = placed[:, slot.offset : done]
         place[:] = np.indices((t, h, w), dtype=np.int32).reshape(3, -1)
-        place += position
-        position += max(h, w)
+        place += begin
+        place[0] += later
+        position = max(position, begin + max(h, w, later + 1))
     text = num_tokens - done
     placed[:, done:] = np.arange(position, position + text, dtype=np.int32)
     return placed, position + text

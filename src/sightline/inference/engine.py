@@ -71,8 +71,9 @@ class EngineRequest(ValidatedRequest):
     @property
     def nbytes(self) -> int:
         """Memory of the request while it waits: its ids, and its images once decoded."""
-        shown = {slot.item.ref.digest: slot.item.ref for slot in self.slots}
-        return self.prompt.nbytes + sum(3 * ref.width * ref.height for ref in shown.values())
+        shown = {slot.item.key: slot.item for slot in self.slots}
+        sizes = (i.ref.width * i.ref.height * i.patch_frames for i in shown.values())
+        return self.prompt.nbytes + 3 * sum(sizes)
 
 
 @dataclass

@@ -80,6 +80,7 @@ class ServerComponents:
             vocab_size=renderer.vocab_size,
             max_model_len=max_model_len,
             models=frozenset({path.name, str(path)}),
+            video_pad_id=renderer.video_pad_id,
         )
         identity = {
             "release": get_release(),

@@ -55,6 +55,8 @@ class RequestValidator:
     max_model_len: int
     models: frozenset[str]
     """Names under which a request may ask for the checkpoint."""
+    video_pad_id: int = -1
+    """The id that fills slots of videos, likewise."""
 
     @property
     def max_body_bytes(self) -> int:
@@ -170,14 +172,16 @@ class RequestValidator:
 
     def _check_pads(self, prompt: np.ndarray, slots: list[Slot]) -> None:
         """The pads of the prompt are exactly the tokens that the slots cover."""
-        is_pad = prompt == self.pad_id
-        covered = np.zeros(len(prompt), dtype=bool)
+        pads = np.where(np.isin(prompt, (self.pad_id, self.video_pad_id)), prompt, -1)
+        wanted = np.full(len(prompt), -1, dtype=prompt.dtype)
         for slot in slots:
-            covered[slot.offset + self.family.feature_offsets(slot.item)] = True
-        if np.array_equal(is_pad, covered):
+            pad_id = self.pad_id if slot.item.step is None else self.video_pad_id
+            wanted[slot.offset + self.family.feature_offsets(slot.item)] = pad_id
+        if np.array_equal(pads, wanted):
             return
-        at = int(np.flatnonzero(is_pad != covered)[0])
-        where = "outside every slot" if is_pad[at] else f"in a slot, where {self.pad_id} belongs"
+        at = int(np.flatnonzero(pads != wanted)[0])
+        inside = f"in a slot, where {int(wanted[at])} belongs"
+        where = "outside every slot" if wanted[at] < 0 else inside
         raise build_engine_error(
             "pads",
             f"token_ids[{at}]: {int(prompt[at])} stands {where}",

@@ -146,7 +146,8 @@ def _examine_steps(
             return ""
         announced = run_state.announcements_after(step)
         batches = [Batch.from_bytes(ready.data) for ready in announced]
-        waiting.update(i.ref for batch in batches for sample in batch.samples for i in sample.items)
+        items = (i for batch in batches for sample in batch.samples for i in sample.items)
+        waiting.update(ref for item in items for ref in item.refs)
         for ref in waiting:
             store.get(ref)
         return f"{len(batches)} batches that wait, with their {len(waiting)} images"
@@ -212,8 +213,8 @@ def _find_damaged_traces(
             continue
         try:
             for trace in read_traces(file):
-                refs = (slot.item.ref for node in trace.nodes for slot in node.slots)
-                shown |= dict.fromkeys(refs, file)
+                slots = (slot for node in trace.nodes for slot in node.slots)
+                shown |= dict.fromkeys((ref for s in slots for ref in s.item.refs), file)
         except SightlineError as error:
             yield f"{file} is damaged: {error.problem}"
     lost = [ref for ref in shown.keys() - checked if not store.has(ref)]

@@ -1,4 +1,4 @@
-"""Images by reference: a `MediaRef` names an image, a `MediaStore` keeps its bytes, and an
+"""Images and videos by reference: a `MediaRef` names one, a `MediaStore` keeps its bytes, and an
 `ImageIngestor` turns the urls of messages into refs (a `UrlRefCache` those that come again).
 
 `open_store` opens the store at a folder or an address: an object store, or the media service of
@@ -6,7 +6,7 @@ another machine.
 
 This package knows bytes, headers and files. It knows no model family, no tensor and no message
 beyond its urls, and imports `sightline.errors` alone. Pillow is loaded by `decode`, when the
-first image is decoded, and obstore by `object_remote`.
+first image is decoded, PyAV by `video` and obstore by `object_remote`.
 """
 
 from sightline.media.decode import is_image_source

@@ -49,9 +49,13 @@ class ImageLimits(msgspec.Struct, frozen=True):
     max_side: int = 32_768
     max_decoder_bytes: int = 512 * 1024 * 1024
     """Memory that decoding may take at its peak."""
+    max_frames: int = 36_000
+    """Frames of a video; all of them are decoded when it is put."""
+    max_duration_s: float = 3600.0
+    """Seconds of a video."""
 
     def __post_init__(self) -> None:
-        if min(self.max_bytes, self.max_pixels, self.max_side, self.max_decoder_bytes) < 1:
+        if min(msgspec.structs.astuple(self)) < 1:
             raise ConfigError(
                 f"limits must be above 0: {self}", "leave a limit out to keep its default"
             )
@@ -64,7 +68,7 @@ class ImageLimits(msgspec.Struct, frozen=True):
     def check_bytes(self, num_bytes: int) -> None:
         if num_bytes > self.max_bytes:
             raise MediaRefused(
-                f"image of {num_bytes} bytes, above the limit of {self.max_bytes}",
+                f"{num_bytes} bytes, above the limit of {self.max_bytes}",
                 "scale it down or compress it more, or raise the limit on bytes",
             )
 
@@ -76,6 +80,14 @@ class ImageLimits(msgspec.Struct, frozen=True):
                 f"{header.mime} of {header.width}x{header.height} takes {needed} bytes of memory "
                 f"to decode, above the limit of {self.max_decoder_bytes}",
                 "scale it down, or raise the limit on the decoder's memory",
+            )
+
+    def check_video(self, num_frames: int, duration_s: float) -> None:
+        if num_frames > self.max_frames or duration_s > self.max_duration_s:
+            raise MediaRefused(
+                f"video of {num_frames} frames and {duration_s:.1f} seconds or more, above the "
+                f"limits of {self.max_frames} and {self.max_duration_s:g}",
+                "cut it into shorter videos, or encode it with fewer frames a second",
             )
 
     def check_size(self, width: int, height: int) -> None:
@@ -117,8 +129,9 @@ def read_header(data: bytes) -> ImageHeader:
                 width, height = height, width
             return ImageHeader(mime, width, height, orientation, decoder_bytes)
     raise MediaRefused(
-        f"{len(data)} bytes that begin with {data[:12]!r} are no PNG, JPEG, WebP or GIF",
-        "convert the image to one of these formats; what counts is its bytes, not its name",
+        f"{len(data)} bytes that begin with {data[:12]!r} are no PNG, JPEG, WebP or GIF, "
+        "and no MP4 or WebM",
+        "convert it to one of these formats; what counts is its bytes, not its name",
     )
 
 

@@ -1,6 +1,6 @@
 """From the url in a message to a ref in the store.
 
-    data:image/...;base64,...    always: the bytes are put
+    data:image/...;base64,...    always: the bytes are put; likewise data:video/...
     media:sha256:<hex>           always: the store must have it
     file:///absolute/path        under an allowed root; none by default
     http(s)://host/path          from an allowed host; none by default
@@ -124,7 +124,7 @@ class ImageIngestor:
     def _put_data(self, url: str, _path: str) -> MediaRef:
         head, comma, text = url.partition(",")
         kind, *parameters = head[len("data:") :].lower().split(";")
-        if not comma or not kind.startswith("image/") or "base64" not in parameters:
+        if not comma or not kind.startswith(("image/", "video/")) or "base64" not in parameters:
             raise MessageError(f"a data url that begins {head[:60]!r}", _FIX_DATA)
         text = "".join(unquote(text).split())
         self.store.limits.check_bytes(len(text) // 4 * 3 - text[-2:].count("="))

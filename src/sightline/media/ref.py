@@ -1,4 +1,4 @@
-"""The name of an image: small, location-free, safe to send anywhere."""
+"""The name of an image or a video: small, location-free, safe to send anywhere."""
 
 from __future__ import annotations
 
@@ -10,14 +10,18 @@ import msgspec
 
 from sightline.errors import MediaCorrupt, MediaError
 
-MIMES = ("image/png", "image/jpeg", "image/webp", "image/gif")
+IMAGE_MIMES = ("image/png", "image/jpeg", "image/webp", "image/gif")
+VIDEO_MIMES = ("video/mp4", "video/webm")
+MIMES = IMAGE_MIMES + VIDEO_MIMES
+MIN_FPS, MAX_FPS = 0.001, 1000.0
+"""Frames of a video a second."""
 URL_PREFIX = "media:sha256:"
 
 _DIGEST = re.compile(r"[0-9a-f]{64}", re.ASCII)
 
 
-class MediaRef(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """One image, named by the SHA-256 of its bytes. Refs travel; bytes stay in the store."""
+class MediaRef(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=True):
+    """One image or video, named by the SHA-256 of its bytes. Refs travel; bytes stay."""
 
     digest: str
     """64 lowercase hex characters."""
@@ -27,28 +31,46 @@ class MediaRef(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     height: int
     """Pixels as seen, after EXIF orientation: with `width`, enough to lay out the token grid."""
     nbytes: int
+    num_frames: int = 0
+    """Frames of a video, as many as decode; 0 for an image."""
+    fps: float = 0.0
+    """Frames of a video a second, on average; 0 for an image."""
 
     def __post_init__(self) -> None:  # msgspec runs this on decode as well
         check_digest(self.digest)
-        sizes = (self.width, self.height, self.nbytes)
-        if self.mime not in MIMES or any(type(size) is not int or size <= 0 for size in sizes):
+        sizes = (
+            self.width,
+            self.height,
+            self.nbytes,
+            *([self.num_frames] if self.is_video else ()),
+        )
+        is_whole = all(type(size) is int and size > 0 for size in sizes)
+        has_rate = MIN_FPS <= self.fps <= MAX_FPS if self.is_video else self.fps == 0
+        is_still = self.is_video or self.num_frames == 0
+        if self.mime not in MIMES or not (is_whole and has_rate and is_still):
             raise MediaError(
                 f"not a media ref: {msgspec.structs.asdict(self)}",
                 "take refs from MediaStore.put or get_ref; their mime is one of "
-                f"{', '.join(MIMES)}, their width, height and nbytes are whole numbers above 0",
+                f"{', '.join(MIMES)}, their width, height and nbytes are whole numbers above "
+                "0, and so are num_frames and fps of a video, which an image has not",
             )
 
     def __repr__(self) -> str:
-        kind = self.mime.removeprefix("image/")
-        return f"MediaRef({self.digest[:12]}, {kind}, {self.width}x{self.height})"
+        kind = self.mime.partition("/")[2]
+        frames = f", {self.num_frames} frames" if self.is_video else ""
+        return f"MediaRef({self.digest[:12]}, {kind}, {self.width}x{self.height}{frames})"
+
+    @property
+    def is_video(self) -> bool:
+        return self.mime in VIDEO_MIMES
 
     @property
     def url(self) -> str:
-        """The form a ref takes as an image url in a message."""
+        """The form a ref takes as a url in a message."""
         return URL_PREFIX + self.digest
 
     def data_url(self, data: bytes) -> str:
-        """The image itself as a url, for a server that cannot read the store."""
+        """The bytes themselves as a url, for a server that cannot read the store."""
         return f"data:{self.mime};base64,{base64.b64encode(data).decode()}"
 
     def verify(self, data: bytes) -> bytes:

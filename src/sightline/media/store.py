@@ -1,4 +1,4 @@
-"""Where images are kept: a directory of files named by their digests.
+"""Where images and videos are kept: a directory of files named by their digests.
 
     <root>/ab/cd/abcd...    one file an image, its bytes as they came
     <root>/.lock            held for a moment by writers, and alone by gc
@@ -30,10 +30,11 @@ from sightline.errors import (
     MediaUndecodable,
     StoreFull,
 )
-from sightline.media import decode, files
+from sightline.media import decode, files, video
 from sightline.media.files import RENEW_AFTER_S
 from sightline.media.header import ImageHeader, ImageLimits
 from sightline.media.ref import MediaRef, check_digest, verify_bytes
+from sightline.media.video import VideoHeader
 
 if TYPE_CHECKING:
     from sightline.media.decode import Image
@@ -98,10 +99,11 @@ class MediaStore:
     def put(self, source: bytes | Path | Image) -> MediaRef:
         """The ref of these bytes, which the store holds from now on.
 
-        Bytes are kept as they are. A path is read, a PIL image is encoded as PNG.
+        Bytes are kept as they are, those of an image or of a video. A path is read, a PIL image is
+        encoded as PNG.
         """
         data = self._bytes_of(source)
-        header = decode.inspect_image(data, self.limits)
+        header = self._inspect(data)
         return self._remember_ref(self.put_bytes(data), header, len(data))
 
     def put_bytes(self, data: bytes) -> str:
@@ -129,7 +131,7 @@ class MediaStore:
             except OSError as error:
                 raise MediaError(
                     f"cannot read {source}: {error.strerror}",
-                    "put the path of a readable image file",
+                    "put the path of a readable file",
                 ) from error
         if isinstance(source, str):
             raise MediaRefused(
@@ -158,6 +160,10 @@ class MediaStore:
 
     def image(self, ref: MediaRef) -> Image:
         """The picture in RGB, of the ref's size, by the rule in `decode`."""
+        if ref.is_video:
+            raise MediaError(
+                f"{ref.digest[:12]} is a video", "read its frames with media.video.VideoReaders"
+            )
         try:
             image = decode.open_rgb(self.get(ref), self.limits)
         except (MediaUndecodable, MediaRefused) as error:
@@ -178,10 +184,18 @@ class MediaStore:
         if ref is not None and self.touch(digest):
             return ref
         data = self._read(digest)
-        return self._remember_ref(digest, decode.inspect_image(data, self.limits), len(data))
+        return self._remember_ref(digest, self._inspect(data), len(data))
 
-    def _remember_ref(self, digest: str, header: ImageHeader, num_bytes: int) -> MediaRef:
-        ref = MediaRef(digest, header.mime, header.width, header.height, num_bytes)
+    def _inspect(self, data: bytes) -> ImageHeader | VideoHeader:
+        if (mime := video.find_video_mime(data)) is not None:
+            return video.inspect_video(data, mime, self.limits)
+        return decode.inspect_image(data, self.limits)
+
+    def _remember_ref(
+        self, digest: str, header: ImageHeader | VideoHeader, num_bytes: int
+    ) -> MediaRef:
+        frames = (header.num_frames, header.fps) if isinstance(header, VideoHeader) else ()
+        ref = MediaRef(digest, header.mime, header.width, header.height, num_bytes, *frames)
         with self._refs_lock:
             self._refs[digest] = ref
         return ref

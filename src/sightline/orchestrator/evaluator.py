@@ -96,4 +96,11 @@ class Evaluator:
 
 
 def _list_images(trace: Trace) -> tuple[MediaRef, ...]:
-    return tuple(slot.item.ref for node in trace.nodes for slot in node.slots)
+    """What its environment has put, in order: a file of a video once, of a list every image."""
+    items = [slot.item for node in trace.nodes for slot in node.slots]
+    return tuple(
+        ref
+        for item in items
+        for ref in (item.refs if not item.ref.is_video else (item.ref,))
+        if item.step is None or not item.ref.is_video or item.step.number == 0
+    )

@@ -101,7 +101,7 @@ class _MicroBatchBuilder:
             self.items[place] = PackedItem(known.item, pixel_digest, known.wanted_by)
         elif pixel_digest is not None and pixel_digest != known.pixel_digest:
             raise PixelMismatch(
-                f"image {known.item.ref.digest[:12]}: the sampler saw pixels {known.pixel_digest} "
+                f"{known.item.name}: the sampler saw pixels {known.pixel_digest} "
                 f"for trace {known.wanted_by} and {pixel_digest} for {trace_id}",
                 "run the same Pillow on every inference server",
             )

@@ -9,11 +9,13 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
 from functools import cached_property
 
+import numpy as np
 from cachetools import LRUCache
 
 from sightline.errors import SightlineError
 from sightline.families import Family
 from sightline.media import MediaRef, MediaStore, decode
+from sightline.media.video import VideoReaders
 from sightline.pixels.pixels import Pixels, pixel_digest
 from sightline.pixels.shared_patches import SharedPatches
 from sightline.wire import MediaItem
@@ -73,6 +75,7 @@ class Materializer:
     def __post_init__(self) -> None:
         self._pool = ThreadPoolExecutor(self.threads, thread_name_prefix="pixels")
         self._lock = threading.Lock()
+        self._videos = VideoReaders(self.store.get, self.store.limits)
         # By the whole item, not its key: one that lies about its image's size fails alone, and
         # finds nothing that was made for the true one.
         self._cache: LRUCache[MediaItem, Pixels] = LRUCache(
@@ -101,7 +104,16 @@ class Materializer:
 
     @cached_property
     def patch_bytes(self) -> int:
+        """Bytes of a patch of an image."""
         return self._count_values()
+
+    def count_bytes(self, item: MediaItem) -> int:
+        """Bytes of an item's patches."""
+        return item.num_patches * item.patch_frames * self.patch_bytes
+
+    def get_width(self, items: Iterable[MediaItem]) -> int:
+        """Bytes of a patch where these are stacked: that of the widest."""
+        return self.patch_bytes * max((item.patch_frames for item in items), default=1)
 
     def iterate(
         self, items: Iterable[MediaItem], max_bytes: int, keep: bool = True
@@ -111,9 +123,9 @@ class Materializer:
         ahead: deque[tuple[MediaItem, Future[Pixels]]] = deque()
         held = 0
         for item in items:
-            nbytes = item.num_patches * self.patch_bytes
+            nbytes = self.count_bytes(item)
             while ahead and held + nbytes > max_bytes:
-                held -= ahead[0][0].num_patches * self.patch_bytes
+                held -= self.count_bytes(ahead[0][0])
                 yield ahead.popleft()
             held += nbytes
             try:
@@ -158,7 +170,7 @@ class Materializer:
                 self.counts.hits += 1
             return found
         try:
-            patches = self.family.patches(self.store.image(item.ref), item)
+            patches = self._make_patches(item)
             pixels = Pixels(patches, pixel_digest(item, patches))
         except BaseException:
             with self._lock:
@@ -180,6 +192,14 @@ class Materializer:
             self.counts.evicted += num_before + 1 - len(self._cache)
             self.counts.bytes_held = int(self._cache.currsize)
         return pixels
+
+    def _make_patches(self, item: MediaItem) -> np.ndarray:
+        step = item.step
+        if step is None:
+            return self.family.patches(self.store.image(item.ref), item)
+        if step.frames:
+            return self.family.step_patches(self._videos.read(item.ref, step.frames), item)
+        return self.family.step_patches([self.store.image(ref) for ref in item.refs], item)
 
     def _finish_flight(self, item: MediaItem) -> None:
         with self._lock:

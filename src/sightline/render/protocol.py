@@ -50,6 +50,8 @@ class Renderer(Protocol):
     pad_token_ids: tuple[int, ...]
     """Ids of media and of the marks around them; banned in sampling by every engine and in the
     trainer's softmax. The first fills slots."""
+    video_pad_id: int
+    """The id that fills slots of videos; -1 where they are not shown."""
     vocab_size: int
     max_model_len: int
     """Tokens that a prompt may have; what cannot fit raises PromptTooLong before it is tokenized.

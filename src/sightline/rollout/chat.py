@@ -131,7 +131,8 @@ class RolloutChat(ModelChat):
 
     def _check_swapped(self, turn: Turn) -> None:
         """Images that did not come through `put` cannot be swapped, and would go unnoticed."""
-        if any(slot.item.ref not in self.swapped_images for slot in turn.slots):
+        shown = (ref for slot in turn.slots for ref in slot.item.refs)
+        if any(ref not in self.swapped_images for ref in shown):
             raise EnvironmentFailed(
                 "an image of this environment does not come through chat.put, so that it cannot "
                 "be swapped",
@@ -200,6 +201,6 @@ def _describe_images(turn: Turn) -> str:
     if len(turn.slots) == 1:
         return f", {of_images} of them of one image of {ref.width}x{ref.height} pixels"
     return (
-        f", {of_images} of them of {len(turn.slots)} images (the largest, "
+        f", {of_images} of them of {len(turn.slots)} images or steps of videos (the largest, "
         f"{ref.width}x{ref.height} pixels, has {largest.length})"
     )

@@ -124,6 +124,12 @@ class StockVLLMClient(GenerateClient):
 
     def _part(self, slot: Slot) -> dict[str, str]:
         ref = slot.item.ref
+        if slot.item.step is not None:
+            raise EngineError(
+                "a video: it was not tried with vLLM",
+                'set [inference] engine = "torch"',
+                kind="slots",
+            )
         if self.shares_store:
             url = self.store.path(ref.digest).absolute().as_uri()
         else:

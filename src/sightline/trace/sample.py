@@ -9,9 +9,10 @@ import numpy as np
 from sightline.errors import Misaligned
 from sightline.trace.node import Node
 from sightline.trace.trace import Trace
-from sightline.wire import Array, MediaItem, Slot
+from sightline.wire import Array, MediaItem, Slot, VideoStep
 from sightline.wire.sample import Sample, Segment
 
+ItemKey = tuple[str, str, VideoStep | None]
 Advantages = Mapping[int, float] | Callable[[Node], float | None]
 
 
@@ -54,11 +55,11 @@ def _build_sample(trace: Trace, path: Sequence[int], advantage_of: dict[int, flo
         )
     trained, advantages, versions, logprobs = [], list[float](), list[int](), list[np.ndarray]()
     segments, start = list[Segment](), 0
-    items, slots = dict[tuple[str, str], tuple[int, MediaItem]](), list[Slot[int]]()
+    items, slots = dict[ItemKey, tuple[int, MediaItem]](), list[Slot[int]]()
     for node in (trace.nodes[n] for n in path):
         for slot in node.slots:
-            # The two that an item's key is made of; hashing them again would tell no more.
-            key = (slot.item.ref.digest, slot.item.fingerprint)
+            # What an item's key is made of; hashing it again would tell no more.
+            key = (slot.item.ref.digest, slot.item.fingerprint, slot.item.step)
             place, _ = items.setdefault(key, (len(items), slot.item))
             slots.append(Slot(start + slot.offset, slot.length, place, slot.pixel_digest))
         stop = start + len(node.token_ids)

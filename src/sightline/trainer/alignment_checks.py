@@ -94,14 +94,14 @@ def _misaligned(batch: MicroBatch, at: int, problem: str) -> Misaligned:
 
 
 def _describe_image(batch: MicroBatch, slot: Slot[int]) -> str:
-    return f"image {batch.items[slot.item].item.ref.digest[:12]}"
+    return batch.items[slot.item].item.name
 
 
 def _describe_images(batch: MicroBatch) -> str:
     """Which images, and of whom: a count that is wrong over all of them names none alone."""
-    named = [f"{e.item.ref.digest[:12]} of sample {e.wanted_by}" for e in batch.items[:4]]
+    named = [f"{e.item.name} of sample {e.wanted_by}" for e in batch.items[:4]]
     more = f" and {len(batch.items) - 4} more" if len(batch.items) > 4 else ""
-    return f"step {batch.step}, images {', '.join(named) or 'none'}{more}"
+    return f"step {batch.step}, {', '.join(named) or 'no images'}{more}"
 
 
 def _find_sample(batch: MicroBatch, at: int) -> str:

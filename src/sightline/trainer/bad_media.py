@@ -103,7 +103,7 @@ def count_reasons(dropped: Sequence[DroppedSample]) -> dict[str, int]:
 
 def add_location(error: BadT, sample: str, step: int, item: MediaItem, store: MediaStore) -> BadT:
     """The error with what a reader needs to find the image: who wanted it, when, and where."""
-    where = f"sample {sample} of step {step}, image {item.ref.digest[:12]}"
+    where = f"sample {sample} of step {step}, {item.name}"
     return type(error)(f"{where}: {error.problem} (searched: {store.places})", error.fix)
 
 

@@ -18,8 +18,10 @@ from sightline.envs.protocol import Tools
 from sightline.envs.task_files import open_tasks, put_cell_images
 from sightline.errors import MediaError, MessageError
 from sightline.media import ImageIngestor, MediaRef, MediaStore
+from sightline.media.video import find_video_mime
 from sightline.message import (
     IMAGE_KINDS,
+    VIDEO_KINDS,
     ImageResolver,
     Message,
     get_image_source,
@@ -46,7 +48,7 @@ class TrainingConversation:
 
     @property
     def shows_images(self) -> bool:
-        return any(message.images for message in self.messages)
+        return any(message.refs for message in self.messages)
 
 
 class Demonstrations:
@@ -191,16 +193,18 @@ class _RowImages:
         return message
 
     def _part(self, part: Any, path: str) -> Any:
-        if not isinstance(part, dict) or part.get("type") not in IMAGE_KINDS:
+        if not isinstance(part, dict) or part.get("type") not in IMAGE_KINDS + VIDEO_KINDS:
             return part
+        what = "image" if part["type"] in IMAGE_KINDS else "video"
         sources = {k: v for k, v in part.items() if k not in ("type", "text") and v is not None}
-        if sources.keys() <= {"index"}:
+        if what == "image" and sources.keys() <= {"index"}:
             return {"type": "image", "image": self._take(sources.get("index"), path)}
         for key, value in sources.items():
             if isinstance(value, dict) and value and value.keys() <= _CELL_KEYS:
                 cell = put_cell_images(value, self._put, self._folder, f"{path}.{key}")
-                return {"type": "image", "image": cell}
-        get_image_source(part, path)  # raises, with the path, where there is none
+                return {"type": what, what: cell}
+        if part.get("frames") is None:
+            get_image_source(part, path, what)  # raises, with the path, where there is none
         return part
 
     def _take(self, index: int | None, path: str) -> MediaRef:
@@ -236,17 +240,23 @@ def open_conversations(
 
 
 class _PlaceholderResolver:
-    """Resolves every url to one made-up image, and fetches nothing; files must be there."""
+    """Resolves every url to a made-up image or video; files must be there, nothing is fetched."""
 
-    ref = MediaRef("0" * 64, "image/png", 64, 64, 1)
+    image = MediaRef("0" * 64, "image/png", 64, 64, 1)
+    video = MediaRef("0" * 64, "video/mp4", 64, 64, 1, 8, 2.0)
 
     def put(self, source: Any) -> MediaRef:
-        if isinstance(source, Path) and not source.is_file():
-            raise MediaError(f"no image at {source}", "put it there, or mend the row")
-        return self.ref
+        if isinstance(source, Path):
+            if not source.is_file():
+                raise MediaError(f"no image at {source}", "put it there, or mend the row")
+            with source.open("rb") as file:
+                source = file.read(16)
+        is_video = isinstance(source, bytes) and find_video_mime(source) is not None
+        return self.video if is_video else self.image
 
     def resolve(self, url: str, path: str) -> MediaRef:
-        return self.ref
+        """By the place of a url, since nothing of what it names is looked at."""
+        return self.video if ".video" in path.rpartition("]")[2] else self.image
 
 
 def check_rows_for_images(data: DataConfig, seed: int, most: int = 200) -> bool:

@@ -190,7 +190,7 @@ class BatchPreparer:
         wanted = {item: sample for sample in batch.samples for item in sample.items}
         digests: dict[MediaItem, str] = {}
         problems: dict[MediaItem, BadMediaError] = {}
-        self.materializer.store.prefetch(item.ref for item in wanted)
+        self.materializer.store.prefetch(ref for item in wanted for ref in item.refs)
         assert self.pixels is not None
         for item, flight in self.materializer.iterate(wanted, self.pixels.image_bytes):
             try:

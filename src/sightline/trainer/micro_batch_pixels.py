@@ -18,7 +18,7 @@ import numpy as np
 
 from sightline.errors import MediaError, PixelMismatch
 from sightline.families.device_copy import round_pinned
-from sightline.pixels import Materializer
+from sightline.pixels import Materializer, widen_patches
 from sightline.trainer.bad_media import add_location, build_pixel_mismatch
 from sightline.wire.micro_batch import MicroBatch
 
@@ -58,8 +58,11 @@ class MicroBatchPixels:
         return self.max_bytes // 7
 
     def count_bytes(self, pack: MicroBatch) -> int:
-        nbytes = pack.num_patches * self.materializer.patch_bytes if pack.items else 0
+        nbytes = pack.num_patches * self._get_width(pack) if pack.items else 0
         return round_pinned(nbytes) if self.is_pinned else nbytes
+
+    def _get_width(self, pack: MicroBatch) -> int:
+        return self.materializer.get_width(entry.item for entry in pack.items)
 
     def start(self, pack: MicroBatch, max_fraction: float = 1.0) -> None:
         """Begins to make the patches of a micro-batch that is to come, if there is room for them,
@@ -88,7 +91,8 @@ class MicroBatchPixels:
 
     def stack(self, pack: MicroBatch) -> np.ndarray:
         """The patches of a micro-batch's images one after the other, compared with the digests."""
-        stacked = self.allocate(pack.num_patches, self.materializer.patch_bytes)
+        width = self._get_width(pack)
+        stacked = self.allocate(pack.num_patches, width)
         at = 0
         flights = self.materializer.iterate(
             (entry.item for entry in pack.items), self.image_bytes, self.keep
@@ -102,7 +106,9 @@ class MicroBatchPixels:
                 # They were made before the batch was packed: what fails now stops all ranks.
                 store = self.materializer.store
                 raise add_location(error, entry.wanted_by, pack.step, item, store) from error
-            stacked[at : at + item.num_patches] = pixels.patches
+            stacked[at : at + item.num_patches] = widen_patches(
+                pixels.patches, width, self.materializer.family
+            )
             at += item.num_patches
             del pixels, flight
         return stacked

@@ -61,7 +61,9 @@ class Inspection:
     micro_batches: int = 0
     micro_batches_with_references: int = 0
     slots: int = 0
-    """Places of images in samples."""
+    """Places of images in samples, and of steps of videos."""
+    video_slots: int = 0
+    """Those of them that are steps of videos."""
     descriptors: int = 0
     """Items in micro-batches; an image that is shown several times in one is one."""
     distinct_files: int = 0
@@ -94,18 +96,25 @@ def inspect_run(run_dir: RunDir) -> Inspection:
         found.eager_tensors += sum(1 for _ in find_eager_tensors(msgspec.msgpack.decode(raw)))
         found.samples += len(batch.samples)
         found.slots += sum(len(sample.slots) for sample in batch.samples)
+        found.video_slots += sum(
+            sample.items[slot.item].step is not None
+            for sample in batch.samples
+            for slot in sample.slots
+        )
         for micro_batch in pack(batch.samples, batch.step, family, limit):
             found.micro_batches += 1
             found.micro_batches_with_references += bool(micro_batch.items)
             found.descriptors += len(micro_batch.items)
-            refs |= {packed.item.ref.digest: packed.item.ref for packed in micro_batch.items}
+            shown = (ref for packed in micro_batch.items for ref in packed.item.refs)
+            refs |= {ref.digest: ref for ref in shown}
     for file in sorted(run_dir.traces.glob("*.msgpack")):
         for trace in read_traces(file):
             if file.stem.startswith("step_"):
                 found.rollouts += 1
             else:
                 found.eval_rollouts += 1
-            refs |= {s.item.ref.digest: s.item.ref for node in trace.nodes for s in node.slots}
+            slots = (slot for node in trace.nodes for slot in node.slots)
+            refs |= {ref.digest: ref for slot in slots for ref in slot.item.refs}
     found.distinct_files = len(refs)
     found.missing = [ref for ref in refs.values() if not store.has(ref)]
     found.missing_files = len(found.missing)

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 
 from sightline.errors import ConfigError, MediaError
 from sightline.media import MediaRef
-from sightline.message import ImagePart, Message
+from sightline.message import ImagePart, Message, TextPart
 from sightline.run import RunDir
 from sightline.trace import Trace
 from sightline.view import formatting
@@ -229,7 +229,8 @@ class Rollout:
 
     @property
     def images(self) -> list[MediaRef]:
-        return [slot.item.ref for node in self.trace.nodes for slot in node.slots]
+        """What it shows, in order; of a video its file at every step, or all images of a list."""
+        return [ref for node in self.trace.nodes for s in node.slots for ref in s.item.refs]
 
     @property
     def tokens(self) -> pandas.DataFrame:
@@ -276,8 +277,12 @@ class Rollout:
         for part in message.content:
             if isinstance(part, ImagePart):
                 parts.append(self._image_part(part.ref))
-            else:
+            elif isinstance(part, TextPart):
                 parts.append(("text", part.text))
+            elif part.ref is not None:
+                parts.append(("text", f"[video {part.ref.digest[:12]}]"))
+            else:
+                parts += [self._image_part(frame.ref) for frame in part.frames]
         return parts + [("call", f"{c.name}({c.arguments})") for c in message.tool_calls]
 
     def _image_part(self, ref: MediaRef) -> tuple[str, str]:

@@ -164,7 +164,8 @@ def _build_row(
     path = trace.path(leaf) if trace.nodes else []
     nodes = [trace.nodes[n] for n in path]
     # Each image once, however often the rollout shows it.
-    refs = {slot.item.ref.digest: slot.item.ref for node in trace.nodes for slot in node.slots}
+    slots = (slot for node in trace.nodes for slot in node.slots)
+    refs = {ref.digest: ref for slot in slots for ref in slot.item.refs}
     images, num_bytes = [], 0
     for digest in refs:
         try:

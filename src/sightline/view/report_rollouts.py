@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from sightline.errors import SightlineError
-from sightline.message import ImagePart
+from sightline.message import ImagePart, TextPart
 from sightline.render import Tokenizer
 from sightline.run.run_dir import RunDir
 from sightline.trace import Node, Trace, read_traces
@@ -22,6 +22,7 @@ ROLLOUTS_PER_SECTION = 3
 _MOST_MESSAGES = 12
 _MOST_CHARS = 4000
 _MOST_TOKENS = 600
+_MOST_FRAMES = 8
 
 
 @dataclass(frozen=True, slots=True)
@@ -158,8 +159,13 @@ def _parts(node: Node, gallery: Gallery) -> list[str | GalleryImage]:
     for part in message.content:
         if isinstance(part, ImagePart):
             parts.append(gallery.get_image(part.ref))
-        else:
+        elif isinstance(part, TextPart):
             parts.append(_shorten_text(part.text))
+        elif part.ref is not None:
+            parts.append(f"[video {part.ref.digest[:12]}, {part.ref.num_frames} frames]")
+        else:
+            parts.append(f"[video of {len(part.frames)} images]")
+            parts += [gallery.get_image(frame.ref) for frame in part.frames[:_MOST_FRAMES]]
     parts += [_shorten_text(f"{call.name}({call.arguments})") for call in message.tool_calls]
     return parts
 

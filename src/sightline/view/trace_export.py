@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from sightline.media import MediaRef, MediaStore
-from sightline.message import ImagePart, Message
+from sightline.message import Message, to_openai_part
 from sightline.trace import Trace
 from sightline.wire.file import write_atomic
 
@@ -44,21 +44,16 @@ def branch_records(trace: Trace) -> Iterator[dict[str, Any]]:
                 for node in nodes
             ],
             "images": {
-                ref.digest: image_file_name(ref) for node in nodes for ref in node.message.images
+                ref.digest: image_file_name(ref) for node in nodes for ref in node.message.refs
             },
         }
 
 
 def openai_message(message: Message) -> dict[str, Any]:
-    """The message as a client would send it, images as `media:` urls."""
+    """The message as a client would send it, images and videos as `media:` urls."""
     content: list[dict[str, Any]] | str = message.text
-    if message.images:
-        content = [
-            {"type": "image_url", "image_url": {"url": part.ref.url}}
-            if isinstance(part, ImagePart)
-            else {"type": "text", "text": part.text}
-            for part in message.content
-        ]
+    if message.refs:
+        content = [to_openai_part(part, lambda ref: ref.url) for part in message.content]
     told: dict[str, Any] = {"role": message.role, "content": content}
     if message.reasoning is not None:
         told["reasoning_content"] = message.reasoning
@@ -79,13 +74,13 @@ def openai_message(message: Message) -> dict[str, Any]:
 
 
 def image_file_name(ref: MediaRef) -> str:
-    return f"{ref.digest}.{ref.mime.removeprefix('image/')}"
+    return f"{ref.digest}.{ref.mime.partition('/')[2]}"
 
 
 def copy_images(traces: Iterable[Trace], store: MediaStore, folder: Path) -> int:
-    """Writes the file of every image of `traces` once; returns how many there are."""
+    """Writes the file of every image and video of `traces` once; returns how many there are."""
     folder.mkdir(parents=True, exist_ok=True)
-    refs = {ref.digest: ref for t in traces for node in t.nodes for ref in node.message.images}
+    refs = {ref.digest: ref for t in traces for node in t.nodes for ref in node.message.refs}
     for ref in refs.values():
         write_atomic(folder / image_file_name(ref), store.get(ref))
     return len(refs)

@@ -203,7 +203,7 @@ def describe_slot(slots: Sequence[Slot], at: int) -> str:
         return f"none after {len(slots)}"
     slot = slots[at]
     return (
-        f"{slot.offset}+{slot.length} image {slot.item.ref.digest[:12]} grid {slot.item.grid} "
+        f"{slot.offset}+{slot.length} {slot.item.name} grid {slot.item.grid} "
         f"fingerprint {slot.item.fingerprint[:12]}"
     )
 
@@ -242,7 +242,7 @@ class _ScoreComparison:
             found = ReplayDifference(
                 node,
                 "pixels",
-                f"image {slot.item.ref.digest[:12]}: recorded {slot.pixel_digest}, now {seen}",
+                f"{slot.item.name}: recorded {slot.pixel_digest}, now {seen}",
             )
             if seen != slot.pixel_digest and found not in self._replayed.differences:
                 self._replayed.differences.append(found)

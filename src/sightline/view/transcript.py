@@ -6,9 +6,10 @@ import textwrap
 from collections.abc import Callable, Iterator
 
 from sightline.media import MediaRef
-from sightline.message import ImagePart
+from sightline.message import ImagePart, VideoPart
 from sightline.trace import Node, Trace
 from sightline.view import formatting
+from sightline.wire import Slot
 
 INDENT = " " * 6
 MOST_LINES = 12
@@ -43,7 +44,7 @@ def format_transcript(
             prompt = trace.end(node) - found.num_sampled
             yield from _message(found, prompt, credits.get(node), width, is_full)
             if draw is not None:
-                for ref in found.message.images:
+                for ref in (r for r in found.message.refs if not r.is_video):
                     yield from (INDENT + line for line in draw(ref))
 
 
@@ -121,10 +122,33 @@ def _texts(node: Node) -> Iterator[str]:
                 f"[image {part.ref.digest[:12]} {part.ref.width}x{part.ref.height}, "
                 f"{slot.length} tokens]"
             )
+        elif isinstance(part, VideoPart):
+            yield describe_video(part, slots)
         else:
             yield part.text
     for call in message.tool_calls:
         yield f"-> {call.name}({call.arguments})"
+
+
+def describe_video(part: VideoPart, slots: Iterator[Slot]) -> str:
+    """A video in a line; its steps are taken off `slots`."""
+    steps = take_steps(slots)
+    first = part.refs[0]
+    what = f"{first.num_frames} frames" if first.is_video else f"{len(part.frames)} images"
+    return (
+        f"[video {first.digest[:12]} {first.width}x{first.height}, {what}, {len(steps)} steps of "
+        f"{steps[0].length if steps else 0} tokens]"
+    )
+
+
+def take_steps(slots: Iterator[Slot]) -> list[Slot]:
+    """The slots of the video that comes next."""
+    taken: list[Slot] = []
+    for slot in slots:
+        taken.append(slot)
+        if (step := slot.item.step) is None or step.number + 1 >= step.num_steps:
+            break
+    return taken
 
 
 def _wrap(text: str, width: int, indent: str) -> list[str]:

@@ -6,6 +6,6 @@ forms in which processes meet: files (`file`) and the text that Prometheus scrap
 """
 
 from sightline.wire.array import Array
-from sightline.wire.item import MediaItem, Slot, Span
+from sightline.wire.item import MediaItem, Slot, Span, VideoStep
 
-__all__ = ["Array", "MediaItem", "Slot", "Span"]
+__all__ = ["Array", "MediaItem", "Slot", "Span", "VideoStep"]

@@ -1,4 +1,5 @@
-"""The descriptor of an image that travels, and the runs of tokens that it fills.
+"""The descriptor of an image that travels, or of a step of a video, and the runs of tokens that it
+fills.
 
 `Slot` is the one class for (offset, length, item), and `Span` the one for [start, stop).
 """
@@ -20,28 +21,83 @@ from sightline.wire.codec import check_schema
 
 ITEM_SCHEMA = 1
 RAW_PREFIX = "mmraw:"
+MAX_STEP_S = 86_400.0
+"""Seconds between two steps of a video, at most: their positions in time stay numbers."""
 
 
-class MediaItem(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """An image as one family lays it out. It cannot hold pixels: unknown fields are refused."""
+class VideoStep(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=True):
+    """Which part of a video an item is: the frames that its patches span, as a vision tower looks
+    at them at once. An item of an image has none."""
+
+    number: int
+    """Its place among the steps of the video, from 0 on."""
+    num_frames: int
+    """Frames that are shown of the whole video: what its sizes are made of."""
+    seconds: float
+    """From one step to the next."""
+    frames: tuple[int, ...] = ()
+    """Numbers of its frames in the file that the item's ref names."""
+    further: tuple[MediaRef, ...] = ()
+    """The images behind the item's ref, where the video is a list of images."""
+
+    @property
+    def num_steps(self) -> int:
+        """Steps of the whole video."""
+        return -(-self.num_frames // (len(self.frames) or 1 + len(self.further)))
+
+    def __post_init__(self) -> None:
+        is_placed = 0 <= self.number < self.num_frames and 0 < self.seconds <= MAX_STEP_S
+        has_frames = bool(self.frames) != bool(self.further) and min(self.frames, default=0) >= 0
+        if not is_placed or not has_frames:
+            raise Misaligned(f"not a step of a video: {self}", "make items with family.steps")
+
+
+class MediaItem(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=True):
+    """An image, or a step of a video, as one family lays it out. It cannot hold pixels: unknown
+    fields are refused."""
 
     ref: MediaRef
+    """The image; of a step the video's file, or the first of its images."""
     family: str
     grid: tuple[int, int, int]
     """Patches along time, height and width."""
     fingerprint: str
     """Names the processor settings that turn the image into exactly these patches."""
-    schema: int = ITEM_SCHEMA
+    # A default that is made is written, unlike one that is a value.
+    schema: int = msgspec.field(default_factory=lambda: ITEM_SCHEMA)
+    step: VideoStep | None = None
+    """Left out of what is written where the item is an image."""
 
     def __post_init__(self) -> None:
         check_schema(self.schema, ITEM_SCHEMA, "media item")
         if min(self.grid) < 1:
             raise Misaligned(f"media item with grid {self.grid}", "make items with family.item")
+        if self.ref.is_video != (self.step is not None and bool(self.step.frames)):
+            raise Misaligned(
+                f"an item of {self.ref!r} with the step {self.step}", "make items with the family"
+            )
 
     @property
     def key(self) -> str:
-        """Binds content and processing: SHA-256 over media digest and fingerprint."""
-        return _key(self.ref.digest, self.fingerprint)
+        """Binds content and processing: SHA-256 over media digest and fingerprint, and the step."""
+        return _key(self.ref.digest, self.fingerprint, self.step)
+
+    @property
+    def refs(self) -> tuple[MediaRef, ...]:
+        """All that its pixels are made of."""
+        return (self.ref, *(self.step.further if self.step is not None else ()))
+
+    @property
+    def patch_frames(self) -> int:
+        """Frames that a patch of it holds."""
+        return len(self.step.frames) or len(self.refs) if self.step is not None else 1
+
+    @property
+    def name(self) -> str:
+        """What it is, in words for errors."""
+        if self.step is None:
+            return f"image {self.ref.digest[:12]}"
+        return f"step {self.step.number} of video {self.ref.digest[:12]}"
 
     @property
     def num_patches(self) -> int:
@@ -66,8 +122,9 @@ class MediaItem(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 # Every request names all images of its history: what is known of an image is not made again.
 @lru_cache(maxsize=65536)
-def _key(digest: str, fingerprint: str) -> str:
-    return hashlib.sha256(f"{digest}:{fingerprint}".encode()).hexdigest()
+def _key(digest: str, fingerprint: str, step: VideoStep | None) -> str:
+    text = f"{digest}:{fingerprint}".encode()
+    return hashlib.sha256(text if step is None else text + _encoder.encode(step)).hexdigest()
 
 
 @lru_cache(maxsize=65536)

@@ -69,9 +69,8 @@ def _qwen(name: str, kind: str, template: str, merges: bool = True, **traits: An
         _load_qwen_images,
         "<|image_pad|>",
         published,
-        has_weights=not merges,
         make_arrays=lambda checkpoint, image: checkpoint.transformers_images(image),
-        **traits,
+        **{"has_weights": not merges, "shows_videos": kind != "qwen3", **traits},
     )
 
 
@@ -100,6 +99,7 @@ CASES = (
     _qwen("qwen3_vl_moe", "qwen3_vl_moe", "qwen3_vl", merges=False, has_own_format=False),
     _qwen("qwen3_vl_thinking", "qwen3_vl_thinking", "", **_THINKS),
     _qwen("qwen2_5_vl", "qwen2_5_vl", "qwen2_5_vl", **_SEES),
+    _qwen("qwen2_5_vl_plain", "qwen2_5_vl", "", merges=False, has_own_format=False, **_SEES),
     _qwen("qwen3_5", "qwen3_5", "qwen3_5", **_TAGGED),
     _qwen("qwen3_5_moe", "qwen3_5_moe", "qwen3_5", merges=False, has_own_format=False, **_TAGGED),
     _qwen("qwen3_5_nonthinking", "qwen3_5_nonthinking", "", closes_reasoning=True, **_TAGGED),

@@ -16,7 +16,7 @@ def put(
     places: tuple[tuple[int, str], ...] = (),
 ) -> None:
     TABLE[row, : len(tokens)] = tokens
-    cache[row] = CachedPrefix(len(tokens), len(tokens), places, {})
+    cache[row] = CachedPrefix(len(tokens), places, {})
 
 
 def take(

@@ -462,7 +462,8 @@ BAD_PARTS = [
     ({"type": "image_url", "image_url": None}, ".image_url", 400),
     ({"type": "image", "ref": {"digest": "0" * 64}}, ".ref.url", 400),
     ({"type": "input_audio", "input_audio": {}}, ".type", 400),
-    ({"type": "video_url", "video_url": {}}, ".type", 400),
+    ({"type": "video_url", "video_url": {}}, ".video_url.url", 400),
+    ({"type": "file", "file": {}}, ".type", 400),
     ({"type": "unheard_of"}, ".type", 400),
     ({"text": "a"}, ".type", 400),
     (3, "", 400),
@@ -598,14 +599,14 @@ def test_messages_that_the_environment_adds_pass_the_same_checks(
     tiny_model: Path, store: MediaStore
 ) -> None:
     bad = with_part(type="image_url", image_url={"url": BAD_URL})
-    video = with_part(type="video_url", video_url={"url": BAD_URL})
+    unknown = with_part(type="file", file={"url": BAD_URL})
 
     async def rollout(chat: Chat) -> float:
         history: list[Any] = [shown(0)]
         async with agent(chat) as client:
             answer = await client.chat.completions.create(model="m", messages=history)
         history.append(answer.choices[0].message.model_dump(exclude_none=True))
-        for message, error in ((bad, MediaRefused), (video, MessageError)):
+        for message, error in ((bad, MediaRefused), (unknown, MessageError)):
             with pytest.raises(error, match=r"^messages\[0\]\.content\[1\]"):
                 await chat.send([message])
             with pytest.raises(error, match=r"^messages\[2\]\.content\[1\]"):

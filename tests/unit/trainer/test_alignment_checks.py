@@ -115,7 +115,7 @@ def test_patches_and_features_are_counted_against_grids_and_pads(
     check_features(packed, num, family)
     name = f"{packed.items[0].item.ref.digest[:12]} of sample {packed.items[0].wanted_by}"
     for wrong in (patches[1:], None):
-        with pytest.raises(Misaligned, match=f"step 3, images {name}.* patches were made"):
+        with pytest.raises(Misaligned, match=f"step 3, image {name}.* patches were made"):
             check_patches(packed, wrong)
     with pytest.raises(Misaligned, match=f"{name}.*: {num + 1} features for {num} visual tokens"):
         check_features(packed, num + 1, family)

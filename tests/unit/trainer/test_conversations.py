@@ -13,11 +13,13 @@ import pyarrow
 import pyarrow.parquet
 import pytest
 from PIL import Image
+from videos import encode_video, noise_frames
 
 from sightline.bench.harness.synthetic_run import SyntheticSize, write_synthetic_run
 from sightline.config import DataConfig, MediaConfig
 from sightline.errors import MediaError, MessageError
 from sightline.media import MediaStore
+from sightline.message import VideoPart
 from sightline.trace import read_traces
 from sightline.trainer.conversations import (
     HELD_OUT,
@@ -143,7 +145,7 @@ def bad_row(content: Any, images: int = 0) -> dict[str, Any]:
 @pytest.mark.parametrize(
     ("row", "problem"),
     [
-        (bad_row([{"type": "video", "video": "x"}]), r"messages\[0\].content\[0\].type: 'video'"),
+        (bad_row([{"type": "file", "file": "x"}]), r"messages\[0\].content\[0\].type: 'file'"),
         (bad_row([{"text": "no type"}]), r"messages\[0\].content\[0\].type: missing"),
         (bad_row([{"type": "image", "image": 3}]), r"content\[0\].image: a int in place of a url"),
         (bad_row([{"type": "image_url", "image_url": {"url": "http://x/y.png"}}]), "not allowed"),
@@ -264,3 +266,28 @@ def test_what_sightline_samples_writes_is_read(tmp_path: Path, store: MediaStore
         shown = [ref for message in talks.row(number).messages for ref in message.images]
         nodes = [trace.nodes[node] for node in trace.path(trace.turns[-1].id)]
         assert shown == [ref for node in nodes for ref in node.message.images]
+
+
+def test_rows_show_videos(tmp_path: Path) -> None:
+    """As a cell with bytes, as a path below the folder, as a url, and as images with times."""
+    clip = encode_video(noise_frames(4, 32, 32))
+    (tmp_path / "clip.mp4").write_bytes(clip)
+    url = "data:video/mp4;base64," + base64.b64encode(clip).decode()
+    image = "data:image/png;base64," + base64.b64encode(png(3)).decode()
+    frames = [{"image_url": image, "seconds": 0}, {"image_url": image, "seconds": 1}]
+    said = {"role": "assistant", "content": "ok"}
+    parts = [
+        {"type": "video", "video": {"path": "clip.mp4"}},
+        {"type": "video_url", "video_url": {"url": url}},
+        {"type": "video", "frames": frames},
+    ]
+    lines = [{"messages": [{"role": "user", "content": [part]}, said]} for part in parts]
+    path = tmp_path / "rows.jsonl"
+    path.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    data = DataConfig(path=str(path), eval_fraction=0.0)
+    assert check_rows_for_images(data, seed=0)
+    store = MediaStore(tmp_path / "media")
+    found = open_conversations(data, MediaConfig(), store, seed=0)
+    shown = [found.row(i).messages[0].content[0] for i in range(3)]
+    assert sum(part == VideoPart(ref=store.put(clip)) for part in shown) == 2
+    assert sum(isinstance(part, VideoPart) and len(part.frames) == 2 for part in shown) == 1

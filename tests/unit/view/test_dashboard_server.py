@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import hashlib
+import io
 import shutil
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from PIL import Image
 from starlette.testclient import TestClient
+from videos import encode_video, noise_frames
 
 from sightline.bench.harness.synthetic_run import SyntheticSize, write_synthetic_run
 from sightline.errors import ConfigError
@@ -78,6 +81,26 @@ def test_an_image_is_served_as_what_its_bytes_are(client: TestClient, run_dir: R
     assert "sandbox" in whole.headers["content-security-policy"]
     small = client.get(f"/thumb/synthetic/{ref.digest}", params={"side": 32})
     assert small.headers["content-type"] == "image/webp" and len(small.content) < 4000
+
+
+def test_a_video_is_served_whole_in_pieces_and_as_its_first_frame(
+    client: TestClient, run_dir: RunDir
+) -> None:
+    frames = noise_frames(4, 32, 32)
+    data = encode_video(frames)
+    address = f"/media/synthetic/{MediaStore(run_dir.media).put(data).digest}"
+    whole = client.get(address)
+    assert whole.status_code == 200 and whole.content == data
+    assert whole.headers["content-type"] == "video/mp4"
+    for asked, start, stop in (("5-", 5, len(data)), ("0-9", 0, 10), ("7-99999999", 7, len(data))):
+        piece = client.get(address, headers={"range": f"bytes={asked}"})
+        assert piece.status_code == 206 and piece.content == data[start:stop]
+        assert piece.headers["content-range"] == f"bytes {start}-{stop - 1}/{len(data)}"
+    for asked in ("bytes=99999999-", "bytes=x", "bytes=1-2,4-5"):
+        assert client.get(address, headers={"range": asked}).content == data
+    small = client.get(address.replace("media", "thumb"), params={"side": 32})
+    assert small.headers["content-type"] == "image/webp"
+    assert Image.open(io.BytesIO(small.content)).size == (32, 32)
 
 
 def test_svg_that_poses_as_an_image_is_not_served(client: TestClient, run_dir: RunDir) -> None:

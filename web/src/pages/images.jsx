@@ -64,12 +64,14 @@ export function ImagePage({ run, query, revisions }) {
       <section class="one-image">
         {answer.missing
           ? <div class="missing">image missing<small>no store holds {digest}</small></div>
+          : answer.mime.startsWith("video/")
+            ? <video src={`/media/${encodeURIComponent(run.key)}/${digest}`} width={answer.width * zoom} controls muted loop preload="metadata" />
           : <a href={`/media/${encodeURIComponent(run.key)}/${digest}`}><img src={`/media/${encodeURIComponent(run.key)}/${digest}`} width={answer.width * zoom} class={zoom > 1 ? "pixels" : ""} alt="" /></a>}
         <dl class="facts">
           <Fact name="shown">{whole(answer.num_shown)}<small>times, in {whole(answer.rollouts)} rollouts</small></Fact>
           <Fact name="steps">{answer.first_step ?? "–"} to {answer.last_step ?? "–"}</Fact>
           <Fact name="size">{answer.width}×{answer.height}</Fact>
-          <Fact name="file">{answer.mime.replace("image/", "").toUpperCase()}<small>{bytes(answer.nbytes)}</small></Fact>
+          <Fact name="file">{answer.mime.split("/")[1].toUpperCase()}<small>{bytes(answer.nbytes)}</small></Fact>
           <Fact name="digest"><code class="digest">{digest}</code></Fact>
         </dl>
       </section>

@@ -7,6 +7,7 @@ import { Bar, Fact, Failed, Link, Verdict } from "../parts.jsx";
 import { duration, fixed, plural, short, whole, words } from "../formatting.js";
 import { Graph } from "./graph.jsx";
 import { PatchedPicture } from "./patches.jsx";
+import { Film } from "./video.jsx";
 import { TOKEN_COLOURS, Tokens } from "./tokens.jsx";
 import { rolloutHref } from "./rollouts.jsx";
 
@@ -184,6 +185,10 @@ function MessageCard({ run, rollout, node, colour, patches, lit, light, wanted }
       </header>
       {node.reasoning && <details class="reasoning" open><summary>reasoning</summary><p class="text">{node.reasoning}</p></details>}
       {node.parts.map((part, i) => {
+        if (part.video !== undefined) {
+          slot += part.num_steps;
+          return <Film key={i} run={run.key} part={part} />;
+        }
         if (part.image === undefined) {
           return <p key={i} class="text">{part.text}{part.cut && <small class="bad"> … cut</small>}</p>;
         }

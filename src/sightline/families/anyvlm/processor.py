@@ -21,7 +21,7 @@ from sightline.errors import FamilyError, Misaligned
 from sightline.families.anyvlm.findings import Findings
 from sightline.families.anyvlm.layout import RULES
 from sightline.families.checkpoint_files import read_json
-from sightline.message import Message, TextPart
+from sightline.message import Message, TextPart, VideoPart
 
 FOREIGN = (
     ArithmeticError, AttributeError, ImportError, LookupError, OSError, RuntimeError, TypeError,
@@ -156,6 +156,7 @@ def to_template_parts(message: Message, images: list[Image.Image]) -> list[dict[
         if isinstance(part, TextPart)
         else {"type": "image", "image": by_size[part.ref.width, part.ref.height]}
         for part in message.content
+        if not isinstance(part, VideoPart)  # which the renderer has refused
     ]
 
 

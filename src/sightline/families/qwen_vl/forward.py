@@ -34,9 +34,11 @@ class QwenVLForward(VisionForward):
         return [*super().blocks(), *self._tower.blocks]
 
     def rows(self, patches: UInt8[Tensor, "patches values"]) -> Float[Tensor, "patches row"]:
-        """A patch, for each frame that the tower looks at."""
+        """All frames of a step of a video, or that of an image for each that the tower looks at."""
         values = self.look_up(patches)
         num, _, size = values.shape
+        if size != self._family.patch**2:
+            return values.reshape(num, -1)
         return values.unsqueeze(2).expand(num, 3, self._temporal, size).reshape(num, -1)
 
     def get_features(self, output: Any) -> Float[Tensor, "visual_tokens features"]:

@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from typing import ClassVar
 
 from sightline.errors import MessageError
-from sightline.families.protocol import Family
+from sightline.families.protocol import Family, ShownStep
 from sightline.families.renderer import BaseRenderer, ParsedCompletion, RenderContext
 from sightline.message import ImageResolver, Message, TextPart, ToolCall
 from sightline.render import Emitter, Tokenizer
@@ -52,6 +52,7 @@ class QwenRenderer(BaseRenderer):
             self._vision_start = token_id("<|vision_start|>")
             self._vision_end = token_id("<|vision_end|>")
             self.image_pad = token_id("<|image_pad|>")
+            self.video_pad_id = token_id("<|video_pad|>")
         if self.takes_tools:
             self._call_start, self._call_end = token_id("<tool_call>"), token_id("</tool_call>")
             self._response_start, self._response_end = map(token_id, _RESPONSE_EDGES)
@@ -174,8 +175,21 @@ class QwenRenderer(BaseRenderer):
         emitter.image(item, self.image_pad, self._family.num_tokens(item))
         emitter.special(self._vision_end)
 
+    def emit_video(self, emitter: Emitter, steps: Sequence[ShownStep]) -> None:
+        """Each step behind its time; steps that stand side by side are one block without times."""
+        joins = getattr(self._family, "joins_steps", False)
+        for i, step in enumerate(steps):
+            if not joins:
+                emitter.text(f"<{step.seconds:.1f} seconds>")
+            if not joins or i == 0:
+                emitter.special(self._vision_start)
+            emitter.image(step.item, self.video_pad_id, self._family.num_tokens(step.item))
+            if not joins or i == len(steps) - 1:
+                emitter.special(self._vision_end)
+
     def count_images(self, prompt_ids: Sequence[int]) -> int:
-        """Nothing but an image puts its mark into a prompt."""
+        """Nothing but an image puts its mark into a prompt: where they are numbered no video is
+        shown."""
         if not (self.numbers_images and self._family.shows_images):
             return 0
         return list(prompt_ids).count(self._vision_start)

@@ -1,4 +1,4 @@
-"""The processor settings of Qwen-VL."""
+"""The processor settings of Qwen-VL, of images and of videos."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any, cast
 
 from sightline.errors import FamilyError
+from sightline.families.checkpoint_files import read_json
 from sightline.families.processor_settings import (
     PixelSettings,
     read_int,
@@ -51,3 +52,76 @@ def read_processor_settings(path: Path, overrides: dict[str, int]) -> ProcessorS
             "set 0 < min_pixels <= max_pixels",
         )
     return settings
+
+
+@dataclass(frozen=True, kw_only=True)
+class VideoSettings:
+    """What the fingerprint of a step hashes beside the settings of images."""
+
+    is_joined: bool
+    """Whether the steps of a video stand side by side in one slot's place, as Qwen2.5-VL has them,
+    limits are those of a frame and frames are taken at one stride. Else each step stands behind its
+    time, limits are those of the whole video and frames are taken from its first to its last."""
+    fps: float = 2.0
+    """Frames that are shown of a second."""
+    min_frames: int = 4
+    max_frames: int = 768
+    min_pixels: int
+    max_pixels: int
+    max_video_tokens: int = 0
+    """The share of a frame is capped by so many tokens, where the checkpoint says so; else 0."""
+    tokens_per_second: int = 0
+    """Positions in time of a second, where steps are joined; else 0."""
+
+
+def read_video_settings(
+    path: Path, config: dict[str, Any], images: ProcessorSettings
+) -> VideoSettings | str:
+    """The settings in a checkpoint folder; or why its videos cannot be shown."""
+    raw, is_joined = _read_video_config(path), config.get("model_type") == "qwen2_5_vl"
+    size = raw.get("size") or {}
+    side = 28 if is_joined else 32
+    try:
+        own = {
+            "patch": read_int(raw, 14 if is_joined else 16, "patch_size"),
+            "merge": read_int(raw, 2, "merge_size"),
+            "temporal": read_int(raw, 2, "temporal_patch_size"),
+            **read_pixel_settings(raw, images, path),
+        }
+    except FamilyError as error:
+        return error.problem
+    for key, value in own.items():
+        if value != (known := getattr(images, key)):
+            return f"its video processor has {key} = {value}, and its image processor {known}"
+    if images.temporal < 2:
+        return "its vision tower looks at single frames"
+    caps = bool(raw.get("cap_pixels_per_frame"))
+    most = int(raw.get("max_video_tokens") or (128_000 if is_joined else 768)) if caps else 0
+    shortest = read_int(size, 128 * side * side, "shortest_edge")
+    longest = read_int(size, 768 * side * side, "longest_edge")
+    settings = VideoSettings(
+        is_joined=is_joined,
+        fps=float(raw.get("fps") or 2.0),
+        min_frames=read_int(raw, 4, "min_frames"),
+        max_frames=read_int(raw, 768, "max_frames"),
+        min_pixels=read_int(raw, shortest, "min_pixels") if is_joined else shortest,
+        max_pixels=read_int(raw, longest, "max_pixels") if is_joined else longest,
+        max_video_tokens=most,
+        tokens_per_second=read_int(config["vision_config"], 4, "tokens_per_second")
+        if is_joined
+        else 0,
+    )
+    numbers = (settings.fps, settings.min_frames, settings.max_frames, settings.min_pixels)
+    if min(numbers) <= 0 or settings.min_pixels > settings.max_pixels:
+        return f"its video processor has {settings}"
+    return settings
+
+
+def _read_video_config(path: Path) -> dict[str, Any]:
+    """The video processor's own part of the files of a folder; that of images where it has none."""
+    nested = path / "processor_config.json"
+    found = read_json(nested).get("video_processor") if nested.is_file() else None
+    file = path / "video_preprocessor_config.json"
+    if found is None and file.is_file():
+        found = read_json(file)
+    return read_processor_config(path) if found is None else dict(found)

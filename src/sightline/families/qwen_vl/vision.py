@@ -1,41 +1,72 @@
-"""Sizes to grids, images to patches, and the three positions a token of MRoPE.
+"""Sizes to grids, images and frames to patches, and the three positions a token of MRoPE.
 
 The arithmetic is that of transformers' Pillow image processor, and the float rows are
-bit-identical to its `pixel_values`. torchvision takes no part, installed or not.
+bit-identical to its `pixel_values`. torchvision takes no part, installed or not: transformers'
+video processors resize with it, and frames that keep their size are bit-identical to theirs.
+
+The tower looks at `temporal` frames of a video at once and at nothing beside them: each such step
+is an item and a slot of its own.
 """
 
 from __future__ import annotations
 
+import dataclasses
 import math
 from collections.abc import Sequence
+from functools import lru_cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from sightline.errors import MediaRefused
+from sightline.errors import FamilyError, MediaRefused, Misaligned
 from sightline.families.checkpoint_files import read_json
 from sightline.families.patchify import patchify
-from sightline.families.processor_settings import check_vision_config
-from sightline.families.protocol import TREE_PACKING, ImageLayout, Packing
-from sightline.families.qwen_vl.settings import ProcessorSettings, read_processor_settings
+from sightline.families.processor_settings import check_vision_config, compute_fingerprint
+from sightline.families.protocol import TREE_PACKING, ImageLayout, Packing, ShownStep
+from sightline.families.qwen_vl.settings import (
+    ProcessorSettings,
+    VideoSettings,
+    read_processor_settings,
+    read_video_settings,
+)
+from sightline.families.qwen_vl.sizes import fit_frames, fit_size
+from sightline.families.qwen_vl.video import pair_frames, sample_video
 from sightline.families.vision_family import (
+    MAX_CACHED_ITEMS,
     PixelFamily,
     check_slots_fit,
     compute_mrope_positions,
     fit_image,
 )
-from sightline.wire import Slot
+from sightline.message import VideoPart
+from sightline.wire import MediaItem, Slot, VideoStep
 
 if TYPE_CHECKING:
     from PIL import Image
-
-MAX_ASPECT = 200
 
 
 class QwenVLFamily(PixelFamily[ProcessorSettings]):
     name = "qwen_vl"
     num_axes = 3
+
+    def __init__(
+        self,
+        settings: ProcessorSettings,
+        slot_token_ids: tuple[int, ...] = (),
+        packing: Packing = TREE_PACKING,
+        video: VideoSettings | str = "its settings of videos were not read",
+    ) -> None:
+        """`video` is how videos are shown, or why they are not."""
+        super().__init__(settings, slot_token_ids, packing)
+        self.video = video
+        self.video_refusal = video if isinstance(video, str) else ""
+        self.video_settings = {**self.settings, "video": _describe_video(video)}
+        self.video_fingerprint = compute_fingerprint(self.video_settings)
+        self._steps = lru_cache(maxsize=MAX_CACHED_ITEMS // 16)(self._make_steps)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return type(self), (self._settings, self.slot_token_ids, self.packing, self.video)
 
     @classmethod
     def load(cls, path: Path, overrides: dict[str, int]) -> QwenVLFamily:
@@ -53,6 +84,7 @@ class QwenVLFamily(PixelFamily[ProcessorSettings]):
             settings,
             slot_token_ids=tuple(int(pad) for pad in pads if pad is not None),
             packing=_find_packing(config.get("text_config") or config),
+            video=read_video_settings(path, config, settings),
         )
 
     @property
@@ -71,7 +103,9 @@ class QwenVLFamily(PixelFamily[ProcessorSettings]):
         return table
 
     def compute_layout(self, width: int, height: int) -> ImageLayout:
-        new_height, new_width = fit_size(width, height, self._settings)
+        return self._lay_out(*fit_size(width, height, self._settings))
+
+    def _lay_out(self, new_height: int, new_width: int) -> ImageLayout:
         grid = (1, new_height // self.patch, new_width // self.patch)
         return ImageLayout(grid, math.prod(grid) // self.merge**2, new_height, new_width)
 
@@ -82,16 +116,112 @@ class QwenVLFamily(PixelFamily[ProcessorSettings]):
         return patchify(image, self.patch, self.merge)
 
     def shape_rows(self, values: np.ndarray) -> np.ndarray:
-        """(patches, 3*temporal*patch*patch): the one frame, for each that the tower looks at."""
+        """(patches, 3*temporal*patch*patch): all frames of a step, or the one of an image for each
+        that the tower looks at."""
         num, _, size = values.shape
+        if size != self.patch**2:
+            return values.reshape(num, -1)
         frames = np.broadcast_to(values[:, :, None], (num, 3, self.temporal, size))
         return frames.reshape(num, -1)
+
+    def repeat_frame(self, patches: np.ndarray) -> np.ndarray:
+        return self.shape_rows(patches.reshape(len(patches), 3, -1))
+
+    # -- videos
+
+    @property
+    def joins_steps(self) -> bool:
+        """Whether the steps of a video stand side by side, with no marks between them."""
+        return isinstance(self.video, VideoSettings) and self.video.is_joined
+
+    def steps(self, video: VideoPart) -> tuple[ShownStep, ...]:
+        return self._steps(video)
+
+    def _make_steps(self, video: VideoPart) -> tuple[ShownStep, ...]:
+        settings, refs = self._get_video_settings(), video.refs
+        sampled = sample_video(video, settings, self.temporal)
+        if len({(ref.width, ref.height) for ref in refs}) > 1:
+            raise MediaRefused(
+                "a video whose images are not of one size", "resize them to the size of the first"
+            )
+        num = len(sampled.numbers)
+        grid = self._lay_out_frames(refs[0].width, refs[0].height, num).grid
+        numbers = pair_frames(sampled.numbers, self.temporal)
+        times = pair_frames(sampled.seconds, self.temporal)
+        shown = []
+        for k, (of_step, seconds) in enumerate(zip(numbers, times, strict=True)):
+            where: dict[str, Any] = {"frames": of_step}
+            if video.ref is None:
+                where = {"further": tuple(refs[number] for number in of_step[1:])}
+            step = VideoStep(
+                number=k,
+                num_frames=num,
+                seconds=self.temporal * sampled.seconds_per_frame,
+                **where,
+            )
+            ref = video.ref or refs[of_step[0]]
+            item = MediaItem(ref, self.name, grid, self.video_fingerprint, step=step)
+            shown.append(ShownStep(item, (seconds[0] + seconds[-1]) / 2))
+        return tuple(shown)
+
+    def _get_video_settings(self) -> VideoSettings:
+        if isinstance(self.video, str):
+            raise FamilyError(f"no video can be shown: {self.video}", "show frames as images")
+        return self.video
+
+    def _lay_out_frames(self, width: int, height: int, num_frames: int) -> ImageLayout:
+        video = self._get_video_settings()
+        return self._lay_out(*fit_frames(width, height, num_frames, video, self._settings))
+
+    def check_item(self, item: MediaItem) -> None:
+        if item.step is None:
+            return super().check_item(item)
+        self.check_settings(item, self.video_fingerprint, self.video_settings)
+        step = item.step
+        if step.frames:
+            known = [shown.item for shown in self.steps(VideoPart(ref=item.ref))]
+            is_ours = step.number < len(known) and known[step.number] == item
+        else:
+            sizes = {(ref.width, ref.height) for ref in item.refs}
+            is_ours = (
+                len(sizes) == 1
+                and len(item.refs) == self.temporal <= step.num_frames
+                and step.number < step.num_steps
+                and item.grid == self._lay_out_frames(*sizes.pop(), step.num_frames).grid
+            )
+        if not is_ours:
+            raise Misaligned(
+                f"{item.name} with grid {item.grid} is none that this family makes",
+                "make items with family.steps",
+            )
+
+    def step_patches(self, frames: Sequence[Image.Image], item: MediaItem) -> np.ndarray:
+        """uint8 (patches, 3*temporal*patch*patch): channel, frame, row, column."""
+        ref, step = item.ref, item.step
+        assert step is not None
+        sizes = {frame.size for frame in frames}
+        if len(frames) != self.temporal or sizes != {(ref.width, ref.height)}:
+            raise Misaligned(
+                f"{item.name}: {len(frames)} frames of {sorted(sizes)}, its ref says "
+                f"{(ref.width, ref.height)}",
+                "read the frames that the item names",
+            )
+        layout = self._lay_out_frames(ref.width, ref.height, step.num_frames)
+        cut = [self.cut_patches(frame, layout) for frame in frames]
+        return np.stack([one.reshape(len(one), 3, -1) for one in cut], axis=2).reshape(
+            len(cut[0]), -1
+        )
 
     def positions(
         self, num_tokens: int, slots: Sequence[Slot], start: int = 0
     ) -> tuple[np.ndarray, int]:
         check_slots_fit(slots, self.merge, num_tokens)
-        return compute_mrope_positions(num_tokens, slots, self.merge, start)
+        per_second = self.video.tokens_per_second if isinstance(self.video, VideoSettings) else 0
+        return compute_mrope_positions(num_tokens, slots, self.merge, start, per_second)
+
+
+def _describe_video(video: VideoSettings | str) -> dict[str, Any]:
+    return {} if isinstance(video, str) else dataclasses.asdict(video)
 
 
 def _find_packing(text_config: dict[str, Any]) -> Packing:
@@ -104,24 +234,3 @@ def _find_packing(text_config: dict[str, Any]) -> Packing:
             carries_state=True,
         )
     return TREE_PACKING
-
-
-def fit_size(width: int, height: int, settings: ProcessorSettings) -> tuple[int, int]:
-    """Height and width to resize to: multiples of the factor whose area is within the limits."""
-    if min(width, height) < 1 or max(width, height) / min(width, height) > MAX_ASPECT:
-        raise MediaRefused(
-            f"an image of {width}x{height}: one side is over {MAX_ASPECT} times the other",
-            "crop it, or split it into several images",
-        )
-    factor = settings.factor
-    # A side under half a factor rounds to 0; the area is then 0 and the lower limit mends it.
-    new_height, new_width = round(height / factor) * factor, round(width / factor) * factor
-    if new_height * new_width > settings.max_pixels:
-        beta = math.sqrt((height * width) / settings.max_pixels)
-        new_height = max(factor, math.floor(height / beta / factor) * factor)
-        new_width = max(factor, math.floor(width / beta / factor) * factor)
-    elif new_height * new_width < settings.min_pixels:
-        beta = math.sqrt(settings.min_pixels / (height * width))
-        new_height = math.ceil(height * beta / factor) * factor
-        new_width = math.ceil(width * beta / factor) * factor
-    return new_height, new_width

@@ -27,7 +27,7 @@ from sightline.inference.torch_engine.paged_kv_cache import PagedKVCache
 from sightline.inference.torch_engine.request import TorchRequest
 from sightline.inference.torch_engine.row_table import RowTable
 from sightline.inference.torch_engine.step_plan import StepPlan
-from sightline.pixels import Pixels
+from sightline.pixels import Pixels, widen_patches
 from sightline.wire import MediaItem
 from sightline.wire.generate import SamplingParams
 
@@ -210,8 +210,9 @@ class ModelRunner:
         """The features of all `images`, by key, in one pass of the vision tower."""
         items = [item for item, _ in images.values()]
         parts = [pixels.patches for _, pixels in images.values()]
-        stacked = allocate_pinned(sum(map(len, parts)), parts[0].shape[1], self._device)
-        np.concatenate(parts, out=stacked)
+        width = max(part.shape[1] for part in parts)
+        stacked = allocate_pinned(sum(map(len, parts)), width, self._device)
+        np.concatenate([widen_patches(part, width, self.family) for part in parts], out=stacked)
         features = self.forward.encode(self._copy(stacked), [item.grid for item in items])
         shown = features.split([len(self.family.feature_offsets(item)) for item in items])
         return {

@@ -22,7 +22,6 @@ class CachedPrefix:
 
     length: int
     """Number of tokens."""
-    next_position: int
     places: ImagePlaces
     """Offset and key of each image."""
     digests: dict[str, str]

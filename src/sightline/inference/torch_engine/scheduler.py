@@ -87,15 +87,14 @@ class Scheduler:
 
     def _assign_row(self, request: TorchRequest) -> bool:
         """Finds a row: one that holds the prompt's beginning, a free one, or the oldest cached."""
-        start = next_position = 0
-        found = None
+        start, found = 0, None
         places = _find_image_places(request)
         reads_cache = self.enable_prefix_caching and not request.params.skip_reading_prefix_cache
         if reads_cache:
             found = self.prefixes.take(request.prompt, places, self.rows.tokens)
         if found is not None:
             request.row, prefix = found
-            start, next_position = prefix.length, prefix.next_position
+            start = prefix.length
             request.digests.update(prefix.digests)
         if not self._make_room(request):
             if found is not None:
@@ -107,11 +106,9 @@ class Scheduler:
                 return False
             request.row = row
         request.cached_tokens = start
-        placed = [slot.shift(-start) for slot in request.slots if slot.offset >= start]
-        positions, request.next_position = self.family.positions(
-            len(request.prompt) - start, placed, next_position
-        )
-        self.rows.fill(request.row, request, start, positions)
+        # Of the whole prompt: the steps of a video may hang on one that the cache holds.
+        positions, request.next_position = self.family.positions(len(request.prompt), request.slots)
+        self.rows.fill(request.row, request, start, positions[:, start:])
         if start == 0:
             self.prompts.forget(request.row)
             key = (request.prompt.tobytes(), places)
@@ -248,7 +245,6 @@ class Scheduler:
         num_sampled = len(request.tokens) - 1
         return CachedPrefix(
             length=len(request.prompt) + num_sampled,
-            next_position=request.next_position + num_sampled,
             places=_find_image_places(request),
             digests=request.digests,
         )

@@ -14,6 +14,7 @@ from cachetools import LRUCache
 
 from sightline.families import Family
 from sightline.families.protocol import EngineField, ServingSpec
+from sightline.inference.errors import build_engine_error
 from sightline.inference.vllm_plugin.symbols import (
     MultiModalFieldConfig,
     MultiModalKwargsItem,
@@ -68,6 +69,12 @@ class MultiModalItems:
     ) -> tuple[dict[str, MultiModalKwargsItem], list[str]]:
         """Items of a request that vLLM lacks, by engine key, and the pixel digest of each slot;
         `bypass_cache` trusts no cache of vLLM's."""
+        if any(slot.item.step is not None for slot in slots):
+            raise build_engine_error(
+                "slots",
+                "features: a video, which was not tried with vLLM",
+                'serve with engine = "torch"',
+            )
         made: dict[str, MultiModalKwargsItem] = {}
         while lacking := {
             key: slot.item

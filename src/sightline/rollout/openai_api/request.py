@@ -14,7 +14,7 @@ import msgspec
 
 from sightline.errors import MessageError, PromptTooLong
 from sightline.media import MediaRef
-from sightline.message import IMAGE_KINDS, get_image_source
+from sightline.message import IMAGE_KINDS, VIDEO_KINDS, get_image_source
 from sightline.render.protocol import Tools
 from sightline.wire.codec import find_json_excess
 
@@ -197,9 +197,9 @@ def _read_flag(value: Any, name: str) -> bool:
 
 
 def resolve_images(messages: list[Any], take: ResolveUrl) -> list[Any]:
-    """The messages with a ref in place of every url of an image.
+    """The messages with a ref in place of every url of an image or a video.
 
-    What is not of the shape of an image part is left as it is: the parser refuses it with its path.
+    What is not of the shape of such a part is left as it is: the parser refuses it with its path.
     """
     return [_resolve_message(message, take, f"messages[{i}]") for i, message in enumerate(messages)]
 
@@ -218,7 +218,21 @@ def _resolve_message(message: Any, take: ResolveUrl, path: str) -> Any:
 
 
 def _resolve_part(part: Any, take: ResolveUrl, path: str) -> Any:
-    if not isinstance(part, dict) or part.get("type") not in IMAGE_KINDS:
+    if not isinstance(part, dict) or part.get("type") not in IMAGE_KINDS + VIDEO_KINDS:
         return part
-    image, where = get_image_source(part, path)
-    return {"type": "image", "ref": image if isinstance(image, MediaRef) else take(image, where)}
+    if part["type"] in IMAGE_KINDS:
+        return {"type": "image", "ref": _resolve_ref(part, take, path)}
+    if part.get("frames") is None:
+        return {"type": "video", "ref": _resolve_ref(part, take, path, "video")}
+    if not isinstance(part["frames"], list) or not all(isinstance(f, dict) for f in part["frames"]):
+        return part
+    frames = [
+        {"ref": _resolve_ref(frame, take, f"{path}.frames[{k}]"), "seconds": frame.get("seconds")}
+        for k, frame in enumerate(part["frames"])
+    ]
+    return {"type": "video", "frames": frames}
+
+
+def _resolve_ref(part: Any, take: ResolveUrl, path: str, what: str = "image") -> MediaRef:
+    source, where = get_image_source(part, path, what)
+    return source if isinstance(source, MediaRef) else take(source, where)

@@ -10,10 +10,11 @@ import msgspec
 import numpy as np
 
 from sightline.errors import SightlineError
-from sightline.message import ImagePart
+from sightline.message import ImagePart, TextPart, VideoPart
 from sightline.trace import Node, Trace
 from sightline.view.dashboard import queries, trace_files
 from sightline.view.dashboard.run_view import RunView
+from sightline.view.transcript import take_steps
 from sightline.wire import Slot
 from sightline.wire.micro_batch import StepScores
 
@@ -87,7 +88,9 @@ def _describe_node(
     for part in message.content:
         if isinstance(part, ImagePart):
             parts.append(_describe_image(run, part, next(slots, None)))
-        else:
+        elif isinstance(part, VideoPart):
+            parts.append(_describe_video(run, part, take_steps(slots)))
+        elif isinstance(part, TextPart):
             parts.append({"text": part.text[:MAX_CHARS], "cut": len(part.text) > MAX_CHARS})
     score = scored.get(node.id)
     return {
@@ -133,6 +136,22 @@ def _describe_image(run: RunView, part: ImagePart, slot: Slot | None) -> dict[st
             "pixel_digest": slot.pixel_digest,
         }
     return found
+
+
+def _describe_video(run: RunView, part: VideoPart, steps: list[Slot]) -> dict[str, Any]:
+    first = part.refs[0]
+    return {
+        "video": "" if part.ref is None else part.ref.digest,
+        "mime": first.mime,
+        "width": first.width,
+        "height": first.height,
+        "num_frames": first.num_frames or len(part.frames),
+        "fps": first.fps,
+        "frames": [{"image": frame.ref.digest, "seconds": frame.seconds} for frame in part.frames],
+        "num_steps": len(steps),
+        "num_tokens": sum(slot.length for slot in steps),
+        "missing": not all(run.store.has(ref.digest) for ref in part.refs),
+    }
 
 
 def find_image_cover(run: RunView, slot: Slot) -> tuple[float, float]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import re
 from collections.abc import AsyncIterator, Callable
 from importlib import resources
 from typing import Annotated, Any
@@ -36,6 +37,7 @@ TYPES = {
 NOT_BUILT_MESSAGE = "The web application is not built. Run `make web`, which needs Node, once."
 STATIC = resources.files("sightline.view.dashboard").joinpath("static")
 LOOPBACK = RequestGuard("127.0.0.1")
+_RANGE = re.compile(r"bytes=(\d{1,18})-(\d{0,18})", re.ASCII)
 MAX_STEPS = 2000
 """The most steps of one answer with metrics; of more, so many are sent, evenly chosen."""
 CACHE_FOREVER = "private, max-age=31536000, immutable"
@@ -239,9 +241,12 @@ class Dashboard:
             raise HTTPException(404, "no rollout shows such an image")
         return _json_response({**found, "missing": digest in view.missing})
 
-    def media(self, run: str, digest: str) -> Response:
+    def media(self, run: str, digest: str, request: Request) -> Response:
         store = self._run(run).store
-        return _image_response(*thumbnails.read_image(store, _check_digest(digest)))
+        data, mime = thumbnails.read_image(store, _check_digest(digest))
+        # Who plays a video asks for pieces of it: without them nobody can jump in it.
+        wanted = _RANGE.fullmatch(request.headers.get("range", ""))
+        return _image_response(data, mime, wanted)
 
     def thumb(self, run: str, digest: str, side: int = 96) -> Response:
         store = self._run(run).store
@@ -286,12 +291,19 @@ def _check_digest(text: str) -> str:
     return text
 
 
-def _image_response(data: bytes, mime: str) -> Response:
+def _image_response(data: bytes, mime: str, wanted: re.Match[str] | None = None) -> Response:
     # In a tab of its own an image is still no page: nothing in it may run or load.
     headers = {
         "cache-control": CACHE_FOREVER,
         "content-security-policy": "default-src 'none'; sandbox",
     }
+    if mime.startswith("video/"):
+        headers["accept-ranges"] = "bytes"
+        first = int(wanted[1]) if wanted is not None else len(data)
+        if wanted is not None and first < len(data):
+            stop = min(int(wanted[2]) + 1 if wanted[2] else len(data), len(data))
+            headers["content-range"] = f"bytes {first}-{stop - 1}/{len(data)}"
+            return Response(data[first:stop], 206, media_type=mime, headers=headers)
     return Response(data, media_type=mime, headers=headers)
 
 

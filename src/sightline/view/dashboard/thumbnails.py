@@ -1,4 +1,7 @@
-"""Images as a browser may have them: of a type that its own bytes prove, whole or small."""
+"""Images and videos as a browser may have them: of a type that its own bytes prove, whole or small.
+
+Of a video the small copy is its first frame.
+"""
 
 from __future__ import annotations
 
@@ -6,9 +9,11 @@ import io
 import threading
 
 from cachetools import LRUCache
+from PIL import Image
 
 from sightline.errors import MediaError
-from sightline.media import MediaStore, decode
+from sightline.media import MediaRef, MediaStore
+from sightline.media.video import VideoReaders
 
 MAX_SIDE = 512
 _MAX_THUMBNAILS = 4096
@@ -17,8 +22,7 @@ _MAX_THUMBNAILS = 4096
 def read_image(store: MediaStore, digest: str) -> tuple[bytes, str]:
     """The stored bytes and their type, which is read from them and nowhere else."""
     ref = store.get_ref(digest)
-    data = store.get(ref)
-    return data, decode.inspect_image(data).mime
+    return store.get(ref), ref.mime
 
 
 class ThumbnailCache:
@@ -41,7 +45,7 @@ class ThumbnailCache:
 
 def make_png_thumbnail(store: MediaStore, digest: str, side: int) -> tuple[bytes, int, int]:
     """A copy of at most `side` pixels along each side, with its width and height."""
-    image = store.image(store.get_ref(digest)).convert("RGB")
+    image = _open_picture(store, store.get_ref(digest))
     image.thumbnail((side, side))
     made = io.BytesIO()
     image.save(made, format="PNG")
@@ -52,9 +56,9 @@ def make_thumbnail(store: MediaStore, digest: str, side: int) -> tuple[bytes, st
     """A copy of at most `side` pixels along each side; small files as they are."""
     data, mime = read_image(store, digest)
     ref = store.get_ref(digest)
-    if max(ref.width, ref.height) <= side and len(data) <= 16_384:
+    if max(ref.width, ref.height) <= side and len(data) <= 16_384 and not ref.is_video:
         return data, mime
-    image = store.image(ref).convert("RGB")
+    image = _open_picture(store, ref)
     image.thumbnail((side, side))
     make_thumbnail = io.BytesIO()
     try:
@@ -62,3 +66,9 @@ def make_thumbnail(store: MediaStore, digest: str, side: int) -> tuple[bytes, st
     except OSError as error:
         raise MediaError(f"image {digest[:12]} cannot be made small", "open it whole") from error
     return make_thumbnail.getvalue(), "image/webp"
+
+
+def _open_picture(store: MediaStore, ref: MediaRef) -> Image.Image:
+    if ref.is_video:
+        return VideoReaders(store.get, store.limits).read(ref, [0])[0]
+    return store.image(ref).convert("RGB")

@@ -17,7 +17,10 @@ from sightline.families.checkpoint_files import read_json
 from sightline.families.protocol import Family
 from sightline.families.qwen_vl.formats.calls import JsonCallFormat, TaggedCallFormat
 from sightline.families.qwen_vl.formats.reasoning import ReasoningFormat
-from sightline.families.qwen_vl.formats.template_check import find_template_difference
+from sightline.families.qwen_vl.formats.template_check import (
+    find_template_difference,
+    find_video_difference,
+)
 from sightline.families.qwen_vl.render import QwenRenderer
 from sightline.families.renderer import ParsedCompletion, RenderContext, read_vocab_size
 from sightline.message import ImageResolver, Message, Part, TextPart, join_texts
@@ -119,6 +122,11 @@ def load_renderer(
         if difference is None:
             # Templates are compared without numbers, which a caller asks for.
             renderer.numbers_images = number_images
+            if not renderer.video_refusal and number_images:
+                renderer.video_refusal = "images are numbered ([model] number_images)"
+            elif not renderer.video_refusal and template is not None:
+                known = find_video_difference(renderer, template, tokenizer, family)
+                renderer.video_refusal = known or ""
             return renderer
         differences.append(f"{candidate.format_name}: {difference}")
     raise FamilyError(

@@ -6,10 +6,20 @@ import json
 from collections.abc import Iterator, Sequence
 from typing import Any
 
-from sightline.families.protocol import Family
+from sightline.families.protocol import Family, ShownStep
 from sightline.families.qwen_vl.render import QwenRenderer
 from sightline.media import MediaRef
-from sightline.message import ImagePart, Message, TextPart, ToolCall, assistant, system, user
+from sightline.message import (
+    ImagePart,
+    Message,
+    TextPart,
+    ToolCall,
+    VideoPart,
+    assistant,
+    system,
+    user,
+    video,
+)
 from sightline.render import ChatTemplate, TemplateError, Tokenizer
 
 _TOOLS = (
@@ -26,6 +36,7 @@ _TOOLS = (
 _ARGUMENTS = '{"at": "a \\"b\\"\\n c", "n": 3, "deep": {"x": [1, true, null]}, "yes": true}'
 _REF = MediaRef(digest="0" * 64, mime="image/png", width=64, height=96, nbytes=1)
 
+_VIDEO = "<|vision_start|><|video_pad|><|vision_end|>"
 
 _SPELLED = "a tool's answer from a user"
 """The probe in which a text spells a mark: it stays text in our rendering and becomes the mark in
@@ -94,6 +105,44 @@ def find_template_difference(
     return None
 
 
+def find_video_difference(
+    renderer: QwenRenderer, template: ChatTemplate, tokenizer: Tokenizer, family: Family
+) -> str | None:
+    """Where the template writes a video otherwise than as one pad between its marks, in words.
+
+    The three are replaced as the processor does that was published with the checkpoints.
+    """
+    shown = video([(_REF, 0.0), (_REF, 0.5)])
+    asked = user("see ", shown, "\nso? ")
+    talk = [asked, assistant("fine")]
+    if "system" in renderer.image_roles:
+        talk.insert(0, Message(role="system", content=asked.content))
+    if renderer.takes_tools:
+        talk.append(Message(role="tool", content=asked.content))
+    ours = renderer.render(talk).token_ids
+    try:
+        text = template.render([_to_template_message(message) for message in talk])
+    except TemplateError as error:
+        return f"the chat template fails for a video: {error}"
+    theirs = tokenizer.encode_marked(
+        text.replace(_VIDEO, _spell_video(family.steps(shown), family))
+    )
+    if ours == theirs:
+        return None
+    return f"in the chat template {_describe_first_difference(ours, theirs, tokenizer)}"
+
+
+def _spell_video(steps: Sequence[ShownStep], family: Family) -> str:
+    start, end = _VIDEO.split("<|video_pad|>")
+    pads = ["<|video_pad|>" * family.num_tokens(step.item) for step in steps]
+    if getattr(family, "joins_steps", False):
+        return start + "".join(pads) + end
+    return "".join(
+        f"<{step.seconds:.1f} seconds>{start}{pad}{end}"
+        for step, pad in zip(steps, pads, strict=True)
+    )
+
+
 def _expand_pads(ids: list[int], renderer: QwenRenderer, family: Family) -> list[int]:
     if not family.shows_images:
         return ids
@@ -114,9 +163,11 @@ def _describe_first_difference(ours: list[int], theirs: list[int], tokenizer: To
 def _to_template_message(message: Message) -> dict[str, Any]:
     """The message as a chat template gets it."""
     form: dict[str, Any] = {"role": message.role, "content": message.text}
-    if message.images:
+    if message.refs:
         form["content"] = [
-            {"type": "text", "text": part.text} if isinstance(part, TextPart) else {"type": "image"}
+            {"type": "text", "text": part.text}
+            if isinstance(part, TextPart)
+            else {"type": "video" if isinstance(part, VideoPart) else "image"}
             for part in message.content
         ]
     if message.reasoning is not None:

@@ -1,0 +1,261 @@
+"""OpenAI-shaped dicts in our form, and parts in theirs: everything that we do not know is refused
+with its JSON path."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Sequence
+from typing import Any, Protocol
+
+from sightline.errors import MessageError
+from sightline.media import MediaRef
+from sightline.message.parts import (
+    AssistantMessage,
+    ImagePart,
+    Message,
+    Part,
+    TextPart,
+    ToolCall,
+    VideoFrame,
+    VideoPart,
+    build_part,
+    join_texts,
+    text,
+)
+
+ROLES = ("system", "user", "assistant", "tool")
+TEXT_KINDS = ("text", "input_text")
+IMAGE_KINDS = ("image_url", "image", "input_image")
+VIDEO_KINDS = ("video_url", "video", "input_video")
+AUDIO_KINDS = ("input_audio", "audio_url", "audio")
+NO_AUDIO = "audio, and no model family here hears"
+SEND_TEXT = "send what is said as text, or leave it out"
+_SOURCE_KEYS = ("ref", "image_url", "image", "video_url", "video", "url", "source", "data")
+_TYPE_KEYS = ("media_type", "mime_type", "mimeType")
+
+
+class ImageResolver(Protocol):
+    """What turns the url of an image into a ref; `media.ImageIngestor` is one."""
+
+    def resolve(self, url: str, path: str) -> MediaRef: ...
+
+
+def check_message_list(messages: object, path: str) -> None:
+    if isinstance(messages, (str, bytes, dict)) or not isinstance(messages, Sequence):
+        raise MessageError.at(path, f"a {type(messages).__name__}", "pass a list of messages")
+
+
+def to_messages(
+    messages: Sequence[Message | dict[str, Any]], resolver: ImageResolver
+) -> list[Message]:
+    """All of `messages` in our form; the path of an error starts at `messages[i]`."""
+    check_message_list(messages, "messages")
+    return [to_message(m, resolver, f"messages[{i}]") for i, m in enumerate(messages)]
+
+
+def check_unicode(text: str, path: str) -> None:
+    """Raises MessageError for text that no UTF-8 has, and so no tokenizer takes and no file."""
+    if not is_whole_text(text):
+        raise MessageError.at(path, "text with half a surrogate pair", "pass whole characters")
+
+
+def is_whole_text(text: str) -> bool:
+    try:
+        text.encode()
+    except UnicodeEncodeError:
+        return False
+    return True
+
+
+_KNOWN_KEYS = {
+    "role", "content", "name", "tool_calls", "tool_call_id", "reasoning", "reasoning_content",
+    "refusal", "audio", "function_call", "annotations",
+}  # fmt: skip
+
+
+def to_message(message: Message | dict[str, Any], resolver: ImageResolver, path: str) -> Message:
+    if isinstance(message, Message):
+        _check_parts(message.content, f"{path}.content")
+        return message.as_message() if isinstance(message, AssistantMessage) else message
+    _check_type(message, dict, path, "pass a dict or a Message")
+    role = message.get("role")
+    if role not in ROLES:
+        raise MessageError.at(f"{path}.role", f"{role!r}", f"use one of {', '.join(ROLES)}")
+    for key in message.keys() - _KNOWN_KEYS:
+        raise MessageError.at(f"{path}.{key}", "an unknown key", "remove it")
+    if message.get("audio"):
+        raise MessageError.at(f"{path}.audio", NO_AUDIO, SEND_TEXT)
+    for key in ("function_call", "refusal"):
+        if message.get(key):
+            raise MessageError.at(f"{path}.{key}", "not supported", "remove it")
+    reasoning = message.get("reasoning_content")
+    reasoning = message.get("reasoning") if reasoning is None else reasoning
+    if reasoning is not None and not isinstance(reasoning, str):
+        raise MessageError.at(f"{path}.reasoning_content", "not a string", "pass text or null")
+    tool_call_id = message.get("tool_call_id")
+    if tool_call_id is not None and not isinstance(tool_call_id, str):
+        raise MessageError.at(f"{path}.tool_call_id", "not a string", "pass the id of a call")
+    name = message.get("name")
+    if name is not None and not isinstance(name, str):
+        raise MessageError.at(f"{path}.name", "not a string", "pass text or null")
+    return Message(
+        role=role,
+        content=_read_content(message.get("content"), resolver, f"{path}.content"),
+        reasoning=reasoning,
+        tool_calls=_read_tool_calls(message.get("tool_calls"), f"{path}.tool_calls"),
+        tool_call_id=tool_call_id,
+        name=name or None,
+    )
+
+
+def _check_type(value: Any, kinds: Any, path: str, fix: str) -> None:
+    if not isinstance(value, kinds):
+        raise MessageError.at(path, f"a {type(value).__name__}", fix)
+
+
+def _check_parts(parts: Any, path: str) -> None:
+    """A struct does not look at what it is made of; unchecked, it would fail far from here."""
+    _check_type(parts, tuple, path, "pass a tuple of parts")
+    for i, part in enumerate(parts):
+        _check_type(part, Part, f"{path}[{i}]", "pass TextPart, ImagePart and VideoPart only")
+        _check_refs(part, f"{path}[{i}]")
+
+
+def _check_refs(part: Part, path: str) -> Part:
+    """Raises unless an image part names an image, and a video part a video or images."""
+    refs: list[tuple[MediaRef, str, bool]] = []
+    if isinstance(part, ImagePart):
+        refs = [(part.ref, "ref", False)]
+    elif isinstance(part, VideoPart) and part.ref is not None:
+        refs = [(part.ref, "ref", True)]
+    elif isinstance(part, VideoPart):
+        refs = [(frame.ref, f"frames[{k}].ref", False) for k, frame in enumerate(part.frames)]
+    for ref, where, is_video in refs:
+        _check_type(ref, MediaRef, f"{path}.{where}", "put it into the store, and pass its ref")
+        if ref.is_video != is_video:
+            found, wanted = ("a video", "an image") if ref.is_video else ("an image", "a video")
+            raise MessageError.at(
+                f"{path}.{where}",
+                f"{found} in the place of {wanted}",
+                "send images as image parts, and videos as parts of the type video_url",
+            )
+    return part
+
+
+def _read_content(content: Any, resolver: ImageResolver, path: str) -> tuple[Part, ...]:
+    if content is None:
+        return ()
+    if isinstance(content, str):
+        return text(content)
+    _check_type(content, (list, tuple), path, "pass a string or a list")
+    parts = [_read_part(part, resolver, f"{path}[{i}]") for i, part in enumerate(content)]
+    return join_texts(parts) or tuple(parts[:1])
+
+
+def _read_part(part: Any, resolver: ImageResolver, path: str) -> Part:
+    if isinstance(part, Part):
+        return _check_refs(part, path)
+    if isinstance(part, (str, MediaRef)):
+        return build_part(part)
+    _check_type(part, dict, path, "pass a dict with a type")
+    # The type decides, and nothing else: some programs write every key of every kind of part.
+    kind = part.get("type")
+    if kind in TEXT_KINDS:
+        if not isinstance(part.get("text"), str):
+            raise MessageError.at(f"{path}.text", "missing or not a string", "pass the text")
+        return TextPart(part["text"])
+    if kind in IMAGE_KINDS:
+        image, where = get_image_source(part, path)
+        ref = image if isinstance(image, MediaRef) else resolver.resolve(image, where)
+        return _check_refs(ImagePart(ref), path)
+    if kind in VIDEO_KINDS:
+        return _check_refs(_read_video(part, resolver, path), path)
+    if kind in AUDIO_KINDS:
+        raise MessageError.at(f"{path}.type", f"{kind!r}: {NO_AUDIO}", SEND_TEXT)
+    raise MessageError.at(
+        f"{path}.type",
+        f"{kind!r} is not a part that we know" if "type" in part else "missing",
+        f"use one of {', '.join(TEXT_KINDS + IMAGE_KINDS + VIDEO_KINDS)}",
+    )
+
+
+def _read_video(part: dict[str, Any], resolver: ImageResolver, path: str) -> VideoPart:
+    """A url or a ref of a file, as images have them; or `frames`, each an image with `seconds`."""
+    if part.get("frames") is None:
+        source, where = get_image_source(part, path, "video")
+        ref = source if isinstance(source, MediaRef) else resolver.resolve(source, where)
+        return VideoPart(ref=ref)
+    _check_type(part["frames"], (list, tuple), f"{path}.frames", "pass a list of images with times")
+    frames = []
+    for i, frame in enumerate(part["frames"]):
+        where = f"{path}.frames[{i}]"
+        _check_type(frame, dict, where, "pass a dict with an image and its seconds")
+        seconds = frame.get("seconds")
+        if isinstance(seconds, bool) or not isinstance(seconds, int | float):
+            raise MessageError.at(f"{where}.seconds", "missing or no number", "pass the time")
+        image, at = get_image_source(frame, where)
+        ref = image if isinstance(image, MediaRef) else resolver.resolve(image, at)
+        frames.append(VideoFrame(ref, float(seconds)))
+    try:
+        return VideoPart(frames=tuple(frames))
+    except MessageError as error:
+        raise MessageError.at(f"{path}.frames", error.problem, error.fix) from None
+
+
+def get_image_source(
+    part: dict[str, Any], path: str, what: str = "image"
+) -> tuple[str | MediaRef, str]:
+    """The url or ref that the part of an image or a video holds, and where in the part it stands.
+
+    A url stands under `image_url`, `image`, `video_url`, `video` or `url`, plain or in an object;
+    base64 without a url under `data`, beside its type, plain or in the object `source`.
+    """
+    key = next((key for key in _SOURCE_KEYS if part.get(key) is not None), f"{what}_url")
+    found, where = part.get(key), f"{path}.{key}"
+    if isinstance(found, dict):
+        key = "data" if found.get("data") is not None else "url"
+        part, found, where = found, found.get(key), f"{where}.{key}"
+    if isinstance(found, str) and found and key == "data":
+        kind = next((part[k] for k in _TYPE_KEYS if isinstance(part.get(k), str)), f"{what}/*")
+        found = f"data:{kind};base64,{found}"
+    if isinstance(found, MediaRef) or (isinstance(found, str) and found):
+        return found, where
+    problem = (
+        f"no url of the {what}" if not found else f"a {type(found).__name__} in place of a url"
+    )
+    raise MessageError.at(
+        where, problem, "pass a data: or media: url, or a ref that chat.put has returned"
+    )
+
+
+def to_openai_part(part: Part, url_of: Callable[[MediaRef], str]) -> dict[str, Any]:
+    """The dict of a part; `url_of` says how what it shows is named."""
+    if isinstance(part, TextPart):
+        return {"type": "text", "text": part.text}
+    if isinstance(part, ImagePart):
+        return {"type": "image_url", "image_url": {"url": url_of(part.ref)}}
+    if part.ref is not None:
+        return {"type": "video_url", "video_url": {"url": url_of(part.ref)}}
+    frames = [
+        {"image_url": {"url": url_of(frame.ref)}, "seconds": frame.seconds} for frame in part.frames
+    ]
+    return {"type": "video", "frames": frames}
+
+
+def _read_tool_calls(calls: Any, path: str) -> tuple[ToolCall, ...]:
+    if calls is None:
+        return ()
+    _check_type(calls, (list, tuple), path, "pass a list of tool calls")
+    return tuple(_read_tool_call(call, f"{path}[{i}]") for i, call in enumerate(calls))
+
+
+def _read_tool_call(call: Any, path: str) -> ToolCall:
+    if isinstance(call, ToolCall):
+        return call
+    function = call.get("function", call) if isinstance(call, dict) else None
+    if not isinstance(function, dict) or not isinstance(function.get("name"), str):
+        raise MessageError.at(path, "not a tool call", "pass a function with name and arguments")
+    arguments = function.get("arguments", "{}")
+    if not isinstance(arguments, str):
+        arguments = json.dumps(arguments, ensure_ascii=False)
+    return ToolCall(name=function["name"], arguments=arguments, id=str(call.get("id") or ""))

@@ -1,0 +1,143 @@
+"""Videos beside the video processors of transformers, which need torchvision."""
+
+from __future__ import annotations
+
+import random
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from videos import encode_video, noise_frames
+
+from sightline import MediaStore
+from sightline.families import load_family, load_renderer
+from sightline.families.qwen_vl import tiny
+from sightline.families.qwen_vl.settings import VideoSettings
+from sightline.families.qwen_vl.sizes import fit_frames
+from sightline.families.qwen_vl.video import sample_frames
+from sightline.media import MediaRef
+from sightline.message import user, video
+from sightline.pixels import Materializer
+
+
+@pytest.fixture(scope="module", params=["qwen3_vl", "qwen2_5_vl", "qwen3_5"])
+def folder(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp(request.param)
+    tiny.write(path, type=request.param)
+    return path
+
+
+@pytest.fixture(scope="module")
+def processor(folder: Path) -> Any:
+    from transformers import AutoProcessor
+
+    return AutoProcessor.from_pretrained(folder, local_files_only=True)
+
+
+def process(processor: Any, frames: np.ndarray, text: str, fps: float) -> Any:
+    """What transformers makes of a video whose frames were decoded; its rule takes some of them."""
+    metadata = {"total_num_frames": len(frames), "fps": fps}
+    return processor(
+        text=[text],
+        videos=[torch.from_numpy(frames).permute(0, 3, 1, 2)],
+        video_metadata=[metadata],
+        do_sample_frames=True,
+        fps=2,
+        return_tensors="pt",
+    )
+
+
+@pytest.mark.parametrize("size", [(84, 56), (64, 96), (40, 200)])
+@pytest.mark.parametrize("count", [5, 11, 40])
+def test_frames_pixels_and_tokens_are_those_of_transformers(
+    folder: Path, processor: Any, store: MediaStore, size: tuple[int, int], count: int
+) -> None:
+    family, renderer = load_family(folder), load_renderer(folder, store)
+    frames = noise_frames(count, *size)
+    part = video(store.put(encode_video(frames, fps=4)))
+    steps = family.steps(part)
+    template = "<|vision_start|><|video_pad|><|vision_end|>"
+    made = process(processor, frames, f"see {template}?", 4.0)
+    _, height, width = steps[0].item.grid
+    assert made["video_grid_thw"].tolist() == [[len(steps), height, width]]
+
+    materializer = Materializer(family, store, 1 << 24)
+    rows = np.concatenate([family.rows(materializer.get(s.item).patches) for s in steps])
+    materializer.close()
+    theirs = made["pixel_values_videos"].numpy()
+    difference = np.abs(rows - theirs.reshape(rows.shape))
+    if (height * family.patch, width * family.patch) == (size[1], size[0]):
+        # The very levels of 255; torchvision normalizes them with another rounding of float32.
+        assert difference.max() < 1e-6
+    else:
+        # Pillow and torchvision round a resized value apart by a level of 255 or two.
+        assert difference.max() <= 2 * 2 / 255 / min(family._settings.std) + 1e-5
+
+    ids = made["input_ids"][0].tolist()
+    own = renderer.render([user("see ", part, "?")]).token_ids
+    if not family.joins_steps:
+        # The marks of the template stay around what has marks of its own; in the processor that was
+        # published with the model they go with the pad.
+        first = ids.index(renderer._vision_start)
+        last = len(ids) - 1 - ids[::-1].index(renderer._vision_end)
+        del ids[last], ids[first]
+    text = renderer._tokenizer.encode("see ")
+    at = next(i for i in range(len(own)) if own[i : i + len(text)] == text)
+    assert own[at : at + len(ids)] == ids
+    if family.joins_steps:
+        seconds = float(made["second_per_grid_ts"][0])
+        assert steps[0].item.step is not None
+        assert seconds == pytest.approx(steps[0].item.step.seconds, rel=1e-6)
+
+
+def test_frames_and_sizes_are_those_of_transformers_for_a_thousand_videos(
+    folder: Path, processor: Any
+) -> None:
+    from transformers.video_utils import VideoMetadata
+
+    family, theirs, rng = load_family(folder), processor.video_processor, random.Random(0)
+    video_settings = family.video
+    assert isinstance(video_settings, VideoSettings)
+    for _ in range(1000):
+        total, fps = rng.randint(4, 4000), rng.choice([1.0, 4.0, 23.976, 29.97, 30.0, 60.0])
+        width, height = (round(2 ** rng.uniform(5, 11)) for _ in range(2))
+        wanted = theirs.sample_frames(VideoMetadata(total, fps=fps), fps=2)
+        ours = sample_frames(total, fps, video_settings, 2)
+        assert ours == [min(int(n), total - 1) for n in wanted][: len(ours)]
+        assert len(wanted) - len(ours) in (0, 1)
+        ref = MediaRef("0" * 64, "video/mp4", width, height, 1, total, fps)
+        patches = theirs.get_num_of_video_patches(len(ours), height, width, {})
+        found = family.steps(video(ref))
+        assert len(found) * np.prod(found[0].item.grid) == patches
+
+
+@pytest.mark.parametrize("cap", [True, False])
+def test_capped_sizes_are_those_of_transformers(folder: Path, processor: Any, cap: bool) -> None:
+    import dataclasses
+
+    from transformers.image_utils import SizeDict
+
+    family, theirs, rng = load_family(folder), processor.video_processor, random.Random(1)
+    assert isinstance(family.video, VideoSettings)
+    limits = dataclasses.replace(
+        family.video,
+        min_pixels=4096,
+        max_pixels=1 << 20,
+        max_video_tokens=theirs.max_video_tokens if cap else 0,
+    )
+    factor = family.patch * family.merge
+    for _ in range(100):
+        width, height = (round(2 ** rng.uniform(5, 10)) for _ in range(2))
+        frames = rng.choice([2, 5, 8, 33])
+        resized = theirs.resize(
+            torch.zeros(1, frames, 1, height, width, dtype=torch.uint8),
+            SizeDict(shortest_edge=4096, longest_edge=1 << 20),
+            0,
+            factor=factor,
+            temporal_factor=2,
+            cap_pixels_per_frame=cap,
+        )
+        ours = fit_frames(width, height, frames, limits, family._settings)
+        assert tuple(resized.shape[-2:]) == ours

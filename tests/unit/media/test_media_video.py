@@ -1,0 +1,207 @@
+"""Files of videos: what a store takes, what it refuses, and frames in RGB."""
+
+from __future__ import annotations
+
+import builtins
+import threading
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import numpy as np
+import pytest
+from videos import EXACT, encode_video, noise_frames
+
+from sightline import MediaError, MediaRef, MediaRefused, MediaStore
+from sightline.errors import MediaUndecodable
+from sightline.media import ImageIngestor
+from sightline.media.header import ImageLimits
+from sightline.media.video import MAX_OPEN_READERS, VideoReaders, inspect_video
+
+
+@pytest.fixture
+def store(tmp_path: Path) -> MediaStore:
+    return MediaStore(tmp_path / "store")
+
+
+def readers(store: MediaStore) -> VideoReaders:
+    return VideoReaders(store.get, store.limits)
+
+
+@pytest.mark.parametrize("container", ["mp4", "webm"])
+def test_a_video_has_a_ref_of_its_own(store: MediaStore, container: str, tmp_path: Path) -> None:
+    data = encode_video(noise_frames(9, 96, 64), container, fps=4)
+    ref = store.put(data)
+    assert (ref.mime, ref.width, ref.height) == (f"video/{container}", 96, 64)
+    assert (ref.num_frames, ref.fps, ref.nbytes) == (9, 4.0, len(data))
+    assert store.get(ref) == data
+    assert MediaStore(store.root).get_ref(ref.digest) == ref
+    (tmp_path / "clip").write_bytes(data)
+    assert store.put(tmp_path / "clip") == ref
+    again = msgspec.json.decode(msgspec.json.encode(ref), type=MediaRef)
+    assert again == ref and again.is_video
+
+
+def test_the_ref_of_an_image_is_written_as_it_was_before_there_were_videos() -> None:
+    ref = MediaRef("0" * 64, "image/png", 2, 3, 4)
+    written = b'{"digest":"%b","mime":"image/png","width":2,"height":3,"nbytes":4}' % (b"0" * 64)
+    assert msgspec.json.encode(ref) == written
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [
+        ("image/png", 2, 3, 4, 5),
+        ("image/png", 2, 3, 4, 0, 1.0),
+        ("video/mp4", 2, 3, 4),
+        ("video/mp4", 2, 3, 4, 5),
+        ("video/mp4", 2, 3, 4, 0, 1.0),
+        ("video/mp4", 2, 3, 4, 5, float("inf")),
+        ("video/mp4", 2, 3, 4, 5, float("nan")),
+        ("video/mp4", 2, 3, 4, 5, 1e-9),
+        ("video/ogg", 2, 3, 4, 5, 1.0),
+    ],
+)
+def test_a_ref_that_is_neither_image_nor_video_is_refused(fields: Any) -> None:
+    with pytest.raises(MediaError):
+        MediaRef("0" * 64, *fields)
+
+
+def test_frames_are_the_very_pixels_of_a_codec_that_keeps_them(store: MediaStore) -> None:
+    frames = noise_frames(12, 64, 48)
+    ref = store.put(encode_video(frames))
+    for numbers in ([0], [3, 5], [4], [11, 11]):
+        found = readers(store).read(ref, numbers)
+        assert all(image.mode == "RGB" and image.size == (64, 48) for image in found)
+        for number, image in zip(numbers, found, strict=True):
+            assert np.array_equal(np.asarray(image), frames[number])
+
+
+def test_a_reader_goes_forwards_and_begins_again_for_a_frame_behind_it(store: MediaStore) -> None:
+    frames = noise_frames(12)
+    ref = store.put(encode_video(frames))
+    open_readers = readers(store)
+    for numbers in ([0, 2], [2, 4], [8, 9]):
+        open_readers.read(ref, numbers)
+    assert open_readers._get(ref).num_starts == 1
+    (early,) = open_readers.read(ref, [1])
+    assert np.array_equal(np.asarray(early), frames[1])
+    assert open_readers._get(ref).num_starts == 2
+
+
+def test_threads_that_ask_at_once_get_their_own_frames(store: MediaStore) -> None:
+    frames = noise_frames(24)
+    ref = store.put(encode_video(frames))
+    open_readers = readers(store)
+    together = threading.Barrier(4)
+
+    def read(number: int) -> bool:
+        if number < 4:
+            together.wait(10)
+        (found,) = open_readers.read(ref, [number])
+        return np.array_equal(np.asarray(found), frames[number])
+
+    with ThreadPoolExecutor(4) as pool:
+        assert all(pool.map(read, range(24)))
+
+
+def test_only_a_few_readers_stay_open(store: MediaStore) -> None:
+    open_readers = readers(store)
+    for seed in range(MAX_OPEN_READERS + 3):
+        ref = store.put(encode_video(noise_frames(2, 16, 16, seed)))
+        open_readers.read(ref, [0])
+    assert len(open_readers._readers) == MAX_OPEN_READERS
+
+
+@pytest.mark.parametrize("container", ["mp4", "webm"])
+def test_a_file_that_was_cut_anywhere_is_refused_and_not_stored(
+    store: MediaStore, container: str
+) -> None:
+    data = encode_video(noise_frames(6, 32, 32), container)
+    for end in range(12, len(data) - 1, len(data) // 60):
+        with pytest.raises((MediaRefused, MediaUndecodable)):
+            store.put(data[:end])
+    assert store.count() == 0
+
+
+@pytest.mark.parametrize("container", ["mp4", "webm"])
+def test_damaged_bytes_are_refused_or_decode_and_nothing_else_happens(
+    store: MediaStore, container: str
+) -> None:
+    data = encode_video(noise_frames(6, 32, 32), container)
+    rng = np.random.default_rng(0)
+    for _ in range(60):
+        bad = bytearray(data)
+        for place in rng.integers(8, len(data), rng.integers(1, 20)):
+            bad[place] = rng.integers(0, 256)
+        try:
+            ref = store.put(bytes(bad))
+        except MediaError:
+            continue
+        readers(store).read(ref, [0, ref.num_frames - 1])
+
+
+@pytest.mark.parametrize(
+    "limits",
+    [
+        ImageLimits(max_bytes=100),
+        ImageLimits(max_pixels=32 * 31),
+        ImageLimits(max_side=31),
+        ImageLimits(max_frames=5),
+        ImageLimits(max_duration_s=1.4),
+    ],
+)
+def test_each_limit_refuses_alone(limits: ImageLimits) -> None:
+    data = encode_video(noise_frames(6, 32, 32))
+    inspect_video(data, "video/mp4")
+    with pytest.raises(MediaRefused, match="limit"):
+        inspect_video(data, "video/mp4", limits)
+
+
+def test_what_is_no_video_of_a_known_codec_is_refused(store: MediaStore) -> None:
+    frames = noise_frames(4, 32, 32)
+    for data, why in (
+        (b"\0\0\0\x10ftypisom\0\0\0\0" + b"\0\0\0\x08free", "without a header of its tracks"),
+        (b"\x1a\x45\xdf\xa3" + b"\0" * 64, "no WebM"),
+        (encode_video(frames, codec=("mjpeg", "yuvj420p", {})), "codec"),
+    ):
+        with pytest.raises((MediaRefused, MediaUndecodable), match=why):
+            store.put(data)
+
+
+def test_a_lying_ref_fails_when_its_frames_are_read(store: MediaStore) -> None:
+    ref = store.put(encode_video(noise_frames(4, 32, 32)))
+    longer = msgspec.structs.replace(ref, num_frames=9)
+    with pytest.raises(MediaUndecodable, match="no frame 8"):
+        readers(store).read(longer, [8])
+    wider = msgspec.structs.replace(ref, width=64)
+    with pytest.raises(MediaRefused, match="not 64x32"):
+        readers(store).read(wider, [0])
+    with pytest.raises(MediaError, match="is a video"):
+        store.image(ref)
+
+
+def test_urls_of_videos_are_taken_as_those_of_images_are(store: MediaStore) -> None:
+    data = encode_video(noise_frames(3, 32, 32))
+    ingest = ImageIngestor(store)
+    ref = store.put(data)
+    assert ingest.resolve(ref.data_url(data), "m") == ref
+    assert ingest.resolve(ref.url, "m") == ref
+    with pytest.raises(MediaRefused, match="^m: .*under no allowed file root"):
+        ingest.resolve("file:///etc/clip.mp4", "m")
+
+
+def test_an_installation_without_pyav_says_what_to_install(
+    store: MediaStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    data, true_import = encode_video(noise_frames(3, 32, 32), codec=EXACT), builtins.__import__
+
+    def without(name: str, *rest: Any) -> Any:
+        if name == "av":
+            raise ImportError(name)
+        return true_import(name, *rest)
+
+    monkeypatch.setattr(builtins, "__import__", without)
+    with pytest.raises(MediaError, match=r"sightline-rl\[video\]"):
+        store.put(data)
