@@ -17,8 +17,8 @@ from .harness import FuzzReport, Target, fuzz
 from .targets import build_targets
 
 NAMES = (
-    "ingest", "data_urls", "image_headers", "videos", "generate", "chat", "adopt", "traces", "control",
-    "run_files", "parquet", "jsonl", "run_dirs",
+    "ingest", "data_urls", "image_headers", "videos", "generate", "chat", "adopt", "traces",
+    "control", "run_files", "parquet", "jsonl", "run_dirs",
 )  # fmt: skip
 NUM_INPUTS = int(os.environ.get("FUZZ", "10000" if IS_FULL else "300"))
 QUICK = {"run_dirs": 60}
