@@ -18,6 +18,7 @@ import openai
 import pytest
 from agents import LOOK, Seen, Worker, picture_url, shown, wire_to
 from serving import Client, live
+from videos import encode_video, noise_frames
 
 from sightline.envs import Chat
 from sightline.families import load_renderer
@@ -60,10 +61,23 @@ def tool_picture(number: int) -> dict[str, Any]:
     return {"role": "tool", "tool_call_id": "call_a", "content": [part]}
 
 
+def film() -> dict[str, Any]:
+    """A file of a video, and images with their times."""
+    clip = base64.b64encode(encode_video(noise_frames(5))).decode()
+    frames = [{"image_url": picture_url(i, 64, 32), "seconds": i} for i in range(3)]
+    parts = [
+        {"type": "text", "text": "See."},
+        {"type": "video_url", "video_url": {"url": f"data:video/mp4;base64,{clip}"}},
+        {"type": "video", "frames": frames},
+    ]
+    return {"role": "user", "content": parts}
+
+
 TALKS = {
     "text": ([{"role": "user", "content": "Hello."}], None),
     "picture": ([{"role": "system", "content": "Be brief."}, shown(1)], None),
     "tools": ([shown(2)], [LOOK]),
+    "video": ([film()], None),
     "history": (
         [
             shown(3, "First."),
@@ -77,7 +91,12 @@ TALKS = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("name", TALKS)
+ON_TORCH = pytest.mark.torch_only("vLLM was not tried with videos")
+
+
+@pytest.mark.parametrize(
+    "name", [pytest.param(n, marks=ON_TORCH) if n == "video" else n for n in TALKS]
+)
 def test_the_engine_is_given_the_ids_that_a_rollout_gives_it(
     name: str, chat: Any, client: Client, tiny_model: Path, media: MediaStore
 ) -> None:

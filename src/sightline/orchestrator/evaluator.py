@@ -97,10 +97,10 @@ class Evaluator:
 
 def _list_images(trace: Trace) -> tuple[MediaRef, ...]:
     """What its environment has put, in order: a file of a video once, of a list every image."""
-    items = [slot.item for node in trace.nodes for slot in node.slots]
+    items = (slot.item for node in trace.nodes for slot in node.slots)
     return tuple(
         ref
         for item in items
-        for ref in (item.refs if not item.ref.is_video else (item.ref,))
-        if item.step is None or not item.ref.is_video or item.step.number == 0
+        for ref in item.refs
+        if not (ref.is_video and item.step is not None and item.step.number)
     )

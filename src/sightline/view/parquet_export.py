@@ -167,7 +167,10 @@ def _build_row(
     slots = (slot for node in trace.nodes for slot in node.slots)
     refs = {ref.digest: ref for slot in slots for ref in slot.item.refs}
     images, num_bytes = [], 0
-    for digest in refs:
+    for digest, ref in refs.items():
+        if ref.is_video:  # the column is one of images
+            counts.left_out += 1
+            continue
         try:
             data = _read_inline_image(store, digest)
         except MediaError:
