@@ -7,7 +7,7 @@ import shutil
 from pathlib import Path
 
 import pytest
-from sampling import take_sample
+from sampling import IS_FULL, take_sample
 
 from loop.jobs import sightline, summary
 from sightline.families.anyvlm.tiny_types import TYPES
@@ -17,7 +17,7 @@ from sightline.view.events import by_step, read_events
 
 pytestmark = [pytest.mark.loop, pytest.mark.timeout(300)]
 
-STEPS = 3
+STEPS = 10 if IS_FULL else 3
 WARMUP = """
 [run]
 name = "warmup"
