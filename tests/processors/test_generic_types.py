@@ -6,11 +6,15 @@ import os
 import random
 from pathlib import Path
 
+import making
 import pytest
 
+from sightline.config import LoraConfig
 from sightline.families import load_family
 from sightline.families.anyvlm import layout, tiny
 from sightline.families.anyvlm.load import _ask_process
+from sightline.media import MediaStore
+from sightline.trainer.build import build_learner
 from tests.contract.suites import run_suites
 from tests.processors.cases import CASES, TiledImages
 
@@ -54,6 +58,16 @@ def test_rules_count_as_the_processors_of_transformers_do(tmp_path: Path) -> Non
         assert layout.count_tiles_of_large(width, height, tiles) == want
         wide, high = large.images.smart_resize(height, width, **large._limits)
         assert layout.count_whole(width, height, tiles) == (high // 32, wide // 32)
+
+
+def test_a_router_of_experts_gets_no_adapter(tmp_path: Path, store: MediaStore) -> None:
+    """It is a linear layer that gives two things."""
+    tiny.write(tmp_path / "model", type="llama4")
+    settings = making.model_config(tmp_path / "model")
+    lora = LoraConfig(rank=4, vision_targets=("*",))
+    learner = build_learner(settings, making.trainer_config(), store, steps=1, lora=lora)
+    names = [name for name, _ in learner.forward.model.named_parameters() if "lora_A" in name]
+    assert names and not any("router" in name for name in names)
 
 
 def test_the_version_of_torchvision_is_a_part_of_the_fingerprint(tmp_path: Path) -> None:

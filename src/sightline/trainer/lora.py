@@ -93,7 +93,8 @@ def _find_target_layers(forward: Forward, settings: LoraConfig) -> list[str]:
     known: dict[str, set[str]] = {setting: set() for setting in wanted}
     found: list[str] = []
     for name, module in forward.model.named_modules():
-        if not isinstance(module, nn.Linear):
+        # A subclass that gives more than a product, such as a router of experts, gets none.
+        if not isinstance(module, nn.Linear) or type(module).forward is not nn.Linear.forward:
             continue
         sees = id(module.weight) in vision
         if not sees and id(module) not in inside:

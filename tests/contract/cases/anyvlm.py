@@ -48,7 +48,10 @@ def write_qwen2_vl(path: Path) -> None:
         "processor_config.json": {"processor_class": "Qwen2VLProcessor"},
     }
     template = (tiny.FOLDER / "templates" / "llava.jinja").read_text()
-    template = template.replace("<image>", f"{marks[0]}{pad}{marks[1]}")
+    # As published, with a system message of its own where there is none.
+    head = "{%- if messages[0]['role'] != 'system' -%}{{- '<|im_start|>system\\nYou are a helpful "
+    head += "assistant.<|im_end|>\\n' -}}{%- endif -%}"
+    template = head + template.replace("<image>", f"{marks[0]}{pad}{marks[1]}")
     tokens = ((*tiny.CHATML_TOKENS, *marks, pad), pad, {"image_token": pad})
     tiny.compose(path, 0, "qwen2_vl", tokens, build_config, files, template)
 

@@ -145,14 +145,27 @@ def test_adapters_begin_as_nothing_and_are_the_same_everywhere(
 def test_the_engine_serves_what_the_trainer_scores(
     tiny_model: Path, store: MediaStore, tmp_path: Path, kind: str
 ) -> None:
-    learner = trained(tiny_model, store, steps=4, **BOTH)
+    check_served(tiny_model, store, tmp_path, kind)
+
+
+def test_the_engine_serves_adapters_of_a_model_of_padded_rows(
+    store: MediaStore, tmp_path: Path
+) -> None:
+    write_tiny("anyvlm", tmp_path / "model", seed=0, type="gemma3")
+    assert load_family(tmp_path / "model").packing.kind == "rows"
+    check_served(tmp_path / "model", store, tmp_path, "adapter")
+
+
+def check_served(path: Path, store: MediaStore, tmp_path: Path, kind: str) -> None:
+    """Raises unless a server gives the logprobs of a trainer that trained adapters."""
+    learner = trained(path, store, steps=4, **BOTH)
     model = learner.forward.model
     stand = describe_adapter_base(model, torch.float32) if kind == "adapter" else None
     manifest, _ = making.publish(model, tmp_path / "weights", 1, torch.float32, stand)
-    renderer = load_renderer(tiny_model, store)
+    renderer = load_renderer(path, store)
     rendered = renderer.render([user("see ", store.put(making.image(random.Random(3), 96, 64)))])
     settings = ServerSpec.of(
-        path=tiny_model,
+        path=path,
         media_roots=(Path(store.root),),
         device="cpu",
         max_num_seqs=4,
@@ -171,7 +184,7 @@ def test_the_engine_serves_what_the_trainer_scores(
     got = [entry.logprob for entry in choice.logprobs.content]
     ours = making.trainer_logprobs(learner, store, rendered, said)
     np.testing.assert_allclose(got, ours, atol=2e-5)
-    before = learner_of(tiny_model, store)
+    before = learner_of(path, store)
     theirs = making.trainer_logprobs(before, store, rendered, said)
     assert np.abs(np.array(got) - theirs).max() > 1e-2, "the adapters say something"
 
