@@ -177,10 +177,10 @@ def _processor_ids(
 
 def _make_arrays(checkpoint: Checkpoint, image: Image.Image) -> dict[str, Any]:
     processor = checkpoint.transformers_images.processor
-    made: dict[str, Any] = processor(
-        images=[image], text=[processor.image_token], return_tensors="np"
-    )
-    return made
+    # NumPy has no bfloat16, each value of which float32 has too.
+    kind = "pt" if checkpoint.case.name == "anyvlm_llama4" else "np"
+    made = processor(images=[image], text=[processor.image_token], return_tensors=kind)
+    return {name: a.float().numpy() if kind == "pt" else a for name, a in made.items()}
 
 
 SERVED_KINDS = ("llava", "idefics3", "internvl", "qwen2_vl", "glm46v")
