@@ -153,8 +153,8 @@ test-browser: $(STAMP) web tokenizers ## what needs npm or Chromium: the dashboa
 		$$(grep -rl --include='*.py' mark.browser tests/unit) -m browser
 
 test-torchvision: $(STAMP) $(TORCHVISION) ## pixels and processors beside transformers' own
-	PYTHONPATH=$(TORCHVISION) $(BIN)/python -m pytest tests/processors
-	PYTHONPATH=$(TORCHVISION) $(BIN)/python -m pytest tests/loop/test_types.py -m torchvision
+	PYTHONPATH=$(CURDIR)/$(TORCHVISION) $(BIN)/python -m pytest tests/processors
+	PYTHONPATH=$(CURDIR)/$(TORCHVISION) $(BIN)/python -m pytest tests/loop/test_types.py -m torchvision
 
 # Without its dependencies: the environment has them, and its torch is to stay as it is. Every
 # process declares the operators that a CUDA build lacks beside a CPU build of torch.
