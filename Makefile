@@ -28,7 +28,7 @@ VLLM_TESTS := tests/contract/test_engine.py tests/contract/test_engine_adapters.
 	tests/contract/test_text_engine.py tests/contract/test_fuzz.py tests/vllm/test_plugin.py tests/vllm/test_exact.py \
 	tests/vllm/test_stock.py tests/vllm/test_export.py tests/vllm/test_run.py \
 	tests/vllm/test_server.py
-# Other ways to serve, of which CI takes two (FULL=1: all): the tiny checkpoint of a second family,
+# Other ways to serve, of which CI takes one (FULL=1: all): the tiny checkpoint of a second family,
 # whose layout vLLM does not read, two shards, of every matrix or of the requests, and kinds of the
 # generic family.
 VLLM_WAYS := family=kimi_k25 shards=tensor shards=data
@@ -195,7 +195,7 @@ test-vllm: $(STAMP) $(VLLM_VENV)/.installed ## the generate protocol on vLLM, in
 	$(BIN)/python -m pytest --vllm $(VLLM_VENV)/bin/python --timeout 600 $(VLLM_TESTS)
 	set -e; kinds=$$(PYTHONPATH=.:tests $(BIN)/python -c \
 		'from tests.contract.cases.anyvlm import SERVED_KINDS; print(*(f"family=anyvlm:{kind}" for kind in SERVED_KINDS))'); \
-	for way in $$($(SAMPLE) 1 $(VLLM_WAYS)) $$($(SAMPLE) 1 $$kinds); do \
+	for way in $$($(SAMPLE) 1 $(VLLM_WAYS) $$kinds); do \
 		case $$way in family=*) tests="$(VLLM_FAMILY_TESTS)";; *) tests="$(VLLM_SHARD_TESTS)";; esac; \
 		$(BIN)/python -m pytest --vllm $(VLLM_VENV)/bin/python --$$way --timeout 600 \
 			-m "not second_server" $$tests; done
