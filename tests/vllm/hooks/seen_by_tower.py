@@ -25,6 +25,7 @@ WANTED = Path("wanted")
 class Watch(LogitsProcessor):
     def __init__(self, vllm_config: Any, device: torch.device, is_pin_memory: bool) -> None:
         numbers = itertools.count()
+        watched: list[torch.nn.Module] = []
 
         def seen(module: torch.nn.Module, args: tuple[Any, ...], named: dict[str, Any]) -> None:
             if WANTED.exists():
@@ -32,7 +33,9 @@ class Watch(LogitsProcessor):
                 np.save(f"seen-{next(numbers)}.npy", pixels.cpu().numpy())
 
         def look(parent: torch.nn.Module, name: str, module: torch.nn.Module | None) -> None:
-            if type(module).__name__ in TOWERS:
+            # Some models put their tower into its place a second time.
+            if type(module).__name__ in TOWERS and not any(one is module for one in watched):
+                watched.append(module)
                 module.register_forward_pre_hook(seen, with_kwargs=True)
 
         # Before the model is made: its tower is watched from the moment that it has a place in it.
