@@ -22,7 +22,8 @@ NUM_JOBS = 6
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     here = Path(__file__).parent
-    others = [i for i in items if i.path.parent == here and i.path.stem not in ALWAYS]
+    own = [i for i in items if i.path.parent == here and not i.get_closest_marker("torchvision")]
+    others = [i for i in own if i.path.stem not in ALWAYS]
     left = {id(item) for item in others} - {id(item) for item in take_sample(others, NUM_JOBS)}
     if left and len(others) > 2 * NUM_JOBS:  # not where somebody names a few
         config.hook.pytest_deselected(items=[item for item in items if id(item) in left])
