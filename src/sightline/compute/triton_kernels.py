@@ -17,6 +17,8 @@ SPLIT = 512
 KEYS_AT_ONCE = 64
 SAMPLE_CHUNK = 2048
 """Ids of the vocabulary that one program looks at."""
+DIGEST_ROWS = 8
+"""Rows of words that one program adds up."""
 
 
 # --- attention of one token a row over paged keys and values
@@ -388,3 +390,33 @@ def sample_tokens(
         CHUNK=SAMPLE_CHUNK, CHUNKS=triton.next_power_of_2(num_chunks),
     )  # fmt: skip
     return tokens, logprobs
+
+
+# --- the sum of a digest
+
+
+@triton.jit
+def _weighted_words_kernel(
+    words, places, rows, sums, num_rows, WORDS: tl.constexpr, ROWS: tl.constexpr
+):
+    row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
+    column = tl.arange(0, WORDS)
+    is_row = row < num_rows
+    found = tl.load(
+        words + row[:, None] * WORDS + column[None, :], mask=is_row[:, None], other=0
+    ).to(tl.int64)
+    total = tl.sum(found * tl.load(places + column)[None, :], 1)
+    total = total * tl.load(rows + row, mask=is_row, other=0)
+    tl.store(sums + tl.program_id(0), tl.sum(total, 0))
+
+
+def sum_weighted_words(words: Tensor, places: Tensor, rows: Tensor) -> Tensor:
+    """The sum of int32 words, each times the int64 of its place and that of its row, modulo 2**64;
+    in one pass over them, which keeps no products."""
+    num_rows, width = words.shape
+    num_programs = triton.cdiv(num_rows, DIGEST_ROWS)
+    sums = torch.empty(num_programs, dtype=torch.int64, device=words.device)
+    _weighted_words_kernel[(num_programs,)](
+        words, places, rows, sums, num_rows, WORDS=width, ROWS=DIGEST_ROWS
+    )
+    return sums.sum()

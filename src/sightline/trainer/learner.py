@@ -5,13 +5,11 @@ from __future__ import annotations
 import math
 import time
 from dataclasses import dataclass, field, replace
-from typing import cast
 
 import numpy as np
 import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
-from torch.distributed.fsdp import FSDPModule
 
 from sightline.algo.losses import LossFunction, LossInputs, mismatch_kl
 from sightline.compute.logprobs import Temperature, chosen_logprobs
@@ -33,6 +31,8 @@ from sightline.trainer.shard import (
     call_gathered,
     full_tensor,
     gather_to_lead,
+    release_gathered,
+    set_gradient_sync,
     sum_over_ranks,
 )
 from sightline.trainer.step_result import (
@@ -108,9 +108,11 @@ class Learner:
         compiled = count_compiled_graphs() if self.config.compile_backend else 0
         self.optimizer.zero_grad(set_to_none=True)
         step_timer = StepTimer(self.device)
+        last = self._find_last_trained(ready)
         self.watchdog.enter(f"the first pixels of step {ready.step}")
         for number, micro_batch in ready.iterate_with_pixels():
             self.watchdog.enter(f"micro-batch {number} of step {ready.step}")
+            set_gradient_sync(self.sharded, self.ranks.size > 1 or number == last)
             check_micro_batch(micro_batch.batch, self.family, self.pad_ids, self.vocab_size)
             metric_sums.count("all_tokens", len(micro_batch.batch.token_ids))
             if len(micro_batch.batch.trained) or self.ranks.size > 1:
@@ -143,6 +145,11 @@ class Learner:
             found,
             sum_cache_figures([caches for _, caches in everyone]),
         )
+
+    def _find_last_trained(self, ready: ReadyBatch) -> int:
+        """The number, from 1, of the last micro-batch that trains; 0 where none does."""
+        found = (n for n, one in enumerate(ready.micro_batches, 1) if len(one.batch.trained))
+        return max(found, default=0)
 
     def _build_memory_error(
         self, batch: MicroBatch, step: int, error: torch.OutOfMemoryError
@@ -231,8 +238,7 @@ class Learner:
             return chosen_logprobs(self.forward, hidden, tokens, self.banned, temperature)
 
         logprobs = call_gathered(self.sharded, compute)
-        if self.sharded is not None:
-            cast(FSDPModule, self.sharded).reshard()  # without a backward pass nothing else does
+        release_gathered(self.sharded)
         return logprobs
 
     def backward(
@@ -321,6 +327,7 @@ class Learner:
 
     def update(self, step: int) -> Float[Tensor, ""]:
         """Clips and applies the gradients; their norm before clipping, still on the device."""
+        release_gathered(self.sharded)
         trained = (p for group in self.optimizer.param_groups for p in group["params"])
         parameters = [p for p in trained if p.grad is not None]
         norm = full_tensor(torch.nn.utils.clip_grad_norm_(parameters, self.config.max_grad_norm))

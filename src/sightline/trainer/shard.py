@@ -10,13 +10,13 @@ import socket
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, TypeVar, cast
 
 import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor
 
 from sightline.compute.tcp_store import connect_store, listen_store
@@ -76,7 +76,7 @@ def shard_model(
     """Cuts the model into shards, in place: each block a unit, and the rest one.
 
     With `compute` the shards keep their precision, a block computes in that one, and gradients are
-    added up in float32.
+    added up in float32. A single rank, which saves no memory by shards, gathers for a whole step.
     """
     mesh = init_device_mesh(device.type, (size,))
     reduce = None if compute is None else torch.float32
@@ -88,12 +88,32 @@ def shard_model(
     sharded = ShardedModel(forward.model)
     # What has no backward pass would stay gathered for ever.
     fully_shard(sharded, mesh=mesh, mp_policy=outer, reshard_after_forward=True if frozen else None)
+    if size == 1:
+        unit = cast(FSDPModule, sharded)
+        unit.set_reshard_after_forward(False)
+        unit.set_reshard_after_backward(False)
     return sharded
+
+
+def set_gradient_sync(sharded: ShardedModel | None, syncs: bool) -> None:
+    """Whether the next backward passes bring gradients to their shards, or add them up before."""
+    if sharded is not None:
+        cast(FSDPModule, sharded).set_requires_gradient_sync(syncs)
+
+
+def release_gathered(sharded: ShardedModel | None) -> None:
+    """Gives up what is gathered: a backward pass that does so has not run, or keeps it."""
+    for part in () if sharded is None else sharded.modules():
+        if isinstance(part, FSDPModule):
+            part.reshard()
 
 
 def full_tensor(tensor: torch.Tensor) -> torch.Tensor:
     """The tensor itself; a sharded one is gathered, and then every rank has to call."""
-    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+    if not isinstance(tensor, DTensor):
+        return tensor
+    is_whole = tensor.device_mesh.size() == 1 and not any(p.is_partial() for p in tensor.placements)
+    return tensor.to_local() if is_whole else tensor.full_tensor()
 
 
 def sum_over_ranks(values: dict[str, float], size: int) -> dict[str, float]:
