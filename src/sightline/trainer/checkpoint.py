@@ -2,7 +2,7 @@
 
     step_000050/  rank_000.safetensors  rank_001.safetensors ..  manifest.json
 
-    loop --snapshot--> thread of each rank: its file --name and checksum--> rank 0: manifest
+    loop --snapshot--> thread of each rank: its files --names, checksums--> rank 0: manifest
       waits for: the checkpoint before this one     unblocked by: the disk
 
 Each rank writes what it holds. The manifest, with the checksum of every file, is written last, and
@@ -21,6 +21,7 @@ import os
 import re
 import shutil
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
@@ -34,7 +35,7 @@ from sightline.errors import ResumeRefused
 from sightline.trainer.background_task import BackgroundTask
 from sightline.trainer.ranks import NO_CHANNEL, SINGLE_RANK, RankInfo
 from sightline.trainer.shard import all_gather_list
-from sightline.trainer.snapshot import ShardReader, ShardSnapshot, take_snapshot
+from sightline.trainer.snapshot import NUM_THREADS, ShardReader, ShardSnapshot, take_snapshot
 from sightline.wire.file import add_checksum, read_checked, write_atomic
 from sightline.wire.weights import MANIFEST, WeightFile
 
@@ -78,13 +79,16 @@ def open_shards(path: Path) -> ShardReader:
     return ShardReader(path / file.name for file in read_manifest(path).files)
 
 
-def check_file(path: Path, file: WeightFile) -> None:
-    """Raises unless the file of the checkpoint folder at `path` has its size and checksum."""
-    if not is_intact(path, file):
-        problem = f"{path / file.name} is not the file that its manifest names"
-        raise ResumeRefused(problem, _USE_ANOTHER)
+def check_files(path: Path, files: list[WeightFile]) -> None:
+    """Raises unless files of the checkpoint folder at `path` have their sizes and checksums."""
+    with ThreadPoolExecutor(NUM_THREADS) as threads:
+        for file, intact in zip(files, threads.map(partial(is_intact, path), files), strict=True):
+            if not intact:
+                problem = f"{path / file.name} is not the file that its manifest names"
+                raise ResumeRefused(problem, _USE_ANOTHER)
 
 
+CollectFiles = Callable[[int, list[WeightFile]], list[WeightFile] | None]
 _USE_ANOTHER = "use another checkpoint of the run"
 
 
@@ -166,28 +170,27 @@ class CheckpointSaver:
     step: int
     """Step of the newest checkpoint that was begun."""
     train_vision: bool
-    collect_files: Callable[[int, WeightFile], list[WeightFile] | None] = NO_CHANNEL.collect_files
-    """Hands over this rank's file of a step; rank 0 gets those of all ranks once they exist."""
+    collect_files: CollectFiles = NO_CHANNEL.collect_files
+    """Hands over this rank's files of a step; rank 0 gets those of all ranks once they exist."""
     background_task: BackgroundTask = field(default_factory=lambda: BackgroundTask("checkpoint"))
     on_complete: Callable[[], None] = lambda: None
     """Called by the thread of rank 0 when a checkpoint is on the disk."""
 
     def save(self, step: int, model: nn.Module, optimizer: Optimizer, last: bool) -> None:
-        """Begins the checkpoint of `step` if it is due; the last one is on the disk on return."""
+        """Begins the checkpoint of `step` if it is due. Of the last one no copy is made: nothing
+        may change until `background_task` is done."""
         self.background_task.check()
         if step > self.step and (last or step % self.every == 0):
             self.background_task.wait()
             snapshot = take_snapshot(model, optimizer, self.ranks, copy=not last)
             self.step = step
             self.background_task.start(f"checkpoint {step}", partial(self._write, step, snapshot))
-        if last:
-            self.background_task.wait()
 
     def _write(self, step: int, snapshot: ShardSnapshot) -> None:
         part = self.checkpoints.part(step)
         part.mkdir(parents=True, exist_ok=True)
-        file = snapshot.write(part / f"rank_{self.ranks.rank:03d}.safetensors")
-        if (files := self.collect_files(step, file)) is not None:
+        written = snapshot.write(part, f"rank_{self.ranks.rank:03d}")
+        if (files := self.collect_files(step, written)) is not None:
             vision = step if self.train_vision else 0
             self.checkpoints.complete(CheckpointManifest(step, vision, files))
             self.on_complete()
@@ -199,8 +202,7 @@ def step_of(path: Path) -> int:
 
 def _find_problems(path: Path, ranks: RankInfo) -> list[str]:
     try:
-        for file in read_manifest(path).files[ranks.rank :: ranks.size]:
-            check_file(path, file)
+        check_files(path, read_manifest(path).files[ranks.rank :: ranks.size])
     except ResumeRefused as error:
         return [error.problem]
     return []

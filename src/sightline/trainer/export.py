@@ -16,7 +16,7 @@ from sightline.compute.tensor_file import iterate_gathered, keep_tensor, write_t
 from sightline.config import RunFile, SftFile
 from sightline.errors import ConfigError
 from sightline.families import load_family
-from sightline.trainer.checkpoint import CheckpointStore, check_file, open_shards, read_manifest
+from sightline.trainer.checkpoint import CheckpointStore, check_files, open_shards, read_manifest
 from sightline.trainer.lora import (
     add_adapters,
     build_merge_gather,
@@ -73,8 +73,7 @@ def gather_for_export(model: nn.Module) -> None:
 
 def export_training_checkpoint(checkpoint: Path, config: RunFile | SftFile, target: Path) -> None:
     """The checkpoint folder at `checkpoint`, checked against its manifest, as a plain one."""
-    for file in read_manifest(checkpoint).files:
-        check_file(checkpoint, file)
+    check_files(checkpoint, read_manifest(checkpoint).files)
     settings = config.model
     family = load_family(settings.path, **settings.overrides())
     forward = load_model(settings.path, family, "cpu", settings.dtype)

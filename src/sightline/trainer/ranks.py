@@ -105,7 +105,7 @@ class LeadChannel:
         self._started: set[int] = set()
         self._ready: dict[int, int] = {}
         self._received: dict[int, int] = {}
-        self._written: dict[tuple[int, int], WeightFile] = {}
+        self._written: dict[tuple[int, int], list[WeightFile]] = {}
         """The files of checkpoints that other ranks have written, by step and rank."""
         self._step = 0
         self._strangers: list[str] = []
@@ -151,7 +151,7 @@ class LeadChannel:
                 f"{_LOGS}, and at the network between the machines",
             )
 
-    def collect_files(self, step: int, file: WeightFile) -> list[WeightFile]:
+    def collect_files(self, step: int, files: list[WeightFile]) -> list[WeightFile]:
         """The files of the checkpoint of `step`, by rank; returns when every rank wrote its own."""
 
         def missing() -> set[int]:
@@ -164,7 +164,7 @@ class LeadChannel:
                 f"{step} within {self._write_s:.0f} s",
                 f"{_LOGS}, and at the disk of the run",
             )
-        return [file, *(self._written.pop((step, rank)) for rank in sorted(self._others))]
+        return sum((self._written.pop((step, rank)) for rank in sorted(self._others)), files)
 
     def announce_end(self) -> None:
         for rank in self._others:
@@ -213,7 +213,7 @@ class LeadChannel:
             else:
                 self._received[message.rank] = message.step
         elif isinstance(message, wire.ShardWritten):
-            self._written[message.step, message.rank] = message.file
+            self._written[message.step, message.rank] = message.files
         elif isinstance(message, RankFailed):
             self._end_all(message)
 
@@ -258,9 +258,9 @@ class FollowerChannel:
         while (share := self._shares.get()) is not None:
             yield share
 
-    def collect_files(self, step: int, file: WeightFile) -> None:
-        """Tells rank 0, which collects them, of this rank's file of the checkpoint of `step`."""
-        self._send(wire.ShardWritten(self._ranks.rank, step, file))
+    def collect_files(self, step: int, files: list[WeightFile]) -> None:
+        """Tells rank 0, which collects them, of this rank's files of the checkpoint of `step`."""
+        self._send(wire.ShardWritten(self._ranks.rank, step, files))
 
     def fail(self, problem: str) -> None:
         with suppress(ProcessFailed):  # rank 0 is the one that is lost
@@ -328,8 +328,8 @@ class RendezvousStore:
 class NoChannel:
     """The channel of a single rank, which has nobody to tell."""
 
-    def collect_files(self, step: int, file: WeightFile) -> list[WeightFile]:
-        return [file]
+    def collect_files(self, step: int, files: list[WeightFile]) -> list[WeightFile]:
+        return files
 
     def fail(self, problem: str) -> None:
         pass

@@ -132,7 +132,7 @@ class RunWriter:
         self.async_publisher.put(model, step, vision_version, tell)
 
     def checkpoint(self, step: int, last: bool = False) -> None:
-        """Begins a checkpoint where one is due; the last is on the disk on return."""
+        """Begins a checkpoint where one is due; the last is on the disk after `finish`."""
         self.saver.save(step, self.learner.forward.model, self.learner.optimizer, last)
 
     def report(
@@ -200,10 +200,13 @@ class RunWriter:
         if self.async_publisher is not None:
             self.async_publisher.background_task.wait()
         model = self.learner.forward.model
-        if step > 0 and self.learner.ranks.is_lead:
-            export_checkpoint(self.source, self.export_dir, model, self.dtype)
-        elif step > 0:
-            gather_for_export(model)
+        try:  # beside the last checkpoint: nothing changes any more
+            if step > 0 and self.learner.ranks.is_lead:
+                export_checkpoint(self.source, self.export_dir, model, self.dtype)
+            elif step > 0:
+                gather_for_export(model)
+        finally:
+            self.saver.background_task.wait()
         if self.send is not None:
             # A run that was stopped early is resumed, and may have to go back further than this.
             is_over = step >= self.learner.steps

@@ -1,4 +1,4 @@
-"""What a rank holds of model and optimizer, as a file of its own, and read back as any rows.
+"""What a rank holds of model and optimizer, as files of its own, and read back as any rows.
 
 A sharded tensor is cut along its rows: each rank has some in a row. Files say which, so that any
 number of ranks can read what any other number wrote.
@@ -7,7 +7,9 @@ number of ranks can read what any other number wrote.
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import Iterable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -18,13 +20,17 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
-from sightline.compute.tensor_file import write_tensors
+from sightline.compute.tensor_file import sort_names, write_tensors
 from sightline.compute.weights import check_parameters
 from sightline.errors import ResumeRefused
 from sightline.trainer.ranks import RankInfo
 from sightline.wire.weights import WeightFile
 
 MODEL, OPTIMIZER, RNG, CUDA_RNG = "model", "optimizer", "rng", "cuda_rng"
+FILE_BYTES = 1 << 31
+"""Most of a file, unless one tensor has more."""
+NUM_THREADS = max(1, min(8, (os.cpu_count() or 1) // 2))
+"""That write files of a checkpoint, or look whether they are intact."""
 _PLACES = "places"
 
 
@@ -36,8 +42,25 @@ class ShardSnapshot:
     places: dict[str, tuple[int, int]]
     """First row of each tensor in the full one, and how many rows the full one has."""
 
-    def write(self, path: Path) -> WeightFile:
-        return write_tensors(path, self.tensors, metadata={_PLACES: json.dumps(self.places)})
+    def write(self, folder: Path, name: str) -> list[WeightFile]:
+        """Writes NAME.safetensors, and where that would be large NAME_001.safetensors and so on, at
+        the same time: to hash one file takes longer than a fast disk takes to write it."""
+        parts, nbytes = [list[str]()], 0
+        for key in sort_names(self.tensors):
+            if parts[-1] and nbytes + self.tensors[key].nbytes > FILE_BYTES:
+                parts.append([])
+                nbytes = 0
+            parts[-1].append(key)
+            nbytes += self.tensors[key].nbytes
+
+        def write_part(number: int, keys: list[str]) -> WeightFile:
+            places = json.dumps({key: self.places[key] for key in keys})
+            path = folder / f"{name}{f'_{number:03d}' if number else ''}.safetensors"
+            tensors = {key: self.tensors[key] for key in keys}
+            return write_tensors(path, tensors, metadata={_PLACES: places})
+
+        with ThreadPoolExecutor(NUM_THREADS) as threads:
+            return list(threads.map(write_part, range(len(parts)), parts))
 
 
 def take_snapshot(

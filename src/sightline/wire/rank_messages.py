@@ -65,11 +65,11 @@ class AssignmentReceived(msgspec.Struct, frozen=True, forbid_unknown_fields=True
 
 
 class ShardWritten(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag="wrote"):
-    """A rank to rank 0: its file of the checkpoint of `step` is on the disk."""
+    """A rank to rank 0: its files of the checkpoint of `step` are on the disk."""
 
     rank: int
     step: int
-    file: WeightFile
+    files: list[WeightFile]
 
 
 class RankFailed(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag="failed"):

@@ -21,6 +21,7 @@ from sightline.errors import ResumeRefused
 from sightline.families.registry import write_tiny
 from sightline.media import MediaStore
 from sightline.run import RunDir
+from sightline.trainer import snapshot
 from sightline.trainer.build import build_learner
 from sightline.trainer.checkpoint import (
     CheckpointSaver,
@@ -134,9 +135,9 @@ def test_training_goes_on_while_the_snapshot_is_written(tiny_model: Path, tmp_pa
     before = {name: p.detach().clone() for name, p in model.named_parameters()}
     disk = threading.Event()
 
-    def slow(step: int, file: WeightFile) -> list[WeightFile]:
+    def slow(step: int, files: list[WeightFile]) -> list[WeightFile]:
         disk.wait(60)
-        return [file]
+        return files
 
     checkpoints = CheckpointStore(tmp_path / "checkpoints", 2)
     saver = CheckpointSaver(
@@ -186,8 +187,8 @@ def test_any_rows_come_back_from_any_cut(
     files = []
     for start, stop in zip(edges, edges[1:], strict=False):
         place = {"model/w": (start, rows)}
-        ShardSnapshot({"model/w": whole[start:stop].clone()}, place).write(folder / f"{start}")
-        files.append(folder / f"{start}")
+        held = ShardSnapshot({"model/w": whole[start:stop].clone()}, place)
+        files += [folder / file.name for file in held.write(folder, f"{start}")]
     shards = ShardReader(files)
     assert shards.full("model/w").equal(whole)
     start, stop = sorted(min(bound, rows) for bound in bounds)
@@ -214,17 +215,22 @@ def test_a_snapshot_holds_model_optimizer_and_random_state(
     assert "rng/0" in keys
 
 
-def test_what_a_snapshot_holds_is_restored(tiny_model: Path, tmp_path: Path) -> None:
+@pytest.mark.parametrize("file_bytes", [snapshot.FILE_BYTES, 100_000])
+def test_what_a_snapshot_holds_is_restored(
+    tiny_model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, file_bytes: int
+) -> None:
     """Weights, the optimizer's moments, and the numbers that are drawn next."""
+    monkeypatch.setattr(snapshot, "FILE_BYTES", file_bytes)
     model_config, store = making.model_config(tiny_model), MediaStore(tmp_path / "m")
     first, second = (build_learner(model_config, making.trainer_config(), store, 5) for _ in "ab")
     for parameter in first.forward.model.parameters():
         parameter.grad = torch.rand_like(parameter)
     first.update(1)
     held = take_snapshot(first.forward.model, first.optimizer, RankInfo())
-    held.write(tmp_path / "rank_000")
+    files = held.write(tmp_path, "rank_000")
+    assert (len(files) > 3) == (file_bytes == 100_000)
     drawn = torch.rand(3)
-    shards = ShardReader([tmp_path / "rank_000"])
+    shards = ShardReader(tmp_path / file.name for file in files)
     restore(shards, second.forward.model, second.optimizer, RankInfo(), tmp_path)
     assert torch.rand(3).equal(drawn)
     again = take_snapshot(second.forward.model, second.optimizer, RankInfo())
@@ -272,8 +278,8 @@ def test_export_gives_a_checkpoint_that_auto_classes_load(
 def test_the_checksum_of_a_file_is_that_of_its_bytes(tmp_path: Path) -> None:
     place = {"a": (0, 4), "b": (0, 1)}
     tensors = {"a": torch.ones(4, dtype=torch.bfloat16), "b": torch.tensor(2.0)}
-    made = ShardSnapshot(tensors, place).write(tmp_path / "f")
-    assert made.sha256 == hashlib.sha256((tmp_path / "f").read_bytes()).hexdigest()
-    assert made.nbytes == (tmp_path / "f").stat().st_size
-    found = load_file(tmp_path / "f")
+    [made] = ShardSnapshot(tensors, place).write(tmp_path, "f")
+    assert made.sha256 == hashlib.sha256((tmp_path / made.name).read_bytes()).hexdigest()
+    assert made.nbytes == (tmp_path / made.name).stat().st_size
+    found = load_file(tmp_path / made.name)
     assert found["a"].equal(tensors["a"]) and found["b"].equal(tensors["b"])

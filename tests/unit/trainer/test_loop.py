@@ -49,7 +49,7 @@ def test_everything_but_waiting_for_a_batch_is_marked() -> None:
         "checkpoint": "publishing step 7",
         "report": "publishing step 7",
         "wait again": "",
-        "last checkpoint": "the last checkpoint, of step 7",
-        "finish": "the export",
+        "last checkpoint": "the last checkpoint, of step 7, and the export",
+        "finish": "the last checkpoint, of step 7, and the export",
     }
     assert not watchdog.activity

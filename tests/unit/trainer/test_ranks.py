@@ -143,12 +143,12 @@ def test_the_files_of_a_checkpoint_are_those_of_its_step() -> None:
     with ranks(3) as (lead, others):
         lead.wait_for_start(timeout_s=30)
         for step in (1, 2):
-            others[0].collect_files(step, file(step, 1))
-        others[1].collect_files(1, file(1, 2))
+            others[0].collect_files(step, [file(step, 1)])
+        others[1].collect_files(1, [file(1, 2)])
         assert not lead._wait(lambda: {(2, 1)} - lead._written.keys(), 30)  # type: ignore[arg-type]
-        assert lead.collect_files(1, file(1, 0)) == [file(1, 0), file(1, 1), file(1, 2)]
-        others[1].collect_files(2, file(2, 2))
-        assert lead.collect_files(2, file(2, 0)) == [file(2, 0), file(2, 1), file(2, 2)]
+        assert lead.collect_files(1, [file(1, 0)]) == [file(1, 0), file(1, 1), file(1, 2)]
+        others[1].collect_files(2, [file(2, 2)])
+        assert lead.collect_files(2, [file(2, 0)]) == [file(2, 0), file(2, 1), file(2, 2)]
         assert not lead._written
 
 
@@ -208,10 +208,10 @@ def test_ranks_that_do_not_take_their_share_or_do_not_write_are_named() -> None:
         # A slow machine may name the other too.
         with pytest.raises(ProcessFailed, match=r"2\] have not taken their share of step 1 within"):
             lead.send_shares(shares(1, 2))
-        others[0].collect_files(4, WeightFile("rank_1", 1, "1"))
+        others[0].collect_files(4, [WeightFile("rank_1", 1, "1")])
         assert not lead._wait(lambda: {(4, 1)} - lead._written.keys(), 30)  # type: ignore[arg-type]
         with pytest.raises(ProcessFailed, match=r"ranks \[2\] have not written .* step 4 within"):
-            lead.collect_files(4, WeightFile("rank_0", 1, "0"))
+            lead.collect_files(4, [WeightFile("rank_0", 1, "0")])
         deaf.close()
 
 
