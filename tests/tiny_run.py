@@ -71,8 +71,8 @@ def write_run(path: Path, model: str = "") -> RunDir:
     part.mkdir()
     held = {f"model/{name}": tensor for name, tensor in tensors.items()}
     snapshot = ShardSnapshot(held, {name: (0, len(tensor)) for name, tensor in held.items()})
-    file = snapshot.write(part / f"rank_{SINGLE_RANK.rank:03d}.safetensors")
-    checkpoints.complete(CheckpointManifest(TRAINED, 0, [file]))
+    files = snapshot.write(part, f"rank_{SINGLE_RANK.rank:03d}")
+    checkpoints.complete(CheckpointManifest(TRAINED, 0, files))
     best = BestCheckpoint(folder, run_dir.checkpoints / "best", run_state)
     run_state.progress.best_digest = best._write(manifest.parent)
     run_state.progress.best_step, run_state.progress.best_measure = TRAINED, 0.5

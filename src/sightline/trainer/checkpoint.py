@@ -35,7 +35,7 @@ from sightline.errors import ResumeRefused
 from sightline.trainer.background_task import BackgroundTask
 from sightline.trainer.ranks import NO_CHANNEL, SINGLE_RANK, RankInfo
 from sightline.trainer.shard import all_gather_list
-from sightline.trainer.snapshot import NUM_THREADS, ShardReader, ShardSnapshot, take_snapshot
+from sightline.trainer.snapshot import MAX_THREADS, ShardReader, ShardSnapshot, take_snapshot
 from sightline.wire.file import add_checksum, read_checked, write_atomic
 from sightline.wire.weights import MANIFEST, WeightFile
 
@@ -81,7 +81,7 @@ def open_shards(path: Path) -> ShardReader:
 
 def check_files(path: Path, files: list[WeightFile]) -> None:
     """Raises unless files of the checkpoint folder at `path` have their sizes and checksums."""
-    with ThreadPoolExecutor(NUM_THREADS) as threads:
+    with ThreadPoolExecutor(MAX_THREADS) as threads:
         for file, intact in zip(files, threads.map(partial(is_intact, path), files), strict=True):
             if not intact:
                 problem = f"{path / file.name} is not the file that its manifest names"

@@ -7,7 +7,6 @@ number of ranks can read what any other number wrote.
 from __future__ import annotations
 
 import json
-import os
 from collections.abc import Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
@@ -29,7 +28,7 @@ from sightline.wire.weights import WeightFile
 MODEL, OPTIMIZER, RNG, CUDA_RNG = "model", "optimizer", "rng", "cuda_rng"
 FILE_BYTES = 1 << 31
 """Most of a file, unless one tensor has more."""
-NUM_THREADS = max(1, min(8, (os.cpu_count() or 1) // 2))
+MAX_THREADS = 8
 """That write files of a checkpoint, or look whether they are intact."""
 _PLACES = "places"
 
@@ -42,12 +41,12 @@ class ShardSnapshot:
     places: dict[str, tuple[int, int]]
     """First row of each tensor in the full one, and how many rows the full one has."""
 
-    def write(self, folder: Path, name: str) -> list[WeightFile]:
+    def write(self, folder: Path, name: str, file_bytes: int = FILE_BYTES) -> list[WeightFile]:
         """Writes NAME.safetensors, and where that would be large NAME_001.safetensors and so on, at
         the same time: to hash one file takes longer than a fast disk takes to write it."""
         parts, nbytes = [list[str]()], 0
         for key in sort_names(self.tensors):
-            if parts[-1] and nbytes + self.tensors[key].nbytes > FILE_BYTES:
+            if parts[-1] and nbytes + self.tensors[key].nbytes > file_bytes:
                 parts.append([])
                 nbytes = 0
             parts[-1].append(key)
@@ -59,7 +58,7 @@ class ShardSnapshot:
             tensors = {key: self.tensors[key] for key in keys}
             return write_tensors(path, tensors, metadata={_PLACES: places})
 
-        with ThreadPoolExecutor(NUM_THREADS) as threads:
+        with ThreadPoolExecutor(MAX_THREADS) as threads:
             return list(threads.map(write_part, range(len(parts)), parts))
 
 

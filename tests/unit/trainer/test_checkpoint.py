@@ -21,7 +21,6 @@ from sightline.errors import ResumeRefused
 from sightline.families.registry import write_tiny
 from sightline.media import MediaStore
 from sightline.run import RunDir
-from sightline.trainer import snapshot
 from sightline.trainer.build import build_learner
 from sightline.trainer.checkpoint import (
     CheckpointSaver,
@@ -30,7 +29,13 @@ from sightline.trainer.checkpoint import (
     read_manifest,
 )
 from sightline.trainer.ranks import RankInfo
-from sightline.trainer.snapshot import ShardReader, ShardSnapshot, restore, take_snapshot
+from sightline.trainer.snapshot import (
+    FILE_BYTES,
+    ShardReader,
+    ShardSnapshot,
+    restore,
+    take_snapshot,
+)
 from sightline.view.events import read_events
 from sightline.wire.file import write_atomic
 from sightline.wire.weights import WeightFile
@@ -215,19 +220,18 @@ def test_a_snapshot_holds_model_optimizer_and_random_state(
     assert "rng/0" in keys
 
 
-@pytest.mark.parametrize("file_bytes", [snapshot.FILE_BYTES, 100_000])
+@pytest.mark.parametrize("file_bytes", [FILE_BYTES, 100_000])
 def test_what_a_snapshot_holds_is_restored(
-    tiny_model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, file_bytes: int
+    tiny_model: Path, tmp_path: Path, file_bytes: int
 ) -> None:
     """Weights, the optimizer's moments, and the numbers that are drawn next."""
-    monkeypatch.setattr(snapshot, "FILE_BYTES", file_bytes)
     model_config, store = making.model_config(tiny_model), MediaStore(tmp_path / "m")
     first, second = (build_learner(model_config, making.trainer_config(), store, 5) for _ in "ab")
     for parameter in first.forward.model.parameters():
         parameter.grad = torch.rand_like(parameter)
     first.update(1)
     held = take_snapshot(first.forward.model, first.optimizer, RankInfo())
-    files = held.write(tmp_path, "rank_000")
+    files = held.write(tmp_path, "rank_000", file_bytes)
     assert (len(files) > 3) == (file_bytes == 100_000)
     drawn = torch.rand(3)
     shards = ShardReader(tmp_path / file.name for file in files)
