@@ -182,6 +182,33 @@ def test_texts_that_a_template_strips_are_stripped_and_stay_text(
     assert forged.token_ids.count(renderer.stop_token_ids[0]) == 1
 
 
+def test_the_template_decides_what_texts_side_by_side_are(folder: Path, tmp_path: Path) -> None:
+    file = folder / "chat_template.jinja"
+    file.write_text(file.read_text().replace("part['text']", "part['text'] | trim"))
+    renderer = load_renderer(folder, MediaStore(tmp_path / "media"))
+
+    def render(*texts: str) -> list[int]:
+        content = [{"type": "text", "text": text} for text in texts]
+        return renderer.render([{"role": "user", "content": content}]).token_ids
+
+    assert render("0 ", "0") == render("00") != render("0 0")
+    # Texts that an environment joins are one.
+    assert renderer.render([user("0 ", "0")]).token_ids == render("0 0")
+
+
+def test_a_text_behind_the_only_one_that_is_written_is_refused_by_path(
+    folder: Path, tmp_path: Path
+) -> None:
+    file = folder / "chat_template.jinja"
+    first = "message['content'][: 1 if message['role'] == 'system' else 9] -%}"
+    file.write_text(file.read_text().replace("message['content'] -%}", first))
+    renderer = load_renderer(folder, MediaStore(tmp_path / "media"))
+    texts = [{"type": "text", "text": text} for text in ("be ", "brief")]
+    assert renderer.render([{"role": "system", "content": texts[:1]}, user("a")])
+    with pytest.raises(MessageError, match=r"^messages\[0\]\.content: .* not once"):
+        renderer.render([{"role": "system", "content": texts}, user("a")])
+
+
 def test_a_template_that_rewrites_history_forks_and_says_so(folder: Path, tmp_path: Path) -> None:
     file = folder / "chat_template.jinja"
     late = "{%- if messages | length > 2 -%}{{- '<|im_start|>long\\n' -}}{%- endif -%}"

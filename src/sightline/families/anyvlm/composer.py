@@ -9,6 +9,8 @@ from collections.abc import Callable, Iterator, Sequence
 from itertools import accumulate
 from typing import Any
 
+import msgspec
+
 from sightline.errors import MessageError
 from sightline.families.anyvlm.composed import Composed
 from sightline.families.anyvlm.findings import Findings
@@ -28,8 +30,9 @@ class TemplateComposer(MessageRenderer):
 
     _template: ChatTemplate
     _findings: Findings
-    _takes_parts: bool
-    """Whether contents are given as parts; else as strings, which some templates want."""
+    _part_roles: frozenset[str]
+    """The roles whose contents are given as parts; else, where they show nothing, as strings, which
+    some templates want."""
     _header_text: str
     """What opens an answer."""
     _closing: str
@@ -54,11 +57,20 @@ class TemplateComposer(MessageRenderer):
                 "messages", f"the chat template fails: {error}", "send what it has a place for"
             ) from error
 
+    def _is_in_parts(self, message: Message) -> bool:
+        return bool(message.images) or message.role in self._part_roles
+
+    def drop_unwritten(self, message: Message) -> Message:
+        """Of a content in parts the template is to say what it makes of texts side by side."""
+        less = super().drop_unwritten(message)
+        is_whole = len(message.content) > 1 and self._is_in_parts(message)
+        return msgspec.structs.replace(less, content=message.content) if is_whole else less
+
     def _form(self, message: Message, texts: Sequence[str]) -> Any:
         """The content as the template gets it, with these texts in the place of its own."""
         if not texts and not message.images:
             return ""
-        if not message.images and (message.role == "tool" or not self._takes_parts):
+        if not self._is_in_parts(message):
             return texts[0]
         left = list(texts)
         if not message.content:
@@ -112,7 +124,7 @@ class TemplateComposer(MessageRenderer):
             if message.role != "assistant":
                 continue
             if counts[i + 1] > counts[i]:
-                start, end = edges[2 * counts[i] + 1], edges[2 * counts[i] + 2]
+                start, end = edges[2 * counts[i] + 1], edges[2 * counts[i + 1]]
             else:  # calls without a content
                 begin = true.find(self._header_text, ends[i - 1] if i else 0)
                 start = end = begin + len(self._header_text)

@@ -37,6 +37,7 @@ from sightline.render import Bridged, ChatTemplate, Rendered, TemplateError, Tok
 from sightline.render.protocol import Tools
 from sightline.wire import MediaItem, Slot, Span
 
+_SPEAKERS = frozenset({"system", "user", "assistant"})
 _FIX = "use a checkpoint whose chat template is known, or add a family: docs/adding_a_family.md"
 
 
@@ -57,7 +58,7 @@ class AnyVLMRenderer(TemplateComposer):
         self._template = template
         added = sorted(tokenizer.added_tokens, key=len, reverse=True)
         self._added = re.compile("(" + "|".join(map(re.escape, added)) + ")")
-        self._takes_parts = self._find_form()
+        self._part_roles = self._find_part_roles()
         self.pad_token_ids = (findings.pad_id, *self._find_marks())
         self._read_turns()
         self.bridge_difference = self._find_bridge_difference()
@@ -78,13 +79,12 @@ class AnyVLMRenderer(TemplateComposer):
 
     # -- what the template is like, found by trying
 
-    def _find_form(self) -> bool:
-        """Whether contents are given as parts; else as strings, which some templates want."""
-        for as_parts in (True, False):
-            self._takes_parts = as_parts
+    def _find_part_roles(self) -> frozenset[str]:
+        for roles in (_SPEAKERS, frozenset[str]()):
+            self._part_roles = roles
             try:
                 self._compose([user("a"), assistant("b"), user("c")], True)
-                return as_parts
+                return roles
             except MessageError as error:
                 problem = error.problem
         raise FamilyError(f"probe of the chat template: {problem}", _FIX)
@@ -159,7 +159,8 @@ class AnyVLMRenderer(TemplateComposer):
             said = self._compose([user("a"), TRIED_CALL], False, TRIED_TOOLS)
             start = said.answers[0][0] + len(TRIED_CALL.text)
             written = said.text[start : said.answers[0][1]]
-            self._compose([user("a"), TRIED_CALLS, TRIED_ANSWER], True, TRIED_TOOLS)
+            answered = [user("a"), TRIED_CALLS, TRIED_ANSWER]
+            as_string = self._compose(answered, True, TRIED_TOOLS).text
             self._compose_new([TRIED_ANSWER])
         except MessageError as error:
             return None, f"the chat template takes no calls and answers of tools: {error.problem}"
@@ -167,6 +168,12 @@ class AnyVLMRenderer(TemplateComposer):
         if found is None:
             form = f"the chat template writes a call as {written!r}"
             return None, f"{form}, which is no JSON object of name and arguments between marks"
+        roles, self._part_roles = self._part_roles, self._part_roles | {"tool"}
+        try:
+            is_same = self._compose(answered, True, TRIED_TOOLS).text == as_string
+        except MessageError:
+            is_same = False
+        self._part_roles = self._part_roles if is_same else roles
         return found, ""
 
     def _find_reasoning_refusal(self) -> str:
