@@ -218,6 +218,22 @@ def test_reasoning_is_read_by_its_marks_and_forks_where_a_new_question_drops_it(
     check_bridge(renderer, "red", assistant("red"), TOLD)
     check_bridge(renderer, "red", assistant("red"), user("b"))
     assert bridge(thought, user("b"), stop) == Refused("history_rewritten")
+    # An empty block is written in the last turn alone.
+    assert bridge("<think>\n\n</think>\n\nred", TOLD, stop) == Refused("history_rewritten")
+    talk = [
+        user("a"),
+        assistant("b", reasoning="r"),
+        user("c"),
+        assistant("d", reasoning="hm"),
+        TOLD,
+    ]
+    rendered = renderer.render(talk)
+    spans, trained = (
+        [renderer.decode(rendered.token_ids[span.start : span.stop]) for span in found]
+        for found in (rendered.spans, rendered.trained)
+    )
+    assert trained == ["b<|im_end|>", "<think>\nhm\n</think>\n\nd<|im_end|>"]
+    assert spans[1:4:2] == [f"<|im_start|>assistant\n{said}\n" for said in trained]
     shown = renderer.render([user("a"), assistant("red", reasoning="hm"), TOLD]).token_ids
     assert renderer.bridge(shown, [*encode("red"), stop], [user("b")]) == Refused(
         "history_rewritten"
@@ -234,7 +250,9 @@ def test_reasoning_is_read_by_its_marks_and_forks_where_a_new_question_drops_it(
         assert renderer.decode(bridged.token_ids).startswith(
             f"{closed}<|im_end|>\n<|im_start|>user"
         )
-        assert bridged.spans[0].start == len(prompt) + len(encode(said))
+        (span,), start = bridged.spans, len(prompt) + len(encode(said))
+        assert span.start == start
+        assert span.stop + len(renderer.header) == start + len(bridged.token_ids)
     # A mark where no reasoning begins: the template looks for reasoning there itself.
     assert bridge("x</think>\ny", user("b"), stop) == Refused("history_rewritten")
     stray = renderer.parse([*encode("x</think>\ny"), stop])

@@ -9,7 +9,7 @@ from sightline.families.anyvlm.layout import RULES
 from sightline.families.anyvlm.render import AnyVLMRenderer
 from sightline.families.anyvlm.vision import GRID_RULES
 from sightline.media import MediaRef
-from sightline.message import Message, assistant, system, user
+from sightline.message import Message, TextPart, assistant, system, user
 
 
 def draw_conversations() -> Iterator[tuple[list[Message], bool]]:
@@ -21,6 +21,8 @@ def draw_conversations() -> Iterator[tuple[list[Message], bool]]:
     yield [user(two, "what is it?"), assistant("a thing."), user(" and ", three, one, "?")], True
     yield [system("be brief"), user("hi", three), assistant("ok"), user("so?")], True
     yield [user("hi"), assistant("fine \n")], False
+    yield [Message(role="user", content=(TextPart("0 "), TextPart("0")))], True
+    yield [user("hi"), assistant("fine", reasoning="so")], False
 
 
 def describe_difference(ours: list[int], theirs: list[int], renderer: AnyVLMRenderer) -> str:
