@@ -35,8 +35,8 @@ class ReasoningFormat:
     decode: Callable[[list[int]], str]
 
     def split(self, ids: list[int], prefix: str) -> tuple[str, str, list[int]]:
-        """The reasoning of a completion, the ids behind it, and what stands before their content;
-        `prefix` is what the template writes before an answer without reasoning."""
+        """The reasoning of a completion, what stands between it and the content, and the ids of
+        both; `prefix` is what the template writes before an answer without reasoning."""
         block = self._find_block(ids)
         if block is None:
             return "", "" if self.closing_mark in prefix else prefix, ids
