@@ -88,7 +88,7 @@ class MessageRenderer(ABC):
     takes_tools: bool = True
     tools_refusal: str = "this chat format has no place for tools"
     """Why tools, calls and what tools say are refused, where the format takes none."""
-    takes_reasoning: ClassVar[bool] = True
+    takes_reasoning: bool = True
     reasoning_refusal: str = "this chat format has no place for reasoning"
     image_roles: ClassVar[tuple[str, ...]] = ("user", "tool")
     """The roles whose messages can show images; never the assistant."""

@@ -83,8 +83,8 @@ class Message(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_defa
 
     role: Role
     content: tuple[Part, ...] = ()
-    """No two texts side by side, and no empty text but one alone: some chat formats write an
-    empty content otherwise than none."""
+    """Parts as they came. Most chat formats write texts side by side as one, and a renderer joins
+    them then; some trim each text, and some write an empty one otherwise than none."""
     reasoning: str | None = None
     """Empty is not None: without reasoning, chat formats may look for it in the content."""
     tool_calls: tuple[ToolCall, ...] = ()
@@ -154,7 +154,7 @@ def text(content: str) -> tuple[Part, ...]:
 
 
 def user(*parts: str | MediaRef | VideoPart | Image | bytes | Path) -> Message:
-    """A user message from texts, images and videos, in order.
+    """A user message from texts, images and videos, in order. Texts side by side are one text.
 
     An image is a ref, or what `put` takes: a PIL image, bytes or a `pathlib.Path`. Whoever sends
     the message puts it into the store. A str is text, also where a file has that name. A file of a
@@ -239,7 +239,7 @@ def put_images(messages: Any, put: Callable[[Any], MediaRef]) -> Any:
 
 
 def join_texts(parts: Sequence[Part]) -> tuple[Part, ...]:
-    """The parts with neighbouring texts joined: a template emits them as one run."""
+    """The parts with neighbouring texts joined, and without empty ones."""
     joined: list[Part] = []
     for is_text, run in itertools.groupby(parts, lambda part: isinstance(part, TextPart)):
         same = list(run)

@@ -19,7 +19,6 @@ from sightline.message.parts import (
     VideoFrame,
     VideoPart,
     build_part,
-    join_texts,
     text,
 )
 
@@ -148,8 +147,7 @@ def _read_content(content: Any, resolver: ImageResolver, path: str) -> tuple[Par
     if isinstance(content, str):
         return text(content)
     _check_type(content, (list, tuple), path, "pass a string or a list")
-    parts = [_read_part(part, resolver, f"{path}[{i}]") for i, part in enumerate(content)]
-    return join_texts(parts) or tuple(parts[:1])
+    return tuple(_read_part(part, resolver, f"{path}[{i}]") for i, part in enumerate(content))
 
 
 def _read_part(part: Any, resolver: ImageResolver, path: str) -> Part:

@@ -1,9 +1,9 @@
 """Knows a turn of the trace again when a program sends it back in other words.
 
 Programs keep histories in shapes of their own: they drop the reasoning, read the arguments of a
-call and write them anew, send null for a content beside calls, name calls by the ids that they
-were given, give the assistant a name. Each of these is still what the model sampled, so that the
-history goes on from the sampled tokens. Anything else is an edit, and forks.
+call and write them anew, send null for a content beside calls or a content in parts, name calls by
+the ids that they were given, give the assistant a name. Each of these is still what the model
+sampled, so that the history goes on from the sampled tokens. Anything else is an edit, and forks.
 """
 
 from __future__ import annotations
@@ -60,7 +60,7 @@ def _score_likeness(node: Node, message: Message) -> int:
         node.is_turn
         and message.role == "assistant"
         and (not message.reasoning or message.reasoning == recorded.reasoning)
-        and (message.content == recorded.content or has_lost_content)
+        and (message.text == recorded.text or has_lost_content)
         and len(calls) == len(sent)
         and all(map(_is_same_call, calls, sent))
     ):

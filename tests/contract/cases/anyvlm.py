@@ -57,11 +57,13 @@ def write_qwen2_vl(path: Path) -> None:
 
 
 def write_tools(path: Path) -> None:
-    """LLaVA with a template that has tools: calls as JSON between marks that are added tokens."""
+    """LLaVA with a template that has tools and, since the last question, reasoning: calls as JSON,
+    and both between marks that are added tokens."""
     from sightline.families.anyvlm import tiny
 
     special, pad, named = tiny.TOKENS["llava"]
-    tokens = ((*special, "<tool_call>", "</tool_call>"), pad, named)
+    marks = ("<tool_call>", "</tool_call>", "<think>", "</think>")
+    tokens = ((*special, *marks), pad, named)
     files = tiny.build_processor_files("llava")
     template = Path(__file__).with_name("tools.jinja").read_text()
     tiny.compose(path, 0, "llava", tokens, partial(tiny.build_config, "llava"), files, template)
@@ -183,10 +185,18 @@ def _make_arrays(checkpoint: Checkpoint, image: Image.Image) -> dict[str, Any]:
     return {name: a.float().numpy() if kind == "pt" else a for name, a in made.items()}
 
 
+def _strip_newlines(reasoning: str) -> str:
+    return reasoning.strip("\n")
+
+
 SERVED_KINDS = ("llava", "idefics3", "internvl", "qwen2_vl", "glm46v")
 """Those that vLLM serves."""
 ALTERNATING = ("gemma3", "mistral3")
-TRIMMING = ("gemma3", "gemma4")
+CARRIED: dict[str, Callable[[str], str]] = {
+    "gemma3": str.strip,
+    "gemma4": str.strip,
+    "tools": lambda content: content.lstrip("\n"),
+}
 TWO_FRAMES = ("qwen2_vl", "glm46v")
 
 
@@ -198,6 +208,7 @@ def build_case(kind: str, load_images: Callable[[Path], Any] = Images) -> Case:
         image_pad="",
         published_template=None,
         takes_tools=kind == "tools",
+        takes_reasoning=kind == "tools",
         overrides=(),
         refused_size=(402, 2) if kind in (*TWO_FRAMES, "mistral3", "lfm2_vl") else None,
         # float32, and the one frame twice where a tower looks at two.
@@ -205,7 +216,8 @@ def build_case(kind: str, load_images: Callable[[Path], Any] = Images) -> Case:
         makes_pixels_alone=False,
         alternates=kind in ALTERNATING,
         gradient_tolerance=5e-5 if kind == "gemma4" else 1e-5,
-        carried=str.strip if kind in TRIMMING else str,
+        carried=CARRIED.get(kind, str),
+        thought=_strip_newlines,
         processor_ids=_processor_ids,
         make_arrays=_make_arrays,
     )

@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from msgspec.structs import replace
 
-from sightline.message import Message, ToolCall, assistant, text, user
+from sightline.message import Message, TextPart, ToolCall, assistant, text, user
 from sightline.trace import Node, PolicySpan, Trace
 from sightline.trace.history_match import make_call_id, match_history
 from sightline.trace.node import float32_array, int32_array
@@ -51,6 +51,7 @@ def with_call(arguments: str, name: str = "look", id: str = "") -> Message:
         SAID,
         replace(SAID, reasoning=None),
         replace(SAID, content=()),
+        replace(SAID, content=(TextPart("H"), TextPart("m."))),
         replace(SAID, name="Bo"),
         with_call('{"y":[true,null],"x":1}'),
         with_call('{"x": 1e0, "y": [true, null]}', id="whatever"),

@@ -24,7 +24,8 @@ class Composed:
     ends: list[int]
     """For each message where it ends in `text`."""
     answers: list[tuple[int, int]]
-    """For each message of the assistant where its text begins and ends."""
+    """For each message of the assistant where it begins and ends, behind its header and before the
+    token that ends its turn."""
 
 
 @dataclass

@@ -4,14 +4,18 @@ from __future__ import annotations
 
 import json
 import re
-from bisect import bisect_right
+from bisect import bisect_left, bisect_right
 from collections.abc import Callable, Iterator, Sequence
 from itertools import accumulate
 from typing import Any
 
+import msgspec
+
 from sightline.errors import MessageError
+from sightline.families.anyvlm.calls import CallFormat
 from sightline.families.anyvlm.composed import Composed
 from sightline.families.anyvlm.findings import Findings
+from sightline.families.anyvlm.reasoning import ReasoningFormat
 from sightline.families.renderer import MessageRenderer
 from sightline.message import Message, TextPart
 from sightline.render import ChatTemplate, TemplateError
@@ -19,7 +23,9 @@ from sightline.render.protocol import Tools
 
 _MARKS = "\ue000\ue001\ue002\ue003"
 """Characters of which one, that no text has, stands around the number of a text."""
-FORMS: tuple[Callable[[str], str], ...] = (str, str.strip)
+FORMS: tuple[Callable[[str], str], ...] = (
+    str, str.strip, lambda text: text.strip("\n"), lambda text: text.lstrip("\n"),
+)  # fmt: skip
 """What templates do to texts."""
 
 
@@ -28,24 +34,19 @@ class TemplateComposer(MessageRenderer):
 
     _template: ChatTemplate
     _findings: Findings
-    _takes_parts: bool
-    """Whether contents are given as parts; else as strings, which some templates want."""
-    _header_text: str
+    _part_roles: frozenset[str]
+    """The roles whose contents are given as parts; else, where they show nothing, as strings, which
+    some templates want."""
+    _header_text: str = ""
     """What opens an answer."""
+    _answer_prefix: str = ""
+    """What stands behind it before an answer in a history."""
     _closing: str
     """What ends one."""
+    reasoning_format: ReasoningFormat | None = None
+    call_format: CallFormat | None = None
 
-    def _apply(
-        self,
-        messages: Sequence[Message],
-        contents: Sequence[Any],
-        prompt: bool,
-        tools: Tools | None,
-    ) -> str:
-        forms = [
-            {"role": message.role, "content": content, **form_calls(message)}
-            for message, content in zip(messages, contents, strict=True)
-        ]
+    def _apply(self, forms: Sequence[dict[str, Any]], prompt: bool, tools: Tools | None) -> str:
         try:
             values: dict[str, Any] = self._findings.template_values
             return self._template.render(forms, tools, prompt, **values)
@@ -54,72 +55,110 @@ class TemplateComposer(MessageRenderer):
                 "messages", f"the chat template fails: {error}", "send what it has a place for"
             ) from error
 
-    def _form(self, message: Message, texts: Sequence[str]) -> Any:
-        """The content as the template gets it, with these texts in the place of its own."""
-        if not texts and not message.images:
-            return ""
-        if not message.images and (message.role == "tool" or not self._takes_parts):
-            return texts[0]
+    def _is_in_parts(self, message: Message) -> bool:
+        return bool(message.images) or message.role in self._part_roles
+
+    def drop_unwritten(self, message: Message) -> Message:
+        """Of a content in parts the template is to say what it makes of texts side by side."""
+        less = super().drop_unwritten(message)
+        is_whole = len(message.content) > 1 and self._is_in_parts(message)
+        return msgspec.structs.replace(less, content=message.content) if is_whole else less
+
+    def _form(self, message: Message, texts: Sequence[str]) -> dict[str, Any]:
+        """The message as the template gets it, with these texts in the place of its own."""
         left = list(texts)
-        if not message.content:
-            return [{"type": "text", "text": left[0]}]
-        return [
-            {"type": "text", "text": left.pop(0)}
-            if isinstance(part, TextPart)
-            else {"type": "image"}
-            for part in message.content
-        ]
+        thought = {"reasoning_content": left.pop(0)} if message.reasoning else {}
+        content: str | list[dict[str, Any]] = left[0] if left else ""
+        if self._is_in_parts(message) and (left or message.images):
+            content = [
+                {"type": "text", "text": left.pop(0)}
+                if isinstance(part, TextPart)
+                else {"type": "image"}
+                for part in message.content or [TextPart("")]
+            ]
+        return {"role": message.role, "content": content, **thought, **form_calls(message)}
+
+    def _write(self, messages: Sequence[Message], prompt: bool, tools: Tools | None) -> str:
+        """What the template makes of messages, and nothing of where it comes from."""
+        return self._apply([self._form(m, list_texts(m)) for m in messages], prompt, tools)
 
     def _compose(
         self, messages: Sequence[Message], prompt: bool, tools: Tools | None = None
     ) -> Composed:
-        texts = [
-            [p.text for p in m.content if isinstance(p, TextPart)]
-            or ([] if m.content or m.tool_calls else [""])
-            for m in messages
-        ]
+        texts = list(map(list_texts, messages))
         spoken = [text for own in texts for text in own]
         mark = next((m for m in _MARKS if not any(m in text for text in spoken)), "")
         if not mark:
             raise MessageError.at("messages", f"a text with all of {_MARKS!r}", "remove one")
-        counts = list(accumulate(map(len, texts), initial=0))
+        firsts = list(accumulate(map(len, texts), initial=0))
         marked = [
-            self._form(m, [f"{mark}{n}{mark}" for n in range(counts[i], counts[i + 1])])
+            self._form(m, [f"{mark}{n}{mark}" for n in range(firsts[i], firsts[i + 1])])
             for i, m in enumerate(messages)
         ]
-        written = self._apply(messages, marked, prompt, tools)
+        written = self._apply(marked, prompt, tools)
         cut = re.split(f"{mark}(\\d+){mark}", written)
-        if [int(n) for n in cut[1::2]] != list(range(len(spoken))):
-            self._refuse_dropped(counts, [int(n) for n in cut[1::2]])
-        unmarked = [self._form(m, own) for m, own in zip(messages, texts, strict=True)]
-        true = self._apply(messages, unmarked, prompt, tools)
-        pieces = restore_texts(cut, spoken, true)
+        found = [int(n) for n in cut[1::2]]
+        # Of these a template writes those that it does not drop.
+        thoughts = {n for n, m in zip(firsts, messages, strict=False) if m.reasoning}
+        dropped = thoughts.difference(found)
+        if found != [n for n in range(len(spoken)) if n not in dropped]:
+            self._refuse_dropped(firsts, [*found, *dropped])
+        counts = [bisect_left(found, n) for n in firsts]
+        true = self._write(messages, prompt, tools)
+        split = self.reasoning_format.cut_content if self.reasoning_format else str
+        pieces = restore_texts(cut, spoken, true, (*FORMS, split))
         if pieces is None:
             raise MessageError.at(
                 "messages",
                 "the chat template changes texts in a way that cannot be followed",
-                "send them as the template leaves them, without blanks at their ends",
+                "send them as the template leaves them, without blanks at their ends, and "
+                "reasoning as reasoning_content",
             )
         edges = list(accumulate((len(text) for text, _ in pieces), initial=0))
         raw = list(accumulate(map(len, restore_marks(cut, mark)), initial=0))
         lasts = self._find_lasts(messages, pieces, edges, counts)
         ends: list[int] = []
-        for i, found in enumerate(self._find_ends(messages, marked, written, tools)):
-            end = lasts[i] if found is None else move_place(found, raw, edges)
+        last_marks = [f"{mark}{n - 1}{mark}" if n else "" for n in firsts[1:]]
+        for i, place in enumerate(self._find_ends(marked, last_marks, written, tools)):
+            end = lasts[i] if place is None else move_place(place, raw, edges)
             ends.append(max(end, ends[-1] if ends else 0))
         answers = []
         for i, message in enumerate(messages):
             if message.role != "assistant":
                 continue
-            if counts[i + 1] > counts[i]:
-                start, end = edges[2 * counts[i] + 1], edges[2 * counts[i] + 2]
+            first, behind = counts[i], counts[i + 1]
+            if behind > first:
+                is_thought = found[first] in thoughts
+                start = self._find_start(true, edges[2 * first + 1], is_thought)
+                end = edges[2 * behind]
             else:  # calls without a content
-                begin = true.find(self._header_text, ends[i - 1] if i else 0)
-                start = end = begin + len(self._header_text)
+                most = edges[2 * first + 1] if first < len(found) else len(true)
+                start = end = self._find_call(true, ends[i - 1] if i else 0, most, i)
             if message.tool_calls:
                 end = true.index(self._closing, end)
             answers.append((start, end))
         return Composed(true, pieces, ends, answers)
+
+    def _find_start(self, true: str, start: int, is_thought: bool) -> int:
+        """Where an answer begins whose first text begins at `start`."""
+        lead = self._answer_prefix
+        if is_thought:
+            lead = self.reasoning_format.opening if self.reasoning_format else ""
+        return start - len(lead) * true.endswith(self._header_text + lead, 0, start)
+
+    def _find_call(self, true: str, least: int, most: int, i: int) -> int:
+        """Where an answer begins that is calls alone."""
+        begin = true.find(self._header_text, least, most)
+        if begin >= 0:
+            return begin + len(self._header_text)
+        begin = true.find(self.call_format.opening, least, most) if self.call_format else -1
+        if begin < 0:
+            raise MessageError.at(
+                f"messages[{i}].tool_calls",
+                "the chat template writes these calls where they are not found",
+                "say something with them",
+            )
+        return begin
 
     def _refuse_dropped(self, counts: list[int], found: list[int]) -> None:
         lost = next((n for n in range(counts[-1]) if found.count(n) != 1), 0)
@@ -131,17 +170,28 @@ class TemplateComposer(MessageRenderer):
         )
 
     def _find_ends(
-        self, messages: Sequence[Message], marked: list[Any], written: str, tools: Tools | None
+        self,
+        marked: list[dict[str, Any]],
+        last_marks: list[str],
+        written: str,
+        tools: Tools | None,
     ) -> Iterator[int | None]:
-        """Where messages end: where the template stops when it is given no more of them; None where
-        it then writes something else."""
-        for i in range(1, len(messages) + 1):
+        """Where messages end: where the template stops when it is given no more of them, or, if it
+        then writes what is before otherwise, behind what it writes behind their last text; None
+        where that is something else, too."""
+        for i, last in enumerate(last_marks):
             try:
-                alone = self._apply(messages[:i], marked[:i], False, tools)
+                alone = self._apply(marked[: i + 1], False, tools)
             except MessageError:
                 yield None
-            else:
-                yield len(alone) if written.startswith(alone) else None
+                continue
+            if written.startswith(alone):
+                yield len(alone)
+                continue
+            behind = alone.rpartition(last)[2] if last and last in alone else None
+            place = written.find(last) + len(last) if last in written else -1
+            is_same = behind is not None and place >= 0 and written.startswith(behind, place)
+            yield place + len(behind or "") if is_same else None
 
     def _find_lasts(
         self,
@@ -166,6 +216,14 @@ class TemplateComposer(MessageRenderer):
         return lasts
 
 
+def list_texts(message: Message) -> list[str]:
+    """The texts of a message in the order in which it is to be written, reasoning first."""
+    said = [part.text for part in message.content if isinstance(part, TextPart)]
+    if not message.content and not message.tool_calls:
+        said = [""]
+    return [message.reasoning, *said] if message.reasoning else said
+
+
 def form_calls(message: Message) -> dict[str, Any]:
     """What a message has beside its content, as templates take it."""
     found: dict[str, Any] = {}
@@ -185,12 +243,14 @@ def restore_marks(cut: Sequence[str], mark: str) -> list[str]:
     return [part if i % 2 == 0 else f"{mark}{part}{mark}" for i, part in enumerate(cut)]
 
 
-def restore_texts(cut: list[str], spoken: list[str], true: str) -> list[tuple[str, bool]] | None:
+def restore_texts(
+    cut: list[str], spoken: list[str], true: str, ways: Sequence[Callable[[str], str]]
+) -> list[tuple[str, bool]] | None:
     """The parts of a text that was cut at marks, each mark as the template writes its text, and
-    whether they are the template's own; None where it does something else."""
+    whether they are the template's own; None where it does something else than one of `ways`."""
     pieces, at = [(cut[0], True)], len(cut[0])
     for number, behind in zip(cut[1::2], cut[2::2], strict=True):
-        forms = [form(spoken[int(number)]) for form in FORMS]
+        forms = [way(spoken[int(number)]) for way in ways]
         text = next((t for t in forms if true.startswith(t + behind, at)), forms[0])
         pieces += [(text, False), (behind, True)]
         at += len(text) + len(behind)

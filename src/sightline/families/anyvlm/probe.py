@@ -400,7 +400,11 @@ class Prober:
             sizes = [(ref.width, ref.height) for m in messages for ref in m.images]
             images = [Image.new("RGB", size) for size in sizes]
             theirs = self._template_ids(
-                [{"role": m.role, "content": to_template_parts(m, images)} for m in messages],
+                [
+                    {"role": m.role, "content": to_template_parts(m, images)}
+                    | ({"reasoning_content": m.reasoning} if m.reasoning else {})
+                    for m in messages
+                ],
                 prompt,
             )
             if ours != theirs:

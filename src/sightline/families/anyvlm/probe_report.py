@@ -9,7 +9,7 @@ from sightline.families.anyvlm.layout import RULES
 from sightline.families.anyvlm.render import AnyVLMRenderer
 from sightline.families.anyvlm.vision import GRID_RULES
 from sightline.media import MediaRef
-from sightline.message import Message, assistant, system, user
+from sightline.message import Message, TextPart, assistant, system, user
 
 
 def draw_conversations() -> Iterator[tuple[list[Message], bool]]:
@@ -21,6 +21,8 @@ def draw_conversations() -> Iterator[tuple[list[Message], bool]]:
     yield [user(two, "what is it?"), assistant("a thing."), user(" and ", three, one, "?")], True
     yield [system("be brief"), user("hi", three), assistant("ok"), user("so?")], True
     yield [user("hi"), assistant("fine \n")], False
+    yield [Message(role="user", content=(TextPart("0 "), TextPart("0")))], True
+    yield [user("hi"), assistant("fine", reasoning="so")], False
 
 
 def describe_difference(ours: list[int], theirs: list[int], renderer: AnyVLMRenderer) -> str:
@@ -39,6 +41,25 @@ def describe_tools(renderer: AnyVLMRenderer) -> str:
     return f"calls are JSON between {found.opening} and {found.closing}, read back as written"
 
 
+def describe_reasoning(renderer: AnyVLMRenderer) -> str:
+    found = renderer.reasoning_format
+    if found is None:
+        return f"refused, because {renderer.reasoning_refusal}"
+    opens = found.opening_mark or "the end of a prompt"
+    return f"between {opens} and {found.closing_mark}, read back as written"
+
+
+def describe_turns(renderer: AnyVLMRenderer) -> str:
+    differences = list(filter(None, renderer.bridge_differences.values()))
+    if not differences:
+        return "added to tokens, as the template keeps what stands before a new turn"
+    if len(differences) == len(renderer.bridge_differences):
+        return f"rendered anew, because {differences[0]}"
+    return (
+        f"added to tokens, or rendered anew where reasoning before them changes: {differences[0]}"
+    )
+
+
 def describe_findings(findings: Findings, renderer: AnyVLMRenderer, num_sizes: int) -> list[str]:
     """A line for each thing that was found, with its reason."""
     counts = [sum(n for p, n in e.pieces if p == findings.pad) for e in findings.expansions]
@@ -49,7 +70,6 @@ def describe_findings(findings: Findings, renderer: AnyVLMRenderer, num_sizes: i
     is_grid = findings.rule in GRID_RULES
     tokens = "one a merged patch" if is_grid else f"{tokens} tokens"
     stops = ", ".join(renderer.decode([i]) for i in renderer.stop_token_ids)
-    bridge = renderer.bridge_difference
     return [
         f"model: {findings.model_class} of transformers {findings.transformers}",
         f"images: {RULES[findings.rule][1]}, {tokens}, as the processor does for {num_sizes} sizes",
@@ -58,7 +78,6 @@ def describe_findings(findings: Findings, renderer: AnyVLMRenderer, num_sizes: i
         f"stops: {stops}",
         f"positions: {'one axis' if findings.num_axes == 1 else 'time, height and width'}",
         f"tools: {describe_tools(renderer)}",
-        f"reasoning: refused, because {renderer.reasoning_refusal}",
-        "turns: " + (f"rendered anew, because {bridge}" if bridge else "added to tokens, as the "
-        "template keeps what stands before a new turn"),
-    ]  # fmt: skip
+        f"reasoning: {describe_reasoning(renderer)}",
+        f"turns: {describe_turns(renderer)}",
+    ]

@@ -14,8 +14,11 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Sequence
+from dataclasses import replace
+from itertools import product
 from pathlib import Path
-from typing import Any
+
+import msgspec
 
 from sightline.errors import FamilyError, MessageError
 from sightline.families.anyvlm.calls import (
@@ -28,21 +31,35 @@ from sightline.families.anyvlm.calls import (
 from sightline.families.anyvlm.composed import Composed, TokenRun
 from sightline.families.anyvlm.composer import TemplateComposer
 from sightline.families.anyvlm.findings import Findings
+from sightline.families.anyvlm.reasoning import (
+    TRIED_THOUGHT,
+    Answer,
+    BlockKind,
+    ReasoningFormat,
+)
 from sightline.families.anyvlm.vision import AnyVLMFamily
 from sightline.families.message_fields import encode_tool
 from sightline.families.renderer import ParsedCompletion
 from sightline.media import MediaRef
 from sightline.message import ImageResolver, Message, ToolCall, assistant, system, user
-from sightline.render import Bridged, ChatTemplate, Rendered, TemplateError, Tokenizer
+from sightline.render import Bridged, ChatTemplate, Rendered, Tokenizer
 from sightline.render.protocol import Tools
 from sightline.wire import MediaItem, Slot, Span
 
+_SPEAKERS = frozenset({"system", "user", "assistant"})
 _FIX = "use a checkpoint whose chat template is known, or add a family: docs/adding_a_family.md"
 
 
-class AnyVLMRenderer(TemplateComposer):
-    takes_reasoning = False
+Addition = tuple[bool, BlockKind, bool]
+"""Turns that are added to tokens: whether the prompt shows reasoning, what the completion has of
+it, and whether a user speaks behind it."""
 
+
+def _asks(new: Sequence[Message]) -> bool:
+    return any(message.role == "user" for message in new)
+
+
+class AnyVLMRenderer(TemplateComposer):
     def __init__(
         self,
         tokenizer: Tokenizer,
@@ -57,17 +74,14 @@ class AnyVLMRenderer(TemplateComposer):
         self._template = template
         added = sorted(tokenizer.added_tokens, key=len, reverse=True)
         self._added = re.compile("(" + "|".join(map(re.escape, added)) + ")")
-        self._takes_parts = self._find_form()
+        self._part_roles = self._find_part_roles()
         self.pad_token_ids = (findings.pad_id, *self._find_marks())
         self._read_turns()
-        self.bridge_difference = self._find_bridge_difference()
-        """Why a new turn cannot be added to tokens; empty where it can."""
-        self.reasoning_refusal = self._find_reasoning_refusal()
-        self.takes_tools = False
+        self.reasoning_format, self.reasoning_refusal = self._find_reasoning_format()
+        self.takes_reasoning = self.reasoning_format is not None
         self.call_format, self.tools_refusal = self._find_call_format()
-        if self.call_format is not None:
-            self.takes_tools = True
-            self.bridge_difference = self.bridge_difference or self._find_bridge_difference(True)
+        self.takes_tools = self.call_format is not None
+        self.bridge_differences = self._find_bridge_differences()
 
     @classmethod
     def load(cls, path: Path, family: AnyVLMFamily, resolver: ImageResolver) -> AnyVLMRenderer:
@@ -78,13 +92,12 @@ class AnyVLMRenderer(TemplateComposer):
 
     # -- what the template is like, found by trying
 
-    def _find_form(self) -> bool:
-        """Whether contents are given as parts; else as strings, which some templates want."""
-        for as_parts in (True, False):
-            self._takes_parts = as_parts
+    def _find_part_roles(self) -> frozenset[str]:
+        for roles in (_SPEAKERS, frozenset[str]()):
+            self._part_roles = roles
             try:
                 self._compose([user("a"), assistant("b"), user("c")], True)
-                return as_parts
+                return roles
             except MessageError as error:
                 problem = error.problem
         raise FamilyError(f"probe of the chat template: {problem}", _FIX)
@@ -129,26 +142,72 @@ class AnyVLMRenderer(TemplateComposer):
         # Where nothing opens an answer, what closes the question does.
         self.header = run.ids[run.find(len(asked.text) - len(opening)) :]
 
-    def _find_bridge_difference(self, with_tools: bool = False) -> str:
-        """Where adding a turn changes what stands before it, or depends on it."""
+    def _find_bridge_differences(self) -> dict[Addition, str]:
+        """What adding turns changes in what stands before them, or what depends on that; empty for
+        additions to tokens that change nothing."""
         ref = MediaRef("0" * 64, "image/png", 64, 64, 1)
         histories = [[user("a")], [user("a"), assistant("b"), user("c", ref)]]
         added_turns = [[user("n")], [user(ref, "n")], [user("n", ref)]]
-        tools = TRIED_TOOLS if with_tools else None
-        if with_tools:
-            histories.append([user("a"), TRIED_CALL, TRIED_ANSWER])
-            added_turns += [[TRIED_ANSWER], [TRIED_ANSWER, TRIED_ANSWER]]
+        answers: list[Answer] = [("none", f"{self._answer_prefix}x", assistant("x"))]
+        found = self.reasoning_format
         if self.takes_system:
             histories.append([system("s"), user("a")])
+        if found is not None:
+            answers = found.list_answers(self._answer_prefix)
+            histories.append([user("a"), TRIED_THOUGHT, user("c")])
+        talks: list[tuple[list[Message], Tools | None]] = [(one, None) for one in histories]
+        if self.takes_tools:
+            histories.append([user("a"), TRIED_CALL, TRIED_ANSWER])
+            if found is not None:
+                thought = msgspec.structs.replace(TRIED_CALL, reasoning="r")
+                histories.append([user("a"), thought, TRIED_ANSWER])
+            talks += [(one, TRIED_TOOLS) for one in histories]
+            added_turns += [[TRIED_ANSWER], [TRIED_ANSWER, TRIED_ANSWER]]
+        differences: dict[Addition, str] = {}
         for new in added_turns:
             shown = self._compose_new(new)[0]
             added = shown.text[shown.answers[0][1] :]
-            for history in histories:
-                whole = self._compose([*history, assistant("x"), *new], True, tools).text
-                kept = self._compose(history, True, tools).text + self._answer_prefix + "x"
-                if whole != kept + added:
-                    return f"behind {kept[-40:]!r} it does not write {added[:40]!r}"
-        return ""
+            for (history, tools), (kind, written, said) in product(talks, answers):
+                prompt = self._write(history, True, tools)
+                is_shown = found is not None and found.closing_mark in prompt
+                addition = (is_shown, kind, _asks(new))
+                whole = self._write([*history, said, *new], True, tools)
+                known = differences.setdefault(addition, "")
+                if whole != prompt + written + added and not known:
+                    end = f"{prompt}{written}"[-40:]
+                    differences[addition] = f"behind {end!r} it does not write {added[:40]!r}"
+        return differences
+
+    def _find_reasoning_format(self) -> tuple[ReasoningFormat | None, str]:
+        """How reasoning is written, or why it is refused."""
+        messages = [user("a"), TRIED_THOUGHT]
+        try:
+            said = self._compose(messages, False)
+        except MessageError as error:
+            return None, f"the chat template does not take it: {error.problem}"
+        if len(said.pieces) != 7:
+            return None, "the chat template has no place for reasoning"
+        start, end = said.answers[0]
+        closing = said.pieces[4][0]
+        turn = said.text[said.ends[0] : start]
+        form = f"the chat template writes {turn + closing!r} around reasoning"
+        if not turn.startswith(self._header_text):
+            return None, f"{form}, and a prompt for an answer ends with {self._header_text!r}"
+        opening = turn.removeprefix(self._header_text)
+        opens, closes = self._added.findall(opening), self._added.findall(closing)
+        is_opened = not opening and closes and closes[0] in self._answer_prefix
+        if len(closes) != 1 or not (is_opened or len(opens) == 1):
+            return None, f"{form}, where no two tokens mark its beginning and its end"
+        marks, ids = ("".join(opens), closes[0]), self._tokenizer.added_tokens
+        found = ReasoningFormat(
+            opening, closing, *marks, ids.get(marks[0]), ids[marks[1]], self.decode
+        )
+        run = self._encode(said, messages)
+        own = run.ids[run.find(said.ends[0] + len(self._header_text)) : run.find(end)]
+        reasoning, lead, rest = found.split(own, "")
+        if (reasoning, self.decode(rest)) != ("r", f"{lead}b"):
+            return None, f"{form}, and what is between is not read back"
+        return found, ""
 
     def _find_call_format(self) -> tuple[CallFormat | None, str]:
         """How calls are written, or why tools are refused."""
@@ -157,9 +216,10 @@ class AnyVLMRenderer(TemplateComposer):
             if offered == self._compose([user("a")], True).text:
                 return None, "the chat template has no place for tools"
             said = self._compose([user("a"), TRIED_CALL], False, TRIED_TOOLS)
-            start = said.answers[0][0] + len(TRIED_CALL.text)
-            written = said.text[start : said.answers[0][1]]
-            self._compose([user("a"), TRIED_CALLS, TRIED_ANSWER], True, TRIED_TOOLS)
+            written = said.text[slice(*said.answers[0])].removeprefix(self._answer_prefix)
+            written = written.removeprefix(TRIED_CALL.text)
+            answered = [user("a"), TRIED_CALLS, TRIED_ANSWER]
+            as_string = self._compose(answered, True, TRIED_TOOLS).text
             self._compose_new([TRIED_ANSWER])
         except MessageError as error:
             return None, f"the chat template takes no calls and answers of tools: {error.problem}"
@@ -167,19 +227,13 @@ class AnyVLMRenderer(TemplateComposer):
         if found is None:
             form = f"the chat template writes a call as {written!r}"
             return None, f"{form}, which is no JSON object of name and arguments between marks"
-        return found, ""
-
-    def _find_reasoning_refusal(self) -> str:
-        said = {"role": "assistant", "content": "b", "reasoning_content": "\ue000"}
-        asked = {"role": "user", "content": "a"}
+        roles, self._part_roles = self._part_roles, self._part_roles | {"tool"}
         try:
-            values: dict[str, Any] = self._findings.template_values
-            written = self._template.render([asked, said], None, False, **values)
-        except TemplateError:
-            written = ""
-        if "\ue000" in written:
-            return "the chat template writes reasoning, which is not told from a content when read"
-        return "the chat template has no place for reasoning"
+            is_same = self._compose(answered, True, TRIED_TOOLS).text == as_string
+        except MessageError:
+            is_same = False
+        self._part_roles = self._part_roles if is_same else roles
+        return found, ""
 
     @property
     def takes_system(self) -> bool:
@@ -255,12 +309,10 @@ class AnyVLMRenderer(TemplateComposer):
         shift = len(head)
         stops = [shift + run.find(end) for end in composed.ends]
         starts = [0, *stops[:-1]]
-        trained = []
-        opening = self._header_text + self._answer_prefix
-        for start, end in composed.answers:
-            is_opened = composed.text.endswith(opening, 0, start)
-            first = run.find(start - (len(self._answer_prefix) if is_opened else 0))
-            trained.append(Span(shift + first, shift + run.find(end + len(self._closing))))
+        trained = [
+            Span(shift + run.find(start), shift + run.find(end + len(self._closing)))
+            for start, end in composed.answers
+        ]
         slots = [Slot(shift + first, length, item) for first, length, item in run.slots]
         spans = [Span(a, b) for a, b in zip(starts, stops, strict=True)]
         return Rendered([*head, *run.ids], slots, spans, trained)
@@ -273,10 +325,15 @@ class AnyVLMRenderer(TemplateComposer):
         if len(completion_ids) and completion_ids[-1] == self.end_id:
             begin += len(self._closing)
         run = self._encode(composed, messages, begin)
-        stops = [start + run.find(end) for end in composed.ends[2:]]
+        closing: list[int] = []
+        if self.reasoning_format is not None and self.is_reasoning_open(list(completion_ids)):
+            unclosed = self.reasoning_format.find_end(list(completion_ids))
+            closing = self._tokenizer.encode_marked(unclosed)
+        behind = start + len(closing)
+        stops = [behind + run.find(end) for end in composed.ends[2:]]
         spans = [Span(a, b) for a, b in zip([start, *stops[:-1]], stops, strict=True)]
-        slots = [Slot(start + first, length, item) for first, length, item in run.slots]
-        return Bridged(run.ids, slots, spans)
+        slots = [Slot(behind + first, length, item) for first, length, item in run.slots]
+        return Bridged([*closing, *run.ids], slots, spans)
 
     def check_call(self, call: ToolCall, path: str) -> None:
         path = f"{path}.function"
@@ -296,14 +353,24 @@ class AnyVLMRenderer(TemplateComposer):
     def rewrites_history(
         self, prompt_ids: Sequence[int], ids: list[int], new: Sequence[Message]
     ) -> bool:
-        return bool(self.bridge_difference)
+        found = self.reasoning_format
+        is_shown = found is not None and found.closing_id in prompt_ids
+        kind = "none" if found is None else found.find_kind(ids)
+        # What was not tried is not known to stay as it is.
+        return self.bridge_differences.get((is_shown, kind, _asks(new))) != ""
+
+    def is_reasoning_open(self, ids: list[int]) -> bool:
+        return self.reasoning_format is not None and self.reasoning_format.is_open(ids)
 
     def parse_turn(self, ids: list[int], tools: Tools) -> ParsedCompletion:
+        reasoning, lead, found = "", self._answer_prefix, self.reasoning_format
+        if found is not None:
+            reasoning, lead, ids = found.split(ids, lead)
         first, *rest = self._cut_calls(ids)
-        parts = [first.removeprefix(self._answer_prefix), *rest]
+        parts = [first.removeprefix(lead), *rest]
         if self.call_format is None:
-            return ParsedCompletion("".join(parts))
-        return self.call_format.parse(parts)
+            return ParsedCompletion("".join(parts), reasoning or None)
+        return replace(self.call_format.parse(parts), reasoning=reasoning or None)
 
     def _cut_calls(self, ids: list[int]) -> list[str]:
         """The texts of a completion, with the marks of calls between them: by their ids, where they

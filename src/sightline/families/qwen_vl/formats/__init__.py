@@ -42,7 +42,8 @@ class Qwen3VL(JsonCallFormat):
         """A newline stands before a call if there is a content, even one that is empty."""
         less = super().drop_unwritten(message)
         has_calls = message.role == "assistant" and message.tool_calls
-        return msgspec.structs.replace(less, content=message.content) if has_calls else less
+        content = less.content or message.content[:1]
+        return msgspec.structs.replace(less, content=content) if has_calls else less
 
 
 class Qwen3(ReasoningFormat, JsonCallFormat):
