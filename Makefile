@@ -52,7 +52,7 @@ UV_INSTALL = $(UV) pip install --quiet $(FIND_LINKS) -c constraints.txt --python
 
 # What the GPU machine lacks, with the dependencies that it lacks too (it takes 64 MiB in all).
 BUNDLE_ARCH ?= x86_64
-BUNDLED := cachetools jaxtyping tomli-w wadler-lindig annotated-doc annotated-types anyio click fastapi h11 httptools hypothesis idna msgspec \
+BUNDLED := cachetools einops fla-core jaxtyping tomli-w wadler-lindig annotated-doc annotated-types anyio click fastapi h11 httptools hypothesis idna msgspec \
 	opentelemetry-api pydantic pydantic-core pytest-timeout pyzmq sortedcontainers starlette \
 	typing-extensions typing-inspection uvicorn uvloop
 BUNDLE_TAGS := --python-version 3.12 --implementation cp --abi cp312 --abi abi3 --abi none \

@@ -4,8 +4,8 @@ transformers' layer carries one state along a row, whatever lies there. Here eac
 its parent. The pack is cut into chunks that lie on one path each; what happens inside of a chunk is
 computed for all of them at once, and states are handed on level by level: a chunk of level n begins
 with the state at the end of one of level n-1, the first of a tree with none. Sequences side by side
-are trees without branches. Plain torch: a kernel package would take the place of
-`apply_delta_rule`.
+are trees without branches. Plain torch; on a GPU, sequences side by side go through the kernels of
+flash-linear-attention, where it is installed (`sightline-rl[linear-attention]`).
 
 The arithmetic is that of the paper (Gated Delta Networks, arXiv 2412.06464, its chunked form), in
 float32 as in transformers.
@@ -17,7 +17,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from functools import partial
+from functools import cache, partial
 from typing import Any
 
 import numpy as np
@@ -33,6 +33,8 @@ MAX_CHUNK = 64
 EPSILON = 1e-6
 """Added to the square of the length by which queries and keys are divided; transformers' own."""
 
+HALF_DTYPES = (torch.bfloat16, torch.float16)
+"""What the kernels of the package take."""
 SubtreeEnd = Int[np.ndarray, " tokens"]
 
 
@@ -51,6 +53,8 @@ class RecurrencePlan:
     level_sizes: list[int]
     places: Int[Tensor, " tokens"]
     """Where each token is among those of all chunks."""
+    bounds: Int[Tensor, " sequences_and_1"] | None
+    """Where sequences side by side begin, and the last ends; None where paths branch."""
 
 
 def find_parents(subtree_end: SubtreeEnd) -> Int[np.ndarray, " tokens"]:
@@ -84,6 +88,7 @@ def build_recurrence_plan(
             begins.append(begin)
             stops.append(min(begin + size, end))
             ending[stops[-1] - 1] = len(begins) - 1
+    is_flat = bool((parents[parts] < 0).all())
     order = np.argsort(levels, kind="stable")
     rank = np.argsort(order)
     sizes = np.bincount(levels)
@@ -106,6 +111,7 @@ def build_recurrence_plan(
         ],
         level_sizes=sizes.tolist(),
         places=copy_to_device(places, device),
+        bounds=copy_to_device(np.array([0, *parts, total]), device) if is_flat else None,
     )
 
 
@@ -179,6 +185,11 @@ def apply_delta_rule(
 
     `decay` is in log space. What fills up a chunk has beta and decay 0, and changes no state.
     """
+    if plan.bounds is not None and v.is_cuda and v.dtype in HALF_DTYPES and _find_kernel():
+        run = (x[None] for x in (q, k, v))
+        rates = {"g": decay[None], "beta": beta[None].float(), "cu_seqlens": plan.bounds}
+        out: Tensor = _find_kernel()(*run, **rates, use_qk_l2norm_in_kernel=True)[0]
+        return out[0]
 
     def split(x: Tensor) -> Tensor:
         """(T, H, ...) to (C, H, L, ...)."""
@@ -218,6 +229,16 @@ def apply_delta_rule(
         outs.append(out)
     flat = torch.cat(outs).transpose(1, 2).flatten(0, 1)
     return flat.index_select(0, plan.places).to(dtype)
+
+
+@cache
+def _find_kernel() -> Any:
+    """The chunked rule of flash-linear-attention; None where it is not installed."""
+    try:
+        from fla.ops.gated_delta_rule import chunk_gated_delta_rule
+    except ImportError:
+        return None
+    return chunk_gated_delta_rule
 
 
 def _sum_between(decay: Float[Tensor, "chunks heads length"]) -> Tensor:

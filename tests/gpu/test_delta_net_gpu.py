@@ -1,0 +1,43 @@
+"""Gated delta nets on a GPU: the kernels of flash-linear-attention beside plain torch."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+
+from sightline.families import gated_delta_net
+from sightline.families.gated_delta_net import apply_delta_rule, build_recurrence_plan
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU"),
+]
+
+
+def draw(tokens: int, heads: int, width: int) -> list[Tensor]:
+    generator = torch.Generator("cuda").manual_seed(0)
+    options = {"generator": generator, "device": "cuda"}
+    q, k, v = (torch.randn(tokens, heads, width, **options).bfloat16() for _ in range(3))
+    decay = -torch.rand(tokens, heads, **options)
+    beta = torch.rand(tokens, heads, **options).bfloat16()
+    return [x.requires_grad_() for x in (q, k, v, decay, beta)]
+
+
+@pytest.mark.parametrize("lengths", [[700], [5, 64, 1, 300], [128, 129, 127]])
+def test_sequences_side_by_side_are_those_of_plain_torch(lengths: list[int]) -> None:
+    pytest.importorskip("fla.ops", reason="without flash-linear-attention on this GPU")
+    inputs = draw(sum(lengths), heads=4, width=64)
+    ends = np.repeat(np.cumsum(lengths), lengths)
+    plan = build_recurrence_plan(ends, 4, torch.device("cuda"))
+    assert plan.bounds is not None and gated_delta_net._find_kernel() is not None
+    flat = apply_delta_rule(*inputs, plan)
+    gradients = torch.autograd.grad(flat.float().square().sum(), inputs)
+    wide = [x.detach().float().requires_grad_() for x in inputs]
+    plain = apply_delta_rule(*wide, plan)  # the kernels take no float32
+    wanted = torch.autograd.grad(plain.square().sum(), wide)
+    for found, expected in zip((flat, *gradients), (plain, *wanted), strict=True):
+        difference = (found.float() - expected).norm() / expected.norm()
+        print(f"{float(difference):.2g}", end=" ")
+        assert difference < 2e-2
