@@ -183,11 +183,11 @@ def _make_arrays(checkpoint: Checkpoint, image: Image.Image) -> dict[str, Any]:
     return {name: a.float().numpy() if kind == "pt" else a for name, a in made.items()}
 
 
-SERVED_KINDS = ("llava", "idefics3", "internvl", "qwen2_vl", "glm46v")
+SERVED_KINDS = ("llava", "idefics3", "internvl", "qwen2_vl")
 """Those that vLLM serves."""
 ALTERNATING = ("gemma3", "mistral3")
 TRIMMING = ("gemma3", "gemma4")
-TWO_FRAMES = ("qwen2_vl", "glm46v")
+TWO_FRAMES = ("qwen2_vl",)
 
 
 def build_case(kind: str, load_images: Callable[[Path], Any] = Images) -> Case:
@@ -214,6 +214,6 @@ def build_case(kind: str, load_images: Callable[[Path], Any] = Images) -> Case:
 # Of kinds that take a minute each the commit chooses one; a full run takes all.
 KINDS = [
     *take_sample(["llava", "idefics3", "gemma3", "mistral3", "gemma4", "tools"], 1),
-    *(["internvl", "qwen2_vl", "glm46v", "smolvlm"] * IS_FULL),
+    *(["internvl", "qwen2_vl", "smolvlm"] * IS_FULL),
 ]
 CASES: tuple[Case, ...] = tuple(map(build_case, KINDS))
