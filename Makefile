@@ -31,7 +31,7 @@ VLLM_TESTS := tests/contract/test_engine.py tests/contract/test_engine_adapters.
 # Other ways to serve, of which CI takes one (FULL=1: all): the tiny checkpoint of a second family,
 # whose layout vLLM does not read, two shards, of every matrix or of the requests, and kinds of the
 # generic family.
-VLLM_WAYS := family=kimi_k25 shards=tensor shards=data
+VLLM_WAYS := family=kimi_k25 family=glm_v shards=tensor shards=data
 VLLM_FAMILY_TESTS := tests/vllm/test_exact.py tests/contract/test_engine.py
 VLLM_SHARD_TESTS := tests/contract/test_engine.py $(if $(FULL),tests/contract/test_engine_adapters.py)
 # Modules whose annotated shapes are checked while tests run (tests/shape_checks.py).

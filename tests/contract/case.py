@@ -39,6 +39,14 @@ class Case:
     """False where a tokenizer was put in whose ids the weights do not fit."""
     shows_images: bool = True
     shows_videos: bool = False
+    mixes_media: bool = True
+    """Whether transformers' model takes images and videos in one prompt."""
+    video_mark: str = ""
+    """What the chat template writes in the place of a video."""
+    write_video: Callable[[Family, dict[str, Any]], str] = lambda family, inputs: ""
+    """What transformers' processor writes in the place of the mark, of grids and times."""
+    video_setting: str = '{"fps": 1}'
+    """A setting of the video processor, as JSON, by which a video has fewer tokens."""
     shows_system_images: bool = False
     """Whether a system message can show images, too."""
     takes_tools: bool = True
@@ -60,6 +68,8 @@ class Case:
     fades_reasoning: bool = False
     """Whether the template leaves out reasoning even of the last answer: then what it keeps is
     tested with the family, and conversations here go without."""
+    openers: tuple[tuple[str, str], ...] = ()
+    """Where a turn of the assistant ends by the token that opens the next: that of each role."""
     closes_reasoning: bool = False
     """Whether the header of a turn closes an empty block of reasoning: completions go without."""
     has_own_format: bool = True
@@ -80,6 +90,8 @@ class Case:
     make_arrays: Callable[[Checkpoint, Image.Image], dict[str, Any]] | None = None
     """The arrays that the checkpoint's own processor, on Pillow, makes of an image; None where it
     has none."""
+    as_given: Callable[[Sequence[dict[str, Any]]], list[dict[str, Any]]] = list
+    """Messages as the published template wants them."""
     template_settings: Callable[[Sequence[dict[str, Any]]], dict[str, Any]] = lambda tools: {}
     """What the template is given beside messages and tools."""
 
@@ -147,7 +159,7 @@ class Checkpoint:
             return self.case.processor_ids(self, messages, generation_prompt, tools or None)
         tokenizer = self.transformers_tokenizer
         ids = tokenizer.apply_chat_template(
-            list(messages),
+            self.case.as_given(messages),
             tools=tools or None,
             chat_template=template,
             add_generation_prompt=generation_prompt,
@@ -161,6 +173,10 @@ class Checkpoint:
         for token in ids:
             expanded.extend([token] * (counts.pop(0) if token == pad else 1))
         assert not counts
+        if self.case.openers and not generation_prompt and messages[-1]["role"] == "assistant":
+            # The template leaves the last turn without an end, and nobody would learn it.
+            following = "tool" if messages[-1].get("tool_calls") else "user"
+            expanded.append(tokenizer.convert_tokens_to_ids(dict(self.case.openers)[following]))
         return expanded
 
     def num_slot_tokens(self, height: int, width: int) -> int:

@@ -29,6 +29,8 @@ CHECKPOINTS = [
     ("qwen_vl", {"type": "qwen3_moe"}),
     ("qwen_vl", {"type": "qwen3_5_moe"}),
     ("kimi_k25", {}),
+    ("glm_v", {}),
+    ("glm_v", {"type": "glm4v_moe"}),
     ("llama3", {}),
 ]
 ELSEWHERE = {

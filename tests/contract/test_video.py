@@ -10,7 +10,6 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from types import SimpleNamespace
 from typing import Any
 
 import making
@@ -38,7 +37,6 @@ from sightline.wire.generate import SamplingParams
 from sightline.wire.sample import Batch
 from tests.contract.test_forward import ALONE, WHOLE, gradients, hidden, prepare
 
-MARKED_VIDEO = "<|vision_start|><|video_pad|><|vision_end|>"
 TIMES = (0.0, 0.4, 1.0, 2.5, 2.75)
 
 
@@ -61,6 +59,11 @@ def videos(filming: Any) -> list[VideoPart]:
     return [film(filming), slides(filming), film(filming, 40, 10, 1), slides(filming, 2)]
 
 
+def joins_steps(family: Any) -> bool:
+    """Whether the steps of a video stand side by side, and are placed by their times."""
+    return getattr(family, "joins_steps", False)
+
+
 # -- tokens
 
 
@@ -69,8 +72,6 @@ def written(checkpoint: Any, part: VideoPart) -> str:
 
     It is made of what its class says, since a whole one needs torchvision: see tests/processors.
     """
-    from transformers.models.qwen2_5_vl.processing_qwen2_5_vl import Qwen2_5_VLProcessor
-    from transformers.models.qwen3_vl.processing_qwen3_vl import Qwen3VLProcessor
     from transformers.video_utils import VideoMetadata
 
     family = checkpoint.family
@@ -85,15 +86,7 @@ def written(checkpoint: Any, part: VideoPart) -> str:
         "video_grid_thw": torch.tensor([[len(steps), height, width]]),
         "video_metadata": [VideoMetadata(1, fps=fps, frames_indices=indices)],
     }
-    kind = Qwen2_5_VLProcessor if family.joins_steps else Qwen3VLProcessor
-    processor = SimpleNamespace(
-        video_processor=SimpleNamespace(merge_size=family.merge, temporal_patch_size=2),
-        video_token="<|video_pad|>",
-        vision_start_token="<|vision_start|>",
-        vision_end_token="<|vision_end|>",
-        _calculate_timestamps=lambda *given: Qwen3VLProcessor._calculate_timestamps(None, *given),
-    )
-    return str(kind.replace_video_token(processor, inputs, 0))
+    return checkpoint.case.write_video(family, inputs)
 
 
 def template_ids(checkpoint: Any, messages: list[Message], template: str | None) -> list[int]:
@@ -113,12 +106,14 @@ def template_ids(checkpoint: Any, messages: list[Message], template: str | None)
             forms[-1]["content"] = message.text
     tokenizer = checkpoint.transformers_tokenizer
     text = tokenizer.apply_chat_template(
-        forms, chat_template=template, add_generation_prompt=True, tokenize=False
+        forms,
+        chat_template=template,
+        add_generation_prompt=True,
+        tokenize=False,
+        **checkpoint.case.template_settings(()),
     )
-    joins = checkpoint.family.joins_steps
     for part in shown:
-        pad = "<|video_pad|>" if joins else MARKED_VIDEO
-        head, mark, tail = text.partition(pad)
+        head, mark, tail = text.partition(checkpoint.case.video_mark)
         assert mark
         text = head + written(checkpoint, part).replace("<|video_pad|>", "\0") + tail
     ids: list[int] = tokenizer(text.replace("\0", "<|video_pad|>"))["input_ids"]
@@ -190,7 +185,7 @@ def test_an_item_survives_the_wire_and_a_lie_does_not(
             {"number": len(family.steps(part))},
             {"frames": (0, 9)} if part.ref else {"further": (filming.refs[4],)},
             # Limits of a frame do not ask how many there are.
-            *([] if family.joins_steps and part.ref is None else [{"num_frames": 40_000}]),
+            *([] if joins_steps(family) and part.ref is None else [{"num_frames": 40_000}]),
         ):
             step = msgspec.structs.replace(item.step, **change)
             with pytest.raises(Misaligned):
@@ -210,12 +205,17 @@ def test_a_setting_of_the_video_processor_changes_the_fingerprint_of_steps_alone
     folder = tmp_path / "other"
     shutil.copytree(filming.path, folder)
     file = folder / "video_preprocessor_config.json"
-    file.write_text(json.dumps({**json.loads(file.read_text()), "fps": 1}))
+    changed = json.loads(file.read_text()) | json.loads(filming.case.video_setting)
+    file.write_text(json.dumps(changed))
     other = load_family(folder)
     part = film(filming, 40, 4)
     assert other.fingerprint == filming.family.fingerprint
-    assert len(other.steps(part)) < len(filming.family.steps(part))
-    with pytest.raises(FingerprintMismatch, match='"fps": 1.0'):
+    tokens = [
+        sum(family.num_tokens(step.item) for step in family.steps(part))
+        for family in (other, filming.family)
+    ]
+    assert tokens[0] < tokens[1]
+    with pytest.raises(FingerprintMismatch, match='"video": '):
         other.check_item(filming.family.steps(part)[0].item)
 
 
@@ -274,7 +274,7 @@ def transformers_logits(
         if rows[kind]:
             given[name] = torch.from_numpy(np.concatenate(rows[kind]))
             given[f"{grid}_grid_thw"] = torch.tensor(grids[kind])
-    timed = {"second_per_grid_ts": torch.tensor(seconds)} if family.joins_steps else {}
+    timed = {"second_per_grid_ts": torch.tensor(seconds)} if joins_steps(family) else {}
     ids = torch.tensor([tokens])
     with torch.no_grad():
         out = model(input_ids=ids, mm_token_type_ids=kinds, **given, **timed).logits[0]
@@ -296,9 +296,9 @@ def test_whole_videos_of_transformers_give_the_same_logits(computing_videos: Any
         computing_videos.path, dtype=torch.float32, attn_implementation="sdpa"
     ).eval()
     forward = load_model(computing_videos.path, computing_videos.family, "cpu", "float32")
-    image = computing_videos.refs[4]
+    images = computing_videos.refs[4:5] if computing_videos.case.mixes_media else []
     shown = film(computing_videos, side=168), slides(computing_videos, pace=0.1)
-    rendered = computing_videos.renderer.render([user("see ", shown[0], image, shown[1], "so?")])
+    rendered = computing_videos.renderer.render([user("see ", shown[0], *images, shown[1], "so?")])
     tokens, slots = rendered.token_ids, rendered.slots
     wanted, along = transformers_logits(computing_videos, model, tokens, slots)
     placed, _ = computing_videos.family.positions(len(tokens), slots)

@@ -80,7 +80,7 @@ def test_measuring_a_micro_batch_does_not_wait_for_the_device() -> None:
     assert found["older_kl"] == pytest.approx(kl[~own].sum(), rel=1e-5)
 
 
-@pytest.fixture(params=["qwen_vl", "kimi_k25"])
+@pytest.fixture(params=["qwen_vl", "kimi_k25", "glm_v"])
 def model(request: pytest.FixtureRequest, tmp_path: Path) -> Path:
     write_tiny(request.param, tmp_path / "model", seed=0)
     return tmp_path / "model"

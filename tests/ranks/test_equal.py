@@ -28,6 +28,7 @@ TYPES = [
     ("qwen_vl", {"type": "qwen2_5_vl"}),
     ("qwen_vl", {"type": "qwen3_vl_moe"}),
     ("kimi_k25", {}),
+    ("glm_v", {}),
     # Padded rows.
     *(("anyvlm", {"type": kind}) for kind in take_sample(["gemma3", "gemma4"], 1)),
 ]

@@ -50,13 +50,14 @@ def test_shards_are_to_the_bit_those_of_the_whole_model(tmp_path: Path) -> None:
         "text": ("qwen_vl", {"type": "qwen3"}),
         "experts": ("qwen_vl", {"type": "qwen3_vl_moe", "dtype": "bfloat16"}),
         "kimi": ("kimi_k25", {}),
+        "glm": ("glm_v", {"type": "glm4v_moe"}),
     }
     for name, (family, options) in made.items():
         write_tiny(family, tmp_path / name, seed=0, **options)
     store_as_published(tmp_path / "kimi", tmp_path / "published")
     cases = (
         "tied", "tied:bfloat16:lora", "qwen2_5:frozen", "qwen3_5", "text", "experts:bfloat16",
-        "kimi:bfloat16", "published:bfloat16", "published:lora",
+        "kimi:bfloat16", "glm", "published:bfloat16", "published:lora",
     )  # fmt: skip
     said = run_ranks(2, *(add_meeting(str(tmp_path / case)) for case in cases))
     assert [text.count("same") for text in said] == [len(cases)] * 2, said

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from sightline.errors import FamilyError
+from sightline.render import Tokenizer
 
 
 def read_json(file: Path) -> dict[str, Any]:
@@ -23,3 +24,25 @@ def read_json(file: Path) -> dict[str, Any]:
 
 def write_json(file: Path, value: dict[str, Any]) -> None:
     file.write_text(json.dumps(value, indent=2, ensure_ascii=False) + "\n")
+
+
+def read_vocab_size(path: Path, tokenizer: Tokenizer) -> int:
+    """Rows of the model's head; the tokenizer is checked against them and the ids of the folder."""
+    config = read_json(path / "config.json")
+    vocab_size = int((config.get("text_config") or config)["vocab_size"])
+    if tokenizer.vocab_size > vocab_size:
+        raise FamilyError(
+            f"{path}: the tokenizer has {tokenizer.vocab_size} tokens, the model {vocab_size}",
+            "use the tokenizer that belongs to the checkpoint",
+        )
+    file = path / "tokenizer_config.json"
+    named = read_json(file).get("added_tokens_decoder") if file.is_file() else None
+    for token_id, token in (named or {}).items():
+        found = tokenizer.find_token_id(token["content"])
+        if found not in (None, int(token_id)):
+            raise FamilyError(
+                f"{file} says that {token['content']!r} is token {token_id}; the tokenizer's is "
+                f"{found}",
+                "use the files that belong to the checkpoint",
+            )
+    return vocab_size

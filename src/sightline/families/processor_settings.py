@@ -10,7 +10,7 @@ import hashlib
 import json
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any, ClassVar, TypeVar, cast
 
 from sightline.errors import FamilyError
 from sightline.families.checkpoint_files import read_json
@@ -52,6 +52,36 @@ class PixelSettings(BaseProcessorSettings):
     std: tuple[float, ...] = (0.5, 0.5, 0.5)
 
 
+@dataclass(frozen=True, kw_only=True)
+class FrameSettings(PixelSettings):
+    """Settings of a processor for a tower that looks at several frames at once. Defaults of mean
+    and deviation are those of CLIP."""
+
+    temporal: int = 2
+    """Frames of a patch. An image has one; it is repeated."""
+    min_pixels: int
+    max_pixels: int
+    mean: tuple[float, ...] = (0.48145466, 0.4578275, 0.40821073)
+    std: tuple[float, ...] = (0.26862954, 0.26130258, 0.27577711)
+
+
+Frames = TypeVar("Frames", bound=FrameSettings)
+_LIMITS = ("min_pixels", "max_pixels")
+
+
+def override_limits(settings: Frames, overrides: dict[str, int]) -> Frames:
+    """The settings with the limits of a run; FamilyError for limits that cannot work."""
+    for key in overrides.keys() - set(_LIMITS):
+        raise FamilyError(f"no processor setting {key!r}", f"use {' or '.join(_LIMITS)}")
+    settings = dataclasses.replace(settings, **cast(Any, overrides))
+    if not 0 < settings.min_pixels <= settings.max_pixels:
+        raise FamilyError(
+            f"min_pixels {settings.min_pixels}, max_pixels {settings.max_pixels}",
+            "set 0 < min_pixels <= max_pixels",
+        )
+    return settings
+
+
 def compute_fingerprint(description: dict[str, Any]) -> str:
     text = json.dumps(description, sort_keys=True, separators=(",", ":"))
     return hashlib.sha256(text.encode()).hexdigest()[:32]
@@ -69,6 +99,36 @@ def read_processor_config(path: Path) -> dict[str, Any]:
             "copy it from the checkpoint: it says how images become tokens",
         )
     return read_json(file) if found is None else dict(found)
+
+
+def read_video_config(path: Path) -> dict[str, Any]:
+    """The video processor's own part of the files of a folder; that of images where it has none."""
+    nested = path / "processor_config.json"
+    found = read_json(nested).get("video_processor") if nested.is_file() else None
+    file = path / "video_preprocessor_config.json"
+    if found is None and file.is_file():
+        found = read_json(file)
+    return read_processor_config(path) if found is None else dict(found)
+
+
+def find_frame_difference(
+    raw: dict[str, Any], images: FrameSettings, path: Path, patch: int
+) -> str | None:
+    """Why the frames of a video cannot go through the tower as images do, in words: its processor
+    has other settings. `patch` is that processor's default."""
+    try:
+        own = {
+            "patch": read_int(raw, patch, "patch_size"),
+            "merge": read_int(raw, 2, "merge_size"),
+            "temporal": read_int(raw, 2, "temporal_patch_size"),
+            **read_pixel_settings(raw, images, path),
+        }
+    except FamilyError as error:
+        return error.problem
+    for key, value in own.items():
+        if value != (known := getattr(images, key)):
+            return f"its video processor has {key} = {value}, and its image processor {known}"
+    return "its vision tower looks at single frames" if images.temporal < 2 else None
 
 
 def read_pixel_settings(raw: dict[str, Any], default: PixelSettings, path: Path) -> dict[str, Any]:

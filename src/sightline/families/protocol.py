@@ -46,7 +46,7 @@ class ShownStep:
 
     item: MediaItem
     seconds: float
-    """When it is shown: the middle of the times of its first and its last frame."""
+    """When it is shown, as the family tells it: such as the middle of its frames."""
 
 
 @dataclass(frozen=True, slots=True)

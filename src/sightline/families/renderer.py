@@ -12,15 +12,14 @@ for is refused with its path, never dropped.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from pathlib import Path
+from types import MappingProxyType
 from typing import Any, ClassVar
 
 import msgspec
 
-from sightline.errors import FamilyError, MediaRefused, MessageError, PromptTooLong
-from sightline.families.checkpoint_files import read_json
+from sightline.errors import MediaRefused, MessageError, PromptTooLong
 from sightline.families.message_fields import (
     check_shown,
     encode_tool,
@@ -74,8 +73,12 @@ class RenderContext:
     """Images that were emitted so far, those of the history included."""
     num_calls: int = 0
     """Tool calls that were emitted so far."""
+    following: str | None = None
+    """The role whose turn is opened behind the last of the messages."""
 
     def role(self, i: int) -> str | None:
+        if i == len(self.messages):
+            return self.following
         return self.messages[i].role if 0 <= i < len(self.messages) else None
 
 
@@ -99,6 +102,8 @@ class MessageRenderer(ABC):
     """The ids that open the assistant's turn: a prompt ends with them."""
     end_id: int
     """The token that ends a turn."""
+    openers: Mapping[str, int] = MappingProxyType({})
+    """Where the assistant's turn ends by the token that opens the next: that token of each role."""
     stop_token_ids: tuple[int, ...]
     pad_token_ids: tuple[int, ...]
     """Ids of media and of the marks around them: a policy that could sample the marks could write
@@ -157,7 +162,7 @@ class MessageRenderer(ABC):
         """`tools` stand in the prompt already, so nothing is emitted for them.
 
         A turn that was cut off, or that ended with another stop token, is closed first, and so
-        is reasoning that was cut off.
+        is reasoning that was cut off. One that ended by opening a turn of another role is refused.
         """
         check_message_list(new_messages, "new_messages")
         reason = find_bridge_refusal(
@@ -175,6 +180,9 @@ class MessageRenderer(ABC):
         if stopped and self.is_reasoning_open(ids):
             return Refused("stop_in_reasoning")
         read = [self._read(m, f"new_messages[{i}]") for i, m in enumerate(new_messages)]
+        stop = completion_ids[-1] if stopped else None
+        if stop in self.openers.values() and stop != self.get_turn_end(read[0].role):
+            return Refused("history_rewritten")
         if self.rewrites_history(prompt_ids, ids, read):
             return Refused("history_rewritten")
         return self.bridge_read(prompt_ids, completion_ids, read)
@@ -196,6 +204,10 @@ class MessageRenderer(ABC):
             malformed_calls=parsed.malformed_calls,
             stopped=stop is not None,
         )
+
+    def get_turn_end(self, following: str) -> int:
+        """The token that ends the assistant's turn in front of a turn of this role."""
+        return self.openers.get(following, self.end_id)
 
     def decode(self, token_ids: Sequence[int]) -> str:
         return self._tokenizer.decode(token_ids)
@@ -333,7 +345,11 @@ class BaseRenderer(MessageRenderer):
     def render_read(
         self, messages: list[Message], tools: Tools | None, generation_prompt: bool
     ) -> Rendered:
-        context = RenderContext(messages, history_end=self.find_history_end(messages))
+        context = RenderContext(
+            messages,
+            history_end=self.find_history_end(messages),
+            following="assistant" if generation_prompt else None,
+        )
         emitter = Emitter(self._tokenizer, max_model_len=self.max_model_len)
         # Where no message is part of the head, the first message's span holds it.
         first = self.emit_head(emitter, context, tools)
@@ -341,7 +357,9 @@ class BaseRenderer(MessageRenderer):
             emitter.end_message(0)
         self._emit_messages(emitter, context, first, emitter.position if first else 0)
         if generation_prompt:
-            emit_ids(emitter, self.header)
+            # The end of a turn of the assistant may be the first token of the next one.
+            is_opened = bool(self.openers) and messages[-1].role == "assistant"
+            emit_ids(emitter, self.header[int(is_opened) :])
         return emitter.rendered()
 
     def bridge_read(
@@ -355,10 +373,16 @@ class BaseRenderer(MessageRenderer):
             self.close_reasoning(emitter, ids)
         elif not stopped:
             self.close_calls(emitter, ids)
-        if not ids or ids[-1] != self.end_id:
-            emitter.special(self.end_id)
+        end_id = self.get_turn_end(new[0].role)
+        if not ids or ids[-1] != end_id:
+            emitter.special(end_id)
         emitter.text(self.turn_separator)
-        context = RenderContext(new, is_new=True, num_images=self.count_images(prompt_ids))
+        context = RenderContext(
+            new,
+            is_new=True,
+            num_images=self.count_images(prompt_ids),
+            following="assistant",
+        )
         self._emit_messages(emitter, context, 0, start)
         emit_ids(emitter, self.header)
         return emitter.bridged()
@@ -416,28 +440,6 @@ class BaseRenderer(MessageRenderer):
 
     def close_calls(self, emitter: Emitter, ids: list[int]) -> None:
         """Emits what ends the tool calls of a completion that was cut off inside them."""
-
-
-def read_vocab_size(path: Path, tokenizer: Tokenizer) -> int:
-    """Rows of the model's head; the tokenizer is checked against them and the ids of the folder."""
-    config = read_json(path / "config.json")
-    vocab_size = int((config.get("text_config") or config)["vocab_size"])
-    if tokenizer.vocab_size > vocab_size:
-        raise FamilyError(
-            f"{path}: the tokenizer has {tokenizer.vocab_size} tokens, the model {vocab_size}",
-            "use the tokenizer that belongs to the checkpoint",
-        )
-    file = path / "tokenizer_config.json"
-    named = read_json(file).get("added_tokens_decoder") if file.is_file() else None
-    for token_id, token in (named or {}).items():
-        found = tokenizer.find_token_id(token["content"])
-        if found not in (None, int(token_id)):
-            raise FamilyError(
-                f"{file} says that {token['content']!r} is token {token_id}; the tokenizer's is "
-                f"{found}",
-                "use the files that belong to the checkpoint",
-            )
-    return vocab_size
 
 
 def emit_ids(emitter: Emitter, ids: Sequence[int]) -> None:

@@ -15,12 +15,13 @@ import numpy as np
 import torch
 from jaxtyping import Float, Int, UInt8
 from torch import Tensor, nn
-from transformers import AutoConfig
+from transformers import AutoConfig, vision_utils
 
 from sightline.errors import FamilyError
 from sightline.families.device_copy import copy_to_device
 from sightline.families.gated_delta_net import build_recurrence_plan, pack_delta_nets
 from sightline.families.protocol import Grid
+from sightline.families.video_family import VideoFamily
 from sightline.families.vision_family import PixelFamily
 
 
@@ -139,7 +140,42 @@ class VisionForward(TextForward):
             name: copy_to_device(value, rows.device) if isinstance(value, np.ndarray) else value
             for name, value in self._tower_inputs(tuple(grids)).items()
         }
-        return self.get_features(self._tower(rows, grid_thw=torch.tensor(grids), **inputs))
+        sizes = {"grid_thw": torch.tensor(grids)}  # on the host, unless the family says otherwise
+        return self.get_features(self._tower(rows, **{**sizes, **inputs}))
+
+
+class VideoForward(VisionForward):
+    """A model `visual` and `language_model` are parts of, whose tower looks at several frames at
+    once."""
+
+    def __init__(self, model: nn.Module, family: VideoFamily[Any]) -> None:
+        body: Any = model.model
+        super().__init__(model, family, body.language_model, body.visual)
+        self._temporal = family.temporal
+
+    def vision_parameters(self) -> list[tuple[str, nn.Parameter]]:
+        return [(f"model.visual.{name}", p) for name, p in self._tower.named_parameters()]
+
+    def blocks(self) -> list[nn.Module]:
+        return [*super().blocks(), *self._tower.blocks]
+
+    def rows(self, patches: UInt8[Tensor, "patches values"]) -> Float[Tensor, "patches row"]:
+        """All frames of a step of a video, or that of an image for each that the tower looks at."""
+        values = self.look_up(patches)
+        num, _, size = values.shape
+        if size != self._family.patch**2:
+            return values.reshape(num, -1)
+        return values.unsqueeze(2).expand(num, 3, self._temporal, size).reshape(num, -1)
+
+    def compute_tower_inputs(self, grids: tuple[Grid, ...]) -> dict[str, Any]:
+        sizes = torch.tensor(grids)
+        merge = self._tower.spatial_merge_size
+        ends = vision_utils.get_vision_cu_seqlens(sizes)
+        return {
+            "position_ids": vision_utils.get_vision_position_ids(sizes, merge).numpy(),
+            "cu_seqlens": ends.numpy(),
+            "max_seqlen": int(ends.diff().max()),
+        }
 
 
 def join_layers(

@@ -189,7 +189,7 @@ def _strip_newlines(reasoning: str) -> str:
     return reasoning.strip("\n")
 
 
-SERVED_KINDS = ("llava", "idefics3", "internvl", "qwen2_vl", "glm46v")
+SERVED_KINDS = ("llava", "idefics3", "internvl", "qwen2_vl")
 """Those that vLLM serves."""
 ALTERNATING = ("gemma3", "mistral3")
 CARRIED: dict[str, Callable[[str], str]] = {
@@ -197,7 +197,7 @@ CARRIED: dict[str, Callable[[str], str]] = {
     "gemma4": str.strip,
     "tools": lambda content: content.lstrip("\n"),
 }
-TWO_FRAMES = ("qwen2_vl", "glm46v")
+TWO_FRAMES = ("qwen2_vl",)
 
 
 def build_case(kind: str, load_images: Callable[[Path], Any] = Images) -> Case:
@@ -226,6 +226,6 @@ def build_case(kind: str, load_images: Callable[[Path], Any] = Images) -> Case:
 # Of kinds that take a minute each the commit chooses one; a full run takes all.
 KINDS = [
     *take_sample(["llava", "idefics3", "gemma3", "mistral3", "gemma4", "tools"], 1),
-    *(["internvl", "qwen2_vl", "glm46v", "smolvlm"] * IS_FULL),
+    *(["internvl", "qwen2_vl", "smolvlm"] * IS_FULL),
 ]
 CASES: tuple[Case, ...] = tuple(map(build_case, KINDS))

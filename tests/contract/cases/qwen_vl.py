@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 from sampling import IS_FULL
@@ -61,6 +62,21 @@ def _load_qwen_images(path: Path) -> Any:
     return Qwen2VLImageProcessorPil.from_pretrained(path, local_files_only=True)
 
 
+def _write_video(family: Any, inputs: dict[str, Any]) -> str:
+    from transformers.models.qwen2_5_vl.processing_qwen2_5_vl import Qwen2_5_VLProcessor
+    from transformers.models.qwen3_vl.processing_qwen3_vl import Qwen3VLProcessor
+
+    kind = Qwen2_5_VLProcessor if family.joins_steps else Qwen3VLProcessor
+    processor = SimpleNamespace(
+        video_processor=SimpleNamespace(merge_size=family.merge, temporal_patch_size=2),
+        video_token="<|video_pad|>",
+        vision_start_token="<|vision_start|>",
+        vision_end_token="<|vision_end|>",
+        _calculate_timestamps=lambda *given: Qwen3VLProcessor._calculate_timestamps(None, *given),
+    )
+    return str(kind.replace_video_token(processor, inputs, 0))
+
+
 def _qwen(name: str, kind: str, template: str, merges: bool = True, **traits: Any) -> Case:
     published = SHARED / "references" / f"{template}_chat_template.jinja" if template else None
     return Case(
@@ -70,6 +86,11 @@ def _qwen(name: str, kind: str, template: str, merges: bool = True, **traits: An
         "<|image_pad|>",
         published,
         make_arrays=lambda checkpoint, image: checkpoint.transformers_images(image),
+        # Of Qwen3-VL's the marks go with the pad, as in the processor that was published with it.
+        video_mark="<|video_pad|>"
+        if kind == "qwen2_5_vl"
+        else "<|vision_start|><|video_pad|><|vision_end|>",
+        write_video=_write_video,
         **{"has_weights": not merges, "shows_videos": kind != "qwen3", **traits},
     )
 

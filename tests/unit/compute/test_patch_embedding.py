@@ -43,7 +43,7 @@ def test_the_patches_of_every_family_are_multiplied(
     from sightline.families import load_family
     from sightline.families.registry import write_tiny
 
-    for name in ("qwen_vl", "kimi_k25"):
+    for name in ("qwen_vl", "kimi_k25", "glm_v"):
         path = tmp_path / name
         write_tiny(name, path, seed=0)
         forward = load_model(path, load_family(path), "cpu", "float32")

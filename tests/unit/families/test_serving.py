@@ -21,7 +21,7 @@ from sightline.families.registry import load_serving, write_tiny
 from sightline.media import MediaStore
 
 
-@pytest.fixture(scope="module", params=["qwen_vl", "kimi_k25"])
+@pytest.fixture(scope="module", params=["qwen_vl", "kimi_k25", "glm_v"])
 def model(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
     path: Path = tmp_path_factory.mktemp(request.param)
     write_tiny(request.param, path, seed=0)
@@ -78,6 +78,7 @@ def changed_copy(model: Path, folder: Path, file: str, change: Callable[[Any], A
 
 CHANGES: dict[str, dict[str, Callable[[Any], Any]]] = {
     "qwen_vl": {"config.json": lambda config: config.update(model_type="qwen3_5_moe")},
+    "glm_v": {"config.json": lambda config: config.update(model_type="glm4v_moe")},
     "kimi_k25": {
         "config.json": lambda config: config["text_config"].update(quantization_config={"x": 1}),
         "preprocessor_config.json": lambda config: config.pop("media_proc_cfg"),

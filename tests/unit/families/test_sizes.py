@@ -31,6 +31,8 @@ TYPES = {
     "qwen2_5_vl": ("qwen_vl", {"type": "qwen2_5_vl"}),
     "qwen3_5": ("qwen_vl", {"type": "qwen3_5"}),
     "kimi_k25": ("kimi_k25", {}),
+    "glm46v": ("glm_v", {}),
+    "glm4v_moe": ("glm_v", {"type": "glm4v_moe"}),
 }
 GRIDS = [(1, 2, 2), (1, 4, 6), (1, 10, 2), (1, 4, 6), (1, 18, 14)]
 # On a GPU each of these waits until the device has come so far.

@@ -188,6 +188,8 @@ def test_a_sampled_message_is_known_again_in_other_words(
         pytest.param("qwen_vl", {"type": "qwen3_5"}, True, id="qwen3_5"),
         # It gives its calls ids of its own, and its template shows them.
         pytest.param("kimi_k25", {}, False, id="kimi_k25"),
+        # A turn ends by the token that opens the next.
+        pytest.param("glm_v", {}, False, id="glm_v"),
     ],
 )
 def test_other_chat_formats_know_their_turns_again_too(

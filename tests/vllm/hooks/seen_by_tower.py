@@ -15,8 +15,7 @@ from vllm.v1.sample.logits_processor import LogitsProcessor
 
 TOWERS = (
     "Qwen3_VisionTransformer", "MoonViT3dPretrainedModel", "InternVLVisionModel",
-    "Idefics3VisionTransformer", "Qwen2VisionTransformerPretrainedModel", "Glm46VVisionModel",
-    "Glm4vVisionModel",
+    "Idefics3VisionTransformer", "Qwen2VisionTransformerPretrainedModel", "Glm4vVisionTransformer",
 )  # fmt: skip
 WANTED = Path("wanted")
 """While this file is there, calls are written down."""

@@ -1,8 +1,8 @@
 """Writes checkpoints with random weights, composed of transformers' own classes.
 
 Each type stands for a way in which an image becomes tokens: `llava` has a fixed number, `idefics3`
-tiles with marks of row and column and a thumbnail, `internvl` tiles by aspect ratio, `glm46v` a
-grid of patches with positions on three axes. Those of `tiny_types` are published models.
+tiles with marks of row and column and a thumbnail, `internvl` tiles by aspect ratio. Those of
+`tiny_types` are published models.
 """
 
 from __future__ import annotations
@@ -45,9 +45,6 @@ VISION: dict[str, Any] = {
     "initializer_range": 0.05,
 }
 CHATML_TOKENS = ("<|endoftext|>", "<|im_start|>", "<|im_end|>")
-GLM_TOKENS = (
-    *CHATML_TOKENS, "<|begin_of_image|>", "<|image|>", "<|end_of_image|>", "<|video|>",
-)  # fmt: skip
 INTERN_TOKENS = (*CHATML_TOKENS, "<img>", "</img>", "<IMG_CONTEXT>", "<video>")
 WORD_PATTERN = r"[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+"
 
@@ -66,7 +63,6 @@ TOKENS: dict[str, Tokens] = {
             "video_token": "<video>",
         },
     ),
-    "glm46v": (GLM_TOKENS, "<|image|>", {"image_token": "<|image|>"}),
 }
 
 
@@ -202,17 +198,9 @@ def build_config(type: str, vocab_size: int, pad: int, end: int) -> dict[str, An
     if type == "idefics3":
         text_config = {"model_type": "llama", **text}
         return {"text_config": text_config, "vision_config": vision, "scale_factor": 2, **shared}
-    if type == "internvl":
-        text_config = {"model_type": "llama", **text}
-        towers = {"text_config": text_config, "vision_config": vision | square}
-        return {**towers, "downsample_ratio": 0.5, **shared}
-    rope = {"rope_type": "default", "mrope_section": [4, 2, 2], "partial_rotary_factor": 0.5}
-    sides = {"image_size": 56, "patch_size": 14, "out_hidden_size": HIDDEN, "depth": LAYERS}
-    return {
-        "text_config": {"model_type": "glm4v_text", **text, "rope_parameters": rope},
-        "vision_config": {**vision, **sides, "num_heads": HEADS},
-        **shared,
-    }
+    text_config = {"model_type": "llama", **text}
+    towers = {"text_config": text_config, "vision_config": vision | square}
+    return {**towers, "downsample_ratio": 0.5, **shared}
 
 
 def _build_processor(type: str) -> dict[str, Any]:
@@ -223,11 +211,8 @@ def _build_processor(type: str) -> dict[str, Any]:
     if type == "idefics3":
         edges = {"size": {"longest_edge": 4 * SIDE}, "max_image_size": {"longest_edge": SIDE}}
         return {"image_processor_type": "Idefics3ImageProcessor", **edges, **half}
-    if type == "internvl":
-        tiles = {"crop_to_patches": True, "min_patches": 1, "max_patches": 6}
-        return {"image_processor_type": "GotOcr2ImageProcessor", "size": square, **tiles, **half}
-    size = {"shortest_edge": 56 * 28, "longest_edge": 2048 * 28 * 28}
-    return {"image_processor_type": "Glm46VImageProcessor", "size": size, **half}
+    tiles = {"crop_to_patches": True, "min_patches": 1, "max_patches": 6}
+    return {"image_processor_type": "GotOcr2ImageProcessor", "size": square, **tiles, **half}
 
 
 def _build_processor_settings(type: str) -> dict[str, Any]:
@@ -240,6 +225,4 @@ def _build_processor_settings(type: str) -> dict[str, Any]:
         }
     if type == "idefics3":
         return {"processor_class": "Idefics3Processor", "image_seq_len": 4}
-    if type == "internvl":
-        return {"processor_class": "InternVLProcessor", "image_seq_length": 4}
-    return {"processor_class": "Glm46VProcessor"}
+    return {"processor_class": "InternVLProcessor", "image_seq_length": 4}

@@ -13,7 +13,7 @@ from pathlib import Path
 import msgspec
 import numpy as np
 
-from sightline.families.checkpoint_files import read_json
+from sightline.families.checkpoint_files import read_json, read_vocab_size
 from sightline.families.kimi_k25.tokenizer import load_tokenizer
 from sightline.families.kimi_k25.tool_declaration import declare_tools
 from sightline.families.kimi_k25.vision import KimiK25Family
@@ -22,7 +22,6 @@ from sightline.families.renderer import (
     ParsedCompletion,
     RenderContext,
     emit_ids,
-    read_vocab_size,
 )
 from sightline.message import ImageResolver, Message, ToolCall
 from sightline.render import Emitter, Tokenizer

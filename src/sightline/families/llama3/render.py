@@ -13,12 +13,12 @@ from pathlib import Path
 from typing import ClassVar
 
 from sightline.errors import FamilyError
+from sightline.families.checkpoint_files import read_vocab_size
 from sightline.families.protocol import Family
 from sightline.families.renderer import (
     BaseRenderer,
     ParsedCompletion,
     RenderContext,
-    read_vocab_size,
 )
 from sightline.message import ImageResolver, Message, Part, TextPart, assistant, system, user
 from sightline.render import ChatTemplate, Emitter, TemplateError, Tokenizer

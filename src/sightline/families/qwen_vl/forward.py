@@ -6,52 +6,28 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from jaxtyping import Float, UInt8
-from torch import Tensor, nn
+from jaxtyping import Float
+from torch import Tensor
 from transformers import AutoModelForCausalLM, AutoModelForImageTextToText, vision_utils
 
 from sightline.errors import FamilyError
-from sightline.families.protocol import Family
+from sightline.families.protocol import Family, Grid
 from sightline.families.qwen_vl.vision import QwenVLFamily
 from sightline.families.transformers_forward import (
     TextForward,
-    VisionForward,
+    VideoForward,
     join_layers,
     load_model,
 )
 
 
-class QwenVLForward(VisionForward):
-    def __init__(self, model: nn.Module, family: QwenVLFamily) -> None:
-        body: Any = model.model
-        super().__init__(model, family, body.language_model, body.visual)
-        self._temporal = family.temporal
-
-    def vision_parameters(self) -> list[tuple[str, nn.Parameter]]:
-        return [(f"model.visual.{name}", p) for name, p in self._tower.named_parameters()]
-
-    def blocks(self) -> list[nn.Module]:
-        return [*super().blocks(), *self._tower.blocks]
-
-    def rows(self, patches: UInt8[Tensor, "patches values"]) -> Float[Tensor, "patches row"]:
-        """All frames of a step of a video, or that of an image for each that the tower looks at."""
-        values = self.look_up(patches)
-        num, _, size = values.shape
-        if size != self._family.patch**2:
-            return values.reshape(num, -1)
-        return values.unsqueeze(2).expand(num, 3, self._temporal, size).reshape(num, -1)
-
+class QwenVLForward(VideoForward):
     def get_features(self, output: Any) -> Float[Tensor, "visual_tokens features"]:
         return join_layers(output.pooler_output, output)
 
-    def compute_tower_inputs(self, grids: tuple[tuple[int, int, int], ...]) -> dict[str, Any]:
+    def compute_tower_inputs(self, grids: tuple[Grid, ...]) -> dict[str, Any]:
         tower, sizes = self._tower, torch.tensor(grids)
-        ends = vision_utils.get_vision_cu_seqlens(sizes)
-        found: dict[str, Any] = {
-            "position_ids": vision_utils.get_vision_position_ids(sizes, tower.spatial_merge_size),
-            "cu_seqlens": ends,
-            "max_seqlen": int(ends.diff().max()),
-        }
+        found: dict[str, Any] = super().compute_tower_inputs(grids)
         if hasattr(tower, "pos_embed"):
             indices, weights = vision_utils.get_vision_interpolation_indices_and_weights(
                 sizes,

@@ -14,6 +14,7 @@ from typing import ClassVar
 from sightline.errors import MessageError
 from sightline.families.protocol import Family, ShownStep
 from sightline.families.renderer import BaseRenderer, ParsedCompletion, RenderContext
+from sightline.families.tool_calls import parse_calls
 from sightline.message import ImageResolver, Message, TextPart, ToolCall
 from sightline.render import Emitter, Tokenizer
 from sightline.render.protocol import Tools
@@ -214,8 +215,15 @@ class QwenRenderer(BaseRenderer):
     # -- parsing
 
     def parse_turn(self, ids: list[int], tools: Tools) -> ParsedCompletion:
+        calls: tuple[ToolCall, ...]
+        malformed: tuple[str, ...]
         reasoning, rest = self.split_reasoning(ids)
-        calls, malformed = self._parse_calls(rest, tools)
+        calls, malformed = (), ()
+        if self.takes_tools:
+            marks, tokenizer = (self._call_start, self._call_end), self._tokenizer
+            calls, malformed = parse_calls(
+                rest, marks, tokenizer, lambda ids: self.parse_call(tokenizer.decode(ids), tools)
+            )
         if calls and not malformed:
             content = self._tokenizer.decode(rest[: rest.index(self._call_start)])
             content = content.removesuffix("\n")
@@ -224,32 +232,3 @@ class QwenRenderer(BaseRenderer):
         if len(rest) < len(ids):
             content = self.strip_content(content)
         return ParsedCompletion(content, reasoning, calls, malformed)
-
-    def _parse_calls(
-        self, ids: list[int], tools: Tools
-    ) -> tuple[tuple[ToolCall, ...], tuple[str, ...]]:
-        """The calls, and the raw text of everything from the first mark on that is none."""
-        calls: list[ToolCall] = []
-        malformed: list[str] = []
-        if not self.takes_tools or self._call_start not in ids:
-            return (), ()
-        at = ids.index(self._call_start)
-        while at < len(ids):
-            end = self._find_call_end(ids, at)
-            raw = self._tokenizer.decode(ids[at:end])
-            is_closed = ids[at] == self._call_start and ids[end - 1] == self._call_end
-            inner = self._tokenizer.decode(ids[at + 1 : end - 1]) if is_closed else ""
-            call = self.parse_call(inner, tools) if is_closed else None
-            if call is not None:
-                calls.append(call)
-            elif raw.strip():
-                malformed.append(raw)
-            at = end
-        return tuple(calls), tuple(malformed)
-
-    def _find_call_end(self, ids: list[int], at: int) -> int:
-        """Where the call that begins at `at` ends, or the text between two calls."""
-        for i in range(at + 1, len(ids)):
-            if ids[i - 1] == self._call_end or ids[i] == self._call_start:
-                return i
-        return len(ids)

@@ -2,31 +2,25 @@
 
 from __future__ import annotations
 
-import dataclasses
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
-from sightline.errors import FamilyError
-from sightline.families.checkpoint_files import read_json
 from sightline.families.processor_settings import (
-    PixelSettings,
+    FrameSettings,
+    find_frame_difference,
+    override_limits,
     read_int,
     read_pixel_settings,
     read_processor_config,
+    read_video_config,
 )
-
-_OVERRIDES = ("min_pixels", "max_pixels")
 
 
 @dataclass(frozen=True, kw_only=True)
-class ProcessorSettings(PixelSettings):
-    temporal: int = 2
-    """Frames of a patch. An image has one; it is repeated."""
+class ProcessorSettings(FrameSettings):
     min_pixels: int = 56 * 56
     max_pixels: int = 28 * 28 * 1280
-    mean: tuple[float, ...] = (0.48145466, 0.4578275, 0.40821073)
-    std: tuple[float, ...] = (0.26862954, 0.26130258, 0.27577711)
 
 
 def read_processor_settings(path: Path, overrides: dict[str, int]) -> ProcessorSettings:
@@ -43,15 +37,7 @@ def read_processor_settings(path: Path, overrides: dict[str, int]) -> ProcessorS
         max_pixels=read_int(raw, max_pixels, "max_pixels"),
         **read_pixel_settings(raw, default, path),
     )
-    for key in overrides.keys() - set(_OVERRIDES):
-        raise FamilyError(f"no processor setting {key!r}", f"use {' or '.join(_OVERRIDES)}")
-    settings = dataclasses.replace(settings, **cast(Any, overrides))
-    if not 0 < settings.min_pixels <= settings.max_pixels:
-        raise FamilyError(
-            f"min_pixels {settings.min_pixels}, max_pixels {settings.max_pixels}",
-            "set 0 < min_pixels <= max_pixels",
-        )
-    return settings
+    return override_limits(settings, overrides)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -78,23 +64,11 @@ def read_video_settings(
     path: Path, config: dict[str, Any], images: ProcessorSettings
 ) -> VideoSettings | str:
     """The settings in a checkpoint folder; or why its videos cannot be shown."""
-    raw, is_joined = _read_video_config(path), config.get("model_type") == "qwen2_5_vl"
+    raw, is_joined = read_video_config(path), config.get("model_type") == "qwen2_5_vl"
     size = raw.get("size") or {}
     side = 28 if is_joined else 32
-    try:
-        own = {
-            "patch": read_int(raw, 14 if is_joined else 16, "patch_size"),
-            "merge": read_int(raw, 2, "merge_size"),
-            "temporal": read_int(raw, 2, "temporal_patch_size"),
-            **read_pixel_settings(raw, images, path),
-        }
-    except FamilyError as error:
-        return error.problem
-    for key, value in own.items():
-        if value != (known := getattr(images, key)):
-            return f"its video processor has {key} = {value}, and its image processor {known}"
-    if images.temporal < 2:
-        return "its vision tower looks at single frames"
+    if difference := find_frame_difference(raw, images, path, 14 if is_joined else 16):
+        return difference
     caps = bool(raw.get("cap_pixels_per_frame"))
     most = int(raw.get("max_video_tokens") or (128_000 if is_joined else 768)) if caps else 0
     shortest = read_int(size, 128 * side * side, "shortest_edge")
@@ -115,13 +89,3 @@ def read_video_settings(
     if min(numbers) <= 0 or settings.min_pixels > settings.max_pixels:
         return f"its video processor has {settings}"
     return settings
-
-
-def _read_video_config(path: Path) -> dict[str, Any]:
-    """The video processor's own part of the files of a folder; that of images where it has none."""
-    nested = path / "processor_config.json"
-    found = read_json(nested).get("video_processor") if nested.is_file() else None
-    file = path / "video_preprocessor_config.json"
-    if found is None and file.is_file():
-        found = read_json(file)
-    return read_processor_config(path) if found is None else dict(found)

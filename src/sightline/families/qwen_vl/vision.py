@@ -1,72 +1,31 @@
-"""Sizes to grids, images and frames to patches, and the three positions a token of MRoPE.
-
-The arithmetic is that of transformers' Pillow image processor, and the float rows are
-bit-identical to its `pixel_values`. torchvision takes no part, installed or not: transformers'
-video processors resize with it, and frames that keep their size are bit-identical to theirs.
-
-The tower looks at `temporal` frames of a video at once and at nothing beside them: each such step
-is an item and a slot of its own.
-"""
+"""Sizes to grids, frames of videos to steps, and the three positions a token of MRoPE."""
 
 from __future__ import annotations
 
-import dataclasses
-import math
 from collections.abc import Sequence
-from functools import lru_cache
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 
-from sightline.errors import FamilyError, MediaRefused, Misaligned
 from sightline.families.checkpoint_files import read_json
-from sightline.families.patchify import patchify
-from sightline.families.processor_settings import check_vision_config, compute_fingerprint
-from sightline.families.protocol import TREE_PACKING, ImageLayout, Packing, ShownStep
+from sightline.families.pixel_limits import fit_area
+from sightline.families.processor_settings import check_vision_config
+from sightline.families.protocol import TREE_PACKING, Packing
 from sightline.families.qwen_vl.settings import (
-    ProcessorSettings,
     VideoSettings,
     read_processor_settings,
     read_video_settings,
 )
-from sightline.families.qwen_vl.sizes import fit_frames, fit_size
-from sightline.families.qwen_vl.video import pair_frames, sample_video
-from sightline.families.vision_family import (
-    MAX_CACHED_ITEMS,
-    PixelFamily,
-    check_slots_fit,
-    compute_mrope_positions,
-    fit_image,
-)
-from sightline.message import VideoPart
-from sightline.wire import MediaItem, Slot, VideoStep
-
-if TYPE_CHECKING:
-    from PIL import Image
+from sightline.families.qwen_vl.sizes import fit_frames
+from sightline.families.qwen_vl.video import sample_frames
+from sightline.families.video_family import VideoFamily
+from sightline.families.vision_family import check_slots_fit, compute_mrope_positions
+from sightline.wire import Slot
 
 
-class QwenVLFamily(PixelFamily[ProcessorSettings]):
+class QwenVLFamily(VideoFamily[VideoSettings]):
     name = "qwen_vl"
-    num_axes = 3
-
-    def __init__(
-        self,
-        settings: ProcessorSettings,
-        slot_token_ids: tuple[int, ...] = (),
-        packing: Packing = TREE_PACKING,
-        video: VideoSettings | str = "its settings of videos were not read",
-    ) -> None:
-        """`video` is how videos are shown, or why they are not."""
-        super().__init__(settings, slot_token_ids, packing)
-        self.video = video
-        self.video_refusal = video if isinstance(video, str) else ""
-        self.video_settings = {**self.settings, "video": _describe_video(video)}
-        self.video_fingerprint = compute_fingerprint(self.video_settings)
-        self._steps = lru_cache(maxsize=MAX_CACHED_ITEMS // 16)(self._make_steps)
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        return type(self), (self._settings, self.slot_token_ids, self.packing, self.video)
 
     @classmethod
     def load(cls, path: Path, overrides: dict[str, int]) -> QwenVLFamily:
@@ -88,129 +47,24 @@ class QwenVLFamily(PixelFamily[ProcessorSettings]):
         )
 
     @property
-    def temporal(self) -> int:
-        return self._settings.temporal
-
-    def compute_table(self) -> np.ndarray:
-        # The product is taken in float64 and rounded once, the rest is float32: any other order
-        # differs from transformers in the last bit of some values.
-        values = np.arange(256, dtype=np.float64)
-        if self._settings.rescale is not None:
-            values = values * self._settings.rescale
-        mean = np.array(self._settings.mean, np.float32)
-        std = np.array(self._settings.std, np.float32)
-        table: np.ndarray = (values.astype(np.float32)[:, None] - mean) / std
-        return table
-
-    def compute_layout(self, width: int, height: int) -> ImageLayout:
-        return self._lay_out(*fit_size(width, height, self._settings))
-
-    def _lay_out(self, new_height: int, new_width: int) -> ImageLayout:
-        grid = (1, new_height // self.patch, new_width // self.patch)
-        return ImageLayout(grid, math.prod(grid) // self.merge**2, new_height, new_width)
-
-    def cut_patches(self, image: Image.Image, layout: ImageLayout) -> np.ndarray:
-        """uint8 (patches, 3*patch*patch): channel, row, column; in the order of merged tokens."""
-        size = (layout.width, layout.height)
-        image = fit_image(image, size, size, self._settings.resample)
-        return patchify(image, self.patch, self.merge)
-
-    def shape_rows(self, values: np.ndarray) -> np.ndarray:
-        """(patches, 3*temporal*patch*patch): all frames of a step, or the one of an image for each
-        that the tower looks at."""
-        num, _, size = values.shape
-        if size != self.patch**2:
-            return values.reshape(num, -1)
-        frames = np.broadcast_to(values[:, :, None], (num, 3, self.temporal, size))
-        return frames.reshape(num, -1)
-
-    def repeat_frame(self, patches: np.ndarray) -> np.ndarray:
-        return self.shape_rows(patches.reshape(len(patches), 3, -1))
-
-    # -- videos
-
-    @property
     def joins_steps(self) -> bool:
         """Whether the steps of a video stand side by side, with no marks between them."""
         return isinstance(self.video, VideoSettings) and self.video.is_joined
 
-    def steps(self, video: VideoPart) -> tuple[ShownStep, ...]:
-        return self._steps(video)
+    def fit_image_size(self, width: int, height: int) -> tuple[int, int]:
+        limits = self._settings
+        return fit_area(width, height, limits.factor, limits.min_pixels, limits.max_pixels)
 
-    def _make_steps(self, video: VideoPart) -> tuple[ShownStep, ...]:
-        settings, refs = self._get_video_settings(), video.refs
-        sampled = sample_video(video, settings, self.temporal)
-        if len({(ref.width, ref.height) for ref in refs}) > 1:
-            raise MediaRefused(
-                "a video whose images are not of one size", "resize them to the size of the first"
-            )
-        num = len(sampled.numbers)
-        grid = self._lay_out_frames(refs[0].width, refs[0].height, num).grid
-        numbers = pair_frames(sampled.numbers, self.temporal)
-        times = pair_frames(sampled.seconds, self.temporal)
-        shown = []
-        for k, (of_step, seconds) in enumerate(zip(numbers, times, strict=True)):
-            where: dict[str, Any] = {"frames": of_step}
-            if video.ref is None:
-                where = {"further": tuple(refs[number] for number in of_step[1:])}
-            step = VideoStep(
-                number=k,
-                num_frames=num,
-                seconds=self.temporal * sampled.seconds_per_frame,
-                **where,
-            )
-            ref = video.ref or refs[of_step[0]]
-            item = MediaItem(ref, self.name, grid, self.video_fingerprint, step=step)
-            shown.append(ShownStep(item, (seconds[0] + seconds[-1]) / 2))
-        return tuple(shown)
+    def fit_frame_size(self, width: int, height: int, num_frames: int) -> tuple[int, int]:
+        video = self.get_video_settings()
+        return fit_frames(width, height, num_frames, video, self._settings)
 
-    def _get_video_settings(self) -> VideoSettings:
-        if isinstance(self.video, str):
-            raise FamilyError(f"no video can be shown: {self.video}", "show frames as images")
-        return self.video
+    def sample_frames(self, num_frames: int, fps: float) -> list[int]:
+        return sample_frames(num_frames, fps, self.get_video_settings(), self.temporal)
 
-    def _lay_out_frames(self, width: int, height: int, num_frames: int) -> ImageLayout:
-        video = self._get_video_settings()
-        return self._lay_out(*fit_frames(width, height, num_frames, video, self._settings))
-
-    def check_item(self, item: MediaItem) -> None:
-        if item.step is None:
-            return super().check_item(item)
-        self.check_settings(item, self.video_fingerprint, self.video_settings)
-        step = item.step
-        if step.frames:
-            known = [shown.item for shown in self.steps(VideoPart(ref=item.ref))]
-            is_ours = step.number < len(known) and known[step.number] == item
-        else:
-            sizes = {(ref.width, ref.height) for ref in item.refs}
-            is_ours = (
-                len(sizes) == 1
-                and len(item.refs) == self.temporal <= step.num_frames
-                and step.number < step.num_steps
-                and item.grid == self._lay_out_frames(*sizes.pop(), step.num_frames).grid
-            )
-        if not is_ours:
-            raise Misaligned(
-                f"{item.name} with grid {item.grid} is none that this family makes",
-                "make items with family.steps",
-            )
-
-    def step_patches(self, frames: Sequence[Image.Image], item: MediaItem) -> np.ndarray:
-        """uint8 (patches, 3*temporal*patch*patch): channel, frame, row, column."""
-        ref, step = item.ref, item.step
-        assert step is not None
-        sizes = {frame.size for frame in frames}
-        if len(frames) != self.temporal or sizes != {(ref.width, ref.height)}:
-            raise Misaligned(
-                f"{item.name}: {len(frames)} frames of {sorted(sizes)}, its ref says "
-                f"{(ref.width, ref.height)}",
-                "read the frames that the item names",
-            )
-        layout = self._lay_out_frames(ref.width, ref.height, step.num_frames)
-        cut = [self.cut_patches(frame, layout) for frame in frames]
-        return np.stack([one.reshape(len(one), 3, -1) for one in cut], axis=2).reshape(
-            len(cut[0]), -1
-        )
+    def tell_time(self, seconds: Sequence[float]) -> float:
+        """The middle of a step."""
+        return (seconds[0] + seconds[-1]) / 2
 
     def positions(
         self, num_tokens: int, slots: Sequence[Slot], start: int = 0
@@ -218,10 +72,6 @@ class QwenVLFamily(PixelFamily[ProcessorSettings]):
         check_slots_fit(slots, self.merge, num_tokens)
         per_second = self.video.tokens_per_second if isinstance(self.video, VideoSettings) else 0
         return compute_mrope_positions(num_tokens, slots, self.merge, start, per_second)
-
-
-def _describe_video(video: VideoSettings | str) -> dict[str, Any]:
-    return {} if isinstance(video, str) else dataclasses.asdict(video)
 
 
 def _find_packing(text_config: dict[str, Any]) -> Packing:

@@ -7,22 +7,21 @@ A folder without a template speaks the first format of its model type.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 import msgspec
 
 from sightline.errors import FamilyError
-from sightline.families.checkpoint_files import read_json
-from sightline.families.protocol import Family
+from sightline.families.checkpoint_files import read_json, read_vocab_size
+from sightline.families.protocol import Family, ShownStep
 from sightline.families.qwen_vl.formats.calls import JsonCallFormat, TaggedCallFormat
 from sightline.families.qwen_vl.formats.reasoning import ReasoningFormat
-from sightline.families.qwen_vl.formats.template_check import (
-    find_template_difference,
-    find_video_difference,
-)
 from sightline.families.qwen_vl.render import QwenRenderer
-from sightline.families.renderer import ParsedCompletion, RenderContext, read_vocab_size
+from sightline.families.renderer import ParsedCompletion, RenderContext
+from sightline.families.template_check import TemplateCheck
 from sightline.message import ImageResolver, Message, Part, TextPart, join_texts
 from sightline.render import ChatTemplate, Tokenizer
 from sightline.render.protocol import Tools
@@ -95,6 +94,8 @@ class Qwen35NonThinking(Qwen35):
         return replace(parsed, content=self.strip_content(parsed.content))
 
 
+_VIDEO = "<|vision_start|><|video_pad|><|vision_end|>"
+
 FORMATS: dict[str, tuple[type[QwenRenderer], ...]] = {
     "qwen2_5_vl": (Qwen25VL,),
     "qwen3_vl": (Qwen3VL, Qwen3VLThinking),
@@ -117,20 +118,32 @@ def load_renderer(
     differences = []
     for candidate in FORMATS[read_json(path / "config.json")["model_type"]]:
         renderer = candidate(tokenizer, family, resolver, vocab_size)
-        difference = None
+        check = None
         if template is not None:
-            difference = find_template_difference(renderer, template, tokenizer, family)
+            check = TemplateCheck(renderer, template, tokenizer, family)
+        difference = check and check.find_difference()
         if difference is None:
             # Templates are compared without numbers, which a caller asks for.
             renderer.numbers_images = number_images
             if not renderer.video_refusal and number_images:
                 renderer.video_refusal = "images are numbered ([model] number_images)"
-            elif not renderer.video_refusal and template is not None:
-                known = find_video_difference(renderer, template, tokenizer, family)
+            elif not renderer.video_refusal and check is not None:
+                known = check.find_video_difference(_VIDEO, partial(_spell_video, family))
                 renderer.video_refusal = known or ""
             return renderer
         differences.append(f"{candidate.format_name}: {difference}")
     raise FamilyError(
         f"{path}: the chat template is none that is known. " + " ".join(differences),
         "use the chat template that the checkpoint was published with",
+    )
+
+
+def _spell_video(family: Family, steps: Sequence[ShownStep]) -> str:
+    start, end = _VIDEO.split("<|video_pad|>")
+    pads = ["<|video_pad|>" * family.num_tokens(step.item) for step in steps]
+    if getattr(family, "joins_steps", False):
+        return start + "".join(pads) + end
+    return "".join(
+        f"<{step.seconds:.1f} seconds>{start}{pad}{end}"
+        for step, pad in zip(steps, pads, strict=True)
     )

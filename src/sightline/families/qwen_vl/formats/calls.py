@@ -8,10 +8,10 @@ from typing import Any
 
 import msgspec
 
-from sightline.errors import MessageError
 from sightline.families.message_fields import encode_tool
 from sightline.families.qwen_vl.render import QwenRenderer
-from sightline.message import Message, ToolCall, check_unicode, is_whole_text
+from sightline.families.tool_calls import check_arguments, get_parameters, parse_value
+from sightline.message import Message, ToolCall, is_whole_text
 from sightline.render import Emitter
 from sightline.render.protocol import Tools
 
@@ -40,7 +40,6 @@ _TAGS_TAIL = (
 
 _FUNCTION = re.compile(r"\n<function=([^\n>]+)>\n(.*)</function>\n", re.DOTALL)
 _PARAMETER = re.compile(r"<parameter=([^\n>]+)>\n(.*?)\n</parameter>\n", re.DOTALL)
-_SCALARS = {"True": True, "False": False, "None": None}
 
 
 class _Call(msgspec.Struct):
@@ -82,14 +81,7 @@ class TaggedCallFormat(QwenRenderer):
         self.close_turn(emitter)
 
     def check_call(self, call: ToolCall, path: str) -> None:
-        path = f"{path}.function.arguments"
-        try:
-            arguments = json.loads(call.arguments)
-        except (ValueError, RecursionError):
-            arguments = None
-        if not isinstance(arguments, dict):
-            raise MessageError.at(path, "not a JSON object", "pass an object of arguments")
-        check_unicode(json.dumps(arguments, ensure_ascii=False), path)
+        check_arguments(call, path)
 
     def emit_call(self, emitter: Emitter, call: ToolCall) -> None:
         emitter.text(f"\n<function={call.name}>\n")
@@ -103,13 +95,15 @@ class TaggedCallFormat(QwenRenderer):
             return None
         arguments: dict[str, Any] = {}
         name, body = function.groups()
-        declared = _get_parameters(tools, name)
+        declared = get_parameters(tools, name)
         at = 0
         while at < len(body):
             parameter = _PARAMETER.match(body, at)
             if parameter is None or parameter[1] in arguments:
                 return None
-            arguments[parameter[1]] = _parse_value(parameter[2], declared.get(parameter[1]))
+            arguments[parameter[1]] = parse_value(
+                parameter[2], declared.get(parameter[1]), _spell_value
+            )
             at = parameter.end()
         encoded = json.dumps(arguments, ensure_ascii=False)
         return ToolCall(name=name, arguments=encoded) if is_whole_text(encoded) else None
@@ -123,44 +117,3 @@ def _spell_value(value: Any) -> str:
     if isinstance(value, (dict, list)):
         return json.dumps(value, ensure_ascii=False)
     return str(value)
-
-
-def _get_parameters(tools: Tools, name: str) -> dict[str, Any]:
-    """The schemas of a function's parameters; none where its declaration is of another shape."""
-    for tool in tools:
-        function = tool.get("function", tool) if isinstance(tool, dict) else None
-        if isinstance(function, dict) and function.get("name") == name:
-            parameters = function.get("parameters")
-            found = parameters.get("properties") if isinstance(parameters, dict) else None
-            return found if isinstance(found, dict) else {}
-    return {}
-
-
-def _list_kinds(schema: Any) -> list[Any]:
-    """The types that a schema lets a value have; `any` where it does not say."""
-    if not isinstance(schema, dict):
-        return ["any"]
-    if isinstance(options := schema.get("anyOf"), list):
-        return [kind for option in options for kind in _list_kinds(option)]
-    if isinstance(values := schema.get("enum"), list):
-        return ["string" if isinstance(value, str) else "any" for value in values]
-    kinds = schema.get("type", "any")
-    return kinds if isinstance(kinds, list) else [kinds]
-
-
-def _parse_value(spelled: str, schema: Any) -> Any:
-    """The value that the template spells this way: a string where the schema of the parameter
-    says so, or where nothing else is spelled so."""
-    kinds = _list_kinds(schema)
-    if "string" in kinds and all(kind in ("string", "null") for kind in kinds):
-        return None if spelled == "None" and "null" in kinds else spelled
-    if spelled in _SCALARS:
-        return _SCALARS[spelled]
-    try:
-        value = json.loads(spelled)
-    except (ValueError, RecursionError):
-        return spelled
-    # A number that Python would spell in another way was no number.
-    if isinstance(value, (dict, list)) or str(value) == spelled or isinstance(value, bool):
-        return value
-    return spelled

@@ -9,15 +9,18 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import ClassVar
 
-import msgspec
-
 from sightline.families.protocol import Family
 from sightline.families.qwen_vl.render import QwenRenderer
+from sightline.families.reasoning import (
+    END_THINK,
+    THINK,
+    keep_told_reasoning,
+    split_sampled_reasoning,
+    split_told_reasoning,
+)
 from sightline.families.renderer import RenderContext
 from sightline.message import ImageResolver, Message
 from sightline.render import Emitter, Tokenizer
-
-THINK, END_THINK = "<think>", "</think>"
 
 
 class ReasoningFormat(QwenRenderer):
@@ -53,18 +56,11 @@ class ReasoningFormat(QwenRenderer):
         return header
 
     def drop_unwritten(self, message: Message) -> Message:
-        """Empty reasoning keeps the template from looking for reasoning in the content."""
-        less = super().drop_unwritten(message)
-        is_told = message.reasoning == "" and END_THINK in message.text
-        return msgspec.structs.replace(less, reasoning="") if is_told else less
+        return keep_told_reasoning(super().drop_unwritten(message), message)
 
     def split_message(self, message: Message) -> tuple[str, str]:
-        """Reasoning and content. Where no reasoning is given, the template reads the content."""
         content = "".join(getattr(part, "text", "") for part in self.get_parts(message))
-        if message.reasoning is not None or END_THINK not in content:
-            return message.reasoning or "", content
-        reasoning = content.split(END_THINK)[0].rstrip("\n").split(THINK)[-1].lstrip("\n")
-        return reasoning, content.split(END_THINK)[-1].lstrip("\n")
+        return split_told_reasoning(message.reasoning, content)
 
     def emit_assistant(self, emitter: Emitter, context: RenderContext, i: int) -> None:
         message = context.messages[i]
@@ -118,18 +114,11 @@ class ReasoningFormat(QwenRenderer):
     # -- parsing
 
     def split_reasoning(self, ids: list[int]) -> tuple[str | None, list[int]]:
-        start = 0
-        if not self.opens_reasoning or ids[:1] == [self._think]:
-            if self._think not in ids:
-                return None, ids
-            start = ids.index(self._think) + 1
-            if self._tokenizer.decode(ids[: start - 1]).strip():
-                return None, ids
-        # A call ends reasoning that is never closed; before the end of a block it is a draft.
-        ends = [mark for mark in (self._think_end, self._call_start) if mark in ids[start:]]
-        end = ids.index(ends[0], start) if ends else len(ids)
-        reasoning = self._tokenizer.decode(ids[start:end]).strip(self.stripped)
-        return reasoning or None, ids[end + (ends[:1] == [self._think_end]) :]
+        marks = (self._think, self._think_end, self._call_start)
+        reasoning, rest = split_sampled_reasoning(
+            ids, self._tokenizer, marks, is_open=self.opens_reasoning
+        )
+        return (reasoning or "").strip(self.stripped) or None, rest
 
     def strip_content(self, content: str) -> str:
         return content.lstrip("\n")

@@ -11,11 +11,11 @@ from pathlib import Path
 
 import msgspec
 
+from sightline.families.checkpoint_files import read_vocab_size
 from sightline.families.renderer import (
     BaseRenderer,
     ParsedCompletion,
     RenderContext,
-    read_vocab_size,
 )
 from sightline.message import ROLES, ImageResolver, ToolCall
 from sightline.render import Emitter, Tokenizer

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 from sightline.families.protocol import Family, ShownStep
-from sightline.families.qwen_vl.render import QwenRenderer
+from sightline.families.renderer import BaseRenderer
 from sightline.media import MediaRef
 from sightline.message import (
     ImagePart,
@@ -36,8 +37,6 @@ _TOOLS = (
 _ARGUMENTS = '{"at": "a \\"b\\"\\n c", "n": 3, "deep": {"x": [1, true, null]}, "yes": true}'
 _REF = MediaRef(digest="0" * 64, mime="image/png", width=64, height=96, nbytes=1)
 
-_VIDEO = "<|vision_start|><|video_pad|><|vision_end|>"
-
 _SPELLED = "a tool's answer from a user"
 """The probe in which a text spells a mark: it stays text in our rendering and becomes the mark in
 the template's."""
@@ -46,7 +45,7 @@ Probe = tuple[str, Sequence[Message], dict[str, Any]]
 """What a conversation has that others lack, for errors; its messages; and how it is rendered."""
 
 
-def build_probes(renderer: QwenRenderer, family: Family) -> Iterator[Probe]:
+def build_probes(renderer: BaseRenderer, family: Family) -> Iterator[Probe]:
     """Short conversations with everything that the format can express."""
     hi, ask, answer = user("hi"), user(" two\nlines \n"), assistant("\n\nfine\n ")
     yield "a question", [hi], {}
@@ -59,7 +58,8 @@ def build_probes(renderer: QwenRenderer, family: Family) -> Iterator[Probe]:
         yield "images", [user(" see ", _REF, _REF, "\nso? "), answer, user(_REF)], {}
     call = ToolCall(name="look", arguments=_ARGUMENTS)
     if renderer.takes_tools:
-        shown = (ImagePart(_REF),) if family.shows_images else ()
+        sees = family.shows_images and "tool" in renderer.image_roles
+        shown = (ImagePart(_REF),) if sees else ()
         returned = Message(role="tool", content=(TextPart(" it is\n"), *shown))
         calls = Message(role="assistant", tool_calls=(call, ToolCall(name="wait", arguments="{}")))
         talks = Message(role="assistant", content=(TextPart("so "),), tool_calls=(call,))
@@ -72,7 +72,7 @@ def build_probes(renderer: QwenRenderer, family: Family) -> Iterator[Probe]:
         yield from _reasoning_probes(renderer, call)
 
 
-def _reasoning_probes(renderer: QwenRenderer, call: ToolCall) -> Iterator[Probe]:
+def _reasoning_probes(renderer: BaseRenderer, call: ToolCall) -> Iterator[Probe]:
     hi, more, empty = user("hi"), user("more"), assistant("right")
     thought = assistant("\nyes", reasoning="\nhm, so \n")
     spelled = assistant("<think>\nwell\n</think>\n\nno")
@@ -88,82 +88,81 @@ def _reasoning_probes(renderer: QwenRenderer, call: ToolCall) -> Iterator[Probe]
     yield _SPELLED, [hi, thought, user("<tool_response>\nok\n</tool_response>"), thought], {}
 
 
-def find_template_difference(
-    renderer: QwenRenderer, template: ChatTemplate, tokenizer: Tokenizer, family: Family
-) -> str | None:
-    """Where the template first writes other tokens than the format, in words."""
-    for about, messages, options in build_probes(renderer, family):
-        ours = renderer.render(messages, **options).token_ids
-        try:
-            text = template.render([_to_template_message(m) for m in messages], **options)
-        except TemplateError as error:
-            return f"for {about} the template fails: {error}"
-        theirs = _expand_pads(tokenizer.encode_marked(text), renderer, family)
-        spelled = [tokenizer.decode(ids) for ids in (ours, theirs)]
-        if ours != theirs and not (about == _SPELLED and spelled[0] == spelled[1]):
-            return f"for {about} {_describe_first_difference(ours, theirs, tokenizer)}"
-    return None
+@dataclass(frozen=True)
+class TemplateCheck:
+    """What a renderer is compared with, and how that is asked."""
 
+    renderer: BaseRenderer
+    template: ChatTemplate
+    tokenizer: Tokenizer
+    family: Family
+    settings: Mapping[str, Any] = field(default_factory=dict)
+    """What the template is given beside messages and tools."""
+    lists_tool_content: bool = False
+    """Whether the template is given the content of every tool message as a list."""
 
-def find_video_difference(
-    renderer: QwenRenderer, template: ChatTemplate, tokenizer: Tokenizer, family: Family
-) -> str | None:
-    """Where the template writes a video otherwise than as one pad between its marks, in words.
-
-    The three are replaced as the processor does that was published with the checkpoints.
-    """
-    shown = video([(_REF, 0.0), (_REF, 0.5)])
-    asked = user("see ", shown, "\nso? ")
-    talk = [asked, assistant("fine")]
-    if "system" in renderer.image_roles:
-        talk.insert(0, Message(role="system", content=asked.content))
-    if renderer.takes_tools:
-        talk.append(Message(role="tool", content=asked.content))
-    ours = renderer.render(talk).token_ids
-    try:
-        text = template.render([_to_template_message(message) for message in talk])
-    except TemplateError as error:
-        return f"the chat template fails for a video: {error}"
-    theirs = tokenizer.encode_marked(
-        text.replace(_VIDEO, _spell_video(family.steps(shown), family))
-    )
-    if ours == theirs:
+    def find_difference(self) -> str | None:
+        """Where the template first writes other tokens than the format, in words."""
+        for about, messages, options in build_probes(self.renderer, self.family):
+            ours = self.renderer.render(messages, **options).token_ids
+            if self.renderer.openers and not options.get("generation_prompt", True):
+                ours = ours[:-1]  # templates leave the last turn without its end
+            try:
+                text = self._render(messages, options)
+            except TemplateError as error:
+                return f"for {about} the template fails: {error}"
+            theirs = self._expand_pads(self.tokenizer.encode_marked(text))
+            spelled = [self.tokenizer.decode(ids) for ids in (ours, theirs)]
+            if ours != theirs and not (about == _SPELLED and spelled[0] == spelled[1]):
+                return f"for {about} {self._describe_difference(ours, theirs)}"
         return None
-    return f"in the chat template {_describe_first_difference(ours, theirs, tokenizer)}"
+
+    def find_video_difference(
+        self, mark: str, spell: Callable[[Sequence[ShownStep]], str]
+    ) -> str | None:
+        """Where the template writes a video otherwise than as `mark`, in words; `spell` is what the
+        processor that was published with the checkpoints writes in its place."""
+        shown = video([(_REF, 0.0), (_REF, 0.5)])
+        asked = user("see ", shown, "\nso? ")
+        talk = [asked, assistant("fine")]
+        if "system" in self.renderer.image_roles:
+            talk.insert(0, Message(role="system", content=asked.content))
+        if "tool" in self.renderer.image_roles and self.renderer.takes_tools:
+            talk.append(Message(role="tool", content=asked.content))
+        ours = self.renderer.render(talk).token_ids
+        try:
+            text = self._render(talk, {})
+        except TemplateError as error:
+            return f"the chat template fails for a video: {error}"
+        theirs = self.tokenizer.encode_marked(text.replace(mark, spell(self.family.steps(shown))))
+        if ours == theirs:
+            return None
+        return f"in the chat template {self._describe_difference(ours, theirs)}"
+
+    def _render(self, messages: Sequence[Message], options: Mapping[str, Any]) -> str:
+        forms = [_to_template_message(m, self.lists_tool_content) for m in messages]
+        return self.template.render(forms, **options, **self.settings)
+
+    def _expand_pads(self, ids: list[int]) -> list[int]:
+        if not self.family.shows_images:
+            return ids
+        count = self.family.num_tokens(self.family.item(_REF))
+        pad = self.renderer.pad_token_ids[0]
+        return [token for found in ids for token in [found] * (count if found == pad else 1)]
+
+    def _describe_difference(self, ours: list[int], theirs: list[int]) -> str:
+        same = 0
+        while same < min(len(ours), len(theirs)) and ours[same] == theirs[same]:
+            same += 1
+        ends = [self.tokenizer.decode(ids[same : same + 12]) for ids in (ours, theirs)]
+        behind = self.tokenizer.decode(ours[max(0, same - 6) : same])
+        return f"it writes {ends[1]!r} behind {behind!r} where {ends[0]!r} was expected"
 
 
-def _spell_video(steps: Sequence[ShownStep], family: Family) -> str:
-    start, end = _VIDEO.split("<|video_pad|>")
-    pads = ["<|video_pad|>" * family.num_tokens(step.item) for step in steps]
-    if getattr(family, "joins_steps", False):
-        return start + "".join(pads) + end
-    return "".join(
-        f"<{step.seconds:.1f} seconds>{start}{pad}{end}"
-        for step, pad in zip(steps, pads, strict=True)
-    )
-
-
-def _expand_pads(ids: list[int], renderer: QwenRenderer, family: Family) -> list[int]:
-    if not family.shows_images:
-        return ids
-    count = family.num_tokens(family.item(_REF))
-    pad = renderer.image_pad
-    return [token for found in ids for token in [found] * (count if found == pad else 1)]
-
-
-def _describe_first_difference(ours: list[int], theirs: list[int], tokenizer: Tokenizer) -> str:
-    same = 0
-    while same < min(len(ours), len(theirs)) and ours[same] == theirs[same]:
-        same += 1
-    ends = [tokenizer.decode(ids[same : same + 12]) for ids in (ours, theirs)]
-    behind = tokenizer.decode(ours[max(0, same - 6) : same])
-    return f"it writes {ends[1]!r} behind {behind!r} where {ends[0]!r} was expected"
-
-
-def _to_template_message(message: Message) -> dict[str, Any]:
+def _to_template_message(message: Message, lists_tool_content: bool) -> dict[str, Any]:
     """The message as a chat template gets it."""
     form: dict[str, Any] = {"role": message.role, "content": message.text}
-    if message.refs:
+    if message.refs or (lists_tool_content and message.role == "tool"):
         form["content"] = [
             {"type": "text", "text": part.text}
             if isinstance(part, TextPart)

@@ -1,0 +1,24 @@
+"""GLM-4.5V and GLM-4.6V: checkpoints of transformers' `glm4v`, `glm46v` and `glm4v_moe`.
+
+`vision` has layout, pixels and steps of videos, `video` which frames are shown, `render` the chat
+formats, `forward` the torch half, `serving` what vLLM is told and `tiny` small random checkpoints.
+This file loads without torch and transformers.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from sightline.families.glm_v.render import load_renderer
+from sightline.families.glm_v.vision import GlmVFamily
+
+MODEL_TYPES = ("glm4v", "glm46v", "glm4v_moe")
+
+__all__ = ["claims", "load_family", "load_renderer"]
+
+
+def claims(config: dict[str, Any]) -> bool:
+    return config.get("model_type") in MODEL_TYPES
+
+
+load_family = GlmVFamily.load

@@ -1,0 +1,33 @@
+"""The torch half of GLM's vision models: patches to features, tokens to hidden states."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from jaxtyping import Float
+from torch import Tensor
+from transformers import AutoModelForImageTextToText
+
+from sightline.families.glm_v.vision import GlmVFamily
+from sightline.families.protocol import Grid
+from sightline.families.transformers_forward import VideoForward, load_model
+
+
+class GlmVForward(VideoForward):
+    def get_features(self, output: Any) -> Float[Tensor, "visual_tokens features"]:
+        features: Tensor = output.pooler_output
+        return features
+
+    def compute_tower_inputs(self, grids: tuple[Grid, ...]) -> dict[str, Any]:
+        # Where position embeddings are stretched, grids are looked up on the device.
+        return {**super().compute_tower_inputs(grids), "grid_thw": np.array(grids)}
+
+
+def load(
+    path: Path, family: GlmVFamily, device: torch.device, dtype: torch.dtype, attention: str
+) -> GlmVForward:
+    model = load_model(AutoModelForImageTextToText, path, device, dtype, attention)
+    return GlmVForward(model, family)

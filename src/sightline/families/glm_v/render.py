@@ -1,0 +1,363 @@
+"""The chat formats of GLM-4.5V and GLM-4.6V, token for token those of their published templates.
+
+A turn is `<|user|>`, `<|observation|>` or `<|assistant|>`, a newline and the content. It has no end
+of its own: the assistant's ends by the token that opens the next, which is sampled and trains. The
+last answer of a conversation, behind which the template writes nothing, is ended as if a user's
+turn followed, or a tool's where it calls some.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, ClassVar
+
+import numpy as np
+
+from sightline.errors import FamilyError
+from sightline.families.checkpoint_files import read_json, read_vocab_size
+from sightline.families.glm_v.vision import GlmVFamily
+from sightline.families.message_fields import encode_tool
+from sightline.families.protocol import ShownStep
+from sightline.families.reasoning import (
+    END_THINK,
+    THINK,
+    keep_told_reasoning,
+    split_sampled_reasoning,
+    split_told_reasoning,
+)
+from sightline.families.renderer import (
+    BaseRenderer,
+    ParsedCompletion,
+    RenderContext,
+)
+from sightline.families.template_check import TemplateCheck
+from sightline.families.tool_calls import (
+    check_arguments,
+    get_parameters,
+    parse_calls,
+    parse_value,
+)
+from sightline.message import ImageResolver, Message, TextPart, ToolCall, is_whole_text
+from sightline.render import ChatTemplate, Emitter, Tokenizer
+from sightline.render.protocol import Tools
+from sightline.wire import MediaItem
+
+NO_THINK = "/nothink"
+_TOOLS_HEAD = (
+    "\n# Tools\n\nYou may call one or more functions to assist with the user query.\n\n"
+    "You are provided with function signatures within <tools></tools> XML tags:\n<tools>\n"
+)
+_TOOLS_TAIL = (
+    "</tools>\n\nFor each function call, output the function name and arguments within the "
+    "following XML format:\n<tool_call>{function-name}\n<arg_key>{arg-key-1}</arg_key>\n"
+    "<arg_value>{arg-value-1}</arg_value>\n<arg_key>{arg-key-2}</arg_key>\n"
+    "<arg_value>{arg-value-2}</arg_value>\n...\n</tool_call>"
+)
+_CALL_MARK = re.compile(r"(</?(?:tool_call|arg_key|arg_value)>)")
+_ARGUMENT_MARKS = ("<arg_key>", "</arg_key>", "<arg_value>", "</arg_value>")
+_VIDEO_PAD = "<|video|>"
+# Marks of media that a policy may not sample, behind the pad.
+_MEDIA_MARKS = (
+    _VIDEO_PAD, "<|begin_of_image|>", "<|end_of_image|>", "<|begin_of_video|>",
+    "<|end_of_video|>", "<|begin_of_audio|>", "<|end_of_audio|>",
+)  # fmt: skip
+
+
+class Glm46V(BaseRenderer):
+    """`thinking` says whether the model reasons before it answers; else every question ends with
+    `/nothink`, and the header of a turn closes an empty block of reasoning."""
+
+    format_name: ClassVar[str] = "GLM-4.6V"
+    image_roles: ClassVar[tuple[str, ...]] = ("system", "user", "tool")
+    lists_tool_content: ClassVar[bool] = True
+    """Whether its template takes what a tool says as a list of parts. Behind a string, the one of
+    GLM-4.6V writes a newline more."""
+
+    def __init__(
+        self,
+        tokenizer: Tokenizer,
+        family: GlmVFamily,
+        resolver: ImageResolver,
+        vocab_size: int,
+        thinking: bool = True,
+    ) -> None:
+        super().__init__(tokenizer, family, resolver, vocab_size)
+        self.thinking = thinking
+        token_id = tokenizer.token_id
+        self._head = [token_id("[gMASK]"), token_id("<sop>")]
+        self.openers = {
+            "user": token_id("<|user|>"),
+            "tool": token_id("<|observation|>"),
+            "assistant": token_id("<|assistant|>"),
+        }
+        self._system = token_id("<|system|>")
+        self.end_id = self.openers["user"]
+        others = self.find_token_ids(("<|endoftext|>",))
+        self.stop_token_ids = (*self.openers.values(), *others)
+        self._image_start = token_id("<|begin_of_image|>")
+        self._image_end = token_id("<|end_of_image|>")
+        self._video_start = token_id("<|begin_of_video|>")
+        self._video_end = token_id("<|end_of_video|>")
+        self._pad = self.video_pad_id = token_id("<|image|>")
+        self.pad_token_ids = (self._pad, *self.find_token_ids(_MEDIA_MARKS))
+        self._think, self._end_think = token_id(THINK), token_id(END_THINK)
+        self._call_start, self._call_end = token_id("<tool_call>"), token_id("</tool_call>")
+        self._argument_marks = [token_id(mark) for mark in _ARGUMENT_MARKS]
+        self._response_start = token_id("<tool_response>")
+        self._response_end = token_id("</tool_response>")
+        line = tokenizer.encode("\n")
+        self._opening = [self.openers["assistant"], *line]
+        closed = [] if thinking else [self._think, self._end_think, *line]
+        self.header = [*self._opening, *closed]
+
+    # -- emitting
+
+    def emit_head(self, emitter: Emitter, context: RenderContext, tools: Tools | None) -> int:
+        for token_id in self._head:
+            emitter.special(token_id)
+        if tools:
+            emitter.special(self._system)
+            listed = [encode_tool(tool, f"tools[{i}]") + "\n" for i, tool in enumerate(tools)]
+            emitter.text(_TOOLS_HEAD + "".join(listed))
+            self._emit_marked(emitter, _TOOLS_TAIL)
+        return 0
+
+    def _emit_marked(self, emitter: Emitter, text: str) -> None:
+        """Text of the format itself: the tokenizer makes single tokens of the marks in it."""
+        for piece in _CALL_MARK.split(text):
+            if _CALL_MARK.fullmatch(piece):
+                emitter.special(self._tokenizer.token_id(piece))
+            else:
+                emitter.text(piece)
+
+    def find_history_end(self, messages: Sequence[Message]) -> int:
+        """The last message of a user."""
+        return max((i for i, m in enumerate(messages) if m.role == "user"), default=-1)
+
+    def emit_message(self, emitter: Emitter, context: RenderContext, i: int) -> None:
+        role, before = context.messages[i].role, context.role(i - 1)
+        is_open = context.is_new if i == 0 else before == "assistant"
+        if not is_open and (role, before) != ("tool", "tool"):
+            emitter.special(self.openers.get(role, self._system))
+        emitter.text("\n")
+        if role == "assistant":
+            self._emit_assistant(emitter, context, i)
+        elif role == "tool":
+            emitter.special(self._response_start)
+            emitter.text("\n")
+            self.emit_content(emitter, context, i)
+            emitter.text("\n")
+            emitter.special(self._response_end)
+        else:
+            self.emit_content(emitter, context, i)
+            if role == "user" and not self.thinking:
+                self._emit_no_think(emitter, context.messages[i])
+
+    def _emit_no_think(self, emitter: Emitter, message: Message) -> None:
+        last = message.content[-1] if message.content else None
+        if isinstance(last, TextPart) and last.text.endswith(NO_THINK):
+            return
+        found = self._tokenizer.find_token_id(NO_THINK)
+        if found is None:
+            emitter.text(NO_THINK)
+        else:
+            emitter.special(found)
+
+    def _emit_assistant(self, emitter: Emitter, context: RenderContext, i: int) -> None:
+        message = context.messages[i]
+        reasoning, content = split_told_reasoning(message.reasoning, message.text)
+        reasoning = reasoning.strip() if i > context.history_end else ""
+        content = content.strip()
+        # The header has an empty block where nothing is thought.
+        is_own = self.thinking or bool(reasoning)
+        if is_own:
+            emitter.begin_trained()
+        emitter.special(self._think)
+        emitter.text(reasoning)
+        emitter.special(self._end_think)
+        said: list[str | ToolCall] = [content] if content else []
+        for k, part in enumerate([*said, *message.tool_calls]):
+            emitter.text("\n")
+            if k == 0 and not is_own:
+                emitter.begin_trained()
+            if isinstance(part, ToolCall):
+                self._emit_call(emitter, part)
+            else:
+                emitter.text(part)
+        if not (is_own or content or message.tool_calls):
+            emitter.begin_trained()
+        following = context.role(i + 1) or ("tool" if message.tool_calls else "user")
+        emitter.special(self.get_turn_end(following))
+        emitter.end_trained()
+
+    def check_call(self, call: ToolCall, path: str) -> None:
+        check_arguments(call, path)
+
+    def _emit_call(self, emitter: Emitter, call: ToolCall) -> None:
+        key, key_end, value, value_end = self._argument_marks
+        emitter.special(self._call_start)
+        emitter.text(call.name + "\n")
+        for name, argument in json.loads(call.arguments).items():
+            for mark, end, text in ((key, key_end, name), (value, value_end, _spell(argument))):
+                emitter.special(mark)
+                emitter.text(text)
+                emitter.special(end)
+                emitter.text("\n")
+        emitter.special(self._call_end)
+
+    def emit_image(self, emitter: Emitter, context: RenderContext, item: MediaItem) -> None:
+        self._emit_item(emitter, item)
+
+    def _emit_item(self, emitter: Emitter, item: MediaItem) -> None:
+        emitter.special(self._image_start)
+        emitter.image(item, self._pad, self._family.num_tokens(item))
+        emitter.special(self._image_end)
+
+    def emit_video(self, emitter: Emitter, steps: Sequence[ShownStep]) -> None:
+        """Each step as an image, and its time behind it."""
+        assert isinstance(self._family, GlmVFamily)
+        emitter.special(self._video_start)
+        for step in steps:
+            self._emit_item(emitter, step.item)
+            emitter.text(self._family.spell_time(step.seconds))
+        emitter.special(self._video_end)
+
+    def spell_video(self, steps: Sequence[ShownStep]) -> str:
+        """What the processor of the checkpoint writes in the place of a video's pad."""
+        assert isinstance(self._family, GlmVFamily)
+        spelled = ""
+        for step in steps:
+            pads = "<|image|>" * self._family.num_tokens(step.item)
+            time = self._family.spell_time(step.seconds)
+            spelled += f"<|begin_of_image|>{pads}<|end_of_image|>{time}"
+        return spelled
+
+    # -- bridging
+
+    def drop_unwritten(self, message: Message) -> Message:
+        return keep_told_reasoning(super().drop_unwritten(message), message)
+
+    def rewrites_history(
+        self, prompt_ids: Sequence[int], ids: list[int], new: Sequence[Message]
+    ) -> bool:
+        # The template writes one block for each turn, an empty one where nothing was thought.
+        if self.thinking != (ids[:1] == [self._think]):
+            return True
+        if not any(message.role == "user" for message in new):
+            return False
+        return bool(self._split_reasoning(ids)[0]) or self._has_reasoning(prompt_ids)
+
+    def _has_reasoning(self, prompt_ids: Sequence[int]) -> bool:
+        """Whether a turn of the assistant in the prompt begins with reasoning that is not empty: it
+        is one since the last question."""
+        ids = np.asarray(prompt_ids)
+        opening = [*self._opening, self._think]
+        num = len(ids) - len(opening)
+        begins = np.all([ids[k : num + k] == token for k, token in enumerate(opening)], axis=0)
+        return bool(np.any(ids[len(opening) :][begins] != self._end_think))
+
+    def is_reasoning_open(self, ids: list[int]) -> bool:
+        return self._think in ids and self._end_think not in ids and self._call_start not in ids
+
+    def close_reasoning(self, emitter: Emitter, ids: list[int]) -> None:
+        emitter.special(self._end_think)
+
+    # -- parsing
+
+    def parse_turn(self, ids: list[int], tools: Tools) -> ParsedCompletion:
+        reasoning, rest = self._split_reasoning(ids)
+        calls, malformed = parse_calls(
+            rest,
+            (self._call_start, self._call_end),
+            self._tokenizer,
+            lambda inner: self._parse_call(inner, tools),
+        )
+        if malformed:
+            calls = ()
+        said = rest[: rest.index(self._call_start)] if calls else rest
+        return ParsedCompletion(self._tokenizer.decode(said).strip(), reasoning, calls, malformed)
+
+    def _split_reasoning(self, ids: list[int]) -> tuple[str | None, list[int]]:
+        marks = (self._think, self._end_think, self._call_start)
+        reasoning, rest = split_sampled_reasoning(ids, self._tokenizer, marks)
+        return (reasoning or "").strip() or None, rest
+
+    def _parse_call(self, inner: list[int], tools: Tools) -> ToolCall | None:
+        """A name, and between marks of their own each argument's name and value."""
+        marks = [token for token in inner if token in self._argument_marks]
+        num = len(marks) // len(self._argument_marks)
+        if marks != self._argument_marks * num:
+            return None
+        name, *texts = map(self._tokenizer.decode, _split(inner, self._argument_marks))
+        name = name.strip()
+        if not name or "\n" in name or any(text.strip() for text in texts[1::2]):
+            return None
+        keys, values = texts[0::4], texts[2::4]
+        if len(set(keys)) < len(keys):
+            return None
+        declared = get_parameters(tools, name)
+        arguments = {
+            key: parse_value(value, declared.get(key), _spell)
+            for key, value in zip(keys, values, strict=True)
+        }
+        encoded = json.dumps(arguments, ensure_ascii=False)
+        return ToolCall(name=name, arguments=encoded) if is_whole_text(encoded) else None
+
+
+class Glm45V(Glm46V):
+    """What a tool says is text alone, and given to the template as a string."""
+
+    format_name = "GLM-4.5V"
+    image_roles = ("system", "user")
+    lists_tool_content = False
+
+
+FORMATS = (Glm46V, Glm45V)
+"""In the order in which they are tried; the first is that of a folder without a template."""
+
+
+def load_renderer(path: Path, family: GlmVFamily, resolver: ImageResolver) -> Glm46V:
+    """The renderer of a checkpoint folder; FamilyError with the first differences for none."""
+    tokenizer = Tokenizer(path)
+    vocab_size = read_vocab_size(path, tokenizer)
+    file = path / "tokenizer_config.json"
+    thinking = bool(read_json(file).get("thinking", True)) if file.is_file() else True
+    template = ChatTemplate.find(path)
+    settings = {} if thinking else {"enable_thinking": False}
+    differences = []
+    for candidate in FORMATS:
+        renderer = candidate(tokenizer, family, resolver, vocab_size, thinking)
+        if template is None:
+            return renderer
+        check = TemplateCheck(
+            renderer, template, tokenizer, family, settings, candidate.lists_tool_content
+        )
+        difference = check.find_difference()
+        if difference is None:
+            if not renderer.video_refusal:
+                found = check.find_video_difference(_VIDEO_PAD, renderer.spell_video)
+                renderer.video_refusal = found or ""
+            return renderer
+        differences.append(f"{candidate.format_name}: {difference}")
+    raise FamilyError(
+        f"{path}: the chat template is none that is known. " + " ".join(differences),
+        "use the chat template that the checkpoint was published with",
+    )
+
+
+def _spell(value: Any) -> str:
+    return value if isinstance(value, str) else json.dumps(value, ensure_ascii=False)
+
+
+def _split(ids: list[int], marks: Sequence[int]) -> list[list[int]]:
+    """The ids before the first of the marks, between them and behind the last."""
+    pieces: list[list[int]] = [[]]
+    for token in ids:
+        if token in marks:
+            pieces.append([])
+        else:
+            pieces[-1].append(token)
+    return pieces

@@ -1,0 +1,76 @@
+"""Sizes whose sides are whole visual tokens and whose pixels are within limits, by the arithmetic
+of transformers' processors."""
+
+from __future__ import annotations
+
+import math
+
+from sightline.errors import MediaRefused
+
+MAX_ASPECT = 200
+
+
+def fit_area(
+    width: int, height: int, factor: int, min_pixels: int, max_pixels: int
+) -> tuple[int, int]:
+    """Height and width to resize an image to: multiples of `factor` whose area is within the
+    limits."""
+    _check_aspect(width, height, f"{width}x{height}")
+    # A side under half a factor rounds to 0; the area is then 0 and the lower limit mends it.
+    new_height, new_width = round(height / factor) * factor, round(width / factor) * factor
+    if new_height * new_width > max_pixels:
+        return _shrink(width, height, math.sqrt((height * width) / max_pixels), factor)
+    if new_height * new_width < min_pixels:
+        return _grow(width, height, math.sqrt(min_pixels / (height * width)), factor)
+    return new_height, new_width
+
+
+def fit_volume(
+    width: int,
+    height: int,
+    num_frames: int,
+    temporal: int,
+    factor: int,
+    min_pixels: int,
+    max_pixels: int,
+) -> tuple[int, int]:
+    """Height and width to resize each of `num_frames` to: multiples of `factor`, where limits are
+    those of all frames together, rounded to whole steps of `temporal`."""
+    size = f"{width}x{height}"
+    if min(width, height) < 1:
+        raise MediaRefused(f"an image of {size}", "pass an image that has pixels")
+    if height < factor or width < factor:
+        scale = max(factor / height, factor / width)
+        height, width = int(height * scale), int(width * scale)
+    _check_aspect(width, height, size)
+    rounded = round(num_frames / temporal) * temporal
+    new_height, new_width = round(height / factor) * factor, round(width / factor) * factor
+    if rounded * new_height * new_width > max_pixels:
+        beta = math.sqrt(num_frames * height * width / max_pixels)
+        return _shrink(width, height, beta, factor)
+    if rounded * new_height * new_width < min_pixels:
+        beta = math.sqrt(min_pixels / (num_frames * height * width))
+        return _grow(width, height, beta, factor)
+    return new_height, new_width
+
+
+def _check_aspect(width: int, height: int, size: str) -> None:
+    if min(width, height) < 1 or max(width, height) / min(width, height) > MAX_ASPECT:
+        raise MediaRefused(
+            f"an image of {size}: one side is over {MAX_ASPECT} times the other",
+            "crop it, or split it into several images",
+        )
+
+
+def _shrink(width: int, height: int, beta: float, factor: int) -> tuple[int, int]:
+    return (
+        max(factor, math.floor(height / beta / factor) * factor),
+        max(factor, math.floor(width / beta / factor) * factor),
+    )
+
+
+def _grow(width: int, height: int, beta: float, factor: int) -> tuple[int, int]:
+    return (
+        math.ceil(height * beta / factor) * factor,
+        math.ceil(width * beta / factor) * factor,
+    )

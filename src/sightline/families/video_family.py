@@ -1,0 +1,256 @@
+"""Families whose tower looks at several frames at once, of an image at the one it has.
+
+The arithmetic is that of transformers' Pillow image processors, and the float rows are
+bit-identical to their `pixel_values`. torchvision takes no part, installed or not: transformers'
+video processors resize with it, and frames that keep their size are bit-identical to theirs.
+
+The tower looks at `temporal` frames of a video at once and at nothing beside them: each such step
+is an item and a slot of its own.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from abc import abstractmethod
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import TYPE_CHECKING, Any, Generic, TypeVar
+
+import numpy as np
+
+from sightline.errors import FamilyError, MediaRefused, Misaligned
+from sightline.families.patchify import patchify
+from sightline.families.processor_settings import FrameSettings, compute_fingerprint
+from sightline.families.protocol import TREE_PACKING, ImageLayout, Packing, ShownStep
+from sightline.families.vision_family import (
+    MAX_CACHED_ITEMS,
+    PixelFamily,
+    check_slots_fit,
+    compute_mrope_positions,
+    fit_image,
+)
+from sightline.message import VideoPart
+from sightline.wire import MediaItem, Slot, VideoStep
+from sightline.wire.item import MAX_STEP_S
+
+if TYPE_CHECKING:
+    from _typeshed import DataclassInstance
+    from PIL import Image
+
+VideoSettings = TypeVar("VideoSettings", bound="DataclassInstance")
+"""A frozen dataclass: what the fingerprint of a step hashes beside the settings of images."""
+
+
+@dataclass(frozen=True, slots=True)
+class SampledFrames:
+    """What is shown of a video."""
+
+    numbers: tuple[int, ...]
+    """Of a file's frames, or of a list's images."""
+    seconds: tuple[float, ...]
+    """When each is shown."""
+    seconds_per_frame: float
+    """From one that is shown to the next, on average."""
+
+
+class VideoFamily(PixelFamily[FrameSettings], Generic[VideoSettings]):
+    """Images and videos of one checkpoint, with positions on three axes."""
+
+    num_axes = 3
+
+    def __init__(
+        self,
+        settings: FrameSettings,
+        slot_token_ids: tuple[int, ...] = (),
+        packing: Packing = TREE_PACKING,
+        video: VideoSettings | str = "its settings of videos were not read",
+    ) -> None:
+        """`video` is how videos are shown, or why they are not."""
+        super().__init__(settings, slot_token_ids, packing)
+        self.video = video
+        self.video_refusal = video if isinstance(video, str) else ""
+        described = {} if isinstance(video, str) else dataclasses.asdict(video)
+        self.video_settings = {**self.settings, "video": described}
+        self.video_fingerprint = compute_fingerprint(self.video_settings)
+        self._steps = lru_cache(maxsize=MAX_CACHED_ITEMS // 16)(self._make_steps)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return type(self), (self._settings, self.slot_token_ids, self.packing, self.video)
+
+    # -- what a family writes
+
+    @abstractmethod
+    def fit_image_size(self, width: int, height: int) -> tuple[int, int]:
+        """Height and width to which an image is resized."""
+
+    @abstractmethod
+    def fit_frame_size(self, width: int, height: int, num_frames: int) -> tuple[int, int]:
+        """Height and width to which each frame of a video is resized."""
+
+    @abstractmethod
+    def sample_frames(self, num_frames: int, fps: float) -> list[int]:
+        """The numbers of the frames that are shown of a file."""
+
+    @abstractmethod
+    def tell_time(self, seconds: Sequence[float]) -> float:
+        """When a step is shown whose frames are shown then."""
+
+    # -- images
+
+    @property
+    def temporal(self) -> int:
+        return self._settings.temporal
+
+    def compute_table(self) -> np.ndarray:
+        # The product is taken in float64 and rounded once, the rest is float32: any other order
+        # differs from transformers in the last bit of some values.
+        values = np.arange(256, dtype=np.float64)
+        if self._settings.rescale is not None:
+            values = values * self._settings.rescale
+        mean = np.array(self._settings.mean, np.float32)
+        std = np.array(self._settings.std, np.float32)
+        table: np.ndarray = (values.astype(np.float32)[:, None] - mean) / std
+        return table
+
+    def compute_layout(self, width: int, height: int) -> ImageLayout:
+        return self._lay_out(*self.fit_image_size(width, height))
+
+    def _lay_out(self, new_height: int, new_width: int) -> ImageLayout:
+        grid = (1, new_height // self.patch, new_width // self.patch)
+        return ImageLayout(grid, math.prod(grid) // self.merge**2, new_height, new_width)
+
+    def cut_patches(self, image: Image.Image, layout: ImageLayout) -> np.ndarray:
+        """uint8 (patches, 3*patch*patch): channel, row, column; in the order of merged tokens."""
+        size = (layout.width, layout.height)
+        image = fit_image(image, size, size, self._settings.resample)
+        return patchify(image, self.patch, self.merge)
+
+    def shape_rows(self, values: np.ndarray) -> np.ndarray:
+        """(patches, 3*temporal*patch*patch): all frames of a step, or the one of an image for each
+        that the tower looks at."""
+        num, _, size = values.shape
+        if size != self.patch**2:
+            return values.reshape(num, -1)
+        frames = np.broadcast_to(values[:, :, None], (num, 3, self.temporal, size))
+        return frames.reshape(num, -1)
+
+    def repeat_frame(self, patches: np.ndarray) -> np.ndarray:
+        return self.shape_rows(patches.reshape(len(patches), 3, -1))
+
+    def positions(
+        self, num_tokens: int, slots: Sequence[Slot], start: int = 0
+    ) -> tuple[np.ndarray, int]:
+        check_slots_fit(slots, self.merge, num_tokens)
+        return compute_mrope_positions(num_tokens, slots, self.merge, start)
+
+    # -- videos
+
+    def steps(self, video: VideoPart) -> tuple[ShownStep, ...]:
+        return self._steps(video)
+
+    def _make_steps(self, video: VideoPart) -> tuple[ShownStep, ...]:
+        sampled, refs = self._sample(video), video.refs
+        if len({(ref.width, ref.height) for ref in refs}) > 1:
+            raise MediaRefused(
+                "a video whose images are not of one size", "resize them to the size of the first"
+            )
+        num = len(sampled.numbers)
+        grid = self._lay_out_frames(refs[0].width, refs[0].height, num).grid
+        numbers = pair_frames(sampled.numbers, self.temporal)
+        times = pair_frames(sampled.seconds, self.temporal)
+        shown = []
+        for k, (of_step, seconds) in enumerate(zip(numbers, times, strict=True)):
+            where: dict[str, Any] = {"frames": of_step}
+            if video.ref is None:
+                where = {"further": tuple(refs[number] for number in of_step[1:])}
+            step = VideoStep(
+                number=k,
+                num_frames=num,
+                seconds=self.temporal * sampled.seconds_per_frame,
+                **where,
+            )
+            ref = video.ref or refs[of_step[0]]
+            item = MediaItem(ref, self.name, grid, self.video_fingerprint, step=step)
+            shown.append(ShownStep(item, self.tell_time(seconds)))
+        return tuple(shown)
+
+    def _sample(self, video: VideoPart) -> SampledFrames:
+        """The frames of a file by the checkpoint's rule, and all images of a list."""
+        self.get_video_settings()
+        if video.ref is None:
+            times = [frame.seconds for frame in video.frames]
+            num = len(times)
+            per_frame = (times[-1] - times[0]) / (num - 1) if num > 1 else 1.0
+            sampled = SampledFrames(tuple(range(num)), tuple(times), per_frame)
+        else:
+            total, fps = video.ref.num_frames, video.ref.fps
+            numbers = self.sample_frames(total, fps)
+            per_frame = 1 / (len(numbers) / total * fps) if numbers else 1.0
+            sampled = SampledFrames(tuple(numbers), tuple(n / fps for n in numbers), per_frame)
+        if len(sampled.numbers) < self.temporal:
+            raise MediaRefused(
+                f"a video of {len(sampled.numbers)} frames; this model looks at {self.temporal} at "
+                "once",
+                "show it as an image",
+            )
+        if sampled.seconds_per_frame * self.temporal > MAX_STEP_S:
+            raise MediaRefused(
+                f"a video with {sampled.seconds_per_frame:.1f} seconds from frame to frame",
+                "give times in seconds, or show its frames as images",
+            )
+        return sampled
+
+    def get_video_settings(self) -> VideoSettings:
+        if isinstance(self.video, str):
+            raise FamilyError(f"no video can be shown: {self.video}", "show frames as images")
+        return self.video
+
+    def _lay_out_frames(self, width: int, height: int, num_frames: int) -> ImageLayout:
+        return self._lay_out(*self.fit_frame_size(width, height, num_frames))
+
+    def check_item(self, item: MediaItem) -> None:
+        if item.step is None:
+            return super().check_item(item)
+        self.check_settings(item, self.video_fingerprint, self.video_settings)
+        step = item.step
+        if step.frames:
+            known = [shown.item for shown in self.steps(VideoPart(ref=item.ref))]
+            is_ours = step.number < len(known) and known[step.number] == item
+        else:
+            sizes = {(ref.width, ref.height) for ref in item.refs}
+            is_ours = (
+                len(sizes) == 1
+                and len(item.refs) == self.temporal <= step.num_frames
+                and step.number < step.num_steps
+                and item.grid == self._lay_out_frames(*sizes.pop(), step.num_frames).grid
+            )
+        if not is_ours:
+            raise Misaligned(
+                f"{item.name} with grid {item.grid} is none that this family makes",
+                "make items with family.steps",
+            )
+
+    def step_patches(self, frames: Sequence[Image.Image], item: MediaItem) -> np.ndarray:
+        """uint8 (patches, 3*temporal*patch*patch): channel, frame, row, column."""
+        ref, step = item.ref, item.step
+        assert step is not None
+        sizes = {frame.size for frame in frames}
+        if len(frames) != self.temporal or sizes != {(ref.width, ref.height)}:
+            raise Misaligned(
+                f"{item.name}: {len(frames)} frames of {sorted(sizes)}, its ref says "
+                f"{(ref.width, ref.height)}",
+                "read the frames that the item names",
+            )
+        layout = self._lay_out_frames(ref.width, ref.height, step.num_frames)
+        cut = [self.cut_patches(frame, layout) for frame in frames]
+        return np.stack([one.reshape(len(one), 3, -1) for one in cut], axis=2).reshape(
+            len(cut[0]), -1
+        )
+
+
+def pair_frames(values: Sequence[Any], temporal: int) -> list[tuple[Any, ...]]:
+    """The frames of each step; the last is repeated where they do not come out even."""
+    padded = [*values, *[values[-1]] * (-len(values) % temporal)]
+    return [tuple(padded[i : i + temporal]) for i in range(0, len(padded), temporal)]

@@ -1,0 +1,278 @@
+"""The chat formats of GLM-4.5V and GLM-4.6V: how turns end, what is thought, and calls."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from sightline import FamilyError, MediaRef, MediaStore, MessageError
+from sightline.families import load_renderer
+from sightline.families.registry import write_tiny
+from sightline.message import Message, TextPart, ToolCall, assistant, system, user
+from sightline.render import Bridged, Refused
+from sightline.trace import PolicySpan, Trace
+from sightline.trainer.sft import build_sample
+
+TOOL = Message("tool", (TextPart("ok"),))
+CALLS = Message("assistant", tool_calls=(ToolCall("look", '{"at": "here"}'),))
+REF = MediaRef("0" * 64, "image/png", 28, 28, 1)
+OPENED = "[gMASK]<sop><|user|>\nhi<|assistant|>\n"
+
+
+@pytest.fixture(scope="module")
+def folders(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    root = tmp_path_factory.mktemp("models")
+    write_tiny("glm_v", root / "thinking", seed=0, thinking=True)
+    write_tiny("glm_v", root / "silent", seed=0)
+    write_tiny("glm_v", root / "glm4v", seed=0, type="glm4v", thinking=True)
+    return root
+
+
+@pytest.fixture
+def thinking(folders: Path, store: MediaStore) -> Any:
+    return load_renderer(folders / "thinking", store)
+
+
+@pytest.fixture
+def silent(folders: Path, store: MediaStore) -> Any:
+    return load_renderer(folders / "silent", store)
+
+
+def ids_of(renderer: Any, text: str) -> list[int]:
+    """As the tokenizer reads it, with every mark that it spells."""
+    ids: list[int] = renderer._tokenizer.encode_marked(text)
+    return ids
+
+
+# -- how turns end
+
+
+def test_an_answer_ends_by_the_token_that_opens_the_next_turn(thinking: Any) -> None:
+    said = "<think>hm</think>\nyes"
+    for new, opened in ((TOOL, "<|observation|>"), (assistant("more"), "<|assistant|>")):
+        rendered = thinking.render([user("hi"), assistant("yes", reasoning="hm"), new])
+        own = rendered.trained[0]
+        assert thinking.decode(rendered.token_ids[own.start : own.stop]) == said + opened
+        assert rendered.spans[1].stop == rendered.spans[2].start == own.stop
+        # Once for the answer, for the turn that it opens, and at the end of the prompt.
+        count = 1 if new is TOOL else 3
+        assert thinking.decode(rendered.token_ids).count(opened) == count
+
+
+@pytest.mark.parametrize(
+    ("last", "end"), [(assistant("yes"), "<|user|>"), (CALLS, "<|observation|>")], ids=str
+)
+def test_the_last_answer_of_a_conversation_is_ended_and_the_end_trains(
+    thinking: Any, last: Message, end: str
+) -> None:
+    sample = build_sample([user("hi"), last], thinking, "t")
+    tokens, trained = sample.token_ids.numpy().tolist(), sample.trained.numpy().tolist()
+    assert thinking.decode(tokens).startswith(OPENED + "<think></think>\n")
+    assert trained[-1] == len(tokens) - 1 and thinking.decode(tokens[-1:]) == end
+
+
+def test_a_turn_goes_on_behind_the_sampled_stop_without_writing_it_twice(thinking: Any) -> None:
+    prompt = thinking.render([user("hi")]).token_ids
+    said = "<think></think>\nyes"
+    talk = [user("hi"), assistant("yes"), user("and?")]
+    for end in ("<|user|>", ""):  # sampled, and cut off
+        completion = ids_of(thinking, said + end)
+        bridged = thinking.bridge(prompt, completion, talk[2:])
+        assert isinstance(bridged, Bridged)
+        assert prompt + completion + bridged.token_ids == thinking.render(talk).token_ids
+        assert thinking.decode(bridged.token_ids).startswith("<|user|>" if not end else "\nand?")
+        assert bridged.spans[0].start == len(prompt) + len(completion)
+    closed = thinking.bridge(prompt, ids_of(thinking, said + "<|endoftext|>"), talk[2:])
+    assert thinking.decode(closed.token_ids).startswith("<|user|>\nand?")
+
+
+@pytest.mark.parametrize("stop", ["<|observation|>", "<|assistant|>"])
+def test_a_turn_that_opened_another_roles_is_rendered_anew_and_forks(
+    thinking: Any, stop: str
+) -> None:
+    trace = Trace(id="t", env="test", task=0)
+    turn = trace.extend(-1, [user("hi")], thinking)
+    said = ids_of(thinking, f"<think></think>\nyes{stop}")
+    leaf = turn.commit(
+        said, [-1.0] * len(said), [PolicySpan(0, len(said), version=0, epoch=0)], "stop"
+    ).id
+    again = trace.extend(leaf, [user("and?")], thinking)
+    assert thinking.decode(again.prompt_ids).count(stop) == (2 if "assistant" in stop else 0)
+    end = ids_of(thinking, "<think></think>\nyes<|user|>")
+    again.commit(end, [-1.0] * len(end), [PolicySpan(0, len(end), version=0, epoch=0)], "stop")
+    assert trace.forks == {"history_rewritten": 1} and len(trace.branches()) == 2
+    # Behind the token that it needs, the conversation goes on.
+    further = trace.extend(len(trace.nodes) - 1, [user("so?")], thinking)
+    assert further.new_tokens == ids_of(thinking, "\nso?<|assistant|>\n")
+
+
+# -- what is thought
+
+
+def test_reasoning_goes_with_the_next_question(thinking: Any) -> None:
+    prompt = thinking.render([user("hi")]).token_ids
+    thought = ids_of(thinking, "<think>hm</think>\nyes<|user|>")
+    assert thinking.bridge(prompt, thought, [user("and?")]) == Refused("history_rewritten")
+    acted = ids_of(thinking, "<think>hm</think>\nyes<|observation|>")
+    assert isinstance(thinking.bridge(prompt, acted, [TOOL]), Bridged)
+    behind = thinking.render([user("hi"), assistant("yes", reasoning="hm"), TOOL]).token_ids
+    plain = ids_of(thinking, "<think></think>\nyes<|user|>")
+    assert thinking.bridge(behind, plain, [user("and?")]) == Refused("history_rewritten")
+    # The template writes a block where none was sampled.
+    bare = ids_of(thinking, "yes<|user|>")
+    assert thinking.bridge(prompt, bare, [user("and?")]) == Refused("history_rewritten")
+
+
+def test_reasoning_that_was_cut_off_is_closed_and_a_stop_inside_it_is_refused(
+    thinking: Any,
+) -> None:
+    prompt = thinking.render([user("hi")]).token_ids
+    cut = ids_of(thinking, "<think>hm")
+    bridged = thinking.bridge(prompt, cut, [TOOL])
+    talk = [user("hi"), assistant("", reasoning="hm"), TOOL]
+    assert prompt + cut + bridged.token_ids == thinking.render(talk).token_ids
+    stopped = ids_of(thinking, "<think>hm<|observation|>")
+    assert thinking.bridge(prompt, stopped, [TOOL]) == Refused("stop_in_reasoning")
+    assert thinking.parse(stopped).reasoning == "hm"
+
+
+def test_without_thinking_questions_say_so_and_turns_begin_behind_an_empty_block(
+    silent: Any,
+) -> None:
+    asked = silent.render([system("s"), user("a"), assistant("b"), user("c/nothink")])
+    head = "[gMASK]<sop><|system|>\ns<|user|>\na/nothink<|assistant|>\n<think></think>\n"
+    spelled = head + "b<|user|>\nc/nothink<|assistant|>\n<think></think>\n"
+    assert silent.decode(asked.token_ids) == spelled
+    # What a user spells stays text.
+    assert asked.token_ids.count(silent._tokenizer.token_id("/nothink")) == 1
+    shown = silent.render([user("/nothink", REF)])
+    assert silent.decode(shown.token_ids).count("/nothink") == 2
+    prompt = silent.render([user("hi")]).token_ids
+    said = ids_of(silent, "yes<|user|>")
+    bridged = silent.bridge(prompt, said, [user("and?")])
+    talk = [user("hi"), assistant("yes"), user("and?")]
+    assert prompt + said + bridged.token_ids == silent.render(talk).token_ids
+    # A block of its own would be written in place of the empty one.
+    thought = ids_of(silent, "<think>hm</think>\nyes<|observation|>")
+    assert silent.bridge(prompt, thought, [TOOL]) == Refused("history_rewritten")
+    assert (silent.parse(thought).reasoning, silent.parse(thought).text) == ("hm", "yes")
+
+
+# -- calls
+
+LOOK = {
+    "type": "function",
+    "function": {
+        "name": "look",
+        "parameters": {
+            "properties": {"at": {"type": "string"}, "to": {"type": ["string", "null"]}}
+        },
+    },
+}
+
+
+def call(*arguments: tuple[str, str]) -> str:
+    pairs = [f"<arg_key>{k}</arg_key>\n<arg_value>{v}</arg_value>\n" for k, v in arguments]
+    return f"<tool_call>look\n{''.join(pairs)}</tool_call>"
+
+
+def test_arguments_have_the_types_of_the_schema_or_those_that_they_spell(thinking: Any) -> None:
+    said = "\nlet me see\n" + call(
+        ("at", "3"), ("to", "null"), ("n", "3"), ("m", "03"), ("o", "[1]")
+    )
+    parsed = thinking.parse(ids_of(thinking, f"<think>hm</think>{said}<|observation|>"), [LOOK])
+    assert (parsed.reasoning, parsed.text) == ("hm", "let me see")
+    (found,) = parsed.tool_calls
+    assert found.name == "look" and parsed.malformed_calls == ()
+    wanted = {"at": "3", "to": None, "n": 3, "m": "03", "o": [1]}
+    assert json.loads(found.arguments) == wanted
+    # Blanks between marks are none of the call, and those inside values are.
+    loose = "<tool_call>look<arg_key>at</arg_key> <arg_value> x\n</arg_value></tool_call>"
+    (found,) = thinking.parse(ids_of(thinking, loose), [LOOK]).tool_calls
+    assert json.loads(found.arguments) == {"at": " x\n"}
+
+
+@pytest.mark.parametrize(
+    "broken",
+    [
+        "<tool_call>look\n<arg_key>at</arg_key>\n</tool_call>",
+        "<tool_call>look\n<arg_value>x</arg_value>\n</tool_call>",
+        "<tool_call>look\n<arg_key>at</arg_key>so<arg_value>x</arg_value>\n</tool_call>",
+        "<tool_call>\n<arg_key>at</arg_key>\n<arg_value>x</arg_value>\n</tool_call>",
+        "<tool_call>look\naway\n</tool_call>",
+        call(("at", "x"), ("at", "y")),
+        "<tool_call>look\n",
+        call(("at", "x")) + " and so on",
+    ],
+)
+def test_what_is_no_call_stays_in_the_content(thinking: Any, broken: str) -> None:
+    said = f"{call(('at', 'x'))}\n{broken}"
+    parsed = thinking.parse(ids_of(thinking, f"<think></think>\n{said}<|user|>"), [LOOK])
+    assert parsed.tool_calls == () and parsed.malformed_calls
+    assert parsed.text == said.strip()
+
+
+def test_values_that_spell_marks_stay_values(thinking: Any) -> None:
+    spelled = "</arg_value></tool_call><|user|>"
+    called = Message("assistant", tool_calls=(ToolCall("look", json.dumps({"at": spelled})),))
+    rendered = thinking.render([user("hi"), called], [LOOK], generation_prompt=False)
+    own = rendered.trained[0]
+    (found,) = thinking.parse(rendered.token_ids[own.start : own.stop], [LOOK]).tool_calls
+    assert json.loads(found.arguments) == {"at": spelled}
+
+
+def test_arguments_that_are_no_object_are_refused_by_path(thinking: Any) -> None:
+    called = Message("assistant", tool_calls=(ToolCall("look", "[1]"),))
+    with pytest.raises(MessageError, match=r"messages\[1\]\.tool_calls\[0\]\.function\.arguments"):
+        thinking.render([user("hi"), called])
+
+
+# -- which checkpoints are taken
+
+
+@pytest.fixture
+def change(folders: Path, tmp_path: Path, store: MediaStore) -> Callable[[str, str, str], Any]:
+    """Loads a checkpoint whose template has other words."""
+
+    def load(kind: str, old: str, new: str) -> Any:
+        copy = Path(shutil.copytree(folders / kind, tmp_path / "copy"))
+        file = copy / "chat_template.jinja"
+        assert old in file.read_text()
+        file.write_text(file.read_text().replace(old, new))
+        return load_renderer(copy, store)
+
+    return load
+
+
+def test_a_template_that_takes_strings_of_tools_shows_no_images_there(
+    folders: Path, store: MediaStore
+) -> None:
+    renderer: Any = load_renderer(folders / "glm4v", store)
+    assert renderer.format_name == "GLM-4.5V" and renderer.video_refusal == ""
+    whole = load_renderer(folders / "thinking", store)
+    talk = [system("s"), user("hi", REF), CALLS, TOOL, TOOL, assistant("a", reasoning="b"), TOOL]
+    assert renderer.render(talk).token_ids == whole.render(talk).token_ids
+    shown = [user("hi"), CALLS, Message("tool", user(REF).content)]
+    assert whole.render(shown).slots
+    with pytest.raises(MessageError, match=r"messages\[2\]\.content\[0\].*role tool, which"):
+        renderer.render(shown)
+
+
+def test_another_template_is_refused_with_the_first_difference(
+    change: Callable[[str, str, str], Any],
+) -> None:
+    with pytest.raises(FamilyError, match=r"GLM-4\.6V: for an answer it writes '\.</think>"):
+        change("thinking", "reasoning.strip() }}", 'reasoning.strip() + "." }}')
+
+
+def test_a_template_that_writes_videos_otherwise_shows_images_alone(
+    change: Callable[[str, str, str], Any],
+) -> None:
+    renderer = change("thinking", "<|begin_of_video|><|video|>", "<|video|>")
+    assert "in the chat template it writes" in renderer.video_refusal
+    assert renderer.render([user(REF)]).slots
