@@ -112,10 +112,10 @@ class Learner:
         self.watchdog.enter(f"the first pixels of step {ready.step}")
         for number, micro_batch in ready.iterate_with_pixels():
             self.watchdog.enter(f"micro-batch {number} of step {ready.step}")
-            set_gradient_sync(self.sharded, self.ranks.size > 1 or number == last)
             check_micro_batch(micro_batch.batch, self.family, self.pad_ids, self.vocab_size)
             metric_sums.count("all_tokens", len(micro_batch.batch.token_ids))
             if len(micro_batch.batch.trained) or self.ranks.size > 1:
+                set_gradient_sync(self.sharded, self.ranks.size > 1 or number == last)
                 try:
                     logprobs = self.backward(micro_batch, ready.step, metric_sums, step_timer)
                 except torch.OutOfMemoryError as error:
