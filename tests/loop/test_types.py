@@ -122,6 +122,7 @@ if IS_FULL:  # else they would be drawn in the place of others
         side = f"env.args.side={SEES.get(kind, 32)}"
         sightline("sft", EXAMPLES / "warmup.toml", side, cwd=tmp_path)
         words = ("rl", "--plain", EXAMPLES / "cpu.toml", side, "inference.max_model_len=512")
+        words += ("run.steps=40", "eval.tasks=256")
         said = sightline(*words, cwd=tmp_path, timeout_s=3000).stdout
         run_dir = RunDir(tmp_path / said.strip().splitlines()[-2].removeprefix("run: "))
         found = summary(run_dir)
@@ -130,4 +131,4 @@ if IS_FULL:  # else they would be drawn in the place of others
             f"{found['steps']} | {found['seconds']:.0f} s | {found['mismatch_kl']:.1e} |"
         )
         assert found["mismatch_kl"] < 1e-5
-        assert found["reward_final"] > found["reward_start"] + 0.2
+        assert found["reward_final"] > found["reward_start"] + 0.1
