@@ -160,6 +160,23 @@ def test_fused_layers_say_what_the_model_says(model: Path) -> None:
     assert difference < 1e-2
 
 
+def test_a_vision_tower_of_fused_layers_says_the_same(model: Path) -> None:
+    family, found = load_family(model), []
+    grids = [(1, 8, 8), (1, 4, 12)]
+    values = 3 * family.patch**2  # type: ignore[attr-defined]
+    patches = torch.arange((64 + 48) * values, device="cuda").remainder(251).to(torch.uint8)
+    for is_fused in (False, True):
+        forward = load_model(model, family, "cuda", "bfloat16")
+        if is_fused:
+            fuse_layers(forward.model)
+            blocks = forward._tower.blocks  # type: ignore[attr-defined]
+            assert all("_build_image_attention" in str(b.attn.forward) for b in blocks)
+        with torch.inference_mode():
+            found.append(forward.encode(patches.view(-1, values), grids).float())
+    difference = (found[0] - found[1]).norm() / found[0].norm()
+    assert difference < 1e-2
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("heads", [(16, 8, 128, 128), (4, 4, 24, 16)])
 def test_paged_attention_is_right_and_the_same_bits_in_any_company(

@@ -79,7 +79,7 @@ def _attention_forward(
     if pattern is not None:
         out = pattern.attend(int(module.layer_idx), query, key, value, scaling)
     elif cu_seq_lens_q is not None:
-        out = _attend_images(query, key, value, scaling, cu_seq_lens_q, max_length_q)
+        out = attend_images(query, key, value, scaling, cu_seq_lens_q, max_length_q)
     else:
         raise FamilyError(
             f"{type(module).__name__} attends without a pattern",
@@ -121,7 +121,7 @@ def _build_compilable() -> Callable[..., tuple[Tensor, None]]:
     return attend_compiled
 
 
-def _attend_images(
+def attend_images(
     q: Queries, k: Keys, v: Values, scaling: float, ends: Bounds, longest: Any
 ) -> Attended:
     """Full attention inside each image; images of one length go through together."""

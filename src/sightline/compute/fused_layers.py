@@ -20,7 +20,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from sightline.compute.attention import AttentionPattern
+from sightline.compute.attention import AttentionPattern, attend_images
 from sightline.compute.attention_exact import call_exact
 
 TRIAL_TOKENS = 5
@@ -35,7 +35,7 @@ def fuse_layers(model: nn.Module, exact: bool = False) -> int:
     same: dict[type[nn.Module], bool] = {}
     for module in model.modules():
         kind = type(module)
-        if same.get(kind) is False or (build := _find_replacement(module)) is None:
+        if same.get(kind) is False or (build := _find_replacement(module, exact)) is None:
             continue
         before, after = module.forward, build(module, exact)
         if kind not in same:
@@ -48,7 +48,7 @@ def fuse_layers(model: nn.Module, exact: bool = False) -> int:
     return fused
 
 
-def _find_replacement(module: Any) -> Callable[[Any, bool], Callable[..., Any]] | None:
+def _find_replacement(module: Any, exact: bool) -> Callable[[Any, bool], Callable[..., Any]] | None:
     if _is_plain(module, "q_proj", "k_proj", "v_proj", "o_proj"):
         # Twice as many outputs are gates beside the queries; a window is another attention. The
         # kernel takes a head as one block, whose width Triton wants to be a power of two.
@@ -65,6 +65,10 @@ def _find_replacement(module: Any) -> Callable[[Any, bool], Callable[..., Any]] 
             type(getattr(module, "act_fn", None)).__name__ == "SiLUActivation"
         ):
             return _build_mlp
+    elif _is_plain(module, "qkv", "proj"):
+        width = getattr(module, "head_dim", None)
+        if not exact and isinstance(width, int) and width.bit_count() == 1:
+            return _build_image_attention
     elif hasattr(module, "variance_epsilon") and isinstance(
         getattr(module, "weight", None), nn.Parameter
     ):
@@ -166,6 +170,33 @@ def _build_attention(module: Any, exact: bool) -> Callable[..., tuple[Tensor, No
     return attend
 
 
+def _build_image_attention(module: Any, exact: bool) -> Callable[..., Tensor]:
+    """Of a vision tower, whose heads are turned in float32 by a handful of kernels a layer."""
+    from sightline.compute.triton_kernels import rotate_heads
+
+    width = int(module.head_dim)
+    heads = module.proj.in_features // width
+
+    def attend(
+        hidden_states: Tensor,
+        cu_seqlens: Tensor,
+        position_embeddings: tuple[Tensor, Tensor],
+        max_seqlen: int | None = None,
+        **options: Any,
+    ) -> Tensor:
+        run = module.qkv(hidden_states)
+        cos, sin = (x.contiguous() for x in position_embeddings)
+        turned = rotate_heads(run, heads, 2 * heads, cos, sin, rounds=False)
+        v = run.unflatten(1, (-1, width))[:, 2 * heads :]
+        q, k, v = (x.transpose(0, 1)[None] for x in (turned[:, :heads], turned[:, heads:], v))
+        longest = int(cu_seqlens.diff().max()) if max_seqlen is None else max_seqlen
+        out = attend_images(q, k, v, float(module.scaling), cu_seqlens, longest)
+        shown: Tensor = module.proj(out[0].transpose(0, 1).flatten(1))
+        return shown
+
+    return attend
+
+
 def plain_rotate(
     run: Tensor, cos: Tensor, sin: Tensor, *norms: Tensor, heads: int, kv_heads: int, eps: float
 ) -> Tensor:
@@ -200,6 +231,13 @@ def _matches(module: Any, before: Callable[..., Any], after: Callable[..., Any])
         return values.sin().to(weight.dtype)
 
     options: dict[str, Any] = {}
+    x = draw(1, TRIAL_TOKENS, weight.shape[-1])
+    if hasattr(module, "qkv"):
+        angles = draw(TRIAL_TOKENS, module.head_dim // 2).float().repeat(1, 2)
+        ends = torch.tensor([0, 2, TRIAL_TOKENS], dtype=torch.int32, device=weight.device)
+        options = {"cu_seqlens": ends, "max_seqlen": TRIAL_TOKENS - 2}
+        options["position_embeddings"] = angles.cos(), angles.sin()
+        x = x[0]
     if hasattr(module, "q_proj"):
         angles = draw(1, TRIAL_TOKENS, module.head_dim // 2).float().repeat(1, 1, 2)
         cos_sin = angles.cos().to(weight.dtype), angles.sin().to(weight.dtype)
@@ -207,7 +245,6 @@ def _matches(module: Any, before: Callable[..., Any], after: Callable[..., Any])
         options["position_embeddings"] = cos_sin
     try:
         with torch.no_grad():
-            x = draw(1, TRIAL_TOKENS, weight.shape[-1])
             old, new = before(x, **options), after(x, **options)
     except (RuntimeError, ValueError, TypeError, KeyError):
         return False

@@ -230,7 +230,7 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
 @triton.jit
 def _rotate_heads_kernel(
     x, cos, sin, q_weight, k_weight, out, x_stride, cos_stride, q_heads, eps,
-    WIDTH: tl.constexpr, HAS_NORM: tl.constexpr,
+    WIDTH: tl.constexpr, HAS_NORM: tl.constexpr, ROUNDS: tl.constexpr,
 ):  # fmt: skip
     head, token = tl.program_id(0), tl.program_id(1).to(tl.int64)
     d = tl.arange(0, WIDTH)
@@ -252,7 +252,9 @@ def _rotate_heads_kernel(
     turned = tl.where(d < HALF, -turned, turned)
     straight = value * tl.load(cos + token * cos_stride + d).to(tl.float32)
     across = turned * tl.load(sin + token * cos_stride + d).to(tl.float32)
-    mixed = straight.to(kind).to(tl.float32) + across.to(kind).to(tl.float32)
+    if ROUNDS:
+        straight, across = straight.to(kind).to(tl.float32), across.to(kind).to(tl.float32)
+    mixed = straight + across
     place = token * tl.num_programs(0) + head
     tl.store(out + place * WIDTH + d, mixed.to(kind))
 
@@ -263,17 +265,19 @@ def rotate_heads(
     heads: int,
     cos: Tensor,
     sin: Tensor,
-    weights: tuple[Tensor, Tensor] | None,
-    eps: float,
+    weights: tuple[Tensor, Tensor] | None = None,
+    eps: float = 0.0,
+    rounds: bool = True,
 ) -> Tensor:
     """The first `heads` heads of each token of x (tokens, all heads x width), the queries' and then
-    the keys', normalized by `weights` where there are some, at their positions."""
+    the keys', normalized by `weights` where there are some, at their positions. With `rounds` each
+    product is rounded as a text model does it; a vision tower rounds their sum alone."""
     width = cos.shape[-1]
     out = x.new_empty((len(x), heads, width))
     q_weight, k_weight = weights or (x, x)
     _rotate_heads_kernel[heads, len(x)](
         x, cos, sin, q_weight, k_weight, out, x.stride(0), cos.stride(0), q_heads, eps,
-        WIDTH=width, HAS_NORM=weights is not None, num_warps=1,
+        WIDTH=width, HAS_NORM=weights is not None, ROUNDS=rounds, num_warps=1,
         enable_fp_fusion=False,  # products are rounded before they are added
     )  # fmt: skip
     return out
