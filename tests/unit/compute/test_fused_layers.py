@@ -25,4 +25,4 @@ def test_heads_of_a_width_that_the_kernel_cannot_take_stay(width: int, is_replac
 def test_attention_that_does_not_say_its_width_stays() -> None:
     module = Attention(64)
     del module.head_dim
-    assert _find_replacement(module) is None
+    assert _find_replacement(module, False) is None
