@@ -77,6 +77,7 @@ PARTS = ("dense", "group", "browser")
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.description = __doc__
     parser.add_argument("--size", default="tiny", help="of a new random model: tiny or 2b")
+    parser.add_argument("--type", help="of that model, where its family has several")
     parser.add_argument("--model", type=Path, help="checkpoint; default: a new random one")
     parser.add_argument("--parts", nargs="+", default=list(PARTS), choices=PARTS)
     parser.add_argument("--device", default="auto", help="cpu, cuda or auto")
@@ -113,7 +114,8 @@ class Bench:
         self.model = args.model or folder / "model"
         if args.model is None:
             name = registry.get_default_family()
-            registry.write_tiny(name, self.model, seed=0, size=args.size)
+            options = {} if args.type is None else {"type": args.type}
+            registry.write_tiny(name, self.model, seed=0, size=args.size, **options)
         self.store = MediaStore(folder / "media")
         self.family = load_family(self.model)
         self.renderer = load_renderer(self.model, self.store)
@@ -135,6 +137,7 @@ class Bench:
             for checkpointing, how in ACTIVATIONS
         ]
         del learner
+        rows.append(("sightline, one sequence a pass", self._time_ours(alone, False)))
         for checkpointing, how in ACTIVATIONS:
             trace = None if checkpointing else self._trace_of("dense")
             rows.append((f"sightline, {how}", self._time_ours(flat, checkpointing, trace)))

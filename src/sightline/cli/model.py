@@ -21,13 +21,15 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     first = registry.get_default_family()
     tiny.add_argument("--family", choices=names, default=first, help="default: %(default)s")
     tiny.add_argument("--type", help="model type of the family; an unknown one is told the known")
+    tiny.add_argument("--size", help="tiny, or what else the family has for benchmarks")
     tiny.add_argument("--seed", type=int, default=0, help="of the weights; default: %(default)s")
     tiny.add_argument("--force", action="store_true", help="replace the checkpoint in DIR")
 
 
 def run(args: argparse.Namespace) -> int:
     check_target(args.folder, args.force)
-    options = {} if args.type is None else {"type": args.type}
+    given = {"type": args.type, "size": args.size}
+    options = {name: value for name, value in given.items() if value is not None}
     write_atomically(args.family, args.folder, args.seed, **options)
     count = count_parameters(args.folder)
     print(f"{args.family}: {count:,} parameters, seed {args.seed}\nmodel: {args.folder}")

@@ -19,7 +19,7 @@ class Attention(nn.Module):
 
 @pytest.mark.parametrize(("width", "is_replaced"), [(64, True), (80, False), (96, False)])
 def test_heads_of_a_width_that_the_kernel_cannot_take_stay(width: int, is_replaced: bool) -> None:
-    assert (_find_replacement(Attention(width)) is _build_attention) == is_replaced
+    assert (_find_replacement(Attention(width), False) is _build_attention) == is_replaced
 
 
 def test_attention_that_does_not_say_its_width_stays() -> None:

@@ -66,8 +66,10 @@ TOKENS: dict[str, Tokens] = {
 }
 
 
-def write(path: Path, seed: int = 0, type: str = "llava") -> None:
+def write(path: Path, seed: int = 0, size: str = "tiny", type: str = "llava") -> None:
     """Writes the checkpoint into folder `path`. Equal arguments give equal bytes."""
+    if size != "tiny":
+        raise FamilyError(f"no size {size!r}", "use tiny")
     if type in TYPES:
         _write_type(path, seed, type)
         return
