@@ -79,7 +79,7 @@ def samples(
     rng = random.Random(seed)
     renderer, family = load_renderer(model, store), load_family(model)
     materializer = Materializer(family, store, max_bytes=1 << 24)
-    most = 2 if family.shows_images else 0
+    most = 2 if family.shows_media else 0
     pool: list[MediaRef] = []
     made = []
     for i in range(count):
@@ -102,7 +102,7 @@ def group(
     rng = random.Random(f"group {seed}")
     renderer, family = load_renderer(model, store), load_family(model)
     materializer = Materializer(family, store, max_bytes=1 << 24)
-    most = 2 if family.shows_images else 0
+    most = 2 if family.shows_media else 0
     pool: list[MediaRef] = []
     talks = [conversation(rng, store, pool, 3, most, videos)]
     while len(talks) < count:

@@ -76,8 +76,8 @@ class Server:
             from sightline.families import load_family
 
             folder = self.settings.model.path
-            shows_images = load_family(folder).shows_images
-            auto = AutoModelForImageTextToText if shows_images else AutoModelForCausalLM
+            shows_media = load_family(folder).shows_media
+            auto = AutoModelForImageTextToText if shows_media else AutoModelForCausalLM
             model = auto.from_pretrained(folder, local_files_only=True)
             path, _ = write_weights(self.folder, dict(model.named_parameters()), 0, 0)
             self.weights.append(path)

@@ -37,7 +37,7 @@ class Case:
     """A file of tokens that were written down, by the name of the case."""
     has_weights: bool = True
     """False where a tokenizer was put in whose ids the weights do not fit."""
-    shows_images: bool = True
+    shows_media: bool = True
     shows_videos: bool = False
     mixes_media: bool = True
     """Whether transformers' model takes images and videos in one prompt."""
@@ -115,7 +115,7 @@ class Case:
             left.pop("tool_calls", None)
         if not self.takes_reasoning or self.fades_reasoning:
             left.pop("reasoning_content", None)
-        if not self.shows_images and isinstance(left["content"], list):
+        if not self.shows_media and isinstance(left["content"], list):
             left["content"] = "".join(part.get("text", "") for part in left["content"])
         return left
 

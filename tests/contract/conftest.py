@@ -15,9 +15,9 @@ from tests.contract.cases import read_cases
 
 WANTED: dict[str, Callable[[Case], bool]] = {
     "checkpoint": lambda case: case.has_own_format,
-    "seeing": lambda case: case.shows_images and case.has_own_format,
+    "seeing": lambda case: case.shows_media and case.has_own_format,
     "making_pixels": lambda case: (
-        case.shows_images and case.has_own_format and case.makes_pixels_alone
+        case.shows_media and case.has_own_format and case.makes_pixels_alone
     ),
     "templated": lambda case: case.published_template is not None and case.has_own_format,
     "computing": lambda case: case.has_weights,

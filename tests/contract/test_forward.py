@@ -92,7 +92,7 @@ def positions(computing: Any, num_tokens: int, slots: Sequence[Slot]) -> torch.T
 
 def shown(computing: Any, i: int) -> list[MediaRef]:
     """Image `i`, where the checkpoint shows any."""
-    return computing.refs[i : i + 1] if computing.family.shows_images else []
+    return computing.refs[i : i + 1] if computing.family.shows_media else []
 
 
 def places_of(computing: Any, slots: Sequence[Slot]) -> torch.Tensor | None:
@@ -176,7 +176,7 @@ def test_a_group_as_a_tree_moves_the_parameters_as_its_samples_do(
 
 
 def test_an_image_is_encoded_apart_from_its_neighbours(computing: Any, forward: Forward) -> None:
-    if not computing.family.shows_images:
+    if not computing.family.shows_media:
         return  # the others say nothing of images
     items = [computing.family.item(ref) for ref in computing.refs]
     with torch.no_grad():
@@ -191,7 +191,7 @@ def test_pixels_are_bit_for_bit_those_of_the_checkpoints_own_processor(
     computing: Any, forward: Any
 ) -> None:
     family, make = computing.family, computing.case.make_arrays
-    if not family.shows_images or make is None:
+    if not family.shows_media or make is None:
         return
     rng = np.random.default_rng(0)
     for size in (*IMAGE_SIZES[:2], *rng.integers(20, 420, (num_examples(98, 4), 2)).tolist()):
@@ -212,7 +212,7 @@ def test_pixels_are_bit_for_bit_those_of_the_checkpoints_own_processor(
 
 
 def test_images_are_shown_where_the_places_say(computing: Any, forward: Forward) -> None:
-    if not computing.family.shows_images:
+    if not computing.family.shows_media:
         return  # the others say nothing of images
     rendered = computing.renderer.render([user(computing.refs[0], "what?")])
     slots, pads = rendered.slots, computing.renderer.pad_token_ids
@@ -233,7 +233,7 @@ def test_the_vision_parameters_are_all_that_features_depend_on(
     computing: Any, forward: Forward
 ) -> None:
     named, vision = dict(forward.model.named_parameters()), dict(forward.vision_parameters())
-    if not computing.family.shows_images:
+    if not computing.family.shows_media:
         assert not vision
         return
     assert vision and all(named[name] is parameter for name, parameter in vision.items())
@@ -326,7 +326,7 @@ def test_blocks_are_apart_and_the_smallest_image_reaches_the_whole_tower(
     assert len(blocks) > 1 and len(held) == len(set(held))
     assert set(held) < {id(parameter) for parameter in forward.model.parameters()}
     smallest = forward.blank_image()
-    assert (smallest is not None) == computing.family.shows_images
+    assert (smallest is not None) == computing.family.shows_media
     if smallest is None:
         return
     patches, grid = smallest

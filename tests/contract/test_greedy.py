@@ -49,7 +49,7 @@ class Witness:
 
         self.family = load_family(path)
         self.store = store
-        auto = AutoModelForImageTextToText if self.family.shows_images else AutoModelForCausalLM
+        auto = AutoModelForImageTextToText if self.family.shows_media else AutoModelForCausalLM
         self.model = auto.from_pretrained(path, local_files_only=True, attn_implementation="sdpa")
         self.rows: Any = load_model(path, self.family, "cpu", "float32")
         self.banned = list(load_renderer(path, store).pad_token_ids)
@@ -97,7 +97,7 @@ def test_greedy_is_what_transformers_generates(
     witness = Witness(tmp_path / "model", store)
     renderer = load_renderer(tmp_path / "model", store)
     shown = (
-        [store.put(picture(n, 40 * n, 64)) for n in (1, 2)] if witness.family.shows_images else []
+        [store.put(picture(n, 40 * n, 64)) for n in (1, 2)] if witness.family.shows_media else []
     )
     talks = [[user("What is it?", *shown[:1])], [user(*shown, "Both of them?")], [user("Hello.")]]
     prompts = [renderer.render(talk) for talk in talks]

@@ -457,6 +457,6 @@ renderer.parse(rendered.token_ids)
 heavy = {"torch", "transformers", "torchvision"} & set(sys.modules)
 assert not heavy, heavy
 """
-    url = checkpoint.refs[0].url if checkpoint.case.shows_images else ""
+    url = checkpoint.refs[0].url if checkpoint.case.shows_media else ""
     arguments = [str(checkpoint.path), str(checkpoint.store.root), url]
     subprocess.run([sys.executable, "-c", program, *arguments], check=True, cwd=tmp_path)

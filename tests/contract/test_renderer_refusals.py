@@ -59,7 +59,7 @@ def test_a_video_is_refused_by_path_where_none_is_shown(checkpoint: Any) -> None
     ref = checkpoint.refs[0]
     with pytest.raises(MessageError, match=r"messages\[0\]\.content\[1\]: a video.*(shows|has) no"):
         checkpoint.renderer.render([user("see ", video([(ref, 0.0), (ref, 1.0)]))])
-    if checkpoint.family.shows_images:
+    if checkpoint.family.shows_media:
         with pytest.raises(MediaRefused, match="shows no videos"):
             checkpoint.family.steps(video([(ref, 0.0), (ref, 1.0)]))
 
@@ -129,7 +129,7 @@ def test_what_only_some_formats_have_is_refused_by_the_others(checkpoint: Any) -
             render([user("a"), called])
         with pytest.raises(MessageError, match=r"^messages\[1\]\.role: "):
             render([user("a"), {"role": "tool", "content": "b"}])
-    if not case.shows_images:
+    if not case.shows_media:
         content = [{"type": "text", "text": "a"}, {"type": "image", "ref": checkpoint.refs[0]}]
         with pytest.raises(MessageError, match=r"^messages\[0\]\.content\[1\]: .*vision tower"):
             render([{"role": "user", "content": content}])

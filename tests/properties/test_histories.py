@@ -43,7 +43,7 @@ PICTURES = [picture_url(number) for number in range(4)]
 CASES = [
     case
     for case in read_cases()
-    if case.takes_tools and case.shows_images and not case.name.endswith(("_merges", "_moe"))
+    if case.takes_tools and case.shows_media and not case.name.endswith(("_merges", "_moe"))
 ]
 FEWER = settings(FEW, max_examples=7)
 

@@ -59,7 +59,7 @@ def make_world(case: Case, folder: Path) -> World:
     case.write(folder / "model")
     store = MediaStore(folder / "media")
     renderer = load_renderer(folder / "model", store)
-    sizes = ((64, 64), (64, 96), (32, 32)) if case.shows_images else ()
+    sizes = ((64, 64), (64, 96), (32, 32)) if case.shows_media else ()
     pictures = [store.put(Image.new("RGB", size)) for size in sizes]
     said = [assistant("yes"), assistant("the a b"), assistant("")]
     if case.takes_reasoning and not case.closes_reasoning:

@@ -102,7 +102,7 @@ def main() -> None:
         "passes": passes,
         "kept": 0 if learner.features is None else len(learner.features.cache),
         "made": materializer.counts.made,
-        "images": ready.num_images,
+        "images": ready.num_items,
         "asked": None if asked is None else asked[0],
         "shows": [bool(m.batch.items) for m in ready.micro_batches],
         "patches": sum(len(p) for p in patches),

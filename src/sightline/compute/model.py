@@ -112,7 +112,7 @@ def describe_gpus() -> str:
 
 def empty_parameters(path: str | Path, family: Family) -> dict[str, Tensor]:
     """The parameters that a trainer of this checkpoint publishes: names and shapes, no values."""
-    auto = AutoModelForImageTextToText if family.shows_images else AutoModelForCausalLM
+    auto = AutoModelForImageTextToText if family.shows_media else AutoModelForCausalLM
     with torch.device("meta"):
         model = auto.from_config(AutoConfig.from_pretrained(path, local_files_only=True))
     return dict(model.named_parameters())

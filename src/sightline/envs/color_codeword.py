@@ -69,7 +69,7 @@ class ColorCodeword(Environment):
     seed: int = 0
 
     def __post_init__(self) -> None:
-        self.shows_images = not self.in_words
+        self.shows_media = not self.in_words
 
     def task(self, index: int, split: str) -> Task:
         rng = self.task_rng(index, split)

@@ -19,12 +19,12 @@ from sightline.errors import SightlineError, mask_output
 @dataclass(frozen=True)
 class EnvironmentInfo:
     name: str
-    shows_images: bool
+    shows_media: bool
 
 
 def get_environment_info(env: EnvConfig) -> EnvironmentInfo:
     environment = build_environment(env)
-    return EnvironmentInfo(environment.name, environment.shows_images)
+    return EnvironmentInfo(environment.name, environment.shows_media)
 
 
 def main() -> None:

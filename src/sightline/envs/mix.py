@@ -26,7 +26,7 @@ class EnvironmentMix(Environment):
                     "give one of them a `label`: metrics are kept by name",
                 )
         self.members = [env for env, _ in members]
-        self.shows_images = any(env.shows_images for env in self.members)
+        self.shows_media = any(env.shows_media for env in self.members)
         self._stops = list(itertools.accumulate(weight for _, weight in members))
 
     def choose_environment(self, index: int, split: str) -> Environment:

@@ -41,7 +41,7 @@ class OpenEnvEnvironment(Environment):
         client = import_extra("openenv.core.generic_client", "openenv")
         if not (self.image_field or self.text_field):
             raise ConfigError("openenv: nothing is shown", "set image_field or text_field")
-        self.shows_images = bool(self.image_field)
+        self.shows_media = bool(self.image_field)
         if self.on_malformed == "random" and (isinstance(self.actions, str) or not self.actions):
             raise ConfigError(
                 "openenv: on_malformed = 'random' with actions that have no list",

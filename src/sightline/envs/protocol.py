@@ -128,7 +128,7 @@ class Environment:
     """Subclass this. `name` is what metrics and the dashboard call it."""
 
     name: str = "environment"
-    shows_images: bool = True
+    shows_media: bool = True
     """Whether tasks need a model that sees; checked before a run starts."""
     tools: Tools | None = None
     """What its demonstrations offer the model; a rollout passes its own to `chat.send`."""
@@ -188,7 +188,7 @@ def load_environment(path: str, args: dict[str, Any]) -> Environment:
                 fix = f"is `{name}` meant to be `{near[0]}`?"
         raise ConfigError(f"[env.args] do not fit {path!r}: {error}", fix) from error
     try:
-        return cast(Environment, make(**resolve_references(args, "[env] args")))
+        made = cast(Environment, make(**resolve_references(args, "[env] args")))
     except SightlineError:
         raise
     except Exception as error:  # user code
@@ -196,3 +196,9 @@ def load_environment(path: str, args: dict[str, Any]) -> Environment:
             f"[env] name = {path!r} cannot be built: {type(error).__name__}: {error}",
             f"mend it, or give what it needs in [env.args]; play it: `sightline try {path}`",
         ) from error
+    if hasattr(made, "shows_images"):
+        raise ConfigError(
+            f"the environment {path!r} has `shows_images`, which nothing reads",
+            "call it `shows_media`: videos are meant, too",
+        )
+    return made

@@ -29,7 +29,7 @@ class VerifiersEnvironment(Environment):
         runtime: str = "subprocess",
         sampling: dict[str, Any] | None = None,
         eval_every: int = 10,
-        shows_images: bool = True,
+        shows_media: bool = True,
     ) -> None:
         agents = import_extra("verifiers.v1.configs.agent", "verifiers")
         runtimes = import_extra("verifiers.v1.runtimes", "verifiers")
@@ -65,7 +65,7 @@ class VerifiersEnvironment(Environment):
                     "endpoint of a rollout is on this machine",
                     "set [env.args] runtime to 'subprocess' or 'docker'",
                 )
-        self.shows_images = shows_images
+        self.shows_media = shows_media
         self.sampling = sampling or {}
         self.eval_every = eval_every
         self._tasks_read: list[Any] = []

@@ -46,7 +46,7 @@ def _find_kind(part: Any) -> str | None:
 
 def check_shown(path: str, kind: str, family: Family, video_refusal: str) -> None:
     """Raises MessageError for an image or a video that a checkpoint cannot show."""
-    if not family.shows_images:
+    if not family.shows_media:
         raise MessageError.at(
             path,
             f"{kind}, and this checkpoint has no vision tower",

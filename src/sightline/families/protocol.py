@@ -89,7 +89,7 @@ class Family(Protocol):
     """Rows of a position array."""
     modality: str
     """What the generate protocol calls its images."""
-    shows_images: bool
+    shows_media: bool
     """False for a text-only checkpoint."""
     video_refusal: str
     """Why videos cannot be shown; empty where they can."""

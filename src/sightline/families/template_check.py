@@ -51,14 +51,14 @@ def build_probes(renderer: BaseRenderer, family: Family) -> Iterator[Probe]:
     yield "a question", [hi], {}
     yield "a system message", [system(" be brief\n"), ask, answer, user("")], {}
     yield "an answer", [ask, answer], {"generation_prompt": False}
-    if family.shows_images:
+    if family.shows_media:
         if "system" in renderer.image_roles:
             shows = Message(role="system", content=user("see ", _REF).content)
             yield "an image in a system message", [shows, hi], {}
         yield "images", [user(" see ", _REF, _REF, "\nso? "), answer, user(_REF)], {}
     call = ToolCall(name="look", arguments=_ARGUMENTS)
     if renderer.takes_tools:
-        sees = family.shows_images and "tool" in renderer.image_roles
+        sees = family.shows_media and "tool" in renderer.image_roles
         shown = (ImagePart(_REF),) if sees else ()
         returned = Message(role="tool", content=(TextPart(" it is\n"), *shown))
         calls = Message(role="assistant", tool_calls=(call, ToolCall(name="wait", arguments="{}")))
@@ -144,7 +144,7 @@ class TemplateCheck:
         return self.template.render(forms, **options, **self.settings)
 
     def _expand_pads(self, ids: list[int]) -> list[int]:
-        if not self.family.shows_images:
+        if not self.family.shows_media:
             return ids
         count = self.family.num_tokens(self.family.item(_REF))
         pad = self.renderer.pad_token_ids[0]

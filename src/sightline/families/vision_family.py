@@ -36,7 +36,7 @@ class ImageFamily(ABC):
     name: str
     num_axes: int = 1
     modality: str = "image"
-    shows_images = True
+    shows_media = True
     found: Sequence[str] = ()
     video_refusal = "this model family shows no videos"
     settings_owner: str
@@ -184,7 +184,7 @@ class TextOnlyFamily:
 
     num_axes = 1
     modality = "image"
-    shows_images = False
+    shows_media = False
     video_refusal = "this checkpoint has no vision tower"
     slot_token_ids: tuple[int, ...] = ()
     packing: Packing = TREE_PACKING
@@ -192,7 +192,7 @@ class TextOnlyFamily:
 
     def __init__(self, name: str) -> None:
         self.name = name
-        self.settings: dict[str, Any] = {"family": name, "shows_images": False}
+        self.settings: dict[str, Any] = {"family": name, "shows_media": False}
         self.fingerprint = compute_fingerprint(self.settings)
 
     def _refuse_images(self, *_: object) -> NoReturn:

@@ -134,10 +134,10 @@ class RequestValidator:
         if request.features is None:
             return [], []
         modality = self.family.modality
-        if not self.family.shows_images or request.features.mm_hashes.keys() - {modality}:
+        if not self.family.shows_media or request.features.mm_hashes.keys() - {modality}:
             raise build_engine_error(
                 "slots",
-                f"features: this checkpoint takes {modality if self.family.shows_images else 'no'}"
+                f"features: this checkpoint takes {modality if self.family.shows_media else 'no'}"
                 f" media, the request has {sorted(request.features.mm_hashes)}",
                 "render with the renderer of the served checkpoint",
             )

@@ -78,7 +78,7 @@ def check_model(model: ModelConfig, env: EnvConfig, python: str = "") -> Family:
     `python` is the interpreter that knows the environment, if this one need not.
     """
     environment = describe_environment(env, python)
-    return check_checkpoint(model, f"[env] {environment.name!r}", environment.shows_images)
+    return check_checkpoint(model, f"[env] {environment.name!r}", environment.shows_media)
 
 
 def describe_environment(
@@ -117,7 +117,7 @@ def describe_environment(
         )
     if "problem" in found:
         raise ConfigError(f"[rollout] python = {python!r}: {found['problem']}", found["fix"])
-    return EnvironmentInfo(found["name"], found["shows_images"])
+    return EnvironmentInfo(found["name"], found["shows_media"])
 
 
 def check_conversations(config: SftFile) -> Family:
@@ -128,7 +128,7 @@ def check_conversations(config: SftFile) -> Family:
     return check_checkpoint(config.model, f"[data] {config.data.path}", shows)
 
 
-def check_checkpoint(model: ModelConfig, shown_by: str, shows_images: bool) -> Family:
+def check_checkpoint(model: ModelConfig, shown_by: str, shows_media: bool) -> Family:
     """The family of a checkpoint that holds weights, and sees if `shown_by` shows images."""
     path = Path(model.path)
     if not path.is_dir():
@@ -137,7 +137,7 @@ def check_checkpoint(model: ModelConfig, shown_by: str, shows_images: bool) -> F
             "make a checkpoint with `sightline model tiny DIR`, or name one that is there",
         )
     family = load_family(path, model.exact, **model.overrides())
-    if shows_images and not family.shows_images:
+    if shows_media and not family.shows_media:
         raise ConfigError(
             f"{shown_by} shows images and [model] path = {model.path!r} cannot see: it has no "
             "vision tower",
@@ -344,7 +344,7 @@ def check_engine(config: RunFile, family: Family) -> None:
     check_external_servers(config, family)
     if config.inference.engine == "vllm":
         serving = load_serving(config.model.path, family)
-        if config.lora.publish == "adapter" and family.shows_images:
+        if config.lora.publish == "adapter" and family.shows_media:
             _check_parameter_names(Path(config.model.path), serving.vision_prefixes(family))
         is_elsewhere = bool(config.inference.servers) or config.launch.is_elsewhere("server")
         if not is_elsewhere or config.eval.every:

@@ -64,7 +64,7 @@ def check_token_ids(model: ModelConfig, family: Family) -> None:
     with tempfile.TemporaryDirectory(prefix="sightline-check-") as folder:
         store = MediaStore(Path(folder))
         renderer = load_renderer(path, store, family, number_images=model.number_images)
-        if family.shows_images:
+        if family.shows_media:
             rendered = renderer.render([user(store.put(_draw_probe(*SIZES[0])[0]))])
             at = rendered.slots[0]
             places = at.offset + family.feature_offsets(at.item)
@@ -115,7 +115,7 @@ def check_server_files(config: RunFile, family: Family, run_dir: RunDir) -> None
             if takes_files and "--weights-root" in (fix := str(refusal.get("fix"))):
                 raise ConfigError(f"{where} takes no weights from {run_dir.path}", fix)
             answer = (
-                _ask(address, "/v1/chat/completions", token, chat) if family.shows_images else {}
+                _ask(address, "/v1/chat/completions", token, chat) if family.shows_media else {}
             )
             code = str(answer.get("error", {}).get("code"))
             if code.startswith("media_") and code != "media_missing":
@@ -152,7 +152,7 @@ def _ask(address: str, path: str, token: str, body: object = None) -> dict[str, 
 
 def check_probe_images(config: RunFile, family: Family) -> str:
     """Refuses interpreters of the run that do not make the same tokens and pixels of an image."""
-    if not family.shows_images:
+    if not family.shows_media:
         return "none: the environment shows no images"
     others = {"[rollout] python": config.rollout.python}
     if config.inference.engine == "vllm" and not config.inference.servers:

@@ -17,7 +17,7 @@ def assign_to_ranks(
 
     Ranks wait for one another in every layer of a round, so a round lasts as long as its costliest
     micro-batch: those of like cost go into one, the costliest to the rank that has least so far.
-    Micro-batches with images come first, so that few rounds need the vision tower on ranks that
+    Micro-batches with items come first, so that few rounds need the vision tower on ranks that
     show none. The same packs and price give the same answer on every machine.
     """
     costs = [price.of(MicroBatchWork.of(pack)) for pack in packs]

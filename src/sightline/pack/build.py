@@ -95,7 +95,7 @@ class _MicroBatchBuilder:
         self.positions.append(along[:, shared:])
 
     def _check_pixels(self, place: int, pixel_digest: str | None, trace_id: str) -> None:
-        """Keeps what the sampler said of an image's pixels; raises where it said two things."""
+        """Keeps what the sampler said of an item's pixels; raises where it said two things."""
         known = self.items[place]
         if known.pixel_digest is None:
             self.items[place] = PackedItem(known.item, pixel_digest, known.wanted_by)

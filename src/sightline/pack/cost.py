@@ -34,9 +34,9 @@ class MicroBatchWork:
     trained: int
     """Tokens whose logprobs are computed."""
     patches: int
-    """Patches of distinct images: each goes through the vision tower once."""
+    """Patches of distinct items: each goes through the vision tower once."""
     attended_patches: int
-    """Pairs of patches within an image."""
+    """Pairs of patches within an item."""
 
     @classmethod
     def of(cls, batch: MicroBatch) -> MicroBatchWork:

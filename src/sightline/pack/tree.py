@@ -1,7 +1,7 @@
 """The rollouts of a group as a tree: a prefix that several share is packed once.
 
 Samples are put into depth-first order. Each then brings only what it does not share with the one
-before it, and a token is shared when everything up to it is the same: ids, images and their
+before it, and a token is shared when everything up to it is the same: ids, items and their
 places. What trains need not be the same: a token that two rollouts both sampled is one token
 with two advantages.
 """

@@ -97,7 +97,7 @@ class Materializer:
     def _count_values(self) -> int:
         """Bytes of a patch, from a small picture."""
         image = decode.warm_up()
-        if not self.family.shows_images:
+        if not self.family.shows_media:
             return 0
         ref = MediaRef("0" * 64, "image/png", image.width, image.height, 1)
         return int(self.family.patches(image, self.family.item(ref)).shape[1])

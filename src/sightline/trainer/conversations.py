@@ -47,7 +47,7 @@ class TrainingConversation:
     tools: Tools | None = None
 
     @property
-    def shows_images(self) -> bool:
+    def shows_media(self) -> bool:
         return any(message.refs for message in self.messages)
 
 
@@ -266,5 +266,5 @@ def check_rows_for_images(data: DataConfig, seed: int, most: int = 200) -> bool:
     """
     resolver = _PlaceholderResolver()
     found = FileConversations(data, resolver.put, resolver, seed)
-    shown = [found.row(i).shows_images for i in range(min(most, len(found)))]
+    shown = [found.row(i).shows_media for i in range(min(most, len(found)))]
     return any(shown)

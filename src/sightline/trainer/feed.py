@@ -4,7 +4,7 @@
       waits for: an announcement, then digests       waits for: a ready batch
       unblocked by: the orchestrator, the pool       unblocked by: the prefetcher
 
-Every image is made and its digest compared before packing, so that a bad image costs exactly the
+Every item is made and its digest compared before packing, so that a bad item costs exactly the
 samples that show it and the packs are those of the batch without them. A few are held at a time:
 of their pixels stays what the cache has room for, and the rank that trains on them has them made
 again (`micro_batch_pixels`).
@@ -49,9 +49,9 @@ from sightline.wire.sample import Batch, digest_batch
 class ReadyMicroBatch:
     batch: MicroBatch
     made: UInt8[np.ndarray, "patches values"] | None = None
-    """Patches of the distinct images, in their order; None when there is none, or none yet."""
+    """Patches of the distinct items, in their order; None when there is none, or none yet."""
     runs_tower: bool = False
-    """Whether some rank shows an image in this round: then this one goes through the tower too."""
+    """Whether some rank shows an item in this round: then this one goes through the tower too."""
     has_stored_pixels: bool = True
     """Whether the patches are those of the items; a probe exchanges them."""
     pixels: MicroBatchPixels | None = None
@@ -59,7 +59,7 @@ class ReadyMicroBatch:
 
     @property
     def patch_starts(self) -> Int[np.ndarray, " starts"]:
-        """Where in `made` each image begins; last, how many patches there are."""
+        """Where in `made` each item begins; last, how many patches there are."""
         return np.cumsum([0, *(entry.item.num_patches for entry in self.batch.items)])
 
     @contextlib.contextmanager
@@ -80,13 +80,13 @@ class ReadyBatch:
     digest: str
     micro_batches: list[ReadyMicroBatch]
     materialize_s: float
-    """Seconds that reading, making and digesting the images took, before packing."""
+    """Seconds that reading, making and digesting the items took, before packing."""
     num_samples: int = 0
     """Samples of the batch; this and the counts below are known to rank 0 alone."""
     num_slots: int = 0
-    """Images that the samples show, as often as they show them."""
-    num_images: int = 0
-    """Distinct images of the samples."""
+    """Items that the samples show, as often as they show them."""
+    num_items: int = 0
+    """Distinct items of the samples."""
     dropped: list[DroppedSample] = field(default_factory=list)
     """Samples that bad media cost."""
     truncated: dict[str, int] = field(default_factory=dict)
@@ -100,7 +100,7 @@ class ReadyBatch:
     num_unproven: int = 0
     """Samples that train although their sampler gave no digest of its pixels."""
     num_made: int = 0
-    """Distinct images that were materialized for the batch; the others came from the cache."""
+    """Distinct items that were materialized for the batch; the others came from the cache."""
 
     def start_pixels(self) -> None:
         """Begins to make the pixels of the first micro-batch, if they take little room: the batch
@@ -162,7 +162,7 @@ class BatchPreparer:
             batch, truncated = Batch(batch.step, fitting), dict(counts)
         began = time.monotonic()
         made_before = self.materializer.counts.made
-        digests, problems = self._digest_images(batch)
+        digests, problems = self._digest_items(batch)
         store = self.materializer.store
         kept, dropped = self.bad_media.filter_samples(batch, digests, problems, store, lost)
         spent = time.monotonic() - began
@@ -176,7 +176,7 @@ class BatchPreparer:
             materialize_s=spent,
             num_samples=len(kept),
             num_slots=sum(len(sample.slots) for sample in kept),
-            num_images=len({item.key for sample in kept for item in sample.items}),
+            num_items=len({item.key for sample in kept for item in sample.items}),
             dropped=dropped,
             truncated=truncated,
             num_unproven=sum(any(s.pixel_digest is None for s in one.slots) for one in kept),
@@ -184,15 +184,15 @@ class BatchPreparer:
             num_made=min(self.materializer.counts.made - made_before, len(digests)),
         )
 
-    def _digest_images(self, batch: Batch) -> tuple[PixelDigests, MediaProblems]:
-        """The digests of all images; their pixels stay as far as the cache has room."""
-        # By the whole item: one that lies about its image fails alone.
+    def _digest_items(self, batch: Batch) -> tuple[PixelDigests, MediaProblems]:
+        """The digests of all items; their pixels stay as far as the cache has room."""
+        # By all of it: one that lies about its image fails alone.
         wanted = {item: sample for sample in batch.samples for item in sample.items}
         digests: dict[MediaItem, str] = {}
         problems: dict[MediaItem, BadMediaError] = {}
         self.materializer.store.prefetch(ref for item in wanted for ref in item.refs)
         assert self.pixels is not None
-        for item, flight in self.materializer.iterate(wanted, self.pixels.image_bytes):
+        for item, flight in self.materializer.iterate(wanted, self.pixels.item_bytes):
             try:
                 digests[item] = flight.result().digest
             except Misaligned as error:

@@ -355,7 +355,7 @@ class Learner:
             "micro_batches": float(len(ready.micro_batches) * self.ranks.size),
             "samples": float(ready.num_samples),
             "images": float(ready.num_slots),
-            "distinct_images": float(ready.num_images),
+            "distinct_images": float(ready.num_items),
             "bad_media": float(len(ready.dropped)),
         }
 

@@ -34,12 +34,12 @@ def allocate_patches(num: int, values: int) -> np.ndarray:
 class MicroBatchPixels:
     materializer: Materializer
     max_bytes: int = sys.maxsize
-    """For this rank's micro-batches and the images that they are made of."""
+    """For this rank's micro-batches and the items that they are made of."""
     allocate: AllocatePatches = allocate_patches
     is_pinned: bool = False
     """Whether `allocate` page-locks what it gives, of which torch takes more."""
     keep: bool = False
-    """Whether images that are made here go into the cache: where they do not, somebody before has
+    """Whether items that are made here go into the cache: where they do not, somebody before has
     put as many there as it takes, and those that are still to come would have to go."""
     peak_bytes: int = 0
     """The most that the patches of micro-batches have taken at once."""
@@ -49,12 +49,12 @@ class MicroBatchPixels:
 
     def __post_init__(self) -> None:
         self._lock = threading.Lock()
-        # One thread, so that the images of one micro-batch are under way at a time.
+        # One thread, so that the items of one micro-batch are under way at a time.
         self._pool = ThreadPoolExecutor(1, thread_name_prefix="micro-batch")
 
     @property
-    def image_bytes(self) -> int:
-        """For images that are under way at once; the rest is for micro-batches."""
+    def item_bytes(self) -> int:
+        """For items that are under way at once; the rest is for micro-batches."""
         return self.max_bytes // 7
 
     def count_bytes(self, pack: MicroBatch) -> int:
@@ -67,7 +67,7 @@ class MicroBatchPixels:
     def start(self, pack: MicroBatch, max_fraction: float = 1.0) -> None:
         """Begins to make the patches of a micro-batch that is to come, if there is room for them,
         and if they take no more than a fraction of it."""
-        nbytes, room = self.count_bytes(pack), self.max_bytes - self.image_bytes
+        nbytes, room = self.count_bytes(pack), self.max_bytes - self.item_bytes
         with self._lock:
             if nbytes and nbytes <= min(room - self._held_bytes, int(room * max_fraction)):
                 self._ahead[id(pack)] = self._submit(pack, nbytes)
@@ -90,12 +90,12 @@ class MicroBatchPixels:
         return self._pool.submit(self.stack, pack)
 
     def stack(self, pack: MicroBatch) -> np.ndarray:
-        """The patches of a micro-batch's images one after the other, compared with the digests."""
+        """The patches of a micro-batch's items one after the other, compared with the digests."""
         width = self._get_width(pack)
         stacked = self.allocate(pack.num_patches, width)
         at = 0
         flights = self.materializer.iterate(
-            (entry.item for entry in pack.items), self.image_bytes, self.keep
+            (entry.item for entry in pack.items), self.item_bytes, self.keep
         )
         for entry, (item, flight) in zip(pack.items, flights, strict=True):
             try:

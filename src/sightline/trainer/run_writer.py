@@ -163,7 +163,7 @@ class RunWriter:
         self, ready: ReadyBatch, result: StepResult, busy: tuple[float, float], publish_s: float
     ) -> dict[str, Any]:
         visible = min(ready.waited_s, ready.materialize_s)
-        has_hidden = ready.num_images > 0 and ready.materialize_s > 0
+        has_hidden = ready.num_items > 0 and ready.materialize_s > 0
         assert self.async_publisher is not None and self.learner.pixels is not None
         previous = self.async_publisher.previous
         return {
@@ -173,7 +173,7 @@ class RunWriter:
             "publish_hidden_share": previous and previous.hidden_share(busy),
             "unproven": float(ready.num_unproven),
             "images_made": float(ready.num_made),
-            "images_from_cache": float(max(ready.num_images - ready.num_made, 0)),
+            "images_from_cache": float(max(ready.num_items - ready.num_made, 0)),
             "seconds": {
                 "wait": ready.waited_s,
                 "materialize": ready.materialize_s,

@@ -97,10 +97,10 @@ def find_problems(
         )
     elif not trace.turns:
         yield "the rollout asked the model nothing\n  fix: await chat.send([user(...)])"
-    elif played.shows_images and not trace.num_images_shown:
+    elif played.shows_media and not trace.num_images_shown:
         yield (
-            "no image was sent, and shows_images is True\n"
-            "  fix: pass images to user(...), or set shows_images = False"
+            "no image was sent, and shows_media is True\n"
+            "  fix: pass images to user(...), or set shows_media = False"
         )
     try:
         first, second = (played.task(trace.task, trace.split) for _ in range(2))

@@ -120,7 +120,7 @@ class MediaItem(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_de
             ) from error
 
 
-# Every request names all images of its history: what is known of an image is not made again.
+# Every request names all items of its history: what is known of one is not made again.
 @lru_cache(maxsize=65536)
 def _key(digest: str, fingerprint: str, step: VideoStep | None) -> str:
     text = f"{digest}:{fingerprint}".encode()
@@ -142,7 +142,7 @@ Item = TypeVar("Item", default=MediaItem)
 class Slot(
     msgspec.Struct, Generic[Item], frozen=True, forbid_unknown_fields=True, omit_defaults=True
 ):
-    """The run of tokens that one image fills: the pads only, not the marks around them.
+    """The run of tokens that one item fills: the pads only, not the marks around them.
 
     A struct that is decoded names what its slots hold, `Slot[MediaItem]` or `Slot[int]`.
     """
@@ -151,7 +151,7 @@ class Slot(
     """Counted from the start of whatever holds the slot: a prompt, a node, a micro-batch."""
     length: int
     item: Item
-    """The image itself, or its index where the holder lists its images once."""
+    """The item itself, or its index where the holder lists its items once."""
     pixel_digest: str | None = None
     """Digest of the pixels that the sampler saw there; None where nobody said."""
 

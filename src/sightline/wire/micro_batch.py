@@ -19,13 +19,13 @@ MICRO_BATCH_SCHEMA = 1
 
 
 class PackedItem(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """A distinct image of the micro-batch."""
+    """A distinct item of the micro-batch."""
 
     item: MediaItem
     pixel_digest: str | None
     """Digest of the pixels that the sampler saw; None where its engine cannot say."""
     wanted_by: str
-    """The first trace that shows the image, for error messages."""
+    """The first trace that shows the item, for error messages."""
 
 
 class TokenOrigin(Segment, frozen=True, forbid_unknown_fields=True, kw_only=True):

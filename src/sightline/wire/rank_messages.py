@@ -1,4 +1,4 @@
-"""Messages between the ranks of a trainer. Images travel as references."""
+"""Messages between the ranks of a trainer. Items travel as references."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ class RankAssignment(msgspec.Struct, frozen=True, forbid_unknown_fields=True, ta
     micro_batches: list[MicroBatch | None]
     """One a round, None for an empty one; every rank has as many."""
     runs_tower: list[bool]
-    """Whether some rank shows an image in the round: then all go through the vision tower."""
+    """Whether some rank shows an item in the round: then all go through the vision tower."""
     held_out: bool = False
     """To be evaluated with the weights after `step`; nothing is learnt from it."""
 

@@ -49,7 +49,7 @@ def _write_with_merges(path: Path) -> None:
         (path / file).write_text(json.dumps(files[file]))
 
 
-def _load_images(path: Path) -> Any:
+def _load_items(path: Path) -> Any:
     from transformers.models.glm46v.image_processing_pil_glm46v import Glm46VImageProcessorPil
 
     return Glm46VImageProcessorPil.from_pretrained(path, local_files_only=True)
@@ -94,7 +94,7 @@ def _glm(name: str, write: Any, **traits: Any) -> Case:
     return Case(
         name,
         write,
-        _load_images,
+        _load_items,
         "<|image|>",
         PUBLISHED,
         make_arrays=lambda checkpoint, image: checkpoint.transformers_images(image),

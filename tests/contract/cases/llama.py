@@ -47,7 +47,7 @@ def _llama(name: str, write: Any, has_weights: bool) -> Case:
         published_template=None,
         has_weights=has_weights,
         has_own_format=not has_weights or IS_FULL,
-        shows_images=False,
+        shows_media=False,
         takes_tools=False,
         carried=str.strip,
         template_settings=lambda tools: {"date_string": "26 Jul 2024"},

@@ -124,5 +124,5 @@ CASES = (
     _qwen("qwen3_5", "qwen3_5", "qwen3_5", **_TAGGED),
     _qwen("qwen3_5_moe", "qwen3_5_moe", "qwen3_5", merges=False, has_own_format=False, **_TAGGED),
     _qwen("qwen3_5_nonthinking", "qwen3_5_nonthinking", "", closes_reasoning=True, **_TAGGED),
-    _qwen("qwen3", "qwen3", "qwen3", merges=False, shows_images=False, **_THINKS),
+    _qwen("qwen3", "qwen3", "qwen3", merges=False, shows_media=False, **_THINKS),
 )

@@ -52,7 +52,7 @@ PROBLEMS = [
     "task 1: ZeroDivisionError: division by zero\n    {file}:25 in rollout: return 1 / 0  # here\n",
     "task 2: two calls of task() differ: Task(2, 'train', ('random', ",
     "task 3: environment 'bad' returned Outcome(nan)\n  fix: return finite numbers only",
-    "task 4: no image was sent, and shows_images is True",
+    "task 4: no image was sent, and shows_media is True",
     "task 5: the prompt of turn 1 is too long: it has 38",
     "task 6: 2 per_turn rewards for 1 model calls",
     "task 7: the rollout asked the model nothing",

@@ -116,7 +116,7 @@ def test_in_words_nothing_is_shown_and_every_colour_has_its_name(store: MediaSto
     assert [message.text for message in chat.seen] == [WORDS[letter] for letter in word]
     assert not any(message.images for message in chat.seen)
     assert len(set(WORDS.values())) == len(COLORS)
-    assert ColorCodeword().shows_images and not ColorCodeword(in_words=True).shows_images
+    assert ColorCodeword().shows_media and not ColorCodeword(in_words=True).shows_media
 
 
 def test_demonstrations_in_words_name_a_letter_or_a_colour_without_its_letter(

@@ -104,7 +104,7 @@ def test_it_holds_on_a_small_model_of_the_same_type(
     if file.env is not None:
         check_model(settings, file.env)
     else:
-        check_checkpoint(settings, "[data]", shows_images=True)
+        check_checkpoint(settings, "[data]", shows_media=True)
     family = load_family(model)
     if file.lora.rank:
         forward = load_model(model, family, "cpu", "float32")

@@ -57,7 +57,7 @@ def model(request: pytest.FixtureRequest, folder: Callable[[str], Path]) -> Path
 
 
 def samples(model: Path, store: MediaStore, count: int, seed: int = 0) -> list[Sample]:
-    if load_family(model).shows_images:
+    if load_family(model).shows_media:
         return making.samples(model, store, count, seed)
     rng, renderer = random.Random(seed), load_renderer(model, store)
     made = []
@@ -119,7 +119,7 @@ def test_logprobs_are_those_of_plain_transformers(model: Path, store: MediaStore
     from transformers import AutoModelForCausalLM, AutoModelForImageTextToText
 
     learner = build(model, store)
-    sees = learner.family.shows_images
+    sees = learner.family.shows_media
     auto: Any = AutoModelForImageTextToText if sees else AutoModelForCausalLM
     plain = auto.from_pretrained(model, dtype=torch.float32)
     given = samples(model, store, count=3, seed=7)
@@ -211,7 +211,7 @@ def test_the_engine_samples_at_the_logprobs_of_plain_transformers(
     model = folder(kind)
     learner, renderer = build(model, store), load_renderer(model, store)
     family = learner.family
-    shown = [store.put(making.image(random.Random(3), 120, 90))] if family.shows_images else []
+    shown = [store.put(making.image(random.Random(3), 120, 90))] if family.shows_media else []
     rendered = renderer.render([user("see ", *shown)])
     settings = ServerSpec.of(
         path=model,
@@ -238,7 +238,7 @@ def test_the_engine_samples_at_the_logprobs_of_plain_transformers(
     engine.join(10)
     said = finished[0]
     assert said.error is None and said.tokens
-    auto: Any = AutoModelForImageTextToText if family.shows_images else AutoModelForCausalLM
+    auto: Any = AutoModelForImageTextToText if family.shows_media else AutoModelForCausalLM
     plain = auto.from_pretrained(model, dtype=torch.float32)
     slots = [Slot(s.offset, s.length, i) for i, s in enumerate(rendered.slots)]
     sample = Sample(

@@ -89,4 +89,4 @@ def test_every_setting_is_in_the_fingerprint(tmp_path: Path) -> None:
 def test_a_checkpoint_without_a_vision_tower_shows_no_images(tmp_path: Path) -> None:
     folder(tmp_path)
     (tmp_path / "config.json").write_text(json.dumps({"model_type": "qwen3_vl"}))
-    assert not load_family(tmp_path, {}).shows_images
+    assert not load_family(tmp_path, {}).shows_media

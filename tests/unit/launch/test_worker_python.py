@@ -35,13 +35,13 @@ def test_what_user_code_prints_does_not_hide_the_answer(
         'print(\'{"name": "loud"\')\n'
         "class Loud(Environment):\n"
         "    name = 'loud'\n"
-        "    shows_images = False\n"
+        "    shows_media = False\n"
         "    def task(self, index, split): ...\n"
         "    async def rollout(self, task, chat): ...\n"
     )
     monkeypatch.setenv("PYTHONPATH", f"{Path(sightline.__file__).parents[1]}:{tmp_path}")
     found = describe_environment(EnvConfig(name="loud:Loud"), sys.executable)
-    assert (found.name, found.shows_images) == ("loud", False)
+    assert (found.name, found.shows_media) == ("loud", False)
 
 
 def test_an_environment_that_is_absent_there_is_refused_with_the_interpreter() -> None:

@@ -104,7 +104,7 @@ def test_a_row_is_the_same_conversation_from_every_kind_of_file(
         user, assistant = talk.messages
         assert [store.get(ref) for ref in user.images] == [png(number), png(100 + number)]
         assert user.text == "and" and assistant.text == f"shade {number}"
-        assert talk.shows_images and talk.name == f"row {number}"
+        assert talk.shows_media and talk.name == f"row {number}"
 
 
 def test_images_may_stand_in_the_parts_themselves(tmp_path: Path, store: MediaStore) -> None:

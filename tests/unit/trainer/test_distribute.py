@@ -35,7 +35,7 @@ def test_each_rank_makes_the_images_of_its_share(tiny_model: Path, store: MediaS
     first, second = Materializer(family, store, 1 << 24), Materializer(family, store, 1 << 24)
     batch = Batch(1, making.samples(tiny_model, store, count=8))
     ready = BatchPreparer(family, first, PackSize(160, 4096)).prepare(batch, "digest")
-    num_images = len({item.key for sample in batch.samples for item in sample.items})
+    num_items = len({item.key for sample in batch.samples for item in sample.items})
     with two_ranks() as (lead, follow):
         follow.report_ready()
         lead.wait_until_loaded(timeout_s=30)
@@ -45,7 +45,7 @@ def test_each_rank_makes_the_images_of_its_share(tiny_model: Path, store: MediaS
     assert second.counts.made == 0, "none is made before its micro-batch comes"
     # Wherever it is made: what is computed on is the same to the last bit.
     assert _bits(mine, theirs) == _bits(ready)
-    assert first.counts.made == num_images and needed
+    assert first.counts.made == num_items and needed
     assert second.counts.made == len(needed)
     first.close(), second.close()
 

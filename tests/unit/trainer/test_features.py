@@ -55,7 +55,7 @@ def ready(learner: Learner, store: MediaStore, model: Path, step: int) -> ReadyB
     materializer = Materializer(learner.family, store, 1 << 24)
     preparer = BatchPreparer(learner.family, materializer, PackSize(96, 4096))
     made = preparer.prepare(Batch(step, samples), "")
-    assert len(made.micro_batches) > 2 and made.num_images > 4
+    assert len(made.micro_batches) > 2 and made.num_items > 4
     return made
 
 
@@ -69,7 +69,7 @@ def test_an_image_goes_through_a_frozen_tower_once_in_all_steps(
         learner.step(batch)
     assert learner.features is not None and learner.features is learner.reference_features
     cache = learner.features.cache
-    assert counted.num == batches[0].num_images == cache.encoded == len(cache)
+    assert counted.num == batches[0].num_items == cache.encoded == len(cache)
     shown = sum(len(m.batch.items) for batch in batches for m in batch.micro_batches)
     assert cache.hits == 2 * shown - cache.encoded, "the model's and the reference's"
     assert cache.evicted == 0 and 0 < cache.bytes_held <= cache.maxsize
@@ -84,7 +84,7 @@ def test_a_tower_that_trains_sees_images_at_every_step(tiny_model: Path, store: 
     assert learner.features is None
     assert counted.num == sum(len(m.batch.items) for b in batches for m in b.micro_batches)
     kept = learner.reference_features
-    assert kept is not None and kept.cache.encoded == batches[0].num_images
+    assert kept is not None and kept.cache.encoded == batches[0].num_items
 
 
 def test_what_is_held_changes_no_bit(tiny_model: Path, store: MediaStore) -> None:

@@ -131,7 +131,7 @@ def test_a_batch_of_bad_media_alone_is_an_empty_one(tiny_model: Path, store: Med
     lost = with_image(making.samples(tiny_model, store, count=8))
     store.path(lost.items[0].ref.digest).unlink()
     ready = preparer(tiny_model, store, budget=1.0).prepare(Batch(1, [lost]), "")
-    assert ready.micro_batches == [] and ready.num_samples == ready.num_images == 0
+    assert ready.micro_batches == [] and ready.num_samples == ready.num_items == 0
 
 
 def test_truncation_comes_first_so_that_images_beyond_it_are_not_wanted(

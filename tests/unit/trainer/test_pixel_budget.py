@@ -141,7 +141,7 @@ def test_the_setting_is_of_the_whole_machine(tiny_model: Path, store: MediaStore
     config = making.trainer_config(pixel_cache_mb=16)
     learner = build_learner(making.model_config(tiny_model), config, store, steps=10)
     pixels = build_pixels(learner, store)
-    digesting = pixels.image_bytes
+    digesting = pixels.item_bytes
     assert digesting + pixels.max_bytes + pixels.materializer.max_bytes <= 16 << 20
     assert digesting + pixels.max_bytes + pixels.materializer.max_bytes > 15 << 20
     pixels.materializer.close()

@@ -122,7 +122,7 @@ class StepBench:
         except torch.OutOfMemoryError as error:
             tokens = sum(len(one.batch.token_ids) for one in ready.micro_batches)
             raise ConfigError(
-                f"a step of {tokens:,} tokens and {ready.num_images} images takes more memory than "
+                f"a step of {tokens:,} tokens and {ready.num_items} images takes more memory than "
                 f"{self.learner.device} has",
                 "take smaller shapes (--scale of `bench cost`), a smaller model or a larger device",
             ) from error

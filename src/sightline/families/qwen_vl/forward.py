@@ -49,7 +49,7 @@ class QwenVLForward(VideoForward):
 def load(
     path: Path, family: Family, device: torch.device, dtype: torch.dtype, attention: str
 ) -> TextForward:
-    auto = AutoModelForImageTextToText if family.shows_images else AutoModelForCausalLM
+    auto = AutoModelForImageTextToText if family.shows_media else AutoModelForCausalLM
     model = load_model(auto, path, device, dtype, attention)
     text_config = model.config.get_text_config()
     kinds = getattr(text_config, "layer_types", None)

@@ -49,7 +49,7 @@ class QwenRenderer(BaseRenderer):
         self.end_id = token_id("<|im_end|>")
         self.stop_token_ids = (self.end_id, token_id("<|endoftext|>"))
         self.pad_token_ids = self.find_token_ids(_MEDIA_MARKS)
-        if family.shows_images:
+        if family.shows_media:
             self._vision_start = token_id("<|vision_start|>")
             self._vision_end = token_id("<|vision_end|>")
             self.image_pad = token_id("<|image_pad|>")
@@ -191,7 +191,7 @@ class QwenRenderer(BaseRenderer):
     def count_images(self, prompt_ids: Sequence[int]) -> int:
         """Nothing but an image puts its mark into a prompt: where they are numbered no video is
         shown."""
-        if not (self.numbers_images and self._family.shows_images):
+        if not (self.numbers_images and self._family.shows_media):
             return 0
         return list(prompt_ids).count(self._vision_start)
 

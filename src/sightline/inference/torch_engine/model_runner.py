@@ -37,7 +37,7 @@ ONEDNN_MIN_ROWS = 384
 
 # Part of an image that a run shows: whose, which, the places in the run that its features fill, and
 # which of its features from where to where.
-_ImagePart = tuple[TorchRequest, str, MediaItem, np.ndarray, int, int]
+_ItemPart = tuple[TorchRequest, str, MediaItem, np.ndarray, int, int]
 
 
 @dataclass
@@ -144,7 +144,7 @@ class ModelRunner:
         self, plan: StepPlan, running: dict[int, TorchRequest]
     ) -> tuple[Float[Tensor, "shown hidden"] | None, Int[Tensor, " shown"] | None]:
         """Features that the plan's tokens show, and their places in its run."""
-        parts = self._find_image_parts(plan, running)
+        parts = self._find_item_parts(plan, running)
         if not parts:
             return None, None
         self._encode_missing(parts)
@@ -152,10 +152,8 @@ class ModelRunner:
         places = np.concatenate([shown for *_, shown, _, _ in parts])
         return torch.cat(features), self._copy(places)
 
-    def _find_image_parts(
-        self, plan: StepPlan, running: dict[int, TorchRequest]
-    ) -> list[_ImagePart]:
-        parts: list[_ImagePart] = []
+    def _find_item_parts(self, plan: StepPlan, running: dict[int, TorchRequest]) -> list[_ItemPart]:
+        parts: list[_ItemPart] = []
         for i in np.flatnonzero(plan.starts < self.rows.prompt_length[plan.rows]).tolist():
             request = running[int(plan.rows[i])]
             start, end, at = int(plan.starts[i]), int(plan.ends[i]), int(plan.offsets[i])
@@ -169,7 +167,7 @@ class ModelRunner:
                     parts.append((request, key, slot.item, shown, low, high))
         return parts
 
-    def _encode_missing(self, parts: list[_ImagePart]) -> None:
+    def _encode_missing(self, parts: list[_ItemPart]) -> None:
         """Gives each request the features it lacks; an image goes through the tower once."""
         missing: dict[str, tuple[MediaItem, Pixels]] = {}
         for request, key, item, *_ in parts:
@@ -179,7 +177,7 @@ class ModelRunner:
             return
         self._pick_kernels(sum(len(pixels.patches) for _, pixels in missing.values()))
         began = self._mark()
-        encoded = self._encode_images(missing)
+        encoded = self._encode_items(missing)
         self._vision_marks.append((began, self._mark()))
         for key, shown in encoded.items():
             self.features.put(key, shown)
@@ -204,9 +202,7 @@ class ModelRunner:
             seconds += began.elapsed_time(ended) / 1e3 if is_cuda else ended - began
         return seconds
 
-    def _encode_images(
-        self, images: dict[str, tuple[MediaItem, Pixels]]
-    ) -> dict[str, ItemFeatures]:
+    def _encode_items(self, images: dict[str, tuple[MediaItem, Pixels]]) -> dict[str, ItemFeatures]:
         """The features of all `images`, by key, in one pass of the vision tower."""
         items = [item for item, _ in images.values()]
         parts = [pixels.patches for _, pixels in images.values()]

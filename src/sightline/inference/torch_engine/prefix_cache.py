@@ -1,6 +1,6 @@
 """Finished rows that wait for the next turn of their rollout, and rows that begin with a prompt.
 
-A row is found by the tokens and images that its KV cache holds, compared one by one. Rows whose
+A row is found by the tokens and items that its KV cache holds, compared one by one. Rows whose
 last tokens are others are passed over at once: a lookup compares few rows from their start.
 """
 
@@ -11,9 +11,9 @@ from dataclasses import dataclass
 import numpy as np
 
 NUM_LAST_TOKENS = 16
-ImagePlaces = tuple[tuple[int, str], ...]
-PromptKey = tuple[bytes, ImagePlaces]
-"""The tokens of a prompt, and the offset and key of each image."""
+ItemPlaces = tuple[tuple[int, str], ...]
+PromptKey = tuple[bytes, ItemPlaces]
+"""The tokens of a prompt, and the offset and key of each item."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -22,8 +22,8 @@ class CachedPrefix:
 
     length: int
     """Number of tokens."""
-    places: ImagePlaces
-    """Offset and key of each image."""
+    places: ItemPlaces
+    """Offset and key of each item."""
     digests: dict[str, str]
 
 
@@ -31,7 +31,7 @@ class PrefixCache(dict[int, CachedPrefix]):
     """Finished rows, the one that waits longest first."""
 
     def take(
-        self, tokens: np.ndarray, places: ImagePlaces, table: np.ndarray
+        self, tokens: np.ndarray, places: ItemPlaces, table: np.ndarray
     ) -> tuple[int, CachedPrefix] | None:
         """The row of `table` with the longest true prefix of `tokens`, no longer in the cache."""
         fitting = [pair for pair in self.items() if pair[1].length < len(tokens)]
@@ -63,7 +63,7 @@ class PromptRows:
         self._prompts: dict[int, tuple[PromptKey, dict[str, str]]] = {}
 
     def find(self, key: PromptKey) -> tuple[int, dict[str, str]] | None:
-        """A row that begins with the prompt, and the digests of its images."""
+        """A row that begins with the prompt, and the digests of its items."""
         row = self._rows.get(key)
         return None if row is None else (row, self._prompts[row][1])
 

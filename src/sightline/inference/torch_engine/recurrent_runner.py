@@ -48,7 +48,7 @@ class RecurrentModelRunner(ModelRunner):
     def hidden(self, plan: StepPlan, running: dict[int, TorchRequest]) -> Hidden:
         """Hidden states of the plan's tokens; KV cache and states hold them afterwards."""
         # Before the parts: an image goes through the tower once.
-        self._encode_missing(self._find_image_parts(plan, running))
+        self._encode_missing(self._find_item_parts(plan, running))
         done, places = [], []
         for part in plan.group_by(2 * plan.counts + (plan.starts == 0)):
             picked = plan.select(part)

@@ -15,7 +15,7 @@ from sightline.inference.errors import build_engine_error, to_engine_error
 from sightline.inference.fair_queue import FairQueue
 from sightline.inference.torch_engine.prefix_cache import (
     CachedPrefix,
-    ImagePlaces,
+    ItemPlaces,
     PrefixCache,
     PromptKey,
     PromptRows,
@@ -81,14 +81,14 @@ class Scheduler:
             request.timeline.end("queue")
             self.counters.cached_tokens += request.cached_tokens
             if request.awaited_prompt is None:
-                self._load_images(request)
+                self._load_items(request)
             else:
                 self.loading.append(request)
 
     def _assign_row(self, request: TorchRequest) -> bool:
         """Finds a row: one that holds the prompt's beginning, a free one, or the oldest cached."""
         start, found = 0, None
-        places = _find_image_places(request)
+        places = _find_item_places(request)
         reads_cache = self.enable_prefix_caching and not request.params.skip_reading_prefix_cache
         if reads_cache:
             found = self.prefixes.take(request.prompt, places, self.rows.tokens)
@@ -150,7 +150,7 @@ class Scheduler:
                 row = self.rows.take_free()
         return row
 
-    def _load_images(self, request: TorchRequest) -> None:
+    def _load_items(self, request: TorchRequest) -> None:
         """Collects what the slots that are not computed yet need, and lets the request begin."""
         computed = int(self.rows.computed[request.row])
         try:
@@ -217,7 +217,7 @@ class Scheduler:
         else:
             self.prompts.add(request.row, key, request.digests)
         request.awaited_prompt = None
-        self._load_images(request)
+        self._load_items(request)
 
     def _start(self, request: TorchRequest) -> None:
         request.timeline.end("materialize")
@@ -245,7 +245,7 @@ class Scheduler:
         num_sampled = len(request.tokens) - 1
         return CachedPrefix(
             length=len(request.prompt) + num_sampled,
-            places=_find_image_places(request),
+            places=_find_item_places(request),
             digests=request.digests,
         )
 
@@ -318,9 +318,9 @@ class Scheduler:
             if request.awaited_prompt is not None:
                 self.loading.append(request)
             else:
-                self._load_images(request)
+                self._load_items(request)
 
 
-def _find_image_places(request: TorchRequest) -> ImagePlaces:
+def _find_item_places(request: TorchRequest) -> ItemPlaces:
     offsets = (slot.offset for slot in request.slots)
     return tuple(zip(offsets, request.keys, strict=True))
