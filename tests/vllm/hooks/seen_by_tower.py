@@ -16,7 +16,7 @@ from vllm.v1.sample.logits_processor import LogitsProcessor
 TOWERS = (
     "Qwen3_VisionTransformer", "MoonViT3dPretrainedModel", "InternVLVisionModel",
     "Idefics3VisionTransformer", "Qwen2VisionTransformerPretrainedModel", "Glm46VVisionModel",
-    "Glm4vVisionModel",
+    "Glm4vVisionModel", "Idefics2VisionTransformer", "PixtralVisionModel",
 )  # fmt: skip
 WANTED = Path("wanted")
 """While this file is there, calls are written down."""
