@@ -210,7 +210,7 @@ $(VLLM_VENV)/.installed: pyproject.toml constraints.txt $(UV) $(wildcard tests/v
 		--python $(VLLM_VENV)/bin/python torch $(VLLM)
 	$(UV) pip uninstall --quiet --python $(VLLM_VENV)/bin/python torchaudio torchcodec
 	$(UV) pip install --quiet $(FIND_LINKS) -c $(VLLM_VENV)/constraints.txt \
-		--python $(VLLM_VENV)/bin/python jaxtyping tomli-w cachetools
+		--python $(VLLM_VENV)/bin/python jaxtyping tomli-w cachetools num2words
 	$(UV) pip install --quiet --no-deps --python $(VLLM_VENV)/bin/python -e .
 	cp tests/vllm/environment/*.py tests/vllm/environment/*.pth \
 		"$$($(VLLM_VENV)/bin/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))')"

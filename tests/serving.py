@@ -213,7 +213,7 @@ class Reference:
         axes = {spec.name: int(spec.has_batch) for spec in found.arrays}
         axes |= {found.grid_array: 0} if found.grid_array else {}
         return {
-            name: torch.from_numpy(np.concatenate([arrays[name] for arrays in made], axis))
+            name: torch.from_numpy(join_padded([arrays[name] for arrays in made], axis))
             for name, axis in axes.items()
         }
 
@@ -247,6 +247,30 @@ class Reference:
         )
         said: list[int] = out[0, len(tokens) :].tolist()
         return said
+
+
+def read_seen(folder: Path, family: Any) -> np.ndarray:
+    """The rows that vLLM's vision tower was called with, as a hook in its worker wrote them down.
+    Images that it was given whole are cut up."""
+    files = sorted(folder.glob("seen-*.npy"))
+    seen = [np.load(file) for file in files]
+    if family.name == "anyvlm" and family.findings.rule == "lines":
+        from sightline.families.anyvlm.processor import cut_patches
+
+        patch = family.findings.rule_settings["patch"]
+        seen = [cut_patches(image, patch) for images in seen for image in images]
+    return np.concatenate(seen) if seen else np.empty(0)
+
+
+def join_padded(arrays: Sequence[np.ndarray], axis: int) -> np.ndarray:
+    """Arrays end to end, each with zeros behind it up to the largest of the other sides."""
+    sides = np.max([array.shape for array in arrays], axis=0)
+    padded = []
+    for array in arrays:
+        missing = sides - array.shape
+        missing[axis] = 0
+        padded.append(np.pad(array, [(0, num) for num in missing]))
+    return np.concatenate(padded, axis)
 
 
 def next_turn(

@@ -22,7 +22,7 @@ import pytest
 import torch
 import vllm_servers
 from PIL import Image
-from serving import GREEDY, Client, Reference, Together, live, next_turn
+from serving import GREEDY, Client, Reference, Together, live, next_turn, read_seen
 
 from sightline.compute.weights import write_weights
 from sightline.errors import EngineError
@@ -331,14 +331,10 @@ def encodings(client: Client, settings: ServerSpec, slot: Slot) -> Iterator[Call
         before = client.totals()["images_encoded"]
         yield lambda: client.totals()["images_encoded"] - before
         return
-    folder = vllm_servers.start(settings).folder
+    folder, family = vllm_servers.start(settings).folder, load_family(settings.model.path)
     (folder / "wanted").touch()
     try:
-        yield (
-            lambda: (
-                sum(len(np.load(file)) for file in folder.glob("seen-*.npy")) / prod(slot.item.grid)
-            )
-        )
+        yield lambda: len(read_seen(folder, family)) / prod(slot.item.grid)
     finally:
         for file in (folder / "wanted", *folder.glob("seen-*.npy")):
             file.unlink()
@@ -688,7 +684,9 @@ def test_a_client_of_other_processor_settings_shows_those_of_both_sides(
 def test_a_grid_that_the_image_does_not_have_is_a_400(
     client: Client, prompts: list[Prompt]
 ) -> None:
-    error = client.refused(with_item(client, prompts[0], grid=(1, 8, 8)))
+    frames, rows, columns = prompts[0][1][0].item.grid
+    grid = (frames, 2 * rows, 2 * columns)
+    error = client.refused(with_item(client, prompts[0], grid=grid))
     assert (error.code, error.type) == (400, "slots")
 
 
@@ -730,7 +728,7 @@ def test_an_image_of_another_size_than_its_ref_says_is_a_422(
     client: Client, prompts: list[Prompt]
 ) -> None:
     client.generate(*prompts[0])
-    ref = msgspec.structs.replace(prompts[0][1][0].item.ref, width=33)
+    ref = msgspec.structs.replace(prompts[0][1][0].item.ref, width=31)
     error = client.refused(with_item(client, prompts[0], ref=ref))
     assert (error.code, error.type) == (422, "media_refused")
     client.generate(*prompts[0])

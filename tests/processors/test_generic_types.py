@@ -10,9 +10,11 @@ import making
 import pytest
 
 from sightline.config import LoraConfig
+from sightline.errors import FamilyError
 from sightline.families import load_family
 from sightline.families.anyvlm import layout, tiny
 from sightline.families.anyvlm.load import _ask_process
+from sightline.families.registry import load_serving
 from sightline.media import MediaStore
 from sightline.trainer.build import build_learner
 from tests.contract.suites import run_suites
@@ -58,6 +60,19 @@ def test_rules_count_as_the_processors_of_transformers_do(tmp_path: Path) -> Non
         assert layout.count_tiles_of_large(width, height, tiles) == want
         wide, high = large.images.smart_resize(height, width, **large._limits)
         assert layout.count_whole(width, height, tiles) == (high // 32, wide // 32)
+
+
+@pytest.mark.parametrize(
+    ("kind", "reason"),
+    [("lfm2_vl", "conv: .*these layers are none"), ("llama4", "chunked_attention: .*as full")],
+)
+def test_vllm_is_refused_them_with_what_it_does_not_compute(
+    kind: str, reason: str, tmp_path: Path
+) -> None:
+    tiny.write(tmp_path / "model", type=kind)
+    family = load_family(tmp_path / "model")
+    with pytest.raises(FamilyError, match=f"padded rows: layers of this model are of {reason}"):
+        load_serving(tmp_path / "model", family)
 
 
 def test_a_router_of_experts_gets_no_adapter(tmp_path: Path, store: MediaStore) -> None:

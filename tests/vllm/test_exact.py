@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 import vllm_servers
 from PIL import Image
-from serving import GREEDY, Client, Reference, Together, embedded, live, next_turn
+from serving import GREEDY, Client, Reference, Together, embedded, live, next_turn, read_seen
 
 from sightline.errors import MediaError
 from sightline.inference.server_spec import ServerSpec
@@ -45,10 +45,10 @@ def test_the_vision_tower_gets_the_patches_of_the_family(
         answer = client.generate(rendered.token_ids, rendered.slots)
     finally:
         (folder / "wanted").unlink()
-    seen = np.concatenate([np.load(file) for file in sorted(folder.glob("seen-*.npy"))])
+    family = reference.family
+    seen = read_seen(folder, family)
     for file in folder.glob("seen-*.npy"):
         file.unlink()
-    family = reference.family
     patches = [family.patches(media.image(s.item.ref), s.item) for s in rendered.slots]
     ours = np.concatenate(patches)
     if family.name == "anyvlm":  # the bytes of the processor's own floats

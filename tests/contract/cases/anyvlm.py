@@ -189,7 +189,7 @@ def _strip_newlines(reasoning: str) -> str:
     return reasoning.strip("\n")
 
 
-SERVED_KINDS = ("llava", "idefics3", "internvl", "qwen2_vl")
+SERVED_KINDS = ("llava", "idefics3", "internvl", "qwen2_vl", "mistral3", "smolvlm")
 """Those that vLLM serves."""
 ALTERNATING = ("gemma3", "mistral3")
 CARRIED: dict[str, Callable[[str], str]] = {

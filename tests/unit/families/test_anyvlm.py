@@ -10,6 +10,7 @@ import random
 import re
 import shutil
 from collections.abc import Callable
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -24,11 +25,13 @@ from transformers import AutoConfig, AutoModel, LlamaConfig, LlamaModel
 
 from sightline import FamilyError, MediaStore, MessageError
 from sightline.compute.model import load_model
+from sightline.errors import MediaRefused
 from sightline.families import load_family, load_renderer
 from sightline.families.anyvlm import layout, tiny
 from sightline.families.anyvlm.findings import FILE
 from sightline.families.anyvlm.probe import list_sizes
 from sightline.families.anyvlm.processor import load_processor, process
+from sightline.families.anyvlm.serving import OWN_CLASSES
 from sightline.families.anyvlm.vision import AnyVLMFamily
 from sightline.families.registry import load_serving
 from sightline.message import assistant, system, user
@@ -420,13 +423,16 @@ def test_vllm_gets_the_arrays_of_the_processor_by_their_names(kind: str, tmp_pat
     patches = family.patches(store.image(item.ref), item)
     fields = serving.build_fields(family, item, patches, normalizes=False)
     arrays, _ = process(load_processor(tmp_path / "model"), store.image(item.ref))
-    assert int(fields.pop("num_image_patches").data) == len(family.feature_offsets(item))
+    counts = {"num_image_patches": len(family.feature_offsets(item)), "num_patches": len(patches)}
+    (count,) = counts.keys() & fields.keys()
+    assert fields.pop(count).data.item() == counts[count]
     for name, field in fields.items():
-        # What describes an image as a whole is stacked by vLLM.
+        # What describes an image as a whole is stacked by vLLM, and its own classes have no batch.
         made = field.data if field.is_flat else field.data[None]
+        made = made[None] if count == "num_patches" else made
         np.testing.assert_array_equal(made, arrays[name])
         assert made.dtype == arrays[name].dtype
-        assert not field.is_flat or made.shape[field.axis] == len(patches)
+        assert not field.is_flat or field.data.shape[field.axis] == len(patches)
     model = load_model(tmp_path / "model", family, "cpu", "float32")
     seeing, vision = {n for n, _ in model.vision_parameters()}, serving.vision_prefixes(family)
     named = dict(model.model.named_parameters())
@@ -444,11 +450,12 @@ def test_layers_with_a_window_are_computed_as_padded_rows(folder: Path) -> None:
     edit(folder / "config.json", slide)
     family = load_family(folder)
     assert family.packing.kind == "rows" and "sliding_attention" in family.packing.reason
+    assert not family.findings.sees_ahead
     load_model(folder, family, "cpu", "float32")
     packed = AnyVLMFamily(folder, msgspec.structs.replace(family.findings, rows_reason=""))
     with pytest.raises(FamilyError, match="probe of the model: alone, its logits are"):
         load_model(folder, packed, "cpu", "float32")
-    with pytest.raises(FamilyError, match="vLLM attends by its own kernels") as caught:
+    with pytest.raises(FamilyError, match="windows were not tried") as caught:
         load_serving(folder, family)
     assert 'engine = "torch"' in caught.value.fix
 
@@ -500,6 +507,7 @@ def test_tokens_of_an_image_that_see_one_another_are_found_by_trial(tmp_path: Pa
     edit(tmp_path / "model" / "config.json", lambda config: config["text_config"].update(kinds))
     family = load_family(tmp_path / "model")
     assert family.packing.kind == "rows" and "do more than attend" in family.packing.reason
+    assert family.findings.sees_ahead
     load_model(tmp_path / "model", family, "cpu", "float32")
 
 
@@ -511,11 +519,62 @@ def test_a_window_is_tried_that_prompts_are_shorter_than(folder: Path) -> None:
     assert load_family(folder).packing.kind == "rows"
 
 
-def test_vllm_is_refused_images_of_changing_shape(tmp_path: Path) -> None:
-    write_kind("mistral3", tmp_path / "model")
-    with pytest.raises(FamilyError, match="changing shape") as caught:
-        load_serving(tmp_path / "model", load_family(tmp_path / "model"))
+def test_vllm_is_refused_tokens_of_an_image_that_see_one_another(tmp_path: Path) -> None:
+    write_kind("gemma4", tmp_path / "model")
+    family = load_family(tmp_path / "model")
+    with pytest.raises(FamilyError, match="each token of an image sees the others") as caught:
+        load_serving(tmp_path / "model", family)
     assert 'engine = "torch"' in caught.value.fix
+    # Its arrays are a reason of their own.
+    edit(tmp_path / "model" / FILE, lambda findings: findings.update(rows_reason=""))
+    with pytest.raises(FamilyError, match="changing shape"):
+        load_serving(tmp_path / "model", family)
+
+
+@pytest.mark.parametrize(
+    ("kind", "reason"),
+    [("conv", "these layers are none"), ("chunked_attention", "as full attention")],
+)
+def test_vllm_is_refused_layers_with_the_reason_of_their_kind(
+    folder: Path, kind: str, reason: str
+) -> None:
+    family = load_family(folder)
+    found = {"rows_reason": f"layers of this model are of {kind}", "layer_kinds": [kind]}
+    edit(folder / FILE, lambda findings: findings.update(found))
+    with pytest.raises(FamilyError, match=f"padded rows: layers .* of {kind}; .*{reason}"):
+        load_serving(folder, family)
+
+
+def test_vllm_is_refused_a_processor_that_does_not_count(folder: Path) -> None:
+    family = load_family(folder)
+    edit(folder / FILE, lambda findings: findings.update(counts_tokens=False))
+    with pytest.raises(FamilyError, match="of LlavaForConditionalGeneration does not count"):
+        load_serving(folder, family)
+    # It is served by a class of vLLM's own, where there is one.
+    edit(folder / FILE, lambda findings: findings.update(model_class=[*OWN_CLASSES][0]))
+    load_serving(folder, family)
+
+
+def test_vllm_is_refused_a_text_model_that_its_own_class_has_not(tmp_path: Path) -> None:
+    write_kind("smolvlm", tmp_path / "model")
+    other = {"model_type": "mistral", "sliding_window": None}
+    edit(tmp_path / "model" / "config.json", lambda config: config["text_config"].update(other))
+    family = load_family(tmp_path / "model")
+    with pytest.raises(FamilyError, match="has a text model llama, and this one is mistral"):
+        load_serving(tmp_path / "model", family)
+
+
+def test_an_image_of_one_token_is_refused_where_vllm_cannot_compute_it(
+    tmp_path: Path, store: MediaStore
+) -> None:
+    write_kind("mistral3", tmp_path / "model")
+    family: Any = load_family(tmp_path / "model")
+    serving = load_serving(tmp_path / "model", family)
+    for side, is_refused in ((8, True), (16, False)):
+        item = family.item(store.put(making.image(random.Random(1), side, 8)))
+        patches = family.patches(store.image(item.ref), item)
+        with pytest.raises(MediaRefused, match="lone token") if is_refused else nullcontext():
+            serving.build_fields(family, item, patches, normalizes=False)
 
 
 @pytest.mark.parametrize("setting", ["logit_scale", "final_logit_softcapping"])

@@ -16,6 +16,7 @@ from vllm.v1.sample.logits_processor import LogitsProcessor
 TOWERS = (
     "Qwen3_VisionTransformer", "MoonViT3dPretrainedModel", "InternVLVisionModel",
     "Idefics3VisionTransformer", "Qwen2VisionTransformerPretrainedModel", "Glm4vVisionTransformer",
+    "Idefics2VisionTransformer", "PixtralVisionModel",
 )  # fmt: skip
 WANTED = Path("wanted")
 """While this file is there, calls are written down."""

@@ -14,7 +14,7 @@ from typing import Any
 import msgspec
 
 FILE = "sightline_probe.json"
-VERSION = 5
+VERSION = 6
 """Counts up when the probe finds other things in the same files."""
 SOURCES = (
     "config.json", "generation_config.json", "preprocessor_config.json", "processor_config.json",
@@ -90,8 +90,14 @@ class Findings(msgspec.Struct, frozen=True):
     """Why sequences are padded rows, computed by the model's own attention; empty where by ours."""
     trees_reason: str
     """Why sequences may share a row, where they may."""
+    layer_kinds: list[str]
+    """What the configuration calls layers that do more than attend to what is before."""
+    sees_ahead: bool
+    """Whether a token of an image sees those of the image that are behind it."""
     torch_attention: list[str]
     """Names of modules that are attention of torch itself, not of the model's code."""
+    counts_tokens: bool
+    """Whether the processor tells the tokens of an image by its size."""
     logit_settings: list[str]
     """Settings by which the text model would change logits if it stood alone."""
     vocab_size: int

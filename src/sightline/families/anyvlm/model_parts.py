@@ -41,16 +41,20 @@ REACHES = {"sliding_attention": "sliding_window", "chunked_attention": "attentio
 """Layers that see a part of what is before, and the setting that says how much."""
 
 
+def find_layer_kinds(config: Any) -> list[str]:
+    """What the configuration calls layers that do more than attend to what is before."""
+    text = config.get_text_config()
+    named = getattr(text, "layer_types", None) or ()
+    uses_window = getattr(text, "use_sliding_window", True)
+    if not named and uses_window and getattr(text, "sliding_window", None):
+        return ["sliding_attention"]
+    return sorted(set(named) - {"full_attention"})
+
+
 def describe_layers(config: Any) -> tuple[str, bool]:
     """What the configuration says of layers that do more than attend to what is before, in words;
     and whether it is more than a trial shows: a state along a row, or a reach that is not named."""
     text = config.get_text_config()
-    named = getattr(text, "layer_types", None) or ()
-    kinds = set(named) - {"full_attention"}
+    kinds = find_layer_kinds(config)
     unseen = {k for k in kinds if getattr(text, REACHES.get(k, ""), None) is None}
-    if kinds:
-        return f"layers of this model are of {' and '.join(sorted(kinds))}", bool(unseen)
-    uses_window = getattr(text, "use_sliding_window", True)
-    if not named and uses_window and getattr(text, "sliding_window", None):
-        return "layers of this model are of sliding_attention", False
-    return "", False
+    return f"layers of this model are of {' and '.join(kinds)}" if kinds else "", bool(unseen)

@@ -50,6 +50,8 @@ class PackingTrial:
     """Why sequences are padded rows; empty where they may share one."""
     trees_reason: str = ""
     """Why they may, where they do."""
+    sees_ahead: bool = False
+    """Whether a token of an image sees those of the image that are behind it."""
 
 
 @dataclass(frozen=True)
@@ -82,7 +84,8 @@ def try_packing(path: Path, config: Any, findings: Findings) -> PackingTrial:
     if difference > TOLERANCE:
         return PackingTrial(
             f"{words or 'its layers do more than attend to what is before'}: packed, their output "
-            f"is {difference:.1g} of the largest away from that of each sequence alone"
+            f"is {difference:.1g} of the largest away from that of each sequence alone",
+            sees_ahead=finds_ahead(path, model, findings),
         )
     return PackingTrial(words if is_more else "", _SAME)
 
@@ -139,19 +142,7 @@ def _draw(shape: torch.Size) -> Tensor:
 @torch.no_grad()
 def measure_difference(path: Path, model: Any, findings: Findings) -> float:
     """How far packed output is from that of each sequence alone, of the largest."""
-    AttentionInterface.register(ATTENTION_NAME, _attend)
-    text = find_text(model)
-    draw = torch.Generator().manual_seed(0)
-    features = torch.randn(NUM_IDS, text.config.hidden_size, generator=draw)
-
-    def run(forward: AnyVLMForward, tokens: np.ndarray, at: np.ndarray, ends: Any) -> Tensor:
-        # Tokens of two sequences whose ids, and features, are those of their numbers.
-        ids = torch.from_numpy(tokens)
-        shown = torch.from_numpy(np.flatnonzero(_is_image(tokens)))
-        along = torch.from_numpy(at).expand(findings.num_axes, 1, len(at))
-        pattern = TriedPattern(np.array(ends))
-        return forward.hidden(ids[None], along, features[ids[shown]], shown, pattern)[0]
-
+    run = _TriedModel(model, findings).run
     rows = AnyVLMForward(model, _build_family(path, findings, "tried"), ATTENTION_NAME)
     alone = {name: run(rows, *one) for name, one in draw_sequences()}
     scale = max(float(found.abs().max()) for found in alone.values())
@@ -170,6 +161,37 @@ def measure_difference(path: Path, model: Any, findings: Findings) -> float:
         for tokens, at, ends, shared in layouts
     ]
     return max(differences) / scale
+
+
+@torch.no_grad()
+def finds_ahead(path: Path, model: Any, findings: Findings) -> bool:
+    """Whether another last token of an image changes what the model computes of those before."""
+    tried = _TriedModel(model, findings)
+    rows = AnyVLMForward(model, _build_family(path, findings, "tried"), ATTENTION_NAME)
+    _, (tokens, at, ends) = next(draw_sequences())
+    last = int(np.flatnonzero(np.diff(_is_image(tokens).astype(int)) < 0)[0])
+    before = tried.run(rows, tokens, at, ends)[:last]
+    tried.features[tokens[last]] += 1
+    difference = (tried.run(rows, tokens, at, ends)[:last] - before).abs().max()
+    return float(difference) > TOLERANCE * float(before.abs().max())
+
+
+class _TriedModel:
+    """Runs tokens of two sequences whose ids, and features, are those of their numbers."""
+
+    def __init__(self, model: Any, findings: Findings) -> None:
+        AttentionInterface.register(ATTENTION_NAME, _attend)
+        draw = torch.Generator().manual_seed(0)
+        width = find_text(model).config.hidden_size
+        self.features = torch.randn(NUM_IDS, width, generator=draw)
+        self._num_axes = findings.num_axes
+
+    def run(self, forward: AnyVLMForward, tokens: np.ndarray, at: np.ndarray, ends: Any) -> Tensor:
+        ids = torch.from_numpy(tokens)
+        shown = torch.from_numpy(np.flatnonzero(_is_image(tokens)))
+        along = torch.from_numpy(at).expand(self._num_axes, 1, len(at))
+        pattern = TriedPattern(np.array(ends))
+        return forward.hidden(ids[None], along, self.features[ids[shown]], shown, pattern)[0]
 
 
 FORK = 26

@@ -34,6 +34,7 @@ from sightline.families.anyvlm.findings import (
 )
 from sightline.families.anyvlm.layout import RULES, count_whole
 from sightline.families.anyvlm.model_parts import (
+    find_layer_kinds,
     find_logit_settings,
     find_torch_attention,
     find_tower,
@@ -359,7 +360,10 @@ class Prober:
             num_axes=axes,
             rows_reason="",
             trees_reason="",
+            layer_kinds=find_layer_kinds(self.config),
+            sees_ahead=False,
             torch_attention=find_torch_attention(self.model),
+            counts_tokens=hasattr(self.processor, "_get_num_multimodal_tokens"),
             logit_settings=find_logit_settings(self.config),
             vocab_size=int(self.config.get_text_config().vocab_size),
             stop_ids=self.find_stops(),
@@ -368,12 +372,8 @@ class Prober:
             lines=[],
         )
         trial = try_packing(self.path, self.config, findings)
-        return msgspec.structs.replace(
-            findings,
-            lines=self._check_chat(findings),
-            rows_reason=trial.rows_reason,
-            trees_reason=trial.trees_reason,
-        )
+        lines = self._check_chat(findings)
+        return msgspec.structs.replace(findings, lines=lines, **vars(trial))
 
     def _find_first_ids(self) -> list[int]:
         asked = [{"role": "user", "content": [{"type": "text", "text": "a"}]}]
