@@ -282,6 +282,20 @@ class PeerLost(ProcessFailed):
         return str(self.args[2])
 
 
+SMALLER_IMAGES = (
+    "let images have fewer tokens ([model] max_pixels; of a model of the generic family what its "
+    "preprocessor_config.json knows)"
+)
+"""What to do where prompts are too long."""
+
+
+def find_fix(text: str) -> str:
+    """What an error says to do, where a traceback ends with one, before another way to mend it."""
+    lines = text.strip().splitlines()
+    last = lines[-1] if lines else ""
+    return f"{last.removeprefix('  fix: ')}; or " if last.startswith("  fix: ") else ""
+
+
 def summarize_traceback(text: str) -> str:
     """Its last line, which says what was wrong, and not what to do about it."""
     lines = text.strip().splitlines() or [""]

@@ -61,7 +61,7 @@ class InferenceConfig(ConfigSection):
     """Compute threads of the server; 0 shares the cores with the trainer."""
     max_num_seqs: Mutable[int] = Field(256, ge=1)
     """Most sequences that are in flight, or whose KV cache is kept for the next turn."""
-    max_model_len: int = Field(2048, ge=2)
+    max_model_len: Mutable[int] = Field(2048, ge=2)
     """Most tokens of a sequence, prompt and answer together."""
     prefill_chunk_tokens: Mutable[int] = Field(512, ge=1)
     """Most prompt tokens of a sequence that one prefill step computes."""

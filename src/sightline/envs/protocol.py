@@ -196,9 +196,9 @@ def load_environment(path: str, args: dict[str, Any]) -> Environment:
             f"[env] name = {path!r} cannot be built: {type(error).__name__}: {error}",
             f"mend it, or give what it needs in [env.args]; play it: `sightline try {path}`",
         ) from error
-    if hasattr(made, "shows_media"):
+    if hasattr(made, "shows_images"):
         raise ConfigError(
-            f"the environment {path!r} has `shows_media`, which nothing reads",
+            f"the environment {path!r} has `shows_images`, which nothing reads",
             "call it `shows_media`: videos are meant, too",
         )
     return made

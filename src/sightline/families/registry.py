@@ -81,8 +81,9 @@ def _get_folder(path: Path) -> ModuleType:
     if not claimed:
         raise FamilyError(
             f"{kind}, which no family here knows",
-            f"use a checkpoint of {', '.join(family_names())}, or add a folder for it: see "
-            "docs/adding_a_family.md",
+            "docs/models.md lists what loads: of models that see any whose config.json has a "
+            "vision_config, of those of text alone few. Use one of these, or add a folder for it: "
+            "see docs/adding_a_family.md",
         )
     if len(claimed) > 1:
         raise FamilyError(

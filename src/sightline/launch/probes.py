@@ -24,11 +24,13 @@ from sightline.config import ModelConfig, RunFile, SftFile
 from sightline.envs.drawing import DIGITS, draw_glyph, encode_png
 from sightline.envs.mix import build_environment
 from sightline.errors import (
+    SMALLER_IMAGES,
     ConfigError,
     EngineError,
     EnvironmentFailed,
     FamilyError,
     PixelMismatch,
+    find_fix,
     summarize_traceback,
 )
 from sightline.families import Family, load_renderer
@@ -234,7 +236,8 @@ def check_prompts(config: RunFile) -> str:
                     raise EnvironmentFailed(
                         f"task {task} of [env] {config.env.name!r} broke before its first answer: "
                         f"{last}",
-                        f"play it: `sightline try {config.env.name}`",
+                        f"{find_fix(trace.error)}play it: `sightline try {config.env.name} "
+                        f"--model {config.model.path}`",
                     )
         finally:
             await player.close()
@@ -246,10 +249,11 @@ def check_prompts(config: RunFile) -> str:
         raise ConfigError(
             f"a first prompt of [env] {config.env.name!r} has {longest} tokens and with [rollout] "
             f"max_tokens = {answer} needs {needed}; [inference] max_model_len = {limit}",
-            f"raise max_model_len to {needed} or more, or lower max_tokens or [model] max_pixels",
+            f"raise max_model_len to {needed} or more, lower max_tokens, or {SMALLER_IMAGES}",
         )
     return (
-        f"the longest of {NUM_TASKS} tasks begins with {longest} tokens; max_tokens fit behind it"
+        f"the longest of {NUM_TASKS} tasks begins with {longest} tokens; max_tokens = {answer} fit "
+        f"behind it, and {limit - needed} of later turns"
     )
 
 

@@ -27,7 +27,7 @@ from sightline.algo.verdicts import (
     GroupVerdict,
     describe_failure,
 )
-from sightline.errors import MediaError, NoTrainableSamples, summarize_traceback
+from sightline.errors import SMALLER_IMAGES, MediaError, NoTrainableSamples, summarize_traceback
 from sightline.orchestrator.collection import StepCollection
 from sightline.orchestrator.policy_updater import PolicyUpdater
 from sightline.orchestrator.reward_goal import RewardGoal
@@ -158,7 +158,7 @@ def _check_empty(components: LoopComponents, step: int, collection: StepCollecti
                 f"step {step}: {collection.num_empty} batches in a row held nothing to learn from, "
                 f"and {len(cut)} of {len(collection.traces)} rollouts were cut short: "
                 f"{cut[-1].limit}",
-                "lower [model] max_pixels, keep a window of the history, or raise the limit",
+                f"raise the limit, keep a window of the history, or {SMALLER_IMAGES}",
             )
         raise NoTrainableSamples(
             f"step {step}: {collection.num_empty} batches in a row held nothing to learn "
@@ -178,7 +178,7 @@ def _check_dropped(
         raise NoTrainableSamples(
             f"step {step}: {collection.num_dropped} groups in a row were dropped, the last with "
             f"verdict {name!r}: {why}",
-            "lower [model] max_pixels, keep a window of the history, or raise max_model_len"
+            f"raise max_model_len, keep a window of the history, or {SMALLER_IMAGES}"
             if name == TRUNCATED
             else "repair what breaks the rollouts (metrics.jsonl has each), or loosen the filters",
         )

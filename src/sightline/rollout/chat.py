@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 
 from sightline.envs.protocol import Messages
 from sightline.errors import (
+    SMALLER_IMAGES,
     EngineError,
     EnvironmentFailed,
     MediaError,
@@ -124,8 +125,8 @@ class RolloutChat(ModelChat):
                     f"{len(turn.prompt_ids)} tokens{_describe_images(turn)}, and with [rollout] "
                     f"max_tokens = {self.max_tokens} needs {needed}; the limit is [inference] "
                     f"max_model_len = {self.max_model_len}",
-                    "lower [model] max_pixels, keep a window of the history "
-                    f"(docs/environments.md), or raise max_model_len to {needed}",
+                    f"raise max_model_len to {needed}, keep a window of the history "
+                    f"(docs/environments.md), or {SMALLER_IMAGES}",
                 )
             )
 

@@ -86,10 +86,10 @@ class EvalSummary:
         parts = "".join(f", {name} {fmean(values):.3f}" for name, values in self.parts.items())
         ended = f"{self.num_broken} broken, {self.num_truncated} truncated"
         first = f"; first: {self.first_error[:200]}" if self.first_error else ""
-        return (
-            f"<{len(self.traces)} tasks: reward {self.reward:.3f} ({low:.3f} to {high:.3f})"
-            f"{parts}; {ended}{first}>"
+        earned = (
+            f"reward {self.reward:.3f} ({low:.3f} to {high:.3f})" if self.scored else "no reward"
         )
+        return f"<{len(self.traces)} tasks: {earned}{parts}; {ended}{first}>"
 
     @property
     def scored(self) -> list[Trace]:

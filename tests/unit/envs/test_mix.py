@@ -74,7 +74,7 @@ def test_an_environment_with_the_old_name_of_what_it_shows_is_refused(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Nothing would read it, and a model that cannot see would be refused for images."""
-    (tmp_path / "silent_words.py").write_text("class Silent:\n    shows_media = False\n")
+    (tmp_path / "silent_words.py").write_text("class Silent:\n    shows_images = False\n")
     monkeypatch.syspath_prepend(tmp_path)
-    with pytest.raises(ConfigError, match="has `shows_media`, which nothing reads"):
+    with pytest.raises(ConfigError, match="has `shows_images`, which nothing reads"):
         load_environment("silent_words:Silent", {})

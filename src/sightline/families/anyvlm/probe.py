@@ -140,6 +140,19 @@ class Prober:
             raise fail("the processor", f"{type(processor).__name__} takes no images")
         if getattr(processor, "image_token", None) is None:
             raise fail("the processor", "it names no token that stands for an image")
+        if not (processor.chat_template or processor.tokenizer.chat_template):
+            raise fail(
+                "the chat template",
+                f"{self.path} has none",
+                "copy chat_template.jinja from the checkpoint; a base model has none, and would "
+                "have to be taught one",
+            )
+        if processor.image_token not in processor.tokenizer.get_vocab():
+            raise fail(
+                "the processor",
+                f"the tokenizer has no {processor.image_token!r}, which stands for an image",
+                "copy tokenizer.json and tokenizer_config.json from the checkpoint",
+            )
         return processor
 
     # -- how an image becomes tokens
@@ -163,7 +176,16 @@ class Prober:
         found = next((getattr(self.config, n) for n in names if hasattr(self.config, n)), None)
         if found is None:
             raise fail("the pad", "config.json names no image_token_id")
-        return int(found), str(self.processor.tokenizer.convert_ids_to_tokens(int(found)))
+        pad = str(self.processor.tokenizer.convert_ids_to_tokens(int(found)))
+        made = self.process(448, 448)
+        if made is not None and pad not in made[1]:
+            raise fail(
+                "the pad",
+                f"config.json names token {found} for images, {pad!r}, which the processor does "
+                "not write for one",
+                "copy config.json and the tokenizer's files from the same checkpoint",
+            )
+        return int(found), pad
 
     def find_rule(self, pad: str) -> tuple[str, dict[str, int], list[Expansion]]:
         tried = []
