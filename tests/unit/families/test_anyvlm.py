@@ -97,6 +97,7 @@ def test_the_model_of_the_page_is_found_to_be_what_the_page_says(
         ("config.json", lambda c: c.update(model_type="stone"), "probe of the model: .*stone"),
         ("preprocessor_config.json", lambda c: c.update(do_resize=False), "probe of images"),
         ("processor_config.json", lambda c: c.update(patch_size=None), "probe of images: the "),
+        ("config.json", lambda c: c.update(image_token_index=5), "names token 5 for images, "),
     ],
 )
 def test_what_cannot_be_established_is_refused_with_the_probe_that_failed(
@@ -106,6 +107,12 @@ def test_what_cannot_be_established_is_refused_with_the_probe_that_failed(
     with pytest.raises(FamilyError, match=problem) as caught:
         load_family(folder)
     assert caught.value.fix
+
+
+def test_a_checkpoint_without_a_chat_template_is_refused_by_that(folder: Path) -> None:
+    (folder / "chat_template.jinja").unlink()
+    with pytest.raises(FamilyError, match=r"probe of the chat template: .* has none"):
+        load_family(folder)
 
 
 @pytest.mark.parametrize(

@@ -49,6 +49,7 @@ from sightline.families.anyvlm.processor import (
     FOREIGN,
     OPTIONS,
     cut_patches,
+    find_processor_problem,
     load_processor,
     process,
     to_template_parts,
@@ -136,23 +137,8 @@ class Prober:
                 f"transformers cannot load it: {_first_line(error)}",
                 "install what it names, complete the folder, or use another checkpoint",
             ) from error
-        if getattr(processor, "image_processor", None) is None:
-            raise fail("the processor", f"{type(processor).__name__} takes no images")
-        if getattr(processor, "image_token", None) is None:
-            raise fail("the processor", "it names no token that stands for an image")
-        if not (processor.chat_template or processor.tokenizer.chat_template):
-            raise fail(
-                "the chat template",
-                f"{self.path} has none",
-                "copy chat_template.jinja from the checkpoint; a base model has none, and would "
-                "have to be taught one",
-            )
-        if processor.image_token not in processor.tokenizer.get_vocab():
-            raise fail(
-                "the processor",
-                f"the tokenizer has no {processor.image_token!r}, which stands for an image",
-                "copy tokenizer.json and tokenizer_config.json from the checkpoint",
-            )
+        if problem := find_processor_problem(processor, self.path):
+            raise fail(*problem)
         return processor
 
     # -- how an image becomes tokens
@@ -179,12 +165,8 @@ class Prober:
         pad = str(self.processor.tokenizer.convert_ids_to_tokens(int(found)))
         made = self.process(448, 448)
         if made is not None and pad not in made[1]:
-            raise fail(
-                "the pad",
-                f"config.json names token {found} for images, {pad!r}, which the processor does "
-                "not write for one",
-                "copy config.json and the tokenizer's files from the same checkpoint",
-            )
+            named = f"config.json names token {found} for images, {pad!r}, which it writes for none"
+            raise fail("the pad", named, "copy config.json and the tokenizer of one checkpoint")
         return int(found), pad
 
     def find_rule(self, pad: str) -> tuple[str, dict[str, int], list[Expansion]]:

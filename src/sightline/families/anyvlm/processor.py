@@ -74,6 +74,29 @@ def load_processor(path: Path) -> Any:
     return made
 
 
+def find_processor_problem(processor: Any, path: Path) -> tuple[str, ...] | None:
+    """Why images cannot be shown by it: what was probed, the problem, and what to do if that is
+    known."""
+    if getattr(processor, "image_processor", None) is None:
+        return "the processor", f"{type(processor).__name__} takes no images"
+    if getattr(processor, "image_token", None) is None:
+        return "the processor", "it names no token that stands for an image"
+    if not (processor.chat_template or processor.tokenizer.chat_template):
+        return (
+            "the chat template",
+            f"{path} has none",
+            "copy chat_template.jinja from the checkpoint; a base model has none, and would have "
+            "to be taught one",
+        )
+    if processor.image_token not in processor.tokenizer.get_vocab():
+        return (
+            "the processor",
+            f"the tokenizer has no {processor.image_token!r}, which stands for an image",
+            "copy tokenizer.json and tokenizer_config.json from the checkpoint",
+        )
+    return None
+
+
 def uses_torchvision(processor: Any) -> bool:
     kinds = type(processor.image_processor).__mro__
     return any(kind.__name__ == "TorchvisionBackend" for kind in kinds)
