@@ -54,6 +54,17 @@ class World:
     pictures: list[MediaRef]
     sayings: list[list[int]]
 
+    @property
+    def call(self) -> list[int]:
+        """The saying that calls a tool, where the format has any."""
+        return self.sayings[-2]
+
+
+def ends_calls_otherwise(world: World) -> bool:
+    """Whether an answer ends by what may follow it, a call by another token than a text: where
+    something else follows, the turn is rendered anew."""
+    return world.sayings[0][-1] != world.call[-1]
+
 
 def make_world(case: Case, folder: Path) -> World:
     case.write(folder / "model")
@@ -307,7 +318,7 @@ def test_the_trace_of_a_random_agent_is_the_log_of_the_server(case: Case, world_
 def test_the_result_of_a_tool_is_sent_alone(case: Case, world_of) -> None:
     """A part of a conversation need not be one by itself."""
     world = world_of(case)
-    policy = LoggingPolicy(world.sayings)
+    policy = LoggingPolicy([world.call] if ends_calls_otherwise(world) else world.sayings)
 
     async def main() -> Trace:
         async with talking(policy, world.renderer, world.store, world.modality) as chat:
@@ -323,7 +334,9 @@ def test_the_result_of_a_tool_is_sent_alone(case: Case, world_of) -> None:
 
 def test_one_script_meets_every_way_to_prepare_a_turn(world_of) -> None:
     """So that the property is not true for want of cases."""
-    world = world_of(next(case for case in read_cases() if case.takes_tools))
+    cases = [case for case in read_cases() if case.takes_tools and not case.name.startswith("any")]
+    worlds = map(world_of, cases)
+    world = next(world for world in worlds if not ends_calls_otherwise(world))
     policy = LoggingPolicy(world.sayings)
     acts = [
         Act(kind, 0, f"{kind} ", (n % 3,), n % 7 == 1, n, 2) for n, kind in enumerate(KINDS * 2)
