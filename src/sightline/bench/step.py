@@ -132,20 +132,22 @@ class Bench:
         alone = self._ready(samples, 1, "flat")
         flops = speed.step_flops(learner, flat)
         num_tokens = sum(len(sample.token_ids) for sample in samples)
-        rows = [
-            (f"plain transformers, {how}", self._time_plain(learner, alone, checkpointing))
-            for checkpointing, how in ACTIVATIONS
-        ]
+        rows: list[tuple[str, Any]] = []
+
+        def add(label: str, timed: Any) -> None:
+            print(f"{label}: {1e3 * timed.median_s:.0f} ms a step", file=sys.stderr, flush=True)
+            rows.append((label, timed))
+
+        for checkpointing, how in ACTIVATIONS:
+            add(f"plain transformers, {how}", self._time_plain(learner, alone, checkpointing))
         del learner
-        rows.append(("sightline, one sequence a pass", self._time_ours(alone, False)))
+        add("sightline, one sequence a pass", self._time_ours(alone, False))
         for checkpointing, how in ACTIVATIONS:
             trace = None if checkpointing else self._trace_of("dense")
-            rows.append((f"sightline, {how}", self._time_ours(flat, checkpointing, trace)))
+            add(f"sightline, {how}", self._time_ours(flat, checkpointing, trace))
         if args.exact:  # last: what it switches is the whole process's
-            rows += [
-                (f"exact, {how}", self._time_ours(flat, checkpointing, exact=True))
-                for checkpointing, how in ACTIVATIONS
-            ]
+            for checkpointing, how in ACTIVATIONS:
+                add(f"exact, {how}", self._time_ours(flat, checkpointing, exact=True))
         self._print_dense(rows, flops, peak, num_tokens, len(samples))
 
     def group(self) -> None:

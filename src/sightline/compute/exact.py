@@ -4,8 +4,8 @@ Sampler and trainer load their model here and compute with the same functions. W
 matrices is row by row as it is. Products of matrices are not: libraries pick a kernel by the number
 of rows, so each gets a number of rows that gives a row the same bits, which is tried at the start.
 On a CPU they all have `ROWS` rows, one thread computes, and a pass has a multiple of `ROWS` tokens:
-the last few values of a vector are computed by other instructions. An image goes through the vision
-tower alone, so that both sides compute the same shapes.
+the last few values of a vector are computed by other instructions, and an image goes through the
+vision tower alone. On CUDA images go through it together, whose products are computed likewise.
 """
 
 from __future__ import annotations
@@ -39,6 +39,8 @@ ALIGNED_OUTPUTS = 8
 """Outputs of a product on CUDA are a multiple of it: 16 bytes in bfloat16."""
 TRIED_ROWS = (1, 2, 3, 7, 16, 64, 257, 1000, MAX_ROWS)
 TRIED_TOKENS = 130
+TRIED_IMAGES = ((5, 7), (1, 1), (16, 20))
+"""Rows and columns of images, in merged patches."""
 MAX_TRIED = 1 << 28
 """Values that a trial may hold."""
 DTYPES = {"cuda": torch.bfloat16, "cpu": torch.float32}
@@ -48,24 +50,33 @@ def make_exact(forward: Forward, family: Family, device: torch.device, dtype: to
     """Makes a loaded model exact, in place, for arithmetic in `dtype` on `device`; parameters keep
     their names. Raises ConfigError where it cannot be."""
     _check_kind(forward, family, device, dtype)
+    vision = {id(parameter) for _, parameter in forward.vision_parameters()}
     if device.type == "cpu":
         torch.set_num_threads(1)
         forward.hidden = partial(_pad_tokens, forward.hidden)  # type: ignore[method-assign]
+        forward.encode = partial(_encode_each, forward.encode)  # type: ignore[method-assign]
     else:
         attention_cudnn.MIN_SHAPE_REPEATS = sys.maxsize  # the tower attends as an engine's does
         fuse_layers(forward.model, exact=True)
-    forward.encode = partial(_encode_each, forward.encode)  # type: ignore[method-assign]
-    vision = {id(parameter) for _, parameter in forward.vision_parameters()}
     found: dict[tuple[int, ...], tuple[int, int]] = {}
     for name, module in forward.model.named_modules():
-        if isinstance(module, nn.Linear) and id(module.weight) not in vision:
-            shape = (*module.weight.shape, module.bias is not None)
-            if shape not in found:
-                found[shape] = find_rows(name, module, device, dtype)
-            module.forward = partial(_forward_linear, module, *found[shape])  # type: ignore[method-assign]
+        is_linear = isinstance(module, nn.Linear)
+        if not (is_linear or _is_patch_product(module)) or (
+            device.type == "cpu" and id(module.weight) in vision
+        ):
+            continue
+        weight: Any = module.weight
+        shape = (*weight.flatten(1).shape, module.bias is not None)
+        if shape not in found:
+            found[shape] = find_rows(name, module, device, dtype)
+        forward_product = (
+            _forward_linear if is_linear else partial(_forward_patches, module.forward)
+        )
+        module.forward = partial(forward_product, module, *found[shape])
     parameter = next(forward.model.parameters())
     if not parameter.is_meta and parameter.dtype == dtype:  # else a server tries it
         _try_pass(forward, family, device, dtype)
+        _try_images(forward, device)
 
 
 def _check_kind(forward: Forward, family: Family, device: torch.device, dtype: torch.dtype) -> None:
@@ -96,6 +107,13 @@ def _check_kind(forward: Forward, family: Family, device: torch.device, dtype: t
 
 def _has_own_product(module: nn.Module) -> bool:
     return isinstance(module, nn.Conv2d | nn.Conv3d)
+
+
+def _is_patch_product(module: nn.Module) -> bool:
+    """Whether it computes a row from each patch, where it is given one patch a row."""
+    return isinstance(module, nn.Conv2d | nn.Conv3d) and (
+        module.kernel_size == module.stride and module.groups == 1 and not any(module.padding)
+    )
 
 
 # --- products of matrices
@@ -131,6 +149,18 @@ def _forward_linear(module: nn.Linear, least: int, most: int, x: Tensor) -> Tens
     return found
 
 
+def _forward_patches(forward: Any, module: Any, least: int, most: int, x: Tensor) -> Tensor:
+    if x.shape[2:] != module.kernel_size:
+        whole: Tensor = forward(x)
+        return whole
+    rows, weight = x.flatten(1), module.weight.flatten(1)
+    if torch.is_grad_enabled():
+        found: Tensor = _ExactLinear.apply(rows, weight, module.bias, least, most)
+    else:
+        found = multiply(rows, weight, module.bias, least, most)
+    return found.view(*found.shape, *(1 for _ in module.kernel_size))
+
+
 def multiply(
     x: Float[Tensor, "*rows inner"],
     weight: Float[Tensor, "outer inner"],
@@ -158,11 +188,9 @@ def multiply(
     return found[:, :outer].reshape(*x.shape[:-1], outer)
 
 
-def find_rows(
-    name: str, module: nn.Linear, device: torch.device, dtype: torch.dtype
-) -> tuple[int, int]:
+def find_rows(name: str, module: Any, device: torch.device, dtype: torch.dtype) -> tuple[int, int]:
     """Fewest and most rows of a product for which a row has the same bits in any number of rows."""
-    outer, inner = module.weight.shape
+    outer, inner = module.weight.flatten(1).shape
     choices = [(ROWS, ROWS)] if device.type == "cpu" else [(least, MAX_ROWS) for least in MIN_ROWS]
     tried = [n for n in TRIED_ROWS if n * max(outer, inner) <= MAX_TRIED and n <= 8 * choices[0][1]]
     generator = torch.Generator(device).manual_seed(0)  # the process's own numbers stay as they are
@@ -172,7 +200,8 @@ def find_rows(
 
     x = draw(tried[-1], inner)
     bias = None if module.bias is None else draw(outer)
-    weight = draw(outer, inner) if module.weight.is_meta else module.weight.detach().to(dtype)
+    is_empty = module.weight.is_meta
+    weight = draw(outer, inner) if is_empty else module.weight.detach().flatten(1).to(dtype)
     varying = 0
     with torch.no_grad():
         for choice in choices:
@@ -253,5 +282,25 @@ def _try_pass(forward: Forward, family: Family, device: torch.device, dtype: tor
             f"[model] exact = true, and on this {device.type} {TRIED_TOKENS} tokens have other "
             f"bits alone than between {before} and {after} others, by up to "
             f"{float((alone - among).abs().max()):.2g}: what lies between the matrices varies",
+            "remove exact, or use another device or another version of torch",
+        )
+
+
+@torch.no_grad()
+def _try_images(forward: Forward, device: torch.device) -> None:
+    """Raises unless an image has the same features alone and among others."""
+    if (blank := forward.blank_image()) is None or device.type == "cpu":
+        return
+    (one, values), (_, high, wide) = blank[0].shape, blank[1]
+    grids = [(1, high * rows, wide * columns) for rows, columns in TRIED_IMAGES]
+    total = one * sum(rows * columns for rows, columns in TRIED_IMAGES)
+    drawn = (torch.arange(total * values, device=device).sin() * 127 + 128).to(torch.uint8)
+    patches = list(drawn.view(total, values).split([math.prod(grid) for grid in grids]))
+    alone = [forward.encode(part, [grid]) for part, grid in zip(patches, grids, strict=True)]
+    among = forward.encode(torch.cat(patches), grids)
+    if not torch.equal(torch.cat(alone), among):
+        raise ConfigError(
+            f"[model] exact = true, and on this {device.type} images have other features alone "
+            f"than together, by up to {float((torch.cat(alone) - among).abs().max()):.2g}",
             "remove exact, or use another device or another version of torch",
         )

@@ -5,7 +5,8 @@ its parent. The pack is cut into chunks that lie on one path each; what happens 
 computed for all of them at once, and states are handed on level by level: a chunk of level n begins
 with the state at the end of one of level n-1, the first of a tree with none. Sequences side by side
 are trees without branches. Plain torch; on a GPU, sequences side by side go through the kernels of
-flash-linear-attention, where it is installed (`sightline-rl[linear-attention]`).
+flash-linear-attention, where it is installed (`sightline-rl[linear-attention]`) and gives the same
+on a trial.
 
 The arithmetic is that of the paper (Gated Delta Networks, arXiv 2412.06464, its chunked form), in
 float32 as in transformers.
@@ -15,7 +16,9 @@ Letters: T tokens, C chunks, L tokens of a chunk, H heads, K and V widths of key
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import math
+import sys
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from functools import cache, partial
 from typing import Any
@@ -33,6 +36,8 @@ MAX_CHUNK = 64
 EPSILON = 1e-6
 """Added to the square of the length by which queries and keys are divided; transformers' own."""
 
+TOLERANCE = 2e-2
+"""Of the norm of what plain torch gives in float32."""
 HALF_DTYPES = (torch.bfloat16, torch.float16)
 """What the kernels of the package take."""
 SubtreeEnd = Int[np.ndarray, " tokens"]
@@ -185,11 +190,10 @@ def apply_delta_rule(
 
     `decay` is in log space. What fills up a chunk has beta and decay 0, and changes no state.
     """
-    if plan.bounds is not None and v.is_cuda and v.dtype in HALF_DTYPES and _find_kernel():
-        run = (x[None] for x in (q, k, v))
-        rates = {"g": decay[None], "beta": beta[None].float(), "cu_seqlens": plan.bounds}
-        out: Tensor = _find_kernel()(*run, **rates, use_qk_l2norm_in_kernel=True)[0]
-        return out[0]
+    if plan.bounds is not None and v.is_cuda and v.dtype in HALF_DTYPES:
+        kernel = _find_kernel(q.shape[-1], v.shape[-1], v.device, v.dtype)
+        if kernel is not None:
+            return _run_kernel(kernel, (q, k, v), decay, beta, plan.bounds)
 
     def split(x: Tensor) -> Tensor:
         """(T, H, ...) to (C, H, L, ...)."""
@@ -231,14 +235,54 @@ def apply_delta_rule(
     return flat.index_select(0, plan.places).to(dtype)
 
 
+def _run_kernel(
+    kernel: Any, heads: Iterable[Tensor], decay: Tensor, beta: Tensor, bounds: Tensor | None
+) -> Tensor:
+    rates = {"g": decay[None], "beta": beta[None].float(), "cu_seqlens": bounds}
+    out: Tensor = kernel(*(x[None] for x in heads), **rates, use_qk_l2norm_in_kernel=True)[0]
+    return out[0]
+
+
 @cache
-def _find_kernel() -> Any:
-    """The chunked rule of flash-linear-attention; None where it is not installed."""
+def _find_kernel(keys: int, values: int, device: torch.device, dtype: torch.dtype) -> Any:
+    """The chunked rule of flash-linear-attention; None where it is not installed, or where it does
+    not give the outputs and gradients of plain torch: some pairs of GPU and Triton do not."""
     try:
-        from fla.ops.gated_delta_rule import chunk_gated_delta_rule
+        from fla.ops.gated_delta_rule import chunk_gated_delta_rule as kernel
     except ImportError:
         return None
-    return chunk_gated_delta_rule
+    lengths = (MAX_CHUNK + 3, 5)
+    ends = np.repeat(np.cumsum(lengths), lengths)
+    plan = build_recurrence_plan(ends, 1, device)
+    problem = ""
+    # An engine calls without gradients; they are tried all the same.
+    with torch.inference_mode(False), torch.enable_grad():
+        shapes = [(len(ends), 2, *width) for width in ((keys,), (keys,), (values,), (), ())]
+        # No random numbers: those of the run are to stay as they are.
+        drawn = [
+            torch.arange(math.prod(shape), device=device).view(shape).sin() for shape in shapes
+        ]
+        q, k, v, decay, beta = (x.requires_grad_() for x in drawn)
+        halves = [x.detach().to(dtype).requires_grad_() for x in (q, k, v)]
+        inputs = [*halves, *(x.detach().requires_grad_() for x in (decay, beta))]
+        try:
+            rates = -inputs[3].exp(), inputs[4].sigmoid()
+            found = _run_kernel(kernel, halves, *rates, plan.bounds)
+            gradients = torch.autograd.grad(found.float().square().sum(), inputs)
+        except Exception as error:  # whatever a package of another version raises
+            problem = f"{type(error).__name__}: {error}"
+        else:
+            plain = apply_delta_rule(q, k, v, -decay.exp(), beta.sigmoid(), plan)
+            expected = torch.autograd.grad(plain.square().sum(), (q, k, v, decay, beta))
+            for x, y in zip((found, *gradients), (plain, *expected), strict=True):
+                if not (x.float() - y).norm() <= TOLERANCE * y.norm():
+                    problem = "its outputs or gradients are not those of plain torch"
+    if problem:
+        print(
+            f"linear attention: plain torch, not flash-linear-attention: {problem}",
+            file=sys.stderr,
+        )
+    return None if problem else kernel
 
 
 def _sum_between(decay: Float[Tensor, "chunks heads length"]) -> Tensor:

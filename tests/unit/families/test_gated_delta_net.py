@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import random
+import sys
+from types import ModuleType
 from typing import Any
 
 import numpy as np
@@ -14,6 +16,8 @@ from transformers.models.qwen3_5.configuration_qwen3_5 import Qwen3_5TextConfig
 
 from sightline.families.gated_delta_net import (
     MAX_CHUNK,
+    _find_kernel,
+    apply_delta_rule,
     build_recurrence_plan,
     find_parents,
     pack_delta_nets,
@@ -138,3 +142,48 @@ def test_sequences_side_by_side_are_told_from_trees() -> None:
     assert build_recurrence_plan(np.array(tree), WINDOW, CPU).bounds is None
     beside = [*tree, *(len(tree) + end for end in (2, 2))]
     assert build_recurrence_plan(np.array(beside), WINDOW, CPU).bounds is None
+
+
+def rule_of_a_package(
+    q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, cu_seqlens: Tensor, **options: Any
+) -> tuple[Tensor, None]:
+    """What flash-linear-attention computes, which needs a GPU."""
+    bounds = cu_seqlens.numpy()
+    plan = build_recurrence_plan(np.repeat(bounds[1:], np.diff(bounds)), WINDOW, CPU)
+    return apply_delta_rule(q[0], k[0], v[0], g[0], beta[0], plan)[None], None
+
+
+def refuse(*inputs: Any, **options: Any) -> Any:
+    raise RuntimeError("this Triton computes wrong gradients on this GPU")
+
+
+def without_gradient_of_values(*inputs: Any, **options: Any) -> Any:
+    q, k, v = inputs
+    out, state = rule_of_a_package(q, k, v.detach(), **options)
+    return out + 0 * v, state
+
+
+@pytest.mark.parametrize(
+    ("rule", "problem"),
+    [
+        (rule_of_a_package, ""),
+        (refuse, "RuntimeError: this Triton computes wrong gradients"),
+        (without_gradient_of_values, "its outputs or gradients are not those of plain torch"),
+    ],
+)
+def test_kernels_of_a_package_are_used_where_a_trial_shows_that_they_give_the_same(
+    rule: Any, problem: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    names = ["fla", "fla.ops", "fla.ops.gated_delta_rule"]
+    package = [ModuleType(name) for name in names]
+    package[-1].__dict__["chunk_gated_delta_rule"] = rule
+    for name, module in zip(names, package, strict=True):
+        monkeypatch.setitem(sys.modules, name, module)
+    _find_kernel.cache_clear()
+    try:
+        found = _find_kernel(8, 16, CPU, torch.bfloat16)
+    finally:
+        _find_kernel.cache_clear()
+    assert found is (None if problem else rule)
+    said = capsys.readouterr().err
+    assert problem in said if problem else not said

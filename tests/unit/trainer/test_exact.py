@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from functools import cache
+from functools import cache, partial
 from pathlib import Path
 from typing import Any
 
@@ -272,3 +272,21 @@ def test_a_batch_that_another_version_may_have_sampled_is_not_held(
         learner.step(ready)
     learner.replayed = range(1, 2)
     assert learner.step(ready).metrics["mismatch_kl"]
+
+
+def test_a_convolution_over_single_patches_is_a_product_of_matrices() -> None:
+    patches = torch.randn(70, 3, 2, 4, 4)
+    module = torch.nn.Conv3d(3, 24, (2, 4, 4), stride=(2, 4, 4))
+    compute = partial(exact._forward_patches, module.forward, module, exact.ROWS, exact.ROWS)
+    plain = module(patches)
+    plain.square().sum().backward()
+    wanted = [module.weight.grad.clone(), module.bias.grad.clone()]
+    module.zero_grad()
+    found = compute(patches)
+    found.square().sum().backward()
+    torch.testing.assert_close(found, plain)
+    torch.testing.assert_close([module.weight.grad, module.bias.grad], wanted, atol=1e-3, rtol=1e-4)
+    with torch.no_grad():
+        assert torch.equal(compute(patches[5:6]), found[5:6])
+        wide = torch.randn(1, 3, 2, 8, 8)  # several patches a row go the way of the module
+        assert torch.equal(compute(wide), module(wide))

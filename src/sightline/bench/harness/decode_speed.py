@@ -90,6 +90,19 @@ def draw_prompts(rows: int, args: argparse.Namespace, ids: range) -> list[list[i
     return [rng.choices(ids, k=size) for size in sizes]
 
 
+def build_bench_spec(args: argparse.Namespace, media: Path, **values: Any) -> ServerSpec:
+    """Of an engine that keeps nothing of a request that is over."""
+    return ServerSpec.of(
+        path=args.model,
+        media_roots=(media,),
+        device=pick_device(args.device),
+        dtype=args.dtype,
+        threads=args.threads,
+        enable_prefix_caching=False,
+        **values,
+    )
+
+
 def measure_engine(
     args: argparse.Namespace, rows: int, media: Path, exact: bool = False
 ) -> DecodeSpeed:
@@ -97,17 +110,13 @@ def measure_engine(
     bandwidth = measure_copy_bandwidth(device)
     family, store = load_family(args.model), MediaStore(media)
     banned = load_renderer(args.model, store, family).pad_token_ids
-    spec = ServerSpec.of(
-        path=args.model,
-        media_roots=(media,),
-        device=device,
-        dtype=args.dtype,
+    spec = build_bench_spec(
+        args,
+        media,
         exact=exact,
-        threads=args.threads,
         max_num_seqs=rows,
         max_model_len=args.lengths[1],
         prefill_chunk_tokens=PREFILL_CHUNK,
-        enable_prefix_caching=False,
     )
     engine = build_engine(spec, family, Materializer(family, store, 1 << 20), banned)
     prompts = draw_prompts(rows, args, range(min(banned)))

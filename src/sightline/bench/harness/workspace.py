@@ -92,18 +92,19 @@ def start_server(
     return temporary_server(args.model, media, [*words, *more], args.threads)
 
 
-def draw_noise(rng: random.Random, side: int) -> bytes:
-    """A PNG of random pixels."""
+def draw_noise(rng: random.Random, width: int, height: int = 0) -> bytes:
+    """A PNG of random pixels; a square where one side is given."""
+    height = height or width
 
     def chunk(kind: bytes, data: bytes) -> bytes:
         checked = kind + data
         return len(data).to_bytes(4, "big") + checked + zlib.crc32(checked).to_bytes(4, "big")
 
-    size = side.to_bytes(4, "big")
-    rows = b"".join(b"\0" + rng.randbytes(3 * side) for _ in range(side))
+    size = width.to_bytes(4, "big") + height.to_bytes(4, "big")
+    rows = b"".join(b"\0" + rng.randbytes(3 * width) for _ in range(height))
     return (
         b"\x89PNG\r\n\x1a\n"
-        + chunk(b"IHDR", size + size + bytes([8, 2, 0, 0, 0]))
+        + chunk(b"IHDR", size + bytes([8, 2, 0, 0, 0]))
         + chunk(b"IDAT", zlib.compress(rows, 1))
         + chunk(b"IEND", b"")
     )
