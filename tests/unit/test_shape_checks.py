@@ -11,8 +11,8 @@ ROOT = Path(__file__).resolve().parents[2]
 PROGRAM = """
 import sys, traceback
 sys.path.insert(0, {tests!r})
-from jaxtyping import install_import_hook
-install_import_hook({modules!r}, "shape_checks.check_shapes")
+from shape_checks import install
+install({modules!r})
 import torch
 from sightline.algo.losses import LossInputs, exact_kl, mismatch_kl, ppo
 for statement in {statements!r}:
