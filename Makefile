@@ -115,9 +115,12 @@ $(TOKENIZERS)/%:
 	rm $@.part/*.tgz
 	mv $@.part $@
 
+# Suites of which every test is another target's: not even imported, in each process of the tests.
+ELSEWHERE := adapters browser gpu launchers loop processors ranks vllm
+
 # One process more than there are cores: many tests wait for processes of their own.
 test: $(STAMP) ## the quick tests, which need nothing but Python
-	$(BIN)/python -m pytest tests --shapes $(SHAPED) -n $$(($$(getconf _NPROCESSORS_ONLN) + 1)) --dist worksteal -m "not gpu and not loop and not launchers and not torchvision and not adapters and not ranks and not vllm and not browser"
+	$(BIN)/python -m pytest tests $(addprefix --ignore=tests/,$(ELSEWHERE)) --shapes $(SHAPED) -n $$(($$(getconf _NPROCESSORS_ONLN) + 1)) --dist worksteal -m "not gpu and not loop and not launchers and not torchvision and not adapters and not ranks and not vllm and not browser"
 
 # All that CI takes a sample of.
 full: ## every suite, unsampled: all broken families, mutants, inputs, 200 faults; takes hours
