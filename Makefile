@@ -36,7 +36,6 @@ VLLM_FAMILY_TESTS := tests/vllm/test_exact.py tests/contract/test_engine.py
 VLLM_SHARD_TESTS := tests/contract/test_engine.py $(if $(FULL),tests/contract/test_engine_adapters.py)
 # Modules whose annotated shapes are checked while tests run (tests/shape_checks.py).
 SHAPED := sightline.algo,sightline.inference.torch_engine,sightline.families.transformers_forward,sightline.compute.logprobs,sightline.compute.lora_weights
-SHAPES := --jaxtyping-packages=$(SHAPED),shape_checks.check_shapes
 ADAPTERS := gymnasium verifiers openenv
 # So many of a list, others for another commit: `$(SAMPLE) 2 a b c`. With FULL=1 all of it.
 SAMPLE = $(BIN)/python tests/sampling.py
@@ -116,9 +115,12 @@ $(TOKENIZERS)/%:
 	rm $@.part/*.tgz
 	mv $@.part $@
 
+# Suites of which every test is another target's: not even imported, in each process of the tests.
+ELSEWHERE := adapters browser gpu launchers loop processors ranks vllm
+
 # One process more than there are cores: many tests wait for processes of their own.
 test: $(STAMP) ## the quick tests, which need nothing but Python
-	$(BIN)/python -m pytest tests $(SHAPES) -n $$(($$(getconf _NPROCESSORS_ONLN) + 1)) --dist worksteal -m "not gpu and not loop and not launchers and not torchvision and not adapters and not ranks and not vllm and not browser"
+	$(BIN)/python -m pytest tests $(addprefix --ignore=tests/,$(ELSEWHERE)) --shapes $(SHAPED) -n $$(($$(getconf _NPROCESSORS_ONLN) + 1)) --dist worksteal -m "not gpu and not loop and not launchers and not torchvision and not adapters and not ranks and not vllm and not browser"
 
 # All that CI takes a sample of.
 full: ## every suite, unsampled: all broken families, mutants, inputs, 200 faults; takes hours

@@ -258,6 +258,12 @@ def pytest_addoption(parser: pytest.Parser) -> None:
         default="",
         help="vLLM in two shards: of every matrix, or of the requests",
     )
+    parser.addoption(
+        "--shapes",
+        metavar="MODULE,...",
+        default="",
+        help="check the annotated shapes of these modules' arrays at every call",
+    )
 
 
 @pytest.hookimpl(tryfirst=True)  # before items are chosen by their marks
@@ -288,5 +294,9 @@ def pytest_configure(config: pytest.Config) -> None:
         vllm_servers.python = python
         if kind := config.getoption("--shards"):
             vllm_servers.shards = {f"{kind}_parallel_size": 2}
+    if modules := config.getoption("--shapes"):
+        import shape_checks
+
+        shape_checks.install(modules.split(","))
     if os.environ.get("CI"):
         config.pluginmanager.register(SkipJudge(), "skip-judge")

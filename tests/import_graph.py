@@ -49,8 +49,9 @@ class Import:
         return f"{self.file}:{self.line} imports {self.module}"
 
 
-def files() -> list[Path]:
-    return sorted(SRC.rglob("*.py"))
+@cache
+def files() -> tuple[Path, ...]:
+    return tuple(sorted(SRC.rglob("*.py")))
 
 
 def name_of(path: Path) -> str:
@@ -71,7 +72,8 @@ def tree_of(path: Path) -> ast.Module:
     return ast.parse(path.read_text(), str(path))
 
 
-def imports_of(path: Path) -> Iterator[Import]:
+@cache
+def imports_of(path: Path) -> tuple[Import, ...]:
     package = ["sightline", *path.relative_to(SRC).parts[:-1]]
 
     def visit(node: ast.AST, for_types: bool) -> Iterator[Import]:
@@ -86,7 +88,7 @@ def imports_of(path: Path) -> Iterator[Import]:
         for child in ast.iter_child_nodes(node):
             yield from visit(child, for_types)
 
-    yield from visit(tree_of(path), False)
+    return tuple(visit(tree_of(path), False))
 
 
 def _imported(node: ast.AST, package: list[str]) -> Iterator[tuple[str, tuple[str, ...]]]:
@@ -97,11 +99,16 @@ def _imported(node: ast.AST, package: list[str]) -> Iterator[tuple[str, tuple[st
         start = package[: len(package) - node.level + 1] if node.level else []
         module = ".".join([*start, *([node.module] if node.module else [])])
         yield module, tuple(alias.name for alias in node.names)
-    elif isinstance(node, ast.Call) and ast.unparse(node.func).endswith("import_module"):
+    elif isinstance(node, ast.Call) and _name_called(node) == "import_module":
         first = node.args[0]
         start = first.values[0] if isinstance(first, ast.JoinedStr) else first
         if isinstance(start, ast.Constant) and isinstance(start.value, str):
             yield start.value.rstrip("."), ()
+
+
+def _name_called(node: ast.Call) -> str:
+    """The last name of what is called, `c` of `a.b.c()`."""
+    return getattr(node.func, "attr", getattr(node.func, "id", ""))
 
 
 def rooms_used(found: Import) -> list[str]:

@@ -36,7 +36,7 @@ def take_sample(items: Sequence[T], number: int) -> list[T]:
 
 
 def num_examples(full: int, quick: int) -> int:
-    """How many inputs hypothesis draws."""
+    """How many inputs a property is tried on."""
     return full if IS_FULL else min(full, quick)
 
 

@@ -19,6 +19,8 @@ import torch
 import uvicorn
 import vllm_servers
 
+from sightline.cli.main import build_parser
+from sightline.config import InferenceConfig, ModelConfig
 from sightline.families import Family, load_family, load_renderer
 from sightline.inference.serve import ServerComponents, build_server
 from sightline.inference.server_spec import ServerSpec
@@ -110,7 +112,7 @@ class Client:
         look = self.totals if group == "totals" else self.now
         while look()[name] < at_least:
             assert time.monotonic() < deadline, f"{name} stays under {at_least}"
-            time.sleep(0.002)
+            time.sleep(0.01)
 
 
 class Together:
@@ -166,6 +168,20 @@ def embedded(
         thread.join(20)
         listening.close()
         assert not thread.is_alive()
+
+
+@contextmanager
+def serve_here(
+    model: Path, media: Path | str, more: Sequence[str] = (), threads: int = 1
+) -> Iterator[str]:
+    """In the place of `temporary_server`: the same options and address, and no process that would
+    import torch anew."""
+    args = build_parser(["serve"]).parse_args(["serve", str(model), "--media", str(media), *more])
+    names = {*ServerSpec.model_fields, *ModelConfig.model_fields, *InferenceConfig.model_fields}
+    given = {name: value for name, value in vars(args).items() if name in names}
+    settings = ServerSpec.of(**{name: value for name, value in given.items() if value is not None})
+    with embedded(settings) as made:
+        yield f"http://{made.host}:{made.port}"
 
 
 def modality_of(settings: ServerSpec) -> str:

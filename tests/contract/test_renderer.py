@@ -39,31 +39,32 @@ some = settings(max_examples=num_examples(60, 12), deadline=None, suppress_healt
 ALPHABET = string.ascii_letters + string.digits + " \n\t.,:;'\"{}<|/\\_-" + "ée\u0301漢字🙂ß"
 texts = st.text(ALPHABET, max_size=24)
 words = st.text(string.ascii_lowercase + "_", min_size=1, max_size=8)
+# Here, not where they are drawn from: Hypothesis looks through every strategy that is new to it.
+booleans = st.booleans()
+image_parts = st.integers(0, 5).map(lambda i: {"type": "image_url", "image_url": i})
+text_parts = st.text(ALPHABET, max_size=12).map(lambda t: {"type": "text", "text": t})
+part_lists = st.lists(image_parts | text_parts, min_size=1, max_size=4)
+reasonings = texts.filter(str.strip)
+scalars = texts | st.integers() | booleans | st.none()
+values = scalars | st.lists(scalars, max_size=2) | st.dictionaries(words, scalars, max_size=2)
+call_lists = st.lists(st.tuples(words, st.dictionaries(words, values, max_size=2)), max_size=2)
 
 
 @st.composite
-def parts(draw: st.DrawFn, num_images: int = 6) -> str | list[dict[str, Any]]:
+def parts(draw: st.DrawFn) -> str | list[dict[str, Any]]:
     """The content of a message, as text or as parts with images of conftest's sizes."""
-    if draw(st.booleans()):
-        return draw(texts)
-    image = st.integers(0, num_images - 1).map(lambda i: {"type": "image_url", "image_url": i})
-    words = st.text(ALPHABET, max_size=12).map(lambda t: {"type": "text", "text": t})
-    return draw(st.lists(image | words, min_size=1, max_size=4))
+    return draw(texts) if draw(booleans) else draw(part_lists)
 
 
 @st.composite
 def assistants(draw: st.DrawFn) -> dict[str, Any]:
     message: dict[str, Any] = {"role": "assistant", "content": draw(texts)}
-    if draw(st.booleans()):
-        message["reasoning_content"] = draw(texts.filter(str.strip))
-    scalars = texts | st.integers() | st.booleans() | st.none()
-    values = scalars | st.lists(scalars, max_size=2) | st.dictionaries(words, scalars, max_size=2)
-    arguments = st.dictionaries(words, values, max_size=2)
-    calls = draw(st.lists(st.tuples(words, arguments), max_size=2))
-    if calls:
+    if draw(booleans):
+        message["reasoning_content"] = draw(reasonings)
+    if calls := draw(call_lists):
         message["tool_calls"] = [
-            {"type": "function", "function": {"name": name, "arguments": values}}
-            for name, values in calls
+            {"type": "function", "function": {"name": name, "arguments": arguments}}
+            for name, arguments in calls
         ]
     return message
 
@@ -75,10 +76,15 @@ answered = st.builds(lambda content: {"role": "tool", "content": content}, parts
 systems = st.builds(lambda content: {"role": "system", "content": content}, texts)
 
 
+heads = st.lists(systems, max_size=1)
+turns = asked | assistants() | answered
+bodies = {least: st.lists(turns, min_size=least, max_size=6) for least in (0, 1)}
+
+
 @st.composite
 def conversations(draw: st.DrawFn) -> list[dict[str, Any]]:
-    head = draw(st.lists(systems, max_size=1))
-    return head + draw(st.lists(asked | assistants() | answered, min_size=not head, max_size=6))
+    head = draw(heads)
+    return head + draw(bodies[not head])
 
 
 toolboxes = st.lists(

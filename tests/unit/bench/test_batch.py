@@ -2,18 +2,37 @@
 
 from __future__ import annotations
 
+import io
 import re
+from collections.abc import Sequence
+from contextlib import redirect_stdout
 from pathlib import Path
 
 import pytest
+from serving import serve_here
 
+from sightline.bench import batch
+from sightline.bench.harness import workspace
 from sightline.cli.main import main
 
 
-@pytest.mark.timeout(300)
+class CommandHere:
+    """In the place of a process: its command, in this one, where torch is imported."""
+
+    def __init__(self, words: Sequence[str], threads: int) -> None:
+        self.out = io.StringIO()
+        with redirect_stdout(self.out):
+            self.returncode = main(list(words))
+
+    def communicate(self) -> tuple[str, None]:
+        return self.out.getvalue(), None
+
+
 def test_many_requests_at_once_are_answered_as_one_padded_batch(
-    tiny_model: Path, capsys: pytest.CaptureFixture[str]
+    tiny_model: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
+    monkeypatch.setattr(batch, "start_sightline", CommandHere)
+    monkeypatch.setattr(workspace, "temporary_server", serve_here)
     words = ["--requests", "5", "--one-by-one", "2", "--max-tokens", "6", "--scale", "0.2"]
     words += ["--repeats", "1", "--device", "cpu", "--model", str(tiny_model)]
     assert main(["bench", "batch", *words]) == 0

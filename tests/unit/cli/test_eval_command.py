@@ -11,11 +11,12 @@ from pathlib import Path
 import pytest
 from agents import listening
 from aiohttp import web
-from serving import Client, live
+from serving import Client, live, serve_here
 
 from sightline.cli.main import main
 from sightline.errors import EngineError
 from sightline.inference.server_spec import ServerSpec
+from sightline.launch import evaluate
 from sightline.media import MediaStore
 from sightline.rollout.openai_chat import OpenAIClient
 
@@ -50,8 +51,9 @@ def test_an_endpoint_is_asked_with_data_urls_and_by_reference_alike(
 
 
 def test_a_checkpoint_is_served_meanwhile(
-    tiny_model: Path, capsys: pytest.CaptureFixture[str]
+    tiny_model: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
+    monkeypatch.setattr(evaluate, "temporary_server", serve_here)
     assert main([*WORDS, "--checkpoint", str(tiny_model), "--device", "cpu"]) == 0
     assert "6 held-out tasks" in capsys.readouterr().out
 

@@ -10,9 +10,11 @@ from typing import Any
 
 import pytest
 from PIL import Image
+from serving import serve_here
 
 from sightline import open_run
 from sightline.cli.main import main
+from sightline.launch import evaluate
 from sightline.view.terminal_image import draw_image
 
 BAD = """
@@ -62,6 +64,7 @@ PROBLEMS = [
 def test_the_errors_of_an_environment_are_found(
     tiny_model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any
 ) -> None:
+    monkeypatch.setattr(evaluate, "temporary_server", serve_here)
     monkeypatch.chdir(tmp_path)
     monkeypatch.syspath_prepend(tmp_path)
     file = tmp_path / "bad_environment.py"

@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import subprocess
-import sys
 import threading
 import weakref
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -17,16 +16,6 @@ from sightline.compute.host_copy import HostCopy
 from sightline.compute.tensor_file import write_tensors
 from sightline.compute.weights import read_weights, write_weights
 from sightline.errors import WeightsError
-
-RECEIVER = """
-import sys
-from pathlib import Path
-from safetensors.torch import save_file
-from sightline.compute.weights import read_weights
-
-manifest, tensors = read_weights(Path(sys.argv[1]))
-save_file(tensors, sys.argv[2], {"label": manifest.label})
-"""
 
 
 def tensors() -> dict[str, torch.Tensor]:
@@ -46,15 +35,13 @@ def test_what_is_sent_has_the_bits_of_what_is_written(tmp_path: Path) -> None:
     sender = Broadcaster("127.0.0.1", receivers=2)
     path, manifest = sender.announce(tmp_path / "sent", weights, 3, 2)
     assert not list(path.parent.glob("*.safetensors"))
-    out = [tmp_path / "a", tmp_path / "b"]
-    receivers = [
-        subprocess.Popen([sys.executable, "-c", RECEIVER, str(path), str(file)]) for file in out
-    ]
-    sender.send(manifest, weights)
-    assert [receiver.wait(60) for receiver in receivers] == [0, 0]
+    with ThreadPoolExecutor(2) as receivers:
+        received = [receivers.submit(read_weights, path) for _ in range(2)]
+        sender.send(manifest, weights)
+        sent = [one.result(60) for one in received]
     expected = read_weights(written)[1]
-    for file in out:
-        found = load_file(file)
+    for label, found in ((got.label, tensors) for got, tensors in sent):
+        assert label == manifest.label
         assert found.keys() == expected.keys()
         for name, tensor in expected.items():
             assert found[name].dtype == tensor.dtype and found[name].equal(tensor), name

@@ -20,7 +20,7 @@ import numpy as np
 import pytest
 import torch
 from PIL import Image
-from sampling import take_sample
+from sampling import num_examples, take_sample
 from transformers import AutoConfig, AutoModel, LlamaConfig, LlamaModel
 
 from sightline import FamilyError, MediaStore, MessageError
@@ -624,7 +624,7 @@ def test_the_probe_tries_an_image_of_every_layout(rule: str, settings: dict[str,
     count, _ = layout.RULES[rule]
     tried = {count(*size, settings) for size in list_sizes(settings)}
     draw = random.Random(1)
-    for _ in range(10_000):
+    for _ in range(num_examples(10_000, 3000)):
         size = [round(2 ** draw.uniform(0, 14)) for _ in range(2)]
         assert count(*size, settings) in tried, size
 

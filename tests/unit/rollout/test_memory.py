@@ -19,7 +19,7 @@ from sightline.message import Message, user
 from sightline.render import Renderer
 from sightline.trace import PolicySpan, Trace, encode_trace
 
-TURNS = (15, 30, 60)
+TURNS = (10, 20, 40)
 SIZE = (320, 192)
 
 

@@ -285,7 +285,7 @@ def test_a_collector_that_does_not_work_changes_nothing(
 
 def test_a_full_queue_never_waits() -> None:
     """Ten times what fits, while the collector holds the one thread that exports."""
-    limits = ExportLimits(close_timeout_s=0.1)
+    limits = ExportLimits(queue_size=256, batch_size=64, close_timeout_s=0.1)
     hung = Collector(hangs=True)
     stages = open_stages(hung.address, "worker-0", limits=limits)
     for _ in range(10 * limits.queue_size):

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable
+from functools import cache
 
 import numpy as np
 
@@ -53,11 +54,16 @@ def _make_even(side: int) -> int:
 def count_tiles_by_aspect(width: int, height: int, settings: dict[str, int]) -> Size | None:
     """The arrangement of at most `max_tiles` tiles whose aspect ratio is nearest; among equals one
     with more tiles, while the image has more than half of their pixels."""
-    most = settings["max_tiles"]
-    shapes = ((columns, rows) for columns in range(1, most + 1) for rows in range(1, most + 1))
-    fitting = [s for s in shapes if settings["min_tiles"] <= math.prod(s) <= most]
+    fitting = _list_shapes(settings["min_tiles"], settings["max_tiles"])
     area = settings["tile_height"] * settings["tile_width"]
     return _find_nearest_aspect(width, height, fitting, area)
+
+
+@cache
+def _list_shapes(least: int, most: int) -> tuple[Size, ...]:
+    """Columns and rows of every arrangement of so many tiles."""
+    sides = range(1, most + 1)
+    return tuple((c, r) for c in sides for r in sides if least <= c * r <= most)
 
 
 def _find_nearest_aspect(width: int, height: int, shapes: Iterable[Size], area: int) -> Size:
