@@ -88,6 +88,10 @@ class MessageRenderer(ABC):
     A family's `__init__` sets `header`, `end_id`, `stop_token_ids` and `pad_token_ids`.
     """
 
+    format_name: ClassVar[str] = "the family's own"
+    """What people call the chat format."""
+    format_reason: str = "its family knows no other; the folder's chat template is not compared"
+    """Why it is taken to be the checkpoint's, in words."""
     takes_tools: bool = True
     tools_refusal: str = "this chat format has no place for tools"
     """Why tools, calls and what tools say are refused, where the format takes none."""
@@ -212,6 +216,25 @@ class MessageRenderer(ABC):
     def decode(self, token_ids: Sequence[int]) -> str:
         return self._tokenizer.decode(token_ids)
 
+    def describe(self) -> list[str]:
+        """What was found by trying, where it was; else what the format says of itself."""
+        if self._family.found:
+            return list(self._family.found)
+        family, places = self._family, f"in messages of {', '.join(self.image_roles)}"
+        no_images = "" if family.shows_media else "this checkpoint has no vision tower"
+        tokens = "" if no_images else f"{family.describe_tokens()}, {places}"
+        no_tools = "" if self.takes_tools else self.tools_refusal
+        calls = "written and read back as the chat format has them"
+        return [
+            f"model: the family {family.name}",
+            f"chat format: {self.format_name}, because {self.format_reason}",
+            f"images: {tokens or _describe_refusal(no_images)}",
+            f"videos: {_describe_refusal(self.video_refusal) or places}",
+            f"tools: {_describe_refusal(no_tools) or calls}",
+            f"reasoning: {self.describe_reasoning()}",
+            f"turns: {self.describe_turns()}",
+        ]
+
     def find_token_ids(self, tokens: Sequence[str]) -> tuple[int, ...]:
         """The ids of those of `tokens` that the tokenizer has."""
         found = (self._tokenizer.find_token_id(token) for token in tokens)
@@ -324,6 +347,15 @@ class MessageRenderer(ABC):
 
     def check_call(self, call: ToolCall, path: str) -> None:  # noqa: B027
         """Raises MessageError for a call that the format cannot write."""
+
+    def describe_reasoning(self) -> str:
+        if not self.takes_reasoning:
+            return _describe_refusal(self.reasoning_refusal)
+        return "written and read back as the chat format has it"
+
+    def describe_turns(self) -> str:
+        """When a bridge adds new turns to the tokens, in words."""
+        return "added to tokens, as the chat format keeps what stands before a new turn"
 
     def is_reasoning_open(self, ids: list[int]) -> bool:
         """Whether reasoning began in a completion and has not ended."""
@@ -440,6 +472,10 @@ class BaseRenderer(MessageRenderer):
 
     def close_calls(self, emitter: Emitter, ids: list[int]) -> None:
         """Emits what ends the tool calls of a completion that was cut off inside them."""
+
+
+def _describe_refusal(why: str) -> str:
+    return f"refused, because {why}" if why else ""
 
 
 def emit_ids(emitter: Emitter, ids: Sequence[int]) -> None:
