@@ -137,7 +137,7 @@ def test_a_template_that_cannot_be_followed_is_refused(
 def test_calls_of_another_form_than_json_between_marks_are_refused_with_what_is_written(
     tmp_path: Path,
 ) -> None:
-    write_kind("tools", tmp_path / "model")
+    write_kind("llava_tools", tmp_path / "model")
     file = tmp_path / "model" / "chat_template.jinja"
     text = file.read_text()
     store = MediaStore(tmp_path / "media")
@@ -156,7 +156,7 @@ def test_calls_of_another_form_than_json_between_marks_are_refused_with_what_is_
 
 
 def test_sampled_calls_are_read_by_the_ids_of_their_marks(tmp_path: Path) -> None:
-    write_kind("tools", tmp_path / "model")
+    write_kind("llava_tools", tmp_path / "model")
     renderer: Any = load_renderer(tmp_path / "model", MediaStore(tmp_path / "media"))
     encode = renderer._tokenizer.encode_marked
 
@@ -183,7 +183,7 @@ def test_sampled_calls_are_read_by_the_ids_of_their_marks(tmp_path: Path) -> Non
 @pytest.fixture(scope="module")
 def reasoning_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("reasoning") / "model"
-    write_kind("tools", folder)
+    write_kind("llava_tools", folder)
     load_family(folder)
     return folder
 

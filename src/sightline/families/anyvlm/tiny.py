@@ -1,8 +1,10 @@
 """Writes checkpoints with random weights, composed of transformers' own classes.
 
 Each type stands for a way in which an image becomes tokens: `llava` has a fixed number, `idefics3`
-tiles with marks of row and column and a thumbnail, `internvl` tiles by aspect ratio. Those of
-`tiny_types` are published models.
+tiles with marks of row and column and a thumbnail, `internvl` tiles by aspect ratio. `llava_tools`
+is `llava` with a chat format that has tools and, since the last question, reasoning: calls as JSON,
+and both between marks that are added tokens, in the form of Hermes and Qwen3. Those of `tiny_types`
+are published models.
 """
 
 from __future__ import annotations
@@ -45,6 +47,7 @@ VISION: dict[str, Any] = {
     "initializer_range": 0.05,
 }
 CHATML_TOKENS = ("<|endoftext|>", "<|im_start|>", "<|im_end|>")
+CALL_TOKENS = ("<tool_call>", "</tool_call>", "<think>", "</think>")
 INTERN_TOKENS = (*CHATML_TOKENS, "<img>", "</img>", "<IMG_CONTEXT>", "<video>")
 WORD_PATTERN = r"[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+"
 
@@ -52,6 +55,11 @@ Tokens = tuple[tuple[str, ...], str, dict[str, str]]
 """Special tokens, the pad of an image, and what the tokenizer calls some of them."""
 TOKENS: dict[str, Tokens] = {
     "llava": ((*CHATML_TOKENS, "<image>"), "<image>", {"image_token": "<image>"}),
+    "llava_tools": (
+        (*CHATML_TOKENS, "<image>", *CALL_TOKENS),
+        "<image>",
+        {"image_token": "<image>"},
+    ),
     "idefics3": (IDEFICS_TOKENS, "<image>", {"image_token": "<image>"}),
     "internvl": (
         INTERN_TOKENS,
@@ -76,8 +84,9 @@ def write(path: Path, seed: int = 0, size: str = "tiny", type: str = "llava") ->
     if type not in TOKENS:
         names = ", ".join((*TOKENS, *TYPES))
         raise FamilyError(f"no type {type!r}", f"use one of {names}")
-    files, template = build_processor_files(type), _read_template(type)
-    compose(path, seed, type, TOKENS[type], partial(build_config, type), files, template)
+    model_type, template = type.removesuffix("_tools"), _read_template(type)
+    files, config = build_processor_files(model_type), partial(build_config, model_type)
+    compose(path, seed, model_type, TOKENS[type], config, files, template)
 
 
 def build_processor_files(type: str) -> dict[str, dict[str, Any]]:
