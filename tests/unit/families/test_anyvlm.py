@@ -9,6 +9,8 @@ import json
 import random
 import re
 import shutil
+import subprocess
+import sys
 from collections.abc import Callable
 from contextlib import nullcontext
 from pathlib import Path
@@ -73,6 +75,28 @@ def test_what_was_found_is_a_file_that_is_read_until_the_checkpoint_changes(fold
     assert load_family(folder).found == ["as it was written down"]
     edit(folder / "generation_config.json", lambda values: values.update(temperature=0.5))
     assert load_family(folder).found == family.found
+
+
+QUIET = """
+import sys
+from pathlib import Path
+from sightline.compute.model import load_model
+from sightline.families import load_family
+from sightline.families.registry import write_tiny
+path = Path(sys.argv[1])
+write_tiny("anyvlm", path, seed=0, type="smolvlm")
+family = load_family(path)
+print(family.found[1])
+load_model(path, family, "cpu", "float32")
+"""
+
+
+def test_a_tiny_smolvlm_is_written_and_loaded_without_a_warning(tmp_path: Path) -> None:
+    """Its image of four tiles and a thumbnail has marks of row and column."""
+    words = [sys.executable, "-c", QUIET, str(tmp_path / "model")]
+    done = subprocess.run(words, capture_output=True, text=True, check=True)
+    assert done.stderr == ""
+    assert "20 to 68 of the image and 13 to 40 of the processor's marks" in done.stdout
 
 
 def test_the_model_of_the_page_is_found_to_be_what_the_page_says(
