@@ -20,6 +20,7 @@ from typing import Any, ClassVar
 import msgspec
 
 from sightline.errors import MediaRefused, MessageError, PromptTooLong
+from sightline.families.format_description import FormatDescription
 from sightline.families.message_fields import (
     check_shown,
     encode_tool,
@@ -82,23 +83,12 @@ class RenderContext:
         return self.messages[i].role if 0 <= i < len(self.messages) else None
 
 
-class MessageRenderer(ABC):
+class MessageRenderer(FormatDescription, ABC):
     """Renders, bridges and parses in one chat format. Stateless but for the family's caches.
 
     A family's `__init__` sets `header`, `end_id`, `stop_token_ids` and `pad_token_ids`.
     """
 
-    format_name: ClassVar[str] = "the family's own"
-    """What people call the chat format."""
-    format_reason: str = "its family knows no other; the folder's chat template is not compared"
-    """Why it is taken to be the checkpoint's, in words."""
-    takes_tools: bool = True
-    tools_refusal: str = "this chat format has no place for tools"
-    """Why tools, calls and what tools say are refused, where the format takes none."""
-    takes_reasoning: bool = True
-    reasoning_refusal: str = "this chat format has no place for reasoning"
-    image_roles: ClassVar[tuple[str, ...]] = ("user", "tool")
-    """The roles whose messages can show images; never the assistant."""
     shows_names: ClassVar[bool] = False
     """Whether a message's name is written; where not, it is left out as the template does."""
 
@@ -116,8 +106,6 @@ class MessageRenderer(ABC):
     """Tokens that a prompt may have; what cannot fit is refused untokenized. 0 is any number."""
     video_pad_id: int = -1
     """The id that fills the slots of videos; -1 where they are not shown."""
-    video_refusal: str
-    """Why videos cannot be shown; empty where they can."""
 
     def __init__(
         self, tokenizer: Tokenizer, family: Family, resolver: ImageResolver, vocab_size: int
@@ -215,25 +203,6 @@ class MessageRenderer(ABC):
 
     def decode(self, token_ids: Sequence[int]) -> str:
         return self._tokenizer.decode(token_ids)
-
-    def describe(self) -> list[str]:
-        """What was found by trying, where it was; else what the format says of itself."""
-        if self._family.found:
-            return list(self._family.found)
-        family, places = self._family, f"in messages of {', '.join(self.image_roles)}"
-        no_images = "" if family.shows_media else "this checkpoint has no vision tower"
-        tokens = "" if no_images else f"{family.describe_tokens()}, {places}"
-        no_tools = "" if self.takes_tools else self.tools_refusal
-        calls = "written and read back as the chat format has them"
-        return [
-            f"model: the family {family.name}",
-            f"chat format: {self.format_name}, because {self.format_reason}",
-            f"images: {tokens or _describe_refusal(no_images)}",
-            f"videos: {_describe_refusal(self.video_refusal) or places}",
-            f"tools: {_describe_refusal(no_tools) or calls}",
-            f"reasoning: {self.describe_reasoning()}",
-            f"turns: {self.describe_turns()}",
-        ]
 
     def find_token_ids(self, tokens: Sequence[str]) -> tuple[int, ...]:
         """The ids of those of `tokens` that the tokenizer has."""
@@ -342,20 +311,11 @@ class MessageRenderer(ABC):
             name=message.name if self.shows_names else None,
         )
 
-    def check_conversation(self, messages: Sequence[Message]) -> None:  # noqa: B027
+    def check_conversation(self, messages: Sequence[Message]) -> None:
         """Raises MessageError for what a whole conversation lacks; new messages may lack it."""
 
-    def check_call(self, call: ToolCall, path: str) -> None:  # noqa: B027
+    def check_call(self, call: ToolCall, path: str) -> None:
         """Raises MessageError for a call that the format cannot write."""
-
-    def describe_reasoning(self) -> str:
-        if not self.takes_reasoning:
-            return _describe_refusal(self.reasoning_refusal)
-        return "written and read back as the chat format has it"
-
-    def describe_turns(self) -> str:
-        """When a bridge adds new turns to the tokens, in words."""
-        return "added to tokens, as the chat format keeps what stands before a new turn"
 
     def is_reasoning_open(self, ids: list[int]) -> bool:
         """Whether reasoning began in a completion and has not ended."""
@@ -472,10 +432,6 @@ class BaseRenderer(MessageRenderer):
 
     def close_calls(self, emitter: Emitter, ids: list[int]) -> None:
         """Emits what ends the tool calls of a completion that was cut off inside them."""
-
-
-def _describe_refusal(why: str) -> str:
-    return f"refused, because {why}" if why else ""
 
 
 def emit_ids(emitter: Emitter, ids: Sequence[int]) -> None:

@@ -3,8 +3,7 @@
 Each type stands for a way in which an image becomes tokens: `llava` has a fixed number, `idefics3`
 tiles with marks of row and column and a thumbnail, `internvl` tiles by aspect ratio. `llava_tools`
 is `llava` with a chat format that has tools and, since the last question, reasoning: calls as JSON,
-and both between marks that are added tokens, in the form of Hermes and Qwen3. Those of `tiny_types`
-are published models.
+and both between marks that are added tokens. Those of `tiny_types` are published models.
 """
 
 from __future__ import annotations
