@@ -22,6 +22,7 @@ import numpy as np
 import pytest
 import torch
 from PIL import Image
+from safetensors.torch import load_file
 from sampling import take_sample
 from transformers import AutoConfig, AutoModel, LlamaConfig, LlamaModel
 
@@ -97,6 +98,14 @@ def test_a_tiny_smolvlm_is_written_and_loaded_without_a_warning(tmp_path: Path) 
     done = subprocess.run(words, capture_output=True, text=True, check=True)
     assert done.stderr == ""
     assert "20 to 68 of the image and 13 to 40 of the processor's marks" in done.stdout
+
+
+def test_a_tiny_gemma4_begins_with_no_table_of_one_value(tmp_path: Path) -> None:
+    """As transformers makes it, all patches have one place, beside which no colour is seen."""
+    tiny.write(tmp_path, type="gemma4")
+    weights = load_file(tmp_path / "model.safetensors")
+    tables = {name: tensor for name, tensor in weights.items() if tensor.ndim > 1}
+    assert [name for name, table in tables.items() if len(table.unique()) == 1] == []
 
 
 def test_the_model_of_the_page_is_found_to_be_what_the_page_says(

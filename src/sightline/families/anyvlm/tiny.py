@@ -151,8 +151,11 @@ def _compose(
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
         model = AutoModelForImageTextToText.from_config(config, dtype=torch.float32)
-        for parameter in model.parameters():  # what begins at 0 would hide a mistake
-            if not parameter.any():
+        for parameter in model.parameters():
+            # What begins at 0 would hide a mistake, and so would a table of ones: Gemma 4 begins
+            # with one for the places of patches, beside which no colour is seen.
+            is_table = parameter.ndim > 1 and bool((parameter == parameter.flatten()[0]).all())
+            if is_table or not parameter.any():
                 torch.nn.init.normal_(parameter, std=0.05)
     files: dict[str, dict[str, Any]] = {
         **processor,
