@@ -53,6 +53,17 @@ def test_an_image_of_a_role_that_shows_none_is_refused_by_path(seeing: Any, role
         seeing.renderer.render(messages)
 
 
+def test_what_is_refused_is_said_beforehand(checkpoint: Any) -> None:
+    said = dict(line.split(": ", 1) for line in checkpoint.renderer.describe())
+    case = checkpoint.case
+    takes = {"images": case.shows_media, "tools": case.takes_tools}
+    takes |= {"reasoning": case.takes_reasoning}
+    if "videos" in said:
+        takes |= {"videos": case.shows_videos}
+    found = {name: not said[name].startswith("refused, because ") for name in takes}
+    assert found == takes
+
+
 def test_a_video_is_refused_by_path_where_none_is_shown(checkpoint: Any) -> None:
     if checkpoint.case.shows_videos:
         return  # test_video has them

@@ -111,6 +111,10 @@ class Family(Protocol):
         """The length of its slot: from the first to the last token that a feature replaces."""
         ...
 
+    def describe_tokens(self) -> str:
+        """How many tokens images have, in words."""
+        ...
+
     def feature_offsets(self, item: MediaItem) -> np.ndarray:
         """int64: the places in its slot that features fill, in their order. Others hold marks of
         the chat format, such as those between the tiles of an image."""

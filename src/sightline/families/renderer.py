@@ -20,6 +20,7 @@ from typing import Any, ClassVar
 import msgspec
 
 from sightline.errors import MediaRefused, MessageError, PromptTooLong
+from sightline.families.format_description import FormatDescription
 from sightline.families.message_fields import (
     check_shown,
     encode_tool,
@@ -82,19 +83,12 @@ class RenderContext:
         return self.messages[i].role if 0 <= i < len(self.messages) else None
 
 
-class MessageRenderer(ABC):
+class MessageRenderer(FormatDescription, ABC):
     """Renders, bridges and parses in one chat format. Stateless but for the family's caches.
 
     A family's `__init__` sets `header`, `end_id`, `stop_token_ids` and `pad_token_ids`.
     """
 
-    takes_tools: bool = True
-    tools_refusal: str = "this chat format has no place for tools"
-    """Why tools, calls and what tools say are refused, where the format takes none."""
-    takes_reasoning: bool = True
-    reasoning_refusal: str = "this chat format has no place for reasoning"
-    image_roles: ClassVar[tuple[str, ...]] = ("user", "tool")
-    """The roles whose messages can show images; never the assistant."""
     shows_names: ClassVar[bool] = False
     """Whether a message's name is written; where not, it is left out as the template does."""
 
@@ -112,8 +106,6 @@ class MessageRenderer(ABC):
     """Tokens that a prompt may have; what cannot fit is refused untokenized. 0 is any number."""
     video_pad_id: int = -1
     """The id that fills the slots of videos; -1 where they are not shown."""
-    video_refusal: str
-    """Why videos cannot be shown; empty where they can."""
 
     def __init__(
         self, tokenizer: Tokenizer, family: Family, resolver: ImageResolver, vocab_size: int
@@ -319,10 +311,10 @@ class MessageRenderer(ABC):
             name=message.name if self.shows_names else None,
         )
 
-    def check_conversation(self, messages: Sequence[Message]) -> None:  # noqa: B027
+    def check_conversation(self, messages: Sequence[Message]) -> None:
         """Raises MessageError for what a whole conversation lacks; new messages may lack it."""
 
-    def check_call(self, call: ToolCall, path: str) -> None:  # noqa: B027
+    def check_call(self, call: ToolCall, path: str) -> None:
         """Raises MessageError for a call that the format cannot write."""
 
     def is_reasoning_open(self, ids: list[int]) -> bool:

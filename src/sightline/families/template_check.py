@@ -45,6 +45,19 @@ Probe = tuple[str, Sequence[Message], dict[str, Any]]
 """What a conversation has that others lack, for errors; its messages; and how it is rendered."""
 
 
+def explain_format(template: ChatTemplate | None, others: Sequence[str]) -> str:
+    """Why a checkpoint is taken to speak a format, in words; `others` are the further formats of
+    its model type."""
+    if template is not None:
+        return "it writes the tokens of the folder's chat template"
+    if not others:
+        return "the folder has no chat template, and its model type knows no other format"
+    return (
+        "the folder has no chat template, and it is the first of its model type; if the checkpoint "
+        f"speaks {' or '.join(others)}, copy its chat_template.jinja into the folder"
+    )
+
+
 def build_probes(renderer: BaseRenderer, family: Family) -> Iterator[Probe]:
     """Short conversations with everything that the format can express."""
     hi, ask, answer = user("hi"), user(" two\nlines \n"), assistant("\n\nfine\n ")

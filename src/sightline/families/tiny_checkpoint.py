@@ -27,6 +27,7 @@ from transformers import GenerationConfig
 
 from sightline.errors import FamilyError
 from sightline.families.checkpoint_files import write_json
+from sightline.families.transformers_noise import hide_pad_warning
 
 MAX_TOKENS = 32768
 
@@ -89,6 +90,7 @@ def write_checkpoint(
         (folder / "chat_template.jinja").write_text(chat_template)
         for file in files.keys() - {"config.json", "generation_config.json"}:
             write_json(folder / file, files[file])
+        hide_pad_warning()
         model.config.architectures = [type(model).__name__]
         model.config.save_pretrained(folder)
         save_file(dict(weights), folder / "model.safetensors", {"format": "pt"})

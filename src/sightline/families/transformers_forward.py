@@ -21,6 +21,7 @@ from sightline.errors import FamilyError
 from sightline.families.device_copy import copy_to_device
 from sightline.families.gated_delta_net import build_recurrence_plan, pack_delta_nets
 from sightline.families.protocol import Grid
+from sightline.families.transformers_noise import hide_pad_warning
 from sightline.families.video_family import VideoFamily
 from sightline.families.vision_family import PixelFamily
 
@@ -214,6 +215,7 @@ def load_model(
 
     On the meta device its parameters have no values: they are read where they are sharded.
     """
+    hide_pad_warning()
     if device.type == "meta":
         model = _build_empty(auto, path, dtype)
     else:

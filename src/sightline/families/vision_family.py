@@ -25,6 +25,8 @@ if TYPE_CHECKING:
     from PIL import Image
 
 MAX_CACHED_ITEMS = 8192
+EXAMPLE_SIZES = ((64, 64), (1280, 720))
+"""Of images whose tokens are told to people."""
 
 Settings = TypeVar("Settings", bound=BaseProcessorSettings)
 
@@ -63,6 +65,16 @@ class ImageFamily(ABC):
 
     def layout(self, width: int, height: int) -> ImageLayout:
         return self._layout(width, height)
+
+    def describe_tokens(self) -> str:
+        return ", ".join(self._describe_size(*size) for size in EXAMPLE_SIZES)
+
+    def _describe_size(self, width: int, height: int) -> str:
+        try:
+            num_tokens = self.layout(width, height).num_tokens
+        except MediaRefused:
+            return f"{width}x{height} is refused"
+        return f"{num_tokens:,} for {width}x{height}"
 
     def item(self, ref: MediaRef) -> MediaItem:
         return self._item(ref)
@@ -141,6 +153,10 @@ class VisionFamily(ImageFamily, Generic[Settings]):
         # Another process gets a family of its own, with empty caches.
         return type(self), (self._settings, self.slot_token_ids, self.packing)
 
+    def describe_tokens(self) -> str:
+        side = self.patch * self.merge
+        return f"a token for {side}x{side} pixels once resized ({super().describe_tokens()})"
+
     def num_tokens(self, item: MediaItem) -> int:
         return math.prod(item.grid) // self.merge**2
 
@@ -199,7 +215,7 @@ class TextOnlyFamily:
         raise FamilyError("the checkpoint has no vision tower", "use a vision-language checkpoint")
 
     layout = item = check_item = num_tokens = feature_offsets = patches = _refuse_images
-    steps = step_patches = repeat_frame = _refuse_images
+    steps = step_patches = repeat_frame = describe_tokens = _refuse_images
 
     def positions(
         self, num_tokens: int, slots: Sequence[Slot], start: int = 0

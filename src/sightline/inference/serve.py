@@ -145,6 +145,7 @@ def serve(spec: ServerSpec) -> None:
     print(
         f"serving {spec.model.path} at {describe_link(host, port, has_tls=bool(tls))}", flush=True
     )
+    print("\n".join(components.renderer.describe()), flush=True)
     print(describe_prefix_reuse(components.family, spec.enable_prefix_caching), flush=True)
     _UvicornServer(config, server).run(sockets=[listening])
 

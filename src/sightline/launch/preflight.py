@@ -34,6 +34,7 @@ from sightline.launch.probes import (
     check_probe_images,
     check_server_files,
     check_token_ids,
+    describe_checkpoint,
     describe_versions,
     read_shapes,
 )
@@ -151,7 +152,7 @@ def check_checkpoint(model: ModelConfig, shown_by: str, shows_media: bool) -> Fa
     return family
 
 
-def describe_family(family: Family, engine: str = "") -> str:
+def describe_family(model: ModelConfig, family: Family, engine: str = "") -> str:
     """What a run does because of its model, and why. What vLLM keeps between turns depends on its
     kernels: its server says it in its log."""
     reuse = f"\n{describe_prefix_reuse(family)}" if engine == "torch" else ""
@@ -160,7 +161,7 @@ def describe_family(family: Family, engine: str = "") -> str:
             "\nweights: nothing keeps another run from changing those of this vLLM; the label of "
             "each answer shows it, and ends the run"
         )
-    return "\n".join([*family.found, family.packing.description + reuse])
+    return "\n".join([*describe_checkpoint(model, family), family.packing.description + reuse])
 
 
 def check_devices(config: RunFile | SftFile) -> None:

@@ -88,6 +88,14 @@ def check_token_ids(model: ModelConfig, family: Family) -> None:
             )
 
 
+def describe_checkpoint(model: ModelConfig, family: Family) -> list[str]:
+    """What the checkpoint's chat format is and takes, a line each."""
+    with tempfile.TemporaryDirectory(prefix="sightline-check-") as folder:
+        store = MediaStore(Path(folder))
+        renderer = load_renderer(model.path, store, family, number_images=model.number_images)
+        return renderer.describe()
+
+
 def check_server_files(config: RunFile, family: Family, run_dir: RunDir) -> None:
     """Refuses a server of `[inference] servers` that another run holds, that takes no weights from
     where this one publishes, or that does not find an image of its store."""

@@ -69,7 +69,8 @@ class RlJob(TrainingJob[RunFile]):
     def check(self, file: RunFile, run_dir: RunDir, show: Show = say_nothing) -> None:
         if file.launch.on == "ray":
             ray_run.check_address(ray_run.get_address())
-        print(describe_family(check_run(file, run_dir, show), file.inference.engine))
+        family = check_run(file, run_dir, show)
+        print(describe_family(file.model, family, file.inference.engine))
 
     def count_trainer_threads(self, file: RunFile) -> int:
         return split_threads(file, num_cores()).trainer

@@ -38,7 +38,7 @@ class SftJob(TrainingJob[SftFile]):
         show("model", f"{family.name}: {file.model.path}")
         show("memory", check_memory(file))
         show("disk", check_disk(file, run_dir))
-        print(describe_family(family))
+        print(describe_family(file.model, family))
 
     def count_trainer_threads(self, file: SftFile) -> int:
         return file.trainer.threads or num_cores()

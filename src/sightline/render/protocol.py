@@ -87,3 +87,7 @@ class Renderer(Protocol):
     def decode(self, token_ids: Sequence[int]) -> str:
         """The text of ids, special tokens spelled out; for people."""
         ...
+
+    def describe(self) -> list[str]:
+        """Which chat format the checkpoint has and why, and what that takes; a line each."""
+        ...

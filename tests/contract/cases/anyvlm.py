@@ -21,8 +21,6 @@ def write_kind(kind: str, path: Path) -> None:
 
     if kind == "qwen2_vl":
         write_qwen2_vl(path)
-    elif kind == "tools":
-        write_tools(path)
     else:
         tiny.write(path, type=kind)
 
@@ -54,19 +52,6 @@ def write_qwen2_vl(path: Path) -> None:
     template = head + template.replace("<image>", f"{marks[0]}{pad}{marks[1]}")
     tokens = ((*tiny.CHATML_TOKENS, *marks, pad), pad, {"image_token": pad})
     tiny.compose(path, 0, "qwen2_vl", tokens, build_config, files, template)
-
-
-def write_tools(path: Path) -> None:
-    """LLaVA with a template that has tools and, since the last question, reasoning: calls as JSON,
-    and both between marks that are added tokens."""
-    from sightline.families.anyvlm import tiny
-
-    special, pad, named = tiny.TOKENS["llava"]
-    marks = ("<tool_call>", "</tool_call>", "<think>", "</think>")
-    tokens = ((*special, *marks), pad, named)
-    files = tiny.build_processor_files("llava")
-    template = Path(__file__).with_name("tools.jinja").read_text()
-    tiny.compose(path, 0, "llava", tokens, partial(tiny.build_config, "llava"), files, template)
 
 
 def count_slot_tokens(processor: Any, made: dict[str, Any], **settings: Any) -> int:
@@ -195,7 +180,7 @@ ALTERNATING = ("gemma3", "mistral3")
 CARRIED: dict[str, Callable[[str], str]] = {
     "gemma3": str.strip,
     "gemma4": str.strip,
-    "tools": lambda content: content.lstrip("\n"),
+    "llava_tools": lambda content: content.lstrip("\n"),
 }
 TWO_FRAMES = ("qwen2_vl",)
 
@@ -207,8 +192,8 @@ def build_case(kind: str, load_images: Callable[[Path], Any] = Images) -> Case:
         load_images,
         image_pad="",
         published_template=None,
-        takes_tools=kind == "tools",
-        takes_reasoning=kind == "tools",
+        takes_tools=kind == "llava_tools",
+        takes_reasoning=kind == "llava_tools",
         overrides=(),
         refused_size=(402, 2) if kind in (*TWO_FRAMES, "mistral3", "lfm2_vl") else None,
         # float32, and the one frame twice where a tower looks at two.
@@ -225,7 +210,7 @@ def build_case(kind: str, load_images: Callable[[Path], Any] = Images) -> Case:
 
 # Of kinds that take a minute each the commit chooses one; a full run takes all.
 KINDS = [
-    *take_sample(["llava", "idefics3", "gemma3", "mistral3", "gemma4", "tools"], 1),
+    *take_sample(["llava", "idefics3", "gemma3", "mistral3", "gemma4", "llava_tools"], 1),
     *(["internvl", "qwen2_vl", "smolvlm"] * IS_FULL),
 ]
 CASES: tuple[Case, ...] = tuple(map(build_case, KINDS))

@@ -6,8 +6,11 @@ import json
 import math
 from pathlib import Path
 
+import numpy as np
+from PIL import Image, ImageOps
+
 from sightline.families.registry import write_tiny
-from tests.contract.case import Case
+from tests.contract.case import Case, Checkpoint
 
 HERE = Path(__file__).parent
 
@@ -29,11 +32,29 @@ class Images:
         return math.prod(sides)
 
 
+def make_arrays(checkpoint: Checkpoint, image: Image.Image) -> dict[str, np.ndarray]:
+    """What the release's processor would make of an image, patch by patch."""
+    processor = checkpoint.transformers_images.processor
+    factor, side = 1, processor["patch"]
+    while math.prod(math.ceil(edge / factor) for edge in image.size) > processor["max_pixels"]:
+        factor *= 2
+    reduced = image.reduce(factor)
+    columns, rows = (math.ceil(edge / side) for edge in reduced.size)
+    right, below = columns * side - reduced.width, rows * side - reduced.height
+    border = (right // 2, below // 2, right - right // 2, below - below // 2)
+    padded = np.asarray(ImageOps.expand(reduced, border, (processor["fill"],) * 3), np.float32)
+    places = [(row, column) for row in range(rows) for column in range(columns)]
+    cut = [padded[r * side : (r + 1) * side, c * side : (c + 1) * side] for r, c in places]
+    values = np.stack([patch.reshape(-1) for patch in cut]) / np.float32(255) - np.float32(0.5)
+    return {"values": values, "place": np.array(places)}
+
+
 CASES = (
     Case(
         name="pebble",
         write=lambda path: write_tiny("pebble", path, seed=0),
         load_images=Images,
+        make_arrays=make_arrays,
         image_pad="[dot]",
         published_template=HERE / "pebble_template.jinja",
         golden=HERE / "pebble_tokens.json",

@@ -41,6 +41,18 @@ def test_a_run_that_could_start_has_a_figure_for_every_check(
     assert not (file.parent / "runs").exists()
 
 
+def test_a_checkpoint_without_a_chat_template_is_said_to_have_none(
+    file: Path, tiny_model: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    copy = Path(shutil.copytree(tiny_model, file.parent / "copy"))
+    (copy / "chat_template.jinja").unlink()
+    file.write_text(file.read_text() + '[sft]\noutput_dir = "out"\n')
+    assert main(["check", str(file), f"model.path={copy}"]) == 0
+    said = capsys.readouterr().out
+    assert "chat format: Qwen3-VL, because the folder has no chat template" in said
+    assert "copy its chat_template.jinja into the folder" in said
+
+
 def test_a_supervised_run_is_checked_too(file: Path, capsys: pytest.CaptureFixture[str]) -> None:
     file.write_text(file.read_text() + '[sft]\noutput_dir = "out"\n')
     assert main(["check", str(file)]) == 0

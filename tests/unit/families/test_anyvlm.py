@@ -9,6 +9,8 @@ import json
 import random
 import re
 import shutil
+import subprocess
+import sys
 from collections.abc import Callable
 from contextlib import nullcontext
 from pathlib import Path
@@ -20,6 +22,7 @@ import numpy as np
 import pytest
 import torch
 from PIL import Image
+from safetensors.torch import load_file
 from sampling import num_examples, take_sample
 from transformers import AutoConfig, AutoModel, LlamaConfig, LlamaModel
 
@@ -73,6 +76,36 @@ def test_what_was_found_is_a_file_that_is_read_until_the_checkpoint_changes(fold
     assert load_family(folder).found == ["as it was written down"]
     edit(folder / "generation_config.json", lambda values: values.update(temperature=0.5))
     assert load_family(folder).found == family.found
+
+
+QUIET = """
+import sys
+from pathlib import Path
+from sightline.compute.model import load_model
+from sightline.families import load_family
+from sightline.families.registry import write_tiny
+path = Path(sys.argv[1])
+write_tiny("anyvlm", path, seed=0, type="smolvlm")
+family = load_family(path)
+print(family.found[1])
+load_model(path, family, "cpu", "float32")
+"""
+
+
+def test_a_tiny_smolvlm_is_written_and_loaded_without_a_warning(tmp_path: Path) -> None:
+    """Its image of four tiles and a thumbnail has marks of row and column."""
+    words = [sys.executable, "-c", QUIET, str(tmp_path / "model")]
+    done = subprocess.run(words, capture_output=True, text=True, check=True)
+    assert done.stderr == ""
+    assert "20 to 68 of the image and 13 to 40 of the processor's marks" in done.stdout
+
+
+def test_a_tiny_gemma4_begins_with_no_table_of_one_value(tmp_path: Path) -> None:
+    """As transformers makes it, all patches have one place, beside which no colour is seen."""
+    tiny.write(tmp_path, type="gemma4")
+    weights = load_file(tmp_path / "model.safetensors")
+    tables = {name: tensor for name, tensor in weights.items() if tensor.ndim > 1}
+    assert [name for name, table in tables.items() if len(table.unique()) == 1] == []
 
 
 def test_the_model_of_the_page_is_found_to_be_what_the_page_says(
@@ -137,7 +170,7 @@ def test_a_template_that_cannot_be_followed_is_refused(
 def test_calls_of_another_form_than_json_between_marks_are_refused_with_what_is_written(
     tmp_path: Path,
 ) -> None:
-    write_kind("tools", tmp_path / "model")
+    write_kind("llava_tools", tmp_path / "model")
     file = tmp_path / "model" / "chat_template.jinja"
     text = file.read_text()
     store = MediaStore(tmp_path / "media")
@@ -156,7 +189,7 @@ def test_calls_of_another_form_than_json_between_marks_are_refused_with_what_is_
 
 
 def test_sampled_calls_are_read_by_the_ids_of_their_marks(tmp_path: Path) -> None:
-    write_kind("tools", tmp_path / "model")
+    write_kind("llava_tools", tmp_path / "model")
     renderer: Any = load_renderer(tmp_path / "model", MediaStore(tmp_path / "media"))
     encode = renderer._tokenizer.encode_marked
 
@@ -183,7 +216,7 @@ def test_sampled_calls_are_read_by_the_ids_of_their_marks(tmp_path: Path) -> Non
 @pytest.fixture(scope="module")
 def reasoning_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("reasoning") / "model"
-    write_kind("tools", folder)
+    write_kind("llava_tools", folder)
     load_family(folder)
     return folder
 

@@ -89,15 +89,18 @@ def test_the_template_of_the_checkpoint_decides_and_is_read_quickly(
     began = time.process_time()
     renderer: Any = load_renderer(folder(kind), store)
     assert time.process_time() - began < 0.3
-    assert renderer.format_name == name
+    why = "because it writes the tokens of the folder's chat template"
+    assert f"chat format: {name}, {why}" in renderer.describe()
 
 
 @pytest.mark.parametrize("kind", ["qwen2_5_vl", "qwen3_vl", "qwen3_5", "qwen3"])
 def test_a_folder_without_a_template_speaks_the_first_format_of_its_type(
     copy: Callable[[str], Path], store: MediaStore, kind: str
 ) -> None:
-    renderer: Any = load_renderer(copy(kind), store)
-    assert renderer.format_name == FORMATS[kind][0].format_name
+    first, *others = [known.format_name for known in FORMATS[kind]]
+    said = "\n".join(load_renderer(copy(kind), store).describe())
+    assert f"chat format: {first}, because the folder has no chat template" in said
+    assert all(f"if the checkpoint speaks {other}, copy its chat_" in said for other in others)
 
 
 @pytest.mark.parametrize("file", ["chat_template.json", "tokenizer_config.json"])

@@ -15,7 +15,7 @@ import pytest
 from safetensors.numpy import load_file, save_file
 
 from sightline.cli.main import main
-from sightline.config import MediaConfig, RunFile, SftFile, resolve_paths
+from sightline.config import MediaConfig, ModelConfig, RunFile, SftFile, resolve_paths
 from sightline.errors import ConfigError, DiskFull, MediaError
 from sightline.families import load_family
 from sightline.families.registry import write_tiny
@@ -279,7 +279,9 @@ def test_settings_without_a_run_file_are_not_taken_for_its_path(
 
 
 def test_a_run_on_a_stock_vllm_says_that_it_has_no_lease(tiny_model: Path) -> None:
-    said = preflight.describe_family(load_family(tiny_model), "stock_vllm")
+    said = preflight.describe_family(
+        ModelConfig(path=str(tiny_model)), load_family(tiny_model), "stock_vllm"
+    )
     assert "nothing keeps another run from changing those of this vLLM" in said
 
 

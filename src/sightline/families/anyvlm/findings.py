@@ -14,7 +14,7 @@ from typing import Any
 import msgspec
 
 FILE = "sightline_probe.json"
-VERSION = 6
+VERSION = 7
 """Counts up when the probe finds other things in the same files."""
 SOURCES = (
     "config.json", "generation_config.json", "preprocessor_config.json", "processor_config.json",

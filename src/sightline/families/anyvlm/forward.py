@@ -26,6 +26,7 @@ from sightline.errors import FamilyError
 from sightline.families.anyvlm.model_parts import find_text
 from sightline.families.anyvlm.processor import (
     FOREIGN,
+    apply_template,
     load_processor,
     to_template_parts,
     uses_torchvision,
@@ -235,8 +236,10 @@ class AnyVLMForward(TextForward):
     ) -> Tensor:
         """The logits of the whole model, given what its own processor makes."""
         processor = load_processor(self._family.path)
-        made = processor.apply_chat_template(
-            [{"role": m.role, "content": to_template_parts(m, images)} for m in messages],
+        talk = [{"role": m.role, "content": to_template_parts(m, images)} for m in messages]
+        made = apply_template(
+            processor,
+            talk,
             tokenize=True,
             return_dict=True,
             add_generation_prompt=True,

@@ -48,6 +48,7 @@ from sightline.families.anyvlm.probe_report import (
 from sightline.families.anyvlm.processor import (
     FOREIGN,
     OPTIONS,
+    apply_template,
     cut_patches,
     find_processor_problem,
     load_processor,
@@ -382,14 +383,13 @@ class Prober:
     def _find_first_ids(self) -> list[int]:
         asked = [{"role": "user", "content": [{"type": "text", "text": "a"}]}]
         ids = self._template_ids(asked)
-        text = self.processor.apply_chat_template(asked, add_generation_prompt=True)
+        text = apply_template(self.processor, asked, add_generation_prompt=True)
         plain = self.processor.tokenizer(text, add_special_tokens=False)["input_ids"]
         return ids[: len(ids) - len(plain)]
 
     def _template_ids(self, messages: list[dict[str, Any]], prompt: bool = True) -> list[int]:
-        made = self.processor.apply_chat_template(
-            messages, tokenize=True, return_dict=True, add_generation_prompt=prompt
-        )
+        options = {"tokenize": True, "return_dict": True, "add_generation_prompt": prompt}
+        made = apply_template(self.processor, messages, **options)
         return [int(token) for token in np.asarray(made["input_ids"]).reshape(-1)]
 
     def _check_chat(self, findings: Findings) -> list[str]:

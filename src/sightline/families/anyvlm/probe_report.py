@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 from sightline.families.anyvlm.findings import Findings
 from sightline.families.anyvlm.layout import RULES
@@ -60,21 +60,40 @@ def describe_turns(renderer: AnyVLMRenderer) -> str:
     )
 
 
-def describe_findings(findings: Findings, renderer: AnyVLMRenderer, num_sizes: int) -> list[str]:
-    """A line for each thing that was found, with its reason."""
+def describe_images(findings: Findings, renderer: AnyVLMRenderer) -> str:
+    """The rule of images, their own tokens and, apart, the marks that the processor writes around
+    and between these; a template may write more."""
+    rule, words = findings.rule, RULES[findings.rule][1]
     counts = [sum(n for p, n in e.pieces if p == findings.pad) for e in findings.expansions]
-    tokens = f"{min(counts)} to {max(counts)}" if len(set(counts)) > 1 else f"{counts[0]}"
-    if findings.rule == "tiles_of_large":
+    tokens = _describe_range(counts)
+    if rule == "tiles_of_large":
         limits = findings.rule_settings
         tokens = f"{limits['min_tokens']} to {max(counts) + limits['max_tokens']}"
-    is_grid = findings.rule in GRID_RULES
-    tokens = "one a merged patch" if is_grid else f"{tokens} tokens"
+    if rule in GRID_RULES:
+        tokens = "one for each merged patch"
+    if rule == "lines":  # whose words tell of the marks
+        return f"{words}, {tokens}"
+    marks = [
+        sum(n * renderer.count_tokens(p) for p, n in e.pieces if p != findings.pad)
+        for e in findings.expansions
+    ]
+    return f"{words}, {tokens} of the image and {_describe_range(marks)} of the processor's marks"
+
+
+def _describe_range(counts: Sequence[int]) -> str:
+    least, most = min(counts), max(counts)
+    return f"{least} to {most}" if least < most else f"{most}"
+
+
+def describe_findings(findings: Findings, renderer: AnyVLMRenderer, num_sizes: int) -> list[str]:
+    """A line for each thing that was found, with its reason."""
+    images = describe_images(findings, renderer)
     stops = ", ".join(renderer.decode([i]) for i in renderer.stop_token_ids)
     return [
         f"model: {findings.model_class} of transformers {findings.transformers}",
-        f"images: {RULES[findings.rule][1]}, {tokens}, as the processor does for {num_sizes} sizes",
-        f"pads: {findings.pad} holds a feature; {len(renderer.pad_token_ids) - 1} marks are banned "
-        "with it",
+        f"images: {images}, as the processor does for {num_sizes} sizes",
+        f"pads: {findings.pad} holds a feature; {len(renderer.pad_token_ids) - 1} kinds of marks "
+        "are banned with it",
         f"stops: {stops}",
         f"positions: {'one axis' if findings.num_axes == 1 else 'time, height and width'}",
         f"tools: {describe_tools(renderer)}",

@@ -21,6 +21,7 @@ from sightline.errors import FamilyError, Misaligned
 from sightline.families.anyvlm.findings import Findings
 from sightline.families.anyvlm.layout import RULES
 from sightline.families.checkpoint_files import read_json
+from sightline.families.transformers_noise import hide_pad_warning
 from sightline.message import Message, TextPart, VideoPart
 
 FOREIGN = (
@@ -44,6 +45,7 @@ def load_processor(path: Path) -> Any:
     Processors of videos need torchvision; one that cannot be had is left out, as no video is shown.
     Likewise where a processor's file imports torchvision and its images are made on Pillow.
     """
+    hide_pad_warning()
     try:
         return AutoProcessor.from_pretrained(path, backend="pil", **OPTIONS)
     except (ImportError, ValueError) as error:
@@ -181,6 +183,14 @@ def to_template_parts(message: Message, images: list[Image.Image]) -> list[dict[
         for part in message.content
         if not isinstance(part, VideoPart)  # which the renderer has refused
     ]
+
+
+def apply_template(processor: Any, messages: list[dict[str, Any]], **options: Any) -> Any:
+    """What the processor makes of a conversation: its text, or its ids and arrays."""
+    # The padding is what it is anyway. Without settings, SmolVLM's processor adds some of its own
+    # in a way of which transformers warns.
+    settings = {"padding": False}
+    return processor.apply_chat_template(messages, processor_kwargs=settings, **options)
 
 
 def cut_patches(pixels: np.ndarray, patch: int) -> np.ndarray:

@@ -250,6 +250,10 @@ class AnyVLMRenderer(TemplateComposer):
 
     # -- tokens
 
+    def count_tokens(self, text: str) -> int:
+        """Of a text of the template, marks included."""
+        return len(self._tokenizer.encode_marked(text))
+
     def _encode(self, composed: Composed, messages: Sequence[Message], start: int = 0) -> TokenRun:
         """The tokens of what stands from `start` on in the composed text."""
         run = TokenRun(self._tokenizer, self.max_model_len)

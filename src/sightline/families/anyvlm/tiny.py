@@ -1,8 +1,9 @@
 """Writes checkpoints with random weights, composed of transformers' own classes.
 
 Each type stands for a way in which an image becomes tokens: `llava` has a fixed number, `idefics3`
-tiles with marks of row and column and a thumbnail, `internvl` tiles by aspect ratio. Those of
-`tiny_types` are published models.
+tiles with marks of row and column and a thumbnail, `internvl` tiles by aspect ratio. `llava_tools`
+is `llava` with a chat format that has tools and, since the last question, reasoning: calls as JSON,
+and both between marks that are added tokens. Those of `tiny_types` are published models.
 """
 
 from __future__ import annotations
@@ -45,6 +46,7 @@ VISION: dict[str, Any] = {
     "initializer_range": 0.05,
 }
 CHATML_TOKENS = ("<|endoftext|>", "<|im_start|>", "<|im_end|>")
+CALL_TOKENS = ("<tool_call>", "</tool_call>", "<think>", "</think>")
 INTERN_TOKENS = (*CHATML_TOKENS, "<img>", "</img>", "<IMG_CONTEXT>", "<video>")
 WORD_PATTERN = r"[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+"
 
@@ -52,6 +54,11 @@ Tokens = tuple[tuple[str, ...], str, dict[str, str]]
 """Special tokens, the pad of an image, and what the tokenizer calls some of them."""
 TOKENS: dict[str, Tokens] = {
     "llava": ((*CHATML_TOKENS, "<image>"), "<image>", {"image_token": "<image>"}),
+    "llava_tools": (
+        (*CHATML_TOKENS, "<image>", *CALL_TOKENS),
+        "<image>",
+        {"image_token": "<image>"},
+    ),
     "idefics3": (IDEFICS_TOKENS, "<image>", {"image_token": "<image>"}),
     "internvl": (
         INTERN_TOKENS,
@@ -76,8 +83,9 @@ def write(path: Path, seed: int = 0, size: str = "tiny", type: str = "llava") ->
     if type not in TOKENS:
         names = ", ".join((*TOKENS, *TYPES))
         raise FamilyError(f"no type {type!r}", f"use one of {names}")
-    files, template = build_processor_files(type), _read_template(type)
-    compose(path, seed, type, TOKENS[type], partial(build_config, type), files, template)
+    model_type, template = type.removesuffix("_tools"), _read_template(type)
+    files, config = build_processor_files(model_type), partial(build_config, model_type)
+    compose(path, seed, model_type, TOKENS[type], config, files, template)
 
 
 def build_processor_files(type: str) -> dict[str, dict[str, Any]]:
@@ -143,8 +151,11 @@ def _compose(
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
         model = AutoModelForImageTextToText.from_config(config, dtype=torch.float32)
-        for parameter in model.parameters():  # what begins at 0 would hide a mistake
-            if not parameter.any():
+        for parameter in model.parameters():
+            # What begins at 0 would hide a mistake, and so would a table of ones: Gemma 4 begins
+            # with one for the places of patches, beside which no colour is seen.
+            is_table = parameter.ndim > 1 and bool((parameter == parameter.flatten()[0]).all())
+            if is_table or not parameter.any():
                 torch.nn.init.normal_(parameter, std=0.05)
     files: dict[str, dict[str, Any]] = {
         **processor,

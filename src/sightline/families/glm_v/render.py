@@ -33,7 +33,7 @@ from sightline.families.renderer import (
     ParsedCompletion,
     RenderContext,
 )
-from sightline.families.template_check import TemplateCheck
+from sightline.families.template_check import TemplateCheck, explain_format
 from sightline.families.tool_calls import (
     check_arguments,
     get_parameters,
@@ -70,7 +70,7 @@ class Glm46V(BaseRenderer):
     """`thinking` says whether the model reasons before it answers; else every question ends with
     `/nothink`, and the header of a turn closes an empty block of reasoning."""
 
-    format_name: ClassVar[str] = "GLM-4.6V"
+    format_name = "GLM-4.6V"
     image_roles: ClassVar[tuple[str, ...]] = ("system", "user", "tool")
     lists_tool_content: ClassVar[bool] = True
     """Whether its template takes what a tool says as a list of parts. Behind a string, the one of
@@ -237,6 +237,16 @@ class Glm46V(BaseRenderer):
 
     # -- bridging
 
+    def describe_reasoning(self) -> str:
+        asked = "" if self.thinking else ', and not asked for ("thinking": false)'
+        return super().describe_reasoning() + asked
+
+    def describe_turns(self) -> str:
+        return (
+            "added to tokens, or rendered anew where a new question drops reasoning before it, or "
+            "an answer opened the turn of another role"
+        )
+
     def drop_unwritten(self, message: Message) -> Message:
         return keep_told_reasoning(super().drop_unwritten(message), message)
 
@@ -330,6 +340,8 @@ def load_renderer(path: Path, family: GlmVFamily, resolver: ImageResolver) -> Gl
     differences = []
     for candidate in FORMATS:
         renderer = candidate(tokenizer, family, resolver, vocab_size, thinking)
+        others = [one.format_name for one in FORMATS if one is not candidate]
+        renderer.format_reason = explain_format(template, others)
         if template is None:
             return renderer
         check = TemplateCheck(

@@ -38,6 +38,7 @@ class KimiK25Renderer(BaseRenderer):
     """`thinking` says whether a turn of the assistant is opened for reasoning, or with reasoning
     that is closed and empty, which then every turn's is."""
 
+    format_name = "Kimi K2.5"
     image_roles = ("system", "user", "tool")
     shows_names = True
 
@@ -156,6 +157,14 @@ class KimiK25Renderer(BaseRenderer):
         emitter.text("\n")
 
     # -- bridging
+
+    def describe_reasoning(self) -> str:
+        if self.thinking:
+            return super().describe_reasoning()
+        return 'left out, because tokenizer_config.json says "thinking": false'
+
+    def describe_turns(self) -> str:
+        return "added to tokens, or rendered anew behind an answer with reasoning"
 
     def close_reasoning(self, emitter: Emitter, ids: list[int]) -> None:
         emit_ids(emitter, self._end_think)

@@ -10,7 +10,6 @@ answer that is JSON.
 from __future__ import annotations
 
 from pathlib import Path
-from typing import ClassVar
 
 from sightline.errors import FamilyError
 from sightline.families.checkpoint_files import read_vocab_size
@@ -20,6 +19,7 @@ from sightline.families.renderer import (
     ParsedCompletion,
     RenderContext,
 )
+from sightline.families.template_check import explain_format
 from sightline.message import ImageResolver, Message, Part, TextPart, assistant, system, user
 from sightline.render import ChatTemplate, Emitter, TemplateError, Tokenizer
 from sightline.render.protocol import Tools
@@ -32,7 +32,7 @@ _MARKS = ("<|begin_of_text|>", "<|start_header_id|>", "<|end_header_id|>", "<|eo
 
 
 class Llama3(BaseRenderer):
-    format_name: ClassVar[str] = "Llama 3"
+    format_name = "Llama 3"
     takes_tools = False
     takes_reasoning = False
     tools_refusal = "a tool call of Llama 3 has no mark that tells it from an answer"
@@ -106,10 +106,13 @@ def load_renderer(path: Path, family: Family, resolver: ImageResolver) -> Llama3
     vocab_size = read_vocab_size(path, tokenizer)
     template = ChatTemplate.find(path)
     differences = []
-    for candidate in (Llama31, Llama3):
+    formats = (Llama31, Llama3)
+    for candidate in formats:
         renderer = candidate(tokenizer, family, resolver, vocab_size)
         difference = template and _find_difference(renderer, template, tokenizer)
         if not difference:
+            others = [one.format_name for one in formats if one is not candidate]
+            renderer.format_reason = explain_format(template, others)
             return renderer
         differences.append(f"{candidate.format_name}: {difference}")
     raise FamilyError(

@@ -30,7 +30,6 @@ _MEDIA_MARKS = (
 class QwenRenderer(BaseRenderer):
     """Emits, checks and parses the messages of one chat format of Qwen."""
 
-    format_name: ClassVar[str]
     default_system: ClassVar[str | None] = None
     """The system message of a conversation that has none."""
     takes_reasoning = False

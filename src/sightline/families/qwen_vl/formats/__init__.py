@@ -21,7 +21,7 @@ from sightline.families.qwen_vl.formats.calls import JsonCallFormat, TaggedCallF
 from sightline.families.qwen_vl.formats.reasoning import ReasoningFormat
 from sightline.families.qwen_vl.render import QwenRenderer
 from sightline.families.renderer import ParsedCompletion, RenderContext
-from sightline.families.template_check import TemplateCheck
+from sightline.families.template_check import TemplateCheck, explain_format
 from sightline.message import ImageResolver, Message, Part, TextPart, join_texts
 from sightline.render import ChatTemplate, Tokenizer
 from sightline.render.protocol import Tools
@@ -116,13 +116,16 @@ def load_renderer(
     vocab_size = read_vocab_size(path, tokenizer)
     template = ChatTemplate.find(path)
     differences = []
-    for candidate in FORMATS[read_json(path / "config.json")["model_type"]]:
+    formats = FORMATS[read_json(path / "config.json")["model_type"]]
+    for candidate in formats:
         renderer = candidate(tokenizer, family, resolver, vocab_size)
         check = None
         if template is not None:
             check = TemplateCheck(renderer, template, tokenizer, family)
         difference = check and check.find_difference()
         if difference is None:
+            others = [one.format_name for one in formats if one is not candidate]
+            renderer.format_reason = explain_format(template, others)
             # Templates are compared without numbers, which a caller asks for.
             renderer.numbers_images = number_images
             if not renderer.video_refusal and number_images:

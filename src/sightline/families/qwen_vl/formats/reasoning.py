@@ -101,6 +101,9 @@ class ReasoningFormat(QwenRenderer):
             return has_block
         return has_block and not self.keeps_empty_reasoning and not self.split_reasoning(ids)[0]
 
+    def describe_turns(self) -> str:
+        return "added to tokens, or rendered anew where a new question drops reasoning before it"
+
     def is_reasoning_open(self, ids: list[int]) -> bool:
         opened = self.opens_reasoning or self._think in ids
         return opened and self._think_end not in ids and self._call_start not in ids

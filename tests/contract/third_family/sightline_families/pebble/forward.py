@@ -83,10 +83,17 @@ class PebbleForward:
         values = self.model.tower.pixels.in_features
         return torch.zeros(1, values, dtype=torch.uint8), (1, 1, 1)
 
-    def encode(self, patches: torch.Tensor, grids: list[tuple[int, int, int]]) -> torch.Tensor:
+    def read_arrays(
+        self, patches: torch.Tensor, grids: list[tuple[int, int, int]]
+    ) -> dict[str, torch.Tensor]:
+        """What the tower takes of images; a test compares it with what the release would make."""
         values = (patches.float() / 255 - 0.5).to(self.model.head.weight.dtype)
         place = [torch.cartesian_prod(torch.arange(h), torch.arange(w)) for _, h, w in grids]
-        return self.model.tower(values, torch.cat([p.view(-1, 2) for p in place]).to(values.device))
+        places = torch.cat([p.view(-1, 2) for p in place])
+        return {"values": values, "place": places.to(values.device)}
+
+    def encode(self, patches: torch.Tensor, grids: list[tuple[int, int, int]]) -> torch.Tensor:
+        return self.model.tower(**self.read_arrays(patches, grids))
 
     def hidden(
         self,
