@@ -30,6 +30,8 @@ from sightline.families.checkpoint_files import write_json
 from sightline.families.transformers_noise import hide_pad_warning
 
 MAX_TOKENS = 32768
+DRAWN_AT_ONCE = 1 << 24
+"""Values of a large tensor that a thread draws at once."""
 
 # Each role becomes one token. A merge must stand behind the merges that make its halves.
 ROLE_MERGES = (
@@ -102,23 +104,35 @@ def write_checkpoint(
 
 
 def draw_weights(model: torch.nn.Module, seed: int, std: float) -> dict[str, torch.Tensor]:
-    """Weights for a model on the meta device, tensor by tensor in threads: norms are 1, biases 0,
-    and all else is normal with deviation `std`. What a tensor gets hangs on its name and `seed`.
+    """Weights for a model on the meta device, part by part in threads: norms are 1, biases 0, and
+    all else is normal with deviation `std`. What a tensor gets hangs on its name and `seed`.
 
     For large models: torch draws on one core, and twice what transformers initializes.
     """
 
-    def draw(name: str) -> torch.Tensor:
-        like = parameters[name]
+    def allocate(name: str, like: torch.Tensor) -> torch.Tensor:
         if like.dim() < 2:
             return torch.full(like.shape, float(name.endswith("weight")), dtype=like.dtype)
-        bits = np.random.Philox(key=[seed, zlib.crc32(name.encode())])
-        values = np.random.Generator(bits).standard_normal(like.shape, dtype=np.float32)
-        return torch.from_numpy(values).mul_(std).to(like.dtype)
+        return torch.empty(like.shape, dtype=like.dtype)
 
-    parameters = dict(model.named_parameters())
+    def draw(part: tuple[str, int]) -> None:
+        name, number = part
+        place = drawn[name].view(-1)[number * DRAWN_AT_ONCE :][:DRAWN_AT_ONCE]
+        key, counter = [seed, zlib.crc32(name.encode())], [0, 0, 0, number]
+        bits = np.random.Philox(key=key, counter=counter)
+        values = np.random.Generator(bits).standard_normal(len(place), dtype=np.float32)
+        place.copy_(torch.from_numpy(np.multiply(values, std, out=values)))
+
+    parameters = model.named_parameters()
+    drawn = {name: allocate(name, like) for name, like in parameters}
+    parts = [
+        (name, number)
+        for name, tensor in drawn.items()
+        for number in range(-(-tensor.numel() // DRAWN_AT_ONCE) if tensor.dim() > 1 else 0)
+    ]
     with ThreadPoolExecutor(os.cpu_count(), "weights") as pool:
-        return dict(zip(parameters, pool.map(draw, parameters), strict=True))
+        list(pool.map(draw, parts))
+    return drawn
 
 
 def build_bpe_tokenizer(
