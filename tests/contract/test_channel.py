@@ -7,6 +7,7 @@ import contextlib
 import random
 import socket
 import threading
+import time
 from collections.abc import Awaitable, Callable
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
@@ -411,6 +412,17 @@ def test_the_last_message_outlives_a_cut_that_a_short_close_does_not(address: st
         assert hub.receive(30.0) == ("a", b"finished")
         assert closing.result(30.0)
     assert hub.close()
+
+
+def test_a_process_ends_where_zmq_does_not(address: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    spoke = open_spoke(address)
+    held = spoke._context.socket(zmq.PAIR)  # a context ends when its last socket is closed
+    monkeypatch.setattr(zmq_channel, "END_TIMEOUT_S", 0.2)
+    spoke.close(0.0)
+    assert not spoke._context.closed
+    held.close(linger=0)
+    while not spoke._context.closed:
+        time.sleep(0.01)
 
 
 def test_an_idle_spoke_notices_that_its_hub_is_gone(

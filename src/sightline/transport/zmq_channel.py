@@ -30,6 +30,8 @@ from sightline.transport.message_stream import ACK, BYE, DATA, HEAD, PING, Head,
 TICK_S = 1.0
 LINGER_S = 1.0
 """How long `close` waits, unless told, until the other side has what was sent."""
+END_TIMEOUT_S = 5.0
+"""How long `close` waits for the end of ZMQ's own threads."""
 _NO_LIMIT = 0
 _TCP_TIMEOUT_S = 60
 _NUM_MAC_BYTES = 32
@@ -101,7 +103,10 @@ class _Channel:
                 self._wake.send(b"", zmq.NOBLOCK)
         self._thread.join(timeout=timeout_s + 5)
         self._wake.close(linger=0)
-        self._context.term()
+        # Rarely libzmq waits for ever, all sockets closed; a process that ends does not.
+        ending = threading.Thread(target=self._context.term, daemon=True, name="channel's end")
+        ending.start()
+        ending.join(END_TIMEOUT_S)
         return self._is_all_acked
 
     def _hand_over(self, *frames: bytes) -> None:
