@@ -105,7 +105,9 @@ def run(args: argparse.Namespace) -> int:
     for name in ("requests", "one_by_one", "max_tokens", "repeats", "threads"):
         if getattr(args, name) < 1:
             raise ConfigError(f"--{name.replace('_', '-')} {getattr(args, name)}", "take 1 or more")
-    if args.prompts and not args.rows:
+    if args.prompts and args.rows:
+        raise ConfigError("--prompts and --rows", "give one of them: each is a measurement")
+    if args.prompts:
         return _run_prompts(args)
     if args.rows:
         return _run_rows(args)
@@ -169,13 +171,10 @@ def _run_rows(args: argparse.Namespace) -> int:
                     name, f"{mean:.0f}", f"{read:.2f}", f"{speed.step_ms:.2f}", f"{share:.0%}",
                     f"{mean / speed.step_ms * 1e3:.0f}", f"{speed.tokens_per_s:.0f}",
                 )  # fmt: skip
-    console = Console()
-    console.width = max(console.width, 100)
-    console.print(table)
-    console.print(
+    _show(
+        table,
         f"copy bandwidth {engine.bandwidth / 1e9:.1f} GB/s, read and written; weights "
         f"{engine.weight_bytes / 1e9:.3f} GB; {engine.key_bytes} bytes of keys and values a token",
-        highlight=False,
     )
     return 0
 
@@ -192,7 +191,7 @@ def _run_prompts(args: argparse.Namespace) -> int:
     with tempfile.TemporaryDirectory(prefix="sightline-bench-") as folder:
         args.model = args.model or write_tiny(Path(folder) / "model", args.size)
         for count in args.prompts:
-            for exact in (False, True)[: 1 + args.exact]:
+            for exact in [False, True] if args.exact else [False]:
                 speed = measure_prompts(args, count, Path(folder) / "media", exact)
                 gc.collect()  # before the next engine asks for memory
                 table.add_row(
@@ -201,13 +200,10 @@ def _run_prompts(args: argparse.Namespace) -> int:
                     f"{speed.tokens / speed.median_s:.0f}",
                     f"{speed.flops / speed.median_s / 1e12:.2f}", f"{speed.share:.0%}",
                 )  # fmt: skip
-    console = Console()
-    console.width = max(console.width, 100)
-    console.print(table)
-    console.print(
+    _show(
+        table,
         f"one matrix product {speed.peak / 1e12:.2f} TFLOP/s; of the FLOPs, the tower's are "
         f"{speed.tower_flops / speed.flops:.0%}",
-        highlight=False,
     )
     return 0
 
@@ -333,12 +329,16 @@ def _print(lines: list[Line], args: argparse.Namespace) -> None:
         times = "" if line is engine else f"{engine.tokens_per_s / line.tokens_per_s:.2f} times"
         seconds = f"{statistics.median(line.seconds):.2f}"
         table.add_row(line.name, str(line.requests), seconds, f"{line.tokens_per_s:.0f}", times)
+    same = sum(one == other for one, other in zip(batch.sampled, engine.sampled, strict=True))
+    _show(
+        table,
+        f"answers of engine and padded batch that are the same, token for token: {same} of "
+        f"{len(engine.sampled)}",
+    )
+
+
+def _show(table: Table, line: str) -> None:
     console = Console()
     console.width = max(console.width, 100)
     console.print(table)
-    same = sum(one == other for one, other in zip(batch.sampled, engine.sampled, strict=True))
-    console.print(
-        f"answers of engine and padded batch that are the same, token for token: {same} of "
-        f"{len(engine.sampled)}",
-        highlight=False,
-    )
+    console.print(line, highlight=False)

@@ -12,6 +12,6 @@ def _is_told(record: logging.LogRecord) -> bool:
 
 
 def hide_pad_warning() -> None:
-    """To read or write a config, transformers builds one of its class's defaults, which it finds
-    wrong itself: the `pad_token_id` of SmolVLM's. No batch here is padded by that id."""
+    """To read or write a config, transformers builds one of its class's defaults, and warns where
+    their `pad_token_id` is none of the vocabulary. No batch here is padded by that id."""
     logging.getLogger("transformers.configuration_utils").addFilter(_is_told)

@@ -63,3 +63,5 @@ def test_prompts_are_measured_against_the_matrix_peak(
     assert all(float(row[-1].rstrip("%")) <= 100 for row in cells)
     assert main(["bench", "batch", "--prompts", "0", "--model", str(tiny_model)]) != 0
     assert "1 prompt or more" in capsys.readouterr().err
+    assert main(["bench", "batch", "--prompts", "1", "--rows", "1"]) != 0
+    assert "give one of them" in capsys.readouterr().err

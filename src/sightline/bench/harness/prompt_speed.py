@@ -3,6 +3,7 @@
 FLOPs of a prompt: 2 for every number of every matrix and every row that it is multiplied with, and
 4 for every pair of attention that sees one another, every head and every number of a head. The
 tower's matrices are counted where the rows pass; the output's is applied to the last token alone.
+Models with experts are refused: which of them a row passes is not known beforehand.
 """
 
 from __future__ import annotations
@@ -24,6 +25,7 @@ from sightline.bench.harness.decode_speed import build_bench_spec
 from sightline.bench.harness.speed import measure_peak
 from sightline.bench.harness.workspace import draw_noise
 from sightline.compute.model import pick_device
+from sightline.errors import ConfigError
 from sightline.families import Forward, load_family, load_renderer
 from sightline.inference.engine import EngineRequest
 from sightline.inference.torch_engine.engine import build_engine
@@ -84,10 +86,11 @@ def measure_prompts(
     )
     pixels = Materializer(family, store, PIXEL_CACHE_BYTES)
     engine = build_engine(spec, family, pixels, renderer.pad_token_ids)
+    text_flops = _count_text_flops(engine.runner.forward, [len(p.token_ids) for p in prompts])
     tower = _count_tower_flops(engine.runner.forward, pixels, prompts[0])
     done: queue.SimpleQueue[list[EngineRequest]] = queue.SimpleQueue()
     engine.start(done.put)
-    seconds, towers = [], []
+    seconds, tower_s = [], 0.0
     try:
         for repeat in range(args.repeats + 2):  # the first makes pixels, both warm up
             before, began = engine.totals(), time.perf_counter()
@@ -101,16 +104,14 @@ def measure_prompts(
             if repeat > 1:
                 seconds.append(time.perf_counter() - began)
             time.sleep(0.01)  # the engine counts a turn when it is over
-            spent = engine.totals()["busy_vision_seconds"] - before["busy_vision_seconds"]
-            towers.append(spent)
+            tower_s = engine.totals()["busy_vision_seconds"] - before["busy_vision_seconds"]
     finally:
         engine.stop()
         engine.join(60)
-    text_flops = _count_text_flops(engine.runner.forward, [len(p.token_ids) for p in prompts])
     return PromptSpeed(
         tokens=sum(len(p.token_ids) for p in prompts),
         seconds=seconds,
-        tower_seconds=towers[-1],
+        tower_seconds=tower_s,
         flops=text_flops + count * tower,
         tower_flops=count * tower,
         peak=peak,
@@ -159,11 +160,16 @@ def _count_text_flops(forward: Forward, lengths: list[int]) -> float:
     tower = {id(parameter) for _, parameter in forward.vision_parameters()}
     output, text = model.get_output_embeddings().weight, model.config.get_text_config()
     looked_up = model.get_input_embeddings().weight
-    matrices = sum(
-        p.numel()
-        for p in model.parameters()
-        if p.ndim > 1 and id(p) not in tower and p is not output and p is not looked_up
-    )
+    matrices = 0
+    for name, parameter in model.named_parameters():
+        if id(parameter) in tower or parameter is output or parameter is looked_up:
+            continue
+        if parameter.ndim > 2:
+            raise ConfigError(
+                f"--prompts, and {name} is no matrix that every token passes",
+                "choose a model without experts that attends in every layer",
+            )
+        matrices += parameter.numel() if parameter.ndim == 2 else 0
     width = text.num_attention_heads * getattr(text, "head_dim", 0)
     pairs = sum(n * (n + 1) / 2 for n in lengths)
     attention = 4.0 * text.num_hidden_layers * width * pairs
