@@ -128,6 +128,9 @@ def test_a_missing_key_is_named() -> None:
 def test_a_missing_file_is_refused(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"no run file at .*nothing\.toml"):
         load_config(RunFile, tmp_path / "nothing.toml")
+    with pytest.raises(ConfigError, match="is a folder, not a run file") as found:
+        load_config(RunFile, tmp_path)
+    assert f"model.path={tmp_path}" in found.value.fix
 
 
 @pytest.mark.parametrize("content", [b"[run\n", b"\xff\xfe"])

@@ -65,8 +65,13 @@ def read_run_file(path: Path, is_stored: bool = False) -> dict[str, Any]:
         text = path.read_text()
         _check_unchanged(text, path)
         return tomllib.loads(hide_secrets(text) if is_stored else text)
-    except (FileNotFoundError, IsADirectoryError):
+    except FileNotFoundError:
         raise ConfigError(f"no run file at {path}", "check the path") from None
+    except IsADirectoryError:
+        raise ConfigError(
+            f"{path} is a folder, not a run file",
+            f"name a TOML file; for a checkpoint, add model.path={path} behind it",
+        ) from None
     except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
         raise ConfigError(f"{path} is not TOML: {error}", "mend the line that it names") from None
 
