@@ -22,6 +22,7 @@ from sightline.bench.harness.screenshots import TIMED_SCREENSHOTS, Screenshots
 from sightline.bench.harness.speed import measure_peak
 from sightline.bench.harness.workspace import (
     check_at_least,
+    measure_write_speed,
     open_renderer,
     run_sightline,
     work_folder,
@@ -102,7 +103,8 @@ def measure_loop(args: argparse.Namespace, folder: Path, model: Path) -> dict[st
     run_sightline("rl", folder / "loop.toml", config_module.dump_toml(file), "--plain")
     ended, run_dir, device = time.time(), RunDir(folder / "loop-001"), pick_device(args.device)
     account = account_loop(run_dir, args.steps, args.warmup, file.orchestrator.max_lag)
-    images = [path.stat().st_size for path in run_dir.media.rglob("*") if path.is_file()]
+    images = list_sizes(run_dir.media)
+    written = sum(list_sizes(run_dir.checkpoints)) + sum(list_sizes(run_dir.weights))
     return {
         "model": str(args.model or args.size),
         "device": device,
@@ -113,11 +115,17 @@ def measure_loop(args: argparse.Namespace, folder: Path, model: Path) -> dict[st
         **asdict(account),
         "start_s": account.began - began,
         "end_s": ended - account.ended,
+        "written_bytes": written,
+        "write_bytes_per_s": measure_write_speed(folder, written),
         "model_bytes": sum(path.stat().st_size for path in model.glob("*.safetensors")),
         "image_bytes": round(statistics.mean(images)),
         "copy_bytes_per_s": measure_copy_bandwidth(device),
         "matmul_flop_per_s": measure_peak(device, file.model.dtype),
     }
+
+
+def list_sizes(folder: Path) -> list[int]:
+    return [path.stat().st_size for path in folder.rglob("*") if path.is_file()]
 
 
 def run_file(args: argparse.Namespace, folder: Path, model: Path) -> RunFile:
@@ -167,6 +175,8 @@ def show(found: dict[str, Any]) -> None:
         f"without the warm-up: median {statistics.median(counted):.2f}, {min(counted):.2f} to "
         f"{max(counted):.2f}; before the first step {found['start_s']:.1f} s, after the last "
         f"{found['end_s']:.1f} s",
+        f"the disk needs {found['written_bytes'] / found['write_bytes_per_s']:.1f} s for the "
+        f"{found['written_bytes'] / 1e9:,.2f} GB of checkpoint and export",
     ]
     if steps := engine.get("decode_steps"):
         lines.append(

@@ -13,21 +13,23 @@ import sys
 import tempfile
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import msgspec
 import numpy as np
+import torch
 from rich.console import Console
 from rich.table import Table
 
 from sightline.bench.harness import speed
 from sightline.bench.harness.profile import profile_step
 from sightline.bench.harness.screenshots import Screenshots, add_text_chunk
-from sightline.bench.harness.speed import PlainStep, build_allocate, measure_time
+from sightline.bench.harness.speed import PlainStep, Timings, build_allocate, measure_time
 from sightline.compute import attention_cudnn
 from sightline.config import ModelConfig, TrainerConfig
-from sightline.errors import ConfigError
+from sightline.errors import ConfigError, ProcessFailed
 from sightline.families import load_family, load_renderer, registry
 from sightline.families.protocol import Packing
 from sightline.media import MediaRef, MediaStore
@@ -130,24 +132,26 @@ class Bench:
         samples = [self._dense_sample(i) for i in range(shapes.sequences)]
         flat = self._ready(samples, args.tokens, "flat")
         alone = self._ready(samples, 1, "flat")
-        flops = speed.step_flops(learner, flat)
+        flops = speed.step_flops(learner, alone)
         num_tokens = sum(len(sample.token_ids) for sample in samples)
-        rows: list[tuple[str, Any]] = []
+        rows: list[tuple[str, Timings | None]] = []
 
-        def add(label: str, timed: Any) -> None:
-            print(f"{label}: {1e3 * timed.median_s:.0f} ms a step", file=sys.stderr, flush=True)
+        def add(label: str, measure: Callable[..., Timings], *given: Any, **options: Any) -> None:
+            timed = self._measure_or_none(partial(measure, *given, **options))
+            shown = "out of memory" if timed is None else f"{1e3 * timed.median_s:.0f} ms a step"
+            print(f"{label}: {shown}", file=sys.stderr, flush=True)
             rows.append((label, timed))
 
         for checkpointing, how in ACTIVATIONS:
-            add(f"plain transformers, {how}", self._time_plain(learner, alone, checkpointing))
+            add(f"plain transformers, {how}", self._time_plain, learner, alone, checkpointing)
         del learner
-        add("sightline, one sequence a pass", self._time_ours(alone, False))
+        add("sightline, one sequence a pass", self._time_ours, alone, False)
         for checkpointing, how in ACTIVATIONS:
             trace = None if checkpointing else self._trace_of("dense")
-            add(f"sightline, {how}", self._time_ours(flat, checkpointing, trace))
+            add(f"sightline, {how}", self._time_ours, flat, checkpointing, trace)
         if args.exact:  # last: what it switches is the whole process's
             for checkpointing, how in ACTIVATIONS:
-                add(f"exact, {how}", self._time_ours(flat, checkpointing, exact=True))
+                add(f"exact, {how}", self._time_ours, flat, checkpointing, exact=True)
         self._print_dense(rows, flops, peak, num_tokens, len(samples))
 
     def group(self) -> None:
@@ -272,11 +276,27 @@ class Bench:
         given = plain.inputs(ready, max(1, self.args.tokens // self.shapes.length))
         return self._timed(lambda: plain.step(given))
 
-    def _timed(self, work: Callable[[], Any]) -> Any:
+    def _measure_or_none(self, measure: Callable[[], Timings]) -> Timings | None:
+        """None where the device has too little memory: the other rows are measured all the same."""
+        try:
+            return measure()
+        except torch.OutOfMemoryError:
+            return None
+        except ProcessFailed as error:
+            if not isinstance(error.__cause__, torch.OutOfMemoryError):
+                raise
+            return None
+
+    def _timed(self, work: Callable[[], Any]) -> Timings:
         return measure_time(work, self.args.device, self.args.repeats, self.args.warm_up)
 
     def _print_dense(
-        self, rows: list[tuple[str, Any]], flops: float, peak: float, tokens: int, num: int
+        self,
+        rows: list[tuple[str, Timings | None]],
+        flops: float,
+        peak: float,
+        tokens: int,
+        num: int,
     ) -> None:
         shapes = self.shapes
         table = Table(
@@ -288,6 +308,9 @@ class Bench:
         for column in ("", "ms a step", "tokens/s", "TFLOP/s", "of the peak", "peak GiB"):
             table.add_column(column, justify="left" if not column else "right")
         for label, timed in rows:
+            if timed is None:
+                table.add_row(label, "out of memory")
+                continue
             rate = flops / timed.median_s
             table.add_row(
                 label, f"{1e3 * timed.median_s:.0f}", f"{tokens / timed.median_s:,.0f}",

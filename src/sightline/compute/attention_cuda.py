@@ -58,7 +58,7 @@ def attend_varlen(
     Where `key_ends` are given, a sequence has more keys than queries: the queries are its last.
     """
     attend, options = _varlen()
-    if q.shape[1] != k.shape[1] and not options:
+    if q.shape[1] != k.shape[1] and not options and torch.is_grad_enabled():
         k, v = (x.repeat_interleave(q.shape[1] // k.shape[1], dim=1) for x in (k, v))
     window = (-1, 0) if causal else (-1, -1)
     if key_ends is None:
@@ -144,7 +144,7 @@ def pad_values(v: Tensor, k: Tensor) -> Tensor:
 
 def _varlen() -> tuple[Callable[..., Any], dict[str, Any]]:
     """torch's function, and the option by which torch 2.12 and later take heads that share keys and
-    values; where it is not known, they are repeated."""
+    values. Where it is not known, the kernel still takes them; for gradients they are repeated."""
     from torch.nn.attention.varlen import varlen_attn
 
     return varlen_attn, {"enable_gqa": True} if _has_gqa_option() else {}

@@ -13,6 +13,7 @@ import torch
 from jaxtyping import UInt8
 from torch import Tensor
 
+from sightline.families.device_copy import PIECE_BYTES
 from sightline.wire.disk import disk_errors
 from sightline.wire.weights import WeightFile
 
@@ -65,9 +66,9 @@ def write_tensors(
     """Writes `tensors`, floating ones as `dtype` where it is given. A `durable` file is synced, and
     so outlasts a crash of the machine.
 
-    Two tensors are held at once. Stacks of matrices that `transposed` names are written with each
-    matrix transposed. safetensors' own `save_file` wants all tensors in memory at once, and reads
-    the file again for its digest.
+    Two pieces are held at once, on the host. Stacks of matrices that `transposed` names are written
+    with each matrix transposed. safetensors' own `save_file` wants all tensors in memory at once,
+    and reads the file again for its digest.
     """
     sizes = {name: _transpose(name, tensor, transposed).shape for name, tensor in tensors.items()}
     kinds = {name: resolve_dtype(tensor, dtype) for name, tensor in tensors.items()}
@@ -88,19 +89,20 @@ def write_tensors(
         for part in (len(head).to_bytes(8, "little"), head):
             digest.update(part)
             file.write(part)
-        # A tensor is hashed and written while the next one is fetched: for gigabytes each of
+        # A piece is hashed and written while the next one is fetched: for gigabytes each of
         # these takes as long as the disk.
         busy: list[Future[object]] = []
         for name, gathered in iterate_gathered(tensors, gather):
-            data = tensor_bytes(_transpose(name, gathered, transposed), dtype).numpy().data
-            _wait_for(busy)
-            if len(data) < MIN_THREADED_BYTES:
-                busy = []
-                digest.update(data)
-                file.write(data)
-            else:
-                busy = [threads.submit(digest.update, data), threads.submit(file.write, data)]
-            del gathered, data
+            for data in iterate_pieces(_transpose(name, gathered, transposed), dtype):
+                _wait_for(busy)
+                if len(data) < MIN_THREADED_BYTES:
+                    busy = []
+                    digest.update(data)
+                    file.write(data)
+                else:
+                    busy = [threads.submit(digest.update, data), threads.submit(file.write, data)]
+                del data
+            del gathered
         _wait_for(busy)
         file.flush()
         if durable:
@@ -122,6 +124,17 @@ def tensor_bytes(tensor: Tensor, dtype: torch.dtype | None = None) -> UInt8[Tens
     """The bytes of the tensor, as `dtype` where that is given and it floats, in host memory."""
     tensor = tensor.detach().to("cpu", resolve_dtype(tensor, dtype))
     return tensor.contiguous().reshape(-1).view(torch.uint8)
+
+
+def iterate_pieces(tensor: Tensor, dtype: torch.dtype | None = None) -> Iterator[memoryview]:
+    """The bytes of the tensor, as `dtype` where that is given and it floats, piece by piece in host
+    memory. From a GPU they come through page-locked memory, narrowed before: torch keeps such
+    memory for the next piece, and copies to any other are many times slower."""
+    whole = tensor.detach().to(resolve_dtype(tensor, dtype)).contiguous()
+    for piece in whole.reshape(-1).view(torch.uint8).split(PIECE_BYTES):
+        if piece.is_cuda:
+            piece = torch.empty_like(piece, device="cpu", pin_memory=True).copy_(piece)
+        yield piece.numpy().data
 
 
 def is_intact(folder: Path, file: WeightFile) -> bool:

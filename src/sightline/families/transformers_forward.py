@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from transformers import AutoConfig, vision_utils
 
 from sightline.errors import FamilyError
-from sightline.families.device_copy import copy_to_device
+from sightline.families.device_copy import copy_to_device, move_to_device
 from sightline.families.gated_delta_net import build_recurrence_plan, pack_delta_nets
 from sightline.families.protocol import Grid
 from sightline.families.transformers_noise import hide_pad_warning
@@ -225,7 +225,8 @@ def load_model(
             attn_implementation="sdpa",
             local_files_only=True,
             trust_remote_code=False,
-        ).to(device)
+        )
+        move_to_device(model, device)
     # Set afterwards: while loading, transformers takes a name with "flash" in it for a package.
     model.config._attn_implementation = attention
     return model

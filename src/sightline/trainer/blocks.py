@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Hashable
 from functools import cache, partial
+from importlib import import_module
+from threading import Thread
 from types import FunctionType
 from typing import Any, cast
 
@@ -28,6 +31,19 @@ def count_compiled_graphs() -> int:
     return int(counters["stats"]["unique_graphs"])
 
 
+def import_compiler(backend: str) -> None:
+    """Imports what compiles; for inductor that takes seconds."""
+    if backend == "inductor":
+        import_module("torch._inductor.compile_fx")
+
+
+def end_compile_workers() -> None:
+    """Ends the processes that inductor keeps for further graphs, beside what follows: when this one
+    exits it would wait for them, for seconds."""
+    if compiler := sys.modules.get("torch._inductor.async_compile"):
+        Thread(target=compiler.shutdown_compile_workers).start()
+
+
 def wrap_blocks(forward: Forward, recompute: bool, backend: str) -> None:
     """Replaces the forward pass of each block, in place; parameters keep their names.
 
@@ -35,7 +51,7 @@ def wrap_blocks(forward: Forward, recompute: bool, backend: str) -> None:
     With a `backend` it changes the whole process, for good: attention becomes one operation that
     compilers do not look into, and more graphs of a function are allowed.
     """
-    compile = partial(torch.compile, backend=backend)
+    compile = partial(_compile_when_called, backend=backend)
     if backend:
         from torch._dynamo import config
 
@@ -54,6 +70,17 @@ def wrap_blocks(forward: Forward, recompute: bool, backend: str) -> None:
             broken = partial(again, broken)
             single = partial(compile(_build_recompute(kind)), block) if backend else broken
         block.forward = partial(_forward_by_pattern, single, broken) if backend else broken
+
+
+def _compile_when_called(function: Callable[..., Any], backend: str) -> Callable[..., Any]:
+    """To compile imports the compiler: a run that starts does not wait for that."""
+
+    @cache
+    def get_compiled() -> Callable[..., Any]:
+        compiled: Callable[..., Any] = torch.compile(function, backend=backend)
+        return compiled
+
+    return lambda *args, **options: get_compiled()(*args, **options)
 
 
 def _forward_by_pattern(

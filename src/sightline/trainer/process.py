@@ -17,6 +17,7 @@ from sightline.media.stored_file import open_blobs
 from sightline.run import RunDir
 from sightline.run.mirror import RunMirror, is_copy
 from sightline.trainer import loop
+from sightline.trainer.blocks import import_compiler
 from sightline.trainer.build import Orchestrator, build
 from sightline.trainer.loop import TrainerComponents
 from sightline.trainer.ranks import FollowerChannel, LeadChannel, RankInfo, open_channel
@@ -65,6 +66,8 @@ def run(config: RunFile | SftFile, run_dir: RunDir, ranks: RankInfo, name: str, 
             # Servers that the run starts hold its checkpoint; others hold whatever they hold.
             watchdog.enter(f"publishing version {components.first_step}", LONG_LIMIT_S)
             components.run_writer.publish(components.first_step, {})
+        watchdog.enter("importing the compiler", LONG_LIMIT_S)
+        import_compiler(config.trainer.compile_backend)  # while the first rollouts are played
         watchdog.idle()
         loop.run(components)
     except BaseException as error:  # the other ranks are told first: they may wait in a collective

@@ -18,6 +18,7 @@ from sightline.errors import PolicyMismatch, SightlineError
 from sightline.run import EventLog, RunDir
 from sightline.trace import read_traces
 from sightline.trainer.background_task import BackgroundTask
+from sightline.trainer.blocks import end_compile_workers
 from sightline.trainer.checkpoint import CheckpointSaver
 from sightline.trainer.export import export_checkpoint, gather_for_export
 from sightline.trainer.feed import ReadyBatch
@@ -199,6 +200,7 @@ class RunWriter:
         """Exports the model after `step`, once every version has left."""
         if self.async_publisher is not None:
             self.async_publisher.background_task.wait()
+        end_compile_workers()
         model = self.learner.forward.model
         try:  # beside the last checkpoint: nothing changes any more
             if step > 0 and self.learner.ranks.is_lead:

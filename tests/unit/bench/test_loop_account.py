@@ -113,6 +113,8 @@ def test_what_is_printed_hides_no_rest(tmp_path: Path, capsys: pytest.CaptureFix
         "dtype": "float32",
         "copy_bytes_per_s": 2e9,
         "matmul_flop_per_s": 1e12,
+        "written_bytes": 6_000_000_000,
+        "write_bytes_per_s": 2e9,
     }
     show({**asdict(found), **limits, "warmup": 1, "start_s": 1.0, "end_s": 2.0})
     shown = capsys.readouterr().out
@@ -120,6 +122,7 @@ def test_what_is_printed_hides_no_rest(tmp_path: Path, capsys: pytest.CaptureFix
     assert "seconds a step, the warm-up first: 6.00 5.00 9.00" in shown
     assert "a decoding step: 100.00 ms, 4.0 rows, 90 keys" in shown
     assert "36 sampled" in shown and "median 7.00, 5.00 to 9.00" in shown
+    assert "the disk needs 3.0 s for the 6.00 GB of checkpoint and export" in shown
     assert json.loads(json.dumps(asdict(found)))["wall_s"] == 14
 
 

@@ -108,7 +108,9 @@ class _FlopCounter:
 def attention_flops(learner: Learner, batch: ReadyBatch) -> float:
     config: Any = learner.forward.model.config
     text = config.get_text_config()
-    layers = text.num_hidden_layers
+    blocks = len(learner.forward.blocks()) - text.num_hidden_layers
+    kinds = getattr(text, "layer_types", None) or ["full_attention"] * text.num_hidden_layers
+    layers = sum(kind != "linear_attention" for kind in kinds)
     width = text.num_attention_heads * getattr(text, "head_dim", 0)
     total = 0.0
     for ready in batch.micro_batches:
@@ -116,7 +118,6 @@ def attention_flops(learner: Learner, batch: ReadyBatch) -> float:
         ends = packed.subtree_end.numpy().astype(np.int64)
         total += 12.0 * layers * width * float((ends - np.arange(len(ends))).sum())
         patches = [int(np.prod(entry.item.grid)) for entry in packed.items]
-        blocks = len(learner.forward.blocks()) - layers
         vision = getattr(config, "vision_config", None)
         if patches and vision is not None:
             total += 12.0 * blocks * vision.hidden_size * float(sum(n * n for n in patches))

@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import os
 import random
+import secrets
 import subprocess
 import sys
 import tempfile
+import time
 import zlib
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -20,6 +23,9 @@ from sightline.families import load_renderer, registry
 from sightline.launch.processes import temporary_server
 from sightline.media import MediaStore
 from sightline.render import Renderer
+
+WRITE_BLOCK = 16 << 20
+MAX_WRITTEN = 4 << 30
 
 
 @contextlib.contextmanager
@@ -108,3 +114,17 @@ def draw_noise(rng: random.Random, width: int, height: int = 0) -> bytes:
         + chunk(b"IDAT", zlib.compress(rows, 1))
         + chunk(b"IEND", b"")
     )
+
+
+def measure_write_speed(folder: Path, num_bytes: int) -> float:
+    """Bytes a second of one file in `folder`, synced: as large as asked for, up to 4 GiB."""
+    block, path = secrets.token_bytes(WRITE_BLOCK), folder / "write_speed"
+    began = time.perf_counter()
+    try:
+        with open(path, "wb", buffering=0) as file:
+            for _ in range(max(1, min(num_bytes, MAX_WRITTEN) // WRITE_BLOCK)):
+                file.write(block)
+            os.fsync(file.fileno())
+            return file.tell() / (time.perf_counter() - began)
+    finally:
+        path.unlink(missing_ok=True)
