@@ -18,7 +18,6 @@ from pathlib import Path
 from typing import Any, cast
 
 import jinja2
-import numpy as np
 import torch
 from safetensors.torch import save_file
 from tokenizers import AddedToken, Tokenizer, decoders, normalizers, pre_tokenizers
@@ -30,7 +29,7 @@ from sightline.families.checkpoint_files import write_json
 from sightline.families.transformers_noise import hide_pad_warning
 
 MAX_TOKENS = 32768
-DRAWN_AT_ONCE = 1 << 24
+DRAWN_AT_ONCE = 1 << 22
 """Values of a large tensor that a thread draws at once."""
 
 # Each role becomes one token. A merge must stand behind the merges that make its halves.
@@ -118,10 +117,9 @@ def draw_weights(model: torch.nn.Module, seed: int, std: float) -> dict[str, tor
     def draw(part: tuple[str, int]) -> None:
         name, number = part
         place = drawn[name].view(-1)[number * DRAWN_AT_ONCE :][:DRAWN_AT_ONCE]
-        key, counter = [seed, zlib.crc32(name.encode())], [0, 0, 0, number]
-        bits = np.random.Philox(key=key, counter=counter)
-        values = np.random.Generator(bits).standard_normal(len(place), dtype=np.float32)
-        place.copy_(torch.from_numpy(np.multiply(values, std, out=values)))
+        key = zlib.crc32(f"{seed} {name} {number}".encode())
+        own = torch.Generator().manual_seed(key)
+        place.copy_(torch.empty(len(place)).normal_(std=std, generator=own))
 
     parameters = model.named_parameters()
     drawn = {name: allocate(name, like) for name, like in parameters}
