@@ -138,12 +138,17 @@ def test_with_exact_off_all_of_these_see_a_difference(model: Path) -> None:
     assert differs["tree"] or differs["chunking"] or differs["packing"]
 
 
-@pytest.mark.parametrize("master", ["model"])
-def test_gradients_are_those_of_the_other_mode(model: Path, store: MediaStore, master: str) -> None:
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("backend", ["", "inductor"])
+def test_gradients_are_those_of_the_other_mode(
+    model: Path, store: MediaStore, backend: str
+) -> None:
     samples, found = making.samples(model, store, count=4), []
     for is_exact in (False, True):
         config = making.model_config(model, dtype="bfloat16", exact=is_exact)
-        trainer = making.trainer_config(device="cuda", master_dtype=master)
+        trainer = making.trainer_config(
+            device="cuda", master_dtype="model", compile_backend=backend if is_exact else ""
+        )
         learner = build_learner(config, trainer, store, steps=1)
         ready = exactness.prepare(learner, model, store, samples, 1 << 20, step=1)
         for one in ready.micro_batches:

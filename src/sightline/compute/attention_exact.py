@@ -10,6 +10,7 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
 import numpy as np
@@ -168,19 +169,21 @@ class ExactPattern:
         inside = np.arange(ends[-1]) - np.repeat(ends - lengths, lengths)
         self._places = copy_to_device(np.repeat(first * PAGE, lengths) + inside, device)
         self._tiles: dict[int, Tiles] = {}
-        self._plain: AttentionPattern | None = None
 
     def attend(self, layer: int, q: Queries, k: Keys, v: Values, scaling: float) -> Attended:
         def exact(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
             return self._attend(q, k, v, scaling)
 
         def plain(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-            if self._plain is None:
-                ends = np.repeat(np.cumsum(self._lengths), self._lengths)
-                self._plain = build_attention_pattern(ends, self._device, self._dtype)
-            return self._plain.attend(layer, q, k, v, scaling)
+            return self.plain.attend(layer, q, k, v, scaling)
 
         return call_exact(exact, plain, q, k, v)
+
+    @cached_property
+    def plain(self) -> AttentionPattern:
+        """What says the same but for rounding, and has gradients."""
+        ends = np.repeat(np.cumsum(self._lengths), self._lengths)
+        return build_attention_pattern(ends, self._device, self._dtype)
 
     def _attend(self, q: Queries, k: Keys, v: Values, scaling: float) -> Attended:
         queries = count_queries(q.shape[1], k.shape[1])

@@ -57,8 +57,6 @@ class _TrainingFile(ConfigSection):
         found = {}
         if self.lora.rank:
             found["[lora] rank"] = "a sampler adds the adapters up before it multiplies"
-        if self.trainer.compile_backend:
-            found["[trainer] compile_backend"] = "a compiler rounds in other places"
         if self.model.dtype != "float32" and self.trainer.master_dtype == "float32":
             found['[trainer] master_dtype = "float32"'] = (
                 "weights that are rounded as they are gathered give other bits"

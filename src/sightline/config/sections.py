@@ -252,7 +252,8 @@ class TrainerConfig(ConfigSection):
     activation_checkpointing: Mutable[bool] = False
     """Whether a block's activations are computed again in the backward pass."""
     compile_backend: str = ""
-    """Backend of torch.compile for every block, such as inductor; empty is off."""
+    """Backend of torch.compile for every block, such as inductor; empty is off. With [model] exact
+    it compiles the backward pass alone."""
     measure_entropy: Mutable[bool] = True
     """Whether the policy's entropy is measured: one more pass over the logits."""
     publish: Mutable[Literal["auto", "files", "store", "broadcast", "ipc"]] = "auto"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import sys
 from collections.abc import Callable, Hashable
 from functools import cache, partial
@@ -14,6 +15,7 @@ import torch
 from torch.utils.checkpoint import checkpoint
 
 from sightline.compute import attention
+from sightline.compute.attention_exact import ExactPattern
 from sightline.families import Forward
 
 MAX_GRAPHS = 64
@@ -44,14 +46,15 @@ def end_compile_workers() -> None:
         Thread(target=compiler.shutdown_compile_workers).start()
 
 
-def wrap_blocks(forward: Forward, recompute: bool, backend: str) -> None:
+def wrap_blocks(forward: Forward, recompute: bool, backend: str, exact: bool = False) -> None:
     """Replaces the forward pass of each block, in place; parameters keep their names.
+
+    An `exact` model is compiled in its backward pass alone, which computes each block again.
 
     Called before sharding: what gathers a block's parameters stays around what is called here.
     With a `backend` it changes the whole process, for good: attention becomes one operation that
     compilers do not look into, and more graphs of a function are allowed.
     """
-    compile = partial(_compile_when_called, backend=backend)
     if backend:
         from torch._dynamo import config
 
@@ -61,15 +64,78 @@ def wrap_blocks(forward: Forward, recompute: bool, backend: str) -> None:
         config.recompile_limit = max(config.recompile_limit, MAX_GRAPHS)
         attention.register_attention(opaque=True)
     for block in forward.blocks():
-        plain, kind = block.forward, cast(Hashable, type(block))
-        broken = compile(plain) if backend else plain
-        single = broken
-        if recompute:
-            # To keep and set back the state of random numbers costs the host time, for each block.
-            again = partial(checkpoint, use_reentrant=False, preserve_rng_state=_has_dropout(block))
-            broken = partial(again, broken)
-            single = partial(compile(_build_recompute(kind)), block) if backend else broken
-        block.forward = partial(_forward_by_pattern, single, broken) if backend else broken
+        if exact and backend:
+            given = copy_without_replacements(block)
+            plain = _wrap_block(given, given.forward, False, backend)
+            block.forward = partial(_forward_exact, block, block.forward, plain)
+        else:
+            block.forward = _wrap_block(block, block.forward, recompute, backend)
+
+
+def _wrap_block(
+    block: Any, plain: Callable[..., Any], recompute: bool, backend: str
+) -> Callable[..., Any]:
+    single = broken = _compile_when_called(plain, backend) if backend else plain
+    if recompute:
+        # To keep and set back the state of random numbers costs the host time, for each block.
+        again = partial(checkpoint, use_reentrant=False, preserve_rng_state=_has_dropout(block))
+        broken = partial(again, broken)
+        kind = cast(Hashable, type(block))
+        single = (
+            partial(_compile_when_called(_build_recompute(kind), backend), block)
+            if backend
+            else broken
+        )
+    return partial(_forward_by_pattern, single, broken) if backend else broken
+
+
+def copy_without_replacements(module: Any) -> Any:
+    """The module as its class computes it, with the same parameters."""
+    found = copy.copy(module)
+    found.__dict__.pop("forward", None)
+    found._modules = {name: copy_without_replacements(m) for name, m in module._modules.items()}
+    return found
+
+
+def _forward_exact(
+    block: torch.nn.Module,
+    exact: Callable[..., Any],
+    plain: Callable[..., Any],
+    hidden: torch.Tensor,
+    *args: Any,
+    **options: Any,
+) -> Any:
+    """What `exact` says; gradients are those of `plain`, which says the same but for rounding."""
+    anchor = next((p for p in block.parameters() if p.requires_grad), None)
+    if not torch.is_grad_enabled() or (anchor is None and not hidden.requires_grad):
+        return exact(hidden, *args, **options)
+    return _PlainBlock.apply(exact, plain, args, options, hidden, anchor)
+
+
+class _PlainBlock(torch.autograd.Function):
+    """Computes the plain block in the backward pass, which adds to the gradients of its parameters.
+
+    A parameter is given so that there is a backward pass where the block's input needs no gradient.
+    """
+
+    @staticmethod
+    def forward(
+        ctx: Any, exact: Any, plain: Any, args: Any, options: Any, hidden: Any, anchor: Any
+    ) -> Any:
+        ctx.plain, ctx.given = plain, (args, options)
+        ctx.save_for_backward(hidden)
+        return exact(hidden, *args, **options)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Any) -> Any:
+        (hidden,), (args, options) = ctx.saved_tensors, ctx.given
+        given = hidden.detach().requires_grad_(ctx.needs_input_grad[4])
+        if isinstance(pattern := options.get("pattern"), ExactPattern):
+            options = {**options, "pattern": pattern.plain}
+        with torch.enable_grad():
+            out = ctx.plain(given, *args, **options)
+        torch.autograd.backward(out, grads[0])
+        return None, None, None, None, given.grad, None
 
 
 def _compile_when_called(function: Callable[..., Any], backend: str) -> Callable[..., Any]:

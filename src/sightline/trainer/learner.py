@@ -287,7 +287,7 @@ class Learner:
             self.banned,
             self._temperature(batch),
             config.measure_entropy,
-            backend=config.compile_backend,
+            backend="" if self.exact else config.compile_backend,
         )
         scores = scorer.score(hidden, self._trained_ids(batch), reference_hidden)
         sampler_logprobs, advantages, loss_weight = (

@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import exactness
 import jaxtyping
 import making
 import msgspec
@@ -26,6 +27,8 @@ from sightline.trainer import forward_pass
 from sightline.trainer.blocks import count_compiled_graphs
 from sightline.trainer.build import build_learner
 from sightline.trainer.feed import BatchPreparer
+from sightline.trainer.learner import SUM_NAMES
+from sightline.trainer.step_result import MetricSums, StepTimer
 from sightline.wire.sample import Batch, Sample
 
 pytestmark = pytest.mark.ranks
@@ -232,3 +235,32 @@ def test_images_of_one_size_are_in_the_graph_too(tiny_model: Path, store: MediaS
     assert count_compiled_graphs() == before + 1, "the third micro-batch has another graph: cuDNN's"
     for one, other in zip(*found, strict=True):
         torch.testing.assert_close(one, other, rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_an_exact_model_is_compiled_in_its_backward_pass_alone(
+    tiny_model: Path, store: MediaStore
+) -> None:
+    import torch._dynamo
+
+    samples, logprobs, gradients = making.samples(tiny_model, store, 3), [], []
+    for backend in ("", "aot_eager"):
+        torch._dynamo.reset()
+        before = count_compiled_graphs()
+        learner = build_learner(
+            making.model_config(tiny_model, exact=True),
+            making.trainer_config(compile_backend=backend), store, 1,
+        )  # fmt: skip
+        ready = exactness.prepare(learner, tiny_model, store, samples, 1 << 20, step=1)
+        logprobs.append(learner.score(ready.micro_batches[0]))
+        assert count_compiled_graphs() == before, "nothing forward"
+        sums, timer = MetricSums(SUM_NAMES), StepTimer(torch.device("cpu"))
+        logprobs.append(learner.backward(ready.micro_batches[0], 1, sums, timer))
+        assert (count_compiled_graphs() > before) == bool(backend)
+        gradients.append({n: p.grad for n, p in learner.forward.model.named_parameters()})
+    for one in logprobs[1:]:
+        np.testing.assert_array_equal(np.asarray(one), np.asarray(logprobs[0]))
+    floor = 1e-3 * max(float(grad.norm()) for grad in gradients[0].values())
+    for name, wanted in gradients[0].items():
+        difference = (gradients[1][name] - wanted).norm() / max(float(wanted.norm()), floor)
+        assert difference < 1e-4, name

@@ -27,6 +27,7 @@ from sightline.inference.server_spec import ServerSpec
 from sightline.media import MediaStore
 from sightline.trainer.build import build_learner
 from sightline.trainer.learner import SUM_NAMES
+from sightline.trainer.ranks import RankInfo
 from sightline.trainer.step_result import MetricSums, StepTimer, check_same_bits
 
 BOTH = pytest.mark.parametrize("is_exact", [True, False])
@@ -240,7 +241,6 @@ def test_models_that_cannot_hold_it_are_refused(
         ({"inference": {"engine": "vllm"}}, "order of its own"),
         ({"inference": {"keep_kv_over_updates": True}}, "keys and values of other weights"),
         ({"inference": {"device": "cpu"}, "trainer": {"device": "cuda:0"}}, "two kinds"),
-        ({"trainer": {"compile_backend": "inductor"}}, "rounds in other places"),
         (
             {"model": {"path": "m", "exact": True, "dtype": "bfloat16"}},
             "rounded as they are gathered",
@@ -253,6 +253,12 @@ def test_settings_that_cannot_hold_it_are_refused(settings: dict[str, Any], why:
     validate_config(RunFile, file, "a run file")
     with pytest.raises(ConfigError, match=why):
         validate_config(RunFile, {**file, **settings}, "a run file")
+
+
+def test_ranks_on_cpus_are_refused(model: Path, store: MediaStore) -> None:
+    config = making.model_config(model, exact=True)
+    with pytest.raises(ConfigError, match="2 ranks on CPUs"):
+        build_learner(config, making.trainer_config(), store, steps=1, ranks=RankInfo(0, 2))
 
 
 def test_supervised_training_has_nothing_to_compare() -> None:
