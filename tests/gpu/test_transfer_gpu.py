@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import numpy as np
 import pytest
 import torch
+from safetensors.torch import load_file
+from torch import nn
 
-from sightline.families.device_copy import allocate_pinned, copy_to_device
+from sightline.compute.tensor_file import write_tensors
+from sightline.families.device_copy import allocate_pinned, copy_to_device, move_to_device
 
 pytestmark = pytest.mark.gpu
 
@@ -32,3 +37,16 @@ def test_memory_is_not_used_again_while_a_copy_reads_it() -> None:
         for value in range(2, 8):
             fill(value, device)
         assert bool((first == 1).all())
+
+
+def test_a_model_and_its_file_go_through_page_locked_memory_whole(tmp_path: Path) -> None:
+    model = nn.Sequential(nn.Linear(4099, 4099), nn.BatchNorm1d(3))  # more than a piece
+    model.append(model[0])  # tied
+    wanted = {name: tensor.clone() for name, tensor in model.state_dict().items()}
+    move_to_device(model, torch.device("cuda"))
+    assert model[0].weight is model[2].weight
+    found = model.state_dict()
+    assert all(x.is_cuda and x.cpu().equal(wanted[name]) for name, x in found.items())
+    write_tensors(tmp_path / "file", dict(model.named_parameters()), dtype=torch.bfloat16)
+    for name, tensor in load_file(tmp_path / "file").items():
+        assert tensor.equal(wanted[name].bfloat16())

@@ -13,9 +13,10 @@ from safetensors.torch import load_file
 
 from sightline.compute.broadcast import Broadcaster
 from sightline.compute.host_copy import HostCopy
-from sightline.compute.tensor_file import write_tensors
+from sightline.compute.tensor_file import is_intact, write_tensors
 from sightline.compute.weights import read_weights, write_weights
 from sightline.errors import WeightsError
+from sightline.families.device_copy import PIECE_BYTES
 
 
 def tensors() -> dict[str, torch.Tensor]:
@@ -86,6 +87,16 @@ def test_no_more_than_one_gathered_tensor_is_held(tmp_path: Path, way: str) -> N
     else:
         write_tensors(tmp_path / "file", weights, gather)
     assert most == 1
+
+
+def test_a_tensor_of_several_pieces_is_written_whole(tmp_path: Path) -> None:
+    large = torch.arange(PIECE_BYTES // 2 + 3).to(torch.int16).view(-1, 1)
+    weights = {"experts": large.view(1, -1, 1), "large": large, "small": torch.arange(3)}
+    file = write_tensors(tmp_path / "file", weights, transposed=["experts"])
+    assert is_intact(tmp_path, file)
+    found = load_file(tmp_path / "file")
+    assert found["large"].equal(large) and found["small"].equal(weights["small"])
+    assert found["experts"].equal(large.view(1, 1, -1))
 
 
 def test_a_large_model_is_several_files(tmp_path: Path) -> None:
