@@ -19,7 +19,7 @@ STEPS = 6
 RUN = ("run.toml", f"run.steps={STEPS}")
 SAID = {
     "error": "RuntimeError: a fault in the forward pass",
-    "memory": "OutOfMemoryError: CUDA out of memory",
+    "memory": "CUDA out of memory",
     "nan": "the loss is nan",
     "update": "RuntimeError: a fault between two collectives",
     "media": "image 0123 is not in the store",

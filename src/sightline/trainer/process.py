@@ -71,6 +71,7 @@ def run(config: RunFile | SftFile, run_dir: RunDir, ranks: RankInfo, name: str, 
         watchdog.idle()
         loop.run(components)
     except BaseException as error:  # the other ranks are told first: they may wait in a collective
+        channel.claim_end()
         cause = find_cause(error, components)
         channel.fail(f"{type(cause).__name__}: {cause}")
         if ranks.size > 1 and is_broken_collective(cause):

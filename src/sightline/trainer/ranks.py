@@ -81,13 +81,24 @@ def listen(channel: LeadChannel | FollowerChannel) -> None:
         while True:
             channel.take_next()
     except Exception as error:  # the other ranks are told, and this one ends
+        channel.claim_end()
         channel.fail(f"{type(error).__name__}: {error}")
         traceback.print_exception(error)
         sys.stderr.flush()
         os._exit(1)
 
 
-class LeadChannel:
+class _ProcessEnd:
+    def __init__(self) -> None:
+        self._ending = threading.Lock()
+
+    def claim_end(self) -> None:
+        """Called by the thread whose error ends this process. Where another's does already, of
+        which this one is a consequence, it waits for the end."""
+        self._ending.acquire()
+
+
+class LeadChannel(_ProcessEnd):
     """Rank 0's end of the channel."""
 
     def __init__(
@@ -98,6 +109,7 @@ class LeadChannel:
         write_s: float = WRITE_S,
     ) -> None:
         self._ranks, self._end = ranks, end
+        super().__init__()
         self._deliver_s, self._write_s = deliver_s, write_s
         self._hub = Hub(ranks.channel, ranks.secret)
         self._others = set(range(1, ranks.size))
@@ -231,13 +243,14 @@ class LeadChannel:
         self._hub.send(rank_process_name(rank), wire.encode(message))
 
 
-class FollowerChannel:
+class FollowerChannel(_ProcessEnd):
     """Another rank's end of the channel."""
 
     def __init__(
         self, ranks: RankInfo, end: Callable[[int, RankFailed], None] = exit_for_failure
     ) -> None:
         self._ranks, self._end = ranks, end
+        super().__init__()
         name = rank_process_name(ranks.rank)
         self._spoke = Spoke(ranks.channel, name, derive_spoke_key(ranks.secret, name))
         self._step = 0
@@ -327,6 +340,9 @@ class RendezvousStore:
 
 class NoChannel:
     """The channel of a single rank, which has nobody to tell."""
+
+    def claim_end(self) -> None:
+        pass
 
     def collect_files(self, step: int, files: list[WeightFile]) -> list[WeightFile]:
         return files

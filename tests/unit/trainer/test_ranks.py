@@ -258,3 +258,30 @@ def test_a_process_is_stuck_only_while_there_is_work() -> None:
     assert not watchdog.problem(), "it is given longer than a step"
     watchdog.idle()
     assert not watchdog.problem()
+
+
+LISTENER_FAILS = """
+import os, threading, time
+from sightline.trainer import ranks
+
+class Garbled(ranks._ProcessEnd):
+    def take_next(self):
+        raise RuntimeError("a garbled share")
+
+    def fail(self, problem):
+        told.set()
+        time.sleep(0.5)
+
+told, channel = threading.Event(), Garbled()
+threading.Thread(target=ranks.listen, args=(channel,)).start()
+told.wait()
+channel.claim_end()  # as the loop does when the ranks that were told are gone
+os._exit(3)
+"""
+
+
+def test_what_a_listener_fails_of_is_not_hidden_by_what_comes_of_it() -> None:
+    done = subprocess.run(
+        [sys.executable, "-c", LISTENER_FAILS], capture_output=True, text=True, timeout=60
+    )
+    assert done.returncode == 1 and "RuntimeError: a garbled share" in done.stderr
