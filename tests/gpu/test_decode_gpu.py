@@ -225,8 +225,9 @@ def test_what_is_rounded_in_transformers_is_rounded_alike() -> None:
     assert torch.equal(rms_norm(x.view(9, 8, 128), weight, 1e-6), heads)
     turned = torch.cat([-heads[..., 64:], heads[..., :64]], dim=-1)
     expected = (heads * cos[:, None] + turned * sin[:, None])[:, :6]
-    assert torch.equal(rotate_heads(x, 4, 6, cos, sin, (weight, weight), 1e-6), expected)
-    assert torch.equal(silu_mul(x), F.silu(x[:, :512]) * x[:, 512:])
+    q, k = x[:, : 4 * 128], x[:, 4 * 128 : 6 * 128]
+    assert torch.equal(rotate_heads(q, k, cos, sin, (weight, weight), 1e-6), expected)
+    assert torch.equal(silu_mul(*x.chunk(2, dim=-1)), F.silu(x[:, :512]) * x[:, 512:])
 
 
 def test_sampled_tokens_follow_the_distribution_and_never_a_ban() -> None:

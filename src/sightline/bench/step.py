@@ -150,9 +150,9 @@ class Bench:
             trace = None if checkpointing else self._trace_of("dense")
             add(f"sightline, {how}", self._time_ours, flat, checkpointing, trace)
         if args.exact:  # last: what it switches is the whole process's
-            # Compiled, activations are always computed again.
-            for checkpointing, how in ACTIVATIONS[1 if args.compile else 0 :]:
-                add(f"exact, {how}", self._time_ours, flat, checkpointing, exact=True)
+            for checkpointing, how in ACTIVATIONS:
+                trace = None if checkpointing else self._trace_of("exact")
+                add(f"exact, {how}", self._time_ours, flat, checkpointing, trace, exact=True)
         self._print_dense(rows, flops, peak, num_tokens, len(samples))
 
     def group(self) -> None:

@@ -7,6 +7,7 @@ pack, a tree, or the rows of an engine); a vision tower passes the boundaries of
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any, Protocol
 
 import numpy as np
@@ -19,6 +20,7 @@ from transformers import AttentionInterface
 from sightline.compute import attention_cuda
 from sightline.compute.attention_cudnn import group_by_length, pad_rows
 from sightline.compute.attention_shapes import Attended, Bounds, Keys, Queries, Values
+from sightline.compute.plain_gradient import call_exact
 from sightline.errors import FamilyError
 
 SubtreeEnd = Int[np.ndarray, " tokens"]
@@ -38,19 +40,20 @@ class AttentionPattern(Protocol):
     def attend(self, layer: int, q: Queries, k: Keys, v: Values, scaling: float) -> Attended: ...
 
 
-def register_attention(opaque: bool = False) -> str:
+def register_attention(opaque: bool = False, exact: bool = False) -> str:
     """Makes the function known to transformers, and returns its name.
 
     No function for masks goes with it: transformers then makes none, and does not search the
     positions for packed sequences, which it would have to ask the device for.
 
     A compiler leaves an `opaque` one as it is, unless its pattern is of `COMPILABLE_PATTERNS`:
-    others differ from pack to pack in more than data, and each would be compiled anew.
+    others differ from pack to pack in more than data, and each would be compiled anew. An `exact`
+    one attends to images in a trainer as in an engine, where no gradients are taken.
     """
-    AttentionInterface.register(
-        ATTENTION_NAME, _build_compilable() if opaque else _attention_forward
-    )
-    return ATTENTION_NAME
+    name = f"{ATTENTION_NAME}_exact" if exact else ATTENTION_NAME
+    plain = partial(_attention_forward, exact=exact)
+    AttentionInterface.register(name, _build_compilable() if opaque else plain)
+    return name
 
 
 def attend(
@@ -74,12 +77,14 @@ def _attention_forward(
     pattern: AttentionPattern | None = None,
     cu_seq_lens_q: Bounds | None = None,
     max_length_q: Any = None,
+    exact: bool = False,
     **kwargs: Any,
 ) -> tuple[Tensor, None]:
     if pattern is not None:
         out = pattern.attend(int(module.layer_idx), query, key, value, scaling)
     elif cu_seq_lens_q is not None:
-        out = attend_images(query, key, value, scaling, cu_seq_lens_q, max_length_q)
+        among_images = attend_images_exact if exact else attend_images
+        out = among_images(query, key, value, scaling, cu_seq_lens_q, max_length_q)
     else:
         raise FamilyError(
             f"{type(module).__name__} attends without a pattern",
@@ -133,6 +138,17 @@ def attend_images(
     groups = [np.flatnonzero(lengths == length) for length in np.unique(lengths)]
     rows = [_PaddedRows(bounds[g], bounds[g + 1], q.shape[2], q.device) for g in groups]
     return _attend_groups(rows, q, k, v, scaling)
+
+
+def attend_images_exact(
+    q: Queries, k: Keys, v: Values, scaling: float, ends: Bounds, longest: Any
+) -> Attended:
+    """By the kernel that is used without gradients; for gradients any, which are faster."""
+
+    def compute(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        return attend_images(q, k, v, scaling, ends, longest)
+
+    return call_exact(compute, compute, q, k, v)
 
 
 class _PaddedRows:

@@ -8,7 +8,7 @@ On CUDA the tiles go through the kernel that decodes.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
@@ -20,6 +20,7 @@ from torch import Tensor
 
 from sightline.compute.attention import AttentionPattern, build_attention_pattern
 from sightline.compute.attention_shapes import Attended, Keys, Queries, TokenQueries, Values
+from sightline.compute.plain_gradient import call_exact
 from sightline.families.device_copy import copy_to_device
 
 PAGE = 64
@@ -197,36 +198,3 @@ class ExactPattern:
         values.flatten(0, 1).index_copy_(0, self._places, run_v)
         found = attend_run(run_q, keys, values, self._tiles[queries], scaling)
         return found.transpose(0, 1).unsqueeze(0)
-
-
-def call_exact(
-    exact: Callable[..., Tensor], plain: Callable[..., Tensor], *inputs: Tensor
-) -> Tensor:
-    """What `exact` says; gradients are those of `plain`, which says the same but for rounding."""
-    if not torch.is_grad_enabled():
-        return exact(*inputs)
-    found: Tensor = _PlainGradient.apply(exact, plain, *inputs)
-    return found
-
-
-class _PlainGradient(torch.autograd.Function):
-    """Computes `plain` in the backward pass, and its gradients."""
-
-    @staticmethod
-    def forward(ctx: Any, exact: Any, plain: Any, *inputs: Tensor) -> Tensor:
-        ctx.plain = plain
-        ctx.save_for_backward(*inputs)
-        found: Tensor = exact(*inputs)
-        return found
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Any) -> Any:
-        needs = ctx.needs_input_grad[2:]
-        with torch.enable_grad():
-            inputs = [
-                x.detach().requires_grad_(need)
-                for x, need in zip(ctx.saved_tensors, needs, strict=True)
-            ]
-            out = ctx.plain(*inputs)
-        found = iter(torch.autograd.grad(out, [x for x in inputs if x.requires_grad], grads[0]))
-        return None, None, *(next(found) if need else None for need in needs)

@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import contextlib
 import math
-import sys
 from functools import partial
 from typing import Any
 
@@ -21,7 +20,6 @@ import torch.nn.functional as F
 from jaxtyping import Float, Int
 from torch import Tensor, nn
 
-from sightline.compute import attention_cudnn
 from sightline.compute.attention import AttentionPattern
 from sightline.compute.attention_exact import ExactPattern, without_onednn
 from sightline.compute.attention_shapes import Attended, Keys, Queries, Values
@@ -56,7 +54,6 @@ def make_exact(forward: Forward, family: Family, device: torch.device, dtype: to
         forward.hidden = partial(_pad_tokens, forward.hidden)  # type: ignore[method-assign]
         forward.encode = partial(_encode_each, forward.encode)  # type: ignore[method-assign]
     else:
-        attention_cudnn.MIN_SHAPE_REPEATS = sys.maxsize  # the tower attends as an engine's does
         fuse_layers(forward.model, exact=True)
     found: dict[tuple[int, ...], tuple[int, int]] = {}
     for name, module in forward.model.named_modules():
@@ -178,13 +175,15 @@ def multiply(
         weight = F.pad(weight, (0, 0, 0, missing))
         bias = None if bias is None else F.pad(bias, (0, missing))
     with contextlib.nullcontext() if x.is_cuda else without_onednn():
-        parts = [
-            F.linear(part, weight, bias)
-            if len(part) >= least
-            else F.linear(F.pad(part, (0, 0, 0, least - len(part))), weight, bias)[: len(part)]
-            for part in rows.split(most)
-        ]
-    found = parts[0] if len(parts) == 1 else torch.cat(parts)
+        found = x.new_empty(len(rows), len(weight))
+        for part, place in zip(rows.split(most), found.split(most), strict=True):
+            if len(part) < least:
+                filled = F.pad(part, (0, 0, 0, least - len(part)))
+                place.copy_(F.linear(filled, weight, bias)[: len(part)])
+            elif bias is None:
+                torch.mm(part, weight.T, out=place)
+            else:
+                torch.addmm(bias, part, weight.T, out=place)
     return found[:, :outer].reshape(*x.shape[:-1], outer)
 
 

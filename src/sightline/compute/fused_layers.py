@@ -20,8 +20,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from sightline.compute.attention import AttentionPattern, attend_images
-from sightline.compute.attention_exact import call_exact
+from sightline.compute.attention import AttentionPattern, attend_images, attend_images_exact
+from sightline.compute.plain_gradient import call_exact
 
 TRIAL_TOKENS = 5
 TOLERANCE = 1e-2
@@ -67,7 +67,7 @@ def _find_replacement(module: Any, exact: bool) -> Callable[[Any, bool], Callabl
             return _build_mlp
     elif _is_plain(module, "qkv", "proj"):
         width = getattr(module, "head_dim", None)
-        if not exact and isinstance(width, int) and width.bit_count() == 1:
+        if isinstance(width, int) and width.bit_count() == 1:
             return _build_image_attention
     elif hasattr(module, "variance_epsilon") and isinstance(
         getattr(module, "weight", None), nn.Parameter
@@ -84,10 +84,10 @@ def _is_plain(module: Any, *names: str) -> bool:
     return len({layer.bias is None for layer in layers[:-1]}) == 1
 
 
-def _join(exact: bool, *layers: nn.Linear) -> Callable[[Tensor], Tensor]:
-    """What the layers say, side by side: by one matrix, and bias, of which their own are parts."""
+def _join(exact: bool, *layers: nn.Linear) -> Callable[[Tensor], Sequence[Tensor]]:
+    """What each layer says: by one matrix, and bias, of which their own are parts."""
     if exact:
-        return lambda x: torch.cat([layer(x) for layer in layers], dim=-1)
+        return lambda x: [layer(x) for layer in layers]
 
     def join(parts: Sequence[Tensor]) -> Tensor:
         whole = torch.cat([part.detach() for part in parts])
@@ -97,7 +97,8 @@ def _join(exact: bool, *layers: nn.Linear) -> Callable[[Tensor], Tensor]:
 
     weight = join([layer.weight for layer in layers])
     biases = [layer.bias for layer in layers if layer.bias is not None]
-    return partial(F.linear, weight=weight, bias=join(biases) if biases else None)
+    bias, sizes = join(biases) if biases else None, [len(layer.weight) for layer in layers]
+    return lambda x: F.linear(x, weight, bias).split(sizes, dim=-1)
 
 
 def _build_norm(module: Any, exact: bool) -> Callable[[Tensor], Tensor]:
@@ -120,17 +121,16 @@ def plain_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
 def _build_mlp(module: Any, exact: bool) -> Callable[[Tensor], Tensor]:
     from sightline.compute.triton_kernels import silu_mul
 
-    joined = _join(exact, module.gate_proj, module.up_proj)
+    joined, plain = _join(exact, module.gate_proj, module.up_proj), partial(plain_silu_mul)
 
     def compute(x: Tensor) -> Tensor:
-        down: Tensor = module.down_proj(call_exact(silu_mul, plain_silu_mul, joined(x)))
+        down: Tensor = module.down_proj(call_exact(silu_mul, plain, *joined(x)))
         return down
 
     return compute
 
 
-def plain_silu_mul(x: Tensor) -> Tensor:
-    gate, up = x.chunk(2, dim=-1)
+def plain_silu_mul(gate: Tensor, up: Tensor) -> Tensor:
     return F.silu(gate) * up
 
 
@@ -139,15 +139,15 @@ def _build_attention(module: Any, exact: bool) -> Callable[..., tuple[Tensor, No
 
     joined = _join(exact, module.q_proj, module.k_proj, module.v_proj)
     width = int(module.head_dim)
-    heads, kv_heads = (len(layer.weight) // width for layer in (module.q_proj, module.k_proj))
+    heads = len(module.q_proj.weight) // width
     has_norms = hasattr(module, "q_norm") and hasattr(module, "k_norm")
     eps = float(module.q_norm.variance_epsilon) if has_norms else 0.0
 
-    def rotate(run: Tensor, cos: Tensor, sin: Tensor, *norms: Tensor) -> Tensor:
+    def rotate(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, *norms: Tensor) -> Tensor:
         weights = (norms[0], norms[1]) if norms else None
-        return rotate_heads(run, heads, heads + kv_heads, cos, sin, weights, eps)
+        return rotate_heads(q, k, cos, sin, weights, eps)
 
-    plain = partial(plain_rotate, heads=heads, kv_heads=kv_heads, eps=eps)
+    plain = partial(plain_rotate, eps=eps)
 
     def attend(
         hidden_states: Tensor,
@@ -156,11 +156,10 @@ def _build_attention(module: Any, exact: bool) -> Callable[..., tuple[Tensor, No
         **options: Any,
     ) -> tuple[Tensor, None]:
         shape = hidden_states.shape[:-1]
-        run = joined(hidden_states).flatten(0, 1)
+        q, k, v = (x.flatten(0, 1) for x in joined(hidden_states))
         cos, sin = (x.reshape(-1, width) for x in position_embeddings)
         norms = (module.q_norm.weight, module.k_norm.weight) if has_norms else ()
-        turned = call_exact(rotate, plain, run, cos, sin, *norms)
-        v = run.unflatten(1, (-1, width))[:, heads + kv_heads :]
+        turned, v = call_exact(rotate, plain, q, k, cos, sin, *norms), v.unflatten(1, (-1, width))
         q, k, v = (
             x.unflatten(0, shape).transpose(1, 2) for x in (turned[:, :heads], turned[:, heads:], v)
         )
@@ -176,6 +175,8 @@ def _build_image_attention(module: Any, exact: bool) -> Callable[..., Tensor]:
 
     width = int(module.head_dim)
     heads = module.proj.in_features // width
+    rotate, plain = partial(rotate_heads, rounds=False), partial(plain_rotate, rounds=False)
+    attend_among = attend_images_exact if exact else attend_images
 
     def attend(
         hidden_states: Tensor,
@@ -184,13 +185,12 @@ def _build_image_attention(module: Any, exact: bool) -> Callable[..., Tensor]:
         max_seqlen: int | None = None,
         **options: Any,
     ) -> Tensor:
-        run = module.qkv(hidden_states)
+        q, k, v = module.qkv(hidden_states).chunk(3, dim=-1)
         cos, sin = (x.contiguous() for x in position_embeddings)
-        turned = rotate_heads(run, heads, 2 * heads, cos, sin, rounds=False)
-        v = run.unflatten(1, (-1, width))[:, 2 * heads :]
+        turned, v = call_exact(rotate, plain, q, k, cos, sin), v.unflatten(1, (-1, width))
         q, k, v = (x.transpose(0, 1)[None] for x in (turned[:, :heads], turned[:, heads:], v))
         longest = int(cu_seqlens.diff().max()) if max_seqlen is None else max_seqlen
-        out = attend_images(q, k, v, float(module.scaling), cu_seqlens, longest)
+        out = attend_among(q, k, v, float(module.scaling), cu_seqlens, longest)
         shown: Tensor = module.proj(out[0].transpose(0, 1).flatten(1))
         return shown
 
@@ -198,16 +198,18 @@ def _build_image_attention(module: Any, exact: bool) -> Callable[..., Tensor]:
 
 
 def plain_rotate(
-    run: Tensor, cos: Tensor, sin: Tensor, *norms: Tensor, heads: int, kv_heads: int, eps: float
-) -> Tensor:
-    """Queries and keys of `run`, normalized where there are `norms`, at their positions."""
-    width = cos.shape[-1]
-    parts = run.unflatten(1, (-1, width))[:, : heads + kv_heads].split([heads, kv_heads], dim=1)
+    q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, *norms: Tensor,
+    eps: float = 0.0, rounds: bool = True,
+) -> Tensor:  # fmt: skip
+    """What `rotate_heads` says."""
+    parts = [x.unflatten(1, (-1, cos.shape[-1])) for x in (q, k)]
     if norms:
-        parts = tuple(plain_norm(x, w, eps) for x, w in zip(parts, norms, strict=True))
+        parts = [plain_norm(x, w, eps) for x, w in zip(parts, norms, strict=True)]
     x = torch.cat(parts, dim=1)
+    x = x if rounds else x.float()
     low, high = x.chunk(2, dim=-1)
-    return x * cos[:, None] + torch.cat([-high, low], dim=-1) * sin[:, None]
+    turned = x * cos[:, None] + torch.cat([-high, low], dim=-1) * sin[:, None]
+    return turned.to(q.dtype)
 
 
 # --- the trial

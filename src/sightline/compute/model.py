@@ -31,12 +31,13 @@ def load_model(
     # float32 means float32: by default cuDNN rounds convolutions to TF32, which moves logprobs by
     # 1e-4.
     torch.backends.cudnn.allow_tf32 = False
+    is_exact_gpu = exact is not None and exact[0].startswith("cuda")
     forward = load_forward(
         path,
         family,
         torch.device(device),
         MODEL_DTYPES[dtype],
-        attention=attention.register_attention(),
+        attention=attention.register_attention(exact=is_exact_gpu),
     )
     if device != "meta" and (check := getattr(forward, "check_model", None)):
         on, kind = torch.device(device), MODEL_DTYPES[dtype]

@@ -229,22 +229,21 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
 
 @triton.jit
 def _rotate_heads_kernel(
-    x, cos, sin, q_weight, k_weight, out, x_stride, cos_stride, q_heads, eps,
+    q, k, cos, sin, q_weight, k_weight, out, q_stride, k_stride, cos_stride, q_heads, eps,
     WIDTH: tl.constexpr, HAS_NORM: tl.constexpr, ROUNDS: tl.constexpr,
 ):  # fmt: skip
     head, token = tl.program_id(0), tl.program_id(1).to(tl.int64)
     d = tl.arange(0, WIDTH)
     HALF: tl.constexpr = WIDTH // 2
     other = tl.where(d < HALF, d + HALF, d - HALF)
-    base = x + token * x_stride + head * WIDTH
+    base, weight = q + token * q_stride + head * WIDTH, q_weight
+    if head >= q_heads:
+        base, weight = k + token * k_stride + (head - q_heads) * WIDTH, k_weight
     read = tl.load(base + d)
     kind = read.dtype
     value, turned = read.to(tl.float32), tl.load(base + other).to(tl.float32)
     if HAS_NORM:
         scale = tl.rsqrt(tl.sum(value * value, 0) / WIDTH + eps)
-        weight = q_weight
-        if head >= q_heads:
-            weight = k_weight
         value = (value * scale).to(kind).to(tl.float32)
         turned = (turned * scale).to(kind).to(tl.float32)
         value = (tl.load(weight + d).to(tl.float32) * value).to(kind).to(tl.float32)
@@ -260,23 +259,24 @@ def _rotate_heads_kernel(
 
 
 def rotate_heads(
-    x: Tensor,
-    q_heads: int,
-    heads: int,
+    q: Tensor,
+    k: Tensor,
     cos: Tensor,
     sin: Tensor,
     weights: tuple[Tensor, Tensor] | None = None,
     eps: float = 0.0,
     rounds: bool = True,
 ) -> Tensor:
-    """The first `heads` heads of each token of x (tokens, all heads x width), the queries' and then
-    the keys', normalized by `weights` where there are some, at their positions. With `rounds` each
-    product is rounded as a text model does it; a vision tower rounds their sum alone."""
+    """The heads of each token of q and k (tokens, heads x width), the queries' and then the keys',
+    normalized by `weights` where there are some, at their positions. With `rounds` each product is
+    rounded as a text model does it; a vision tower rounds their sum alone."""
     width = cos.shape[-1]
-    out = x.new_empty((len(x), heads, width))
-    q_weight, k_weight = weights or (x, x)
-    _rotate_heads_kernel[heads, len(x)](
-        x, cos, sin, q_weight, k_weight, out, x.stride(0), cos.stride(0), q_heads, eps,
+    q_heads, k_heads = (x.shape[1] // width for x in (q, k))
+    out = q.new_empty((len(q), q_heads + k_heads, width))
+    q_weight, k_weight = weights or (q, k)
+    _rotate_heads_kernel[q_heads + k_heads, len(q)](
+        q, k, cos, sin, q_weight, k_weight, out, q.stride(0), k.stride(0), cos.stride(0),
+        q_heads, eps,
         WIDTH=width, HAS_NORM=weights is not None, ROUNDS=rounds, num_warps=1,
         enable_fp_fusion=False,  # products are rounded before they are added
     )  # fmt: skip
@@ -284,23 +284,26 @@ def rotate_heads(
 
 
 @triton.jit
-def _silu_mul_kernel(x, out, SIZE: tl.constexpr, BLOCK: tl.constexpr):
+def _silu_mul_kernel(
+    gate, up, out, gate_stride, up_stride, SIZE: tl.constexpr, BLOCK: tl.constexpr
+):
     row = tl.program_id(0).to(tl.int64)
     at = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     is_in = at < SIZE
-    read = tl.load(x + row * 2 * SIZE + at, mask=is_in, other=0.0)
-    gate = read.to(tl.float32)
-    gate = (gate / (1.0 + tl.exp(-gate))).to(read.dtype).to(tl.float32)
-    up = tl.load(x + row * 2 * SIZE + SIZE + at, mask=is_in, other=0.0).to(tl.float32)
-    tl.store(out + row * SIZE + at, (gate * up).to(read.dtype), mask=is_in)
+    read = tl.load(gate + row * gate_stride + at, mask=is_in, other=0.0)
+    opened = read.to(tl.float32)
+    opened = (opened / (1.0 + tl.exp(-opened))).to(read.dtype).to(tl.float32)
+    value = tl.load(up + row * up_stride + at, mask=is_in, other=0.0).to(tl.float32)
+    tl.store(out + row * SIZE + at, (opened * value).to(read.dtype), mask=is_in)
 
 
-def silu_mul(x: Tensor) -> Tensor:
-    """silu of the first half of each row, times the second."""
-    size = x.shape[-1] // 2
-    out = x.new_empty((*x.shape[:-1], size))
-    _silu_mul_kernel[x.numel() // (2 * size), triton.cdiv(size, 1024)](
-        x, out, SIZE=size, BLOCK=1024
+def silu_mul(gate: Tensor, up: Tensor) -> Tensor:
+    """silu of the one, times the other."""
+    size = gate.shape[-1]
+    rows = [x.flatten(0, -2) for x in (gate, up)]  # views, also of parts of wider rows
+    out = gate.new_empty(gate.shape)
+    _silu_mul_kernel[len(rows[0]), triton.cdiv(size, 1024)](
+        *rows, out, *(x.stride(0) for x in rows), SIZE=size, BLOCK=1024
     )
     return out
 

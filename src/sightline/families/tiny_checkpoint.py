@@ -12,7 +12,7 @@ import os
 import tempfile
 import tomllib
 import zlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, cast
@@ -29,6 +29,7 @@ from sightline.families.checkpoint_files import write_json
 from sightline.families.transformers_noise import hide_pad_warning
 
 MAX_TOKENS = 32768
+SAFETENSORS_DTYPES = {torch.float32: "F32", torch.bfloat16: "BF16"}
 DRAWN_AT_ONCE = 1 << 22
 """Values of a large tensor that a thread draws at once."""
 
@@ -78,9 +79,10 @@ def write_checkpoint(
     tokenizer: Tokenizer,
     chat_template: str,
     model: Any,
-    weights: Mapping[str, torch.Tensor],
+    weights: Mapping[str, torch.Tensor] | Callable[[Path], None],
 ) -> None:
-    """Writes the checkpoint into folder `path`: files appear whole, config.json last.
+    """Writes the checkpoint into folder `path`: files appear whole, config.json last. `weights`
+    that can be called write their file themselves.
 
     Not by `save_pretrained`: it draws a progress bar and makes a file that only its owner can read.
     """
@@ -94,7 +96,10 @@ def write_checkpoint(
         hide_pad_warning()
         model.config.architectures = [type(model).__name__]
         model.config.save_pretrained(folder)
-        save_file(dict(weights), folder / "model.safetensors", {"format": "pt"})
+        if callable(weights):
+            weights(folder / "model.safetensors")
+        else:
+            save_file(dict(weights), folder / "model.safetensors", {"format": "pt"})
         (folder / "model.safetensors").chmod(0o644)
         sampling = {"do_sample": True, "temperature": 1.0, "top_p": 1.0, "top_k": 0}
         GenerationConfig(**sampling, **files["generation_config.json"]).save_pretrained(folder)
@@ -102,35 +107,44 @@ def write_checkpoint(
             os.replace(folder / file, path / file)
 
 
-def draw_weights(model: torch.nn.Module, seed: int, std: float) -> dict[str, torch.Tensor]:
-    """Weights for a model on the meta device, part by part in threads: norms are 1, biases 0, and
-    all else is normal with deviation `std`. What a tensor gets hangs on its name and `seed`.
+def draw_weights(path: Path, shapes: Mapping[str, torch.Tensor], seed: int, std: float) -> None:
+    """Draws a safetensors file for tensors on the meta device: norms are 1, biases 0, and all else
+    is normal with deviation `std`. What a tensor gets hangs on its name and `seed`.
 
-    For large models: torch draws on one core, and twice what transformers initializes.
+    For large models. torch draws on one core, and twice what transformers initializes; here threads
+    draw parts and write each where it belongs, so that no tensor is held.
     """
+    header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
+    parts, end = [], 0
+    # Wide elements come first, so that each tensor is aligned.
+    for name, like in sorted(shapes.items(), key=lambda item: (-item[1].element_size(), item[0])):
+        start, end = end, end + like.numel() * like.element_size()
+        kind = SAFETENSORS_DTYPES[like.dtype]
+        header[name] = {"dtype": kind, "shape": list(like.shape), "data_offsets": [start, end]}
+        for first in range(0, like.numel(), DRAWN_AT_ONCE):
+            parts.append((name, first, start + first * like.element_size()))
+    text = json.dumps(header, separators=(",", ":")).encode()
+    text += b" " * (-len(text) % 8)
 
-    def allocate(name: str, like: torch.Tensor) -> torch.Tensor:
+    def draw(part: tuple[str, int, int]) -> None:
+        name, first, offset = part
+        like = shapes[name]
+        size = min(DRAWN_AT_ONCE, like.numel() - first)
         if like.dim() < 2:
-            return torch.full(like.shape, float(name.endswith("weight")), dtype=like.dtype)
-        return torch.empty(like.shape, dtype=like.dtype)
+            values = torch.full((size,), float(name.endswith("weight")))
+        else:
+            key = zlib.crc32(f"{seed} {name} {first // DRAWN_AT_ONCE}".encode())
+            own = torch.Generator().manual_seed(key)
+            values = torch.empty(size).normal_(std=std, generator=own)
+        data, at = values.to(like.dtype).view(torch.uint8).numpy().data, 8 + len(text) + offset
+        while len(data):
+            written = os.pwrite(file.fileno(), data, at)
+            data, at = data[written:], at + written
 
-    def draw(part: tuple[str, int]) -> None:
-        name, number = part
-        place = drawn[name].view(-1)[number * DRAWN_AT_ONCE :][:DRAWN_AT_ONCE]
-        key = zlib.crc32(f"{seed} {name} {number}".encode())
-        own = torch.Generator().manual_seed(key)
-        place.copy_(torch.empty(len(place)).normal_(std=std, generator=own))
-
-    parameters = model.named_parameters()
-    drawn = {name: allocate(name, like) for name, like in parameters}
-    parts = [
-        (name, number)
-        for name, tensor in drawn.items()
-        for number in range(-(-tensor.numel() // DRAWN_AT_ONCE) if tensor.dim() > 1 else 0)
-    ]
-    with ThreadPoolExecutor(os.cpu_count(), "weights") as pool:
+    with path.open("wb") as file, ThreadPoolExecutor(os.cpu_count(), "weights") as pool:
+        file.write(len(text).to_bytes(8, "little") + text)
+        file.flush()
         list(pool.map(draw, parts))
-    return drawn
 
 
 def build_bpe_tokenizer(

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import sys
 from collections.abc import Callable, Hashable
 from functools import cache, partial
@@ -15,7 +14,7 @@ import torch
 from torch.utils.checkpoint import checkpoint
 
 from sightline.compute import attention
-from sightline.compute.attention_exact import ExactPattern
+from sightline.compute.plain_gradient import compile_gradients
 from sightline.families import Forward
 
 MAX_GRAPHS = 64
@@ -49,7 +48,8 @@ def end_compile_workers() -> None:
 def wrap_blocks(forward: Forward, recompute: bool, backend: str, exact: bool = False) -> None:
     """Replaces the forward pass of each block, in place; parameters keep their names.
 
-    An `exact` model is compiled in its backward pass alone, which computes each block again.
+    Of an `exact` model nothing but the gradients of the formulas between its matrices is compiled:
+    what is computed forward is what a sampler computes.
 
     Called before sharding: what gathers a block's parameters stays around what is called here.
     With a `backend` it changes the whole process, for good: attention becomes one operation that
@@ -62,14 +62,13 @@ def wrap_blocks(forward: Forward, recompute: bool, backend: str, exact: bool = F
         # times with and without gradients: more than the compiler allows by default, after which
         # it does not compile. `compilations` in the metrics says how many there were.
         config.recompile_limit = max(config.recompile_limit, MAX_GRAPHS)
+    if exact:
+        compile_gradients(backend)
+        backend = ""
+    if backend:
         attention.register_attention(opaque=True)
     for block in forward.blocks():
-        if exact and backend:
-            given = copy_without_replacements(block)
-            plain = _wrap_block(given, given.forward, False, backend)
-            block.forward = partial(_forward_exact, block, block.forward, plain)
-        else:
-            block.forward = _wrap_block(block, block.forward, recompute, backend)
+        block.forward = _wrap_block(block, block.forward, recompute, backend)
 
 
 def _wrap_block(
@@ -87,55 +86,6 @@ def _wrap_block(
             else broken
         )
     return partial(_forward_by_pattern, single, broken) if backend else broken
-
-
-def copy_without_replacements(module: Any) -> Any:
-    """The module as its class computes it, with the same parameters."""
-    found = copy.copy(module)
-    found.__dict__.pop("forward", None)
-    found._modules = {name: copy_without_replacements(m) for name, m in module._modules.items()}
-    return found
-
-
-def _forward_exact(
-    block: torch.nn.Module,
-    exact: Callable[..., Any],
-    plain: Callable[..., Any],
-    hidden: torch.Tensor,
-    *args: Any,
-    **options: Any,
-) -> Any:
-    """What `exact` says; gradients are those of `plain`, which says the same but for rounding."""
-    anchor = next((p for p in block.parameters() if p.requires_grad), None)
-    if not torch.is_grad_enabled() or (anchor is None and not hidden.requires_grad):
-        return exact(hidden, *args, **options)
-    return _PlainBlock.apply(exact, plain, args, options, hidden, anchor)
-
-
-class _PlainBlock(torch.autograd.Function):
-    """Computes the plain block in the backward pass, which adds to the gradients of its parameters.
-
-    A parameter is given so that there is a backward pass where the block's input needs no gradient.
-    """
-
-    @staticmethod
-    def forward(
-        ctx: Any, exact: Any, plain: Any, args: Any, options: Any, hidden: Any, anchor: Any
-    ) -> Any:
-        ctx.plain, ctx.given = plain, (args, options)
-        ctx.save_for_backward(hidden)
-        return exact(hidden, *args, **options)
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Any) -> Any:
-        (hidden,), (args, options) = ctx.saved_tensors, ctx.given
-        given = hidden.detach().requires_grad_(ctx.needs_input_grad[4])
-        if isinstance(pattern := options.get("pattern"), ExactPattern):
-            options = {**options, "pattern": pattern.plain}
-        with torch.enable_grad():
-            out = ctx.plain(given, *args, **options)
-        torch.autograd.backward(out, grads[0])
-        return None, None, None, None, given.grad, None
 
 
 def _compile_when_called(function: Callable[..., Any], backend: str) -> Callable[..., Any]:

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import shutil
 from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
-import exactness
 import jaxtyping
 import making
 import msgspec
@@ -16,8 +16,10 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from sightline.compute import attention, attention_cuda
+from sightline.compute import attention, attention_cuda, plain_gradient
 from sightline.compute import attention_cudnn as attention_dense
+from sightline.compute.fused_layers import plain_norm, plain_rotate, plain_silu_mul
+from sightline.compute.plain_gradient import call_exact
 from sightline.families import load_family
 from sightline.families.registry import write_tiny
 from sightline.media import MediaStore
@@ -27,8 +29,6 @@ from sightline.trainer import forward_pass
 from sightline.trainer.blocks import count_compiled_graphs
 from sightline.trainer.build import build_learner
 from sightline.trainer.feed import BatchPreparer
-from sightline.trainer.learner import SUM_NAMES
-from sightline.trainer.step_result import MetricSums, StepTimer
 from sightline.wire.sample import Batch, Sample
 
 pytestmark = pytest.mark.ranks
@@ -237,30 +237,32 @@ def test_images_of_one_size_are_in_the_graph_too(tiny_model: Path, store: MediaS
         torch.testing.assert_close(one, other, rtol=1e-5, atol=1e-6)
 
 
-@pytest.mark.filterwarnings("ignore")
-def test_an_exact_model_is_compiled_in_its_backward_pass_alone(
-    tiny_model: Path, store: MediaStore
-) -> None:
+@pytest.mark.parametrize("backend", ["", "aot_eager"])
+def test_gradients_of_formulas_are_compiled_without_their_results(backend: str) -> None:
     import torch._dynamo
 
-    samples, logprobs, gradients = making.samples(tiny_model, store, 3), [], []
-    for backend in ("", "aot_eager"):
+    draw = partial(torch.randn, dtype=torch.float64)
+    shapes = {
+        partial(plain_norm, eps=1e-6): [(5, 16), (16,)],
+        partial(plain_silu_mul): [(5, 16), (5, 16)],
+        partial(plain_rotate, eps=1e-6): [(5, 16), (5, 8), (5, 4), (5, 4), (4,), (4,)],
+        partial(plain_rotate, rounds=False): [(5, 16), (5, 16), (5, 4), (5, 4)],
+    }
+    for plain, given in shapes.items():
         torch._dynamo.reset()
-        before = count_compiled_graphs()
-        learner = build_learner(
-            making.model_config(tiny_model, exact=True),
-            making.trainer_config(compile_backend=backend), store, 1,
-        )  # fmt: skip
-        ready = exactness.prepare(learner, tiny_model, store, samples, 1 << 20, step=1)
-        logprobs.append(learner.score(ready.micro_batches[0]))
-        assert count_compiled_graphs() == before, "nothing forward"
-        sums, timer = MetricSums(SUM_NAMES), StepTimer(torch.device("cpu"))
-        logprobs.append(learner.backward(ready.micro_batches[0], 1, sums, timer))
-        assert (count_compiled_graphs() > before) == bool(backend)
-        gradients.append({n: p.grad for n, p in learner.forward.model.named_parameters()})
-    for one in logprobs[1:]:
-        np.testing.assert_array_equal(np.asarray(one), np.asarray(logprobs[0]))
-    floor = 1e-3 * max(float(grad.norm()) for grad in gradients[0].values())
-    for name, wanted in gradients[0].items():
-        difference = (gradients[1][name] - wanted).norm() / max(float(wanted.norm()), floor)
-        assert difference < 1e-4, name
+        inputs = [draw(shape) for shape in given]
+        for frozen in range(len(inputs)):
+            needed = [x.requires_grad_(i != frozen) for i, x in enumerate(inputs)]
+            needed = [x for x in needed if x.requires_grad]
+            wanted = torch.autograd.grad(plain(*inputs).square().sum(), needed)
+            before = count_compiled_graphs()
+            plain_gradient.compile_gradients(backend)
+            try:
+                # What is computed forward is the first function's alone.
+                out = call_exact(lambda *x, f=plain: f(*x).clone(), plain, *inputs)
+                found = torch.autograd.grad(out.square().sum(), needed)
+            finally:
+                plain_gradient.compile_gradients("")
+            assert (count_compiled_graphs() > before) == bool(backend)
+            for one, other in zip(found, wanted, strict=True):
+                torch.testing.assert_close(one, other)

@@ -6,6 +6,7 @@ Their tokenizer has every added token of the real ones.
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -83,8 +84,10 @@ def write(path: Path, seed: int = 0, size: str = "tiny", **options: Any) -> None
     with torch.random.fork_rng(devices=[]), torch.device("meta" if is_large else "cpu"):
         torch.manual_seed(seed)
         model = auto.from_config(config, dtype=getattr(torch, settings["dtype"]))
-    drawn = draw_weights(model, seed, STD) if is_large else _drop_tied_weights(model)
-    weights = dict(_lay_out_experts(settings["type"], drawn))
+    given = dict(model.named_parameters()) if is_large else _drop_tied_weights(model)
+    laid_out = dict(_lay_out_experts(settings["type"], given))
+    draw = partial(draw_weights, shapes=laid_out, seed=seed, std=STD)
+    weights = draw if is_large else laid_out
     template = _read_template(settings["type"])
     write_checkpoint(Path(path), files, tokenizer, template, model, weights)
 

@@ -1,0 +1,89 @@
+"""A result by one function and its gradients by another, which says the same but for rounding.
+
+What `[model] exact` computes forward is computed by the same kernels at sampler and trainer; its
+gradients may be any, and are those of plain formulas.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from functools import cache, partial
+from typing import Any
+
+import torch
+from torch import Tensor
+
+_backend = ""
+"""Of torch.compile, for the gradients of formulas; empty where they are not compiled."""
+
+
+def compile_gradients(backend: str) -> None:
+    """From now on gradients of formulas are compiled in this process: a kernel or two for each."""
+    global _backend
+    _backend = backend
+
+
+def call_exact(
+    exact: Callable[..., Tensor], plain: Callable[..., Tensor], *inputs: Tensor
+) -> Tensor:
+    """What `exact` says, with the gradients of `plain`.
+
+    A `partial` of a function is taken for a formula, which can be compiled.
+    """
+    if not torch.is_grad_enabled():
+        return exact(*inputs)
+    found: Tensor = _PlainGradient.apply(exact, plain, *inputs)
+    return found
+
+
+class _PlainGradient(torch.autograd.Function):
+    """Computes `plain` in the backward pass, and its gradients."""
+
+    @staticmethod
+    def forward(ctx: Any, exact: Any, plain: Any, *inputs: Tensor) -> Tensor:
+        ctx.plain = plain
+        ctx.save_for_backward(*inputs)
+        found: Tensor = exact(*inputs)
+        return found
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Any) -> Any:
+        plain, needs, inputs = ctx.plain, tuple(ctx.needs_input_grad[2:]), ctx.saved_tensors
+        compute = _compute_gradients
+        if _backend and isinstance(plain, partial):
+            options = tuple(plain.keywords.items())
+            compute = _compile_gradients(_backend, plain.func, options, needs)
+        found = iter(compute(plain, needs, inputs, grads[0]))
+        return None, None, *(next(found) if need else None for need in needs)
+
+
+def _compute_gradients(
+    plain: Callable[..., Tensor], needs: tuple[bool, ...], inputs: Sequence[Tensor], grad: Tensor
+) -> Sequence[Tensor]:
+    with torch.enable_grad():
+        given = [x.detach().requires_grad_(need) for x, need in zip(inputs, needs, strict=True)]
+        out = plain(*given)
+    return torch.autograd.grad(out, [x for x in given if x.requires_grad], grad)
+
+
+@cache
+def _compile_gradients(
+    backend: str,
+    function: Callable[..., Tensor],
+    options: tuple[tuple[str, Any], ...],
+    needs: tuple[bool, ...],
+) -> Callable[..., Sequence[Tensor]]:
+    """One graph without the result of `function`, which nobody reads."""
+
+    def compute(inputs: Sequence[Tensor], grad: Tensor) -> Sequence[Tensor]:
+        def apply(*needed: Tensor) -> Tensor:
+            left = iter(needed)
+            given = [next(left) if need else x for x, need in zip(inputs, needs, strict=True)]
+            return function(*given, **dict(options))
+
+        needed = [x for x, need in zip(inputs, needs, strict=True) if need]
+        pull: Callable[[Tensor], Sequence[Tensor]] = torch.func.vjp(apply, *needed)[1]
+        return pull(grad)
+
+    compiled = torch.compile(compute, backend=backend)
+    return lambda plain, needs, inputs, grad: compiled(inputs, grad)
