@@ -226,7 +226,8 @@ def test_what_is_rounded_in_transformers_is_rounded_alike() -> None:
     turned = torch.cat([-heads[..., 64:], heads[..., :64]], dim=-1)
     expected = (heads * cos[:, None] + turned * sin[:, None])[:, :6]
     q, k = x[:, : 4 * 128], x[:, 4 * 128 : 6 * 128]
-    assert torch.equal(rotate_heads(q, k, cos, sin, (weight, weight), 1e-6), expected)
+    found = torch.cat(rotate_heads(q, k, cos, sin, (weight, weight), 1e-6), dim=1)
+    assert torch.equal(found, expected)
     assert torch.equal(silu_mul(*x.chunk(2, dim=-1)), F.silu(x[:, :512]) * x[:, 512:])
 
 

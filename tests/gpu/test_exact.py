@@ -68,7 +68,7 @@ def test_a_query_has_the_same_bits_in_a_tile_and_alone(
     )
     q = torch.randn(length, heads, width, device=device, dtype=torch.bfloat16)
     tables = np.arange(num_pages)[None]
-    queries = count_queries(heads, kv_heads)
+    queries = count_queries(heads, kv_heads, device)
     tiles = build_tiles(tables, np.array([0]), np.array([length]), queries, device)
     whole = attend_run(q, keys, values, tiles, width**-0.5)
     start = 517

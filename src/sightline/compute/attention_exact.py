@@ -24,9 +24,9 @@ from sightline.compute.plain_gradient import call_exact
 from sightline.families.device_copy import copy_to_device
 
 PAGE = 64
-TILE_ROWS = 16
+TILE_ROWS = {"cpu": 16, "cuda": 64}
 """Queries of a tile, times the heads that share their keys."""
-TILES_AT_ONCE = 512
+QUERIES_AT_ONCE = 4096
 """What so many hold on the way is let go before the next."""
 
 KeyPages = Float[Tensor, "pages page kv_heads width"]
@@ -44,9 +44,9 @@ def without_onednn() -> Iterator[None]:
         backend.enabled = before
 
 
-def count_queries(heads: int, kv_heads: int) -> int:
+def count_queries(heads: int, kv_heads: int, device: torch.device) -> int:
     """Queries of a tile."""
-    return max(1, TILE_ROWS // (heads // kv_heads))
+    return max(1, TILE_ROWS[device.type] // (heads // kv_heads))
 
 
 @dataclass(frozen=True, slots=True)
@@ -92,9 +92,9 @@ def attend_run(
     q: TokenQueries, keys: KeyPages, values: ValuePages, tiles: Tiles, scaling: float
 ) -> Float[Tensor, "tokens heads value_width"]:
     """What the tokens of a run attend to."""
-    found = []
-    for at in range(0, len(tiles.queries), TILES_AT_ONCE):
-        part = slice(at, at + TILES_AT_ONCE)
+    found, at_once = [], max(1, QUERIES_AT_ONCE // tiles.queries.shape[1])
+    for at in range(0, len(tiles.queries), at_once):
+        part = slice(at, at + at_once)
         seen = (tiles.block_tables[part], tiles.seq_lens[part], tiles.first_seen[part])
         found.append(attend_tiles(q[tiles.queries[part]], keys, values, *seen, scaling))
     return torch.cat(found).flatten(0, 1)[tiles.places]
@@ -187,7 +187,7 @@ class ExactPattern:
         return build_attention_pattern(ends, self._device, self._dtype)
 
     def _attend(self, q: Queries, k: Keys, v: Values, scaling: float) -> Attended:
-        queries = count_queries(q.shape[1], k.shape[1])
+        queries = count_queries(q.shape[1], k.shape[1], self._device)
         if queries not in self._tiles:
             self._tiles[queries] = build_tiles(
                 self._block_tables, 0 * self._lengths, self._lengths, queries, self._device

@@ -14,7 +14,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from functools import partial
-from typing import Any
+from typing import Any, cast
 
 import torch
 import torch.nn.functional as F
@@ -69,6 +69,8 @@ def _find_replacement(module: Any, exact: bool) -> Callable[[Any, bool], Callabl
         width = getattr(module, "head_dim", None)
         if isinstance(width, int) and width.bit_count() == 1:
             return _build_image_attention
+    elif exact and type(module) is nn.LayerNorm and module.bias is not None:
+        return _build_layer_norm
     elif hasattr(module, "variance_epsilon") and isinstance(
         getattr(module, "weight", None), nn.Parameter
     ):
@@ -107,7 +109,7 @@ def _build_norm(module: Any, exact: bool) -> Callable[[Tensor], Tensor]:
     run, plain = (partial(f, eps=module.variance_epsilon) for f in (rms_norm, plain_norm))
 
     def normalize(hidden_states: Tensor) -> Tensor:
-        return call_exact(run, plain, hidden_states, module.weight)
+        return cast(Tensor, call_exact(run, plain, hidden_states, module.weight))
 
     return normalize
 
@@ -116,6 +118,19 @@ def plain_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     value = x.float()
     value = value * torch.rsqrt(value.square().mean(-1, keepdim=True) + eps)
     return weight * value.to(x.dtype)
+
+
+def _build_layer_norm(module: Any, exact: bool) -> Callable[[Tensor], Tensor]:
+    plain = partial(plain_layer_norm, eps=module.eps)
+
+    def normalize(x: Tensor) -> Tensor:
+        return cast(Tensor, call_exact(plain, plain, x, module.weight, module.bias))
+
+    return normalize
+
+
+def plain_layer_norm(x: Tensor, weight: Tensor, bias: Tensor, eps: float) -> Tensor:
+    return F.layer_norm(x, weight.shape, weight, bias, eps)
 
 
 def _build_mlp(module: Any, exact: bool) -> Callable[[Tensor], Tensor]:
@@ -139,11 +154,10 @@ def _build_attention(module: Any, exact: bool) -> Callable[..., tuple[Tensor, No
 
     joined = _join(exact, module.q_proj, module.k_proj, module.v_proj)
     width = int(module.head_dim)
-    heads = len(module.q_proj.weight) // width
     has_norms = hasattr(module, "q_norm") and hasattr(module, "k_norm")
     eps = float(module.q_norm.variance_epsilon) if has_norms else 0.0
 
-    def rotate(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, *norms: Tensor) -> Tensor:
+    def rotate(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, *norms: Tensor) -> Any:
         weights = (norms[0], norms[1]) if norms else None
         return rotate_heads(q, k, cos, sin, weights, eps)
 
@@ -159,10 +173,9 @@ def _build_attention(module: Any, exact: bool) -> Callable[..., tuple[Tensor, No
         q, k, v = (x.flatten(0, 1) for x in joined(hidden_states))
         cos, sin = (x.reshape(-1, width) for x in position_embeddings)
         norms = (module.q_norm.weight, module.k_norm.weight) if has_norms else ()
-        turned, v = call_exact(rotate, plain, q, k, cos, sin, *norms), v.unflatten(1, (-1, width))
-        q, k, v = (
-            x.unflatten(0, shape).transpose(1, 2) for x in (turned[:, :heads], turned[:, heads:], v)
-        )
+        q, k = call_exact(rotate, plain, q, k, cos, sin, *norms)
+        v = v.unflatten(1, (-1, width))
+        q, k, v = (x.unflatten(0, shape).transpose(1, 2) for x in (q, k, v))
         out = pattern.attend(int(module.layer_idx), q, k, v, float(module.scaling))
         return module.o_proj(out.transpose(1, 2).reshape(*shape, -1)), None
 
@@ -174,7 +187,6 @@ def _build_image_attention(module: Any, exact: bool) -> Callable[..., Tensor]:
     from sightline.compute.triton_kernels import rotate_heads
 
     width = int(module.head_dim)
-    heads = module.proj.in_features // width
     rotate, plain = partial(rotate_heads, rounds=False), partial(plain_rotate, rounds=False)
     attend_among = attend_images_exact if exact else attend_images
 
@@ -187,11 +199,12 @@ def _build_image_attention(module: Any, exact: bool) -> Callable[..., Tensor]:
     ) -> Tensor:
         q, k, v = module.qkv(hidden_states).chunk(3, dim=-1)
         cos, sin = (x.contiguous() for x in position_embeddings)
-        turned, v = call_exact(rotate, plain, q, k, cos, sin), v.unflatten(1, (-1, width))
-        q, k, v = (x.transpose(0, 1)[None] for x in (turned[:, :heads], turned[:, heads:], v))
+        q, k = call_exact(rotate, plain, q, k, cos, sin)
+        v = v.unflatten(1, (-1, width))
+        q, k, v = (x.transpose(0, 1).unsqueeze(0) for x in (q, k, v))
         longest = int(cu_seqlens.diff().max()) if max_seqlen is None else max_seqlen
         out = attend_among(q, k, v, float(module.scaling), cu_seqlens, longest)
-        shown: Tensor = module.proj(out[0].transpose(0, 1).flatten(1))
+        shown: Tensor = module.proj(out.squeeze(0).transpose(0, 1).flatten(1))
         return shown
 
     return attend
@@ -200,16 +213,21 @@ def _build_image_attention(module: Any, exact: bool) -> Callable[..., Tensor]:
 def plain_rotate(
     q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, *norms: Tensor,
     eps: float = 0.0, rounds: bool = True,
-) -> Tensor:  # fmt: skip
+) -> tuple[Tensor, Tensor]:  # fmt: skip
     """What `rotate_heads` says."""
+
+    def rotate(x: Tensor) -> Tensor:
+        low, high = (x if rounds else x.float()).chunk(2, dim=-1)
+        (cos_low, cos_high), (sin_low, sin_high) = (
+            angle[:, None].chunk(2, dim=-1) for angle in (cos, sin)
+        )
+        turned = low * cos_low - high * sin_low, high * cos_high + low * sin_high
+        return torch.cat(turned, dim=-1).to(q.dtype)
+
     parts = [x.unflatten(1, (-1, cos.shape[-1])) for x in (q, k)]
     if norms:
         parts = [plain_norm(x, w, eps) for x, w in zip(parts, norms, strict=True)]
-    x = torch.cat(parts, dim=1)
-    x = x if rounds else x.float()
-    low, high = x.chunk(2, dim=-1)
-    turned = x * cos[:, None] + torch.cat([-high, low], dim=-1) * sin[:, None]
-    return turned.to(q.dtype)
+    return rotate(parts[0]), rotate(parts[1])
 
 
 # --- the trial

@@ -23,28 +23,24 @@ def compile_gradients(backend: str) -> None:
     _backend = backend
 
 
-def call_exact(
-    exact: Callable[..., Tensor], plain: Callable[..., Tensor], *inputs: Tensor
-) -> Tensor:
-    """What `exact` says, with the gradients of `plain`.
+def call_exact(exact: Callable[..., Any], plain: Callable[..., Any], *inputs: Tensor) -> Any:
+    """What `exact` says, a tensor or several, with the gradients of `plain`.
 
     A `partial` of a function is taken for a formula, which can be compiled.
     """
     if not torch.is_grad_enabled():
         return exact(*inputs)
-    found: Tensor = _PlainGradient.apply(exact, plain, *inputs)
-    return found
+    return _PlainGradient.apply(exact, plain, *inputs)
 
 
 class _PlainGradient(torch.autograd.Function):
     """Computes `plain` in the backward pass, and its gradients."""
 
     @staticmethod
-    def forward(ctx: Any, exact: Any, plain: Any, *inputs: Tensor) -> Tensor:
+    def forward(ctx: Any, exact: Any, plain: Any, *inputs: Tensor) -> Any:
         ctx.plain = plain
         ctx.save_for_backward(*inputs)
-        found: Tensor = exact(*inputs)
-        return found
+        return exact(*inputs)
 
     @staticmethod
     def backward(ctx: Any, *grads: Any) -> Any:
@@ -53,37 +49,40 @@ class _PlainGradient(torch.autograd.Function):
         if _backend and isinstance(plain, partial):
             options = tuple(plain.keywords.items())
             compute = _compile_gradients(_backend, plain.func, options, needs)
-        found = iter(compute(plain, needs, inputs, grads[0]))
+        found = iter(compute(plain, needs, inputs, grads))
         return None, None, *(next(found) if need else None for need in needs)
 
 
 def _compute_gradients(
-    plain: Callable[..., Tensor], needs: tuple[bool, ...], inputs: Sequence[Tensor], grad: Tensor
+    plain: Callable[..., Any],
+    needs: tuple[bool, ...],
+    inputs: Sequence[Tensor],
+    grads: Sequence[Tensor],
 ) -> Sequence[Tensor]:
     with torch.enable_grad():
         given = [x.detach().requires_grad_(need) for x, need in zip(inputs, needs, strict=True)]
         out = plain(*given)
-    return torch.autograd.grad(out, [x for x in given if x.requires_grad], grad)
+    return torch.autograd.grad(out, [x for x in given if x.requires_grad], grads)
 
 
 @cache
 def _compile_gradients(
     backend: str,
-    function: Callable[..., Tensor],
+    function: Callable[..., Any],
     options: tuple[tuple[str, Any], ...],
     needs: tuple[bool, ...],
 ) -> Callable[..., Sequence[Tensor]]:
     """One graph without the result of `function`, which nobody reads."""
 
-    def compute(inputs: Sequence[Tensor], grad: Tensor) -> Sequence[Tensor]:
-        def apply(*needed: Tensor) -> Tensor:
+    def compute(inputs: Sequence[Tensor], grads: Sequence[Tensor]) -> Sequence[Tensor]:
+        def apply(*needed: Tensor) -> Any:
             left = iter(needed)
             given = [next(left) if need else x for x, need in zip(inputs, needs, strict=True)]
             return function(*given, **dict(options))
 
         needed = [x for x, need in zip(inputs, needs, strict=True) if need]
-        pull: Callable[[Tensor], Sequence[Tensor]] = torch.func.vjp(apply, *needed)[1]
-        return pull(grad)
+        pull: Callable[..., Sequence[Tensor]] = torch.func.vjp(apply, *needed)[1]
+        return pull(grads[0] if len(grads) == 1 else grads)
 
     compiled = torch.compile(compute, backend=backend)
-    return lambda plain, needs, inputs, grad: compiled(inputs, grad)
+    return lambda plain, needs, inputs, grads: compiled(inputs, grads)

@@ -1,8 +1,8 @@
 """Kernels in Triton, for CUDA. Imported only there: other builds of torch come without Triton.
 
-No result depends on what else is in a batch: every program computes one row, one head or one fixed
-part of its keys, in a fixed order. What transformers rounds to the model's type on the way is
-rounded here too.
+No result depends on what else is in a batch: every program computes whole rows or heads, or one
+fixed part of their keys, in a fixed order. What transformers rounds to the model's type on the way
+is rounded here too.
 """
 
 from __future__ import annotations
@@ -17,6 +17,8 @@ SPLIT = 512
 KEYS_AT_ONCE = 64
 SAMPLE_CHUNK = 2048
 """Ids of the vocabulary that one program looks at."""
+BLOCK_HEADS = 8
+"""Heads of a token that one program turns."""
 DIGEST_ROWS = 8
 """Rows of words that one program adds up."""
 
@@ -51,7 +53,9 @@ def _paged_attention_kernel(
         other=0.0,
     )
     top = tl.full([GROUP_ROWS], float("-inf"), tl.float32)
-    total = tl.zeros([GROUP_ROWS], tl.float32)
+    # Weights are added up by a product too, whose order does not hang on the number of rows.
+    total = tl.zeros([GROUP_ROWS, 16], tl.float32)
+    ones = tl.full([KEYS, 16], 1.0, values.dtype.element_ty)
     out = tl.zeros([GROUP_ROWS, BLOCK_VALUE], tl.float32)
     for first in range(start, end, KEYS):
         index = first + tl.arange(0, KEYS)
@@ -79,9 +83,9 @@ def _paged_attention_kernel(
             base = tl.where(new_top == float("-inf"), 0.0, new_top)
         weight = tl.exp2(score - base[:, None])
         rescale = tl.exp2(top - base)
-        total = total * rescale + tl.sum(weight, 1)
-        out = out * rescale[:, None]
-        out = tl.dot(weight.to(value.dtype), value, out, input_precision="ieee")
+        weight = weight.to(value.dtype)
+        total = tl.dot(weight, ones, total * rescale[:, None], input_precision="ieee")
+        out = tl.dot(weight, value, out * rescale[:, None], input_precision="ieee")
         top = new_top
     place = (row * (kv_heads * GROUP * QUERIES) + at) * num_splits + split
     tl.store(
@@ -90,7 +94,7 @@ def _paged_attention_kernel(
         mask=is_head & (e[None, :] < VALUE_WIDTH),
     )
     tl.store(maxima + place, top, mask=rows < GROUP * QUERIES)
-    tl.store(sums + place, total, mask=rows < GROUP * QUERIES)
+    tl.store(sums + place, tl.max(total, 1), mask=rows < GROUP * QUERIES)
 
 
 @triton.jit
@@ -143,8 +147,7 @@ def attend_paged(
     block_size, kv_heads, value_width = values.shape[1:]
     num_splits = triton.cdiv(block_tables.shape[1] * block_size, SPLIT)
     group = heads // kv_heads
-    group_rows = max(16, triton.next_power_of_2(group))
-    assert group * queries <= group_rows, f"{queries} queries of {group} heads in {group_rows} rows"
+    group_rows = max(16, triton.next_power_of_2(group * queries))
     sizes = (num_rows * queries, heads, num_splits)
     parts = q.new_empty((*sizes, value_width), dtype=torch.float32)
     maxima = q.new_empty(sizes, dtype=torch.float32)
@@ -229,33 +232,39 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
 
 @triton.jit
 def _rotate_heads_kernel(
-    q, k, cos, sin, q_weight, k_weight, out, q_stride, k_stride, cos_stride, q_heads, eps,
-    WIDTH: tl.constexpr, HAS_NORM: tl.constexpr, ROUNDS: tl.constexpr,
+    q, k, cos, sin, q_weight, k_weight, q_out, k_out, q_stride, k_stride, cos_stride, eps,
+    Q_HEADS: tl.constexpr, K_HEADS: tl.constexpr, WIDTH: tl.constexpr, BLOCK_HEADS: tl.constexpr,
+    HAS_NORM: tl.constexpr, ROUNDS: tl.constexpr,
 ):  # fmt: skip
-    head, token = tl.program_id(0), tl.program_id(1).to(tl.int64)
+    block, token = tl.program_id(0), tl.program_id(1).to(tl.int64)
+    Q_BLOCKS: tl.constexpr = (Q_HEADS + BLOCK_HEADS - 1) // BLOCK_HEADS
+    x, weight, out = q + token * q_stride, q_weight, q_out + token * Q_HEADS * WIDTH
+    if block >= Q_BLOCKS:
+        x, weight, out = k + token * k_stride, k_weight, k_out + token * K_HEADS * WIDTH
+    heads = tl.where(block >= Q_BLOCKS, K_HEADS, Q_HEADS)
+    first = tl.where(block >= Q_BLOCKS, block - Q_BLOCKS, block) * BLOCK_HEADS
+    head = (first + tl.arange(0, BLOCK_HEADS))[:, None]
     d = tl.arange(0, WIDTH)
     HALF: tl.constexpr = WIDTH // 2
     other = tl.where(d < HALF, d + HALF, d - HALF)
-    base, weight = q + token * q_stride + head * WIDTH, q_weight
-    if head >= q_heads:
-        base, weight = k + token * k_stride + (head - q_heads) * WIDTH, k_weight
-    read = tl.load(base + d)
+    read = tl.load(x + head * WIDTH + d[None, :], mask=head < heads, other=0.0)
+    turned = tl.load(x + head * WIDTH + other[None, :], mask=head < heads, other=0.0)
     kind = read.dtype
-    value, turned = read.to(tl.float32), tl.load(base + other).to(tl.float32)
+    value, turned = read.to(tl.float32), turned.to(tl.float32)
     if HAS_NORM:
-        scale = tl.rsqrt(tl.sum(value * value, 0) / WIDTH + eps)
+        scale = tl.rsqrt(tl.sum(value * value, 1) / WIDTH + eps)[:, None]
         value = (value * scale).to(kind).to(tl.float32)
         turned = (turned * scale).to(kind).to(tl.float32)
-        value = (tl.load(weight + d).to(tl.float32) * value).to(kind).to(tl.float32)
-        turned = (tl.load(weight + other).to(tl.float32) * turned).to(kind).to(tl.float32)
-    turned = tl.where(d < HALF, -turned, turned)
-    straight = value * tl.load(cos + token * cos_stride + d).to(tl.float32)
-    across = turned * tl.load(sin + token * cos_stride + d).to(tl.float32)
+        value = (tl.load(weight + d).to(tl.float32)[None, :] * value).to(kind).to(tl.float32)
+        turned = (tl.load(weight + other).to(tl.float32)[None, :] * turned).to(kind)
+        turned = turned.to(tl.float32)
+    turned = tl.where(d[None, :] < HALF, -turned, turned)
+    straight = value * tl.load(cos + token * cos_stride + d).to(tl.float32)[None, :]
+    across = turned * tl.load(sin + token * cos_stride + d).to(tl.float32)[None, :]
     if ROUNDS:
         straight, across = straight.to(kind).to(tl.float32), across.to(kind).to(tl.float32)
-    mixed = straight + across
-    place = token * tl.num_programs(0) + head
-    tl.store(out + place * WIDTH + d, mixed.to(kind))
+    mixed = (straight + across).to(kind)
+    tl.store(out + head * WIDTH + d[None, :], mixed, mask=head < heads)
 
 
 def rotate_heads(
@@ -266,21 +275,22 @@ def rotate_heads(
     weights: tuple[Tensor, Tensor] | None = None,
     eps: float = 0.0,
     rounds: bool = True,
-) -> Tensor:
-    """The heads of each token of q and k (tokens, heads x width), the queries' and then the keys',
-    normalized by `weights` where there are some, at their positions. With `rounds` each product is
-    rounded as a text model does it; a vision tower rounds their sum alone."""
+) -> tuple[Tensor, Tensor]:
+    """The heads of queries and keys (tokens, heads x width), normalized by `weights` where there
+    are some, at their positions, as (tokens, heads, width). With `rounds` each product is rounded
+    as a text model does it; a vision tower rounds their sum alone."""
     width = cos.shape[-1]
-    q_heads, k_heads = (x.shape[1] // width for x in (q, k))
-    out = q.new_empty((len(q), q_heads + k_heads, width))
+    outs = [x.new_empty((len(x), x.shape[1] // width, width)) for x in (q, k)]
+    num_heads = [x.shape[1] for x in outs]
     q_weight, k_weight = weights or (q, k)
-    _rotate_heads_kernel[q_heads + k_heads, len(q)](
-        q, k, cos, sin, q_weight, k_weight, out, q.stride(0), k.stride(0), cos.stride(0),
-        q_heads, eps,
-        WIDTH=width, HAS_NORM=weights is not None, ROUNDS=rounds, num_warps=1,
+    _rotate_heads_kernel[sum(triton.cdiv(num, BLOCK_HEADS) for num in num_heads), len(q)](
+        q, k, cos, sin, q_weight, k_weight, *outs, q.stride(0), k.stride(0), cos.stride(0), eps,
+        Q_HEADS=num_heads[0], K_HEADS=num_heads[1], WIDTH=width, BLOCK_HEADS=BLOCK_HEADS,
+        HAS_NORM=weights is not None, ROUNDS=rounds,
+        num_warps=max(1, BLOCK_HEADS * width // 256),
         enable_fp_fusion=False,  # products are rounded before they are added
     )  # fmt: skip
-    return out
+    return outs[0], outs[1]
 
 
 @triton.jit

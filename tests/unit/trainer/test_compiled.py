@@ -18,7 +18,12 @@ import torch.nn.functional as F
 
 from sightline.compute import attention, attention_cuda, plain_gradient
 from sightline.compute import attention_cudnn as attention_dense
-from sightline.compute.fused_layers import plain_norm, plain_rotate, plain_silu_mul
+from sightline.compute.fused_layers import (
+    plain_layer_norm,
+    plain_norm,
+    plain_rotate,
+    plain_silu_mul,
+)
 from sightline.compute.plain_gradient import call_exact
 from sightline.families import load_family
 from sightline.families.registry import write_tiny
@@ -244,23 +249,28 @@ def test_gradients_of_formulas_are_compiled_without_their_results(backend: str) 
     draw = partial(torch.randn, dtype=torch.float64)
     shapes = {
         partial(plain_norm, eps=1e-6): [(5, 16), (16,)],
+        partial(plain_layer_norm, eps=1e-6): [(5, 16), (16,), (16,)],
         partial(plain_silu_mul): [(5, 16), (5, 16)],
         partial(plain_rotate, eps=1e-6): [(5, 16), (5, 8), (5, 4), (5, 4), (4,), (4,)],
         partial(plain_rotate, rounds=False): [(5, 16), (5, 16), (5, 4), (5, 4)],
     }
+
+    def total(found: Any) -> torch.Tensor:
+        parts = found if isinstance(found, tuple) else (found,)
+        return torch.stack([(1 + i) * x.square().sum() for i, x in enumerate(parts)]).sum()
+
     for plain, given in shapes.items():
         torch._dynamo.reset()
         inputs = [draw(shape) for shape in given]
         for frozen in range(len(inputs)):
             needed = [x.requires_grad_(i != frozen) for i, x in enumerate(inputs)]
             needed = [x for x in needed if x.requires_grad]
-            wanted = torch.autograd.grad(plain(*inputs).square().sum(), needed)
+            wanted = torch.autograd.grad(total(plain(*inputs)), needed)
             before = count_compiled_graphs()
             plain_gradient.compile_gradients(backend)
             try:
-                # What is computed forward is the first function's alone.
-                out = call_exact(lambda *x, f=plain: f(*x).clone(), plain, *inputs)
-                found = torch.autograd.grad(out.square().sum(), needed)
+                out = call_exact(plain, plain, *inputs)
+                found = torch.autograd.grad(total(out), needed)
             finally:
                 plain_gradient.compile_gradients("")
             assert (count_compiled_graphs() > before) == bool(backend)

@@ -309,7 +309,7 @@ class ExactPagedPattern:
         keys, values = self._kv.pages(layer, run_k, run_v)
         keys.flatten(0, 1).index_copy_(0, self._places, run_k)
         values.flatten(0, 1).index_copy_(0, self._places, run_v)
-        queries = count_queries(q.shape[1], k.shape[1])
+        queries = count_queries(q.shape[1], k.shape[1], q.device)
         if queries not in self._tiles:
             plan, width = self._plan, -(-int(self._plan.ends.max()) // BLOCK_SIZE)
             tables = self._kv.block_tables[plan.rows, :width]
@@ -334,7 +334,7 @@ class DecodePattern:
         _write_last(run_k, run_v, keys, values, self.block_tables, self.seq_lens)
         seen = (keys, values, self.block_tables, self.seq_lens)
         if self.kv.exact and not q.is_cuda:  # where the kernel is exact as it is
-            queries = count_queries(q.shape[1], k.shape[1])
+            queries = count_queries(q.shape[1], k.shape[1], q.device)
             asked = run_q[:, None].expand(-1, queries, -1, -1)
             out = attend_tiles(asked, *seen, self.seq_lens, scaling)[:, 0]
         else:
