@@ -90,6 +90,11 @@ def test_products_find_rows_that_do_not_vary(shape: tuple[int, int]) -> None:
     layer = nn.Linear(shape[1], shape[0], bias=False, device="cuda", dtype=torch.bfloat16)
     found = exact.find_rows("layer", layer, torch.device("cuda"), torch.bfloat16)
     print(f"{shape}: {found[0]} rows or more")
+    x = torch.randn(2 * exact.MAX_ROWS + 100, shape[1], device="cuda", dtype=torch.bfloat16)
+    with torch.no_grad():
+        whole = exact.multiply(x, layer.weight, None, *found)  # in three parts
+        for part in (slice(0, 50), slice(exact.MAX_ROWS - 3, exact.MAX_ROWS + 40), slice(-7, None)):
+            assert torch.equal(whole[part], exact.multiply(x[part], layer.weight, None, *found))
 
 
 def test_packing(model: Path) -> None:
