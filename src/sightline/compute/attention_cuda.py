@@ -30,6 +30,7 @@ from sightline.compute.attention_shapes import (
     Values,
 )
 from sightline.families.device_copy import copy_to_device
+from sightline.families.kernel_trial import take_trial_gradients
 
 BLOCK = 128
 TREE_BUCKET = 1024
@@ -108,13 +109,7 @@ def _try_cudnn(
 ) -> bool:
     length, scaling = 256, width**-0.5
     ends = torch.arange(0, 2 * length + 1, length, dtype=torch.int32, device=device)
-    # Where an engine calls, no gradients are taken; where activations are computed again, what is
-    # saved for them is counted. Neither is to see this.
-    with (
-        torch.inference_mode(False),
-        torch.enable_grad(),
-        torch.autograd.graph.saved_tensors_hooks(lambda x: x, lambda x: x),
-    ):
+    with take_trial_gradients():
         # No random numbers: those of the run are to stay as they are.
         shapes = [(2 * length, num, width) for num in (heads[0], heads[1], heads[1])]
         angles = (torch.arange(math.prod(shape), device=device).view(shape) for shape in shapes)

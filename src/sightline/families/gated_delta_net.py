@@ -29,6 +29,7 @@ from torch import Tensor, nn
 from transformers.activations import ACT2FN
 
 from sightline.families.device_copy import copy_to_device
+from sightline.families.kernel_trial import take_trial_gradients
 
 MAX_CHUNK = 64
 """Tokens of a chunk; transformers' own."""
@@ -254,9 +255,8 @@ def _find_kernel(keys: int, values: int, device: torch.device, dtype: torch.dtyp
     ends = np.repeat(np.cumsum(lengths), lengths)
     plan = build_recurrence_plan(ends, 1, device)
     problem = ""
-    # An engine calls without gradients; they are tried all the same. Drawn by a generator of its
-    # own: the random numbers of the run are to stay as they are.
-    with torch.inference_mode(False), torch.enable_grad():
+    # Drawn by a generator of its own: the random numbers of the run are to stay as they are.
+    with take_trial_gradients():
         shapes = [(len(ends), 2, *width) for width in ((keys,), (keys,), (values,), (), ())]
         drawn = torch.Generator(device).manual_seed(0)
         inputs = [torch.randn(shape, generator=drawn, device=device) for shape in shapes]

@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 import torch
 from torch import Tensor
+from torch.utils.checkpoint import checkpoint
 from transformers.models.qwen3_5 import modeling_qwen3_5 as witness
 from transformers.models.qwen3_5.configuration_qwen3_5 import Qwen3_5TextConfig
 
@@ -163,6 +164,15 @@ def without_gradient_of_values(*inputs: Any, **options: Any) -> Any:
     return out + 0 * v, state
 
 
+def install_package(rule: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    names = ["fla", "fla.ops", "fla.ops.gated_delta_rule"]
+    package = [ModuleType(name) for name in names]
+    package[-1].__dict__["chunk_gated_delta_rule"] = rule
+    for name, module in zip(names, package, strict=True):
+        monkeypatch.setitem(sys.modules, name, module)
+    _find_kernel.cache_clear()
+
+
 @pytest.mark.parametrize(
     ("rule", "problem"),
     [
@@ -174,12 +184,7 @@ def without_gradient_of_values(*inputs: Any, **options: Any) -> Any:
 def test_kernels_of_a_package_are_used_where_a_trial_shows_that_they_give_the_same(
     rule: Any, problem: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    names = ["fla", "fla.ops", "fla.ops.gated_delta_rule"]
-    package = [ModuleType(name) for name in names]
-    package[-1].__dict__["chunk_gated_delta_rule"] = rule
-    for name, module in zip(names, package, strict=True):
-        monkeypatch.setitem(sys.modules, name, module)
-    _find_kernel.cache_clear()
+    install_package(rule, monkeypatch)
     try:
         found = _find_kernel(8, 16, CPU, torch.bfloat16)
     finally:
@@ -187,3 +192,21 @@ def test_kernels_of_a_package_are_used_where_a_trial_shows_that_they_give_the_sa
     assert found is (None if problem else rule)
     said = capsys.readouterr().err
     assert problem in said if problem else not said
+
+
+def test_a_trial_in_a_block_that_is_computed_again_changes_nothing_for_it(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    install_package(rule_of_a_package, monkeypatch)
+
+    def block(x: Tensor) -> Tensor:
+        assert _find_kernel(8, 16, CPU, torch.bfloat16) is rule_of_a_package
+        return x.sin().square()
+
+    x = torch.ones(3, requires_grad=True)
+    try:
+        checkpoint(block, x, use_reentrant=False).sum().backward()
+    finally:
+        _find_kernel.cache_clear()
+    torch.testing.assert_close(x.grad, torch.sin(2 * torch.ones(3)))
+    assert not capsys.readouterr().err
