@@ -11,6 +11,7 @@ from typing import Any
 
 from sightline.errors import ConfigError
 from sightline.families import registry
+from sightline.families.checkpoint_files import read_shapes
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -59,6 +60,4 @@ def write_atomically(family: str, folder: Path, seed: int, **options: Any) -> No
 
 def count_parameters(folder: Path) -> int:
     """Counted from the headers of the weight files."""
-    from sightline.launch.probes import read_shapes
-
     return sum(map(math.prod, read_shapes(folder).values()))

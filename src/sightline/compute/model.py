@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
@@ -31,6 +32,8 @@ def load_model(
     # float32 means float32: by default cuDNN rounds convolutions to TF32, which moves logprobs by
     # 1e-4.
     torch.backends.cudnn.allow_tf32 = False
+    # A CPU that cannot multiply in bfloat16: torch does it otherwise, and shows a C++ stack.
+    warnings.filterwarnings("ignore", "mkldnn_matmul failed, switching to BLAS gemm")
     is_exact_gpu = exact is not None and exact[0].startswith("cuda")
     forward = load_forward(
         path,

@@ -253,7 +253,7 @@ class TrainerConfig(ConfigSection):
     """Whether a block's activations are computed again in the backward pass."""
     compile_backend: str = ""
     """Backend of torch.compile for every block, such as inductor; empty is off. With [model] exact
-    it compiles the backward pass alone."""
+    it compiles gradients alone, on a GPU."""
     measure_entropy: Mutable[bool] = True
     """Whether the policy's entropy is measured: one more pass over the logits."""
     publish: Mutable[Literal["auto", "files", "store", "broadcast", "ipc"]] = "auto"

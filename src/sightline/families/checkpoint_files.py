@@ -1,4 +1,4 @@
-"""The JSON files of a checkpoint folder."""
+"""The files of a checkpoint folder."""
 
 from __future__ import annotations
 
@@ -46,3 +46,23 @@ def read_vocab_size(path: Path, tokenizer: Tokenizer) -> int:
                 "use the files that belong to the checkpoint",
             )
     return vocab_size
+
+
+def read_shapes(model: Path) -> dict[str, list[int]]:
+    """The shape of every tensor of a checkpoint; refuses files that are cut or missing."""
+    from safetensors import SafetensorError, safe_open  # which a worker does without
+
+    shapes: dict[str, list[int]] = {}
+    fix = "copy it again from the checkpoint"
+    index, files = model / "model.safetensors.index.json", sorted(model.glob("*.safetensors"))
+    if index.is_file():
+        for name in set(read_json(index).get("weight_map", {}).values()):
+            if model / name not in files:
+                raise FamilyError(f"{model / name} is missing, which {index.name} names", fix)
+    for path in files:
+        try:
+            with safe_open(path, framework="numpy") as file:
+                shapes |= {name: file.get_slice(name).get_shape() for name in file.keys()}
+        except (SafetensorError, OSError) as error:
+            raise FamilyError(f"{path} is no whole file of weights: {error}", fix) from error
+    return shapes

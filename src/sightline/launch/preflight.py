@@ -25,6 +25,7 @@ from sightline.config import (
 from sightline.envs.environment_info import EnvironmentInfo, get_environment_info
 from sightline.errors import ConfigError, DiskFull
 from sightline.families import Family, load_family
+from sightline.families.checkpoint_files import read_shapes
 from sightline.families.hub import resolve_checkpoint
 from sightline.families.registry import load_serving
 from sightline.inference.server_spec import describe_prefix_reuse
@@ -36,7 +37,6 @@ from sightline.launch.probes import (
     check_token_ids,
     describe_checkpoint,
     describe_versions,
-    read_shapes,
 )
 from sightline.launch.processes import build_environ, num_cores, reserve_port, split_threads
 from sightline.launch.run_plan import TRAINER, find_resources, list_names, list_placed

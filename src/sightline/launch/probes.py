@@ -34,7 +34,7 @@ from sightline.errors import (
     summarize_traceback,
 )
 from sightline.families import Family, load_renderer
-from sightline.families.checkpoint_files import read_json
+from sightline.families.checkpoint_files import read_json, read_shapes
 from sightline.launch.processes import build_environ
 from sightline.launch.vllm_server import get_vllm_python, runs_on_cpu
 from sightline.media import MediaStore, is_address, open_store
@@ -263,26 +263,6 @@ def check_prompts(config: RunFile) -> str:
         f"the longest of {NUM_TASKS} tasks begins with {longest} tokens; max_tokens = {answer} fit "
         f"behind it, and {limit - needed} of later turns"
     )
-
-
-def read_shapes(model: Path) -> dict[str, list[int]]:
-    """The shape of every tensor of a checkpoint; refuses files that are cut or missing."""
-    from safetensors import SafetensorError, safe_open
-
-    shapes: dict[str, list[int]] = {}
-    fix = "copy it again from the checkpoint"
-    index, files = model / "model.safetensors.index.json", sorted(model.glob("*.safetensors"))
-    if index.is_file():
-        for name in set(read_json(index).get("weight_map", {}).values()):
-            if model / name not in files:
-                raise FamilyError(f"{model / name} is missing, which {index.name} names", fix)
-    for path in files:
-        try:
-            with safe_open(path, framework="numpy") as file:
-                shapes |= {name: file.get_slice(name).get_shape() for name in file.keys()}
-        except (SafetensorError, OSError) as error:
-            raise FamilyError(f"{path} is no whole file of weights: {error}", fix) from error
-    return shapes
 
 
 def check_memory(config: RunFile | SftFile, available: int | None = None) -> str:
