@@ -50,6 +50,7 @@ TORCH_ADDRESSES = (
     "inference/vllm_plugin/*",
     "families/device_copy.py",
     "families/gated_delta_net.py",
+    "families/kernel_trial.py",
     "families/*/forward.py",
     "families/*/packing_trial.py",
     "families/*/probe.py",
