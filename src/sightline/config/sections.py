@@ -9,6 +9,7 @@ from pydantic import Field, field_validator, model_validator
 
 from sightline.config.secret_refs import InvalidSetting, resolve_secret
 from sightline.config.section import ConfigSection, Keywords, Mutable, SecretRef
+from sightline.errors import ConfigError
 
 MIX = "mix"
 """The name of `[env]` where `[[env.mix]]` names several."""
@@ -49,6 +50,15 @@ class ModelConfig(ConfigSection):
         """The bounds that take the place of the checkpoint's own."""
         bounds = {"min_pixels": self.min_pixels, "max_pixels": self.max_pixels}
         return {name: value for name, value in bounds.items() if value is not None}
+
+    def check_ranks_on_cpus(self, num: int) -> None:
+        """Refuses several ranks of an exact model."""
+        if self.exact and num > 1:
+            raise ConfigError(
+                f"[model] exact = true with {num} ranks on CPUs: there images go through the "
+                "vision tower one at a time, and ranks have different numbers of them",
+                "set [trainer] ranks = 1, or train on GPUs",
+            )
 
 
 class MediaConfig(ConfigSection):

@@ -40,7 +40,7 @@ from sightline.launch.probes import (
 )
 from sightline.launch.processes import build_environ, num_cores, reserve_port, split_threads
 from sightline.launch.run_plan import TRAINER, find_resources, list_names, list_placed
-from sightline.launch.vllm_server import check_vllm_python, has_gpu
+from sightline.launch.vllm_server import check_vllm_python, has_gpu, runs_on_cpu
 from sightline.media import open_store
 from sightline.media.open import OBJECT_STORES
 from sightline.media.remote import START_DEADLINE_S
@@ -181,6 +181,8 @@ def check_devices(config: RunFile | SftFile) -> None:
                 f"{setting} = {name!r}, and this machine shows no GPU",
                 'set it to "auto" or "cpu"; where there is a GPU, install its driver',
             )
+    if "[trainer] device" in settings and runs_on_cpu(config.trainer.device):
+        config.model.check_ranks_on_cpus(config.trainer.ranks)
 
 
 def check_extras(config: RunFile | SftFile) -> None:

@@ -23,7 +23,7 @@ from sightline.compute.model import MODEL_DTYPES, limit_gpu_memory, load_model, 
 from sightline.compute.shared_weights import SharedWeights
 from sightline.compute.weights import StorePublisher
 from sightline.config import LoraConfig, MediaConfig, ModelConfig, RunFile, SftFile, TrainerConfig
-from sightline.errors import ConfigError, ResumeRefused
+from sightline.errors import ResumeRefused
 from sightline.families import Forward, load_family, load_renderer
 from sightline.families.device_copy import allocate_pinned
 from sightline.families.hub import resolve_checkpoint
@@ -95,12 +95,8 @@ def build_learner(
     device = pick_rank_device(trainer.device, ranks)
     master = model.dtype if trainer.master_dtype == "model" else "float32"
     is_mixed = master != model.dtype
-    if model.exact and ranks.size > 1 and device.type == "cpu":
-        raise ConfigError(
-            f"[model] exact = true with {ranks.size} ranks on CPUs: there images go through the "
-            "vision tower one at a time, and ranks have different numbers of them",
-            "set [trainer] ranks = 1, or train on GPUs",
-        )
+    if device.type == "cpu":
+        model.check_ranks_on_cpus(ranks.size)
     if ranks.size > 1 or is_mixed:
         join_process_group(ranks, device)
     family = load_family(model.path, model.exact, **model.overrides())

@@ -24,6 +24,7 @@ from sightline.errors import ConfigError, PolicyMismatch
 from sightline.families import load_family
 from sightline.families.registry import write_tiny
 from sightline.inference.server_spec import ServerSpec
+from sightline.launch.preflight import check_devices
 from sightline.media import MediaStore
 from sightline.trainer.build import build_learner
 from sightline.trainer.learner import SUM_NAMES
@@ -259,6 +260,10 @@ def test_ranks_on_cpus_are_refused(model: Path, store: MediaStore) -> None:
     config = making.model_config(model, exact=True)
     with pytest.raises(ConfigError, match="2 ranks on CPUs"):
         build_learner(config, making.trainer_config(), store, steps=1, ranks=RankInfo(0, 2))
+    file = {"model": {"path": str(model), "exact": True}, "env": {"name": "color_codeword"}}
+    file["trainer"] = {"ranks": 2, "device": "cpu"}
+    with pytest.raises(ConfigError, match="2 ranks on CPUs"):
+        check_devices(validate_config(RunFile, file, "a run file"))
 
 
 def test_supervised_training_has_nothing_to_compare() -> None:
