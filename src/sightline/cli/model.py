@@ -12,6 +12,7 @@ from typing import Any
 from sightline.errors import ConfigError
 from sightline.families import registry
 from sightline.families.checkpoint_files import read_shapes
+from sightline.wire.disk import disk_errors
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -50,7 +51,10 @@ def check_target(folder: Path, force: bool) -> None:
 def write_atomically(family: str, folder: Path, seed: int, **options: Any) -> None:
     """Writes beside `folder` and renames, so that no one finds half a checkpoint."""
     folder.parent.mkdir(parents=True, exist_ok=True)
-    with tempfile.TemporaryDirectory(dir=folder.parent, prefix=f".{folder.name}-") as scratch:
+    with (
+        tempfile.TemporaryDirectory(dir=folder.parent, prefix=f".{folder.name}-") as scratch,
+        disk_errors(folder, "free space on this disk, or name a folder on another"),
+    ):
         made = Path(scratch) / "model"
         registry.write_tiny(family, made, seed=seed, **options)
         if folder.exists():

@@ -21,23 +21,23 @@ def measure_free_bytes(path: Path) -> int:
     return shutil.disk_usage(next(p for p in (path, *path.parents) if p.exists())).free
 
 
-def build_disk_full(path: Path, error: OSError) -> DiskFull:
+def build_disk_full(path: Path, error: OSError, fix: str = FIX) -> DiskFull:
     return DiskFull(
         f"cannot write {path}: {error.strerror}; its disk has {measure_free_bytes(path)} bytes "
         "free",
-        FIX,
+        fix,
     )
 
 
 @contextmanager
-def disk_errors(path: Path) -> Iterator[None]:
+def disk_errors(path: Path, fix: str = FIX) -> Iterator[None]:
     """Raises `DiskFull` where there is no room for what is written at `path`."""
     try:
         yield
     except OSError as error:
         if error.errno not in FULL_DISK_CODES:
             raise
-        raise build_disk_full(path, error) from error
+        raise build_disk_full(path, error, fix) from error
 
 
 def check_disk_room(path: Path, reserve_bytes: int = DEFAULT_RESERVE_BYTES) -> None:

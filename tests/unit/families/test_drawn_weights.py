@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import errno
+import resource
 from pathlib import Path
 
+import pytest
 import torch
 from safetensors.torch import load_file
 from torch import nn
@@ -44,3 +47,15 @@ def test_tensors_are_drawn_by_name_and_seed_and_in_parts_where_they_are_large(
     again, other = draw(1, "again"), draw(2, "other")
     assert torch.equal(again["wide.weight"], drawn["wide.weight"])
     assert not torch.equal(other["other.weight"], drawn["other.weight"])
+
+
+def test_a_file_that_the_disk_does_not_take_is_an_error(tmp_path: Path) -> None:
+    shapes = {"wide.weight": torch.empty(300, 400, device="meta")}
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (100_000, before[1]))
+    try:
+        with pytest.raises(OSError, match="File too large") as found:
+            draw_weights(tmp_path / "weights", shapes, seed=0, std=0.02)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+    assert found.value.errno == errno.EFBIG
