@@ -47,7 +47,7 @@ DTYPES = {"cuda": torch.bfloat16, "cpu": torch.float32}
 def make_exact(forward: Forward, family: Family, device: torch.device, dtype: torch.dtype) -> None:
     """Makes a loaded model exact, in place, for arithmetic in `dtype` on `device`; parameters keep
     their names. Raises ConfigError where it cannot be."""
-    _check_kind(forward, family, device, dtype)
+    _check_kind(forward, device, dtype)
     vision = {id(parameter) for _, parameter in forward.vision_parameters()}
     if device.type == "cpu":
         torch.set_num_threads(1)
@@ -76,21 +76,11 @@ def make_exact(forward: Forward, family: Family, device: torch.device, dtype: to
         _try_images(forward, device)
 
 
-def _check_kind(forward: Forward, family: Family, device: torch.device, dtype: torch.dtype) -> None:
+def _check_kind(forward: Forward, device: torch.device, dtype: torch.dtype) -> None:
     if DTYPES.get(device.type) != dtype:
         raise ConfigError(
-            f"[model] exact = true with {dtype} on {device.type}",
+            f"[model] exact = true with {str(dtype).removeprefix('torch.')} on {device.type}",
             'it is held in dtype = "bfloat16" on CUDA, and in "float32" on a CPU',
-        )
-    if family.found:
-        raise ConfigError(
-            f"[model] exact = true, and the family {family.name} knows its layers by trying alone",
-            "choose a checkpoint of another family, or remove exact",
-        )
-    if family.packing.carries_state:
-        raise ConfigError(
-            f"[model] exact = true, and {family.packing.reason}",
-            "choose a model that attends in every layer, or remove exact",
         )
     inside = {id(p) for m in forward.model.modules() if _has_own_product(m) for p in m.parameters()}
     stacked = [n for n, p in forward.model.named_parameters() if p.ndim > 2 and id(p) not in inside]

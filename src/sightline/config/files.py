@@ -48,7 +48,7 @@ class _TrainingFile(ConfigSection):
     def _can_be_exact(self) -> Self:
         for name, why in self._inexact().items() if self.model.exact else ():
             raise InvalidSetting(
-                f"[model] exact = true with {name}: {why}", "remove one of the two settings"
+                f"[model] exact = true with {name}: {why}", "change one of the two settings"
             )
         return self
 
@@ -59,7 +59,8 @@ class _TrainingFile(ConfigSection):
             found["[lora] rank"] = "a sampler adds the adapters up before it multiplies"
         if self.model.dtype != "float32" and self.trainer.master_dtype == "float32":
             found['[trainer] master_dtype = "float32"'] = (
-                "weights that are rounded as they are gathered give other bits"
+                "weights that are rounded as they are gathered give other bits; with "
+                f'dtype = "{self.model.dtype}", which is for GPUs, it takes master_dtype = "model"'
             )
         return found
 

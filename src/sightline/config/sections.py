@@ -41,7 +41,8 @@ class ModelConfig(ConfigSection):
     train_vision: bool = True
     """Whether the vision tower trains."""
     dtype: Literal["float32", "bfloat16"] = "float32"
-    """Precision of weights and arithmetic, in sampler and trainer."""
+    """Precision of weights and arithmetic, in sampler and trainer. bfloat16 is for GPUs: many CPUs
+    compute it tens of times slower."""
     exact: bool = False
     """Whether sampler and trainer compute logprobs that are equal bit for bit: float32 on a CPU,
     bfloat16 on CUDA. A token that differs ends the run."""
@@ -51,11 +52,16 @@ class ModelConfig(ConfigSection):
         bounds = {"min_pixels": self.min_pixels, "max_pixels": self.max_pixels}
         return {name: value for name, value in bounds.items() if value is not None}
 
-    def check_ranks_on_cpus(self, num: int) -> None:
-        """Refuses several ranks of an exact model."""
-        if self.exact and num > 1:
+    def check_exact_on_cpu(self, ranks: int) -> None:
+        """Refuses an exact model that cannot be trained by so many ranks on CPUs."""
+        if self.exact and self.dtype != "float32":
             raise ConfigError(
-                f"[model] exact = true with {num} ranks on CPUs: there images go through the "
+                f"[model] exact = true with dtype = {self.dtype!r} on a CPU",
+                'set dtype = "float32": on a CPU it is held in that alone; or train on a GPU',
+            )
+        if self.exact and ranks > 1:
+            raise ConfigError(
+                f"[model] exact = true with {ranks} ranks on CPUs: there images go through the "
                 "vision tower one at a time, and ranks have different numbers of them",
                 "set [trainer] ranks = 1, or train on GPUs",
             )

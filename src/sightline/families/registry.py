@@ -20,7 +20,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import TYPE_CHECKING, Any, cast
 
-from sightline.errors import FamilyError
+from sightline.errors import ConfigError, FamilyError
 from sightline.families.checkpoint_files import read_json
 from sightline.families.hub import resolve_checkpoint
 from sightline.families.protocol import EXACT_PACKING, Family, Forward, ServingSpec
@@ -105,10 +105,20 @@ def read_config(path: Path) -> dict[str, Any]:
 
 def load_family(model: str | Path, exact: bool = False, /, **overrides: int) -> Family:
     """The family of a checkpoint (a folder or an id of the hub); `overrides` win over its own.
-    Where arithmetic is `exact` it packs no trees."""
+    Where arithmetic is `exact` it packs no trees, and is refused where it cannot be."""
     path = resolve_checkpoint(model)
     family = cast(Family, _get_folder(path).load_family(path, overrides))
-    if exact and family.packing.kind == "tree" and not family.packing.carries_state:
+    if exact and family.found:
+        raise ConfigError(
+            f"[model] exact = true, and the family {family.name} knows its layers by trying alone",
+            "choose a checkpoint of another family, or remove exact",
+        )
+    if exact and family.packing.carries_state:
+        raise ConfigError(
+            f"[model] exact = true, and {family.packing.reason}",
+            "choose a model that attends in every layer, or remove exact",
+        )
+    if exact and family.packing.kind == "tree":
         family.packing = EXACT_PACKING
     return family
 

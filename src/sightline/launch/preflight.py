@@ -182,7 +182,7 @@ def check_devices(config: RunFile | SftFile) -> None:
                 'set it to "auto" or "cpu"; where there is a GPU, install its driver',
             )
     if "[trainer] device" in settings and runs_on_cpu(config.trainer.device):
-        config.model.check_ranks_on_cpus(config.trainer.ranks)
+        config.model.check_exact_on_cpu(config.trainer.ranks)
 
 
 def check_extras(config: RunFile | SftFile) -> None:

@@ -96,7 +96,7 @@ def build_learner(
     master = model.dtype if trainer.master_dtype == "model" else "float32"
     is_mixed = master != model.dtype
     if device.type == "cpu":
-        model.check_ranks_on_cpus(ranks.size)
+        model.check_exact_on_cpu(ranks.size)
     if ranks.size > 1 or is_mixed:
         join_process_group(ranks, device)
     family = load_family(model.path, model.exact, **model.overrides())

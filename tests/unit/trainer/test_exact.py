@@ -232,7 +232,7 @@ def test_models_that_cannot_hold_it_are_refused(
     write_tiny("qwen_vl", tmp_path / "model", seed=0, type=type)
     with pytest.raises(ConfigError, match=why):
         load_model(
-            tmp_path / "model", load_family(tmp_path / "model"), "cpu", dtype, ("cpu", dtype)
+            tmp_path / "model", load_family(tmp_path / "model", True), "cpu", dtype, ("cpu", dtype)
         )
 
 
@@ -260,9 +260,14 @@ def test_ranks_on_cpus_are_refused(model: Path, store: MediaStore) -> None:
     config = making.model_config(model, exact=True)
     with pytest.raises(ConfigError, match="2 ranks on CPUs"):
         build_learner(config, making.trainer_config(), store, steps=1, ranks=RankInfo(0, 2))
-    file = {"model": {"path": str(model), "exact": True}, "env": {"name": "color_codeword"}}
+    file: dict[str, Any] = {"model": {"path": str(model), "exact": True}}
+    file["env"] = {"name": "color_codeword"}
     file["trainer"] = {"ranks": 2, "device": "cpu"}
     with pytest.raises(ConfigError, match="2 ranks on CPUs"):
+        check_devices(validate_config(RunFile, file, "a run file"))
+    file["trainer"] = {"device": "cpu", "master_dtype": "model"}
+    file["model"]["dtype"] = "bfloat16"
+    with pytest.raises(ConfigError, match="'bfloat16' on a CPU"):
         check_devices(validate_config(RunFile, file, "a run file"))
 
 
