@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import math
 import shutil
+import sys
 import tempfile
 from pathlib import Path
 from typing import Any
@@ -32,6 +33,8 @@ def run(args: argparse.Namespace) -> int:
     check_target(args.folder, args.force)
     given = {"type": args.type, "size": args.size}
     options = {name: value for name, value in given.items() if value is not None}
+    # Where torch is imported for the first time, nothing else is said for a while.
+    print(f"{args.family}: writing {args.folder}", file=sys.stderr, flush=True)
     write_atomically(args.family, args.folder, args.seed, **options)
     count = count_parameters(args.folder)
     print(f"{args.family}: {count:,} parameters, seed {args.seed}\nmodel: {args.folder}")

@@ -9,7 +9,9 @@ from __future__ import annotations
 
 import json
 import os
+import sys
 import tempfile
+import time
 import tomllib
 import zlib
 from collections.abc import Callable, Mapping, Sequence
@@ -32,6 +34,7 @@ MAX_TOKENS = 32768
 SAFETENSORS_DTYPES = {torch.float32: "F32", torch.bfloat16: "BF16"}
 DRAWN_AT_ONCE = 1 << 22
 """Values of a large tensor that a thread draws at once."""
+PROGRESS_EVERY_S = 2.0
 
 # Each role becomes one token. A merge must stand behind the merges that make its halves.
 ROLE_MERGES = (
@@ -112,8 +115,10 @@ def draw_weights(path: Path, shapes: Mapping[str, torch.Tensor], seed: int, std:
     is normal with deviation `std`. What a tensor gets hangs on its name and `seed`.
 
     For large models. torch draws on one core, and twice what transformers initializes; here threads
-    draw parts and write each where it belongs, so that no tensor is held.
+    draw parts and write each where it belongs, so that no tensor is held. Says on stderr how far it
+    has come.
     """
+    started = said = time.monotonic()
     header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
     parts, end = [], 0
     # Wide elements come first, so that each tensor is aligned.
@@ -144,7 +149,12 @@ def draw_weights(path: Path, shapes: Mapping[str, torch.Tensor], seed: int, std:
     with path.open("wb") as file, ThreadPoolExecutor(os.cpu_count(), "weights") as pool:
         file.write(len(text).to_bytes(8, "little") + text)
         file.flush()
-        list(pool.map(draw, parts))
+        for done, _ in enumerate(pool.map(draw, parts), 1):
+            if time.monotonic() >= said + PROGRESS_EVERY_S:
+                said = time.monotonic()
+                print(f"weights: {done / len(parts):.0%} of {end / 1e9:.2f} GB", file=sys.stderr)
+    took = time.monotonic() - started
+    print(f"weights: {end / 1e9:.2f} GB drawn and written in {took:.1f} s", file=sys.stderr)
 
 
 def build_bpe_tokenizer(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import re
 import resource
 from pathlib import Path
 
@@ -23,7 +24,7 @@ class Layers(nn.Module):
 
 
 def test_tensors_are_drawn_by_name_and_seed_and_in_parts_where_they_are_large(
-    tmp_path: Path,
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     with torch.device("meta"):
         model = Layers()
@@ -33,6 +34,9 @@ def test_tensors_are_drawn_by_name_and_seed_and_in_parts_where_they_are_large(
         return load_file(tmp_path / name)
 
     drawn = draw(1, "first")
+    assert re.fullmatch(
+        r"weights: 0\.01 GB drawn and written in \d+\.\d s\n", capsys.readouterr().err
+    )
     assert {name: (x.shape, x.dtype) for name, x in drawn.items()} == {
         name: (x.shape, x.dtype) for name, x in model.named_parameters()
     }
