@@ -19,8 +19,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     training.add_arguments(parser)
     parser.add_argument("--plain", action="store_true", help="plain lines in place of a live view")
     parser.add_argument(
-        "--on", choices=("local", "ray", "slurm", "kubernetes", "skypilot"),
-        help="what starts the processes: [launch] on",
+        "--on", choices=("local", "ray", "slurm", "kubernetes"),
+        help="where the processes run: sets [launch] on",
     )  # fmt: skip
     parser.add_argument("--dry-run", action="store_true",
                         help="print what would be started, where, with which command")  # fmt: skip

@@ -20,9 +20,9 @@ RESOURCES = ("cpus", "gpus", "memory_gb", "slurm")
 class LaunchConfig(ConfigSection):
     """How the processes of a run are started, and where."""
 
-    on: Mutable[Literal["local", "ray", "slurm", "kubernetes", "skypilot"]] = "local"
-    """What places trainer, servers and workers: this machine (and `hosts`), a Ray cluster, a Slurm
-    job, or pods of Kubernetes or clusters of SkyPilot, which are described and started by them."""
+    on: Mutable[Literal["local", "ray", "slurm", "kubernetes"]] = "local"
+    """Where the trainer, servers and workers run: on this machine (and `hosts`), on a Ray cluster,
+    in a Slurm job, or in Kubernetes pods, which Kubernetes itself starts."""
     num_servers: Mutable[int] = Field(1, ge=1)
     """Number of inference servers that the run starts; more than one on other machines alone."""
     resources: Mutable[Keywords] = {}
@@ -33,8 +33,6 @@ class LaunchConfig(ConfigSection):
     """Options of sbatch for the job, by their long names: partition, account, time."""
     kubernetes: Mutable[Keywords] = {}
     """What the manifests name: image, namespace, volume_claim, node_selector, env_from."""
-    skypilot: Mutable[Keywords] = {}
-    """Further keys of `resources` in SkyPilot's files, such as infra or accelerators."""
     hosts: Mutable[Keywords] = {}
     """Processes that run on other machines, by patterns of their names (trainer, worker-*,
     server*), each with the words that run a command there, such as "ssh gpu-1"."""
@@ -48,8 +46,8 @@ class LaunchConfig(ConfigSection):
     scratch: Mutable[str] = "/tmp"
     """Folder on other machines under which a process has its copy of what it needs of the run."""
     restart: Mutable[int] = Field(0, ge=0)
-    """How often a trainer that ends with an error is started again, from its last checkpoint; on
-    Kubernetes and SkyPilot they decide."""
+    """How often a trainer that ends with an error is started again, from its last checkpoint. On
+    Kubernetes, the manifests decide."""
 
     @field_validator("hosts")
     @classmethod
@@ -118,7 +116,7 @@ class LaunchConfig(ConfigSection):
     @property
     def cluster_starts_processes(self) -> bool:
         """Whether the cluster starts the processes, and not the launcher."""
-        return self.on in ("kubernetes", "skypilot")
+        return self.on == "kubernetes"
 
     @property
     def has_other_machines(self) -> bool:

@@ -67,6 +67,7 @@ OF_OTHER_FRAMEWORKS = {
 }
 """What TRL, verl and prime-rl call a setting, in whichever section, and what it is called here."""
 REMOVED = {
+    "launch.skypilot": "remove it: SkyPilot is no longer supported",
     "trainer.secret": "remove it: a run makes a secret of its own; where ranks of other machines "
     "cannot read the run directory, set SIGHTLINE_SECRET in the environment of all",
 }

@@ -1,18 +1,13 @@
-"""A run as files for a cluster that starts processes by itself: manifests of Kubernetes, and a task
-of SkyPilot.
+"""Kubernetes manifests for a run: a Job for each process, and a Service for the orchestrator.
 
-    plan --> a Job for each process, a Service at which they find the orchestrator
-         |--> a task of SkyPilot: node 0 has launcher and trainer, the others servers and workers
-
-Each process is given its own rights from the cluster's secrets, the launcher the secret of the run;
-the files name them, and `secrets.env` makes them.
+The manifests refer to one Kubernetes Secret, which is created from `secrets.env`. Each process gets
+only its own rights from it; the launcher gets the run's secret.
 """
 
 from __future__ import annotations
 
 import re
 import secrets
-import shlex
 from collections.abc import Sequence
 from math import ceil
 from pathlib import Path
@@ -22,7 +17,7 @@ from sightline.config import RunFile
 from sightline.errors import ConfigError
 from sightline.launch.claim import SECRET_VARIABLE
 from sightline.launch.process_spec import ProcessSpec
-from sightline.launch.run_plan import TRAINER, Endpoints, list_names, plan_run
+from sightline.launch.run_plan import Endpoints, list_names, plan_run
 from sightline.run.rights import derive_rights
 
 HUB_PORT = 7000
@@ -30,12 +25,8 @@ HOME = "/sightline"
 """Where pods of the launcher have the volume: relative paths of a run file begin there."""
 RUN_FILE = "/etc/sightline/run.toml"
 LAUNCHER = "launcher"
-SECRETS_VARIABLE = "SIGHTLINE_SECRETS"
-"""Gives a task of SkyPilot the lines of `secrets.env`, in base64."""
-HEAD = "HEAD-OF-THE-CLUSTER"
 RESTARTS = 20
 KUBERNETES_KEYS = ("image", "namespace", "volume_claim", "node_selector", "env_from")
-SETUP = "pip install 'sightline-rl[train,object-store]'"
 
 Table = dict[str, Any]
 
@@ -172,87 +163,3 @@ def make_name(name: str) -> str:
     """The name as Kubernetes takes it for a Service: a letter first, a letter or digit last."""
     cut = re.sub(r"[^a-z0-9]+", "-", name.lower()).strip("-")[:40].strip("-")
     return cut if cut[:1].isalpha() else f"run-{cut}".strip("-")
-
-
-def build_skypilot(file: RunFile, path: str, overrides: Sequence[str]) -> Table:
-    """The task of a run whose run file is at `path` in the working directory."""
-    name, hub = make_name(file.run.name), f"tcp://{HEAD}:{get_port(file)}"
-    nodes = _share_nodes(plan_run(file, Path(), name, Endpoints(hub)))
-    command = [file.launch.python, "-m", "sightline", "rl", "--plain", path, *overrides]
-    command += [f"rollout.workers={file.rollout.workers}", f"launch.port={get_port(file)}"]
-    launcher = f"{_grant(LAUNCHER)} {shlex.join([*command, '--job', name])} < /dev/null"
-    lines = [
-        'head=$(echo "$SKYPILOT_NODE_IPS" | head -n 1)',
-        f"export -n {SECRETS_VARIABLE}",
-        f'rights() {{ echo "${SECRETS_VARIABLE}" | base64 -d | sed -n "s/^$1=//p"; }}',
-        'case "$SKYPILOT_NODE_RANK" in',
-    ]
-    for rank, processes in enumerate(nodes):
-        lines.append(f"{rank})")
-        for spec in processes:
-            words = shlex.join(spec.command).replace(HEAD, "$head")
-            lines.append(f"  (until {_grant(spec.name)} {words} < /dev/null; do sleep 5; done) &")
-        lines += [f"  {launcher} ;;" if rank == 0 else "  wait ;;"]
-    lines.append("esac")
-    return {
-        "name": name,
-        "num_nodes": len(nodes),
-        "workdir": ".",
-        "resources": _measure_node(file, nodes) | file.launch.skypilot,
-        "secrets": {SECRETS_VARIABLE: None},
-        "setup": SETUP,
-        "run": "\n".join(lines) + "\n",
-    }
-
-
-def _share_nodes(specs: Sequence[ProcessSpec]) -> list[list[ProcessSpec]]:
-    """The processes of each node of a task, the one with the launcher first."""
-    nodes = [[spec for spec in specs if spec.name == TRAINER]]
-    nodes += [[spec] for spec in specs if spec.name.startswith("server")]
-    workers = [spec for spec in specs if spec.name.startswith("worker-")]
-    others = nodes[1:] or nodes
-    for number, worker in enumerate(workers):
-        others[number % len(others)].append(worker)
-    return nodes
-
-
-def describe_nodes(file: RunFile, specs: Sequence[ProcessSpec]) -> str:
-    """What SkyPilot is asked for in all: nodes are alike, and a node has GPUs that nobody uses."""
-    nodes = _share_nodes(specs)
-    used = sum(spec.resources.gpus for node in nodes for spec in node)
-    gpus = len(nodes) * _count_accelerators(file.launch.skypilot.get("accelerators") or "none:0")
-    return f"in all on skypilot: {len(nodes)} nodes, {gpus:g} GPU, of which {ceil(used)} are used"
-
-
-def _count_accelerators(given: Any) -> float:
-    """GPUs of a node, by the words of SkyPilot: NAME:COUNT, {NAME: COUNT}, or the least of some."""
-    if isinstance(given, dict):
-        given = [f"{name}:{count}" for name, count in given.items()]
-    if isinstance(given, list):
-        return min(map(_count_accelerators, given), default=0)
-    count = str(given).partition(":")[2] or "1"
-    return float(count) if re.fullmatch(r"[\d.]+", count) else 1
-
-
-def _grant(name: str) -> str:
-    """What gives the command behind it the rights of the process, and no others."""
-    return f'{SECRET_VARIABLE}="$(rights {name})"'
-
-
-def _measure_node(file: RunFile, nodes: Sequence[Sequence[ProcessSpec]]) -> Table:
-    """What each node is asked for: all are alike."""
-    gpus = max(sum(spec.resources.gpus for spec in node) for node in nodes)
-    if gpus and "accelerators" not in file.launch.skypilot:
-        raise ConfigError(
-            f"a node of the run asks for {gpus:g} GPUs, and [launch.skypilot] has no accelerators",
-            f'add accelerators = "H100:{ceil(gpus)}"',
-        )
-    if gpus and (given := _count_accelerators(file.launch.skypilot["accelerators"])) < gpus:
-        raise ConfigError(
-            f"a node of the run asks for {gpus:g} GPUs, and [launch.skypilot] accelerators have "
-            f"{given:g}",
-            f"write NAME:{ceil(gpus)}, or lower ranks or shards: each has a GPU of one node",
-        )
-    cpus = max(sum(spec.resources.cpus for spec in node) for node in nodes) + 1
-    memory = max(sum(spec.resources.memory_gb for spec in node) for node in nodes)
-    return {"cpus": f"{cpus}+", **({"memory": f"{ceil(memory)}+"} if memory else {})}

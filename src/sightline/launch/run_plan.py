@@ -1,7 +1,7 @@
 """What a run is made of: its processes, what each asks for, its command and what follows its end.
 
     run file --> plan --> started here, by ssh, as actors of Ray, as steps of Slurm
-                      |--> printed: `--dry-run`, manifests of Kubernetes, files of SkyPilot
+                      |--> printed: `--dry-run`, Kubernetes manifests
 
 Every launcher takes this plan. The orchestrator is beside the launcher and owns the run directory;
 all others reach it at one address.

@@ -19,13 +19,7 @@ from sightline.config import RunFile, load_config
 from sightline.errors import ConfigError
 from sightline.launch import slurm
 from sightline.launch.claim import write_private
-from sightline.launch.manifests import (
-    build_kubernetes,
-    build_secrets,
-    build_skypilot,
-    describe_nodes,
-    make_name,
-)
+from sightline.launch.manifests import build_kubernetes, build_secrets, make_name
 from sightline.launch.preflight import check_hosts
 from sightline.launch.processes import num_cores
 from sightline.launch.rl import RlJob
@@ -47,12 +41,6 @@ RUN_ID = "RUN-ID"
 
 
 SECRETS = "secrets.env"
-_START = {
-    "kubernetes": "start: kubectl create secret generic {name}-secret "
-    "--from-env-file={folder}/secrets.env{space} && kubectl apply -f {folder}/sightline.yaml",
-    "skypilot": "start: SIGHTLINE_SECRETS=$(base64 -w0 {folder}/secrets.env) sky launch -c {name} "
-    "{folder}/sightline.sky.yaml --secret SIGHTLINE_SECRETS",
-}
 
 
 class Preempted(Exception):
@@ -106,7 +94,7 @@ def submit_run(request: Request, dry_run: bool, output: Path | None) -> None:
             print(describe_plan(file, specs))
         if on != "local":
             # A comment, for what stands before it may be read as YAML.
-            print(f"# {describe_nodes(file, specs) if on == 'skypilot' else describe_total(file)}")
+            print(f"# {describe_total(file)}")
         if on == "slurm":
             print(f"# {opinion}")
         elif file.launch.cluster_starts_processes and output is not None:
@@ -126,13 +114,7 @@ def _check_output(on: str, output: Path | None) -> None:
     if output is not None and on in ("local", "ray"):
         raise ConfigError(
             f'-o {output} with [launch] on = "{on}", which is given no files',
-            "leave it out, or name a cluster: --on slurm, kubernetes or skypilot",
-        )
-    if output is not None and on == "skypilot" and output.resolve().is_relative_to(Path.cwd()):
-        raise ConfigError(
-            f"-o {output}: SkyPilot copies the working directory to every node, and with it the "
-            f"run's secret in {SECRETS}",
-            "name a folder outside of it",
+            "leave it out, or name a cluster: --on slurm or kubernetes",
         )
 
 
@@ -144,18 +126,15 @@ def _build_files(file: RunFile, request: Request) -> dict[str, str]:
         command = [file.launch.python, *words]
         script = slurm.build_script(file, count_components(file), command, request.seeds)
         return {f"{file.run.name}.sbatch": script}
-    if file.launch.on in ("kubernetes", "skypilot") and request.resume is not None:
+    if file.launch.on != "kubernetes":
+        return {}
+    if request.resume is not None:
         raise ConfigError(
-            f"--resume outside of {file.launch.on}",
-            "start the same files again: the run goes on by itself",
+            "--resume does not work with --on kubernetes",
+            "apply the same manifests again: the launcher resumes the run by itself",
         )
-    if file.launch.on == "kubernetes":
-        made = build_kubernetes(file, request.path.read_text(), request.overrides)
-        return {"sightline.yaml": yaml.safe_dump_all(made, sort_keys=False)}
-    if file.launch.on == "skypilot":
-        task = build_skypilot(file, str(request.path), request.overrides)
-        return {"sightline.sky.yaml": yaml.safe_dump(task, sort_keys=False)}
-    return {}
+    manifests = build_kubernetes(file, request.path.read_text(), request.overrides)
+    return {"sightline.yaml": yaml.safe_dump_all(manifests, sort_keys=False)}
 
 
 def _write_secrets(file: RunFile, output: Path) -> None:
@@ -164,7 +143,10 @@ def _write_secrets(file: RunFile, output: Path) -> None:
     print(f"wrote {output / SECRETS}: remove it when the cluster has it")
     space = file.launch.kubernetes.get("namespace")
     name, space = make_name(file.run.name), f" -n {space}" if space else ""
-    print(_START[file.launch.on].format(name=name, folder=output, space=space))
+    print(
+        f"start: kubectl create secret generic {name}-secret --from-env-file={output}/{SECRETS}"
+        f"{space} && kubectl apply -f {output}/sightline.yaml"
+    )
 
 
 def _show(files: dict[str, str], output: Path | None) -> None:

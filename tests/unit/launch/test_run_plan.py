@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import base64
 import os
 import shlex
 import subprocess
@@ -48,8 +47,6 @@ trainer = {{cpus = 16}}
 image = "registry.example/sightline:cuda"
 volume_claim = "runs"
 env_from = "tokens"
-[launch.skypilot]
-accelerators = "H100:2"
 """
 
 
@@ -253,7 +250,7 @@ def test_fewer_gpus_than_a_process_uses_are_refused(
     own = '"server*" = {cpus = 8, gpus = 1, memory_gb = 64}\ntrainer = {cpus = 16}\n'
     text = file.read_text()
     assert own in text
-    for on in ("ray", "slurm", "kubernetes", "skypilot"):
+    for on in ("ray", "slurm", "kubernetes"):
         for gpus in (0, needed - 1):
             file.write_text(text.replace(own, f'"{process}" = {{gpus = {gpus}}}\n'))
             said = refuse(capsys, str(file), "--on", on, *words)
@@ -266,13 +263,8 @@ def test_what_a_cluster_is_asked_for_is_summed_up(
 ) -> None:
     said = dry_run(capsys, str(file), "--on", "kubernetes")
     assert "# in all on kubernetes: 35 CPU, 4 GPU, 128 GB; 6 pods\n" in said
-    said = dry_run(capsys, str(file), "--on", "skypilot")
-    assert "# in all on skypilot: 3 nodes, 6 GPU, of which 4 are used\n" in said
     said = dry_run(capsys, str(file), "--on", "ray")
     assert "# in all on ray: 34 CPU, 4 GPU, 128 GB; 5 processes\n" in said
-    file.write_text(file.read_text().replace('"H100:2"', '"H100"'))
-    said = refuse(capsys, str(file), "--on", "skypilot")
-    assert "asks for 2 GPUs" in said and "accelerators have 1" in said
 
 
 def test_a_dry_run_asks_sbatch_for_its_opinion(
@@ -296,26 +288,6 @@ def test_a_dry_run_asks_sbatch_for_its_opinion(
     assert not list((file.parent / "runs").iterdir())
 
 
-SKYPILOT_KEYS = {
-    "name", "workdir", "num_nodes", "resources", "envs", "secrets", "volumes", "file_mounts",
-    "config", "setup", "run", "service", "pool",
-}  # fmt: skip
-
-
-def test_a_task_of_skypilot_gives_each_node_its_processes(
-    file: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    task = yaml.safe_load(dry_run(capsys, str(file), "--on", "skypilot"))
-    assert task.keys() <= SKYPILOT_KEYS and task["num_nodes"] == 3
-    assert task["resources"] == {"cpus": "17+", "memory": "64+", "accelerators": "H100:2"}
-    assert task["secrets"] == {"SIGHTLINE_SECRETS": None}
-    subprocess.run(["bash", "-n"], input=task["run"], text=True, check=True)
-    first, second, third = task["run"].split(";;")[:3]
-    assert "process trainer" in first and "--job job-1" in first
-    assert "process server " in second and "process worker-0 " in second
-    assert "process server-1 " in third and "tcp://$head:7000" in third
-
-
 def test_what_no_cluster_could_start_is_refused(
     file: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -327,8 +299,6 @@ def test_what_no_cluster_could_start_is_refused(
     assert "[eval] every" in refuse(capsys, str(file), "eval.every=2", "eval.tasks=4", *on)
     assert "--seeds" in refuse(capsys, str(file), "--on", "ray", "--seeds", "0-3")
     assert "on one machine" in refuse(capsys, str(file))
-    file.write_text(text.replace("accelerators", "infra"))
-    assert "accelerators" in refuse(capsys, str(file), "--on", "skypilot")
     file.write_text(text.replace("volume_claim", "namespace"))
     assert "volume_claim" in refuse(capsys, str(file), "--on", "kubernetes")
     file.write_text(text.replace("cpus = 8", "cpu = 8"))
@@ -385,31 +355,6 @@ def test_pods_are_given_their_own_rights_and_the_launcher_alone_the_secret(
     assert not worker.control_token and not worker.ranks
     assert secret not in text + said and f"--from-env-file={folder}/secrets.env -n rl" in said
     assert write_files(file, "kubernetes")[1]["launcher"] != secret
-
-
-def test_a_task_of_skypilot_hands_each_process_its_own_rights(
-    file: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    python = tmp_path / "python"
-    python.write_text(
-        f'#!/bin/sh\necho "$4 $SIGHTLINE_SECRET $SIGHTLINE_SECRETS" >> {tmp_path}/said\n'
-    )
-    python.chmod(0o755)
-    folder, made = write_files(file, "skypilot", f"launch.python={python}")
-    script = yaml.safe_load((folder / "sightline.sky.yaml").read_text())["run"]
-    coded = base64.b64encode((folder / "secrets.env").read_bytes()).decode()
-    for rank in range(3):
-        node = {"SKYPILOT_NODE_RANK": str(rank), "SKYPILOT_NODE_IPS": "10.0.0.1"}
-        subprocess.run(
-            ["bash", "-c", script + "\nwait"],
-            env=os.environ | node | {"SIGHTLINE_SECRETS": coded}, check=True, timeout=60,
-        )  # fmt: skip
-    made["--plain"] = made.pop("launcher")
-    lines = (tmp_path / "said").read_text().splitlines()
-    assert sorted(lines) == sorted(f"{name} {rights} " for name, rights in made.items())
-    monkeypatch.chdir(tmp_path)
-    words = ["rl", str(file), "--on", "skypilot", "-o"]
-    assert main([*words, "inside"]) != 0 and not Path("inside").exists()
 
 
 def test_a_process_without_a_secret_says_so(tmp_path: Path) -> None:
