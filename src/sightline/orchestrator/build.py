@@ -7,8 +7,6 @@ from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from msgspec import structs
-
 from sightline.algo.registry import load_advantage, load_credit, load_filters
 from sightline.algo.verdicts import GroupJudge
 from sightline.config import RunFile
@@ -18,7 +16,7 @@ from sightline.orchestrator.background_evaluator import BackgroundEvaluator
 from sightline.orchestrator.best_checkpoint import BestCheckpoint
 from sightline.orchestrator.dispatcher import RolloutDispatcher, SendControl
 from sightline.orchestrator.evaluator import Evaluator
-from sightline.orchestrator.loop import LoopComponents
+from sightline.orchestrator.loop import Orchestrator
 from sightline.orchestrator.policy_updater import UNKNOWN_VERSION, PolicyUpdater
 from sightline.orchestrator.published_policies import PublishedPolicies
 from sightline.orchestrator.reward_goal import RewardGoal
@@ -31,30 +29,8 @@ from sightline.rollout.stock_vllm_client import StockVLLMClient
 from sightline.run import EventLog, RunDir
 from sightline.run.rights import derive_control_token
 from sightline.run.server_changes import REMOVE, list_wanted
-from sightline.wire.control import BatchReady, PublishedWeights
+from sightline.wire.control import BatchReady
 from sightline.wire.disk import check_disk_room
-
-
-@dataclass
-class OrchestratorComponents(LoopComponents):
-    """What the loop runs on, and what evaluates and reports meanwhile."""
-
-    evaluator: Evaluator
-    background_evaluator: BackgroundEvaluator | None
-    policies: PublishedPolicies
-
-    def publish(self, published: PublishedWeights) -> None:
-        """Has the engines adopt a new version, and removes the batches that it covers."""
-        manifest = self.run_state.run_dir.path / published.manifest
-        published = structs.replace(published, manifest=str(manifest))
-        self.policies.check_published(published, self.run_state.progress.step)
-        if bad := int(published.metrics.get("bad_media") or 0):
-            self.run_state.progress.bad_samples[str(published.version)] = bad
-        self.judge.epochs[published.version] = published.epoch
-        self.run_state.remove_covered_batches(published.checkpoint_step)
-        if self.background_evaluator is not None:
-            self.background_evaluator.publish(published)
-        self.policy.publish(published)
 
 
 def open_best_checkpoint(
@@ -126,7 +102,7 @@ def build(
     workers: list[str],
     servers: ServerPool,
     evaluator_servers: ServerPool | None,
-) -> OrchestratorComponents:
+) -> Orchestrator:
     settings = config.orchestrator
     blobs = open_blobs(store.root, config.media.read_token(for_control=True))
     owns_servers = not config.inference.servers
@@ -166,9 +142,10 @@ def build(
         store.check_room()
         check_disk_room(run_dir.path)
 
-    return OrchestratorComponents(
+    return Orchestrator(
         rollouts=rollouts,
         policy=policy,
+        policies=policies,
         judge=GroupJudge(
             max_lag=settings.max_lag,
             advantage=load_advantage(settings.advantage, settings.advantage_args),
@@ -178,8 +155,12 @@ def build(
             keep_truncated=config.rollout.keep_truncated,
         ),
         run_state=run_state,
-        announce=announce,
         observer=observer,
+        evaluator=evaluator,
+        background_evaluator=background_evaluator,
+        goal=goal,
+        announce=announce,
+        check_room=check_room,
         groups_per_step=settings.groups_per_step,
         max_lag=settings.max_lag,
         diagnostics_every=settings.diagnostics_every,
@@ -187,9 +168,4 @@ def build(
         max_resampled_groups=int(settings.max_resample_fraction * settings.groups_per_step),
         max_bad_fraction=config.media.max_bad_fraction,
         last_step=config.run.steps,
-        check_room=check_room,
-        goal=goal,
-        evaluator=evaluator,
-        background_evaluator=background_evaluator,
-        policies=policies,
     )

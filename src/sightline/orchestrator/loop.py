@@ -1,16 +1,16 @@
-"""The orchestrator's flow. Step k turns policy version k-1 into version k.
+"""The orchestrator's loop. Step k turns policy version k-1 into version k.
 
     rollouts --group--> judge --samples--> batch k on disk --announce--> trainer
        ^                                                                    | published k
        +------------------ engines adopt k (policy) <-----------------------+
 
-      collect waits for: a finished group              unblocked by: workers
+      collecting a batch waits for: a finished group   unblocked by: workers
       a new group waits for: room under the lag        unblocked by: judge, policy
       the next step waits for: version k - max_lag     unblocked by: trainer, then policy
       a goal that seems reached: held-out tasks        unblocked by: workers
 
-Rollouts run ahead in the background. `max_lag = 0` is the synchronous algorithm. Whatever ends a
-run early is raised here, by a function `_check_...`.
+Rollouts run ahead in the background. `max_lag = 0` is the synchronous algorithm. Every condition
+that ends a run early is a method `_check_...`.
 """
 
 from __future__ import annotations
@@ -18,6 +18,8 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
+
+from msgspec import structs
 
 from sightline.algo.verdicts import (
     BROKEN,
@@ -28,26 +30,38 @@ from sightline.algo.verdicts import (
     describe_failure,
 )
 from sightline.errors import SMALLER_IMAGES, MediaError, NoTrainableSamples, summarize_traceback
+from sightline.orchestrator.background_evaluator import BackgroundEvaluator
 from sightline.orchestrator.collection import StepCollection
+from sightline.orchestrator.evaluator import Evaluator
 from sightline.orchestrator.policy_updater import PolicyUpdater
+from sightline.orchestrator.published_policies import PublishedPolicies
 from sightline.orchestrator.reward_goal import RewardGoal
 from sightline.orchestrator.rollout_scheduler import Group, RolloutScheduler
 from sightline.orchestrator.run_state import RunState, is_bad_media
 from sightline.orchestrator.step_metrics import StepMetrics
-from sightline.wire.control import BatchReady
+from sightline.wire.control import BatchReady, PublishedWeights
 from sightline.wire.sample import Batch
 
 
 @dataclass
-class LoopComponents:
+class Orchestrator:
+    """Drives the parts of a run. The parts do not know the orchestrator."""
+
     rollouts: RolloutScheduler
     policy: PolicyUpdater
+    policies: PublishedPolicies
     judge: GroupJudge
     run_state: RunState
-    announce: Callable[[BatchReady], Awaitable[None]]
-    """Tells the trainer of a batch."""
     observer: StepMetrics
-    """Hears what the loop does. It never waits and never fails the run."""
+    """Records what the loop does. It never waits and never fails the run."""
+    evaluator: Evaluator
+    background_evaluator: BackgroundEvaluator | None
+    goal: RewardGoal | None
+    """The reward at which the run ends."""
+    announce: Callable[[BatchReady], Awaitable[None]]
+    """Sends a batch to the trainer."""
+    check_room: Callable[[], None]
+    """Raises when the media store or the disk is full; called before each step."""
     groups_per_step: int
     max_lag: int
     diagnostics_every: int
@@ -58,177 +72,183 @@ class LoopComponents:
     """The fraction of a step's rollouts that bad media may break."""
     last_step: int
     """No group starts that could only train after this step."""
-    check_room: Callable[[], None]
-    """Called before each step; raises when store or disk are full."""
-    goal: RewardGoal | None
-    """The reward at which the run ends."""
 
+    async def run(self) -> None:
+        """Evaluate, train the steps that are left, and evaluate again."""
+        await self.evaluator.evaluate("start", 0)
+        step = self.run_state.progress.step
+        if self.goal is None or not self.goal.was_reached:
+            self.observer.start()
+            step = await self.train(range(step + 1, self.last_step + 1))
+        await self.policy.wait_for_version(step)
+        if self.background_evaluator is not None:
+            await self.background_evaluator.drain()
+        await self.rollouts.cancel()
+        await self.evaluator.evaluate("final", step, swap_images=True)
+        if self.background_evaluator is not None:
+            await self.background_evaluator.keep_final_if_best(step)
 
-async def run(components: LoopComponents, steps: range) -> int:
-    """Trains for `steps`, never on a sample more than `max_lag` versions old.
+    async def train(self, steps: range) -> int:
+        """Train for `steps`, never on a sample more than `max_lag` versions old.
 
-    Returns the last step that was trained: that of the goal, where the run has one and reaches it.
-    """
-    for step in steps:
-        components.check_room()
-        collection = await _collect(components, step)
-        if collection is None:
-            return step - 1
-        _check_bad_media(components, collection)
-        ready = components.run_state.write_step(
-            Batch(step, collection.samples),
-            collection.traces,
-            collection.ids_by_verdict,
-            components.rollouts.next_group,
-            components.rollouts.open_groups,
-        )
-        await components.announce(ready)
-        components.observer.on_step(step, collection)
-        await components.policy.wait_for_version(step - components.max_lag)
-        if await _is_goal_reached(components, step, collection):
-            return step
-    return steps[-1] if steps else steps.start - 1
+        Returns the last step that was trained, which comes early where the run reaches its goal.
+        """
+        for step in steps:
+            self.check_room()
+            collection = await self._collect(step)
+            if collection is None:
+                return step - 1
+            self._check_bad_media(collection)
+            ready = self.run_state.write_step(
+                Batch(step, collection.samples),
+                collection.traces,
+                collection.ids_by_verdict,
+                self.rollouts.next_group,
+                self.rollouts.open_groups,
+            )
+            await self.announce(ready)
+            self.observer.on_step(step, collection)
+            await self.policy.wait_for_version(step - self.max_lag)
+            if await self._is_goal_reached(step, collection):
+                return step
+        return max(steps.start, steps.stop) - 1
 
+    def publish(self, published: PublishedWeights) -> None:
+        """Let the engines adopt a new version, and remove the batches that it covers."""
+        manifest = self.run_state.run_dir.path / published.manifest
+        published = structs.replace(published, manifest=str(manifest))
+        self.policies.check_published(published, self.run_state.progress.step)
+        if bad := int(published.metrics.get("bad_media") or 0):
+            self.run_state.progress.bad_samples[str(published.version)] = bad
+        self.judge.epochs[published.version] = published.epoch
+        self.run_state.remove_covered_batches(published.checkpoint_step)
+        if self.background_evaluator is not None:
+            self.background_evaluator.publish(published)
+        self.policy.publish(published)
 
-async def _is_goal_reached(
-    components: LoopComponents, step: int, collection: StepCollection
-) -> bool:
-    return components.goal is not None and await components.goal.is_reached(
-        step, collection.recent_rewards(components.groups_per_step)
-    )
+    async def _collect(self, step: int) -> StepCollection | None:
+        """Judge groups as they finish, until their samples make a batch.
 
+        Returns None when the goal is reached and nothing is left to learn.
+        """
+        collection = StepCollection()
+        wants_fresh = self.diagnostics_every > 0 and step % self.diagnostics_every == 0
+        while not self._is_full(collection, wants_fresh):
+            if wants_fresh and collection.num_groups >= self.groups_per_step:
+                # Nothing can be fresh before the engines hold the version that this step trains.
+                await self.policy.wait_for_version(step - 1)
+            group = await self._wait_for_group(step, collection)
+            verdict = self.judge.judge(group.traces, step)
+            self.observer.on_group(step, verdict)
+            collection.add(group, verdict, self.max_resampled_groups)
+            if verdict.fills_place:
+                self.run_state.progress.reward_range.add(group.rewards)
+            self._check_dropped(step, collection, verdict)
+            if collection.num_groups >= self.groups_per_step and not collection.has_signal:
+                self._update_mastery(collection)
+                if await self._is_goal_reached(step - 1, collection):
+                    return None
+                if not self._may_train_without_signal(collection):
+                    collection.start_over()
+                    self._check_empty(step, collection)
+        return collection
 
-async def _collect(components: LoopComponents, step: int) -> StepCollection | None:
-    """Judges groups as they finish, until their samples make a batch; None if there is nothing
-    left to learn because the goal is reached."""
-    collection = StepCollection()
-    wants_fresh = components.diagnostics_every > 0 and step % components.diagnostics_every == 0
-    while not _is_full(components, collection, wants_fresh):
-        if wants_fresh and collection.num_groups >= components.groups_per_step:
-            # Nothing can be fresh before the engines hold the version that this step trains.
-            await components.policy.wait_for_version(step - 1)
-        group = await _wait_for_group(components, step, collection)
-        verdict = components.judge.judge(group.traces, step)
-        components.observer.on_group(step, verdict)
-        collection.add(group, verdict, components.max_resampled_groups)
-        if verdict.fills_place:
-            components.run_state.progress.reward_range.add(group.rewards)
-        _check_dropped(components, step, collection, verdict)
-        if collection.num_groups >= components.groups_per_step and not collection.has_signal:
-            _update_mastery(components, collection)
-            if await _is_goal_reached(components, step - 1, collection):
-                return None
-            if not _may_train_without_signal(components, collection):
-                collection.start_over()
-                _check_empty(components, step, collection)
-    return collection
+    async def _wait_for_group(self, step: int, collection: StepCollection) -> Group:
+        """Return the next finished group; meanwhile, start as many as the lag leaves room for."""
+        finished = asyncio.ensure_future(self.rollouts.wait_for_group())
+        try:
+            while True:
+                num_groups = self._count_startable_groups(step, collection)
+                await self.rollouts.start_groups(num_groups, max(0, self.policy.version))
+                adopted = asyncio.ensure_future(
+                    self.policy.wait_for_version(self.policy.version + 1)
+                )
+                await asyncio.wait({finished, adopted}, return_when=asyncio.FIRST_COMPLETED)
+                adopted.cancel()
+                if finished.done():
+                    return finished.result()
+        finally:
+            finished.cancel()
 
+    def _count_startable_groups(self, step: int, collection: StepCollection) -> int:
+        """Count the groups that may start now and still train within the bound on the lag.
 
-def _is_full(components: LoopComponents, collection: StepCollection, wants_fresh: bool) -> bool:
-    if collection.num_groups < components.groups_per_step:
-        return False
-    # A fresh group is worth waiting for what was under way when its version came, and for one
-    # step's groups more; then null is an honest measure.
-    waited = collection.num_groups - components.groups_per_step
-    most = components.groups_per_step * (max(1, components.max_lag) + 1)
-    return collection.has_fresh_group or not wants_fresh or waited >= most
+        A group that starts on version v can train up to step v + 1 + max_lag, so there is room for
+        the batches of steps `step` to that one, less what is under way.
+        """
+        last_step = min(self.policy.version + 1 + self.max_lag, self.last_step)
+        missing = (last_step - step + 1) * self.groups_per_step - collection.num_groups
+        # A step that waits for a fresh group needs one more even when its batch is full.
+        wanted = max(missing, 1 if last_step >= step else 0)
+        # Starting more at once would not finish a step sooner: two steps' groups would finish
+        # together, and the trainer would idle and then have two batches to train. With this bound,
+        # step times differ by at most twice the time from a version's update to its use.
+        at_once = self.groups_per_step * max(1, self.max_lag)
+        return max(0, min(wanted, at_once) - self.rollouts.num_ahead)
 
+    def _is_full(self, collection: StepCollection, wants_fresh: bool) -> bool:
+        if collection.num_groups < self.groups_per_step:
+            return False
+        # Wait for a fresh group only until the groups under way when its version came, and one
+        # step's groups more, have finished. After that the diagnostics report null.
+        waited = collection.num_groups - self.groups_per_step
+        most = self.groups_per_step * (max(1, self.max_lag) + 1)
+        return collection.has_fresh_group or not wants_fresh or waited >= most
 
-def _update_mastery(components: LoopComponents, collection: StepCollection) -> None:
-    """Notes that the policy has earned the highest reward everywhere, for as many batches as would
-    end the run."""
-    run_range = components.run_state.progress.reward_range
-    is_last = collection.num_empty + 1 >= components.max_empty_batches
-    if is_last and collection.reward_range.is_best_of(run_range):
-        run_range.is_mastered = True
+    async def _is_goal_reached(self, step: int, collection: StepCollection) -> bool:
+        rewards = collection.recent_rewards(self.groups_per_step)
+        return self.goal is not None and await self.goal.is_reached(step, rewards)
 
+    def _update_mastery(self, collection: StepCollection) -> None:
+        """Record that every rollout earned the highest reward in as many batches as end a run."""
+        run_range = self.run_state.progress.reward_range
+        is_last = collection.num_empty + 1 >= self.max_empty_batches
+        if is_last and collection.reward_range.is_best_of(run_range):
+            run_range.is_mastered = True
 
-def _may_train_without_signal(components: LoopComponents, collection: StepCollection) -> bool:
-    """Whether a batch without signal trains all the same, on its KL term alone."""
-    run_range = components.run_state.progress.reward_range
-    is_mastered = run_range.is_mastered and collection.reward_range.is_best_of(run_range)
-    return is_mastered and bool(collection.samples)
+    def _may_train_without_signal(self, collection: StepCollection) -> bool:
+        """Return whether a batch without signal trains anyway, on its KL term alone."""
+        run_range = self.run_state.progress.reward_range
+        is_mastered = run_range.is_mastered and collection.reward_range.is_best_of(run_range)
+        return is_mastered and bool(collection.samples)
 
-
-def _check_empty(components: LoopComponents, step: int, collection: StepCollection) -> None:
-    if collection.num_empty >= components.max_empty_batches:
-        cut = [trace for trace in collection.traces if trace.truncated]
-        if 2 * len(cut) > len(collection.traces):
+    def _check_empty(self, step: int, collection: StepCollection) -> None:
+        if collection.num_empty < self.max_empty_batches:
+            return
+        problem = f"step {step}: {collection.num_empty} batches in a row held nothing to learn from"
+        truncated = [trace for trace in collection.traces if trace.truncated]
+        if 2 * len(truncated) > len(collection.traces):
             raise NoTrainableSamples(
-                f"step {step}: {collection.num_empty} batches in a row held nothing to learn from, "
-                f"and {len(cut)} of {len(collection.traces)} rollouts were cut short: "
-                f"{cut[-1].limit}",
+                f"{problem}, and {len(truncated)} of {len(collection.traces)} rollouts were cut "
+                f"short: {truncated[-1].limit}",
                 f"raise the limit, keep a window of the history, or {SMALLER_IMAGES}",
             )
         raise NoTrainableSamples(
-            f"step {step}: {collection.num_empty} batches in a row held nothing to learn "
-            f"from (verdict {NO_SIGNAL!r}: every rollout of a group earned the same)",
-            "make tasks of mixed difficulty, raise the temperature or group_size, or stop: "
-            "the policy may be as good as this reward can see",
+            f"{problem} (verdict {NO_SIGNAL!r}: all rollouts of a group earned the same reward)",
+            "use tasks of mixed difficulty, raise the temperature or group_size, or stop here: "
+            "the policy may be as good as this reward can measure",
         )
 
-
-def _check_dropped(
-    components: LoopComponents, step: int, collection: StepCollection, verdict: GroupVerdict
-) -> None:
-    if collection.num_dropped >= components.max_empty_batches * components.groups_per_step:
+    def _check_dropped(self, step: int, collection: StepCollection, verdict: GroupVerdict) -> None:
+        if collection.num_dropped < self.max_empty_batches * self.groups_per_step:
+            return
         trace, name = verdict.verdicts[-1]
         failed = name in (BROKEN, TRUNCATED)
-        why = summarize_traceback(describe_failure(trace)) if failed else "see the filters"
+        reason = summarize_traceback(describe_failure(trace)) if failed else "see the filters"
         raise NoTrainableSamples(
             f"step {step}: {collection.num_dropped} groups in a row were dropped, the last with "
-            f"verdict {name!r}: {why}",
+            f"verdict {name!r}: {reason}",
             f"raise max_model_len, keep a window of the history, or {SMALLER_IMAGES}"
             if name == TRUNCATED
-            else "repair what breaks the rollouts (metrics.jsonl has each), or loosen the filters",
+            else "fix what breaks the rollouts (metrics.jsonl lists each), or loosen the filters",
         )
 
-
-def _check_bad_media(components: LoopComponents, collection: StepCollection) -> None:
-    bad = [trace for trace in collection.traces if is_bad_media(trace)]
-    if len(bad) > components.max_bad_fraction * len(collection.traces):
-        raise MediaError(
-            f"bad media broke {len(bad)} of {len(collection.traces)} rollouts, more than "
-            f"[media] max_bad_fraction = {components.max_bad_fraction} allows. The last: "
-            f"{bad[-1].error}",
-            "repair the store (`sightline media verify`), or raise the fraction",
-        )
-
-
-async def _wait_for_group(
-    components: LoopComponents, step: int, collection: StepCollection
-) -> Group:
-    """The next finished group; starts as many as the lag leaves room for while it waits."""
-    finished = asyncio.ensure_future(components.rollouts.wait_for_group())
-    try:
-        while True:
-            num_groups = _count_startable_groups(components, step, collection)
-            await components.rollouts.start_groups(num_groups, max(0, components.policy.version))
-            adopted = asyncio.ensure_future(
-                components.policy.wait_for_version(components.policy.version + 1)
+    def _check_bad_media(self, collection: StepCollection) -> None:
+        bad = [trace for trace in collection.traces if is_bad_media(trace)]
+        if len(bad) > self.max_bad_fraction * len(collection.traces):
+            raise MediaError(
+                f"bad media broke {len(bad)} of {len(collection.traces)} rollouts, more than "
+                f"[media] max_bad_fraction = {self.max_bad_fraction} allows. The last error: "
+                f"{bad[-1].error}",
+                "repair the store (`sightline media verify`), or raise the fraction",
             )
-            await asyncio.wait({finished, adopted}, return_when=asyncio.FIRST_COMPLETED)
-            adopted.cancel()
-            if finished.done():
-                return finished.result()
-    finally:
-        finished.cancel()
-
-
-def _count_startable_groups(
-    components: LoopComponents, step: int, collection: StepCollection
-) -> int:
-    """How many groups may start now and still train at a lag within the bound.
-
-    A group that starts on version v can train up to step v + 1 + max_lag, so there is room for
-    the batches of steps `step` to that one, less what is under way.
-    """
-    last_step = min(components.policy.version + 1 + components.max_lag, components.last_step)
-    missing = (last_step - step + 1) * components.groups_per_step - collection.num_groups
-    # A step that waits for a fresh group needs one more even when its batch is full.
-    wanted = max(missing, 1 if last_step >= step else 0)
-    # More at once would not be sooner: two steps' groups would finish together, and the trainer
-    # would stand still and then have two batches to train. With this bound steps are uneven by no
-    # more than twice what a version takes from its update to its use.
-    at_once = components.groups_per_step * max(1, components.max_lag)
-    return max(0, min(wanted, at_once) - components.rollouts.num_ahead)

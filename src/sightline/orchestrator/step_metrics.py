@@ -33,7 +33,8 @@ class StepMetrics:
     _waited_s: float = 0.0
 
     def start(self) -> None:
-        """Begins the first step: what came before it is no part of its time."""
+        """Start timing the first step."""
+        self.events.write("state", phase="training")
         self._began = time.monotonic()
 
     def on_group(self, step: int, group_verdict: GroupVerdict) -> None:

@@ -17,7 +17,7 @@ from sightline.errors import ProcessFailed, WireError
 from sightline.launch.processes import reserve_port
 from sightline.media import MediaStore
 from sightline.media.stored_file import store_file
-from sightline.orchestrator.process import ControlRouter
+from sightline.orchestrator.control_router import ControlRouter
 from sightline.orchestrator.remote_files import RemoteFiles
 from sightline.orchestrator.server_pool import run_until_first
 from sightline.orchestrator.trainer_watch import TrainerWatch
@@ -55,7 +55,7 @@ def play(
         run_state = SimpleNamespace(progress=SimpleNamespace(step=3))
         found: Any = SimpleNamespace(publish=published.append, run_state=run_state)
         found.rollouts = rollouts
-        router.components = found
+        router.orchestrator = found
         receiving = asyncio.create_task(router.keep_receiving())
         try:
             await asyncio.wait_for(scene(address, router, receiving), 20)
@@ -194,7 +194,7 @@ def test_weights_are_adopted_while_a_checkpoint_is_fetched_and_no_batch_goes(
         found: Any = SimpleNamespace(
             publish=published.put_nowait, run_state=run_state, rollouts=None
         )
-        router.components = found
+        router.orchestrator = found
         receiving = asyncio.create_task(router.keep_receiving())
         trainer = AsyncSpoke(address, "trainer", derive_spoke_key(SECRET, "trainer"))
         weights = PublishedWeights(3, 0, "manifest", {}, 2)

@@ -20,7 +20,6 @@ import pytest
 from sampling import take_sample
 from unit.orchestrator.test_loop import World
 
-from sightline.orchestrator.loop import run
 from sightline.run import RunDir
 from sightline.wire.control import BatchReady, ControlMessage, PublishedWeights, RolloutRequest
 
@@ -152,7 +151,7 @@ def play(
         world.device.is_one = is_one
         async with asyncio.TaskGroup() as group:
             adopting = group.create_task(world.policy.keep_adopting())
-            training = group.create_task(run(world.components(), range(1, STEPS + 2)))
+            training = group.create_task(world.build().train(range(1, STEPS + 2)))
             await world.is_over.wait()
             adopting.cancel()
             training.cancel()

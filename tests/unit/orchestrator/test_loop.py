@@ -16,8 +16,9 @@ from sightline.message import assistant, user
 from sightline.orchestrator.collection import StepCollection
 from sightline.orchestrator.dispatcher import RolloutDispatcher
 from sightline.orchestrator.evaluator import Evaluator
-from sightline.orchestrator.loop import LoopComponents, run
+from sightline.orchestrator.loop import Orchestrator
 from sightline.orchestrator.policy_updater import PolicyUpdater
+from sightline.orchestrator.published_policies import PublishedPolicies
 from sightline.orchestrator.reward_goal import STEPS_BETWEEN, RewardGoal
 from sightline.orchestrator.rollout_scheduler import RolloutScheduler
 from sightline.orchestrator.run_state import RunState
@@ -57,16 +58,22 @@ class World:
             unjudged_groups=list(self.run_state.progress.open_groups),
         )  # fmt: skip
 
-    def components(self, **changes: int) -> LoopComponents:
-        return LoopComponents(
+    def build(self, **changes: int) -> Orchestrator:
+        events = EventLog(self.run_dir.metrics, "orchestrator")
+        return Orchestrator(
             rollouts=self.rollouts,
             policy=self.policy,
+            policies=PublishedPolicies("", self.run_dir.weights, owns_servers=True),
             judge=GroupJudge(
                 self.max_lag, grpo, by_rollout, [], keep_without_signal=self.keeps_all
             ),
             run_state=self.run_state,
-            announce=self.announce,
             observer=self,
+            evaluator=Evaluator(self.rollouts, self.run_state, events, self.run_dir, 0, 1.0),
+            background_evaluator=None,
+            goal=self.goal,
+            announce=self.announce,
+            check_room=lambda: None,
             groups_per_step=3,
             max_lag=self.max_lag,
             diagnostics_every=changes.get("diagnostics_every", 0),
@@ -74,8 +81,6 @@ class World:
             max_resampled_groups=changes.get("max_resampled_groups", 0),
             max_bad_fraction=0.0,
             last_step=changes.get("last_step", 1000),
-            check_room=lambda: None,
-            goal=self.goal,
         )
 
     async def send(self, peer: str, message: ControlMessage) -> None:
@@ -131,7 +136,7 @@ def play(world: World, steps: range, **changes: int) -> int:
         adopting = asyncio.ensure_future(world.policy.keep_adopting())
         sending = asyncio.ensure_future(world.rollouts.dispatcher.keep_sending())
         try:
-            return await run(world.components(**changes), steps)
+            return await world.build(**changes).train(steps)
         finally:
             adopting.cancel()
             sending.cancel()
@@ -322,13 +327,13 @@ def test_groups_that_train_without_signal_are_not_replaced(run_dir: RunDir) -> N
     world = World(run_dir, max_lag=0)
     without_signal_below(2, world)
     steps = seen(world)
-    components = world.components(max_resampled_groups=3)
-    components.judge.keep_without_signal = True
+    orchestrator = world.build(max_resampled_groups=3)
+    orchestrator.judge.keep_without_signal = True
 
     async def both() -> None:
         adopting = asyncio.ensure_future(world.policy.keep_adopting())
         try:
-            await run(components, range(1, 2))
+            await orchestrator.train(range(1, 2))
         finally:
             adopting.cancel()
 

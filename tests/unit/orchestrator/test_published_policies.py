@@ -16,7 +16,8 @@ from sightline.config import RunFile
 from sightline.errors import EngineError, SightlineError
 from sightline.media import MediaStore
 from sightline.message import assistant, user
-from sightline.orchestrator.build import OrchestratorComponents, ServerClients, build, build_servers
+from sightline.orchestrator.build import ServerClients, build, build_servers
+from sightline.orchestrator.loop import Orchestrator
 from sightline.orchestrator.run_state import RunState
 from sightline.run import EventLog, RunDir
 from sightline.trace import Node, PolicySpan, Trace, encode_trace
@@ -32,7 +33,7 @@ async def ignore(*args: Any) -> None:
     pass
 
 
-def open_run(path: Path, announced: int = 3, servers: bool = False) -> OrchestratorComponents:
+def open_run(path: Path, announced: int = 3, servers: bool = False) -> Orchestrator:
     """The orchestrator of the run at `path`, as it is after a resume, with `announced` batches."""
     run_dir = RunDir(path)
     run_dir.make()
@@ -47,15 +48,15 @@ def open_run(path: Path, announced: int = 3, servers: bool = False) -> Orchestra
 
 
 @pytest.fixture
-def run(tmp_path: Path) -> OrchestratorComponents:
+def run(tmp_path: Path) -> Orchestrator:
     return open_run(tmp_path / "run")
 
 
-def run_id(run: OrchestratorComponents) -> str:
+def run_id(run: Orchestrator) -> str:
     return (run.policy.weights.parent / "run_id").read_text()
 
 
-def publish(run: OrchestratorComponents, version: int, /, **changes: Any) -> tuple[Manifest, Any]:
+def publish(run: Orchestrator, version: int, /, **changes: Any) -> tuple[Manifest, Any]:
     """Weights as the trainer writes them, and what it says of them."""
     tensors = {"a": torch.full((3,), float(version))}
     weights, name = changes.pop("weights", run.policy.weights), changes.pop("run", run_id(run))
@@ -64,7 +65,7 @@ def publish(run: OrchestratorComponents, version: int, /, **changes: Any) -> tup
     return manifest, PublishedWeights(**(fields | {"checkpoint_step": 0} | changes))
 
 
-def answer(run: OrchestratorComponents, label: str, **changes: Any) -> None:
+def answer(run: Orchestrator, label: str, **changes: Any) -> None:
     """Has a worker report a rollout that the weights `label` have sampled."""
     asked = RolloutRequest("g0.0", "g0", 0, "train", 0, 1.0)
     asyncio.run(run.rollouts.dispatcher.submit(asked))
@@ -124,7 +125,7 @@ def test_servers_of_others_hold_nothing_of_the_run_before_they_adopt(tmp_path: P
         answer(run, Manifest(0, 0, [], run=run_id(run)).label)
 
 
-def test_a_version_from_the_future_ends_the_run(run: OrchestratorComponents) -> None:
+def test_a_version_from_the_future_ends_the_run(run: Orchestrator) -> None:
     trace = Trace(id="r", reward=1.0, nodes=[
         Node(0, -1, user("q"), int32_array([1, 2]), sampled_start=2),
         Node(1, 0, assistant("a"), int32_array([3]), sampled_start=0,
@@ -135,35 +136,35 @@ def test_a_version_from_the_future_ends_the_run(run: OrchestratorComponents) -> 
         run.judge.judge([trace, trace], step=4)
 
 
-def test_a_wrong_answer_of_the_server_ends_the_run(run: OrchestratorComponents) -> None:
+def test_a_wrong_answer_of_the_server_ends_the_run(run: Orchestrator) -> None:
     label = Manifest(0, 0, [], run=run_id(run)).label
     with pytest.raises(EngineError, match=r"rollout g0.0: a logprob of 3") as caught:
         answer(run, label, error="a logprob of 3\n  fix: mend it", error_kind="wrong_answer")
     assert caught.value.fix == "mend it"
 
 
-def forge_version(run: OrchestratorComponents, tmp: Path) -> Any:
+def forge_version(run: Orchestrator, tmp: Path) -> Any:
     return publish(run, 7776)[1]
 
 
-def forge_old_version(run: OrchestratorComponents, tmp: Path) -> Any:
+def forge_old_version(run: Orchestrator, tmp: Path) -> Any:
     run.publish(publish(run, 2)[1])
     return publish(run, 1)[1]
 
 
-def forge_negative_version(run: OrchestratorComponents, tmp: Path) -> Any:
+def forge_negative_version(run: Orchestrator, tmp: Path) -> Any:
     return publish(run, 3, version=-1)[1]
 
 
-def forge_checkpoint(run: OrchestratorComponents, tmp: Path) -> Any:
+def forge_checkpoint(run: Orchestrator, tmp: Path) -> Any:
     return publish(run, 3, checkpoint_step=10)[1]
 
 
-def forge_place(run: OrchestratorComponents, tmp: Path) -> Any:
+def forge_place(run: Orchestrator, tmp: Path) -> Any:
     return publish(run, 3, weights=tmp / "elsewhere")[1]
 
 
-def forge_link(run: OrchestratorComponents, tmp: Path) -> Any:
+def forge_link(run: Orchestrator, tmp: Path) -> Any:
     message = publish(run, 3, weights=tmp / "elsewhere")[1]
     (run.policy.weights / "v000003").symlink_to(Path(message.manifest).parent)
     return msgspec.structs.replace(
@@ -171,7 +172,7 @@ def forge_link(run: OrchestratorComponents, tmp: Path) -> Any:
     )
 
 
-def forge_folder(run: OrchestratorComponents, tmp: Path) -> Any:
+def forge_folder(run: Orchestrator, tmp: Path) -> Any:
     """A copy below the folder of versions, where the manifest of none of them stands."""
     message = publish(run, 3)[1]
     folder = run.policy.weights / "v000003" / "copy"
@@ -179,22 +180,22 @@ def forge_folder(run: OrchestratorComponents, tmp: Path) -> Any:
     return msgspec.structs.replace(message, manifest=str(folder / "manifest.json"))
 
 
-def forge_run(run: OrchestratorComponents, tmp: Path) -> Any:
+def forge_run(run: Orchestrator, tmp: Path) -> Any:
     return publish(run, 3, run="beef")[1]
 
 
-def forge_epoch(run: OrchestratorComponents, tmp: Path) -> Any:
+def forge_epoch(run: Orchestrator, tmp: Path) -> Any:
     return publish(run, 3, epoch=1)[1]
 
 
-def forge_digest(run: OrchestratorComponents, tmp: Path) -> Any:
+def forge_digest(run: Orchestrator, tmp: Path) -> Any:
     manifest, message = publish(run, 3)
     forged = msgspec.structs.replace(manifest, weights_digest="0" * 64)
     Path(message.manifest).write_bytes(msgspec.json.encode(forged))
     return message
 
 
-def forge_nothing(run: OrchestratorComponents, tmp: Path) -> Any:
+def forge_nothing(run: Orchestrator, tmp: Path) -> Any:
     return publish(run, 3, manifest=str(run.policy.weights / "v000009" / "manifest.json"))[1]
 
 
@@ -206,7 +207,7 @@ def forge_nothing(run: OrchestratorComponents, tmp: Path) -> Any:
     ],
 )  # fmt: skip
 def test_a_forged_message_of_published_weights_ends_the_run(
-    run: OrchestratorComponents, tmp_path: Path, forge: Any
+    run: Orchestrator, tmp_path: Path, forge: Any
 ) -> None:
     message = forge(run, tmp_path)
     before = run.policy.published

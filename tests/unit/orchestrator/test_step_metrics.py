@@ -8,7 +8,7 @@ from pathlib import Path
 from msgspec.structs import replace
 
 from sightline.media import MediaStore
-from sightline.orchestrator.loop import LoopComponents
+from sightline.orchestrator.loop import Orchestrator
 from sightline.orchestrator.run_state import RunState
 from sightline.orchestrator.step_metrics import StepMetrics
 from sightline.run import EventLog, RunDir
@@ -33,9 +33,9 @@ class Forking(World):
         trace.refused_requests = ["MediaRefused: messages[0].content[0].image_url.url: no image"]
         return replace(result, trace=encode_trace(trace))
 
-    def components(self, **changes: int) -> LoopComponents:
-        components = super().components(**changes)
-        components.observer = StepMetrics(
+    def build(self, **changes: int) -> Orchestrator:
+        orchestrator = super().build(**changes)
+        orchestrator.observer = StepMetrics(
             run_state=self.run_state,
             policy=self.policy,
             store=MediaStore(self.run_dir.media),
@@ -43,7 +43,7 @@ class Forking(World):
             rollouts=self.rollouts,
             steps_total=9,
         )
-        return components
+        return orchestrator
 
 
 def test_forked_turns_by_reason_and_refusals_are_metrics(tmp_path: Path) -> None:

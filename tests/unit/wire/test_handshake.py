@@ -15,8 +15,8 @@ from sightline.errors import EngineError, WireError
 from sightline.families import Family
 from sightline.launch.external_servers import check_external_servers
 from sightline.launch.processes import reserve_port
-from sightline.orchestrator.build import OrchestratorComponents
-from sightline.orchestrator.process import ControlRouter
+from sightline.orchestrator.control_router import ControlRouter
+from sightline.orchestrator.loop import Orchestrator
 from sightline.rollout.client import GenerateClient
 from sightline.trainer.ranks import LeadChannel, RankInfo
 from sightline.transport.zmq_channel import AsyncHub, AsyncSpoke, Spoke, derive_spoke_key
@@ -45,7 +45,7 @@ def test_the_orchestrator_refuses_a_worker_or_trainer_of_another_version(
         class Parts:
             rollouts = None
 
-        router.components = cast(OrchestratorComponents, Parts())
+        router.orchestrator = cast(Orchestrator, Parts())
         spoke = AsyncSpoke(address, "worker-0", derive_spoke_key("s", "worker-0"))
         receiving = asyncio.create_task(router.keep_receiving())
         await spoke.send(control.encode(ProcessReady("worker-0", release=get_release())))

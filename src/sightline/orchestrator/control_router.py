@@ -1,0 +1,220 @@
+"""Control messages between the orchestrator and the other processes of a run.
+
+a batch waits for: a trainer that is ready       unblocked by: ProcessReady
+the trainer's messages wait for: its files       unblocked by: writes to the run directory
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from functools import partial
+
+from msgspec import structs
+
+from sightline.errors import PeerLost, ProcessFailed, WireError
+from sightline.orchestrator.loop import Orchestrator
+from sightline.orchestrator.remote_files import RemoteFiles, WriteQueue
+from sightline.orchestrator.server_pool import run_until_first
+from sightline.orchestrator.trainer_watch import TrainerWatch
+from sightline.run.mirror import BEAT
+from sightline.transport.zmq_channel import AsyncHub
+from sightline.wire import control
+from sightline.wire.codec import check_release
+from sightline.wire.control import (
+    BatchReady,
+    ControlMessage,
+    FileChanges,
+    FinishTraining,
+    JoinRequest,
+    MemoryReport,
+    ProcessReady,
+    PublishedWeights,
+    RolloutResult,
+    ServerList,
+    TrainingFinished,
+)
+
+TRAINER = "trainer"
+
+
+@dataclass
+class ControlRouter:
+    """Sends to the other processes and hands what they send to whom it concerns."""
+
+    hub: AsyncHub
+    peers: frozenset[str]
+    """The processes that it hears."""
+    ready: dict[str, ProcessReady] = field(default_factory=dict)
+    finished: asyncio.Event = field(default_factory=asyncio.Event)
+    last_step: int = 0
+    """The step that the trainer's last checkpoint covers."""
+    announced: int | None = None
+    """The last step that the trainer was told of; None while there is no trainer."""
+    is_finishing: bool = False
+    """Whether the trainer is to end."""
+    servers: ServerList | None = None
+    """The servers that workers may ask."""
+    remote_files: RemoteFiles | None = None
+    """The run directory, for processes that do not see it."""
+    trainer_watch: TrainerWatch = field(default_factory=lambda: TrainerWatch())
+    orchestrator: Orchestrator = field(init=False)
+    """Gets what the other processes send."""
+
+    def __post_init__(self) -> None:
+        self._ready_changed = asyncio.Condition()
+        self._telling = asyncio.Lock()
+        self._from_trainer: asyncio.Queue[ControlMessage] = asyncio.Queue()
+        self._joining: asyncio.Queue[str] = asyncio.Queue()
+        self._checkpoints = WriteQueue()
+
+    async def send(self, peer: str, message: ControlMessage) -> None:
+        await self.hub.send(peer, control.encode(message))
+
+    async def announce(self, ready: BatchReady) -> None:
+        """Tells the trainer of a batch that is on disk; one that starts later is told then."""
+        await self._tell_trainer([ready])
+
+    async def finish(self) -> None:
+        """Tells the trainer that no batch follows."""
+        self.is_finishing = True
+        await self._tell_trainer([])
+
+    async def _tell_trainer(self, batches: Sequence[BatchReady]) -> None:
+        async with self._telling:
+            try:
+                for ready in batches:
+                    if self.announced == ready.step - 1:
+                        await self.send(TRAINER, ready)
+                        self.announced = ready.step
+                if self.is_finishing and self.announced is not None:
+                    await self.send(TRAINER, FinishTraining(self.announced))
+            except ProcessFailed:
+                # It has just ended: the launcher ends the run, or starts another.
+                self.announced = None
+
+    async def _on_trainer_ready(self, at: int) -> None:
+        """Brings a trainer that starts from the checkpoint of step `at` to the last batch."""
+        self.orchestrator.policies.last = None  # it publishes this and later versions again
+        self.announced = at
+        await self._tell_trainer(self.orchestrator.run_state.announcements_after(at))
+
+    async def tell_servers(self, servers: ServerList) -> None:
+        """Tells the workers which servers they may ask."""
+        self.servers = servers
+        for worker in self.ready.keys() - {TRAINER}:
+            with contextlib.suppress(ProcessFailed):  # its successor is told when it is ready
+                await self.send(worker, servers)
+
+    async def wait_until_ready(self, names: set[str]) -> None:
+        async with self._ready_changed:
+            await self._ready_changed.wait_for(lambda: names <= self.ready.keys())
+
+    async def keep_receiving(self) -> None:
+        """Runs beside the loop for as long as the run lasts."""
+        await run_until_first(
+            self._keep_receiving(), self._keep_heeding_trainer(), self._keep_giving_files(),
+            self._checkpoints.keep_writing(), self.trainer_watch.keep_watching(),
+        )  # fmt: skip
+
+    async def _keep_receiving(self) -> None:
+        rollouts = self.orchestrator.rollouts
+        while True:
+            try:
+                peer, data = await self.hub.receive()
+            except PeerLost as lost:  # the launcher, or a cluster, looks after its process
+                print(lost, file=sys.stderr, flush=True)
+                if self.ready.pop(lost.peer, None) and lost.peer != TRAINER:
+                    rollouts.on_worker_lost(lost.peer, f"silence: {lost.problem}")
+                continue
+            if peer not in self.peers:
+                raise WireError(
+                    f"{peer} speaks to the orchestrator, and is no process of this run",
+                    "let no other process have the secret of the run",
+                )
+            message = control.decode_from(peer, data)
+            if peer == TRAINER:
+                self.trainer_watch.note_heard(isinstance(message, ProcessReady))
+            match message:
+                case RolloutResult() if peer != TRAINER:
+                    rollouts.on_result(message, peer)
+                case MemoryReport() if peer != TRAINER:
+                    rollouts.dispatcher.on_memory_report(peer, message.held_bytes)
+                case JoinRequest() if peer != TRAINER and self.remote_files is not None:
+                    check_release(message.release, peer)
+                    self._joining.put_nowait(peer)
+                case FileChanges(files) if self.remote_files is not None and (
+                    peer != TRAINER or all(file.name.endswith(BEAT) for file in files)
+                ):
+                    await asyncio.to_thread(self.remote_files.write, peer, message)
+                case ProcessReady() if peer != TRAINER:
+                    check_release(message.release, peer)
+                    if message.after or peer in self.ready:
+                        rollouts.on_worker_lost(
+                            peer, message.after or "crash: it was started again"
+                        )
+                    if self.servers is not None:
+                        await self.send(peer, self.servers)
+                    await self._note_ready(peer, message)
+                case _ if peer == TRAINER:
+                    self._from_trainer.put_nowait(message)
+                case _:
+                    raise _unexpected_error(peer, message)
+
+    async def _keep_giving_files(self) -> None:
+        """Gives processes that join what they work on; the first may have to wait until the model
+        is stored."""
+        while True:
+            await self._give_files(await self._joining.get())
+
+    async def _give_files(self, peer: str) -> None:
+        assert self.remote_files is not None
+        files = await asyncio.to_thread(self.remote_files.collect, peer)
+        with contextlib.suppress(ProcessFailed):  # it has just ended: another will ask
+            await self.send(peer, files)
+
+    async def _keep_heeding_trainer(self) -> None:
+        """Takes what the trainer says in its order: its files may take a while to arrive, and its
+        successor is given them."""
+        while True:
+            message = await self._from_trainer.get()
+            match message:
+                case JoinRequest() if self.remote_files is not None:
+                    check_release(message.release, TRAINER)
+                    self.announced = None
+                    await self._checkpoints.join()
+                    await self._give_files(TRAINER)
+                case FileChanges(files) if self.remote_files is not None:
+                    if all(file.name.startswith("checkpoints/") for file in files):
+                        # Large: new weights do not wait for them.
+                        self._checkpoints.put(partial(self.remote_files.write, TRAINER, message))
+                    else:
+                        await asyncio.to_thread(self.remote_files.write, TRAINER, message)
+                case PublishedWeights():
+                    if self._checkpoints.num_waiting:  # what covers the batches may not be here yet
+                        message = structs.replace(message, checkpoint_step=0)
+                    self.orchestrator.publish(message)
+                case ProcessReady():
+                    check_release(message.release, TRAINER)
+                    await self._on_trainer_ready(message.version)
+                    await self._note_ready(TRAINER, message)
+                case TrainingFinished(step) if step <= self.orchestrator.run_state.progress.step:
+                    await self._checkpoints.join()
+                    self.last_step = step
+                    self.finished.set()
+                case _:
+                    raise _unexpected_error(TRAINER, message)
+
+    async def _note_ready(self, peer: str, message: ProcessReady) -> None:
+        async with self._ready_changed:
+            self.ready[peer] = message
+            self._ready_changed.notify_all()
+
+
+def _unexpected_error(peer: str, message: ControlMessage) -> WireError:
+    return WireError(
+        f"{peer} sent {str(message)[:200]}", "this is a bug, or no process of this run; report it"
+    )
