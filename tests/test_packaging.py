@@ -92,11 +92,11 @@ def test_whatever_is_installed_is_called_sightline_rl() -> None:
 
 def shipped_texts() -> Iterator[Path]:
     """Every file of the checkout in which somebody could read what to install."""
-    suffixes = {".py", ".md", ".toml", ".ipynb", ".yml", ".yaml", ".cff", ".ts", ".tsx"}
+    suffixes = {".py", ".md", ".toml", ".ipynb", ".yml", ".yaml", ".cff"}
     for path in [ROOT / "Makefile", *ROOT.iterdir()]:
         if path.is_file() and (path.suffix in suffixes or path.name == "Makefile"):
             yield path
-    for folder in ("src", "docs", "examples", "tests", "tools", "web/src", ".github", ".ci"):
+    for folder in ("src", "docs", "examples", "tests", "tools", ".github", ".ci"):
         for path in (ROOT / folder).rglob("*"):
             if path.suffix in suffixes and path != Path(__file__).resolve():
                 yield path

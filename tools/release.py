@@ -59,7 +59,7 @@ def find_archive_problems(dist: Path, version: str) -> list[str]:
     with tarfile.open(sdist) as opened_sdist:
         names[sdist.name] = opened_sdist.getnames()
     return [
-        f"{name} has no dashboard: run `make web wheel`"
+        f"{name} has no dashboard: run `make wheel`"
         for name, members in names.items()
         if not any(member.endswith(DASHBOARD) for member in members)
     ]

@@ -189,7 +189,7 @@ def test_only_reading_is_answered(client: TestClient) -> None:
 
 
 def test_every_answer_forbids_what_is_not_ours(client: TestClient) -> None:
-    for path in ("/", "/api/runs", "/api/rollout", "/nowhere", "/static/app.js"):
+    for path in ("/", "/api/runs", "/api/rollout", "/nowhere", "/static/main.js"):
         headers = client.get(path).headers
         policy = headers["content-security-policy"]
         assert "default-src 'none'" in policy and "unsafe" not in policy
@@ -211,7 +211,7 @@ def test_bound_elsewhere_a_token_is_needed(run_dir: RunDir) -> None:
     runs = RunCollection([run_dir.path])
     app = build_app(runs, RequestGuard("0.0.0.0", "s3cret"))
     client = TestClient(app, base_url="http://machine.example")
-    for path in ("/", "/api/runs", "/static/app.js", "/media/synthetic/" + "0" * 64):
+    for path in ("/", "/api/runs", "/static/main.js", "/media/synthetic/" + "0" * 64):
         assert client.get(path).status_code == 401
         assert client.get(path, params={"token": "wrong"}).status_code == 401
     bearer = {"authorization": "Bearer s3cret"}

@@ -12,7 +12,7 @@ from sightline.transport.http_server import RequestGuard, build_uvicorn_config, 
 from sightline.transport.listen import bind_socket, describe_link
 from sightline.transport.tls import check_tls
 from sightline.view.dashboard.run_collection import RunCollection
-from sightline.view.dashboard.server import NOT_BUILT_MESSAGE, build_app, is_built
+from sightline.view.dashboard.server import build_app
 
 
 def serve_dashboard(
@@ -28,8 +28,6 @@ def serve_dashboard(
     print(describe_link(host, listening.getsockname()[1], "/", has_tls=bool(tls)), flush=True)
     if token:
         print(f"add ?token= and the token of {token} to the address, once", flush=True)
-    if not is_built():
-        print(NOT_BUILT_MESSAGE, flush=True)
     config = build_uvicorn_config(
         build_app(runs, guard),
         # A browser keeps its stream of events open; it is not waited for.

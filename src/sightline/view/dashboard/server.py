@@ -6,14 +6,14 @@ import asyncio
 import contextlib
 import re
 from collections.abc import AsyncIterator, Callable
-from importlib import resources
+from pathlib import Path
 from typing import Annotated, Any
 
 import msgspec
 from fastapi import FastAPI, Query
 from starlette.exceptions import HTTPException
 from starlette.requests import Request
-from starlette.responses import PlainTextResponse, Response, StreamingResponse
+from starlette.responses import Response, StreamingResponse
 
 from sightline.config import RunFile, SftFile, iter_settings
 from sightline.errors import MediaError, MediaMissing, SightlineError
@@ -31,11 +31,11 @@ PAGES = ("", "rollouts", "rollout", "mismatch", "images", "image", "processes", 
 TYPES = {
     ".html": "text/html",
     ".js": "text/javascript",
+    ".mjs": "text/javascript",
     ".css": "text/css",
     ".svg": "image/svg+xml",
 }
-NOT_BUILT_MESSAGE = "The web application is not built. Run `make web`, which needs Node, once."
-STATIC = resources.files("sightline.view.dashboard").joinpath("static")
+STATIC = Path(__file__).with_name("static")
 LOOPBACK = RequestGuard("127.0.0.1")
 _RANGE = re.compile(r"bytes=(\d{1,18})-(\d{0,18})", re.ASCII)
 MAX_STEPS = 2000
@@ -52,9 +52,10 @@ class RolloutQuery(queries.RolloutFilter):
     limit: Int64 = 50
 
 
-def is_built() -> bool:
-    """Whether the pages of the dashboard are there; wheels have them."""
-    return STATIC.joinpath("index.html").is_file()
+def list_static_files() -> dict[str, Path]:
+    """The files of the web application by their path in `static/`."""
+    files = [file for file in STATIC.rglob("*") if file.suffix in TYPES]
+    return {file.relative_to(STATIC).as_posix(): file for file in files}
 
 
 def build_app(runs: RunCollection, guard: RequestGuard = LOOPBACK) -> FastAPI:
@@ -81,7 +82,7 @@ def build_app(runs: RunCollection, guard: RequestGuard = LOOPBACK) -> FastAPI:
         ("/metrics", dashboard.prometheus),
         ("/media/{run}/{digest}", dashboard.media),
         ("/thumb/{run}/{digest}", dashboard.thumb),
-        ("/static/{name}", dashboard.static),
+        ("/static/{name:path}", dashboard.static),
         *((f"/{page}", dashboard.page) for page in PAGES),
     ]
     for path, answer in routes:
@@ -99,7 +100,7 @@ class Dashboard:
         self._runs = runs
         self._thumbs = thumbnails.ThumbnailCache()
         self._watch: RunWatcher | None = None
-        self._files = {file.name: file for file in STATIC.iterdir()} if STATIC.is_dir() else {}
+        self._files = list_static_files()
 
     @contextlib.asynccontextmanager
     async def lifespan(self, app: FastAPI) -> AsyncIterator[None]:
@@ -122,16 +123,14 @@ class Dashboard:
     # --- the application itself
 
     def page(self) -> Response:
-        if "index.html" not in self._files:
-            return PlainTextResponse(NOT_BUILT_MESSAGE, 503)
         return self.static("index.html")
 
     def static(self, name: str) -> Response:
         file = self._files.get(name)
-        kind = TYPES.get(name[name.rfind(".") :])
-        if file is None or kind is None:
+        if file is None:
             raise HTTPException(404, "there is no such file")
-        return Response(file.read_bytes(), media_type=kind, headers={"cache-control": "no-cache"})
+        headers = {"cache-control": "no-cache"}
+        return Response(file.read_bytes(), media_type=TYPES[file.suffix], headers=headers)
 
     # --- numbers
 

@@ -1,10 +1,11 @@
 // Where sampler and trainer disagree, and whether the model looks at its images.
-import { useMemo } from "preact/hooks";
-import { change, href } from "../address.jsx";
+import { html } from "../html.js";
+import { useMemo } from "../vendor/hooks.mjs";
+import { change, href } from "../address.js";
 import { useAnswer } from "../data.js";
-import { Failed, Link, OneRun, Picture } from "../parts.jsx";
+import { Failed, Link, OneRun, Picture } from "../parts.js";
 import { count, short, whole } from "../formatting.js";
-import { rolloutHref } from "./rollouts.jsx";
+import { rolloutHref } from "./rollouts.js";
 
 const TITLES = {
   turn: ["By turn", "first, second, …"],
@@ -53,63 +54,61 @@ export function MismatchPage({ runs, run, query, revisions }) {
   const values = { run: run.key, fresh, step_from: query.get("step_from"), step_to: query.get("step_to") };
   const { answer, error } = useAnswer("mismatch", values, [revisions[run.key]]);
   const set = (name) => (event) => change({ [name]: event.target.value });
-  return (
-    <>
-      <header class="head">
-        <h1>Mismatch</h1>
-        <div class="tools">
-          <OneRun runs={runs} run={run.key} />
-          <fieldset>
-            <legend>steps</legend>
-            <input type="number" aria-label="step from" placeholder="from" value={query.get("step_from") ?? ""} onChange={set("step_from")} />–
-            <input type="number" aria-label="step to" placeholder="to" value={query.get("step_to") ?? ""} onChange={set("step_to")} />
-          </fieldset>
-          <label title="Tokens of older versions differ because the policy has moved, not only because of a mismatch">
-            <input type="checkbox" checked={fresh} onChange={(event) => change({ fresh: event.target.checked ? null : "off" })} />{" "}
-            only tokens of the trainer's own version
-          </label>
-        </div>
-      </header>
-      <Failed error={error} />
-      {run.probe && <p class={`probe ${run.probe.is_blind ? "bad" : ""}`}>{probeWords(run.probe)}</p>}
-      {answer && <p class="words">{summaryWords(answer.dimensions)}</p>}
-      {answer && (
-        <section class="dimensions">
-          {Object.entries(TITLES).map(([name, [title, note]]) => (
-            answer.dimensions[name] && <Dimension key={name} name={name} title={title} note={note} cells={answer.dimensions[name]} />
-          ))}
-        </section>
-      )}
-      {answer?.worst.length > 0 && <Worst run={run.key} worst={answer.worst} />}
-    </>
-  );
+  return html`
+    <header class="head">
+      <h1>Mismatch</h1>
+      <div class="tools">
+        <${OneRun} runs=${runs} run=${run.key} />
+        <fieldset>
+          <legend>steps</legend>
+          <input type="number" aria-label="step from" placeholder="from" value=${query.get("step_from") ?? ""} onChange=${set("step_from")} />–
+          <input type="number" aria-label="step to" placeholder="to" value=${query.get("step_to") ?? ""} onChange=${set("step_to")} />
+        </fieldset>
+        <label title="Tokens of older versions differ because the policy has moved, not only because of a mismatch">
+          <input type="checkbox" checked=${fresh} onChange=${(event) => change({ fresh: event.target.checked ? null : "off" })} />${" "}
+          only tokens of the trainer's own version
+        </label>
+      </div>
+    </header>
+    <${Failed} error=${error} />
+    ${run.probe && html`<p class="probe ${run.probe.is_blind ? "bad" : ""}">${probeWords(run.probe)}</p>`}
+    ${answer && html`<p class="words">${summaryWords(answer.dimensions)}</p>`}
+    ${answer && html`
+      <section class="dimensions">
+        ${Object.entries(TITLES).map(([name, [title, note]]) => (
+          answer.dimensions[name] && html`<${Dimension} key=${name} name=${name} title=${title} note=${note} cells=${answer.dimensions[name]} />`
+        ))}
+      </section>
+    `}
+    ${answer?.worst.length > 0 && html`<${Worst} run=${run.key} worst=${answer.worst} />`}
+  `;
 }
 
 function Dimension({ name, title, note, cells }) {
   const high = Math.max(...cells.map((cell) => cell.kl), 1e-300);
-  return (
+  return html`
     <div class="dimension">
-      <h3>{title}<small>{note}</small></h3>
+      <h3>${title}<small>${note}</small></h3>
       <table>
         <thead><tr><th /><th>mean KL</th><th class="num">ratio</th><th class="num">worst KL</th><th class="num">tokens</th></tr></thead>
         <tbody>
-          {cells.map((cell) => (
-            <tr key={cell.bucket}>
-              <th>{named(name, cell.bucket)}</th>
-              <td><span class="bar"><i style={{ width: `${(100 * cell.kl) / high}%` }} /><b>{short(cell.kl)}</b></span></td>
-              <td class="num">{cell.ratio.toPrecision(6)}</td>
-              <td class="num">{short(cell.worst)}</td>
-              <td class="num">{count(cell.tokens)}</td>
+          ${cells.map((cell) => html`
+            <tr key=${cell.bucket}>
+              <th>${named(name, cell.bucket)}</th>
+              <td><span class="bar"><i style=${{ width: `${(100 * cell.kl) / high}%` }} /><b>${short(cell.kl)}</b></span></td>
+              <td class="num">${cell.ratio.toPrecision(6)}</td>
+              <td class="num">${short(cell.worst)}</td>
+              <td class="num">${count(cell.tokens)}</td>
             </tr>
-          ))}
+          `)}
         </tbody>
       </table>
     </div>
-  );
+  `;
 }
 
 function Worst({ run, worst }) {
-  return (
+  return html`
     <section>
       <h2>The worst tokens</h2>
       <div class="scroll">
@@ -122,23 +121,23 @@ function Worst({ run, worst }) {
             </tr>
           </thead>
           <tbody>
-            {worst.map((one, i) => (
-              <tr key={i}>
-                <td class="thumbs">{one.digest ? <Link to={href("image", { run, digest: one.digest })}><Picture run={run} digest={one.digest} side={64} /></Link> : "–"}</td>
-                <td><code>{one.text === null ? `#${one.token_id}` : JSON.stringify(one.text)}</code></td>
-                <td class="num">{short(one.kl)}</td>
-                <td class="num">{one.ratio.toPrecision(6)}</td>
-                <td class="num">{short(one.sampler)}</td>
-                <td class="num">{short(one.trainer)}</td>
-                <td class="num">{one.distance < 0 ? "–" : one.distance}</td>
-                <td class="num">{one.lag}</td>
-                <td class="num">{one.step}</td>
-                <td><Link to={rolloutHref(run, one, { node: one.node, token: one.place, colour: "kl" })}>{one.trace_id}</Link></td>
+            ${worst.map((one, i) => html`
+              <tr key=${i}>
+                <td class="thumbs">${one.digest ? html`<${Link} to=${href("image", { run, digest: one.digest })}><${Picture} run=${run} digest=${one.digest} side=${64} /><//>` : "–"}</td>
+                <td><code>${one.text === null ? `#${one.token_id}` : JSON.stringify(one.text)}</code></td>
+                <td class="num">${short(one.kl)}</td>
+                <td class="num">${one.ratio.toPrecision(6)}</td>
+                <td class="num">${short(one.sampler)}</td>
+                <td class="num">${short(one.trainer)}</td>
+                <td class="num">${one.distance < 0 ? "–" : one.distance}</td>
+                <td class="num">${one.lag}</td>
+                <td class="num">${one.step}</td>
+                <td><${Link} to=${rolloutHref(run, one, { node: one.node, token: one.place, colour: "kl" })}>${one.trace_id}<//></td>
               </tr>
-            ))}
+            `)}
           </tbody>
         </table>
       </div>
     </section>
-  );
+  `;
 }

@@ -1,20 +1,20 @@
 // The frame around the pages: which page, which runs, keyboard, light and dark.
-import { render } from "preact";
-import { useEffect, useState } from "preact/hooks";
-import { Link, change, go, href, useAddress } from "./address.jsx";
-import { runColour } from "./chart.jsx";
+import { html } from "./html.js";
+import { render } from "./vendor/preact.mjs";
+import { useEffect, useState } from "./vendor/hooks.mjs";
+import { Link, change, go, href, useAddress } from "./address.js";
+import { runColour } from "./chart.js";
 import { useAnswer, useLive } from "./data.js";
 import { useKeys } from "./keys.js";
-import { ImagePage, ImagesPage } from "./pages/images.jsx";
-import { MismatchPage } from "./pages/mismatch.jsx";
-import { OverviewPage } from "./pages/overview.jsx";
-import { ProcessesPage } from "./pages/processes.jsx";
-import { RolloutPage } from "./pages/rollout.jsx";
-import { RolloutsPage } from "./pages/rollouts.jsx";
-import { SettingsPage } from "./pages/settings.jsx";
-import { State, Tags } from "./parts.jsx";
+import { ImagePage, ImagesPage } from "./pages/images.js";
+import { MismatchPage } from "./pages/mismatch.js";
+import { OverviewPage } from "./pages/overview.js";
+import { ProcessesPage } from "./pages/processes.js";
+import { RolloutPage } from "./pages/rollout.js";
+import { RolloutsPage } from "./pages/rollouts.js";
+import { SettingsPage } from "./pages/settings.js";
+import { State, Tags } from "./parts.js";
 import { fixed, whole, words } from "./formatting.js";
-import "./style.css";
 
 const PAGES = [
   ["", "Overview", OverviewPage],
@@ -75,25 +75,25 @@ function matches(run, search) {
 }
 
 function RunLine({ run, place, toggle }) {
-  return (
+  return html`
     <li>
-      <label title={run.path}>
-        <input type="checkbox" checked={place >= 0} onChange={() => toggle(run.key)} />
-        <i style={{ background: place >= 0 ? runColour(place) : "var(--line)" }} />
+      <label title=${run.path}>
+        <input type="checkbox" checked=${place >= 0} onChange=${() => toggle(run.key)} />
+        <i style=${{ background: place >= 0 ? runColour(place) : "var(--line)" }} />
         <span>
-          <b>{run.key}</b>
+          <b>${run.key}</b>
           <small>
-            {run.steps_total ? `${run.step}/${run.steps_total}` : "no steps"}
-            {run.reward !== null ? ` · ${fixed(run.reward)}` : ""}
+            ${run.steps_total ? `${run.step}/${run.steps_total}` : "no steps"}
+            ${run.reward !== null ? ` · ${fixed(run.reward)}` : ""}
           </small>
-          <State state={run.state} />
-          {run.state === "failed" && <small class="cause" title={run.end.problem}>{run.end.cause}</small>}
-          {run.alerts.map((one) => <small key={one.kind} class="cause" title={one.text}>⚠ {words(one.kind)}</small>)}
-          {run.tags.length > 0 && <span class="tags"><Tags list={run.tags} /></span>}
+          <${State} state=${run.state} />
+          ${run.state === "failed" && html`<small class="cause" title=${run.end.problem}>${run.end.cause}</small>`}
+          ${run.alerts.map((one) => html`<small key=${one.kind} class="cause" title=${one.text}>⚠ ${words(one.kind)}</small>`)}
+          ${run.tags.length > 0 && html`<span class="tags"><${Tags} list=${run.tags} /></span>`}
         </span>
       </label>
     </li>
-  );
+  `;
 }
 
 function Sidebar({ runs, shown, page, live, theme }) {
@@ -105,50 +105,50 @@ function Sidebar({ runs, shown, page, live, theme }) {
     const wanted = keys.includes(key) ? keys.filter((one) => one !== key) : [...keys, key];
     change({ runs: wanted.join(","), run: wanted.length ? null : key }, { replace: false });
   };
-  return (
+  return html`
     <aside>
-      <Link to={href("")} class="brand"><img src="/static/icon.svg" alt="" /> Sightline</Link>
+      <${Link} to=${href("")} class="brand"><img src="/static/icon.svg" alt="" /> Sightline<//>
       <nav aria-label="pages">
-        {PAGES.map(([path, title], i) => (
-          <Link key={path} to={href(path)} aria-current={(OWNER[page] ?? page) === path ? "page" : undefined}>
-            <kbd>{i + 1}</kbd>{title}
-          </Link>
-        ))}
+        ${PAGES.map(([path, title], i) => html`
+          <${Link} key=${path} to=${href(path)} aria-current=${(OWNER[page] ?? page) === path ? "page" : undefined}>
+            <kbd>${i + 1}</kbd>${title}
+          <//>
+        `)}
       </nav>
       <h2>
         Runs
-        <button class="unfold" aria-expanded={open} onClick={() => setOpen(!open)}>
-          {shown.length === 1 ? shown[0].key : `${shown.length} of ${runs.length}`} {open ? "▴" : "▾"}
+        <button class="unfold" aria-expanded=${open} onClick=${() => setOpen(!open)}>
+          ${shown.length === 1 ? shown[0].key : `${shown.length} of ${runs.length}`} ${open ? "▴" : "▾"}
         </button>
       </h2>
-      <div class={`run-list ${open ? "open" : ""}`}>
-        {runs.length > 1 && (
+      <div class="run-list ${open ? "open" : ""}">
+        ${runs.length > 1 && html`
           <input
-            type="search" placeholder="name, tag, note, state" aria-label="search runs" value={search}
-            onInput={(event) => setSearch(event.target.value)}
+            type="search" placeholder="name, tag, note, state" aria-label="search runs" value=${search}
+            onInput=${(event) => setSearch(event.target.value)}
           />
-        )}
+        `}
         <ul class="runs">
-          {listed.map((run) => (
-            <RunLine key={run.key} run={run} place={shown.findIndex((one) => one.key === run.key)} toggle={toggle} />
-          ))}
+          ${listed.map((run) => html`
+            <${RunLine} key=${run.key} run=${run} place=${shown.findIndex((one) => one.key === run.key)} toggle=${toggle} />
+          `)}
         </ul>
-        {!listed.length && <p class="soft">no run is like that</p>}
+        ${!listed.length && html`<p class="soft">no run is like that</p>`}
       </div>
       <footer>
-        <span class={live.connected ? "on" : "off"}>{live.connected ? "up to date" : "no connection"}</span>
-        <button onClick={theme.next} title="light, dark, or as the system (t)">{theme.theme}</button>
+        <span class=${live.connected ? "on" : "off"}>${live.connected ? "up to date" : "no connection"}</span>
+        <button onClick=${theme.next} title="light, dark, or as the system (t)">${theme.theme}</button>
       </footer>
     </aside>
-  );
+  `;
 }
 
 function Help({ close }) {
-  return (
-    <div class="help" role="dialog" aria-label="keys" onClick={close}>
-      <dl>{KEYS.map(([key, what]) => <div key={key}><dt><kbd>{key}</kbd></dt><dd>{what}</dd></div>)}</dl>
+  return html`
+    <div class="help" role="dialog" aria-label="keys" onClick=${close}>
+      <dl>${KEYS.map(([key, what]) => html`<div key=${key}><dt><kbd>${key}</kbd></dt><dd>${what}</dd></div>`)}</dl>
     </div>
-  );
+  `;
 }
 
 function useFrameKeys(theme, setHelp) {
@@ -182,24 +182,22 @@ function App() {
     const title = PAGES.find(([path]) => path === (OWNER[page] ?? page))?.[1] ?? "";
     document.title = `${query.get("run") || query.get("runs") || title} · Sightline`;
   }, [page, query.toString()]);
-  if (!runs) return <p class="loading">{error ? error.message : "reading the runs …"}</p>;
-  if (!runs.length) return <p class="loading">no run here yet; one that appears will show</p>;
+  if (!runs) return html`<p class="loading">${error ? error.message : "reading the runs …"}</p>`;
+  if (!runs.length) return html`<p class="loading">no run here yet; one that appears will show</p>`;
   const shown = chosen(runs, query);
   const run = runs.find((one) => one.key === query.get("run")) ?? shown[0];
-  return (
-    <>
-      <Sidebar runs={runs} shown={shown} page={page} live={live} theme={theme} />
-      <main>
-        {run.files_left > 0 && (
-          <p class="indexing">indexing: {whole(run.rollouts)} rollouts so far, {run.files_left} files to read</p>
-        )}
-        {Page ? (
-          <Page runs={runs} shown={shown} run={run} query={query} revisions={live.revisions} theme={theme.shown} />
-        ) : <p>There is no such page.</p>}
-      </main>
-      {help && <Help close={() => setHelp(false)} />}
-    </>
-  );
+  return html`
+    <${Sidebar} runs=${runs} shown=${shown} page=${page} live=${live} theme=${theme} />
+    <main>
+      ${run.files_left > 0 && html`
+        <p class="indexing">indexing: ${whole(run.rollouts)} rollouts so far, ${run.files_left} files to read</p>
+      `}
+      ${Page ? html`
+        <${Page} runs=${runs} shown=${shown} run=${run} query=${query} revisions=${live.revisions} theme=${theme.shown} />
+      ` : html`<p>There is no such page.</p>`}
+    </main>
+    ${help && html`<${Help} close=${() => setHelp(false)} />`}
+  `;
 }
 
-render(<App />, document.body);
+render(html`<${App} />`, document.body);

@@ -1,6 +1,6 @@
 // Keys of a page. What is on the screen decides what they do, from the moment that it is there: an
 // effect that ran later would leave keys to the page as it was before.
-import { useLayoutEffect, useRef } from "preact/hooks";
+import { useLayoutEffect, useRef } from "./vendor/hooks.mjs";
 
 const FIELDS = "input, select, textarea";
 

@@ -1,5 +1,5 @@
 // Everything that comes from the server: one answer at a time, and the news that a run has moved.
-import { useEffect, useRef, useState } from "preact/hooks";
+import { useEffect, useRef, useState } from "./vendor/hooks.mjs";
 
 export async function ask(path, values = {}) {
   const query = new URLSearchParams();

@@ -1,12 +1,13 @@
 // The numbers of one run, or of several beside one another.
-import { useEffect, useMemo, useState } from "preact/hooks";
-import { change, href } from "../address.jsx";
-import { AXES, Chart, runColour, smoothed } from "../chart.jsx";
+import { html } from "../html.js";
+import { useEffect, useMemo, useState } from "../vendor/hooks.mjs";
+import { change, href } from "../address.js";
+import { AXES, Chart, runColour, smoothed } from "../chart.js";
 import { useAnswer, useMetrics } from "../data.js";
-import { Alerts, End, Fact, Link, Problems, State, Tags, Verdict } from "../parts.jsx";
+import { Alerts, End, Fact, Link, Problems, State, Tags, Verdict } from "../parts.js";
 import { ago, count, duration, fixed, plural, short, whole, words } from "../formatting.js";
-import { probeWords } from "./mismatch.jsx";
-import { rolloutHref } from "./rollouts.jsx";
+import { probeWords } from "./mismatch.js";
+import { rolloutHref } from "./rollouts.js";
 
 /** Charts: title, the columns they show, and how. A counter is shown by its growth in each step. */
 const CHARTS = [
@@ -152,52 +153,50 @@ export function OverviewPage({ shown, query, revisions, theme }) {
     .filter((chart) => chart.series.length);
   const onZoom = (wanted) => change({ zoom: wanted ? wanted.join("-") : null });
   const read = shown.every((run) => metrics[run.key]);
-  return (
-    <>
-      <header class="head">
-        <h1>{shown.length > 1 ? `${shown.length} runs` : shown[0].key}</h1>
-        <div class="tools">
-          <select aria-label="x-axis" value={axis} onChange={(event) => change({ axis: event.target.value === "step" ? null : event.target.value, zoom: null })}>
-            {Object.entries(AXES).map(([name, { title }]) => <option key={name} value={name}>by {title}</option>)}
-          </select>
-          <label>
-            smoothing{" "}
-            <input
-              type="range" min="1" max="50" value={window} aria-label="smoothing"
-              onInput={(event) => change({ smooth: event.target.value > 1 ? event.target.value : null })}
-            />
-            <output>{window > 1 ? `${window} steps` : "none"}</output>
-          </label>
-          {range
-            ? <button onClick={() => onZoom(null)}>{AXES[axis].at(range[0])} to {AXES[axis].format(range[1])} ✕</button>
-            : <small class="hint">drag over a chart to zoom</small>}
-        </div>
-      </header>
-      {shown.map((run) => <Summary key={run.key} run={run} titled={shown.length > 1} revision={revisions[run.key]} />)}
-      <section class="charts">
-        {charts.map((chart) => (
-          <div key={chart.title} class={chart.wide ? "wide" : ""}>
-            <Chart
-              title={chart.title} note={chart.note} x={x} axis={axis} series={chart.series} log={chart.log} theme={theme}
-              fromZero={chart.fromZero} range={range} onZoom={onZoom} height={chart.wide ? 220 : 160}
-            />
-          </div>
-        ))}
-      </section>
-      {read && !charts.length && <p class="empty">{shown.map(emptyWords).join(" ")}</p>}
-      {others.length > 0 && (
-        <button onClick={() => change({ more: more === null ? "1" : null })}>
-          {more === null ? `${plural(others.length, "more chart")}: every other number` : "fewer charts"}
-        </button>
-      )}
-      {more !== null && others.length > MAX_OTHERS && (
-        <label class="hint">
-          {" "}{drawn.length} of {others.length}, by name:{" "}
-          <input value={more === "1" ? "" : more} onInput={(event) => change({ more: event.target.value || "1" })} />
+  return html`
+    <header class="head">
+      <h1>${shown.length > 1 ? `${shown.length} runs` : shown[0].key}</h1>
+      <div class="tools">
+        <select aria-label="x-axis" value=${axis} onChange=${(event) => change({ axis: event.target.value === "step" ? null : event.target.value, zoom: null })}>
+          ${Object.entries(AXES).map(([name, { title }]) => html`<option key=${name} value=${name}>by ${title}</option>`)}
+        </select>
+        <label>
+          smoothing${" "}
+          <input
+            type="range" min="1" max="50" value=${window} aria-label="smoothing"
+            onInput=${(event) => change({ smooth: event.target.value > 1 ? event.target.value : null })}
+          />
+          <output>${window > 1 ? `${window} steps` : "none"}</output>
         </label>
-      )}
-    </>
-  );
+        ${range
+          ? html`<button onClick=${() => onZoom(null)}>${AXES[axis].at(range[0])} to ${AXES[axis].format(range[1])} ✕</button>`
+          : html`<small class="hint">drag over a chart to zoom</small>`}
+      </div>
+    </header>
+    ${shown.map((run) => html`<${Summary} key=${run.key} run=${run} titled=${shown.length > 1} revision=${revisions[run.key]} />`)}
+    <section class="charts">
+      ${charts.map((chart) => html`
+        <div key=${chart.title} class=${chart.wide ? "wide" : ""}>
+          <${Chart}
+            title=${chart.title} note=${chart.note} x=${x} axis=${axis} series=${chart.series} log=${chart.log} theme=${theme}
+            fromZero=${chart.fromZero} range=${range} onZoom=${onZoom} height=${chart.wide ? 220 : 160}
+          />
+        </div>
+      `)}
+    </section>
+    ${read && !charts.length && html`<p class="empty">${shown.map(emptyWords).join(" ")}</p>`}
+    ${others.length > 0 && html`
+      <button onClick=${() => change({ more: more === null ? "1" : null })}>
+        ${more === null ? `${plural(others.length, "more chart")}: every other number` : "fewer charts"}
+      </button>
+    `}
+    ${more !== null && others.length > MAX_OTHERS && html`
+      <label class="hint">
+        ${" "}${drawn.length} of ${others.length}, by name:${" "}
+        <input value=${more === "1" ? "" : more} onInput=${(event) => change({ more: event.target.value || "1" })} />
+      </label>
+    `}
+  `;
 }
 
 function emptyWords(run) {
@@ -211,82 +210,82 @@ function Summary({ run, titled, revision }) {
   const final = evals.final;
   const isRunning = run.state === "running";
   const has = (value) => value !== null && value !== undefined;
-  return (
+  return html`
     <section class="summary">
-      {titled && <h2>{run.key}</h2>}
-      <End run={run} />
-      <Alerts list={run.alerts} />
+      ${titled && html`<h2>${run.key}</h2>`}
+      <${End} run=${run} />
+      <${Alerts} list=${run.alerts} />
       <dl class="facts">
-        <Fact name="state">
-          <State state={run.state} phase={run.phase} />
-          {!isRunning && run.last ? <small>{ago(Date.now() / 1000 - run.last)}</small> : null}
-        </Fact>
-        <Fact name="step">{run.step}{run.steps_total ? <small>of {run.steps_total}</small> : null}</Fact>
-        {run.elapsed_s > 0 && <Fact name="took" title="without pauses">{duration(run.elapsed_s)}</Fact>}
-        {isRunning && has(run.eta_s) && <Fact name="left">{duration(run.eta_s)}</Fact>}
-        {has(run.reward) && <Fact name="reward">{fixed(run.reward, 3)}</Fact>}
-        {has(run.loss) && <Fact name="loss">{short(run.loss)}</Fact>}
-        {evals.start && (
-          <Fact name="held out" title="before and after training">
-            {fixed(evals.start.reward, 3)}{final ? ` → ${fixed(final.reward, 3)}` : ""}
-          </Fact>
-        )}
-        {final?.swapped !== undefined && (
-          <Fact name="with swapped images" title="the same tasks with the images of another">{fixed(final.swapped, 3)}</Fact>
-        )}
-        {has(run.mismatch_kl) && (
-          <Fact name="mismatch KL" title="of the newest step that measured it">
-            <Link to={href("mismatch", { run: run.key })}>{short(run.mismatch_kl)}</Link>
-          </Fact>
-        )}
-        {has(run.tokens_per_s) && <Fact name="tokens a second">{count(run.tokens_per_s)}</Fact>}
-        <Fact name="rollouts"><Link to={href("rollouts", { run: run.key })}>{whole(run.rollouts)}</Link></Fact>
-        {run.images > 0 && <Fact name="images"><Link to={href("images", { run: run.key })}>{whole(run.images)}</Link></Fact>}
-        {run.bad_media > 0 && <Fact name="bad media"><span class="bad">{whole(run.bad_media)}</span></Fact>}
-        {["broken", "truncated"].map((name) => run[name] > 0 && (
-          <Fact key={name} name={name} title="rollouts, in steps and evaluations"><span class="bad">{whole(run[name])}</span></Fact>
-        ))}
-        {!run.broken && !run.truncated && Object.entries(run.dropped).map(([reason, number]) => (
-          <Fact key={reason} name="dropped"><span class="bad">{number}</span> <Verdict name={reason} /></Fact>
-        ))}
+        <${Fact} name="state">
+          <${State} state=${run.state} phase=${run.phase} />
+          ${!isRunning && run.last ? html`<small>${ago(Date.now() / 1000 - run.last)}</small>` : null}
+        <//>
+        <${Fact} name="step">${run.step}${run.steps_total ? html`<small>of ${run.steps_total}</small>` : null}<//>
+        ${run.elapsed_s > 0 && html`<${Fact} name="took" title="without pauses">${duration(run.elapsed_s)}<//>`}
+        ${isRunning && has(run.eta_s) && html`<${Fact} name="left">${duration(run.eta_s)}<//>`}
+        ${has(run.reward) && html`<${Fact} name="reward">${fixed(run.reward, 3)}<//>`}
+        ${has(run.loss) && html`<${Fact} name="loss">${short(run.loss)}<//>`}
+        ${evals.start && html`
+          <${Fact} name="held out" title="before and after training">
+            ${fixed(evals.start.reward, 3)}${final ? ` → ${fixed(final.reward, 3)}` : ""}
+          <//>
+        `}
+        ${final?.swapped !== undefined && html`
+          <${Fact} name="with swapped images" title="the same tasks with the images of another">${fixed(final.swapped, 3)}<//>
+        `}
+        ${has(run.mismatch_kl) && html`
+          <${Fact} name="mismatch KL" title="of the newest step that measured it">
+            <${Link} to=${href("mismatch", { run: run.key })}>${short(run.mismatch_kl)}<//>
+          <//>
+        `}
+        ${has(run.tokens_per_s) && html`<${Fact} name="tokens a second">${count(run.tokens_per_s)}<//>`}
+        <${Fact} name="rollouts"><${Link} to=${href("rollouts", { run: run.key })}>${whole(run.rollouts)}<//><//>
+        ${run.images > 0 && html`<${Fact} name="images"><${Link} to=${href("images", { run: run.key })}>${whole(run.images)}<//><//>`}
+        ${run.bad_media > 0 && html`<${Fact} name="bad media"><span class="bad">${whole(run.bad_media)}</span><//>`}
+        ${["broken", "truncated"].map((name) => run[name] > 0 && html`
+          <${Fact} key=${name} name=${name} title="rollouts, in steps and evaluations"><span class="bad">${whole(run[name])}</span><//>
+        `)}
+        ${!run.broken && !run.truncated && Object.entries(run.dropped).map(([reason, number]) => html`
+          <${Fact} key=${reason} name="dropped"><span class="bad">${number}</span> <${Verdict} name=${reason} /><//>
+        `)}
       </dl>
-      <Exceptions run={run} revision={revision} />
-      {run.probe && !run.probe.is_blind && <p class="probe">{probeWords(run.probe)}</p>}
-      <Notes run={run} />
-      <Problems list={run.problems} />
+      <${Exceptions} run=${run} revision=${revision} />
+      ${run.probe && !run.probe.is_blind && html`<p class="probe">${probeWords(run.probe)}</p>`}
+      <${Notes} run=${run} />
+      <${Problems} list=${run.problems} />
     </section>
-  );
+  `;
 }
 
 /** Distinct exceptions of rollouts, by their last line. */
 function Exceptions({ run, revision }) {
   const { answer } = useAnswer("failures", { run: run.key }, [revision]);
   if (!answer?.errors.length) return null;
-  return (
-    <details class="exceptions" open={answer.errors.length < 6}>
-      <summary>{plural(answer.errors.length, "distinct exception")} of rollouts</summary>
+  return html`
+    <details class="exceptions" open=${answer.errors.length < 6}>
+      <summary>${plural(answer.errors.length, "distinct exception")} of rollouts</summary>
       <div class="scroll">
         <table class="rollouts settings">
           <thead><tr><th class="num">rollouts</th><th>exception</th><th class="num">steps</th><th>one of them</th></tr></thead>
           <tbody>
-            {answer.errors.map((one) => (
-              <tr key={one.error}>
-                <td class="num"><Link to={href("rollouts", { run: run.key, error: one.error })}>{whole(one.num)}</Link></td>
-                <td class="exception"><code>{one.error}</code></td>
-                <td class="num">{one.first_step === null ? "–" : one.first_step === one.last_step ? one.first_step : `${one.first_step}–${one.last_step}`}</td>
-                <td><Link to={rolloutHref(run.key, one)}>{one.trace_id}</Link></td>
+            ${answer.errors.map((one) => html`
+              <tr key=${one.error}>
+                <td class="num"><${Link} to=${href("rollouts", { run: run.key, error: one.error })}>${whole(one.num)}<//></td>
+                <td class="exception"><code>${one.error}</code></td>
+                <td class="num">${one.first_step === null ? "–" : one.first_step === one.last_step ? one.first_step : `${one.first_step}–${one.last_step}`}</td>
+                <td><${Link} to=${rolloutHref(run.key, one)}>${one.trace_id}<//></td>
               </tr>
-            ))}
+            `)}
           </tbody>
         </table>
       </div>
     </details>
-  );
+  `;
 }
 
 function Notes({ run }) {
   if (!run.notes.trim()) return null;
   const parts = run.notes.trim().split(/(#[^\s#]+)/);
   const tagOf = (part) => run.tags.find((tag) => part === `#${tag}`);
-  return <p class="notes">{parts.map((part) => (tagOf(part) ? <Tags list={[tagOf(part)]} /> : part))}</p>;
+  return html`<p class="notes">${parts.map((part) => (tagOf(part) ? html`<${Tags} list=${[tagOf(part)]} />` : part))}</p>`;
 }

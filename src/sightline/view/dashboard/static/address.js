@@ -1,5 +1,6 @@
 // The address bar is the state of the application: whatever is chosen can be shared as a link.
-import { useEffect, useState } from "preact/hooks";
+import { html } from "./html.js";
+import { useEffect, useState } from "./vendor/hooks.mjs";
 
 const listeners = new Set();
 
@@ -66,5 +67,5 @@ export function Link({ to, children, ...rest }) {
     event.preventDefault();
     go(to);
   };
-  return <a href={to} onClick={follow} {...rest}>{children}</a>;
+  return html`<a href=${to} onClick=${follow} ...${rest}>${children}</a>`;
 }

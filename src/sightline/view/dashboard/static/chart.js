@@ -1,7 +1,7 @@
 // One chart of uPlot, with a legend of its own; all charts of a page share cursor and zoom.
-import { useEffect, useRef } from "preact/hooks";
-import uPlot from "uplot";
-import "uplot/dist/uPlot.min.css";
+import { html } from "./html.js";
+import { useEffect, useRef } from "./vendor/hooks.mjs";
+import uPlot from "./vendor/uPlot.esm.js";
 import { clock, duration, short } from "./formatting.js";
 
 const sync = uPlot.sync("steps");
@@ -186,14 +186,14 @@ export function Chart({ title, note, x, axis: axisName = "step", series, log, fr
     describe(plot.current.cursor.idx);
   });
 
-  return (
+  return html`
     <figure class="chart">
       <figcaption>
-        <h3>{title}</h3>
-        {note && <small>{note}</small>}
-        <div class="legend" ref={legend} />
+        <h3>${title}</h3>
+        ${note && html`<small>${note}</small>`}
+        <div class="legend" ref=${legend} />
       </figcaption>
-      <div ref={place} class="plot" />
+      <div ref=${place} class="plot" />
     </figure>
-  );
+  `;
 }

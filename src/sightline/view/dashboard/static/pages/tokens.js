@@ -1,8 +1,9 @@
 // Every token of a node: sampled or context, what sampler and trainer thought of it.
-import { useEffect, useRef, useState } from "preact/hooks";
-import { change } from "../address.jsx";
+import { html } from "../html.js";
+import { useEffect, useRef, useState } from "../vendor/hooks.mjs";
+import { change } from "../address.js";
 import { ask } from "../data.js";
-import { Failed } from "../parts.jsx";
+import { Failed } from "../parts.js";
 import { short, whole } from "../formatting.js";
 
 export const TOKEN_COLOURS = {
@@ -73,19 +74,19 @@ export function Tokens({ run, rollout, node, colour, wanted, lit, light }) {
   }, [pages.length]);
   const last = pages.at(-1);
   const shown = last ? last.start + last.ids.length : 0;
-  return (
-    <div class="tokens" ref={place} onMouseLeave={() => { setHover(null); light(null); }}>
-      <Failed error={error} />
+  return html`
+    <div class="tokens" ref=${place} onMouseLeave=${() => { setHover(null); light(null); }}>
+      <${Failed} error=${error} />
       <div class="strip">
-        {pages.flatMap((page) => spans(page, { colour, wanted, lit, node, setHover, light }))}
-        {pages.length === 0 && !error && <span class="soft">…</span>}
+        ${pages.flatMap((page) => spans(page, { colour, wanted, lit, node, setHover, light }))}
+        ${pages.length === 0 && !error && html`<span class="soft">…</span>`}
       </div>
-      {last && shown < last.total && (
-        <button onClick={() => fetchFrom(shown)}>{whole(last.total - shown)} more tokens</button>
-      )}
-      {hover && <Detail {...hover} />}
+      ${last && shown < last.total && html`
+        <button onClick=${() => fetchFrom(shown)}>${whole(last.total - shown)} more tokens</button>
+      `}
+      ${hover && html`<${Detail} ...${hover} />`}
     </div>
-  );
+  `;
 }
 
 function spans(page, { colour, wanted, lit, node, setHover, light }) {
@@ -97,10 +98,10 @@ function spans(page, { colour, wanted, lit, node, setHover, light }) {
       const [offset, length, digest] = page.slots[slot];
       const stop = Math.min(page.ids.length, offset + length - page.start);
       found.push(
-        <SlotTokens
-          key={at} slot={slot} length={length} digest={digest} lit={lit?.slot === slot ? lit.cell : null}
-          light={light} setHover={setHover} first={offset}
-        />,
+        html`<${SlotTokens}
+          key=${at} slot=${slot} length=${length} digest=${digest} lit=${lit?.slot === slot ? lit.cell : null}
+          light=${light} setHover=${setHover} first=${offset}
+        />`,
       );
       i = stop - 1;
       continue;
@@ -109,9 +110,9 @@ function spans(page, { colour, wanted, lit, node, setHover, light }) {
     const id = page.ids[i];
     if (!sampled) {
       found.push(
-        <span key={at} class="token context" onMouseEnter={() => { setHover({ id, at, text: page.texts[i], kind: "context" }); light(null); }}>
-          {visible(page.texts[i], id)}
-        </span>,
+        html`<span key=${at} class="token context" onMouseEnter=${() => { setHover({ id, at, text: page.texts[i], kind: "context" }); light(null); }}>
+          ${visible(page.texts[i], id)}
+        </span>`,
       );
       continue;
     }
@@ -120,15 +121,15 @@ function spans(page, { colour, wanted, lit, node, setHover, light }) {
     const [name, strength] = shade(score, colour);
     const mine = at - page.sampled_start;
     found.push(
-      <span
-        key={at} tabIndex={0} data-place={mine}
-        class={`token sampled ${name} ${mine === wanted ? "wanted" : ""}`} style={{ "--strength": strength.toFixed(3) }}
-        onMouseEnter={() => { setHover({ id, at, text: page.texts[i], kind: "sampled", ...score }); light(null); }}
-        onFocus={() => setHover({ id, at, text: page.texts[i], kind: "sampled", ...score })}
-        onClick={() => change({ node: node.id, token: mine })}
+      html`<span
+        key=${at} tabIndex=${0} data-place=${mine}
+        class="token sampled ${name} ${mine === wanted ? "wanted" : ""}" style=${{ "--strength": strength.toFixed(3) }}
+        onMouseEnter=${() => { setHover({ id, at, text: page.texts[i], kind: "sampled", ...score }); light(null); }}
+        onFocus=${() => setHover({ id, at, text: page.texts[i], kind: "sampled", ...score })}
+        onClick=${() => change({ node: node.id, token: mine })}
       >
-        {visible(page.texts[i], id)}
-      </span>,
+        ${visible(page.texts[i], id)}
+      </span>`,
     );
   }
   return found;
@@ -141,36 +142,34 @@ function SlotTokens({ slot, length, digest, lit, light, setHover, first }) {
     light({ slot, cell });
     setHover({ kind: "image", at: first + cell, text: `token ${cell + 1} of ${length} of image ${digest.slice(0, 12)}` });
   };
-  return (
-    <span class="slot" title={`${length} tokens of image ${digest.slice(0, 12)}`}>
-      {Array.from({ length: most }, (_, i) => {
+  return html`
+    <span class="slot" title="${length} tokens of image ${digest.slice(0, 12)}">
+      ${Array.from({ length: most }, (_, i) => {
         const from = Math.floor((i * length) / most);
         const to = Math.floor(((i + 1) * length) / most);
-        return <i key={i} class={lit !== null && lit >= from && lit < to ? "lit" : ""} onMouseEnter={() => say(from)} />;
+        return html`<i key=${i} class=${lit !== null && lit >= from && lit < to ? "lit" : ""} onMouseEnter=${() => say(from)} />`;
       })}
-      <small>{whole(length)}</small>
+      <small>${whole(length)}</small>
     </span>
-  );
+  `;
 }
 
 function Detail({ id, at, text, kind, sampler, trainer, ratio, kl, advantage, version }) {
   const probability = sampler === undefined || sampler === null ? null : Math.exp(sampler);
-  return (
+  return html`
     <dl class="detail">
-      <div class="token-text"><dt>{kind}</dt><dd><code>{text === null ? "no tokenizer" : JSON.stringify(text)}</code></dd></div>
-      {id !== undefined && <div><dt>id</dt><dd>{id}</dd></div>}
-      <div><dt>place</dt><dd>{at}</dd></div>
-      {kind === "sampled" && (
-        <>
-          <div><dt>probability</dt><dd>{probability === null ? "–" : `${(100 * probability).toPrecision(3)}%`}</dd></div>
-          <div><dt>sampler</dt><dd>{short(sampler)}</dd></div>
-          <div><dt>trainer</dt><dd>{short(trainer)}</dd></div>
-          <div><dt>ratio</dt><dd>{ratio === null ? "–" : ratio.toPrecision(6)}</dd></div>
-          <div><dt>KL</dt><dd>{short(kl)}</dd></div>
-          <div><dt>advantage</dt><dd>{short(advantage)}</dd></div>
-          <div><dt>version</dt><dd>{version}</dd></div>
-        </>
-      )}
+      <div class="token-text"><dt>${kind}</dt><dd><code>${text === null ? "no tokenizer" : JSON.stringify(text)}</code></dd></div>
+      ${id !== undefined && html`<div><dt>id</dt><dd>${id}</dd></div>`}
+      <div><dt>place</dt><dd>${at}</dd></div>
+      ${kind === "sampled" && html`
+        <div><dt>probability</dt><dd>${probability === null ? "–" : `${(100 * probability).toPrecision(3)}%`}</dd></div>
+        <div><dt>sampler</dt><dd>${short(sampler)}</dd></div>
+        <div><dt>trainer</dt><dd>${short(trainer)}</dd></div>
+        <div><dt>ratio</dt><dd>${ratio === null ? "–" : ratio.toPrecision(6)}</dd></div>
+        <div><dt>KL</dt><dd>${short(kl)}</dd></div>
+        <div><dt>advantage</dt><dd>${short(advantage)}</dd></div>
+        <div><dt>version</dt><dd>${version}</dd></div>
+      `}
     </dl>
-  );
+  `;
 }

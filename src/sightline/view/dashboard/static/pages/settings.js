@@ -1,7 +1,8 @@
 // The settings of runs: what was chosen first, then what is as by default; and where runs differ.
-import { useEffect, useState } from "preact/hooks";
-import { change } from "../address.jsx";
-import { runColour } from "../chart.jsx";
+import { html } from "../html.js";
+import { useEffect, useState } from "../vendor/hooks.mjs";
+import { change } from "../address.js";
+import { runColour } from "../chart.js";
 import { ask } from "../data.js";
 
 function flat(table, prefix = "") {
@@ -34,30 +35,28 @@ export function SettingsPage({ shown, query }) {
   const chosen = rows.filter((row) => row.chosen).length;
   const differing = rows.filter((row) => row.differs).length;
   const visible = rows.filter((row) => (!only || row.differs) && (!search || row.name.includes(search) || row.values.some((v) => v?.toLowerCase().includes(search))));
-  return (
-    <>
-      <header class="head">
-        <h1>Settings</h1>
-        <div class="tools">
-          <input type="search" placeholder="setting or value   /" aria-label="setting" value={query.get("text") ?? ""} onInput={(event) => change({ text: event.target.value })} />
-          <label><input type="checkbox" checked={only} onChange={(event) => change({ only: event.target.checked ? "1" : null })} /> only differences</label>
-        </div>
-      </header>
-      <p class="words">{shown.length > 1 ? `${differing} of ${names.length} settings differ between ${shown.length} runs.` : `${chosen} of ${names.length} settings are not as by default, and stand first. Choose a second run to see where they differ.`}</p>
-      <div class="scroll">
-        <table class="rollouts settings">
-          <thead><tr><th>setting</th>{shown.map((run, i) => <th key={run.key}><i class="dot" style={{ background: runColour(i) }} />{run.key}</th>)}<th>default</th></tr></thead>
-          <tbody>
-            {visible.map((row) => (
-              <tr key={row.name} class={`${row.differs ? "differs" : ""} ${row.chosen ? "chosen" : "usual"}`}>
-                <th><small>{row.name.slice(0, row.name.lastIndexOf(".") + 1)}</small>{row.name.slice(row.name.lastIndexOf(".") + 1)}</th>
-                {row.values.map((value, i) => <td key={i}><code>{value ?? "–"}</code></td>)}
-                <td class="soft">{row.chosen && row.usual !== "null" ? <code>{row.usual}</code> : ""}</td>
-              </tr>
-            ))}
-          </tbody>
-        </table>
+  return html`
+    <header class="head">
+      <h1>Settings</h1>
+      <div class="tools">
+        <input type="search" placeholder="setting or value   /" aria-label="setting" value=${query.get("text") ?? ""} onInput=${(event) => change({ text: event.target.value })} />
+        <label><input type="checkbox" checked=${only} onChange=${(event) => change({ only: event.target.checked ? "1" : null })} /> only differences</label>
       </div>
-    </>
-  );
+    </header>
+    <p class="words">${shown.length > 1 ? `${differing} of ${names.length} settings differ between ${shown.length} runs.` : `${chosen} of ${names.length} settings are not as by default, and stand first. Choose a second run to see where they differ.`}</p>
+    <div class="scroll">
+      <table class="rollouts settings">
+        <thead><tr><th>setting</th>${shown.map((run, i) => html`<th key=${run.key}><i class="dot" style=${{ background: runColour(i) }} />${run.key}</th>`)}<th>default</th></tr></thead>
+        <tbody>
+          ${visible.map((row) => html`
+            <tr key=${row.name} class="${row.differs ? "differs" : ""} ${row.chosen ? "chosen" : "usual"}">
+              <th><small>${row.name.slice(0, row.name.lastIndexOf(".") + 1)}</small>${row.name.slice(row.name.lastIndexOf(".") + 1)}</th>
+              ${row.values.map((value, i) => html`<td key=${i}><code>${value ?? "–"}</code></td>`)}
+              <td class="soft">${row.chosen && row.usual !== "null" ? html`<code>${row.usual}</code>` : ""}</td>
+            </tr>
+          `)}
+        </tbody>
+      </table>
+    </div>
+  `;
 }
