@@ -38,15 +38,12 @@ SHAPED := sightline.algo,sightline.inference.torch_engine,sightline.families.tra
 ADAPTERS := gymnasium verifiers openenv
 # So many of a list, others for another commit: `$(SAMPLE) 2 a b c`. With FULL=1 all of it.
 SAMPLE = $(BIN)/python tests/sampling.py
-# Set in many containers. Without compiled modules, which uv leaves to Python, every process that is
-# started compiles torch anew: 14 s of CPU time in place of 6.
+# Plain pip installs everything, so that its configuration (mirrors, certificates, proxies) applies.
+# Python compiles a module when it first imports it. Many containers set this variable, with which
+# every process would compile torch again: 14 s of CPU time instead of 6.
 unexport PYTHONDONTWRITEBYTECODE
-
-# One wheel cache serves every environment. uv does not read pip's configuration: it is told where
-# pip finds links, or it would take the CUDA build of torch.
-UV = $(BIN)/uv
-FIND_LINKS = $$($(BIN)/python -m pip config list | sed -n "s/^.*find-links='\(.*\)'$$/--find-links \1/p" | sort -u)
-UV_INSTALL = $(UV) pip install --quiet $(FIND_LINKS) -c constraints.txt --python
+PIP_INSTALL := -m pip install --quiet --disable-pip-version-check --no-compile -c
+INSTALL := $(PIP_INSTALL) constraints.txt
 
 # What the GPU machine lacks, with the dependencies that it lacks too (it takes 64 MiB in all).
 BUNDLE_ARCH ?= x86_64
@@ -71,17 +68,16 @@ help: ## list the targets
 
 $(VENV): $(STAMP)
 
-$(UV):
+$(BIN)/python:
 	$(PYTHON) -m venv $(VENV)
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt uv
 
-$(STAMP): pyproject.toml constraints.txt $(UV)
-	$(UV_INSTALL) $(BIN)/python -e '.[dev]'
+$(STAMP): pyproject.toml constraints.txt | $(BIN)/python
+	$(BIN)/python $(INSTALL) -e '.[dev]'
 	@touch $@
 
 # What the demo needs, without the tools of developers.
-$(TRAIN_STAMP): pyproject.toml constraints.txt $(UV)
-	$(UV_INSTALL) $(BIN)/python -e '.[train]'
+$(TRAIN_STAMP): pyproject.toml constraints.txt | $(BIN)/python
+	$(BIN)/python $(INSTALL) -e '.[train]'
 	@touch $@
 
 demo: $(TRAIN_STAMP) ## train a tiny model on a CPU, from nothing to a report (SEED=0)
@@ -155,7 +151,7 @@ test-torchvision: $(STAMP) $(TORCHVISION) ## pixels and processors beside transf
 # process declares the operators that a CUDA build lacks beside a CPU build of torch.
 $(TORCHVISION): constraints.txt tests/vllm/environment/sightline_torchvision_ops.py
 	rm -rf $@
-	$(UV_INSTALL) $(BIN)/python --no-deps --target $@ torchvision
+	$(BIN)/python $(INSTALL) --no-deps --target $@ torchvision
 	cp tests/vllm/environment/sightline_torchvision_ops.py $@/sitecustomize.py
 	@touch $@
 
@@ -168,20 +164,20 @@ test-adapter-%: $(STAMP) .venv-adapters-%/.installed
 	SERVER_PYTHON=$(CURDIR)/$(BIN)/python .venv-adapters-$*/bin/python -m pytest \
 		-o filterwarnings=default tests/adapters/test_$*.py
 
-.venv-adapters-%/.installed: pyproject.toml constraints.txt $(UV)
-	$(UV) venv --quiet --clear --python $(PYTHON) .venv-adapters-$*
+.venv-adapters-%/.installed: pyproject.toml constraints.txt
+	$(PYTHON) -m venv --clear .venv-adapters-$*
 	grep -vE '^(jiter|openai)==' constraints.txt > .venv-adapters-$*/constraints.txt
-	$(UV) pip install --quiet $(FIND_LINKS) -c .venv-adapters-$*/constraints.txt \
-		--python .venv-adapters-$*/bin/python -e '.[$*]' hypothesis pytest pytest-timeout $(PLAYED_$*)
+	.venv-adapters-$*/bin/python $(PIP_INSTALL) .venv-adapters-$*/constraints.txt \
+		-e '.[$*]' hypothesis pytest pytest-timeout $(PLAYED_$*)
 	@touch $@
 
 # In a virtual environment of its own, which has Ray; Slurm and munge are Debian's packages.
 test-launchers: $(STAMP) .venv-launchers/.installed ## a run on Ray, on Slurm and as pods of Kubernetes (needs root, for network namespaces)
 	.venv-launchers/bin/python -m pytest -o filterwarnings=default tests/launchers
 
-.venv-launchers/.installed: pyproject.toml constraints.txt $(UV)
-	$(UV) venv --quiet --clear --python $(PYTHON) .venv-launchers
-	$(UV_INSTALL) .venv-launchers/bin/python -e '.[train,ray]' \
+.venv-launchers/.installed: pyproject.toml constraints.txt
+	$(PYTHON) -m venv --clear .venv-launchers
+	.venv-launchers/bin/python $(INSTALL) -e '.[train,ray]' \
 		hypothesis kubernetes-validate pytest pytest-timeout
 	@touch $@
 
@@ -198,15 +194,14 @@ test-vllm: $(STAMP) $(VLLM_VENV)/.installed ## the generate protocol on vLLM, in
 # torch first: the package asks for a build that a range would not find. It brings CUDA builds that
 # a CPU cannot load: two are not needed, and torchvision is told of the operators that it lacks.
 # Its pins of three packages differ from ours; pixels depend on none of them.
-$(VLLM_VENV)/.installed: pyproject.toml constraints.txt $(UV) $(wildcard tests/vllm/environment/*)
-	$(UV) venv --quiet --clear --python $(PYTHON) $(VLLM_VENV)
+$(VLLM_VENV)/.installed: pyproject.toml constraints.txt $(wildcard tests/vllm/environment/*)
+	$(PYTHON) -m venv --clear $(VLLM_VENV)
 	grep -vE '^(fastapi|numpy|setuptools)==' constraints.txt > $(VLLM_VENV)/constraints.txt
-	$(UV) pip install --quiet $(FIND_LINKS) -c $(VLLM_VENV)/constraints.txt \
-		--python $(VLLM_VENV)/bin/python torch $(VLLM)
-	$(UV) pip uninstall --quiet --python $(VLLM_VENV)/bin/python torchaudio torchcodec
-	$(UV) pip install --quiet $(FIND_LINKS) -c $(VLLM_VENV)/constraints.txt \
-		--python $(VLLM_VENV)/bin/python jaxtyping tomli-w cachetools num2words
-	$(UV) pip install --quiet --no-deps --python $(VLLM_VENV)/bin/python -e .
+	$(VLLM_VENV)/bin/python $(PIP_INSTALL) $(VLLM_VENV)/constraints.txt torch $(VLLM)
+	$(VLLM_VENV)/bin/python -m pip uninstall --quiet --yes torchaudio torchcodec
+	$(VLLM_VENV)/bin/python $(PIP_INSTALL) $(VLLM_VENV)/constraints.txt \
+		jaxtyping tomli-w cachetools num2words
+	$(VLLM_VENV)/bin/python $(PIP_INSTALL) $(VLLM_VENV)/constraints.txt --no-deps -e .
 	cp tests/vllm/environment/*.py tests/vllm/environment/*.pth \
 		"$$($(VLLM_VENV)/bin/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))')"
 	@touch $@
@@ -218,10 +213,10 @@ bench-small: $(STAMP) .venv-trl/.installed ## eight benchmarks in their smallest
 	$(BIN)/python tests/bench_small.py
 
 # torchvision without its dependencies, which would bring a torch for CUDA.
-.venv-trl/.installed: constraints.txt $(UV)
-	$(UV) venv --quiet --clear --python $(PYTHON) .venv-trl
-	$(UV_INSTALL) .venv-trl/bin/python torch transformers pillow trl==$(TRL_VERSION)
-	$(UV_INSTALL) .venv-trl/bin/python --no-deps torchvision
+.venv-trl/.installed: constraints.txt
+	$(PYTHON) -m venv --clear .venv-trl
+	.venv-trl/bin/python $(INSTALL) torch transformers pillow trl==$(TRL_VERSION)
+	.venv-trl/bin/python $(INSTALL) --no-deps torchvision
 	@touch $@
 
 smoke: $(STAMP) ## the mini browser task for one step, and what the trainer was sent (needs Chromium)
@@ -252,8 +247,8 @@ docs: $(STAMP) ## write the pages of docs/ that are made from the code
 	$(BIN)/python tests/command_page.py
 	$(BIN)/python tests/import_graph.py
 
-$(DOCS_STAMP): pyproject.toml constraints.txt $(UV)
-	$(UV_INSTALL) $(BIN)/python -e '.[docs]'
+$(DOCS_STAMP): pyproject.toml constraints.txt | $(BIN)/python
+	$(BIN)/python $(INSTALL) -e '.[docs]'
 	@touch $@
 
 site: $(DOCS_STAMP) ## the documentation as a site, into build/site
@@ -261,15 +256,16 @@ site: $(DOCS_STAMP) ## the documentation as a site, into build/site
 	@echo "read it: $(PYTHON) -m http.server --directory build/site"
 
 lock: $(STAMP) ## requirements.lock anew: every package of a training installation, pinned and with its hashes
-	$(UV) pip compile pyproject.toml --extra train --extra data --universal --generate-hashes --no-header --no-annotate --quiet -c constraints.txt -o requirements.lock
+	$(BIN)/python $(INSTALL) uv
+	$(BIN)/uv pip compile pyproject.toml --extra train --extra data --universal --generate-hashes --no-header --no-annotate --quiet -c constraints.txt -o requirements.lock
 
 wheel: $(STAMP) ## build wheel and sdist into dist/
 	rm -rf dist
 	$(BIN)/python -m build --outdir dist .
 
 test-wheel: wheel ## install the wheel into an empty environment and run a few steps of the demo
-	$(UV) venv --quiet --clear --python $(PYTHON) $(WHEEL_VENV)
-	$(UV_INSTALL) $(WHEEL_VENV)/bin/python "$$(ls dist/sightline_rl-*.whl)[train]"
+	$(PYTHON) -m venv --clear $(WHEEL_VENV)
+	$(WHEEL_VENV)/bin/python $(INSTALL) "$$(ls dist/sightline_rl-*.whl)[train]"
 	@set -eu; scratch=$$(mktemp -d); trap 'rm -rf "$$scratch"' EXIT; \
 	sightline="$(CURDIR)/$(WHEEL_VENV)/bin/sightline"; \
 	mkdir -p "$$scratch/$(EXAMPLE)"; cp $(EXAMPLE)/*.toml "$$scratch/$(EXAMPLE)/"; \
