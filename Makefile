@@ -27,17 +27,13 @@ VLLM_TESTS := tests/contract/test_engine.py tests/contract/test_engine_adapters.
 	tests/contract/test_text_engine.py tests/contract/test_fuzz.py tests/vllm/test_plugin.py tests/vllm/test_exact.py \
 	tests/vllm/test_stock.py tests/vllm/test_export.py tests/vllm/test_run.py \
 	tests/vllm/test_server.py
-# Other ways to serve, of which CI takes one (FULL=1: all): the tiny checkpoint of a second family,
-# whose layout vLLM does not read, two shards, of every matrix or of the requests, and kinds of the
-# generic family.
-VLLM_WAYS := family=kimi_k25 family=glm_v shards=tensor shards=data
+# Other ways to serve. CI runs the first; FULL=1 runs all, and every kind of the generic family.
+VLLM_WAYS := shards=tensor $(if $(FULL),shards=data family=kimi_k25 family=glm_v)
 VLLM_FAMILY_TESTS := tests/vllm/test_exact.py tests/contract/test_engine.py
 VLLM_SHARD_TESTS := tests/contract/test_engine.py $(if $(FULL),tests/contract/test_engine_adapters.py)
 # Modules whose annotated shapes are checked while tests run (tests/shape_checks.py).
 SHAPED := sightline.algo,sightline.inference.torch_engine,sightline.families.transformers_forward,sightline.compute.logprobs,sightline.compute.lora_weights
-ADAPTERS := gymnasium verifiers openenv
-# So many of a list, others for another commit: `$(SAMPLE) 2 a b c`. With FULL=1 all of it.
-SAMPLE = $(BIN)/python tests/sampling.py
+ADAPTERS := gymnasium verifiers $(if $(FULL),openenv)
 # Plain pip installs everything, so that its configuration (mirrors, certificates, proxies) applies.
 # Python compiles a module when it first imports it. Many containers set this variable, with which
 # every process would compile torch again: 14 s of CPU time instead of 6.
@@ -107,12 +103,14 @@ $(TOKENIZERS)/%:
 # Suites of which every test is another target's: not even imported, in each process of the tests.
 ELSEWHERE := adapters browser gpu launchers loop processors ranks vllm
 
+# The jobs that CI plays, each of which takes about a minute; FULL=1 plays all of them.
+LOOP_TESTS := $(if $(FULL),tests/loop,$(addprefix tests/loop/test_,laws.py learns.py own_algorithm.py resume.py text_only.py workers.py))
+
 # One process more than there are cores: many tests wait for processes of their own.
 test: $(STAMP) ## the quick tests, which need nothing but Python
 	$(BIN)/python -m pytest tests $(addprefix --ignore=tests/,$(ELSEWHERE)) --shapes $(SHAPED) -n $$(($$(getconf _NPROCESSORS_ONLN) + 1)) --dist worksteal -m "not gpu and not loop and not launchers and not torchvision and not adapters and not ranks and not vllm and not browser"
 
-# All that CI takes a sample of.
-full: ## every suite, unsampled: all broken families, mutants, inputs, 200 faults; takes hours
+full: ## every suite in full: all broken families, mutants, inputs, 200 faults; takes hours
 	FULL=1 $(MAKE) check test fuzz test-torchvision test-adapters test-launchers test-vllm test-ranks mutants test-loop test-browser smoke test-wheel bench-small
 	$(MAKE) chaos FAULTS=200
 
@@ -127,16 +125,16 @@ fuzz-vllm: $(STAMP) $(VLLM_VENV)/.installed ## the same at vLLM
 	FUZZ=$(FUZZ) $(BIN)/python -m pytest -s --vllm $(VLLM_VENV)/bin/python tests/contract/test_fuzz.py
 
 test-loop: $(STAMP) ## whole jobs in several processes: learning, kills, resume
-	$(BIN)/python -m pytest tests/loop tests/unit/bench/test_lag.py -n 2 --dist worksteal -m "loop and not gpu and not torchvision"
+	$(BIN)/python -m pytest $(LOOP_TESTS) -n 2 --dist worksteal -m "loop and not gpu and not torchvision$(if $(FULL),, and not thorough)"
 
 test-ranks: $(STAMP) ## the trainer on 2 and 4 ranks: equal, sharded, ending together; and compiled
 	$(BIN)/python -m pytest tests/ranks tests/unit/trainer/test_compiled.py -n 2 --dist worksteal $(if $(FULL),,-m "not thorough")
 
-mutants: $(STAMP) ## laws of the design, each broken in a copy of the code: twelve mutants that tests must catch (FULL=1: all)
+mutants: $(STAMP) ## laws of the design, each broken in a copy of the code: tests must catch two mutants of each law (FULL=1: all)
 	$(BIN)/python tests/mutants/run.py
 
-chaos: $(STAMP) ## faults of every kind at seeded moments of a run on 2 ranks (FAULTS=8; SEED, else the commit)
-	$(BIN)/python tests/chaos/chaos.py --faults $(FAULTS) $(if $(filter-out file,$(origin SEED)),--seed $(SEED))
+chaos: $(STAMP) ## faults of every kind at seeded moments of a run on 2 ranks (FAULTS=8 SEED=0)
+	$(BIN)/python tests/chaos/chaos.py --faults $(FAULTS) --seed $(SEED)
 
 test-browser: $(STAMP) tokenizers ## what needs npm or Chromium: the dashboard, real tokenizers, the mini browser
 	$(BIN)/python -m pytest tests/browser -n 2 --dist loadfile
@@ -158,7 +156,7 @@ $(TORCHVISION): constraints.txt tests/vllm/environment/sightline_torchvision_ops
 # Each in a virtual environment of its own, for their pins clash; the server that the tests start
 # runs in the project's, which has none of the packages.
 test-adapters: $(STAMP) ## adapters against the packages that they adapt: two of the three (FULL=1: all)
-	set -e; names=$$($(SAMPLE) 2 $(ADAPTERS)); for name in $$names; do $(MAKE) test-adapter-$$name; done
+	set -e; for name in $(ADAPTERS); do $(MAKE) test-adapter-$$name; done
 
 test-adapter-%: $(STAMP) .venv-adapters-%/.installed
 	SERVER_PYTHON=$(CURDIR)/$(BIN)/python .venv-adapters-$*/bin/python -m pytest \
@@ -184,9 +182,9 @@ test-launchers: $(STAMP) .venv-launchers/.installed ## a run on Ray, on Slurm an
 # The suites of the generate protocol again, with vLLM as the server, and what only it has.
 test-vllm: $(STAMP) $(VLLM_VENV)/.installed ## the generate protocol on vLLM, in an environment of its own
 	$(BIN)/python -m pytest --vllm $(VLLM_VENV)/bin/python --timeout 600 $(VLLM_TESTS)
-	set -e; kinds=$$(PYTHONPATH=.:tests $(BIN)/python -c \
-		'from tests.contract.cases.anyvlm import SERVED_KINDS; print(*(f"family=anyvlm:{kind}" for kind in SERVED_KINDS))'); \
-	for way in $$($(SAMPLE) 1 $(VLLM_WAYS) $$kinds); do \
+	set -e; kinds=$(if $(FULL),$$(PYTHONPATH=.:tests $(BIN)/python -c \
+		'from tests.contract.cases.anyvlm import SERVED_KINDS; print(*(f"family=anyvlm:{kind}" for kind in SERVED_KINDS))')); \
+	for way in $(VLLM_WAYS) $$kinds; do \
 		case $$way in family=*) tests="$(VLLM_FAMILY_TESTS)";; *) tests="$(VLLM_SHARD_TESTS)";; esac; \
 		$(BIN)/python -m pytest --vllm $(VLLM_VENV)/bin/python --$$way --timeout 600 \
 			-m "not second_server" $$tests; done

@@ -1,5 +1,4 @@
-"""Runs benchmarks in their smallest size: `make bench-small`, eight that the commit chooses, and
-with `FULL=1` all.
+"""Runs benchmarks in their smallest size: `make bench-small` the first eight, with `FULL=1` all.
 
 The commands are those that docs/benchmarks.md lists, so that no documented one can break unnoticed
 for long. Most of their time was the import of torch and transformers: a server of forks has these
@@ -18,7 +17,7 @@ import time
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
-from sampling import take_sample
+from shards import take_first
 
 ROOT = Path(__file__).resolve().parents[1]
 NUM_TRIED = 8
@@ -60,7 +59,7 @@ def run_command(words: list[str], folder: str) -> bool:
 def main() -> int:
     began = time.monotonic()
     first, *others = read_commands()
-    others = take_sample(others, NUM_TRIED)
+    others = take_first(others, NUM_TRIED)
     with tempfile.TemporaryDirectory() as folder, ThreadPoolExecutor(2) as pool:
         # Two commands share the cores: more threads would wait for one another.
         os.environ |= {

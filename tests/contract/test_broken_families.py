@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import defaultdict
 
 import pytest
-from sampling import IS_FULL, take_sample
+from shards import IS_FULL
 
 from tests.contract.broken import Broken, read_broken
 from tests.contract.suites import Result, promises, run_suites
@@ -13,7 +13,7 @@ from tests.contract.suites import Result, promises, run_suites
 # The first test waits for the run that all of them look at.
 pytestmark = pytest.mark.timeout(600)
 
-BROKEN = take_sample(read_broken(), 12)
+BROKEN = read_broken()
 COLLECT = """
 from importlib import import_module
 CASES = tuple(case for name in {names!r} for case in import_module(name + "_cases").CASES)

@@ -24,7 +24,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from PIL import Image
-from sampling import num_examples
+from shards import num_examples
 
 from sightline import FamilyError, FingerprintMismatch, MediaRefused, Misaligned
 from sightline.families import load_family, load_renderer

@@ -21,8 +21,8 @@ import numpy as np
 import pytest
 import torch
 from PIL import Image
-from sampling import num_examples
 from serving import live, next_turn
+from shards import num_examples
 
 from sightline.compute.attention import PackedPattern, TreePattern
 from sightline.compute.model import load_model

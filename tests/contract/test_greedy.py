@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 import torch
 from agents import picture
-from sampling import take_sample
 from serving import Client, live
+from shards import take_first
 
 from sightline.compute.model import load_model
 from sightline.families import load_family, load_renderer, registry
@@ -89,7 +89,7 @@ def test_every_kind_of_tiny_checkpoint_is_compared() -> None:
         assert "def test_greedy_is_what_transformers_generates" in text, file
 
 
-@pytest.mark.parametrize(("family", "options"), take_sample(CHECKPOINTS, 3), ids=str)
+@pytest.mark.parametrize(("family", "options"), take_first(CHECKPOINTS, 3), ids=str)
 def test_greedy_is_what_transformers_generates(
     family: str, options: dict[str, str], tmp_path: Path, store: MediaStore
 ) -> None:

@@ -21,7 +21,7 @@ from typing import Any
 import pytest
 from hypothesis import HealthCheck, assume, example, given, settings
 from hypothesis import strategies as st
-from sampling import num_examples
+from shards import num_examples
 
 from sightline.message import ImagePart, Message, TextPart, assistant, system, user
 from sightline.render import Bridged, Refused

@@ -3,7 +3,6 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-from sampling import take_sample
 
 from loop.jobs import EXAMPLES, sightline
 
@@ -15,19 +14,6 @@ SMALL = (
     "trainer.checkpoint_every=4",
 )
 """Overrides that make a step of the example take a blink."""
-ALWAYS = ("test_laws", "test_learns")
-NUM_JOBS = 6
-"""Of the other tests, each of which takes a minute, so many that the commit seeds."""
-
-
-def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    here = Path(__file__).parent
-    own = [i for i in items if i.path.parent == here and not i.get_closest_marker("torchvision")]
-    others = [i for i in own if i.path.stem not in ALWAYS]
-    left = {id(item) for item in others} - {id(item) for item in take_sample(others, NUM_JOBS)}
-    if left and len(others) > 2 * NUM_JOBS:  # not where somebody names a few
-        config.hook.pytest_deselected(items=[item for item in items if id(item) in left])
-        items[:] = [item for item in items if id(item) not in left]
 
 
 @pytest.fixture(scope="session")

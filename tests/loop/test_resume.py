@@ -7,7 +7,7 @@ import time
 from pathlib import Path
 
 import pytest
-from sampling import take_sample
+from shards import take_first
 
 from loop.conftest import SMALL
 from loop.jobs import EXAMPLES, Job, ledger, live_processes, sightline, summary
@@ -18,7 +18,7 @@ STEPS = 12
 RUN = (str(EXAMPLES / "cpu.toml"), *SMALL, f"run.steps={STEPS}")
 
 
-@pytest.mark.parametrize("victim", take_sample(["trainer", "orchestrator"], 1))
+@pytest.mark.parametrize("victim", take_first(["trainer", "orchestrator"], 1))
 def test_a_killed_run_says_who_died_and_resumes(home: Path, victim: str) -> None:
     job = Job(home, *RUN)
     job.wait_for_step(6)
@@ -60,6 +60,7 @@ def test_a_killed_server_and_a_killed_trainer_are_started_again_and_the_run_goes
     assert summary(job.run_dir)["outcome"] == "finished"
 
 
+@pytest.mark.thorough
 def test_a_killed_launcher_takes_its_processes_along(home: Path) -> None:
     job = Job(home, *RUN)
     job.wait_for_step(2)
@@ -74,6 +75,7 @@ def test_a_killed_launcher_takes_its_processes_along(home: Path) -> None:
     assert not live_processes(run_dir)
 
 
+@pytest.mark.thorough
 def test_a_run_that_is_stopped_ends_in_order_and_goes_on_later(home: Path) -> None:
     job = Job(home, *RUN)
     job.wait_for_step(3)

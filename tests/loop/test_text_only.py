@@ -7,7 +7,7 @@ import re
 from pathlib import Path
 
 import pytest
-from sampling import IS_FULL
+from shards import IS_FULL
 
 from loop.jobs import EXAMPLES, sightline, summary
 from sightline.run import RunDir

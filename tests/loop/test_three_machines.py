@@ -17,7 +17,7 @@ from typing import Any
 
 import pytest
 import tomli_w
-from sampling import IS_FULL
+from shards import IS_FULL
 
 from loop.jobs import EXAMPLES, Job, ledger, sightline, summary
 from loop.network import Network, run_on

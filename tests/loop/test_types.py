@@ -8,7 +8,7 @@ import shutil
 from pathlib import Path
 
 import pytest
-from sampling import IS_FULL, take_sample
+from shards import IS_FULL, take_first
 
 from loop.jobs import EXAMPLES, sightline, summary
 from sightline.families.anyvlm.tiny_types import TYPES
@@ -91,7 +91,7 @@ def test_a_recurrent_model_warms_up_and_trains(home: Path) -> None:
 KINDS = [("qwen_vl", "qwen2_5_vl"), ("qwen_vl", "qwen3_vl_thinking"), ("glm_v", "glm46v")]
 
 
-@pytest.mark.parametrize(("family", "kind"), take_sample(KINDS, 1))
+@pytest.mark.parametrize(("family", "kind"), take_first(KINDS, 1))
 def test_a_model_of_the_type_trains(home: Path, family: str, kind: str) -> None:
     write_tiny(family, home / "models" / "tiny", seed=0, type=kind)
     assert "prefix cache: on, " in play(home)
@@ -103,7 +103,7 @@ PLAIN = [*sorted(TYPES.keys() - set(TORCHVISION)), *COMPOSED]
 ON_TORCHVISION = [pytest.param(kind, marks=pytest.mark.torchvision) for kind in TORCHVISION]
 
 
-@pytest.mark.parametrize("kind", [*take_sample(PLAIN, 1), *take_sample(ON_TORCHVISION, 1)])
+@pytest.mark.parametrize("kind", [*take_first(PLAIN, 1), *take_first(ON_TORCHVISION, 1)])
 def test_a_type_of_the_generic_family_trains(home: Path, kind: str) -> None:
     write_kind(kind, home / "models" / "tiny")
     said = play(home)
@@ -113,7 +113,7 @@ def test_a_type_of_the_generic_family_trains(home: Path, kind: str) -> None:
 # A square that each tower sees as few patches, none of them padded.
 SEES = {"qwen2_vl": 28, "mistral3": 28}
 
-if IS_FULL:  # else they would be drawn in the place of others
+if IS_FULL:
 
     @pytest.mark.timeout(3600)
     @pytest.mark.parametrize("kind", [*PLAIN, *ON_TORCHVISION])

@@ -6,7 +6,7 @@ import shutil
 from pathlib import Path
 
 import pytest
-from sampling import IS_FULL
+from shards import IS_FULL
 
 from loop.jobs import ROOT, sightline, summary
 from sightline.run import RunDir

@@ -6,7 +6,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from sampling import take_sample
+from shards import take_first
 
 from sightline.families.anyvlm.processor import load_processor
 from tests.contract.case import Case
@@ -87,4 +87,4 @@ class _Shaped:
         return _Shaped(self.shape[1:])
 
 
-CASES: tuple[Case, ...] = tuple(build_case(kind, TiledImages) for kind in take_sample(KINDS, 1))
+CASES: tuple[Case, ...] = tuple(build_case(kind, TiledImages) for kind in take_first(KINDS, 1))

@@ -17,7 +17,7 @@ import msgspec
 import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
-from sampling import take_sample
+from shards import take_first
 
 from sightline.envs import Chat
 from sightline.message import Message, ToolCall, assistant
@@ -181,7 +181,7 @@ def called(content: str, reasoning: str | None) -> Message:
     return msgspec.structs.replace(assistant(content, reasoning), tool_calls=calls)
 
 
-@pytest.mark.parametrize("case", take_sample(CASES, 2), ids=lambda case: case.name)
+@pytest.mark.parametrize("case", take_first(CASES, 2), ids=lambda case: case.name)
 def test_a_history_written_anew_forks_where_it_was_edited_and_nowhere_else(
     case: Case, world_of: Any, tmp_path_factory: pytest.TempPathFactory
 ) -> None:

@@ -18,7 +18,7 @@ import pytest
 from hypothesis import HealthCheck, Phase, given, settings
 from hypothesis import strategies as st
 from PIL import Image
-from sampling import num_examples
+from shards import num_examples
 
 from sightline.envs import Conversation, last_images, last_turns
 from sightline.envs.windows import Window

@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from sampling import num_examples
+from shards import num_examples
 
 from sightline.media import MediaRef, MediaStore
 from sightline.message import Message, assistant, system, user

@@ -4,12 +4,9 @@ import shutil
 from pathlib import Path
 
 import pytest
-from sampling import take_sample
 
 from sightline.families.registry import write_tiny
 
-NUM_TESTS = 12
-"""Each starts several processes: so many that the commit seeds, all of them with `FULL=1`."""
 QUICK = """
 [run]
 name = "job"
@@ -34,15 +31,6 @@ max_model_len = 128
 [eval]
 tasks = 0
 """
-
-
-def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    mine = [item for item in items if item.path.parent == Path(__file__).parent]
-    quick = [item for item in mine if item.get_closest_marker("thorough") is None]
-    left = {id(item) for item in quick} - {id(item) for item in take_sample(quick, NUM_TESTS)}
-    if left and len(quick) > 2 * NUM_TESTS:  # not where somebody names a few
-        config.hook.pytest_deselected(items=[item for item in items if id(item) in left])
-        items[:] = [item for item in items if id(item) not in left]
 
 
 @pytest.fixture

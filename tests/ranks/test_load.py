@@ -90,6 +90,7 @@ def store_as_published(source: Path, target: Path) -> None:
     save_file(parts, target / "model.safetensors", {"format": "pt"})
 
 
+@pytest.mark.thorough
 def test_a_rank_never_holds_more_than_its_share(tmp_path: Path) -> None:
     size: dict[str, Any] = {"hidden": 512, "layers": 8, "intermediate": 3072, "vocab": 8192}
     size["dtype"] = "bfloat16"  # other than the model's: a CPU would else use the file's own pages

@@ -29,7 +29,7 @@ def test_a_stopped_rank_is_found_and_the_run_ends(quick_home: Path, victim: str)
     assert not live_processes(job.run_dir)
 
 
-@pytest.mark.parametrize("way", ["broadcast", "ipc"])
+@pytest.mark.parametrize("way", ["broadcast", pytest.param("ipc", marks=pytest.mark.thorough)])
 def test_weights_that_are_in_no_file_are_those_that_sample(quick_home: Path, way: str) -> None:
     job = Job(quick_home, "run.toml", f"trainer.publish={way}", "orchestrator.diagnostics_every=1")
     said = job.output(timeout_s=600)
@@ -38,7 +38,8 @@ def test_weights_that_are_in_no_file_are_those_that_sample(quick_home: Path, way
     check_mismatch(job)
 
 
-@pytest.mark.parametrize("way", ["files", pytest.param("broadcast", marks=pytest.mark.thorough)])
+@pytest.mark.thorough
+@pytest.mark.parametrize("way", ["files", "broadcast"])
 def test_adapters_that_leave_unmerged_are_those_that_sample(quick_home: Path, way: str) -> None:
     words = ("lora.rank=2", "lora.publish=adapter", "lora.vision_targets=['*']", "trainer.lr=0.02")
     lag = "orchestrator.max_lag=0"

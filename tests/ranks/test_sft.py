@@ -76,6 +76,7 @@ def together(sft_home: Path) -> tuple[RunDir, dict[str, torch.Tensor]]:
     return trained(sft_home, "trainer.ranks=2", "sft.output_dir=two")
 
 
+@pytest.mark.thorough
 def test_two_ranks_train_what_one_trains(
     sft_home: Path, together: tuple[RunDir, dict[str, torch.Tensor]]
 ) -> None:

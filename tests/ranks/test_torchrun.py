@@ -41,6 +41,7 @@ def test_two_ranks_of_torchrun_train_a_run(quick_home: Path) -> None:
     assert not live_processes(job.run_dir)
 
 
+@pytest.mark.thorough
 def test_two_ranks_of_torchrun_train_on_conversations(quick_home: Path) -> None:
     (quick_home / "sft.toml").write_text(
         '[model]\npath = "tiny"\n[env]\nname = "color_codeword"\n[run]\nname = "job"\nsteps = 3\n'
@@ -58,6 +59,7 @@ def test_two_ranks_of_torchrun_train_on_conversations(quick_home: Path) -> None:
     assert (quick_home / "out" / "config.json").is_file()
 
 
+@pytest.mark.thorough
 def test_a_rank_of_torchrun_that_dies_ends_all(quick_home: Path) -> None:
     job = TorchrunJob(quick_home, "run.toml", "run.steps=1000")
     job.wait_for_step(2)

@@ -9,7 +9,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-from sampling import IS_FULL
+from shards import IS_FULL
 
 from tests.contract.case import Case
 

@@ -6,7 +6,7 @@ import json
 from pathlib import Path
 from typing import Any
 
-from sampling import IS_FULL
+from shards import IS_FULL
 
 from tests.contract.case import Case
 

@@ -8,7 +8,7 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
-from sampling import IS_FULL
+from shards import IS_FULL
 
 from tests.contract.case import Case
 

@@ -23,7 +23,7 @@ import pytest
 import torch
 from PIL import Image
 from safetensors.torch import load_file
-from sampling import num_examples, take_sample
+from shards import num_examples, take_first
 from transformers import AutoConfig, AutoModel, LlamaConfig, LlamaModel
 
 from sightline import FamilyError, MediaStore, MessageError
@@ -453,7 +453,7 @@ def test_a_model_that_does_more_than_attend_is_refused_at_load(folder: Path) -> 
         load_model(folder, load_family(folder), "cpu", "float32")
 
 
-@pytest.mark.parametrize("kind", take_sample(SERVED_KINDS, 1))
+@pytest.mark.parametrize("kind", take_first(SERVED_KINDS, 1))
 def test_vllm_gets_the_arrays_of_the_processor_by_their_names(kind: str, tmp_path: Path) -> None:
     write_kind(kind, tmp_path / "model")
     store = MediaStore(tmp_path / "media")

@@ -20,7 +20,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from sampling import num_examples
+from shards import num_examples
 
 from sightline import MediaRef, MediaStore, MessageError
 from sightline.families import load_family, load_renderer

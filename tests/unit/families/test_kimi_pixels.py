@@ -12,7 +12,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from PIL import Image
-from sampling import num_examples
+from shards import num_examples
 
 from sightline import FamilyError, MediaStore
 from sightline.families.kimi_k25.settings import ProcessorSettings, read_processor_settings

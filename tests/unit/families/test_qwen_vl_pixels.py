@@ -14,7 +14,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from PIL import Image, ImageOps
-from sampling import num_examples
+from shards import num_examples
 
 from sightline import MediaRef, MediaRefused, MediaStore
 from sightline.families.qwen_vl.settings import ProcessorSettings

@@ -16,7 +16,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from PIL import Image
-from sampling import num_examples
+from shards import num_examples
 
 from sightline import MediaRef, MediaRefused, MediaStore, MessageError, Misaligned
 from sightline.families import load_family, load_renderer

@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from sampling import take_sample
+from shards import take_first
 
 from sightline.families import load_family, load_renderer
 from sightline.inference.server_spec import ServerSpec
@@ -68,7 +68,7 @@ def answers(model: Path, store: MediaStore, in_passes: bool) -> tuple[list[Torch
     return requests, 0 if runner.decoder is None else runner.decoder.num_passes
 
 
-@pytest.mark.parametrize("type", take_sample(["qwen3_vl", "qwen2_5_vl"], 1))
+@pytest.mark.parametrize("type", take_first(["qwen3_vl", "qwen2_5_vl"], 1))
 def test_passes_of_fixed_shape_say_the_same(type: str, tmp_path: Path, store: MediaStore) -> None:
     from sightline.families.registry import write_tiny
 

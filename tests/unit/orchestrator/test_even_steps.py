@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from sampling import take_sample
+from shards import take_first
 from unit.orchestrator.test_loop import World
 
 from sightline.run import RunDir
@@ -170,7 +170,7 @@ def run_dir(tmp_path: Path) -> RunDir:
 
 @pytest.mark.parametrize(
     ("is_one", "seconds", "spread"),
-    take_sample([*product([True, False], [(7.0, 7.5), (7.0, 4.0), (4.0, 7.0)], [0.0, 0.2])], 6),
+    take_first([*product([True, False], [(7.0, 7.5), (7.0, 4.0), (4.0, 7.0)], [0.0, 0.2])], 6),
 )
 def test_steps_are_even_where_a_version_is_in_use_at_once(
     run_dir: RunDir, is_one: bool, seconds: tuple[float, float], spread: float

@@ -9,7 +9,7 @@ import making
 import numpy as np
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from sampling import num_examples
+from shards import num_examples
 
 from sightline.families import load_family, load_renderer
 from sightline.media import MediaStore
