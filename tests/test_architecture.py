@@ -194,6 +194,15 @@ def test_importing_loads_no_heavy_library(code: str, libraries: tuple[str, ...])
     assert loaded_after(code, libraries) == []
 
 
+MESH_OWNERS = {"trainer/parallel_dims.py", "trainer/ranks.py"}
+
+
+def test_only_the_parallel_dims_know_how_many_ranks_there_are() -> None:
+    words = re.compile(r"get_world_size|init_device_mesh|\branks\.size\b")
+    users = {name_of(path) for path in files() if words.search(path.read_text())}
+    assert {name for name in users if not name.startswith("bench/")} <= MESH_OWNERS
+
+
 ACTING = {"open", "os", "print", "random", "socket", "subprocess", "threading", "torch", "warnings"}
 
 

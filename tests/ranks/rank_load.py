@@ -48,12 +48,12 @@ def compare(rank: int, size: int, checkpoint: str, words: list[str], meet: str) 
         add_adapters(whole, lora, model.train_vision, seed=0)
     elif not model.train_vision:
         freeze_vision(whole)
-    cpu, is_mixed = torch.device("cpu"), model.dtype != "float32"
+    is_mixed = model.dtype != "float32"
     compute = MODEL_DTYPES[model.dtype] if is_mixed else None
-    shard_model(whole, size, cpu, compute=compute)
+    shard_model(whole, learner.dims.mesh, compute=compute)
     reference = load_model(checkpoint, learner.family, "cpu", model.dtype)
     reference.model.eval().requires_grad_(False)
-    shard_model(reference, size, cpu, frozen=True)
+    shard_model(reference, learner.dims.mesh, frozen=True)
     assert learner.reference is not None
     same(learner.forward, whole)
     same(learner.reference, reference)

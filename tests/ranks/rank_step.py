@@ -32,6 +32,7 @@ from sightline.trainer.build import build_learner, build_pixels  # noqa: E402
 from sightline.trainer.distribute import BatchDistributor, ShareReader  # noqa: E402
 from sightline.trainer.feed import BatchPreparer  # noqa: E402
 from sightline.trainer.lora import build_merge_gather, plain_parameters  # noqa: E402
+from sightline.trainer.parallel_dims import ParallelDims  # noqa: E402
 from sightline.trainer.price import estimate_price  # noqa: E402
 from sightline.trainer.probe import pick_probe_micro_batch  # noqa: E402
 from sightline.trainer.ranks import FollowerChannel, LeadChannel, RankInfo  # noqa: E402
@@ -174,7 +175,7 @@ def feed(learner, ranks, model, store, pixels):  # type: ignore[no-untyped-def]
     lead = LeadChannel(ranks)
     lead.wait_until_loaded()
     price = estimate_price(learner.forward)
-    return [BatchDistributor(lead, ranks.size, price).distribute(ready)]
+    return [BatchDistributor(lead, ParallelDims.of(ranks), price).distribute(ready)]
 
 
 def with_loss(made, store):  # type: ignore[no-untyped-def]

@@ -19,8 +19,9 @@ pytestmark = [pytest.mark.ranks, pytest.mark.timeout(300)]
 RANK = """
 import sys, torch
 from sightline.trainer.ranks import RankInfo
-from sightline.trainer.shard import join_process_group
-join_process_group(RankInfo(int(sys.argv[1]), 2, sys.argv[2]), torch.device("cpu"))
+from sightline.trainer.parallel_dims import ParallelDims
+ranks = RankInfo(int(sys.argv[1]), 2, sys.argv[2])
+ParallelDims.of(ranks).join(ranks, torch.device("cpu"))
 torch.distributed.barrier()
 print("met", flush=True)
 sys.stdin.read()

@@ -45,6 +45,7 @@ from sightline.trainer.loop import TrainerComponents
 from sightline.trainer.lora import NO_ADAPTERS, add_adapters, describe_adapter_base
 from sightline.trainer.micro_batch_pixels import MicroBatchPixels
 from sightline.trainer.optimizer import build_optimizer, freeze_vision
+from sightline.trainer.parallel_dims import ParallelDims
 from sightline.trainer.price import estimate_price
 from sightline.trainer.publish import AsyncPublisher
 from sightline.trainer.ranks import (
@@ -58,9 +59,7 @@ from sightline.trainer.ranks import (
 from sightline.trainer.run_writer import RunWriter
 from sightline.trainer.sft import ConversationBatches, open_source
 from sightline.trainer.shard import (
-    all_gather_list,
     identify_machine,
-    join_process_group,
     shard_model,
 )
 from sightline.trainer.shard_load import load_shards
@@ -92,17 +91,17 @@ def build_learner(
     lora: LoraConfig = NO_ADAPTERS,
     seed: int = 0,
 ) -> Learner:
-    device = pick_rank_device(trainer.device, ranks)
+    device, dims = pick_rank_device(trainer.device, ranks), ParallelDims.of(ranks)
     master = model.dtype if trainer.master_dtype == "model" else "float32"
     is_mixed = master != model.dtype
     if device.type == "cpu":
-        model.check_exact_on_cpu(ranks.size)
-    if ranks.size > 1 or is_mixed:
-        join_process_group(ranks, device)
+        model.check_exact_on_cpu(dims.data)
+    if dims.is_distributed or is_mixed:
+        dims.join(ranks, device)
     family = load_family(model.path, model.exact, **model.overrides())
     renderer = load_renderer(model.path, store, family)
     # With several ranks none holds the whole model: each reads its rows once they are cut.
-    place = "meta" if ranks.size > 1 else str(device)
+    place = "meta" if dims.is_distributed else str(device)
     exact = (str(device), model.dtype) if model.exact else None
     forward = load_model(model.path, family, place, master, exact)
     forward.model.train()
@@ -116,15 +115,15 @@ def build_learner(
         reference = load_model(model.path, family, place, model.dtype)
         reference.model.eval().requires_grad_(False)
     sharded = sharded_reference = None
-    if ranks.size > 1 or is_mixed:
+    if dims.is_distributed or is_mixed:
         compute = MODEL_DTYPES[model.dtype] if is_mixed else None
-        sharded = shard_model(forward, ranks.size, device, compute=compute)
-    if ranks.size > 1 and reference is not None:
-        sharded_reference = shard_model(reference, ranks.size, device, frozen=True)
+        sharded = shard_model(forward, dims.mesh, compute=compute)
+    if dims.is_distributed and reference is not None:
+        sharded_reference = shard_model(reference, dims.mesh, frozen=True)
     for part in (sharded, sharded_reference):
-        if part is not None and ranks.size > 1:
+        if part is not None and dims.is_distributed:
             load_shards(part, resolve_checkpoint(model.path, True), device)
-    features, reference_features = _build_features(forward, reference, trainer, ranks)
+    features, reference_features = _build_features(forward, reference, trainer, dims)
     return Learner(
         forward=forward,
         reference=reference,
@@ -135,7 +134,7 @@ def build_learner(
         pad_ids=renderer.pad_token_ids,
         vocab_size=renderer.vocab_size,
         device=device,
-        ranks=ranks,
+        dims=dims,
         sharded=sharded,
         sharded_reference=sharded_reference,
         features=features,
@@ -146,15 +145,15 @@ def build_learner(
 
 
 def _build_features(
-    forward: Forward, reference: Forward | None, trainer: TrainerConfig, ranks: RankInfo
+    forward: Forward, reference: Forward | None, trainer: TrainerConfig, dims: ParallelDims
 ) -> tuple[FrozenTowerFeatures | None, FrozenTowerFeatures | None]:
     """Features of the model's tower and of the reference's; a frozen tower serves both."""
     cache = FeatureCache(trainer.feature_cache_mb * MEGABYTE)
     if has_frozen_tower(forward):
-        features = FrozenTowerFeatures(forward, cache, ranks.size)
+        features = FrozenTowerFeatures(forward, cache, dims)
         return features, features
     if reference is not None and has_frozen_tower(reference):
-        return None, FrozenTowerFeatures(reference, cache, ranks.size)
+        return None, FrozenTowerFeatures(reference, cache, dims)
     return None, None
 
 
@@ -183,8 +182,8 @@ def build_pixels(learner: Learner, store: MediaStore) -> MicroBatchPixels:
     for its micro-batches and the images under way. As many threads make them as the process may
     compute with. Every rank has to call it.
     """
-    machines = all_gather_list([f"{identify_machine()} {os.getpid()}"], learner.ranks.size)
-    machine = machines[learner.ranks.rank].split()[0]
+    machines = learner.dims.gather_list([f"{identify_machine()} {os.getpid()}"])
+    machine = machines[learner.dims.rank].split()[0]
     here = [int(one.split()[1]) for one in machines if one.split()[0] == machine]
     half = learner.config.pixel_cache_mb * MEGABYTE // 2
     shared = SharedPatches(half, owner=here[0]) if len(here) > 1 and half else None
@@ -264,10 +263,10 @@ def build(
     checkpoints = CheckpointStore(
         run_dir.checkpoints, trainer.keep_checkpoints, trainer.keep_checkpoints_every
     )
-    resume = checkpoints.choose(ranks)  # every rank comes to the same one
+    resume = checkpoints.choose(learner.dims)  # every rank comes to the same one
     if resume.path is not None:
         shards = open_shards(resume.path)
-        restore(shards, learner.forward.model, learner.optimizer, ranks, resume.path)
+        restore(shards, learner.forward.model, learner.optimizer, learner.dims, resume.path)
         if learner.device.type != "cpu":  # where versions are made again with the same bits
             steps = itertools.takewhile(
                 lambda step: run_dir.batch(step).is_file(), itertools.count(resume.step + 2)
@@ -291,7 +290,7 @@ def build(
         learner=learner,
         saver=CheckpointSaver(
             checkpoints,
-            ranks,
+            learner.dims,
             trainer.checkpoint_every,
             resume.step,
             config.model.train_vision,
@@ -347,7 +346,7 @@ def _build_batches(
         batches = AnnouncedBatches(announcements, preparer, resume.step + 1, watchdog)
     if isinstance(channel, LeadChannel):
         price = estimate_price(learner.forward, config.trainer.micro_batch_cost_model)
-        batches = BatchDistributor(channel, learner.ranks.size, price).iterate_shares(batches)
+        batches = BatchDistributor(channel, learner.dims, price).iterate_shares(batches)
     return batches
 
 

@@ -20,7 +20,7 @@ from __future__ import annotations
 import os
 import re
 import shutil
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from functools import partial
@@ -33,8 +33,8 @@ from torch.optim import Optimizer
 from sightline.compute.tensor_file import fsync_path, is_intact
 from sightline.errors import ResumeRefused
 from sightline.trainer.background_task import BackgroundTask
-from sightline.trainer.ranks import NO_CHANNEL, SINGLE_RANK, RankInfo
-from sightline.trainer.shard import all_gather_list
+from sightline.trainer.parallel_dims import ParallelDims
+from sightline.trainer.ranks import NO_CHANNEL
 from sightline.trainer.snapshot import MAX_THREADS, ShardReader, ShardSnapshot, take_snapshot
 from sightline.wire.file import add_checksum, read_checked, write_atomic
 from sightline.wire.weights import MANIFEST, WeightFile
@@ -79,7 +79,7 @@ def open_shards(path: Path) -> ShardReader:
     return ShardReader(path / file.name for file in read_manifest(path).files)
 
 
-def check_files(path: Path, files: list[WeightFile]) -> None:
+def check_files(path: Path, files: Sequence[WeightFile]) -> None:
     """Raises unless files of the checkpoint folder at `path` have their sizes and checksums."""
     with ThreadPoolExecutor(MAX_THREADS) as threads:
         for file, intact in zip(files, threads.map(partial(is_intact, path), files), strict=True):
@@ -117,11 +117,12 @@ class CheckpointStore:
         fallback = 1 if self.keep == 1 else 2
         return steps[-fallback] if len(steps) >= fallback else 0
 
-    def choose(self, ranks: RankInfo = SINGLE_RANK) -> ResumePoint:
+    def choose(self, dims: ParallelDims | None = None) -> ResumePoint:
         """Every rank calls it, reads its share of the files, and gets the same answer."""
+        dims = dims or ParallelDims()
         refused: list[str] = []
         for path in reversed(self.all()):
-            if not (problems := all_gather_list(_find_problems(path, ranks), ranks.size)):
+            if not (problems := dims.gather_list(_find_problems(path, dims))):
                 return ResumePoint(path, step_of(path), refused)
             refused.append(problems[0])
         return ResumePoint(None, 0, refused)
@@ -164,7 +165,7 @@ class CheckpointSaver:
     """One rank's part in the checkpoints of a run."""
 
     checkpoints: CheckpointStore
-    ranks: RankInfo
+    dims: ParallelDims
     every: int
     """Steps between checkpoints."""
     step: int
@@ -182,14 +183,14 @@ class CheckpointSaver:
         self.background_task.check()
         if step > self.step and (last or step % self.every == 0):
             self.background_task.wait()
-            snapshot = take_snapshot(model, optimizer, self.ranks, copy=not last)
+            snapshot = take_snapshot(model, optimizer, self.dims, copy=not last)
             self.step = step
             self.background_task.start(f"checkpoint {step}", partial(self._write, step, snapshot))
 
     def _write(self, step: int, snapshot: ShardSnapshot) -> None:
         part = self.checkpoints.part(step)
         part.mkdir(parents=True, exist_ok=True)
-        written = snapshot.write(part, f"rank_{self.ranks.rank:03d}")
+        written = snapshot.write(part, f"rank_{self.dims.rank:03d}")
         if (files := self.collect_files(step, written)) is not None:
             vision = step if self.train_vision else 0
             self.checkpoints.complete(CheckpointManifest(step, vision, files))
@@ -200,9 +201,9 @@ def step_of(path: Path) -> int:
     return int(path.name.removeprefix("step_"))
 
 
-def _find_problems(path: Path, ranks: RankInfo) -> list[str]:
+def _find_problems(path: Path, dims: ParallelDims) -> list[str]:
     try:
-        check_files(path, read_manifest(path).files[ranks.rank :: ranks.size])
+        check_files(path, dims.split(read_manifest(path).files))
     except ResumeRefused as error:
         return [error.problem]
     return []

@@ -13,6 +13,7 @@ from dataclasses import dataclass, replace
 from sightline.pack import CostModel, assign_to_ranks, build_empty_micro_batch
 from sightline.trainer.feed import ReadyBatch, ReadyMicroBatch
 from sightline.trainer.micro_batch_pixels import MicroBatchPixels
+from sightline.trainer.parallel_dims import ParallelDims
 from sightline.trainer.ranks import FollowerChannel, LeadChannel
 from sightline.wire.rank_messages import RankAssignment
 
@@ -22,7 +23,7 @@ class BatchDistributor:
     """Gives every other rank its share and keeps rank 0's."""
 
     channel: LeadChannel
-    size: int
+    dims: ParallelDims
     price: CostModel
 
     def iterate_shares(self, batches: Iterable[ReadyBatch]) -> Iterator[ReadyBatch]:
@@ -33,7 +34,7 @@ class BatchDistributor:
     def distribute(self, ready: ReadyBatch) -> ReadyBatch:
         """Rank 0's share of the batch; returns when every other rank has received its own."""
         packs = [micro_batch.batch for micro_batch in ready.micro_batches]
-        places = assign_to_ranks(packs, self.size, self.price)
+        places = assign_to_ranks(packs, self.dims.data, self.price)
         runs_tower = [
             any(at is not None and packs[at].items for at in beside)
             for beside in zip(*places, strict=True)

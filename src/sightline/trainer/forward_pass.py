@@ -8,7 +8,7 @@ the same bits.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import numpy as np
 import torch
@@ -23,7 +23,7 @@ from sightline.families import Family, Forward
 from sightline.families.device_copy import copy_to_device
 from sightline.trainer.alignment_checks import check_features, check_patches
 from sightline.trainer.feed import ReadyMicroBatch
-from sightline.trainer.shard import max_over_ranks
+from sightline.trainer.parallel_dims import ParallelDims
 from sightline.wire.micro_batch import MicroBatch
 
 
@@ -37,7 +37,7 @@ def has_frozen_tower(forward: Forward) -> bool:
 class FrozenTowerFeatures:
     forward: Forward
     cache: FeatureCache
-    num_ranks: int = 1
+    dims: ParallelDims = field(default_factory=ParallelDims)
 
     @torch.no_grad()
     def encode(
@@ -54,7 +54,7 @@ class FrozenTowerFeatures:
         ]
         missing = [place for place, found in enumerate(shown) if found is None]
         # Before the first of them: from then on every rank is in the tower's collectives.
-        passes = max_over_ranks(len(missing), self.num_ranks) if ready.runs_tower else len(missing)
+        passes = self.dims.max(len(missing)) if ready.runs_tower else len(missing)
         if missing:
             assert ready.made is not None
             patches = copy_to_device(ready.made, device)  # whole: see there

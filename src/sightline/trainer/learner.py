@@ -23,17 +23,14 @@ from sightline.trainer.blocks import count_compiled_graphs
 from sightline.trainer.feed import ReadyBatch, ReadyMicroBatch
 from sightline.trainer.forward_pass import FrozenTowerFeatures, compute_hidden
 from sightline.trainer.optimizer import lr_scale, set_learning_rate
+from sightline.trainer.parallel_dims import ParallelDims
 from sightline.trainer.probe import NUM_PASSES, ImageSwapProbe, pick_probe_micro_batch, probe
-from sightline.trainer.ranks import RankInfo
 from sightline.trainer.shard import (
     ShardedModel,
-    all_gather_list,
     call_gathered,
     full_tensor,
-    gather_to_lead,
     release_gathered,
     set_gradient_sync,
-    sum_over_ranks,
 )
 from sightline.trainer.step_result import (
     MetricSums,
@@ -69,7 +66,7 @@ class Learner:
     pad_ids: tuple[int, ...]
     vocab_size: int
     device: torch.device
-    ranks: RankInfo = field(default_factory=RankInfo)
+    dims: ParallelDims = field(default_factory=ParallelDims)
     sharded: ShardedModel | None = None
     """Gathers the model's parameters around a call; None where one rank holds all of them."""
     sharded_reference: ShardedModel | None = None
@@ -114,8 +111,8 @@ class Learner:
             self.watchdog.enter(f"micro-batch {number} of step {ready.step}")
             check_micro_batch(micro_batch.batch, self.family, self.pad_ids, self.vocab_size)
             metric_sums.count("all_tokens", len(micro_batch.batch.token_ids))
-            if len(micro_batch.batch.trained) or self.ranks.size > 1:
-                set_gradient_sync(self.sharded, self.ranks.size > 1 or number == last)
+            if len(micro_batch.batch.trained) or self.dims.is_distributed:
+                set_gradient_sync(self.sharded, self.dims.is_distributed or number == last)
                 try:
                     logprobs = self.backward(micro_batch, ready.step, metric_sums, step_timer)
                 except torch.OutOfMemoryError as error:
@@ -137,7 +134,7 @@ class Learner:
             count_compiled_graphs() - compiled if self.config.compile_backend else None
         )
         metrics["compute_s"] = time.monotonic() - began
-        everyone = gather_to_lead((logprobs_of, self._cache_figures()), self.ranks)
+        everyone = self.dims.gather_to_lead((logprobs_of, self._cache_figures()))
         return StepResult(
             metrics,
             build_step_scores(ready.step, [one for rank, _ in everyone for one in rank]),
@@ -174,7 +171,7 @@ class Learner:
         problem = f"the loss is {sums['loss']}" if not math.isfinite(sums["loss"]) else ""
         if not problem:
             # One rank's loss spoils the norm of all: here the others wait to be told whose it was.
-            metrics = self._metrics(ready, sum_over_ranks(sums, self.ranks.size))
+            metrics = self._metrics(ready, self.dims.sum(sums))
             if math.isfinite(norm):
                 return metrics | {"grad_norm": norm}
             problem = f"the gradient's norm is {norm}"
@@ -196,7 +193,7 @@ class Learner:
         if not self.diagnostics_every or ready.step % self.diagnostics_every:
             return None
         own = pick_probe_micro_batch(ready.micro_batches)
-        names = all_gather_list([] if own is None else [own[0]], self.ranks.size)
+        names = self.dims.gather_list([] if own is None else [own[0]])
         if not names:
             return None
         self.watchdog.enter(f"the probe of step {ready.step}")
@@ -209,7 +206,7 @@ class Learner:
             with smallest.hold_pixels() as micro_batch:
                 for _ in range(NUM_PASSES):  # tower included, beside the rank that probes
                     self.score(replace(micro_batch, runs_tower=True))
-        return next(filter(None, gather_to_lead(found, self.ranks)), None)
+        return next(filter(None, self.dims.gather_to_lead(found)), None)
 
     def score(self, ready: ReadyMicroBatch) -> Float[np.ndarray, " tokens"]:
         """The logprobs of the trained tokens; nothing is learnt."""
@@ -222,12 +219,12 @@ class Learner:
         for number, micro_batch in ready.iterate_with_pixels():
             self.watchdog.enter(f"micro-batch {number} of the evaluation after step {ready.step}")
             check_micro_batch(micro_batch.batch, self.family, self.pad_ids, self.vocab_size)
-            if len(micro_batch.batch.trained) or self.ranks.size > 1:
+            if len(micro_batch.batch.trained) or self.dims.is_distributed:
                 logprobs = self._forward_only(micro_batch)
                 metric_sums.add("nll", -logprobs.double().sum())
                 metric_sums.count("tokens", len(logprobs))
             del micro_batch
-        total = sum_over_ranks(metric_sums.read(), self.ranks.size)
+        total = self.dims.sum(metric_sums.read())
         return total["nll"], total["tokens"]
 
     @torch.no_grad()
@@ -249,8 +246,7 @@ class Learner:
             self.sharded, lambda: self._loss_with_reference(ready, step, metric_sums)
         )
         step_timer.end("forward")
-        # Gradients are averaged over ranks, and the losses of a step are to be added.
-        (total * self.ranks.size).backward()
+        self.dims.scale_loss(total).backward()
         step_timer.end("backward")
         metric_sums.add("loss", total)
         return logprobs
@@ -306,7 +302,7 @@ class Learner:
             token_loss = token_loss + config.kl_coef * scores.kl
             metric_sums.add("kl_ref", scores.kl.detach().sum())
         total = (token_loss * loss_weight).sum()
-        if self.ranks.size > 1:
+        if self.dims.is_distributed:
             # Also where nothing trains: every parameter needs a gradient on every rank.
             total = total + self.forward.logits(hidden[:0]).float().sum()
         return total, scores.logprobs.detach()
@@ -352,7 +348,7 @@ class Learner:
             "vision_lr": groups[2]["lr"] if len(groups) > 2 else None,
             "trained_tokens": sums["tokens"],
             "tokens": sums["all_tokens"],
-            "micro_batches": float(len(ready.micro_batches) * self.ranks.size),
+            "micro_batches": float(len(ready.micro_batches) * self.dims.data),
             "samples": float(ready.num_samples),
             "images": float(ready.num_slots),
             "distinct_images": float(ready.num_items),

@@ -20,7 +20,7 @@ from sightline.trainer import loop
 from sightline.trainer.blocks import import_compiler
 from sightline.trainer.build import Orchestrator, build
 from sightline.trainer.loop import TrainerComponents
-from sightline.trainer.ranks import FollowerChannel, LeadChannel, RankInfo, open_channel
+from sightline.trainer.ranks import NO_CHANNEL, FollowerChannel, LeadChannel, RankInfo, open_channel
 from sightline.trainer.watchdog import LONG_LIMIT_S, StallWatchdog
 from sightline.transport.message_stream import MAX_SILENCE_S
 from sightline.transport.zmq_channel import Spoke
@@ -74,7 +74,7 @@ def run(config: RunFile | SftFile, run_dir: RunDir, ranks: RankInfo, name: str, 
         channel.claim_end()
         cause = find_cause(error, components)
         channel.fail(f"{type(cause).__name__}: {cause}")
-        if ranks.size > 1 and is_broken_collective(cause):
+        if channel is not NO_CHANNEL and is_broken_collective(cause):
             # Whoever broke it has the cause; the launcher looks for that.
             traceback.print_exception(cause)
             sys.stderr.flush()

@@ -203,7 +203,7 @@ class RunWriter:
         end_compile_workers()
         model = self.learner.forward.model
         try:  # beside the last checkpoint: nothing changes any more
-            if step > 0 and self.learner.ranks.is_lead:
+            if step > 0 and self.learner.dims.is_lead:
                 export_checkpoint(self.source, self.export_dir, model, self.dtype)
             elif step > 0:
                 gather_for_export(model)

@@ -10,18 +10,15 @@ import socket
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, TypeVar, cast
+from typing import TypeVar, cast
 
 import torch
-import torch.distributed as dist
 from torch import nn
-from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor
 
-from sightline.compute.tcp_store import connect_store, listen_store
 from sightline.families import Forward
-from sightline.trainer.ranks import START_S, RankInfo
 
 T = TypeVar("T")
 
@@ -50,26 +47,9 @@ def call_gathered(sharded: ShardedModel | None, function: Callable[[], T]) -> T:
     return result
 
 
-def join_process_group(ranks: RankInfo, device: torch.device) -> None:
-    """Meets the other ranks; every rank calls it once."""
-    if ranks.size == 1 and dist.is_initialized():
-        return
-    store: dist.Store
-    if ranks.size == 1:
-        store = dist.HashStore()
-    elif ranks.is_lead:
-        host, _, port = ranks.master_address.rpartition(":")
-        store = listen_store(host, int(port), START_S)
-    else:
-        store = connect_store(ranks.master_address, START_S)
-    backend = "gloo" if device.type == "cpu" else "cpu:gloo,cuda:nccl"
-    dist.init_process_group(backend, store=store, rank=ranks.rank, world_size=ranks.size)
-
-
 def shard_model(
     forward: Forward,
-    size: int,
-    device: torch.device,
+    mesh: DeviceMesh,
     frozen: bool = False,
     compute: torch.dtype | None = None,
 ) -> ShardedModel:
@@ -78,7 +58,6 @@ def shard_model(
     With `compute` the shards keep their precision, a block computes in that one, and gradients are
     added up in float32. A single rank, which saves no memory by shards, gathers for a whole step.
     """
-    mesh = init_device_mesh(device.type, (size,))
     reduce = None if compute is None else torch.float32
     inner = MixedPrecisionPolicy(param_dtype=compute, reduce_dtype=reduce)
     # What goes into the function is no activation.
@@ -88,7 +67,7 @@ def shard_model(
     sharded = ShardedModel(forward.model)
     # What has no backward pass would stay gathered for ever.
     fully_shard(sharded, mesh=mesh, mp_policy=outer, reshard_after_forward=True if frozen else None)
-    if size == 1:
+    if mesh.size() == 1:
         unit = cast(FSDPModule, sharded)
         unit.set_reshard_after_forward(False)
         unit.set_reshard_after_backward(False)
@@ -116,43 +95,7 @@ def full_tensor(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.to_local() if is_whole else tensor.full_tensor()
 
 
-def sum_over_ranks(values: dict[str, float], size: int) -> dict[str, float]:
-    """Each value summed over ranks; every rank gives the same keys."""
-    if size == 1:
-        return values
-    total = torch.tensor([values[key] for key in sorted(values)], dtype=torch.float64)
-    dist.all_reduce(total)
-    return dict(zip(sorted(values), total.tolist(), strict=True))
-
-
-def max_over_ranks(value: int, size: int) -> int:
-    """The largest that any rank has; through host memory, whatever they compute on."""
-    if size == 1:
-        return value
-    most = torch.tensor(value)
-    dist.all_reduce(most, dist.ReduceOp.MAX)
-    return int(most)
-
-
-def all_gather_list(found: list[str], size: int) -> list[str]:
-    """What any rank found, in the order of ranks; the same answer on every one."""
-    if size == 1:
-        return found
-    everyone: list[Any] = [None] * size
-    dist.all_gather_object(everyone, found)
-    return [one for rank in everyone for one in rank]
-
-
 def identify_machine() -> str:
     """A word that the processes of this machine have in common, and those of no other."""
     boot = Path("/proc/sys/kernel/random/boot_id")
     return boot.read_text().strip() if boot.exists() else socket.gethostname()
-
-
-def gather_to_lead(value: Any, ranks: RankInfo) -> list[Any]:
-    """The values of all ranks, in their order, on rank 0; elsewhere nothing."""
-    if ranks.size == 1:
-        return [value]
-    found: list[Any] | None = [None] * ranks.size if ranks.is_lead else None
-    dist.gather_object(value, found)
-    return found or []

@@ -22,7 +22,7 @@ from torch.optim import Optimizer
 from sightline.compute.tensor_file import sort_names, write_tensors
 from sightline.compute.weights import check_parameters
 from sightline.errors import ResumeRefused
-from sightline.trainer.ranks import RankInfo
+from sightline.trainer.parallel_dims import ParallelDims
 from sightline.wire.weights import WeightFile
 
 MODEL, OPTIMIZER, RNG, CUDA_RNG = "model", "optimizer", "rng", "cuda_rng"
@@ -63,22 +63,22 @@ class ShardSnapshot:
 
 
 def take_snapshot(
-    model: nn.Module, optimizer: Optimizer, ranks: RankInfo, copy: bool = True
+    model: nn.Module, optimizer: Optimizer, dims: ParallelDims, copy: bool = True
 ) -> ShardSnapshot:
     """What this rank holds, as a copy or as it is; what every rank has is held by rank 0 alone."""
     tensors: dict[str, Tensor] = {}
     places: dict[str, tuple[int, int]] = {}
     for key, tensor in _named_tensors(model, optimizer):
         local, first = get_local_rows(tensor)
-        if (local.numel() or not tensor.numel()) and (isinstance(tensor, DTensor) or ranks.is_lead):
+        if (local.numel() or not tensor.numel()) and (isinstance(tensor, DTensor) or dims.is_lead):
             tensors[key] = local.detach().to("cpu", copy=True) if copy else local.detach()
             places[key] = (first, _count_rows(tensor.shape))
     states = {RNG: torch.get_rng_state()}
     if torch.cuda.is_initialized():
         states[CUDA_RNG] = torch.cuda.get_rng_state()
     for kind, state in states.items():
-        tensors[f"{kind}/{ranks.rank}"] = state
-        places[f"{kind}/{ranks.rank}"] = (0, len(state))
+        tensors[f"{kind}/{dims.rank}"] = state
+        places[f"{kind}/{dims.rank}"] = (0, len(state))
     return ShardSnapshot(tensors, places)
 
 
@@ -140,15 +140,15 @@ class ShardReader:
 
 
 def restore(
-    shards: ShardReader, model: nn.Module, optimizer: Optimizer, ranks: RankInfo, source: Path
+    shards: ShardReader, model: nn.Module, optimizer: Optimizer, dims: ParallelDims, source: Path
 ) -> None:
     """Puts everything back, on as many ranks as there are now."""
     restore_model(shards, model)
     _restore_optimizer(shards, model, optimizer, source)
     states = shards.names(RNG)
-    torch.set_rng_state(shards.full(f"{RNG}/{ranks.rank % len(states)}"))
+    torch.set_rng_state(shards.full(f"{RNG}/{dims.rank % len(states)}"))
     if states := shards.names(CUDA_RNG):
-        torch.cuda.set_rng_state(shards.full(f"{CUDA_RNG}/{ranks.rank % len(states)}"))
+        torch.cuda.set_rng_state(shards.full(f"{CUDA_RNG}/{dims.rank % len(states)}"))
 
 
 def restore_model(shards: ShardReader, model: nn.Module) -> None:

@@ -28,7 +28,7 @@ from sightline.trainer.checkpoint import (
     open_shards,
     read_manifest,
 )
-from sightline.trainer.ranks import RankInfo
+from sightline.trainer.parallel_dims import ParallelDims
 from sightline.trainer.snapshot import (
     FILE_BYTES,
     ShardReader,
@@ -146,7 +146,7 @@ def test_training_goes_on_while_the_snapshot_is_written(tiny_model: Path, tmp_pa
 
     checkpoints = CheckpointStore(tmp_path / "checkpoints", 2)
     saver = CheckpointSaver(
-        checkpoints, RankInfo(), every=1, step=0, train_vision=True, collect_files=slow
+        checkpoints, ParallelDims(), every=1, step=0, train_vision=True, collect_files=slow
     )
     saver.save(1, model, optimizer, last=False)
     with torch.no_grad():
@@ -167,7 +167,7 @@ def test_a_failed_write_ends_the_run(tiny_model: Path, tmp_path: Path) -> None:
     learner = build_learner(model_config, making.trainer_config(), MediaStore(tmp_path / "m"), 5)
     (tmp_path / "checkpoints").write_bytes(b"a file where the folder should be")
     checkpoints = CheckpointStore(tmp_path / "checkpoints", 2)
-    saver = CheckpointSaver(checkpoints, RankInfo(), every=1, step=0, train_vision=True)
+    saver = CheckpointSaver(checkpoints, ParallelDims(), every=1, step=0, train_vision=True)
     saver.save(1, learner.forward.model, learner.optimizer, last=False)
     with pytest.raises(NotADirectoryError):
         saver.background_task.wait()
@@ -212,7 +212,7 @@ def test_a_snapshot_holds_model_optimizer_and_random_state(
     for parameter in learner.forward.model.parameters():
         parameter.grad = torch.ones_like(parameter)
     learner.update(1)
-    keys = set(take_snapshot(learner.forward.model, learner.optimizer, RankInfo()).tensors)
+    keys = set(take_snapshot(learner.forward.model, learner.optimizer, ParallelDims()).tensors)
     names = [name for name, _ in learner.forward.model.named_parameters()]
     assert {f"model/{name}" for name in names} <= keys
     for state in ("exp_avg", "exp_avg_sq", "step"):
@@ -230,14 +230,14 @@ def test_what_a_snapshot_holds_is_restored(
     for parameter in first.forward.model.parameters():
         parameter.grad = torch.rand_like(parameter)
     first.update(1)
-    held = take_snapshot(first.forward.model, first.optimizer, RankInfo())
+    held = take_snapshot(first.forward.model, first.optimizer, ParallelDims())
     files = held.write(tmp_path, "rank_000", file_bytes)
     assert (len(files) > 3) == (file_bytes == 100_000)
     drawn = torch.rand(3)
     shards = ShardReader(tmp_path / file.name for file in files)
-    restore(shards, second.forward.model, second.optimizer, RankInfo(), tmp_path)
+    restore(shards, second.forward.model, second.optimizer, ParallelDims(), tmp_path)
     assert torch.rand(3).equal(drawn)
-    again = take_snapshot(second.forward.model, second.optimizer, RankInfo())
+    again = take_snapshot(second.forward.model, second.optimizer, ParallelDims())
     assert again.tensors.keys() == held.tensors.keys()
     for name, tensor in held.tensors.items():
         assert name.startswith("rng/") or again.tensors[name].equal(tensor), name

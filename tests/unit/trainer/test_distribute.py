@@ -17,6 +17,7 @@ from sightline.pixels import Materializer
 from sightline.trainer.distribute import BatchDistributor, ShareReader
 from sightline.trainer.feed import BatchPreparer, ReadyBatch
 from sightline.trainer.micro_batch_pixels import MicroBatchPixels
+from sightline.trainer.parallel_dims import ParallelDims
 from sightline.trainer.ranks import FollowerChannel, LeadChannel, RankInfo
 from sightline.wire.sample import Batch
 
@@ -39,7 +40,8 @@ def test_each_rank_makes_the_images_of_its_share(tiny_model: Path, store: MediaS
     with two_ranks() as (lead, follow):
         follow.report_ready()
         lead.wait_until_loaded(timeout_s=30)
-        [mine] = BatchDistributor(lead, 2, CostModel(token=1.0)).iterate_shares([ready])
+        distributor = BatchDistributor(lead, ParallelDims(data=2), CostModel(token=1.0))
+        [mine] = distributor.iterate_shares([ready])
         [theirs] = ShareReader(follow, MicroBatchPixels(second), family.num_axes)
     needed = {entry.item.key for m in theirs.micro_batches for entry in m.batch.items}
     assert second.counts.made == 0, "none is made before its micro-batch comes"

@@ -27,6 +27,7 @@ from sightline.trainer.bad_media import BadMediaPolicy
 from sightline.trainer.build import build_learner, build_pixels
 from sightline.trainer.distribute import BatchDistributor, ShareReader
 from sightline.trainer.feed import BatchPreparer, ReadyBatch
+from sightline.trainer.parallel_dims import ParallelDims
 from sightline.trainer.price import estimate_price
 from sightline.trainer.ranks import SINGLE_RANK, FollowerChannel, LeadChannel, RankInfo
 from sightline.trainer.sft import build_sample
@@ -210,7 +211,7 @@ def _rank_batches(trial: StepBench, point: ScalePoint, ranks: RankInfo) -> Itera
         return
     lead = LeadChannel(ranks)
     lead.wait_until_loaded()
-    distributor = BatchDistributor(lead, ranks.size, trial.counted)
+    distributor = BatchDistributor(lead, ParallelDims.of(ranks), trial.counted)
     yield from distributor.iterate_shares(_single_rank_batches(trial, point))
 
 
