@@ -1,16 +1,22 @@
-"""torch's TCPStore, listening at one address: by itself it would listen on all of the machine's."""
+"""torch's TCPStore, listening at one address. By default it listens on all of the machine's."""
 
 from __future__ import annotations
 
 from datetime import timedelta
 
+import msgspec
 from torch import distributed as dist
 
 from sightline.transport.listen import bind_socket
+from sightline.wire.rank_messages import Rendezvous
+
+RENDEZVOUS_KEY = "sightline/run"
+RENDEZVOUS_TIMEOUT_S = 600.0
+"""How long rank 0 may take to check the run file and create the run directory."""
 
 
 def listen_store(host: str, port: int, timeout_s: float) -> dist.TCPStore:
-    """The store itself, in this process; port 0 takes a free one."""
+    """Serve a store from this process; port 0 picks a free port."""
     listening = bind_socket(host, port)
     return dist.TCPStore(
         host,
@@ -23,7 +29,7 @@ def listen_store(host: str, port: int, timeout_s: float) -> dist.TCPStore:
 
 
 def connect_store(address: str, timeout_s: float) -> dist.TCPStore:
-    """The store of another process, at host:port."""
+    """Connect to the store of another process, at host:port."""
     host, _, port = address.rpartition(":")
     return dist.TCPStore(
         host.strip("[]"),
@@ -32,3 +38,20 @@ def connect_store(address: str, timeout_s: float) -> dist.TCPStore:
         wait_for_workers=False,
         timeout=timedelta(seconds=timeout_s),
     )
+
+
+class RendezvousStore:
+    """Where ranks that torchrun started learn which run they belong to: torchrun's own store."""
+
+    def __init__(self, host: str, port: int, is_master: bool) -> None:
+        if is_master:
+            self._store = listen_store(host, port, RENDEZVOUS_TIMEOUT_S)
+        else:
+            self._store = connect_store(f"{host}:{port}", RENDEZVOUS_TIMEOUT_S)
+
+    def post(self, meeting: Rendezvous) -> None:
+        self._store.set(RENDEZVOUS_KEY, msgspec.json.encode(meeting).decode())
+
+    def read(self) -> Rendezvous:
+        """Wait for rank 0's message and return it."""
+        return msgspec.json.decode(self._store.get(RENDEZVOUS_KEY), type=Rendezvous)

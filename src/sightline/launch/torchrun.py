@@ -25,7 +25,7 @@ from sightline.transport.listen import is_loopback
 from sightline.wire.rank_messages import Rendezvous, rank_process_name
 
 if TYPE_CHECKING:
-    from sightline.trainer.ranks import RendezvousStore
+    from sightline.compute.tcp_store import RendezvousStore
 
 
 @dataclass(frozen=True)
@@ -70,7 +70,7 @@ def find_context() -> TorchrunContext | None:
 @cache
 def get_rendezvous_store(context: TorchrunContext) -> RendezvousStore:
     """The store of torchrun; kept as long as this process lives, for it may be the store itself."""
-    from sightline.trainer.ranks import RendezvousStore
+    from sightline.compute.tcp_store import RendezvousStore
 
     return RendezvousStore(context.host, context.port, not context.has_store and context.rank == 0)
 

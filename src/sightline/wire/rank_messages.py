@@ -1,4 +1,7 @@
-"""Messages between the ranks of a trainer. Items travel as references."""
+"""Messages between the ranks of a trainer. Images travel as references.
+
+The channel proves which rank sent a message, so messages do not name their sender.
+"""
 
 from __future__ import annotations
 
@@ -13,34 +16,32 @@ EXIT_OTHER_RANK_FAILED = 3
 
 
 def rank_process_name(rank: int, lead: str = "trainer") -> str:
-    """Name of the process that computes as this rank."""
+    """Return the name of this rank's process."""
     return f"{lead}-{rank}" if rank else lead
 
 
 class Rendezvous(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """Where the ranks of one trainer meet. What they know one another by is told nobody here."""
+    """Where the ranks of one trainer meet. It holds no secret."""
 
     run_dir: str
     address: str
     """host:port of torch.distributed."""
     channel: str
-    """The address at which rank 0 hears the others."""
+    """Address of rank 0's channel."""
 
 
 class RankStarted(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag="here"):
-    """A rank has started, and listens; it has yet to load its model."""
+    """A rank to rank 0: it has started and listens. It has yet to load its model."""
 
-    rank: int
     release: str = ""
-    """The sender's version of sightline; of another one it is refused."""
+    """The sender's version of sightline. Rank 0 refuses any version but its own."""
 
 
 class RankReady(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag="hello"):
-    """A rank has loaded its model."""
+    """A rank to rank 0: it has loaded its model."""
 
-    rank: int
     step: int
-    """Step of the checkpoint that it starts from."""
+    """Step of the checkpoint that the rank starts from."""
 
 
 class RankAssignment(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag="share"):
@@ -50,37 +51,35 @@ class RankAssignment(msgspec.Struct, frozen=True, forbid_unknown_fields=True, ta
     digest: str
     """Digest of the batch, as the orchestrator announced it."""
     micro_batches: list[MicroBatch | None]
-    """One a round, None for an empty one; every rank has as many."""
+    """One per round, None for an empty one. Every rank has the same number."""
     runs_tower: list[bool]
-    """Whether some rank shows an item in the round: then all go through the vision tower."""
+    """Whether any rank has an image in the round: then all ranks run the vision tower."""
     held_out: bool = False
-    """To be evaluated with the weights after `step`; nothing is learnt from it."""
+    """Whether to evaluate it with the weights after `step` instead of training on it."""
 
 
 class AssignmentReceived(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag="taken"):
     """A rank to rank 0: the share has arrived."""
 
-    rank: int
     step: int
 
 
 class ShardWritten(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag="wrote"):
     """A rank to rank 0: its files of the checkpoint of `step` are on the disk."""
 
-    rank: int
     step: int
     files: list[WeightFile]
 
 
 class RankFailed(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag="failed"):
-    """A rank to rank 0, and from there to all: this rank failed, and so all end."""
+    """A rank to rank 0, which sends it to all: this rank failed, so all end."""
 
     rank: int
     problem: str
 
 
 class NoMoreWork(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag="over"):
-    """Rank 0 to a rank: no share follows that of `step`."""
+    """Rank 0 to a rank: the share of `step` was the last."""
 
     step: int
 

@@ -7,9 +7,8 @@ import socket
 import pytest
 
 from sightline.compute.broadcast import Broadcaster
-from sightline.compute.tcp_store import connect_store, listen_store
+from sightline.compute.tcp_store import RendezvousStore, connect_store, listen_store
 from sightline.launch.processes import reserve_port
-from sightline.trainer.ranks import RendezvousStore
 from sightline.wire.rank_messages import Rendezvous
 
 ELSEWHERE = "127.0.0.2"

@@ -7,7 +7,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 
 import pytest
@@ -67,6 +67,13 @@ def ranks(
         one.close()
 
 
+def wait_until(is_so: Callable[[], bool]) -> None:
+    deadline = time.monotonic() + 30
+    while not is_so():
+        assert time.monotonic() < deadline
+        time.sleep(0.005)
+
+
 def shares(step: int, num: int) -> list[RankAssignment]:
     return [RankAssignment(step, f"d{rank}", [], []) for rank in range(1, num + 1)]
 
@@ -91,7 +98,7 @@ def test_every_rank_gets_its_own_share_in_order(monkeypatch: pytest.MonkeyPatch)
 def test_the_barrier_names_the_ranks_that_are_missing() -> None:
     with ranks(4) as (lead, others):
         others[1].report_ready()
-        assert not lead._wait(lambda: {2} - lead._ready.keys(), 30)
+        wait_until(lambda: 2 in lead._ready)
         with pytest.raises(ProcessFailed, match=r"ranks \[1, 3\] of 4 are missing"):
             lead.wait_until_loaded(timeout_s=0.5)
 
@@ -100,7 +107,7 @@ def test_ranks_that_never_start_are_named_before_any_collective() -> None:
     channel = f"tcp://127.0.0.1:{reserve_port('127.0.0.1', 0, 'test')}"
     lead = LeadChannel(RankInfo(0, 4, "", channel, "s"), Ends())
     started = FollowerChannel(RankInfo(2, 4, "", channel, "s"), Ends())
-    assert not lead._wait(lambda: {2} - lead._started, 30)
+    wait_until(lambda: 2 in lead._started)
     with pytest.raises(ProcessFailed, match=r"ranks \[1, 3\] of 4 are missing"):
         lead.wait_for_start(timeout_s=0.2)
     for one in (started, lead):
@@ -114,13 +121,12 @@ def test_a_process_is_the_rank_of_its_name_and_no_other() -> None:
             Spoke(lead.address, name, derive_spoke_key("s", name))
             for name in ("trainer-2", "trainer-7")
         )
-        two.send(wire.encode(RankReady(1, 0)))
+        two.send(wire.encode(RankReady(0)))
         seven.send(wire.encode(RankFailed(1, "gone")))
-        lead._wait(lambda: {2} - {len(lead._strangers)}, 30)
+        wait_until(lambda: len(lead._strangers) == 2)
         with pytest.raises(ProcessFailed, match=r"ranks \[1\] of 2 are missing") as caught:
             lead.wait_until_loaded(timeout_s=0.2)
-        assert "trainer-2 (says that it is rank 1)" in caught.value.problem
-        assert "trainer-7 (did not say which rank it is)" in caught.value.problem
+        assert "rejected: trainer-" in caught.value.problem
         assert lead.ends.seen.empty()
         for stranger in (two, seven):
             stranger.close()
@@ -145,7 +151,7 @@ def test_the_files_of_a_checkpoint_are_those_of_its_step() -> None:
         for step in (1, 2):
             others[0].collect_files(step, [file(step, 1)])
         others[1].collect_files(1, [file(1, 2)])
-        assert not lead._wait(lambda: {(2, 1)} - lead._written.keys(), 30)  # type: ignore[arg-type]
+        wait_until(lambda: (2, 1) in lead._written)
         assert lead.collect_files(1, [file(1, 0)]) == [file(1, 0), file(1, 1), file(1, 2)]
         others[1].collect_files(2, [file(2, 2)])
         assert lead.collect_files(2, [file(2, 0)]) == [file(2, 0), file(2, 1), file(2, 2)]
@@ -181,7 +187,7 @@ def test_a_share_of_another_step_ends_all(step: int) -> None:
 
         threading.Thread(target=send_shares, daemon=True).start()
         ended = lead.ends.take_all({0, 1, 2})  # type: ignore[attr-defined]
-        assert any(f"was sent RankAssignment {step}, not 2" in failed.problem for failed in ended)
+        assert any(f"received RankAssignment {step}, not 2" in failed.problem for failed in ended)
 
 
 @pytest.mark.parametrize("culprit", [0, 1, 2])
@@ -202,15 +208,17 @@ def test_ranks_that_do_not_take_their_share_or_do_not_write_are_named() -> None:
         others[0].report_ready()
         # Rank 2 says that it is ready, and never listens.
         deaf = Spoke(lead.address, name := rank_process_name(2), derive_spoke_key("s", name))
-        for message in (RankStarted(2, get_release()), RankReady(2, 0)):
+        for message in (RankStarted(get_release()), RankReady(0)):
             deaf.send(wire.encode(message))
         lead.wait_until_loaded(timeout_s=30)
         # A slow machine may name the other too.
-        with pytest.raises(ProcessFailed, match=r"2\] have not taken their share of step 1 within"):
+        with pytest.raises(
+            ProcessFailed, match=r"2\] of 3 have not received their share of step 1"
+        ):
             lead.send_shares(shares(1, 2))
         others[0].collect_files(4, [WeightFile("rank_1", 1, "1")])
-        assert not lead._wait(lambda: {(4, 1)} - lead._written.keys(), 30)  # type: ignore[arg-type]
-        with pytest.raises(ProcessFailed, match=r"ranks \[2\] have not written .* step 4 within"):
+        wait_until(lambda: (4, 1) in lead._written)
+        with pytest.raises(ProcessFailed, match=r"ranks \[2\] of 3 have not written .* step 4"):
             lead.collect_files(4, [WeightFile("rank_0", 1, "0")])
         deaf.close()
 
@@ -226,7 +234,7 @@ who, address = sys.argv[1:]
 lead = LeadChannel(RankInfo(0, 2, "", address, "s")) if who == "rank 0" else None
 if lead is not None:
     other = zmq_channel.Spoke(address, "trainer-1", zmq_channel.derive_spoke_key("s", "trainer-1"))
-    other.send(wire.encode(wire.RankStarted(1, get_release())))
+    other.send(wire.encode(wire.RankStarted(get_release())))
     lead.wait_for_start(30.0)
     other._on_end = lambda: None  # as the kill of a process does
     other.close()
@@ -264,7 +272,7 @@ LISTENER_FAILS = """
 import os, threading, time
 from sightline.trainer import ranks
 
-class Garbled(ranks._ProcessEnd):
+class Garbled(ranks.RankChannel):
     def take_next(self):
         raise RuntimeError("a garbled share")
 

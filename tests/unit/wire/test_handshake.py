@@ -66,7 +66,7 @@ def test_rank_0_refuses_a_rank_of_another_version(release: str, called: str) -> 
     address, ends = new_address(), queue.SimpleQueue[RankFailed]()
     lead = LeadChannel(RankInfo(0, 2, "", address, "s"), lambda own, failed: ends.put(failed))
     spoke = Spoke(address, "trainer-1", derive_spoke_key("s", "trainer-1"))
-    spoke.send(rank_messages.encode(RankStarted(1, release)))
+    spoke.send(rank_messages.encode(RankStarted(release)))
     assert f"rank 1 runs {called}, rank 0 {get_release()}" in ends.get(timeout=30).problem
     spoke.close()
     lead.close()
