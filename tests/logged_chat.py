@@ -15,7 +15,6 @@ from sightline.media import MediaStore
 from sightline.render import Renderer
 from sightline.rollout.chat import RolloutChat
 from sightline.rollout.client import GenerateClient
-from sightline.rollout.put_pool import PendingPuts
 from sightline.trace import Node, Trace
 from sightline.wire import Slot
 from sightline.wire.generate import (
@@ -129,7 +128,7 @@ def chat_to(
         trace=Trace(id="t", reward=1.0, temperature=temperature),
         renderer=renderer,
         store=store,
-        pending=PendingPuts(store, ThreadPoolExecutor(1)),
+        pool=ThreadPoolExecutor(1),
         client=client,
         modality=modality,
         temperature=temperature,

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import asyncio
 from pathlib import Path
-from typing import Any
 
 import msgspec
 import pytest
@@ -29,7 +27,6 @@ from sightline.message import (
     video,
 )
 from sightline.rollout.openai_api.request import resolve_images
-from sightline.rollout.put_pool import PendingPuts, unwrap_refs
 
 
 @pytest.fixture
@@ -101,22 +98,6 @@ def test_what_environments_pass_is_put_by_whoever_sends_it(
     assert message.content[1:-1] == (file, file, file, file)
     assert isinstance(listed, VideoPart) and len(set(listed.refs)) == 1
     assert message.videos == message.content[1:]
-
-
-def test_a_video_that_is_on_its_way_becomes_one_when_it_is_there(
-    store: MediaStore, clip: bytes, film: MediaRef
-) -> None:
-    from concurrent.futures import ThreadPoolExecutor
-
-    async def send() -> Any:
-        with ThreadPoolExecutor(1) as pool:
-            pending = PendingPuts(store, pool)
-            taken = put_images([user("a", clip), user(pending.put(clip))], pending.put)
-            await pending.settle()
-            return unwrap_refs(taken)
-
-    for message in to_messages(asyncio.run(send()), ImageIngestor(store)):
-        assert message.content[-1] == VideoPart(ref=film)
 
 
 @pytest.mark.parametrize(

@@ -24,6 +24,7 @@ from sightline.envs.extras import import_extra
 from sightline.envs.protocol import Chat, Environment, Outcome, Task
 from sightline.envs.threads import SerialThread
 from sightline.errors import ConfigError
+from sightline.media import MediaRef
 from sightline.message import Message, user
 
 RENDER_MODE = "rgb_array"
@@ -141,14 +142,14 @@ class _Episode:
         return self.terminated or self.truncated
 
     async def observe(self, chat: Chat, is_first: bool) -> Message:
-        def draw() -> Image.Image:
+        def draw() -> MediaRef:
             with self.owner.render_lock:
                 frame = self.env.render()
-            return self.owner.scale(frame)
+            return chat.put(self.owner.scale(frame))
 
-        picture = await self.thread.run(draw)
+        image = await self.thread.run(draw)
         hint = [self.owner.hint] if self.owner.hint and is_first else []
-        return user(*hint, chat.put(picture))
+        return user(*hint, image)
 
     async def draw_action(self, rng: random.Random) -> Any:
         def draw() -> Any:

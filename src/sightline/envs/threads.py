@@ -156,10 +156,7 @@ class BlockingChat:
         return self.asynchronous.api_key
 
     def put(self, image: Any) -> MediaRef:
-        # The work is done by the threads that put, so that no more than a few do it at a time.
-        # Looking into a ref waits for it.
-        ref = self.asynchronous.put(image)
-        return MediaRef(*(getattr(ref, name) for name in MediaRef.__struct_fields__))
+        return self.asynchronous.put(image)
 
     def get(self, ref: MediaRef) -> bytes:
         return self.asynchronous.get(ref)

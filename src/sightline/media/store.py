@@ -102,14 +102,20 @@ class MediaStore:
         Bytes are kept as they are, those of an image or of a video. A path is read, a PIL image is
         encoded as PNG.
         """
+        ref, data = self.identify(source)
+        self.put_bytes(data, ref.digest)
+        return ref
+
+    def identify(self, source: bytes | Path | Image) -> tuple[MediaRef, bytes]:
+        """Return the ref of an image or a video and its bytes, without storing them."""
         data = self._bytes_of(source)
         header = self._inspect(data)
-        return self._remember_ref(self.put_bytes(data), header, len(data))
+        return self._remember_ref(sha256(data).hexdigest(), header, len(data)), data
 
-    def put_bytes(self, data: bytes) -> str:
-        """The digest of bytes of any kind, which the store holds from now on."""
+    def put_bytes(self, data: bytes, digest: str = "") -> str:
+        """Store bytes of any kind and return their digest, which is computed unless given."""
         self.limits.check_bytes(len(data))
-        digest = sha256(data).hexdigest()
+        digest = digest or sha256(data).hexdigest()
         if self._write(digest, data):
             with self._survey_lock:
                 if self._survey:

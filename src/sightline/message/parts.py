@@ -197,9 +197,8 @@ def build_part(part: Any) -> Part:
 
 
 def _show(ref: Any) -> Part:
-    """The part of a ref, or of an image itself. What a ref names that is still on its way is not
-    known, and asking would wait for it."""
-    return VideoPart(ref=ref) if type(ref) is MediaRef and ref.is_video else ImagePart(ref)
+    """Return the part for a ref, or for an image that has none yet."""
+    return VideoPart(ref=ref) if isinstance(ref, MediaRef) and ref.is_video else ImagePart(ref)
 
 
 def replace_images(value: Any, replace: Callable[[Any], Any]) -> Any:

@@ -16,11 +16,10 @@ from sightline.errors import (
     PromptTooLong,
     RolloutTruncated,
 )
-from sightline.message import AssistantMessage, Message, put_images
+from sightline.message import AssistantMessage, Message
 from sightline.render import Renderer, Tools
 from sightline.rollout.client import GenerateClient
 from sightline.rollout.model_chat import ModelChat
-from sightline.rollout.put_pool import unwrap_refs
 from sightline.rollout.router import RoutedClient
 from sightline.run.stages import Stage
 from sightline.trace import Node, PolicySpan, Turn
@@ -74,15 +73,17 @@ class RolloutChat(ModelChat):
         return sum(node.num_sampled for node in self.trace.turns)
 
     async def messages(self, messages: Messages) -> list[Message]:
-        taken = put_images(messages, self.put)
-        await self.pending.settle()
-        return await self.run_in_pool(self.renderer.read_messages, unwrap_refs(taken))
+        await self.finish_writes()
+        return await self.run_in_pool(
+            lambda: self.renderer.read_messages(self.put_images(messages))
+        )
 
     async def send(self, new_messages: Messages, *, tools: Tools | None = None) -> AssistantMessage:
         with self._begin_turn() as stage:
-            taken = put_images(new_messages, self.put)
             turn = await self._prepare(
-                lambda: self.trace.extend(self.leaf, unwrap_refs(taken), self.renderer, tools),
+                lambda: self.trace.extend(
+                    self.leaf, self.put_images(new_messages), self.renderer, tools
+                ),
                 stage,
             )
             return (await self._call(turn, self.max_tokens, stage)).message
@@ -95,16 +96,15 @@ class RolloutChat(ModelChat):
     ) -> CompletedTurn:
         """The call that follows a whole history, at most `max_tokens` long."""
         with self._begin_turn() as stage:
-            taken = put_images(messages, self.put)
             turn = await self._prepare(
-                lambda: self.trace.prepare(unwrap_refs(taken), self.renderer, tools), stage
+                lambda: self.trace.prepare(self.put_images(messages), self.renderer, tools), stage
             )
             return await self._call(turn, min(max_tokens, self.max_tokens), stage)
 
     async def _prepare(self, make: Callable[[], Turn], stage: Stage) -> Turn:
         try:
             with stage.begin("render"):
-                await self.pending.settle()
+                await self.finish_writes()
                 async with self.trace_lock:
                     # In a thread: a long text takes the tokenizer a while, and others go on.
                     return await self.run_in_pool(make)

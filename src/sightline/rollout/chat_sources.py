@@ -25,7 +25,6 @@ from sightline.rollout.client import GenerateClient
 from sightline.rollout.interception_server import InterceptionServer
 from sightline.rollout.model_chat import AgentEndpoint, ModelChat
 from sightline.rollout.openai_chat import OpenAIChat, OpenAIClient
-from sightline.rollout.put_pool import PUT_THREADS, PendingPuts
 from sightline.rollout.router import ServerRouter
 from sightline.rollout.stock_vllm_client import StockVLLMClient
 from sightline.run.stages import Stage
@@ -46,7 +45,6 @@ class ChatSource(ABC):
     """Takes images of messages in; left out, one that knows data: and media: only."""
 
     def __post_init__(self) -> None:
-        self._put_pool = ThreadPoolExecutor(PUT_THREADS, thread_name_prefix="put")
         # Not the loop's own executor, which is user code's: what hangs there holds up nobody else.
         self._pool = ThreadPoolExecutor(thread_name_prefix="chat")
         self._resolver = self.resolver or ImageIngestor(self.store)
@@ -70,14 +68,12 @@ class ChatSource(ABC):
         return {}
 
     async def close(self) -> None:
-        for pool in (self._put_pool, self._pool):
-            pool.shutdown(wait=False, cancel_futures=True)
+        self._pool.shutdown(wait=False, cancel_futures=True)
 
     def _shared(self, request: RolloutRequest, trace: Trace, stage: Stage) -> dict[str, Any]:
         return {
             "trace": trace,
             "store": self.store,
-            "pending": PendingPuts(self.store, self._put_pool),
             "rng": random.Random(request.seed),
             "seed": request.seed,
             "temperature": request.temperature,

@@ -256,6 +256,7 @@ class InterceptionServer:
             self.counts.agent_requests += 1
             self.counts.agent_sent_bytes += body.num_bytes
             with _cancelled_when_gone(http):
+                await chat.finish_writes()  # the agent may name an image that was just put
                 request, messages = await chat.run_in_pool(self._read_request, session, body)
         except SightlineError as error:
             chat.record_refusal(error)

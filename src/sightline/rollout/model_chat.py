@@ -10,7 +10,7 @@ import threading
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator
-from concurrent.futures import Executor
+from concurrent.futures import Executor, Future
 from dataclasses import dataclass, field, replace
 from typing import Any, NoReturn, Self, TypeVar
 
@@ -21,7 +21,7 @@ from sightline.errors import (
     TurnLimitReached,
 )
 from sightline.media import MediaRef, MediaStore
-from sightline.rollout.put_pool import PendingPuts
+from sightline.message import put_images
 from sightline.run.stages import NO_STAGE, Stage
 from sightline.trace import Trace
 
@@ -48,13 +48,12 @@ class ModelChat(ABC):
 
     trace: Trace
     store: MediaStore
-    pending: PendingPuts
     rng: random.Random
     seed: int
     temperature: float
     max_tokens: int
-    pool: Executor | None = None
-    """Threads for what is done here, which user code has no part in; None is the loop's own."""
+    pool: Executor
+    """Threads for rendering and for the store; user code never runs in them."""
     max_turns: int = 0
     """Model calls that the rollout may make; 0 is any number."""
     swapped_images: tuple[MediaRef, ...] = ()
@@ -64,6 +63,8 @@ class ModelChat(ABC):
     """What broke a promise of the endpoint or of the server; whatever an agent or an environment
     makes of it, the rollout is dropped. Branches share it."""
     num_put: int = 0
+    writes: list[Future[str]] = field(default_factory=list)
+    """Images on their way into the store; branches share the list."""
     substitutes: dict[str, MediaRef] = field(default_factory=dict)
     """By the digest of an agent's own image, the one that is shown for it."""
     num_turns: int = 0
@@ -113,17 +114,43 @@ class ModelChat(ABC):
 
     def put(self, image: Any) -> MediaRef:
         if self.swapped_images:
-            self.num_put += 1
-            return self.swapped_images[(self.num_put - 1) % len(self.swapped_images)]
-        return self.pending.put(image)
+            return self._next_swapped_image()
+        ref, data = self.store.identify(image)
+        self.writes.append(self.pool.submit(self.store.put_bytes, data, ref.digest))
+        return ref
+
+    def put_images(self, messages: Any) -> Any:
+        """Return the messages with a ref for each image in them; call it in a thread."""
+
+        def put(image: Any) -> MediaRef:
+            return self._next_swapped_image() if self.swapped_images else self.store.put(image)
+
+        return put_images(messages, put)
+
+    def _next_swapped_image(self) -> MediaRef:
+        self.num_put += 1
+        return self.swapped_images[(self.num_put - 1) % len(self.swapped_images)]
+
+    async def finish_writes(self) -> None:
+        """Wait until the store holds every image that was put; raise if a write failed."""
+        while self.writes:
+            write = self.writes[0]
+            try:
+                # Shielded: if this send is cancelled, a branch may still need the image.
+                await asyncio.shield(asyncio.wrap_future(write))
+            finally:
+                if write.done() and write in self.writes:
+                    self.writes.remove(write)
 
     def get(self, ref: MediaRef) -> bytes:
+        for write in list(self.writes):
+            write.result()
         return self.store.get(ref)
 
     @property
     def memory_bytes(self) -> int:
         """What the rollout takes in memory."""
-        return self.trace.num_tokens * TRACE_BYTES_PER_TOKEN + self.pending.memory_bytes
+        return self.trace.num_tokens * TRACE_BYTES_PER_TOKEN
 
     @property
     def truncated(self) -> str:
@@ -155,7 +182,7 @@ class ModelChat(ABC):
             return ref
         with self._substitutes_lock:
             if ref.digest not in self.substitutes:
-                self.substitutes[ref.digest] = self.put(None)
+                self.substitutes[ref.digest] = self._next_swapped_image()
             return self.substitutes[ref.digest]
 
     def record_refusal(self, error: SightlineError) -> None:

@@ -15,10 +15,9 @@ from sightline.envs.openai_messages import read_completion, to_openai_message
 from sightline.envs.protocol import Messages
 from sightline.errors import EngineError, RolloutTruncated
 from sightline.media import MediaRef
-from sightline.message import AssistantMessage, ImageResolver, Message, put_images, to_messages
+from sightline.message import AssistantMessage, ImageResolver, Message, to_messages
 from sightline.render import Tools
 from sightline.rollout.model_chat import ModelChat
-from sightline.rollout.put_pool import unwrap_refs
 from sightline.transport.http_client import RetryingClient
 
 RETRY_STATUSES = (408, 425, 429, 502, 503, 504)
@@ -119,9 +118,8 @@ class OpenAIChat(ModelChat):
         return self.usage.num_sampled_tokens
 
     async def messages(self, messages: Messages) -> list[Message]:
-        taken = put_images(messages, self.put)
-        await self.pending.settle()
-        return await self.run_in_pool(to_messages, unwrap_refs(taken), self.resolver)
+        await self.finish_writes()
+        return await self.run_in_pool(lambda: to_messages(self.put_images(messages), self.resolver))
 
     async def send(self, new_messages: Messages, *, tools: Tools | None = None) -> AssistantMessage:
         return await self._complete([*self.history, *await self.messages(new_messages)], tools)

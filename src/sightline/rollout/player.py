@@ -125,8 +125,7 @@ class RolloutPlayer:
             result = env.truncated(task)
         if chat.failures:
             raise chat.failures[0]
-        # An image that was put and never sent may be a bad one all the same.
-        await chat.pending.settle()
+        await chat.finish_writes()  # also of images that were put and never sent
         return result
 
     async def _play(self, env: Environment, task: Task, chat: Any, name: str) -> Any:

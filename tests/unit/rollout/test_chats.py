@@ -1,4 +1,4 @@
-"""Chats of both kinds: images in the background, plain functions in threads, limits."""
+"""Chats of both kinds: images, plain functions in threads, limits."""
 
 from __future__ import annotations
 
@@ -62,10 +62,10 @@ def play(tiny_model: Path, store: MediaStore) -> Trial:
     return Trial(tiny_model, store)
 
 
-# --- images in the background
+# --- images
 
 
-def test_a_put_gives_a_ref_at_once_that_messages_take(play: Trial) -> None:
+def test_put_returns_a_ref_that_messages_accept(play: Trial) -> None:
     seen: list[MediaRef] = []
 
     async def rollout(task: Task, chat: Any) -> float:
@@ -83,31 +83,40 @@ def test_a_put_gives_a_ref_at_once_that_messages_take(play: Trial) -> None:
     assert (seen[0].width, seen[0].mime) == (64, "image/png") and play.store.has(seen[0].digest)
 
 
-class SlowStore(MediaStore):
-    """A store that works only while the event loop turns: a put that held it up would hang."""
+class LoopBoundStore(MediaStore):
+    """A store whose writes need the event loop: one that blocked the loop would time out."""
 
     loop: asyncio.AbstractEventLoop
-    num_put = 0
+    num_writes = 0
 
-    def put(self, source: Any) -> MediaRef:
-        turned = threading.Event()
-        self.loop.call_soon_threadsafe(turned.set)
-        assert turned.wait(30), "the event loop stands still while the store works"
-        self.num_put += 1
-        return super().put(source)
+    def put_bytes(self, data: bytes, digest: str = "") -> str:
+        loop_ran = threading.Event()
+        self.loop.call_soon_threadsafe(loop_ran.set)
+        assert loop_ran.wait(30), "the write blocked the event loop"
+        self.num_writes += 1
+        return super().put_bytes(data, digest)
 
 
-def test_the_event_loop_turns_while_the_store_works(tiny_model: Path, tmp_path: Path) -> None:
-    store = SlowStore(tmp_path / "media")
+def test_the_event_loop_runs_while_images_are_written(tiny_model: Path, tmp_path: Path) -> None:
+    store = LoopBoundStore(tmp_path / "media")
 
     async def rollout(task: Task, chat: Any) -> float:
         store.loop = asyncio.get_running_loop()
         for turn in range(3):
             await chat.send([user(chat.put(picture(turn)))])
+        await chat.send([user(picture(3))])  # the image itself is encoded in a thread, too
         return 1.0
 
     trace = Trial(tiny_model, store)(rollout)
-    assert not trace.error and store.num_put == 3
+    assert not trace.error and store.num_writes == 4
+
+
+def test_an_image_can_be_read_back_as_soon_as_it_is_put(play: Trial) -> None:
+    def rollout(task: Task, chat: BlockingChat) -> float:
+        ref = chat.put(picture())
+        return float(len(chat.get(ref)) == ref.nbytes)
+
+    assert play(rollout).reward == 1.0
 
 
 @pytest.mark.parametrize("sends", [True, False])
@@ -120,21 +129,6 @@ def test_a_bad_image_costs_the_rollout_whether_it_is_sent_or_not(play: Trial, se
 
     trace = play(rollout)
     assert trace.error_kind == MediaRefused.__name__ and trace.reward is None and not trace.nodes
-
-
-def test_what_is_held_is_counted_until_the_store_has_it(play: Trial) -> None:
-    held = []
-
-    async def rollout(task: Task, chat: Any) -> float:
-        chat.put(picture())
-        held.append(play.player.memory_bytes)
-        await chat.send([user("hello")])
-        held.append(play.player.memory_bytes)
-        return 1.0
-
-    assert not play(rollout).error
-    assert held[0] == 3 * 64 * 64 and 0 < held[1] < held[0]
-    assert play.player.memory_bytes == 0
 
 
 # --- plain functions

@@ -85,7 +85,7 @@ class EngineChats(ChatSource):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        self._put_pool = self._pool = InlineExecutor()  # type: ignore[assignment]
+        self._pool = InlineExecutor()  # type: ignore[assignment]
 
     def build(self, request: RolloutRequest, trace: Trace, stage: Stage) -> RolloutChat:
         return RolloutChat(
