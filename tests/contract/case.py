@@ -19,6 +19,13 @@ GOLDEN = Path(__file__).parents[1] / "golden" / "tokens.json"
 # Sizes on both sides of the pixel limits of the tiny checkpoints, in several shapes.
 IMAGE_SIZES = ((32, 32), (64, 32), (33, 95), (8, 8), (160, 96), (300, 20))
 
+EXTRA_MERGES = (
+    ("Ċ", "Ċ"), ("ĊĊ", "Ċ"), ("ĊĊ", "ĊĊ"), ("Ġ", "Ċ"), ("Ġ", "Ġ"), ("ĠĊ", "Ċ"), ("Ġ", "a"),
+    ("t", "h"), ("th", "e"), ("Ġ", "the"), (".", "Ċ"), (".Ċ", "Ċ"), ('"', ":"),
+)  # fmt: skip
+"""Merges across newlines, spaces and words, as published vocabularies have them. They show whether
+text is tokenized in the runs that the template emits."""
+
 
 @dataclass(frozen=True)
 class Case:

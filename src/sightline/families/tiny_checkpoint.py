@@ -1,8 +1,8 @@
-"""Small checkpoints with random weights: what the families that write them share.
+"""One generator for the small random checkpoints of all families.
 
-A family's folder has `tiny.toml`, the numbers of its architecture, and `tiny.json.jinja`, which
-makes its JSON files of them. Tokenizers are byte-level with a handful of merges: they need no
-training corpus and are the same everywhere.
+A family's folder contributes two files: `tiny.toml` (tokens, chat templates, and the numbers of the
+architecture by size) and `tiny.json.jinja` (config.json and the other JSON files, filled in with
+these numbers). Tokenizers are byte-level BPE with a handful of merges, so no corpus is needed.
 """
 
 from __future__ import annotations
@@ -14,29 +14,38 @@ import tempfile
 import time
 import tomllib
 import zlib
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from pathlib import Path
-from typing import Any, cast
+from typing import Any, NoReturn, cast
 
 import jinja2
 import torch
 from safetensors.torch import save_file
 from tokenizers import AddedToken, Tokenizer, decoders, normalizers, pre_tokenizers
 from tokenizers.models import BPE
-from transformers import GenerationConfig
+from transformers import (
+    AutoConfig,
+    AutoModelForCausalLM,
+    AutoModelForImageTextToText,
+    GenerationConfig,
+)
 
 from sightline.errors import FamilyError
 from sightline.families.checkpoint_files import write_json
 from sightline.families.transformers_noise import hide_pad_warning
+from sightline.render.tokenizer import split_words
 
 MAX_TOKENS = 32768
+LARGE_HIDDEN = 1024
+"""The hidden size from which weights are drawn in threads, straight to the file."""
 SAFETENSORS_DTYPES = {torch.float32: "F32", torch.bfloat16: "BF16"}
 DRAWN_AT_ONCE = 1 << 22
-"""Values of a large tensor that a thread draws at once."""
+"""The number of values of a large tensor that a thread draws at once."""
 PROGRESS_EVERY_S = 2.0
 
-# Each role becomes one token. A merge must stand behind the merges that make its halves.
+# Each role becomes one token. A merge must come after the merges that produce its halves.
 ROLE_MERGES = (
     ("u", "s"), ("e", "r"), ("us", "er"),
     ("a", "s"), ("s", "i"), ("s", "t"), ("a", "n"), ("as", "si"), ("st", "an"), ("stan", "t"),
@@ -45,9 +54,56 @@ ROLE_MERGES = (
 )  # fmt: skip
 
 
-def read_tiny_settings(family: Path, size: str, options: Mapping[str, Any]) -> dict[str, Any]:
-    """The numbers of an architecture of this size; `options` win."""
-    sizes = tomllib.loads((family / "tiny.toml").read_text())
+def write_tiny_checkpoint(
+    family: Path,
+    path: Path,
+    seed: int = 0,
+    size: str = "tiny",
+    *,
+    extra_merges: Sequence[tuple[str, str]] = (),
+    words: str = "",
+    prepare: Callable[[Any, Mapping[str, Any]], None] | None = None,
+    **options: Any,
+) -> None:
+    """Write the checkpoint that folder `family` describes into folder `path`.
+
+    `options` override the numbers of tiny.toml. `words` is the pattern of words where tiny.toml has
+    none, and `prepare(model, settings)` may rescale the drawn weights. Equal arguments give equal
+    bytes. Files appear complete, config.json last.
+    """
+    tables = tomllib.loads((family / "tiny.toml").read_text())
+    settings = _read_settings(tables["sizes"], size, options)
+    kind = settings["type"]
+    if kind not in tables["types"]:
+        raise FamilyError(f"no type {kind!r}", f"use one of {', '.join(tables['types'])}")
+    description = {"words": words, **tables["tokenizer"], **tables["types"][kind]}
+    tokenizer = _build_tokenizer(description, settings, extra_merges)
+    files = _build_files(family, {**description, **settings}, tokenizer)
+    config = AutoConfig.for_model(**files["config.json"])
+    sees = "vision_config" in files["config.json"]
+    auto = AutoModelForImageTextToText if sees else AutoModelForCausalLM
+    is_large = settings["hidden"] >= LARGE_HIDDEN
+    std = settings["initializer_std"]
+    with torch.random.fork_rng(devices=[]), torch.device("meta" if is_large else "cpu"):
+        torch.manual_seed(seed)
+        model = auto.from_config(config, dtype=getattr(torch, settings["dtype"]))
+        if description.get("fills_constants"):
+            _fill_constants(model, std)
+    if prepare is not None:
+        prepare(model, settings)
+    parameters = dict(model.named_parameters()) if is_large else _drop_tied_weights(model)
+    weights = dict(_lay_out_experts(parameters, description.get("experts")))
+    template = (family / description["template"]).read_text()
+    for flag, value in description.get("flags", {}).items():
+        template = f"{{%- set {flag} = {json.dumps(value)} -%}}\n{template}"
+    draw = partial(draw_weights, shapes=weights, seed=seed, std=std)
+    write_checkpoint(Path(path), files, tokenizer, template, model, draw if is_large else weights)
+
+
+def _read_settings(
+    sizes: Mapping[str, Mapping[str, Any]], size: str, options: Mapping[str, Any]
+) -> dict[str, Any]:
+    """Return the numbers of an architecture of this size, with `options` applied."""
     if size not in sizes:
         raise FamilyError(f"no size {size!r}", f"use one of {', '.join(sizes)}")
     for key in options.keys() - sizes["tiny"].keys():
@@ -55,15 +111,34 @@ def read_tiny_settings(family: Path, size: str, options: Mapping[str, Any]) -> d
     return {**sizes["tiny"], **sizes[size], **options}
 
 
-def build_tiny_files(
+def _build_tokenizer(
+    description: Mapping[str, Any],
+    settings: Mapping[str, Any],
+    extra_merges: Sequence[tuple[str, str]],
+) -> Tokenizer:
+    own = [(left, right) for left, right in description.get("merges", ())]
+    plain = list(description.get("plain", ()))
+    for option, tokens in description.get("optional", {}).items():
+        plain += tokens if settings[option] else []
+    return build_bpe_tokenizer(
+        (*ROLE_MERGES, *own, *extra_merges),
+        split_words(description["words"]),
+        description["special"],
+        plain,
+        normalizers.NFC() if description.get("normalizes") else None,
+    )
+
+
+def _build_files(
     family: Path, settings: Mapping[str, Any], tokenizer: Tokenizer
 ) -> dict[str, dict[str, Any]]:
-    """The JSON files of a checkpoint, by their names."""
+    """Return the JSON files of a checkpoint, by name."""
     environment = jinja2.Environment(undefined=jinja2.StrictUndefined)
     added = tokenizer.get_added_tokens_decoder()
     flags = {"lstrip": False, "normalized": False, "rstrip": False, "single_word": False}
     text = environment.from_string((family / "tiny.json.jinja").read_text()).render(
         settings,
+        refuse=_refuse,
         max_tokens=MAX_TOKENS,
         token_id=tokenizer.token_to_id,
         vocab_size=tokenizer.get_vocab_size(with_added_tokens=True),
@@ -76,6 +151,53 @@ def build_tiny_files(
     return cast(dict[str, dict[str, Any]], json.loads(text))
 
 
+def _refuse(problem: str, fix: str) -> NoReturn:
+    """Refuse options that do not fit together. Called by `tiny.json.jinja`."""
+    raise FamilyError(problem, fix)
+
+
+def _fill_constants(model: torch.nn.Module, std: float) -> None:
+    """Draw parameters that start as zeros, and matrices that start as one value.
+
+    They would hide mistakes: with equal position embeddings, for example, no colour is visible.
+    """
+    for parameter in model.parameters():
+        is_matrix_of_one_value = parameter.ndim > 1 and bool(
+            (parameter == parameter.flatten()[0]).all()
+        )
+        if is_matrix_of_one_value or not parameter.any():
+            torch.nn.init.normal_(parameter, std=std)
+
+
+def _drop_tied_weights(model: torch.nn.Module) -> dict[str, torch.Tensor]:
+    """Return the weights. A tensor that two modules share keeps its first name."""
+    by_address: dict[int, tuple[str, torch.Tensor]] = {}
+    for name, tensor in model.state_dict().items():
+        by_address.setdefault(tensor.data_ptr(), (name, tensor.contiguous()))
+    return dict(by_address.values())
+
+
+def _lay_out_experts(
+    weights: Mapping[str, torch.Tensor], layout: str | None
+) -> Iterator[tuple[str, torch.Tensor]]:
+    """Yield the weights as published files hold them.
+
+    `layout` is "split" for one matrix per expert, "transposed" for stacked matrices the other way
+    round than transformers, and None where files hold what transformers does.
+    """
+    for name, tensor in weights.items():
+        folder, _, part = name.rpartition(".")
+        if layout is None or not folder.endswith(".experts"):
+            yield name, tensor
+        elif layout == "transposed":
+            yield name, tensor.transpose(1, 2).contiguous()
+        else:
+            parts = ("gate_proj", "up_proj") if part == "gate_up_proj" else (part,)
+            for expert, matrices in enumerate(tensor):
+                for own, matrix in zip(parts, matrices.chunk(len(parts)), strict=True):
+                    yield f"{folder}.{expert}.{own}.weight", matrix.contiguous()
+
+
 def write_checkpoint(
     path: Path,
     files: Mapping[str, dict[str, Any]],
@@ -84,10 +206,10 @@ def write_checkpoint(
     model: Any,
     weights: Mapping[str, torch.Tensor] | Callable[[Path], None],
 ) -> None:
-    """Writes the checkpoint into folder `path`: files appear whole, config.json last. `weights`
-    that can be called write their file themselves.
+    """Write a checkpoint into folder `path`. A callable `weights` writes its file itself.
 
-    Not by `save_pretrained`: it draws a progress bar and makes a file that only its owner can read.
+    `save_pretrained` is not used for weights: it draws a progress bar and creates a file that only
+    its owner can read.
     """
     path.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(dir=path, prefix=".tiny-") as name:
@@ -111,12 +233,11 @@ def write_checkpoint(
 
 
 def draw_weights(path: Path, shapes: Mapping[str, torch.Tensor], seed: int, std: float) -> None:
-    """Draws a safetensors file for tensors on the meta device: norms are 1, biases 0, and all else
-    is normal with deviation `std`. What a tensor gets hangs on its name and `seed`.
+    """Draw a safetensors file for tensors on the meta device.
 
-    For large models. torch draws on one core, and twice what transformers initializes; here threads
-    draw parts and write each where it belongs, so that no tensor is held. Says on stderr how far it
-    has come.
+    Norms are 1, biases 0, and the rest is normal with deviation `std`. A tensor's values depend on
+    its name and `seed`. Threads draw parts and write each to its place in the file, so that large
+    models need no memory for their weights. Progress is printed to stderr.
     """
     started = said = time.monotonic()
     header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
@@ -164,7 +285,10 @@ def build_bpe_tokenizer(
     plain_tokens: Sequence[str] = (),
     normalizer: normalizers.Normalizer | None = None,
 ) -> Tokenizer:
-    """`plain_tokens` are added but not marked special: they survive `skip_special_tokens`."""
+    """Build a byte-level tokenizer.
+
+    `plain_tokens` are added but not marked special, so `skip_special_tokens` keeps them.
+    """
     alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
     words = alphabet + [left + right for left, right in merges]
     vocabulary = {word: i for i, word in enumerate(words)}

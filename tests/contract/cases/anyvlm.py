@@ -16,42 +16,10 @@ from tests.contract.case import Case, Checkpoint
 
 
 def write_kind(kind: str, path: Path) -> None:
-    """Writes the tiny checkpoint of one kind."""
+    """Write the tiny checkpoint of one kind."""
     from sightline.families.anyvlm import tiny
 
-    if kind == "qwen2_vl":
-        write_qwen2_vl(path)
-    else:
-        tiny.write(path, type=kind)
-
-
-def write_qwen2_vl(path: Path) -> None:
-    """A grid of patches whose limits count one frame: a type that a native folder could have."""
-    from sightline.families.anyvlm import tiny
-
-    def build_config(vocab_size: int, pad: int, end: int) -> dict[str, Any]:
-        rope = {"rope_type": "default", "rope_theta": 10_000.0, "mrope_section": [8, 4, 4]}
-        vision = {"depth": 2, "embed_dim": 64, "hidden_size": 64, "num_heads": 2, "mlp_ratio": 2}
-        return {
-            "text_config": {**tiny.build_text_config(vocab_size, end), "rope_parameters": rope},
-            "vision_config": {**vision, "patch_size": 14, "initializer_range": 0.05},
-            "image_token_id": pad,
-            "tie_word_embeddings": False,
-        }
-
-    pad, marks = "<|image_pad|>", ("<|vision_start|>", "<|vision_end|>")
-    limits = {"min_pixels": 28 * 28, "max_pixels": 1024 * 28 * 28}
-    files = {
-        "preprocessor_config.json": {"image_processor_type": "Qwen2VLImageProcessor", **limits},
-        "processor_config.json": {"processor_class": "Qwen2VLProcessor"},
-    }
-    template = (tiny.FOLDER / "templates" / "llava.jinja").read_text()
-    # As published, with a system message of its own where there is none.
-    head = "{%- if messages[0]['role'] != 'system' -%}{{- '<|im_start|>system\\nYou are a helpful "
-    head += "assistant.<|im_end|>\\n' -}}{%- endif -%}"
-    template = head + template.replace("<image>", f"{marks[0]}{pad}{marks[1]}")
-    tokens = ((*tiny.CHATML_TOKENS, *marks, pad), pad, {"image_token": pad})
-    tiny.compose(path, 0, "qwen2_vl", tokens, build_config, files, template)
+    tiny.write(path, type=kind)
 
 
 def count_slot_tokens(processor: Any, made: dict[str, Any], **settings: Any) -> int:

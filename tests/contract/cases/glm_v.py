@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Sequence
 from pathlib import Path
 from types import SimpleNamespace
@@ -10,7 +9,7 @@ from typing import Any
 
 from shards import IS_FULL
 
-from tests.contract.case import Case
+from tests.contract.case import EXTRA_MERGES, Case
 
 PUBLISHED = Path(__file__).parents[3].parent / "shared/references/glm4_6v_chat_template.jinja"
 
@@ -28,25 +27,10 @@ def _write_experts(path: Path) -> None:
 
 
 def _write_with_merges(path: Path) -> None:
-    """With merges across newlines, spaces and words, and turns that begin with reasoning."""
+    """With turns that begin with reasoning."""
     from sightline.families.glm_v import tiny
-    from sightline.families.tiny_checkpoint import (
-        ROLE_MERGES,
-        build_tiny_files,
-        read_tiny_settings,
-    )
 
-    tiny.write(path, thinking=True)
-    newlines = (("Ċ", "Ċ"), ("ĊĊ", "Ċ"), ("ĊĊ", "ĊĊ"), ("Ġ", "Ċ"), ("Ġ", "Ġ"), ("ĠĊ", "Ċ"))
-    words = (
-        ("Ġ", "a"), ("t", "h"), ("th", "e"), ("Ġ", "the"), (".", "Ċ"), (".Ċ", "Ċ"), ('"', ":"),
-    )  # fmt: skip
-    tokenizer = tiny.build_tokenizer((*ROLE_MERGES, *newlines, *words))
-    tokenizer.save(str(path / "tokenizer.json"))
-    settings = read_tiny_settings(tiny.FOLDER, "tiny", {"thinking": True})
-    files = build_tiny_files(tiny.FOLDER, settings, tokenizer)
-    for file in ("tokenizer_config.json", "config.json"):
-        (path / file).write_text(json.dumps(files[file]))
+    tiny.write(path, thinking=True, extra_merges=EXTRA_MERGES)
 
 
 def _load_items(path: Path) -> Any:

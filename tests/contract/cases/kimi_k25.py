@@ -11,7 +11,7 @@ from typing import Any
 
 from shards import IS_FULL
 
-from tests.contract.case import Case
+from tests.contract.case import EXTRA_MERGES, Case
 
 
 def _write_kimi(path: Path) -> None:
@@ -21,22 +21,11 @@ def _write_kimi(path: Path) -> None:
 
 
 def _write_kimi_with_merges(path: Path) -> None:
-    """With merges across newlines, spaces and words, and marks of reasoning that are tokens."""
+    """With marks of reasoning that are tokens."""
     from sightline.families.kimi_k25 import tiny
-    from sightline.families.tiny_checkpoint import build_tiny_files, read_tiny_settings
 
-    tiny.write(path)
-    newlines = (("Ċ", "Ċ"), ("ĊĊ", "Ċ"), ("ĊĊ", "ĊĊ"), ("Ġ", "Ċ"), ("Ġ", "Ġ"), ("ĠĊ", "Ċ"))
-    words = (("Ġ", "a"), ("th", "e"), ("Ġ", "the"), (".", "Ċ"), (".Ċ", "Ċ"), ('"', ":"), (">", "A"))
-    tokenizer = tiny.build_tokenizer((*tiny.MERGES, *newlines, *words), think_tokens=True)
-    tokenizer.save(str(path / "tokenizer.json"))
-    settings = read_tiny_settings(tiny.FOLDER, "tiny", {})
-    described = build_tiny_files(tiny.FOLDER, settings, tokenizer)["tokenizer_config.json"]
-    (path / "tokenizer_config.json").write_text(json.dumps(described))
-    config = json.loads((path / "config.json").read_text())
-    config["text_config"]["vocab_size"] = tokenizer.get_vocab_size(with_added_tokens=True) + 7
-    config["image_token_id"] = tokenizer.token_to_id("<|media_pad|>")
-    (path / "config.json").write_text(json.dumps(config))
+    merges = [merge for merge in EXTRA_MERGES if merge != ("t", "h")]  # which it has already
+    tiny.write(path, think_tokens=True, extra_merges=[*merges, (">", "A")])
 
 
 class KimiImages:

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from typing import Any
 
 from shards import IS_FULL
 
-from tests.contract.case import Case
+from tests.contract.case import EXTRA_MERGES, Case
 
 
 def _write_llama(path: Path) -> None:
@@ -18,20 +17,10 @@ def _write_llama(path: Path) -> None:
 
 
 def _write_llama3_with_merges(path: Path) -> None:
-    """With merges across newlines, spaces and words, and a chat that says no dates."""
+    """With a chat that states no dates."""
     from sightline.families.llama3 import tiny
-    from sightline.families.tiny_checkpoint import ROLE_MERGES, build_tiny_files, read_tiny_settings
 
-    tiny.write(path, type="llama3")
-    newlines = (("Ċ", "Ċ"), ("ĊĊ", "Ċ"), ("ĊĊ", "ĊĊ"), ("Ġ", "Ċ"), ("Ġ", "Ġ"), ("ĠĊ", "Ċ"))
-    words = (("Ġ", "a"), ("t", "h"), ("th", "e"), ("Ġ", "the"), (".", "Ċ"), (".Ċ", "Ċ"))
-    tokenizer = tiny.build_tokenizer((*ROLE_MERGES, *newlines, *words))
-    tokenizer.save(str(path / "tokenizer.json"))
-    files = build_tiny_files(tiny.FOLDER, read_tiny_settings(tiny.FOLDER, "tiny", {}), tokenizer)
-    (path / "tokenizer_config.json").write_text(json.dumps(files["tokenizer_config.json"]))
-    config = json.loads((path / "config.json").read_text())
-    config["vocab_size"] = tokenizer.get_vocab_size(with_added_tokens=True) + 7
-    (path / "config.json").write_text(json.dumps(config))
+    tiny.write(path, type="llama3", extra_merges=EXTRA_MERGES[:-1])
 
 
 def _no_images(path: Path) -> Any:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
@@ -10,47 +9,16 @@ from typing import Any
 
 from shards import IS_FULL
 
-from tests.contract.case import Case
+from tests.contract.case import EXTRA_MERGES, Case
 
 SHARED = Path(__file__).parents[3].parent / "shared"
 
 
-def _tiny(kind: str) -> Callable[[Path], None]:
+def _tiny(kind: str, merges: bool) -> Callable[[Path], None]:
     def write(path: Path) -> None:
         from sightline.families.qwen_vl import tiny
 
-        tiny.write(path, type=kind)
-
-    return write
-
-
-def _with_merges(kind: str) -> Callable[[Path], None]:
-    """With the merges that real vocabularies have across newlines, spaces and words.
-
-    They show whether text is tokenized in the runs that the template emits. The model itself does
-    not fit these ids; renderers do not load it.
-    """
-
-    def write(path: Path) -> None:
-        from sightline.families.qwen_vl import tiny
-        from sightline.families.tiny_checkpoint import ROLE_MERGES
-
-        tiny.write(path, type=kind)
-        newlines = (("Ċ", "Ċ"), ("ĊĊ", "Ċ"), ("ĊĊ", "ĊĊ"), ("Ġ", "Ċ"), ("Ġ", "Ġ"), ("ĠĊ", "Ċ"))
-        words = (
-            ("Ġ", "a"), ("t", "h"), ("th", "e"), ("Ġ", "the"), (".", "Ċ"), (".Ċ", "Ċ"), ('"', ":"),
-        )  # fmt: skip
-        tokenizer = tiny.build_tokenizer((*ROLE_MERGES, *newlines, *words))
-        tokenizer.save(str(path / "tokenizer.json"))
-        (path / "tokenizer_config.json").write_text(
-            json.dumps({"tokenizer_class": "Qwen2Tokenizer", "eos_token": "<|im_end|>"})
-        )
-        config = json.loads((path / "config.json").read_text())
-        text_config = config.get("text_config", config)
-        text_config["vocab_size"] = tokenizer.get_vocab_size(with_added_tokens=True) + 7
-        for pad in ("image", "video") if "vision_config" in config else ():
-            config[f"{pad}_token_id"] = tokenizer.token_to_id(f"<|{pad}_pad|>")
-        (path / "config.json").write_text(json.dumps(config))
+        tiny.write(path, type=kind, extra_merges=EXTRA_MERGES if merges else ())
 
     return write
 
@@ -81,7 +49,7 @@ def _qwen(name: str, kind: str, template: str, merges: bool = True, **traits: An
     published = SHARED / "references" / f"{template}_chat_template.jinja" if template else None
     return Case(
         name,
-        _with_merges(kind) if merges else _tiny(kind),
+        _tiny(kind, merges),
         _load_qwen_images,
         "<|image_pad|>",
         published,

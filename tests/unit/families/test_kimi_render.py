@@ -14,7 +14,6 @@ from PIL import Image
 from sightline import FamilyError, MediaStore, MessageError, load_family, load_renderer
 from sightline.families.kimi_k25 import tiny
 from sightline.families.kimi_k25.tool_declaration import declare_tools
-from sightline.families.tiny_checkpoint import build_tiny_files, read_tiny_settings
 from sightline.message import Message, ToolCall, assistant, text, user
 from sightline.render import Bridged, Refused, Renderer
 
@@ -42,23 +41,14 @@ def written(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture
-def load(written: Path, store: MediaStore, tmp_path: Path) -> Load:
-    """A renderer; weights take no part, so only the tokenizer's files differ."""
+def load(store: MediaStore, tmp_path: Path) -> Load:
+    """Write a checkpoint and return its renderer."""
 
-    def made(thinking: bool, think_tokens: bool = False) -> Renderer:
-        tokenizer = tiny.build_tokenizer(think_tokens=think_tokens)
-        config = json.loads((written / "config.json").read_text())
-        config["text_config"]["vocab_size"] = tokenizer.get_vocab_size(with_added_tokens=True)
-        settings = read_tiny_settings(tiny.FOLDER, "tiny", {"thinking": thinking})
-        described = build_tiny_files(tiny.FOLDER, settings, tokenizer)["tokenizer_config.json"]
-        preprocessor = (written / "preprocessor_config.json").read_text()
-        tokenizer.save(str(tmp_path / "tokenizer.json"))
-        (tmp_path / "config.json").write_text(json.dumps(config))
-        (tmp_path / "tokenizer_config.json").write_text(json.dumps(described))
-        (tmp_path / "preprocessor_config.json").write_text(preprocessor)
+    def write_and_load(thinking: bool, think_tokens: bool = False) -> Renderer:
+        tiny.write(tmp_path, thinking=thinking, think_tokens=think_tokens)
         return load_renderer(tmp_path, store)
 
-    return made
+    return write_and_load
 
 
 @pytest.mark.parametrize("think_tokens", [False, True])
