@@ -22,8 +22,9 @@ import vllm_servers
 from sightline.cli.main import build_parser
 from sightline.config import InferenceConfig, ModelConfig
 from sightline.families import Family, load_family, load_renderer
-from sightline.inference.serve import ServerComponents, build_server
+from sightline.inference.serve import ServerComponents
 from sightline.inference.server_spec import ServerSpec
+from sightline.inference.torch_engine.build import build_from_components
 from sightline.media import MediaStore
 from sightline.render import Bridged
 from sightline.transport.http_server import build_uvicorn_config
@@ -148,7 +149,8 @@ def embedded(
 ) -> Iterator[Client]:
     """A server of the embedded engine, always; `store` takes the place of the settings' own."""
     listening = bind_socket(settings.inference.host, 0)
-    server = build_server(ServerComponents.load(settings, store))
+    components = ServerComponents.load(settings, store)
+    server = components.build_server(build_from_components(components))
     inference = settings.inference
     tls = check_tls(inference.tls_cert, inference.tls_key, inference.host)
     config = build_uvicorn_config(wrap(server.app), lifespan="on", **tls)

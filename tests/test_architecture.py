@@ -34,6 +34,7 @@ import sightline
 from sightline import config, errors
 from sightline.cli.config import format_markdown
 from sightline.cli.main import build_parser, main
+from sightline.rollout.engines import BUILT_IN
 
 MAX_FILE_LINES = 450
 MAX_FUNCTION_LINES = 80
@@ -81,7 +82,7 @@ ADDRESSES = {
     ),  # fmt: skip
 }
 ENVIRONMENT_READERS = (
-    "launch/*", "cli/process.py", "envs/verifiers.py", "config/secret_refs.py",
+    "launch/*", "run/machine.py", "cli/process.py", "envs/verifiers.py", "config/secret_refs.py",
 )  # fmt: skip
 """Files that may touch os.environ: a child's thread budget must stand there before it imports, and
 verifiers takes the key of an endpoint from there alone; settings name where secrets are."""
@@ -165,6 +166,22 @@ def test_no_shared_file_names_a_family() -> None:
                 if word.search(line):
                     breaches.append(f"{name_of(path)}:{number}: {line.strip()}")
     assert breaches == []
+
+
+ENGINE_FOLDERS = ("inference/torch_engine/", "inference/vllm_plugin/", "inference/stock_vllm/")
+
+
+def test_shared_code_compares_no_name_of_an_engine() -> None:
+    breaches = [
+        f"{name_of(path)}:{node.lineno}: {ast.unparse(node)}"
+        for path in files()
+        if not name_of(path).startswith(ENGINE_FOLDERS)
+        for node in ast.walk(tree_of(path))
+        if isinstance(node, ast.Compare | ast.match_case)
+        for part in ast.walk(node)
+        if isinstance(part, ast.Constant) and part.value in BUILT_IN
+    ]
+    assert breaches == [], "ask the `InferenceEngine` instead"
 
 
 def loaded_after(code: str, libraries: tuple[str, ...]) -> list[str]:

@@ -87,8 +87,8 @@ class Server:
 def start(settings: ServerSpec) -> Server:
     """A server with `settings`, the one that is there or one that begins to load."""
     from sightline.inference.vllm_plugin import LOGITS_PROCESSOR, MIDDLEWARE
+    from sightline.inference.vllm_plugin.command import build_vllm_command, build_vllm_environ
     from sightline.launch.processes import reserve_port
-    from sightline.launch.vllm_server import build_vllm_command, build_vllm_environ
 
     name = settings.model_dump_json()
     if name not in _servers:

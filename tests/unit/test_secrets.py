@@ -121,7 +121,6 @@ def test_what_is_no_reference_is_refused_with_the_form_of_one(value: str, sectio
         ({"servers": [f"me:{KEY}@host:1"]}, "http://HOST:PORT"),
         ({"servers": [f"http://me:{KEY}@host:1"]}, "[inference] token"),
         ({"servers": ["http://a:1", "http://a:1"]}, "name each once"),
-        ({"engine": "stock_vllm"}, "add its address to servers"),
     ],
 )
 def test_the_fix_of_settings_that_do_not_go_together_is_their_own(section: Any, fix: str) -> None:
@@ -278,7 +277,11 @@ def test_the_servers_of_a_run_ask_for_its_secret(
     secret, address = make_secret(run_dir), "http://127.0.0.1:9"
     for name in ("server", "evaluator"):
         started: list[ServerSpec] = []
-        monkeypatch.setattr("sightline.inference.serve.serve", started.append)
+
+        def record(spec: ServerSpec, build_engine: object, to: list[ServerSpec] = started) -> None:
+            to.append(spec)
+
+        monkeypatch.setattr("sightline.inference.serve.serve", record)
         words = ["process", name, str(run_dir.path), "--server", address, "--evaluator", address]
         assert main(words) == 0
         rights = derive_rights(secret, name)

@@ -19,11 +19,11 @@ from sightline.config import SftFile, dump_toml
 from sightline.families import load_renderer
 from sightline.families.registry import write_tiny
 from sightline.inference.server_spec import ServerSpec
-from sightline.launch.vllm_server import build_vllm_environ
+from sightline.inference.stock_vllm.client import collapse_pads
+from sightline.inference.vllm_plugin.command import build_vllm_environ
 from sightline.media import MediaStore
 from sightline.message import user
 from sightline.render import Rendered
-from sightline.rollout.stock_vllm_client import collapse_pads
 from sightline.run import RunDir
 from sightline.trainer import loop
 from sightline.trainer.build import build

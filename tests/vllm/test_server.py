@@ -20,7 +20,7 @@ from serving import Client, Reference, live
 
 from sightline.errors import ConfigError
 from sightline.inference.server_spec import ServerSpec
-from sightline.launch.vllm_server import check_vllm_python
+from sightline.inference.vllm_plugin.command import check_python
 from sightline.message import user
 from sightline.wire.generate import GenerateRequest, SamplingParams
 
@@ -102,10 +102,10 @@ def test_what_vllm_cannot_say_is_refused(client: Client, reference: Reference) -
 
 def test_an_interpreter_without_vllm_is_refused_with_the_cure(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="vLLM is not installed") as caught:
-        check_vllm_python(sys.executable)
+        check_python(sys.executable)
     assert "docs/vllm.md" in caught.value.fix
     with pytest.raises(ConfigError, match="no interpreter"):
-        check_vllm_python(str(tmp_path / "python"))
+        check_python(str(tmp_path / "python"))
 
 
 def test_an_interpreter_without_sightline_is_refused(tmp_path: Path) -> None:
@@ -114,7 +114,7 @@ def test_an_interpreter_without_sightline_is_refused(tmp_path: Path) -> None:
     fake.write_text(f'#!/bin/sh\nunset PYTHONPATH\nexec {tmp_path}/v/bin/python "$@"\n')
     fake.chmod(0o755)
     with pytest.raises(ConfigError, match="sightline"):
-        check_vllm_python(str(fake))
+        check_python(str(fake))
 
 
 def test_requests_in_flight_are_refused_with_503_when_the_server_ends(

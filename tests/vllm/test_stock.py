@@ -21,13 +21,13 @@ from serving import Reference
 
 from sightline.errors import EngineError, MediaError
 from sightline.inference.server_spec import ServerSpec
+from sightline.inference.stock_vllm.client import StockVLLMClient, collapse_pads
+from sightline.inference.vllm_plugin.command import build_vllm_environ
 from sightline.launch.processes import reserve_port
-from sightline.launch.vllm_server import build_vllm_environ
 from sightline.media import MediaStore
 from sightline.message import user
 from sightline.pack import PackSize
 from sightline.pixels import Materializer
-from sightline.rollout.stock_vllm_client import StockVLLMClient, collapse_pads
 from sightline.run import RunDir
 from sightline.trainer.bad_media import BadMediaPolicy
 from sightline.trainer.feed import BatchPreparer

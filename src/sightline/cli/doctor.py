@@ -61,7 +61,7 @@ def _examine_run(path: Path) -> int:
 def _examine_installation() -> int:
     from sightline.launch.probes import find_version, read_available_memory
     from sightline.launch.processes import num_cores
-    from sightline.launch.vllm_server import has_gpu
+    from sightline.run.machine import has_gpu
 
     def show(name: str, figure: str) -> None:
         print(f"{name:<12}{figure}")

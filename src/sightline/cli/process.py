@@ -157,13 +157,14 @@ def _run_server(
     args: argparse.Namespace, file: RunFile, run_dir: RunDir, media_root: Path | str
 ) -> None:
     from sightline.inference.server_spec import ServerSpec
-    from sightline.launch.vllm_server import exec_vllm, get_vllm_python, runs_on_cpu
+    from sightline.rollout.engines import load_engine
+    from sightline.run.machine import runs_on_cpu
 
     server = args.evaluator if args.name == "evaluator" else args.server[0]
     host, _, port = server.partition("://")[2].rpartition(":")
     placed = {"host": host, "port": int(port), "threads": args.threads}
     rights = read_rights(run_dir, args.name)
-    # Of this process alone, and of the vLLM that it may turn into.
+    # Of this process alone, and of a server that it may turn into.
     os.environ["SIGHTLINE_TOKEN"] = rights.token
     os.environ["SIGHTLINE_CONTROL_TOKEN"] = rights.control_token
     placed |= {"token": "env:SIGHTLINE_TOKEN", "control_token": "env:SIGHTLINE_CONTROL_TOKEN"}
@@ -182,12 +183,7 @@ def _run_server(
         otel=_get_spans_target(file, run_dir),
         name=args.name,
     )
-    if file.inference.engine == "vllm":
-        exec_vllm(spec, get_vllm_python(file.inference.python))
-    else:
-        from sightline.inference.serve import serve
-
-        serve(spec)
+    load_engine(file.inference.engine).serve(spec)
 
 
 def _end_with_parent(parent: int) -> None:

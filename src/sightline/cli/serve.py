@@ -14,12 +14,10 @@ from typing import Any
 from pydantic import BaseModel
 from pydantic.fields import FieldInfo
 
-from sightline.cli.training import check_packages
 from sightline.config import InferenceConfig, ModelConfig
-from sightline.errors import ConfigError
 from sightline.inference.server_spec import ServerSpec
+from sightline.rollout.engines import load_engine
 
-ENGINES = ("torch", "vllm")
 OPTIONS: dict[type[BaseModel], tuple[str, ...]] = {
     InferenceConfig: (
         "python", "host", "port", "token", "control_token", "tls_cert", "tls_key", "device",
@@ -41,7 +39,9 @@ COMMAND_DEFAULTS = {"port": 8000, "threads": 1}
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("path", metavar="MODEL", help="folder of the checkpoint")
-    parser.add_argument("--engine", default="torch", help=f"one of: {', '.join(ENGINES)}")
+    parser.add_argument(
+        "--engine", default="torch", help="engine that samples, as in [inference] engine"
+    )
     parser.add_argument(
         "--media", action="append", metavar="ROOT", dest="media_roots",
         help="a root of the store, a folder or an address; may be given again for further ones "
@@ -64,10 +64,6 @@ def add_setting(parser: argparse.ArgumentParser, name: str, field: FieldInfo) ->
 
 
 def run(args: argparse.Namespace) -> int:
-    if args.engine not in ENGINES:
-        raise ConfigError(
-            f"no engine {args.engine!r}", f"choose one that is available: {', '.join(ENGINES)}"
-        )
     names = {*ServerSpec.model_fields, *ModelConfig.model_fields, *InferenceConfig.model_fields}
     given = {name: value for name, value in vars(args).items() if name in names}
     given = {name: value for name, value in given.items() if value is not None}
@@ -76,13 +72,5 @@ def run(args: argparse.Namespace) -> int:
         print(f"images are kept in {folder}; --media DIR keeps them elsewhere", flush=True)
         given["media_roots"] = [folder]
     spec = ServerSpec.of(**(COMMAND_DEFAULTS | given))
-    if args.engine == "vllm":
-        from sightline.launch.vllm_server import serve_vllm
-
-        serve_vllm(spec)
-    else:
-        check_packages()
-        from sightline.inference.serve import serve
-
-        serve(spec)
+    load_engine(args.engine).serve(spec)
     return 0

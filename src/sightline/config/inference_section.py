@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from typing import Any, Literal
 from urllib.parse import urlsplit
 
 from pydantic import Field, model_validator
@@ -10,18 +9,11 @@ from pydantic import Field, model_validator
 from sightline.config.secret_refs import InvalidSetting, resolve_secret
 from sightline.config.section import ConfigSection, Keywords, Mutable, SecretRef
 
-_OF_VLLM = ("tensor_parallel_size", "data_parallel_size", "vllm_args")
-"""Settings of a vLLM that the run starts itself."""
-
-
-def _default_of(section: ConfigSection, name: str) -> Any:
-    return type(section).model_fields[name].default
-
 
 class InferenceConfig(ConfigSection):
-    engine: Literal["torch", "vllm", "stock_vllm"] = "torch"
-    """Engine that samples: torch (embedded), vllm (with our plugin), or stock_vllm (a vLLM as it
-    comes, at `servers`)."""
+    engine: str = "torch"
+    """Engine that samples: torch (embedded), vllm (with our plugin), stock_vllm (without it, at
+    `servers`), or one that an installed package provides."""
     servers: Mutable[tuple[str, ...]] = ()
     """Addresses of servers that run already and see the run's files; without any the run starts
     its own."""
@@ -43,9 +35,9 @@ class InferenceConfig(ConfigSection):
     gpu_memory_utilization: Mutable[float] = Field(0.0, ge=0, le=1)
     """Share of a GPU's memory for a server that the run starts: weights, keys and values. 0 is 0.3
     for the servers of a run whose trainer has the same GPU, together, and else 0.9."""
-    vllm_args: Mutable[Keywords] = {}
-    """Further options of a vLLM that the run starts, by their names without dashes in front:
-    `enable_expert_parallel = true`."""
+    engine_args: Mutable[Keywords] = {}
+    """Further options of an engine that the run starts. For vLLM they are its command-line options
+    without the leading dashes, such as `enable_expert_parallel = true`."""
     host: Mutable[str] = "127.0.0.1"
     """Address that the server binds."""
     tls_cert: Mutable[str] = ""
@@ -90,21 +82,6 @@ class InferenceConfig(ConfigSection):
                 )
         if len(set(self.servers)) < len(self.servers):
             raise InvalidSetting("servers names one twice", "name each once")
-        if self.engine == "stock_vllm" and not self.servers:
-            raise InvalidSetting(
-                'engine = "stock_vllm" needs servers: the run starts none that is not its own',
-                "add its address to servers",
-            )
-        if self.inline_images and self.engine != "stock_vllm":
-            raise InvalidSetting(
-                'inline_images is for engine = "stock_vllm": others take references', "remove it"
-            )
-        given = [name for name in _OF_VLLM if getattr(self, name) != _default_of(self, name)]
-        if given and self.engine != "vllm":
-            raise InvalidSetting(
-                f'{given[0]} is for engine = "vllm", which is {self.engine!r}',
-                'remove it, or set engine = "vllm"',
-            )
         return self
 
     @property

@@ -18,6 +18,7 @@ RENAMED = {
     "inference.max_rows": "inference.max_num_seqs",
     "inference.prefill_chunk": "inference.prefill_chunk_tokens",
     "inference.sends_images": "inference.inline_images",
+    "inference.vllm_args": "inference.engine_args",
     "media.allow_unproven": "media.allow_unverified_pixels",
     "media.on_bad": "media.on_bad_image",
     "model.number_pictures": "model.number_images",

@@ -7,7 +7,7 @@ import gc
 import os
 import signal
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from types import FrameType
 
@@ -70,8 +70,8 @@ class ServerComponents:
         materializer.warm_up()
         return materializer
 
-    def build_server(self, name: str, engine: Engine) -> InferenceServer:
-        """The HTTP side of `engine`, which /health calls `name`."""
+    def build_server(self, engine: Engine) -> InferenceServer:
+        """The HTTP side of `engine`."""
         spec, family, renderer = self.spec, self.family, self.renderer
         path, max_model_len = spec.model_path, spec.inference.max_model_len
         validator = RequestValidator(
@@ -85,7 +85,7 @@ class ServerComponents:
         identity = {
             "release": get_release(),
             "model": path.name,
-            "engine": name,
+            "engine": spec.inference.engine,
             "family": family.name,
             "fingerprint": family.fingerprint,
             "settings": family.settings,
@@ -109,24 +109,18 @@ class ServerComponents:
         )  # fmt: skip
 
 
-def build_server(components: ServerComponents) -> InferenceServer:
-    """The server of the embedded engine, its model loaded; its `app` is an ASGI application."""
-    from sightline.inference.torch_engine.engine import build_engine
+def serve(spec: ServerSpec, build_engine: Callable[[ServerComponents], Engine]) -> None:
+    """Serve until SIGTERM or SIGINT; unfinished requests are then refused with 503.
 
-    family, banned = components.family, components.renderer.pad_token_ids
-    engine = build_engine(components.spec, family, components.build_materializer(), banned)
-    return components.build_server("torch", engine)
-
-
-def serve(spec: ServerSpec) -> None:
-    """Serves until SIGTERM or SIGINT; unfinished requests are then refused with 503."""
+    `build_engine` loads the model. The engine computes in this process.
+    """
     host = spec.inference.host
     check_address(host, spec.inference.token, "--token")
     tls = check_tls(spec.inference.tls_cert, spec.inference.tls_key, host)
     listening = bind_socket(host, spec.inference.port)
     port = listening.getsockname()[1]
     components = ServerComponents.load(spec)
-    server = build_server(components)
+    server = components.build_server(build_engine(components))
     config = build_uvicorn_config(
         server.app,
         backlog=BACKLOG,

@@ -10,7 +10,7 @@ import os
 from pathlib import Path
 from typing import Annotated, Any
 
-from pydantic import BeforeValidator, Field
+from pydantic import BeforeValidator, Field, model_validator
 
 from sightline.config import InferenceConfig, ModelConfig
 from sightline.config.load import validate_config
@@ -19,6 +19,7 @@ from sightline.config.section import ConfigSection, SecretRef
 from sightline.families import Family
 from sightline.media import MediaStore, open_store
 from sightline.media.stored_file import open_blobs
+from sightline.rollout.engines import load_engine
 
 MEBIBYTE = 2**20
 SECTIONS: dict[str, type[ConfigSection]] = {"model": ModelConfig, "inference": InferenceConfig}
@@ -81,6 +82,11 @@ class ServerSpec(ConfigSection):
         "collector, or the path of a file; nowhere if empty.",
     )
     name: str = Field("server", description="What the spans call this process.")
+
+    @model_validator(mode="after")
+    def _engine_reads_settings(self) -> ServerSpec:
+        load_engine(self.inference.engine).check_settings(self.inference)
+        return self
 
     @classmethod
     def of(cls, path: str | Path, **values: Any) -> ServerSpec:

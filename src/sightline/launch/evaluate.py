@@ -11,17 +11,19 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
 
-from sightline.config import RunFile, validate_config
+from sightline.config import InferenceConfig, RunFile, validate_config
 from sightline.config.secret_refs import resolve_secret
 from sightline.envs import Environment, load_environment
 from sightline.errors import ConfigError
 from sightline.launch.processes import temporary_server
 from sightline.media import MediaStore
 from sightline.rollout.chat_sources import ChatSource, OpenAIChats, build_policy_chats
+from sightline.rollout.engines import load_engine
 from sightline.rollout.evaluation import EvalSummary, build_eval_request, play_tasks
 from sightline.rollout.openai_chat import OpenAIClient
 from sightline.rollout.player import PlayedRollout, RolloutPlayer
 
+DEFAULT_ENGINE = InferenceConfig().engine
 _TAKEN = {
     "eval": ("tasks", "temperature"),
     "rollout": ("max_tokens", "max_turns", "timeout_s"),
@@ -62,8 +64,9 @@ def build_eval_config(values: dict[str, Any], checkpoint: str, settings: dict[st
     """The settings of an evaluation: `values` of a run file, with `settings` in their places."""
     values.setdefault("model", {})["path"] = checkpoint
     inference = values.setdefault("inference", {})
-    # What is served here is a server of ours, whatever the run asked.
-    inference["engine"] = "vllm" if inference.get("engine") == "vllm" else "torch"
+    if not load_engine(inference.get("engine", DEFAULT_ENGINE)).can_start:
+        inference["engine"] = DEFAULT_ENGINE
+        inference.pop("inline_images", None)
     inference.pop("token", None)
     for name, value in settings.items():
         values.setdefault(SECTION_OF[name], {})[name] = value

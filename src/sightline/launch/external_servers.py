@@ -6,6 +6,7 @@ import json
 import urllib.error
 import urllib.request
 from contextlib import suppress
+from functools import partial
 from typing import Any
 
 import msgspec
@@ -14,7 +15,7 @@ from sightline.config import RunFile
 from sightline.config.load import validate_config
 from sightline.errors import ConfigError
 from sightline.families import Family, load_family
-from sightline.media import is_address
+from sightline.rollout.engines import load_engine
 from sightline.run import RunDir
 from sightline.run.server_changes import (
     DRAIN,
@@ -26,11 +27,8 @@ from sightline.run.server_changes import (
     list_wanted,
 )
 from sightline.transport.http_client import bearer
-from sightline.wire.codec import check_release
 
 HTTP_TIMEOUT_S = 10.0
-STOCK_VERSION = "0.32."
-"""The version of vLLM whose routes `rollout.stock_vllm_client` knows."""
 
 
 def check_external_servers(config: RunFile, family: Family) -> None:
@@ -48,30 +46,9 @@ def check_external_servers(config: RunFile, family: Family) -> None:
             f'[trainer] publish = "{way}" with [inference] servers, which take files',
             'set publish = "files"',
         )
-    is_shared = config.inference.engine == "stock_vllm" and not config.inference.inline_images
-    if is_shared and is_address(config.media.root):
-        raise ConfigError(
-            f'[inference] engine = "stock_vllm" reads images as files, and [media] root is '
-            f"{config.media.root}",
-            "set [inference] inline_images = true",
-        )
-    token = config.inference.read_token()
+    token, engine = config.inference.read_token(), load_engine(config.inference.engine)
     for address in config.inference.servers:
-        if config.inference.engine == "stock_vllm":
-            _check_stock_vllm(address, token)
-        else:
-            _check_sightline_server(config, family, address, token)
-    if config.inference.engine == "stock_vllm" and config.lora.publish == "adapter":
-        raise ConfigError(
-            '[lora] publish = "adapter" with engine = "stock_vllm", which loads whole weights',
-            'set publish = "merged"',
-        )
-    if config.inference.engine == "stock_vllm" and not config.media.allow_unverified_pixels:
-        raise ConfigError(
-            '[inference] engine = "stock_vllm" gives no digests of the pixels that it saw, and '
-            "[media] allow_unverified_pixels is false: no sample with an image would be trained on",
-            'set allow_unverified_pixels = true, or serve with engine = "vllm", which proves them',
-        )
+        engine.check_server(config, family, address, partial(_get_json, address, token=token))
 
 
 def leave_out_silent_servers(config: RunFile, run_dir: RunDir) -> RunFile:
@@ -96,44 +73,6 @@ def _is_answered(address: str) -> bool:
     except OSError as error:
         return isinstance(error, urllib.error.HTTPError)
     return True
-
-
-def _check_sightline_server(config: RunFile, family: Family, address: str, token: str) -> None:
-    health = _get_json(address, "/health", token)
-    _get_json(address, "/v1/models", token)  # which asks for the token
-    if not isinstance(health, dict) or "fingerprint" not in health:
-        raise ConfigError(
-            f"[inference] servers: {address} is no server of sightline's",
-            'start it with `sightline serve`, or set engine = "stock_vllm"',
-        )
-    check_release(str(health.get("release", "")), f"[inference] servers: {address}")
-    for name, ours in (("fingerprint", family.fingerprint), ("engine", config.inference.engine)):
-        if health[name] != ours:
-            raise ConfigError(
-                f"[inference] servers: {address} has {name} {health[name]!r}, the run {ours!r}"
-                + (f"; its settings are {health['settings']}" if name == "fingerprint" else ""),
-                "serve the checkpoint of [model] path with the same settings, or change the run's",
-            )
-    if health["max_model_len"] < config.inference.max_model_len:
-        raise ConfigError(
-            f"[inference] servers: {address} takes {health['max_model_len']} tokens, the run has "
-            f"max_model_len = {config.inference.max_model_len}",
-            "start it with a larger --max-model-len, or lower max_model_len",
-        )
-
-
-def _check_stock_vllm(address: str, token: str) -> None:
-    version = str(_get_json(address, "/version", token).get("version", ""))
-    if not version.startswith(STOCK_VERSION):
-        raise ConfigError(
-            f"[inference] servers: {address} says that it is vLLM {version or 'of no version'}",
-            f"serve with vLLM {STOCK_VERSION}x, whose routes are known here",
-        )
-    if "weight_version" not in _get_json(address, "/weight_info", token):
-        raise ConfigError(
-            f"[inference] servers: the vLLM at {address} cannot take new weights",
-            "start it with VLLM_SERVER_DEV_MODE=1",
-        )
 
 
 def _get_json(address: str, path: str, token: str) -> dict[str, Any]:

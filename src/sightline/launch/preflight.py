@@ -25,10 +25,7 @@ from sightline.config import (
 from sightline.envs.environment_info import EnvironmentInfo, get_environment_info
 from sightline.errors import ConfigError, DiskFull
 from sightline.families import Family, load_family
-from sightline.families.checkpoint_files import read_shapes
 from sightline.families.hub import resolve_checkpoint
-from sightline.families.registry import load_serving
-from sightline.inference.server_spec import describe_prefix_reuse
 from sightline.launch.external_servers import check_external_servers, leave_out_silent_servers
 from sightline.launch.probes import (
     check_memory,
@@ -38,13 +35,14 @@ from sightline.launch.probes import (
     describe_checkpoint,
     describe_versions,
 )
-from sightline.launch.processes import build_environ, num_cores, reserve_port, split_threads
+from sightline.launch.processes import num_cores, reserve_port, split_threads
 from sightline.launch.run_plan import TRAINER, find_resources, list_names, list_placed
-from sightline.launch.vllm_server import check_vllm_python, has_gpu, runs_on_cpu
 from sightline.media import open_store
 from sightline.media.open import OBJECT_STORES
 from sightline.media.remote import START_DEADLINE_S
+from sightline.rollout.engines import load_engine
 from sightline.run import RunDir
+from sightline.run.machine import build_environ, has_gpu, runs_on_cpu
 from sightline.run.otel import check_otel
 from sightline.trainer.conversations import check_rows_for_images
 from sightline.view.sinks.protocol import check_sinks
@@ -153,15 +151,10 @@ def check_checkpoint(model: ModelConfig, shown_by: str, shows_media: bool) -> Fa
 
 
 def describe_family(model: ModelConfig, family: Family, engine: str = "") -> str:
-    """What a run does because of its model, and why. What vLLM keeps between turns depends on its
-    kernels: its server says it in its log."""
-    reuse = f"\n{describe_prefix_reuse(family)}" if engine == "torch" else ""
-    if engine == "stock_vllm":
-        reuse = (
-            "\nweights: nothing keeps another run from changing those of this vLLM; the label of "
-            "each answer shows it, and ends the run"
-        )
-    return "\n".join([*describe_checkpoint(model, family), family.packing.description + reuse])
+    """Return what a run does because of its model and engine, and why."""
+    lines = [*describe_checkpoint(model, family), family.packing.description]
+    lines.append(load_engine(engine).describe(family) if engine else "")
+    return "\n".join(filter(None, lines))
 
 
 def check_devices(config: RunFile | SftFile) -> None:
@@ -312,20 +305,26 @@ def check_compatible_settings(config: RunFile) -> None:
             "files for checkpoints/best",
             'set publish = "files", or every = 0',
         )
-    if way in ("broadcast", "ipc") and config.inference.engine == "vllm":
+    engine = load_engine(config.inference.engine)
+    if way not in ("auto", *engine.weight_transports):
         raise ConfigError(
-            f'[trainer] publish = "{way}" with [inference] engine = "vllm", whose worker reads '
-            "files",
-            'set publish = "files", or engine = "torch"',
+            f'[trainer] publish = "{way}" does not work with [inference] engine = "{engine.name}"',
+            f"set publish to one of: {', '.join(sorted(engine.weight_transports))}",
+        )
+    if config.model.exact and engine.inexact_reason:
+        raise ConfigError(
+            f'[model] exact = true does not work with [inference] engine = "{engine.name}": '
+            f"{engine.inexact_reason}",
+            "change one of the two settings",
         )
     if way == "ipc" and config.lora.publish == "adapter":
         raise ConfigError(
             '[trainer] publish = "ipc" with [lora] publish = "adapter": whole weights are shared',
             'set [lora] publish = "merged", or [trainer] publish = "files"',
         )
-    if config.inference.engine == "stock_vllm" and config.eval.every > 0:
+    if not engine.can_start and config.eval.every > 0:
         raise ConfigError(
-            '[eval] every starts a server of its own, and engine = "stock_vllm" cannot be started',
+            f"[eval] every starts a server of its own, and a run cannot start {engine.name!r}",
             "set every = 0; the evaluations at the start and the end stay",
         )
     if config.lora.publish == "adapter" and config.eval.every > 0:
@@ -343,32 +342,9 @@ def check_compatible_settings(config: RunFile) -> None:
 
 
 def check_engine(config: RunFile, family: Family) -> None:
-    """Refuses an engine that is not there, or cannot serve the family."""
+    """Raise if the engine, or a server that the run did not start, cannot serve the family."""
+    load_engine(config.inference.engine).check(config, family)
     check_external_servers(config, family)
-    if config.inference.engine == "vllm":
-        serving = load_serving(config.model.path, family)
-        if config.lora.publish == "adapter" and family.shows_media:
-            _check_parameter_names(Path(config.model.path), serving.vision_prefixes(family))
-        is_elsewhere = bool(config.inference.servers) or config.launch.is_elsewhere("server")
-        if not is_elsewhere or config.eval.every:
-            check_vllm_python(config.inference.python)
-    elif config.inference.python:
-        raise ConfigError(
-            f"[inference] python = {config.inference.python!r} with the embedded engine, which "
-            "runs in this interpreter",
-            'remove it, or set engine = "vllm"',
-        )
-
-
-def _check_parameter_names(model: Path, vision: tuple[str, ...]) -> None:
-    """Refuses adapters for a checkpoint whose parameter names vLLM could not merge them into."""
-    if any(name.startswith(vision) for name in read_shapes(model)):
-        return
-    raise ConfigError(
-        f'[lora] publish = "adapter": vLLM takes none for {model}, whose files name parameters '
-        f"otherwise than the trainer does ({vision[0]}...)",
-        'set publish = "merged"',
-    )
 
 
 def check_algorithm(config: RunFile) -> None:

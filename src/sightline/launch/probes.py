@@ -35,17 +35,17 @@ from sightline.errors import (
 )
 from sightline.families import Family, load_renderer
 from sightline.families.checkpoint_files import read_json, read_shapes
-from sightline.launch.processes import build_environ
-from sightline.launch.vllm_server import get_vllm_python, runs_on_cpu
 from sightline.media import MediaStore, is_address, open_store
 from sightline.media.remote import START_DEADLINE_S
 from sightline.message import user
 from sightline.pixels.probe import ProbeAnswer, ProbedImage, ProbeRequest, probe
 from sightline.rollout.chat_sources import build_policy_chats
 from sightline.rollout.client import GenerateClient
+from sightline.rollout.engines import load_engine
 from sightline.rollout.evaluation import build_eval_request
 from sightline.rollout.player import RolloutPlayer
 from sightline.run import RunDir
+from sightline.run.machine import build_environ, runs_on_cpu
 from sightline.run.stages import NO_STAGE, Stage
 from sightline.transport.http_client import bearer
 from sightline.wire.generate import GenerateRequest, GenerateResponse
@@ -99,7 +99,7 @@ def describe_checkpoint(model: ModelConfig, family: Family) -> list[str]:
 def check_server_files(config: RunFile, family: Family, run_dir: RunDir) -> None:
     """Refuses a server of `[inference] servers` that another run holds, that takes no weights from
     where this one publishes, or that does not find an image of its store."""
-    if not config.inference.servers or config.inference.engine == "stock_vllm":
+    if not config.inference.servers or not load_engine(config.inference.engine).takes_leases:
         return
     token, control_token = config.inference.read_token(), config.inference.read_control_token()
     own = run_dir.read_id() if run_dir.id_file.is_file() else ""
@@ -165,8 +165,9 @@ def check_probe_images(config: RunFile, family: Family) -> str:
     if not family.shows_media:
         return "none: the environment shows no images"
     others = {"[rollout] python": config.rollout.python}
-    if config.inference.engine == "vllm" and not config.inference.servers:
-        others["[inference] python"] = get_vllm_python(config.inference.python)
+    if not config.inference.servers:
+        engine = load_engine(config.inference.engine)
+        others["[inference] python"] = engine.find_python(config.inference)
     with tempfile.TemporaryDirectory(prefix="sightline-check-") as folder:
         store = MediaStore(Path(folder))
         refs = [store.put(data) for size in SIZES for data in _draw_probe(*size)]

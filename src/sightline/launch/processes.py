@@ -29,6 +29,7 @@ from sightline.launch.claim import read_secret
 from sightline.launch.process_spec import ProcessSpec
 from sightline.launch.process_watch import MARK_VARIABLE, build_mark, kill_marked
 from sightline.run import RunDir
+from sightline.run.machine import build_environ
 from sightline.run.rights import derive_rights
 from sightline.run.run_dir import show_path
 from sightline.transport.listen import choose_listen_fix
@@ -79,24 +80,6 @@ def split_threads(config: RunFile, cores: int) -> ThreadBudget:
 
 def num_cores() -> int:
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-
-
-def build_environ(threads: int) -> dict[str, str]:
-    """The variables of a process with so many compute threads; native libraries read their budget
-    once, when they are loaded."""
-    libraries = ("OMP", "MKL", "OPENBLAS", "NUMEXPR", "RAYON")
-    # The ranks of a run meet by themselves: what torchrun says is for the process that it started.
-    inherited = {k: v for k, v in os.environ.items() if not k.startswith("TORCHELASTIC_")}
-    return {
-        **inherited,
-        **{f"{library}_NUM_THREADS": str(threads) for library in libraries},
-        "TOKENIZERS_PARALLELISM": "false",
-        # Spinning threads of one process would take the cores of the others.
-        "OMP_WAIT_POLICY": "PASSIVE",
-        "MALLOC_ARENA_MAX": "2",
-        "HF_HUB_OFFLINE": "1",
-        "PYTHONUNBUFFERED": "1",
-    }
 
 
 def reserve_port(host: str, port: int, setting: str) -> int:

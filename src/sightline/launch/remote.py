@@ -23,10 +23,11 @@ from sightline.errors import ConfigError, SightlineError, clean_text
 from sightline.launch.claim import SECRET_VARIABLE, read_rights
 from sightline.launch.process_spec import ProcessSpec
 from sightline.launch.process_watch import MARK_VARIABLE, build_mark, kill_marked
-from sightline.launch.processes import STOP_TIMEOUT_S, Processes, build_environ, reserve_port
+from sightline.launch.processes import STOP_TIMEOUT_S, Processes, reserve_port
 from sightline.launch.torchrun import build_rank_spec, open_rendezvous
 from sightline.media.stored_file import open_blobs
 from sightline.run import RunDir
+from sightline.run.machine import build_environ
 from sightline.run.mirror import COPIED, join, write_file
 from sightline.run.rights import derive_rights
 from sightline.transport.listen import find_own_address

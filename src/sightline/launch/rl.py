@@ -34,6 +34,7 @@ from sightline.launch.run_plan import (
 from sightline.launch.training_run import TrainingJob
 from sightline.launch.worker_supervisor import WorkerSupervisor, get_memory_limit, resolve_workers
 from sightline.orchestrator.server_pool import give_back_leases
+from sightline.rollout.engines import load_engine
 from sightline.run import EventLog, RunDir
 from sightline.run.run_dir import show_path
 from sightline.run.server_changes import list_wanted
@@ -133,7 +134,7 @@ class RlJob(TrainingJob[RunFile]):
     def release(self, file: RunFile, run_dir: RunDir) -> None:
         run_dir.server_report.unlink(missing_ok=True)
         servers = list(list_wanted(run_dir, file.inference.servers))
-        if servers and file.inference.engine != "stock_vllm":
+        if servers and load_engine(file.inference.engine).takes_leases:
             token = file.inference.read_control_token()
             leases = give_back_leases(servers, token, run_dir.read_id())
             # In a thread, for the event loop of a notebook is taken.

@@ -25,7 +25,7 @@ from sightline.orchestrator.run_state import RunState
 from sightline.orchestrator.server_pool import ServerPool
 from sightline.orchestrator.step_metrics import StepMetrics
 from sightline.rollout.client import GenerateClient
-from sightline.rollout.stock_vllm_client import StockVLLMClient
+from sightline.rollout.engines import load_engine
 from sightline.run import EventLog, RunDir
 from sightline.run.rights import derive_control_token
 from sightline.run.server_changes import REMOVE, list_wanted
@@ -55,12 +55,9 @@ class ServerClients:
     """The secret of the run, of which the tokens of servers that it starts are made."""
 
     def build(self, url: str, is_own: bool) -> GenerateClient:
-        if is_own:
-            return GenerateClient(url, token=derive_control_token(self.secret))
-        token = self.config.inference.read_control_token()
-        if self.config.inference.engine == "stock_vllm":
-            return StockVLLMClient(url, token=token, store=self.store, banned_token_ids=())
-        return GenerateClient(url, token=token)
+        inference = self.config.inference
+        token = derive_control_token(self.secret) if is_own else inference.read_control_token()
+        return load_engine(inference.engine).build_client(url, inference, self.store, token=token)
 
 
 def build_servers(

@@ -22,11 +22,11 @@ from sightline.message import ImageResolver
 from sightline.render import Renderer
 from sightline.rollout.chat import RolloutChat
 from sightline.rollout.client import GenerateClient
+from sightline.rollout.engines import load_engine
 from sightline.rollout.interception_server import InterceptionServer
 from sightline.rollout.model_chat import AgentEndpoint, ModelChat
 from sightline.rollout.openai_chat import OpenAIChat, OpenAIClient
 from sightline.rollout.router import ServerRouter
-from sightline.rollout.stock_vllm_client import StockVLLMClient
 from sightline.run.stages import Stage
 from sightline.trace import Trace
 from sightline.wire.control import RolloutRequest
@@ -171,17 +171,16 @@ def build_policy_chats(
     renderer = load_renderer(
         model.path, store, family, resolver, model.number_images, inference.max_model_len
     )
-    known: dict[str, Any] = {
-        "token": inference.read_token(own_token),
-        "vocab_size": renderer.vocab_size,
-        "banned_token_ids": renderer.pad_token_ids,
-        "max_model_len": inference.max_model_len,
-    }
-    if inference.engine == "stock_vllm":
-        known |= {"store": store, "shares_store": not inference.inline_images}
-        client: GenerateClient = StockVLLMClient(servers[0], **known)
-    else:
-        client = GenerateClient(servers[0], settings=family.settings, **known)
+    client = load_engine(inference.engine).build_client(
+        servers[0],
+        inference,
+        store,
+        settings=family.settings,
+        token=inference.read_token(own_token),
+        vocab_size=renderer.vocab_size,
+        banned_token_ids=renderer.pad_token_ids,
+        max_model_len=inference.max_model_len,
+    )
     return PolicyChats(
         store=store,
         max_tokens=config.rollout.max_tokens,

@@ -31,6 +31,7 @@ from sightline.media import MediaStore, open_store
 from sightline.media.stored_file import open_blobs
 from sightline.pack import PackSize
 from sightline.pixels import Materializer, SharedPatches
+from sightline.rollout.engines import load_engine
 from sightline.run import EventLog, RunDir
 from sightline.trainer.background_task import BackgroundTask
 from sightline.trainer.bad_media import BadMediaPolicy
@@ -377,7 +378,9 @@ def _add_publishing(
         return
     run_dir, media = writer.run_dir, config.media
     on_cpu = "cpu" in (config.trainer.device, config.inference.device)
-    publish = config.resolve_publish(has_gpu=torch.cuda.is_available() and not on_cpu)
+    has_gpu = torch.cuda.is_available() and not on_cpu
+    transports = load_engine(config.inference.engine).weight_transports
+    publish = config.resolve_publish(has_gpu, transports)
     store = None
     if publish == "store":
         blobs = open_blobs(media.root or run_dir.media, media.read_token(for_control=True))

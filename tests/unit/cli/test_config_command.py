@@ -68,7 +68,7 @@ def test_schema_spells_types_bounds_and_defaults(capsys: pytest.CaptureFixture[s
     page = capsys.readouterr().out
     assert "| `path` | str | required |" in page
     assert "| `steps` | int ≥ 1 | `100` | yes |" in page
-    assert '| `engine` | "torch" or "vllm" or "stock_vllm" | `"torch"` |' in page
+    assert '| `engine` | str | `"torch"` |' in page
     assert "| `min_pixels` | int or none | none |" in page
 
 

@@ -204,7 +204,7 @@ def test_the_engine_samples_at_the_logprobs_of_plain_transformers(
     from transformers import AutoModelForCausalLM, AutoModelForImageTextToText
 
     from sightline.inference.server_spec import ServerSpec
-    from sightline.inference.torch_engine.engine import build_engine
+    from sightline.inference.torch_engine.build import build_engine
     from sightline.inference.torch_engine.request import TorchRequest
     from sightline.wire.generate import SamplingParams
 

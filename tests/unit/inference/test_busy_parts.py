@@ -12,7 +12,7 @@ from agents import picture
 from sightline.compute.weights import write_weights
 from sightline.families import load_family, load_renderer
 from sightline.inference.server_spec import ServerSpec
-from sightline.inference.torch_engine.engine import build_engine
+from sightline.inference.torch_engine.build import build_engine
 from sightline.inference.torch_engine.request import TorchRequest
 from sightline.media import MediaStore
 from sightline.message import user

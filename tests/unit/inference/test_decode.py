@@ -16,8 +16,9 @@ from shards import take_first
 
 from sightline.families import load_family, load_renderer
 from sightline.inference.server_spec import ServerSpec
+from sightline.inference.torch_engine.build import build_engine
 from sightline.inference.torch_engine.decode import CudaGraphDecoder, round_up_shape
-from sightline.inference.torch_engine.engine import TorchEngine, build_engine
+from sightline.inference.torch_engine.engine import TorchEngine
 from sightline.inference.torch_engine.paged_kv_cache import PagedKVCache
 from sightline.inference.torch_engine.request import TorchRequest
 from sightline.inference.torch_engine.row_table import RowTable

@@ -12,7 +12,8 @@ import torch
 from sightline.families import load_family, load_renderer
 from sightline.families.registry import write_tiny
 from sightline.inference.server_spec import ServerSpec
-from sightline.inference.torch_engine.engine import TorchEngine, build_engine
+from sightline.inference.torch_engine.build import build_engine
+from sightline.inference.torch_engine.engine import TorchEngine
 from sightline.inference.torch_engine.paged_kv_cache import BLOCK_SIZE, PagedKVCache
 from sightline.inference.torch_engine.prefix_cache import PromptRows
 from sightline.inference.torch_engine.request import TorchRequest

@@ -13,7 +13,8 @@ from agents import picture
 from serving import Reference
 
 from sightline.inference.server_spec import ServerSpec
-from sightline.inference.torch_engine.engine import TorchEngine, _WeightSwap, build_engine
+from sightline.inference.torch_engine.build import build_engine
+from sightline.inference.torch_engine.engine import TorchEngine, _WeightSwap
 from sightline.inference.torch_engine.request import TorchRequest
 from sightline.media import MediaRef, MediaStore
 from sightline.message import user

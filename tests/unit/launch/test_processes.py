@@ -16,10 +16,10 @@ from sightline.launch.processes import (
     Processes,
     ProcessSpec,
     TrainerWatchdog,
-    build_environ,
     reserve_port,
 )
 from sightline.run import RunDir
+from sightline.run.machine import build_environ
 from sightline.transport.zmq_channel import Hub
 
 CAPS = ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS", "RAYON_NUM_THREADS")

@@ -19,11 +19,11 @@ from sightline.bench.harness.scripted_policy import ScriptedPolicy
 from sightline.config import RunFile
 from sightline.errors import EngineError
 from sightline.inference.errors import STATUS_BY_TYPE, build_engine_error, encode_error
+from sightline.inference.stock_vllm.client import StockVLLMClient
 from sightline.media import MediaStore
 from sightline.message import user
 from sightline.rollout.chat_sources import build_policy_chats
 from sightline.rollout.client import GenerateClient
-from sightline.rollout.stock_vllm_client import StockVLLMClient
 from sightline.trace import Trace
 from sightline.wire.generate import (
     Choice,

@@ -25,7 +25,8 @@ from sightline.families import Family, load_family, load_renderer
 from sightline.inference.engine import EngineRequest
 from sightline.inference.server import build_response
 from sightline.inference.server_spec import ServerSpec
-from sightline.inference.torch_engine.engine import TorchEngine, build_engine
+from sightline.inference.torch_engine.build import build_engine
+from sightline.inference.torch_engine.engine import TorchEngine
 from sightline.inference.validator import RequestValidator
 from sightline.media import MediaStore
 from sightline.pixels import Materializer

@@ -1,5 +1,6 @@
 """The embedded engine: continuous batching on plain torch, CPU or CUDA.
 
+build             constructs the engine: device, model, memory, first weights
 engine            the loop on its thread: take, swap weights, admit, step
 scheduler         who has a row, who waits for pixels, who runs, who is done
 model_runner      one step on the device: encode images, forward, sample, score prompts

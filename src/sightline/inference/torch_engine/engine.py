@@ -32,14 +32,12 @@ from torch import Tensor
 
 from sightline.compute.feature_cache import FeatureCache
 from sightline.compute.lora_weights import AdapterBase
-from sightline.compute.model import limit_gpu_memory, load_model, pick_device
-from sightline.compute.weights import adopt_into, open_tensors, read_weights
+from sightline.compute.weights import adopt_into, open_tensors
 from sightline.errors import EngineError
 from sightline.families import Family, Forward
 from sightline.inference.engine import Deliver, Engine
 from sightline.inference.errors import not_finite_error, stopping_error, to_engine_error
 from sightline.inference.server_spec import MEBIBYTE, ServerSpec
-from sightline.inference.torch_engine.memory_plan import DEFAULT_MEMORY_SHARE, plan_memory
 from sightline.inference.torch_engine.model_runner import Drawn, ModelRunner
 from sightline.inference.torch_engine.recurrent_runner import RecurrentModelRunner
 from sightline.inference.torch_engine.request import TorchCounters, TorchRequest
@@ -418,27 +416,3 @@ class TorchEngine(Engine):
                 swap.done.set_exception(stopping_error())
         self._deliver_done()
         self.runner.close()
-
-
-def build_engine(
-    spec: ServerSpec, family: Family, materializer: Materializer, banned: tuple[int, ...]
-) -> TorchEngine:
-    """The engine of a server's spec, its model loaded."""
-    torch.set_num_threads(spec.num_threads)
-    device, dtype = pick_device(spec.inference.device), spec.model.dtype
-    share = spec.inference.gpu_memory_utilization or DEFAULT_MEMORY_SHARE
-    limit = limit_gpu_memory(device, share)
-    exact = (device, dtype) if spec.model.exact else None
-    forward = load_model(spec.model.path, family, device, dtype, exact)
-
-    def read_base() -> dict[str, Tensor]:
-        loaded = load_model(spec.model.path, family, "cpu", dtype)
-        return {name: parameter.detach() for name, parameter in loaded.model.named_parameters()}
-
-    base = AdapterBase(read_base)
-    manifest = Manifest(version=0, vision_version=0, files=[], run=spec.run_id)
-    if spec.weights is not None:
-        manifest, tensors = read_weights(spec.weights)
-        adopt_into(forward.model, base.merge(manifest, tensors))
-    max_kv_bytes = plan_memory(device, limit, spec.inference) if limit else 0
-    return TorchEngine(forward, family, materializer, banned, spec, manifest, base, max_kv_bytes)

@@ -78,7 +78,7 @@ class Middleware:
         spec = ServerSpec.model_validate(vllm_config.additional_config[CONFIG_KEY]["spec"])
         components = await asyncio.to_thread(ServerComponents.load, spec)
         engine = await asyncio.to_thread(build_engine, client, components)
-        server = await asyncio.to_thread(components.build_server, "vllm", engine)
+        server = await asyncio.to_thread(components.build_server, engine)
         # vLLM cannot keep the KV cache for later requests everywhere where it is asked to.
         keeps_kv = vllm_config.cache_config.enable_prefix_caching
         engine.on_fatal_error = lambda: os._exit(ENGINE_DIED_EXIT_CODE)

@@ -12,7 +12,7 @@ from sightline.families import load_renderer
 from sightline.families.registry import write_tiny
 from sightline.inference.server_spec import ServerSpec
 from sightline.inference.vllm_plugin import CONFIG_KEY, LOAD_FORMAT, LOGITS_PROCESSOR, MIDDLEWARE
-from sightline.launch.vllm_server import build_vllm_command
+from sightline.inference.vllm_plugin.command import build_vllm_command
 from sightline.media import MediaStore
 
 
@@ -92,7 +92,7 @@ def test_several_devices_and_further_options_reach_the_command(settings: ServerS
         tensor_parallel_size=2,
         data_parallel_size=3,
         gpu_memory_utilization=0.5,
-        vllm_args={
+        engine_args={
             "enable_expert_parallel": True,
             "kv_cache_dtype": "auto",
             "async-scheduling": False,
@@ -111,11 +111,11 @@ def test_several_devices_and_further_options_reach_the_command(settings: ServerS
 
 @pytest.mark.parametrize("name", ["port", "max_model_len", "logits-processors"])
 def test_an_option_that_sightline_sets_is_refused(settings: ServerSpec, name: str) -> None:
-    spec = settings.replace(engine="vllm", vllm_args={name: 1})
-    with pytest.raises(ConfigError, match=f"vllm_args has {name}"):
+    spec = settings.replace(engine="vllm", engine_args={name: 1})
+    with pytest.raises(ConfigError, match=f"engine_args has {name}"):
         build_vllm_command(spec, "python")
 
 
 def test_devices_of_vllm_are_refused_for_another_engine(settings: ServerSpec) -> None:
-    with pytest.raises(ConfigError, match='tensor_parallel_size is for engine = "vllm"'):
+    with pytest.raises(ConfigError, match='tensor_parallel_size requires engine = "vllm"'):
         settings.replace(engine="torch", tensor_parallel_size=2)

@@ -23,10 +23,11 @@ from sightline.inference.vllm_plugin import (
     MIDDLEWARE,
     WEIGHT_TRANSFER_BACKEND,
 )
-from sightline.launch.processes import build_environ, reserve_port
 from sightline.media import is_address
+from sightline.run.machine import build_environ, runs_on_cpu
 from sightline.run.parent_death import die_with_parent
 from sightline.transport.http_server import check_address
+from sightline.transport.listen import bind_socket
 from sightline.transport.tls import check_tls
 
 GIBIBYTE = 2**30
@@ -34,20 +35,20 @@ VERSION_CHECK = "from sightline.inference.vllm_plugin import check_version; chec
 VERSION_CHECK_TIMEOUT_S = 300
 
 
-def get_vllm_python(name: str) -> str:
-    """The interpreter that a setting names; our own for an empty one."""
-    found = shutil.which(name) if name else sys.executable
-    if found is None:
+def find_python(name: str) -> str:
+    """Return the path of the interpreter that `[inference] python` names; empty for our own."""
+    path = shutil.which(name) if name else sys.executable
+    if path is None:
         raise ConfigError(
-            f"[inference] python = {name!r} is no interpreter",
+            f"[inference] python = {name!r} is not an interpreter",
             "name the python of the environment that has vLLM, such as .venv-vllm/bin/python",
         )
-    return os.path.abspath(found)
+    return os.path.abspath(path)
 
 
-def check_vllm_python(name: str) -> str:
-    """The interpreter, which has a vLLM that the plugin knows, and sightline."""
-    python = get_vllm_python(name)
+def check_python(name: str) -> str:
+    """Return the interpreter's path, or raise if it has no Sightline or no supported vLLM."""
+    python = find_python(name)
     done = subprocess.run(
         [python, "-c", VERSION_CHECK],
         capture_output=True, text=True, timeout=VERSION_CHECK_TIMEOUT_S, check=False,
@@ -56,7 +57,7 @@ def check_vllm_python(name: str) -> str:
     if done.returncode == 0:
         return python
     lines = [line for line in done.stderr.strip().splitlines() if "fix:" not in line]
-    last = (lines or [f"ended with {done.returncode}"])[-1]
+    last = (lines or [f"exit code {done.returncode}"])[-1]
     raise ConfigError(
         f"{python} cannot serve with vLLM: {last}",
         'build its environment as docs/vllm.md says, or set [inference] engine = "torch"',
@@ -99,17 +100,17 @@ def build_vllm_command(spec: ServerSpec, python: str) -> list[str]:
     words += ["--data-parallel-size", str(inference.data_parallel_size)]
     if inference.gpu_memory_utilization:
         words += ["--gpu-memory-utilization", str(inference.gpu_memory_utilization)]
-    return words + build_further_options(inference.vllm_args, words)
+    return words + build_extra_options(inference.engine_args, words)
 
 
-def build_further_options(args: Mapping[str, Any], words: Sequence[str]) -> list[str]:
-    """`[inference] vllm_args` as words of the command; none that it has already."""
+def build_extra_options(args: Mapping[str, Any], words: Sequence[str]) -> list[str]:
+    """`[inference] engine_args` as words of the command; none that it has already."""
     further: list[str] = []
     for name, value in args.items():
         option = f"--{name.replace('_', '-').lstrip('-')}"
         if option in words or f"--no-{option[2:]}" in words:
             raise ConfigError(
-                f"[inference] vllm_args has {name}, and Sightline sets {option}",
+                f"[inference] engine_args has {name}, and Sightline sets {option}",
                 "remove it; a setting of [inference] or [model] may do what you want",
             )
         if isinstance(value, bool):
@@ -118,15 +119,6 @@ def build_further_options(args: Mapping[str, Any], words: Sequence[str]) -> list
             text = json.dumps(value) if isinstance(value, dict | list) else str(value)
             further += [option, text]
     return further
-
-
-def has_gpu() -> bool:
-    """Whether a driver shows a GPU: one of NVIDIA's, of AMD's, or of the host under WSL."""
-    return any(any(Path("/dev").glob(name)) for name in ("nvidia[0-9]*", "kfd", "dxg"))
-
-
-def runs_on_cpu(device: str) -> bool:
-    return device == "cpu" or (device == "auto" and not has_gpu())
 
 
 def build_vllm_environ(device: str, threads: int) -> dict[str, str]:
@@ -146,28 +138,31 @@ def build_vllm_environ(device: str, threads: int) -> dict[str, str]:
     }
 
 
-def exec_vllm(spec: ServerSpec, python: str) -> None:
-    """Turns this process into the server; it keeps its number, its parent and its output.
+def exec_vllm(spec: ServerSpec) -> None:
+    """Replace this process by the server. It keeps its process id, its parent and its output.
 
-    What watched for the parent's end in this program is gone then, so the kernel does.
+    Settings that cannot work are refused before the model loads. A thread that watches the parent
+    does not survive the replacement, so the kernel ends the server with its parent.
     """
-    roots = [one if is_address(one) else str(Path(one).absolute()) for one in spec.media_roots]
-    given = {"weights": spec.weights, "weights_root": spec.weights_root}
-    paths = {name: path.absolute() for name, path in given.items() if path is not None}
-    spec = spec.replace(media_roots=roots, path=str(spec.model_path.absolute()), **paths)
-    words = build_vllm_command(spec, python)
-    die_with_parent()
-    sys.stdout.flush()
-    environ = build_vllm_environ(spec.inference.device, spec.num_threads)
-    if spec.inference.token:  # vLLM's own routes ask for it, too
-        environ["VLLM_API_KEY"] = resolve_secret(spec.inference.token, "--token")
-    os.execve(words[0], words, environ)
-
-
-def serve_vllm(spec: ServerSpec) -> None:
-    """Serves with vLLM until SIGTERM or SIGINT. Refuses what cannot work before the model loads."""
     inference = spec.inference
     check_address(inference.host, inference.token, "--token")
     check_tls(inference.tls_cert, inference.tls_key, inference.host)
-    port = reserve_port(inference.host, inference.port, "port")
-    exec_vllm(spec.replace(port=port), check_vllm_python(inference.python))
+    python = check_python(inference.python)
+    # Bound until the replacement closes it, so that nobody else is given a free port.
+    listening = bind_socket(inference.host, inference.port)
+    roots = [r if is_address(r) else str(Path(r).absolute()) for r in spec.media_roots]
+    folders = {"weights": spec.weights, "weights_root": spec.weights_root}
+    paths = {name: path.absolute() for name, path in folders.items() if path is not None}
+    spec = spec.replace(
+        port=listening.getsockname()[1],
+        media_roots=roots,
+        path=str(spec.model_path.absolute()),
+        **paths,
+    )
+    words = build_vllm_command(spec, python)
+    die_with_parent()
+    sys.stdout.flush()
+    environ = build_vllm_environ(inference.device, spec.num_threads)
+    if inference.token:  # vLLM's own routes require it, too
+        environ["VLLM_API_KEY"] = resolve_secret(inference.token, "--token")
+    os.execve(words[0], words, environ)

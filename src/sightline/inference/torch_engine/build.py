@@ -1,0 +1,48 @@
+"""Constructs the embedded engine: its device, model, memory and first weights."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from sightline.compute.lora_weights import AdapterBase
+from sightline.compute.model import limit_gpu_memory, load_model, pick_device
+from sightline.compute.weights import adopt_into, read_weights
+from sightline.families import Family
+from sightline.inference.serve import ServerComponents
+from sightline.inference.server_spec import ServerSpec
+from sightline.inference.torch_engine.engine import TorchEngine
+from sightline.inference.torch_engine.memory_plan import DEFAULT_MEMORY_SHARE, plan_memory
+from sightline.pixels import Materializer
+from sightline.wire.weights import Manifest
+
+
+def build_engine(
+    spec: ServerSpec, family: Family, materializer: Materializer, banned: tuple[int, ...]
+) -> TorchEngine:
+    """Load the model of a server's spec and return its engine."""
+    torch.set_num_threads(spec.num_threads)
+    device, dtype = pick_device(spec.inference.device), spec.model.dtype
+    share = spec.inference.gpu_memory_utilization or DEFAULT_MEMORY_SHARE
+    limit = limit_gpu_memory(device, share)
+    exact = (device, dtype) if spec.model.exact else None
+    forward = load_model(spec.model.path, family, device, dtype, exact)
+
+    def read_base() -> dict[str, Tensor]:
+        loaded = load_model(spec.model.path, family, "cpu", dtype)
+        return {name: parameter.detach() for name, parameter in loaded.model.named_parameters()}
+
+    base = AdapterBase(read_base)
+    manifest = Manifest(version=0, vision_version=0, files=[], run=spec.run_id)
+    if spec.weights is not None:
+        manifest, tensors = read_weights(spec.weights)
+        adopt_into(forward.model, base.merge(manifest, tensors))
+    max_kv_bytes = plan_memory(device, limit, spec.inference) if limit else 0
+    return TorchEngine(forward, family, materializer, banned, spec, manifest, base, max_kv_bytes)
+
+
+def build_from_components(components: ServerComponents) -> TorchEngine:
+    """Load the model of a server and return its engine."""
+    banned = components.renderer.pad_token_ids
+    materializer = components.build_materializer()
+    return build_engine(components.spec, components.family, materializer, banned)

@@ -1,0 +1,144 @@
+"""Inference engines: what each can do, how its servers start, and how a run talks to them.
+
+Shared code asks the `InferenceEngine` that `[inference] engine` names, and never compares names. A
+distribution adds an engine with an entry point of the group `sightline.engines`, whose name is the
+engine's and whose value is a subclass of `InferenceEngine`.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable
+from functools import cache
+from importlib.metadata import EntryPoint, entry_points
+from typing import Any, ClassVar
+
+from sightline.config import InferenceConfig, RunFile
+from sightline.errors import ConfigError
+from sightline.families import Family
+from sightline.media import MediaStore
+from sightline.rollout.client import GenerateClient
+from sightline.wire.codec import check_release
+
+ENTRY_POINT_GROUP = "sightline.engines"
+BUILT_IN = {
+    "torch": "sightline.inference.torch_engine.inference_engine:TorchInference",
+    "vllm": "sightline.inference.vllm_plugin.inference_engine:VllmInference",
+    "stock_vllm": "sightline.inference.stock_vllm.inference_engine:StockVllmInference",
+}
+ENGINE_SETTINGS = (
+    "python", "inline_images", "tensor_parallel_size", "data_parallel_size", "engine_args",
+)  # fmt: skip
+"""Settings of `[inference]` that only some engines read."""
+
+FetchJson = Callable[[str], dict[str, Any]]
+"""Returns the JSON object at a path of a server; an empty one if the server refuses."""
+
+
+class InferenceEngine(ABC):
+    """One kind of engine. Creating it is cheap: it imports what computes only in `serve`."""
+
+    name: str
+    settings: ClassVar[frozenset[str]] = frozenset()
+    """The names in `ENGINE_SETTINGS` that this engine reads."""
+    weight_transports: ClassVar[frozenset[str]] = frozenset({"files", "store"})
+    """Values of `[trainer] publish` that its servers can adopt weights from."""
+    inexact_reason: ClassVar[str] = ""
+    """Why it cannot sample with `[model] exact = true`; empty if it can."""
+    can_start: ClassVar[bool] = True
+    """Whether a run can start its servers. If not, `[inference] servers` must name them."""
+    takes_leases: ClassVar[bool] = True
+    """Whether its servers answer the routes under /sightline/v1, which lease and adopt."""
+
+    @abstractmethod
+    def serve(self, spec: Any) -> None:
+        """Serve until SIGTERM or SIGINT, as a `sightline.inference.server_spec.ServerSpec` says."""
+
+    def check(self, config: RunFile, family: Family) -> None:
+        """Raise if this engine cannot serve the run. Called before anything starts."""
+        self.check_settings(config.inference)
+
+    def check_settings(self, inference: InferenceConfig) -> None:
+        """Raise if `[inference]` has a setting that this engine does not read."""
+        defaults = InferenceConfig()
+        for name in ENGINE_SETTINGS:
+            if name not in self.settings and getattr(inference, name) != getattr(defaults, name):
+                names = [
+                    f'engine = "{e}"' for e in list_engines() if name in load_engine(e).settings
+                ]
+                raise ConfigError(
+                    f"[inference] {name} requires {' or '.join(names)} (it is {self.name!r})",
+                    f"remove {name}, or change [inference] engine",
+                )
+        if not self.can_start and not inference.servers:
+            raise ConfigError(
+                f'[inference] engine = "{self.name}" needs servers: a run cannot start this engine',
+                "add the address of each server to [inference] servers",
+            )
+
+    def check_server(self, config: RunFile, family: Family, address: str, fetch: FetchJson) -> None:
+        """Raise if a server that the run did not start would not serve it as expected."""
+        health = fetch("/health")
+        fetch("/v1/models")  # unlike /health, this route requires the token
+        where = f"[inference] servers: {address}"
+        if "fingerprint" not in health:
+            raise ConfigError(
+                f"{where} is not a Sightline server",
+                'start it with `sightline serve`, or set engine = "stock_vllm"',
+            )
+        check_release(str(health.get("release", "")), where)
+        expected = {"fingerprint": family.fingerprint, "engine": config.inference.engine}
+        for name, ours in expected.items():
+            if health[name] != ours:
+                raise ConfigError(
+                    f"{where} has {name} {health[name]!r}, the run {ours!r}"
+                    + (f"; its settings are {health['settings']}" if name == "fingerprint" else ""),
+                    "serve the checkpoint of [model] path with the same settings, or change the "
+                    "run's",
+                )
+        if health["max_model_len"] < config.inference.max_model_len:
+            raise ConfigError(
+                f"{where} takes {health['max_model_len']} tokens, the run has "
+                f"max_model_len = {config.inference.max_model_len}",
+                "start it with a larger --max-model-len, or lower max_model_len",
+            )
+
+    def find_python(self, inference: InferenceConfig) -> str:
+        """Return the interpreter of the servers that a run starts; empty for the run's own."""
+        return ""
+
+    def describe(self, family: Family) -> str:
+        """Return what a user should know about serving this family; empty for nothing."""
+        return ""
+
+    def build_client(
+        self, url: str, inference: InferenceConfig, store: MediaStore, **options: Any
+    ) -> GenerateClient:
+        """Return the client of one server. `options` are fields of `GenerateClient`."""
+        return GenerateClient(url, **options)
+
+
+def _list_entry_points() -> dict[str, EntryPoint]:
+    built_in = {
+        name: EntryPoint(name, value, ENTRY_POINT_GROUP) for name, value in BUILT_IN.items()
+    }
+    return {point.name: point for point in entry_points(group=ENTRY_POINT_GROUP)} | built_in
+
+
+def list_engines() -> list[str]:
+    """Return the names of all engines: built-in ones and those of installed distributions."""
+    return sorted(_list_entry_points())
+
+
+@cache
+def load_engine(name: str) -> InferenceEngine:
+    """Return the engine that `[inference] engine` names."""
+    points = _list_entry_points()
+    if name not in points:
+        raise ConfigError(
+            f"[inference] engine = {name!r} is not an engine",
+            f"choose one of {', '.join(points)}, or install the package that provides it",
+        )
+    engine: InferenceEngine = points[name].load()()
+    engine.name = name
+    return engine

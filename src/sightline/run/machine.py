@@ -1,0 +1,36 @@
+"""What this machine offers, and the environment variables of processes that start on it."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+
+def has_gpu() -> bool:
+    """Return whether a driver shows a GPU: NVIDIA's, AMD's, or the host's under WSL."""
+    return any(any(Path("/dev").glob(name)) for name in ("nvidia[0-9]*", "kfd", "dxg"))
+
+
+def runs_on_cpu(device: str) -> bool:
+    """Return whether a `device` setting means the CPU on this machine."""
+    return device == "cpu" or (device == "auto" and not has_gpu())
+
+
+def build_environ(threads: int) -> dict[str, str]:
+    """Return the environment of a process with `threads` compute threads.
+
+    Native libraries read their thread budget once, when they are loaded.
+    """
+    libraries = ("OMP", "MKL", "OPENBLAS", "NUMEXPR", "RAYON")
+    # Ranks of a run find each other by themselves. torchrun's variables are for its own child.
+    inherited = {k: v for k, v in os.environ.items() if not k.startswith("TORCHELASTIC_")}
+    return {
+        **inherited,
+        **{f"{library}_NUM_THREADS": str(threads) for library in libraries},
+        "TOKENIZERS_PARALLELISM": "false",
+        # Spinning threads of one process would take the cores of the others.
+        "OMP_WAIT_POLICY": "PASSIVE",
+        "MALLOC_ARENA_MAX": "2",
+        "HF_HUB_OFFLINE": "1",
+        "PYTHONUNBUFFERED": "1",
+    }
