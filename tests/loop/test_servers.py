@@ -87,7 +87,7 @@ def test_one_of_two_servers_is_killed_and_a_third_takes_its_place(tmp_path: Path
         job.wait_for_step(2)
         killed.kill()
         added = sightline("servers", job.run_dir.path, "add", c, cwd=tmp_path).stdout
-        assert f"{c} is given turns when it has adopted the newest version" in added
+        assert f"{c} gets turns once it has adopted the newest version" in added
         job.wait_until(lambda: ask(c, "/sightline/v1/stats")["totals"]["finished"] > 8, 120)
         told = sightline("servers", job.run_dir.path, cwd=tmp_path).stdout
         assert f"{a}  lost" in told and f"{b}  " in told and f"{c}  " in told

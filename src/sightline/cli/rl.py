@@ -65,7 +65,7 @@ def run(args: argparse.Namespace) -> int:
 
 def _say_missing_extras(file: RunFile) -> None:
     """Says what a start would be refused for here; a plan can be shown without it."""
-    from sightline.launch.preflight import check_extras
+    from sightline.launch.checks.settings import check_extras
 
     try:
         training.check_packages()

@@ -23,7 +23,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     from sightline.config import RunFile, load_config
-    from sightline.launch.external_servers import (
+    from sightline.launch.servers import (
         add_server,
         describe_servers,
         list_servers,

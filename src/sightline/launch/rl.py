@@ -13,7 +13,6 @@ from rich.console import Console
 from sightline.config import LoggingConfig, RunFile
 from sightline.errors import ConfigError
 from sightline.launch import ray_run
-from sightline.launch.preflight import Show, check_run, describe_family, say_nothing
 from sightline.launch.processes import (
     Processes,
     ProcessSpec,
@@ -66,12 +65,6 @@ class RlJob(TrainingJob[RunFile]):
         file, why = resolve_workers(file, num_cores())
         print(why)
         return file
-
-    def check(self, file: RunFile, run_dir: RunDir, show: Show = say_nothing) -> None:
-        if file.launch.on == "ray":
-            ray_run.check_address(ray_run.get_address())
-        family = check_run(file, run_dir, show)
-        print(describe_family(file.model, family, file.inference.engine))
 
     def count_trainer_threads(self, file: RunFile) -> int:
         return split_threads(file, num_cores()).trainer

@@ -6,15 +6,6 @@ import os
 from pathlib import Path
 
 from sightline.config import SftFile
-from sightline.launch.preflight import (
-    Show,
-    check_conversations,
-    check_disk,
-    check_model,
-    describe_family,
-    say_nothing,
-)
-from sightline.launch.probes import check_memory, describe_versions
 from sightline.launch.processes import ProcessSpec, num_cores
 from sightline.launch.training_run import TrainingJob
 from sightline.run import RunDir
@@ -28,17 +19,6 @@ class SftJob(TrainingJob[SftFile]):
 
     file_kind = SftFile
     command = leader = trainer = "sft"
-
-    def check(self, file: SftFile, run_dir: RunDir, show: Show = say_nothing) -> None:
-        show("versions", describe_versions())
-        if file.env is not None:
-            family = check_model(file.model, file.env)
-        else:
-            family = check_conversations(file)
-        show("model", f"{family.name}: {file.model.path}")
-        show("memory", check_memory(file))
-        show("disk", check_disk(file, run_dir))
-        print(describe_family(file.model, family))
 
     def count_trainer_threads(self, file: SftFile) -> int:
         return file.trainer.threads or num_cores()

@@ -18,9 +18,9 @@ import yaml
 from sightline.config import RunFile, load_config
 from sightline.errors import ConfigError
 from sightline.launch import slurm
+from sightline.launch.checks.settings import check_hosts
 from sightline.launch.claim import write_private
 from sightline.launch.manifests import build_kubernetes, build_secrets, make_name
-from sightline.launch.preflight import check_hosts
 from sightline.launch.processes import num_cores
 from sightline.launch.rl import RlJob
 from sightline.launch.run_plan import (

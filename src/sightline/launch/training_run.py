@@ -23,26 +23,21 @@ from typing import Generic
 from sightline.config import (
     AnyRun,
     LoggingConfig,
+    RunFile,
     check_resume,
     dump_checked_toml,
     load_config,
     resolve_paths,
 )
 from sightline.errors import ConfigError, ProcessFailed, ResumeRefused, SightlineError
+from sightline.launch.checks.model import describe_family, resolve_model
+from sightline.launch.checks.table import SETTINGS, STORE, Facts, Report, ignore, run_checks
 from sightline.launch.claim import (
     check_model_unchanged,
     claim_run_dir,
     lock_run_dir,
     make_secret,
     record_model_digests,
-)
-from sightline.launch.preflight import (
-    Show,
-    check_devices,
-    check_extras,
-    check_store,
-    resolve_model,
-    say_nothing,
 )
 from sightline.launch.process_watch import StoppedProcessWatch, bound_logs, kill_marked
 from sightline.launch.processes import (
@@ -88,10 +83,13 @@ class TrainingJob(ABC, Generic[AnyRun]):
         """The run file with what this machine decides."""
         return file
 
-    @abstractmethod
-    def check(self, file: AnyRun, run_dir: RunDir, show: Show = say_nothing) -> None:
-        """Refuses what cannot work, and prints what follows from the model; `show` hears of each
-        check that was passed."""
+    def check(self, file: AnyRun, run_dir: RunDir, report: Report = ignore) -> None:
+        """Run the checks that need the model, and print what follows from it."""
+        facts = Facts(run_dir, file)
+        with contextlib.chdir("."):  # building an environment may change the working directory
+            run_checks(facts, self.command, report)
+        engine = file.inference.engine if isinstance(file, RunFile) else ""
+        print(describe_family(file.model, facts.family, engine))
 
     @abstractmethod
     def count_trainer_threads(self, file: AnyRun) -> int:
@@ -140,13 +138,10 @@ def start_run(
     """Runs `file` from its first step, in a directory of its own, of which `on_recorded` hears when
     the run could be resumed."""
     context = find_context()
-    check_extras(file)
-    check_devices(file)
-    file = _resolve(job, resolve_model(file), context)
-    file = resolve_paths(file)
+    run_checks(Facts(RunDir(Path(file.run.dir)), file), SETTINGS)
+    file = resolve_paths(_resolve(job, resolve_model(file), context))
     run_dir = RunDir(Path(file.run.dir).absolute())
-    with contextlib.chdir("."):  # an environment that is asked for its name may go elsewhere
-        job.check(file, run_dir)
+    job.check(file, run_dir)
     run_dir = claim_run_dir(str(run_dir.path), file.run.name)
     try:
         with disk_errors(run_dir.path), lock_run_dir(run_dir):
@@ -178,11 +173,9 @@ def resume_run(
     if end := describe_end(status, new.run):
         print(end)
         return run_dir
-    check_extras(new)
-    check_devices(new)
+    run_checks(Facts(run_dir, new), SETTINGS)
     new = resolve_paths(_resolve(job, new, context))
-    with contextlib.chdir("."):
-        job.check(new, run_dir)
+    job.check(new, run_dir)
     with disk_errors(run_dir.path), lock_run_dir(run_dir):
         return _run(job, new, run_dir, check_unchanged, context)
 
@@ -206,7 +199,7 @@ def _run(
     context: TorchrunContext | None,
     on_recorded: Callable[[RunDir], object] = lambda run_dir: None,
 ) -> RunDir:
-    check_store(file.media, run_dir.media)
+    run_checks(Facts(run_dir, file), STORE)
     look_at_model(run_dir, Path(file.model.path))
     run_dir.make()
     make_secret(run_dir)

@@ -17,7 +17,8 @@ from sightline.config import RunFile, load_config
 from sightline.errors import ConfigError, PixelMismatch
 from sightline.families import load_family
 from sightline.inference.server_spec import ServerSpec
-from sightline.launch.probes import check_memory, check_probe_images
+from sightline.launch.checks.model import check_memory
+from sightline.launch.checks.rehearsal import check_probe_images
 from sightline.media import MediaStore
 
 
@@ -37,7 +38,7 @@ def test_a_run_that_could_start_has_a_figure_for_every_check(
     names = ("versions", "model", "settings", "engine", "ports", "images", "memory", "disk",
              "prompts", "store")  # fmt: skip
     assert [line.split()[0] for line in said.splitlines() if line.split()[0] in names] == [*names]
-    assert "the longest of 3 tasks begins with" in said and "nothing stands in the way" in said
+    assert "the longest of 3 first prompts has" in said and "this run can start" in said
     assert not (file.parent / "runs").exists()
 
 
@@ -110,10 +111,10 @@ def swap_ends(tokenizer: dict[str, Any]) -> None:
 @pytest.mark.parametrize(
     ("name", "edit", "problem"),
     [
-        ("config.json", set_image_token, "the chat format shows an image by the tokens"),
+        ("config.json", set_image_token, "the chat format shows an image with the tokens"),
         ("tokenizer.json", swap_ends, "tokenizer_config.json says that '<|endoftext|>' is token"),
-        ("generation_config.json", lambda config: config.update(eos_token_id=[3]), "a turn of the"),
-        ("config.json", lambda config: config.update(eos_token_id=3), "eos_token_id = 3, and"),
+        ("generation_config.json", lambda config: config.update(eos_token_id=[3]), "ends a turn"),
+        ("config.json", lambda config: config.update(eos_token_id=3), "eos_token_id = 3, but"),
     ],
 )
 def test_files_that_mean_different_tokens_are_refused(
@@ -231,7 +232,7 @@ def test_an_environment_that_breaks_before_its_first_answer_is_named(
         assert main(["check", str(file), "env.name=broken_env:Broken"]) == 2
     finally:
         sys.path.remove(str(tmp_path))
-    assert "broke before its first answer: KeyError: 'colour'" in capsys.readouterr().err
+    assert "failed before its first answer: KeyError: 'colour'" in capsys.readouterr().err
 
 
 def test_an_interpreter_that_makes_other_pixels_is_refused(
@@ -251,11 +252,11 @@ def test_an_interpreter_that_makes_other_pixels_is_refused(
     other.write_text(f'#!/bin/sh\nexec {sys.executable} {tmp_path / "darker.py"} "$@"\n')
     other.chmod(0o755)
     config = load_config(RunFile, file, [f"rollout.python={other}"])
-    with pytest.raises(PixelMismatch, match=f"image of 64x64.*to .rollout. python = '{other}'"):
+    with pytest.raises(PixelMismatch, match=f"image of 64x64.*in .rollout. python = '{other}'"):
         check_probe_images(config, load_family(tiny_model))
 
 
 def test_a_model_that_memory_cannot_hold_is_refused(file: Path) -> None:
     config = load_config(RunFile, file, ["trainer.device=cpu"])
-    with pytest.raises(ConfigError, match="before activations"):
+    with pytest.raises(ConfigError, match="without activations"):
         check_memory(config, available=1000)

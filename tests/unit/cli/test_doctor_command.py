@@ -1,4 +1,4 @@
-"""`sightline doctor`: what is wrong with an installation or a run, what is safe, what to type."""
+"""`sightline doctor`: problems of an installation or a run, what is intact, what to type."""
 
 from __future__ import annotations
 
@@ -14,8 +14,9 @@ import pytest
 import tiny_run
 
 from sightline.cli.main import main
+from sightline.launch.checks.check import Finding
+from sightline.launch.checks.table import examine_run
 from sightline.launch.claim import lock_run_dir
-from sightline.launch.doctor import Problem, examine_run
 from sightline.launch.process_watch import MARK_VARIABLE, build_mark
 from sightline.orchestrator.run_state import RunState
 from sightline.run import EventLog, RunDir
@@ -46,7 +47,7 @@ def finished(run_dir: RunDir) -> RunDir:
     return run_dir
 
 
-def find_problems(run_dir: RunDir) -> list[Problem]:
+def find_problems(run_dir: RunDir) -> list[Finding]:
     return examine_run(run_dir).problems
 
 
@@ -66,10 +67,10 @@ def test_a_run_that_was_stopped_is_safe_and_says_how_to_go_on(
     before = list_files(run_dir)
     assert main(["doctor", str(run_dir.path)]) == 0
     said = capsys.readouterr().out
-    assert "wrong: " not in said and "safe:  the checkpoint of step 2" in said
-    assert "safe:  1 batches that wait, with their 2 images" in said
-    assert "safe:  the best checkpoint, of step 2" in said
-    assert f"type:  sightline rl --resume {run_dir.path}    # goes on after step 2" in said
+    assert "problem: " not in said and "intact: the checkpoint of step 2" in said
+    assert "intact: 1 waiting batches, with their 2 images" in said
+    assert "intact: the best checkpoint, of step 2" in said
+    assert f"type: sightline rl --resume {run_dir.path}    # continue after step 2" in said
     assert list_files(run_dir) == before, "it changes nothing"
 
 
@@ -77,7 +78,7 @@ def test_a_killed_launcher_is_told_and_does_not_stand_in_the_way(run_dir: RunDir
     run_dir.summary.unlink()
     run_dir.lock.write_text("1 nowhere")
     found = examine_run(run_dir)
-    assert [one.problem for one in found.problems] == [
+    assert [one.text for one in found.problems] == [
         "it wrote no end: its launcher was killed, or the machine went down"
     ]
     assert "--resume" in found.commands[0]
@@ -110,11 +111,11 @@ def test_a_damaged_or_missing_file_is_named_with_what_is_safe(
     before = list_files(run_dir)
     assert main(["doctor", str(run_dir.path)]) == 1
     said = capsys.readouterr().out
-    wrong = [line for line in said.splitlines() if line.startswith("wrong: ")]
+    wrong = [line for line in said.splitlines() if line.startswith("problem: ")]
     assert any(name in line or path.name in line for line in wrong)
-    assert said.count("  fix: ") == len(wrong) and "safe:  " in said
+    assert said.count("  fix: ") == len(wrong) and "intact: " in said
     can_resume = "traces" in name or "best" in name
-    assert (f"type:  sightline rl --resume {run_dir.path}" in said) == can_resume
+    assert (f"type: sightline rl --resume {run_dir.path}" in said) == can_resume
     assert list_files(run_dir) == before
 
 
@@ -122,15 +123,15 @@ def test_a_missing_image_of_a_waiting_batch_is_named(run_dir: RunDir) -> None:
     image = next(path for path in run_dir.media.rglob("*") if len(path.name) == 64)
     image.unlink()
     first, *others = find_problems(run_dir)
-    assert first.blocks and image.name[:12] in first.problem
-    assert not any(one.blocks or image.name[:12] in one.problem for one in others), "said once"
+    assert first.blocks and image.name[:12] in first.text
+    assert not any(one.blocks or image.name[:12] in one.text for one in others), "said once"
 
 
 def test_a_finished_run_is_safe(finished: RunDir, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["doctor", str(finished.path)]) == 0
     said = capsys.readouterr().out
     assert said.startswith("state: finished at step 3 of 9\n") and "--resume" not in said
-    assert f"safe:  the trained model in {finished.checkpoints / 'final'}" in said
+    assert f"intact: the trained model in {finished.checkpoints / 'final'}" in said
     assert "DIR    # the model of step 2\n" in said, "not of the step that the run came to"
 
 
@@ -161,7 +162,7 @@ def test_what_a_finished_run_lacks_is_named_and_it_stays_finished(
         path.unlink()
     found = examine_run(finished)
     assert found.state.startswith("finished at step 3"), "by the other of metrics and summary"
-    assert any(name in one.problem and one.fix for one in found.problems)
+    assert any(name in one.text and one.fix for one in found.problems)
     is_needed = name in ("media", "run_id")
     assert is_needed or not any(one.blocks for one in found.problems), "a resume needs none of it"
 
@@ -170,13 +171,13 @@ def test_what_a_finished_run_lacks_is_named_and_it_stays_finished(
 def test_a_flipped_bit_in_the_trained_model_is_named(finished: RunDir, name: str) -> None:
     flip(finished.path / name)
     [found] = find_problems(finished)
-    assert "checkpoints/final/" in found.problem and "sightline export" in found.fix
+    assert "checkpoints/final/" in found.text and "sightline export" in found.fix
 
 
 def test_a_damaged_line_of_metrics_is_named(finished: RunDir) -> None:
     finished.metrics.write_bytes(b"?" + finished.metrics.read_bytes()[1:])
     [found] = find_problems(finished)
-    assert "metrics.jsonl is damaged: 1 lines" in found.problem and not found.blocks
+    assert "metrics.jsonl has 1 damaged lines" in found.text and not found.blocks
 
 
 def test_an_image_that_only_traces_show_is_named(finished: RunDir) -> None:
@@ -188,14 +189,14 @@ def test_an_image_that_only_traces_show_is_named(finished: RunDir) -> None:
     image = next(path for path in finished.media.rglob("*") if len(path.name) == 64)
     image.unlink()
     [found] = find_problems(finished)
-    assert found.problem.startswith("1 of 2 images of traces are not in ")
-    assert image.name[:12] in found.problem and not found.blocks
+    assert found.text.startswith("1 of 2 images of traces are not in ")
+    assert image.name[:12] in found.text and not found.blocks
 
 
 def test_what_prune_removed_is_not_missed(finished: RunDir) -> None:
     assert main(["prune", str(finished.path), "--yes"]) == 0
     assert not finished.traces.exists()
-    assert not any("traces" in one.problem for one in find_problems(finished))
+    assert not any("traces" in one.text for one in find_problems(finished))
 
 
 @pytest.mark.parametrize("name", ["run_id", "secret"])
@@ -203,7 +204,7 @@ def test_an_id_or_a_secret_that_no_run_writes_is_named(run_dir: RunDir, name: st
     path = run_dir.path / name
     path.write_bytes(path.read_bytes()[:9] + b"\xff ")
     [found] = find_problems(run_dir)
-    assert found.blocks and str(path) in found.problem
+    assert found.blocks and str(path) in found.text
 
 
 def test_a_secret_that_others_can_read_is_named(run_dir: RunDir) -> None:
@@ -213,9 +214,9 @@ def test_a_secret_that_others_can_read_is_named(run_dir: RunDir) -> None:
 
 def test_a_checkpoint_whose_batches_are_gone_is_what_has_to_come_back(run_dir: RunDir) -> None:
     flip(run_dir.checkpoints / "step_000002" / "rank_000.safetensors")
-    [one] = [one for one in find_problems(run_dir) if "rank_000" in one.problem]
-    assert one.blocks and one.fix.startswith("put it back") and "batch of step 1" in one.fix
-    assert not any("step_000001.msgpack is gone" in one.problem for one in find_problems(run_dir))
+    [one] = [one for one in find_problems(run_dir) if "rank_000" in one.text]
+    assert one.blocks and one.fix.startswith("restore it") and "batch of step 1" in one.fix
+    assert not any("step_000001.msgpack is gone" in one.text for one in find_problems(run_dir))
 
 
 def test_causes_are_the_true_ones(finished: RunDir) -> None:
@@ -224,11 +225,11 @@ def test_causes_are_the_true_ones(finished: RunDir) -> None:
     lines = finished.metrics.read_bytes().splitlines(keepends=True)
     finished.metrics.write_bytes(b"".join(lines[:-1]) + b"?" + lines[-1])
     first = find_problems(finished)[0]
-    assert f"the last line of {finished.metrics} is damaged" in first.problem
+    assert f"the last line of {finished.metrics} is damaged" in first.text
     finished.metrics.unlink()
     found = examine_run(finished)
     assert found.state.startswith("failed at step 2"), "by the ledger"
-    assert f"{finished.metrics} is gone" in found.problems[0].problem
+    assert f"{finished.metrics} is gone" in found.problems[0].text
 
 
 def test_a_model_that_was_moved_is_gone_and_not_changed(tmp_path: Path) -> None:
@@ -256,7 +257,7 @@ def test_processes_that_outlived_their_launcher_are_found_by_their_mark(
         link.symlink_to(run_dir.path)
         for path in (run_dir.path, link):
             [found] = find_problems(RunDir(path))
-            assert found.problem.startswith("2 processes of worker-0, or started by it, run ")
+            assert found.text.startswith("2 processes of worker-0 run without ")
             assert set(found.fix.split()) >= {"kill", str(orphan.pid), str(child)}
             assert not found.blocks, "a resume ends them"
         shutil.copytree(run_dir.path, tmp_path / "another")
@@ -279,7 +280,7 @@ def test_a_launcher_that_a_signal_has_stopped_is_named(
             os.waitpid(child.pid, os.WUNTRACED)
             words = f"kill -CONT {child.pid}"
             found = examine_run(run_dir)
-            assert "stopped the launcher" in found.problems[0].problem
+            assert "stopped the launcher" in found.problems[0].text
             assert words in found.problems[0].fix and found.commands[0].startswith(words)
             assert main(["status", str(run_dir.path)]) == 0
             assert f"`{words}` lets it go on" in capsys.readouterr().out
@@ -291,6 +292,6 @@ def test_a_launcher_that_a_signal_has_stopped_is_named(
 def test_an_installation_shows_what_it_allows(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["doctor"]) == 0
     said = capsys.readouterr().out
-    for name in ("sightline", "python", "train", "view", "lora", "vllm", "gpu", "memory", "disk"):
+    for name in ("sightline", "python", "extras", "gpu", "memory", "disk"):
         assert any(line.startswith(name) for line in said.splitlines()), name
     assert "rl, sft, serve" in said and "/dev/shm" in said

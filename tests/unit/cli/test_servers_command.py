@@ -45,4 +45,4 @@ def test_a_run_that_has_ended_is_said_to_have(
     assert main(["servers", str(run_dir.path), "remove", "http://10.0.0.4:8000"]) == 0
     said = capsys.readouterr().out
     assert "the run is not going on, it is finished: a resume would begin with\n" in said
-    assert said.endswith("http://10.0.0.3:8000  not asked yet\n")
+    assert said.endswith("http://10.0.0.3:8000  no report yet\n")

@@ -20,12 +20,8 @@ from sightline.envs.mix import build_environment
 from sightline.errors import FamilyError
 from sightline.families import load_family, load_renderer
 from sightline.families.registry import write_tiny
-from sightline.launch.preflight import (
-    check_checkpoint,
-    check_compatible_settings,
-    check_model,
-    resolve_model,
-)
+from sightline.launch.checks.model import check_checkpoint, check_model, resolve_model
+from sightline.launch.checks.settings import check_compatible_settings
 from sightline.media import MediaStore
 from sightline.trainer.lora import add_adapters
 

@@ -18,7 +18,7 @@ import pytest
 
 from sightline import FamilyError, MediaStore, load_family, load_renderer
 from sightline.families.hub import CONFIG_FILES, resolve_checkpoint
-from sightline.launch.preflight import resolve_model
+from sightline.launch.checks.model import resolve_model
 
 COMMIT = "0123456789abcdef0123456789abcdef01234567"
 

@@ -9,7 +9,7 @@ import pytest
 
 from sightline.config import RunFile, load_config
 from sightline.errors import ConfigError, ResumeRefused
-from sightline.launch.preflight import Show, say_nothing
+from sightline.launch.checks.table import Report, ignore
 from sightline.launch.process_spec import ProcessSpec
 from sightline.launch.rl import RlJob
 from sightline.launch.run_plan import LEADER
@@ -31,7 +31,7 @@ name = "vowels:Vowels"
 class ShortJob(RlJob):
     """A run of one process, which ends at once."""
 
-    def check(self, file: RunFile, run_dir: RunDir, show: Show = say_nothing) -> None:
+    def check(self, file: RunFile, run_dir: RunDir, report: Report = ignore) -> None:
         pass
 
     def build_specs(self, file: RunFile, run_dir: RunDir) -> list[ProcessSpec]:

@@ -10,7 +10,7 @@ import pytest
 import sightline
 from sightline.config import EnvConfig
 from sightline.errors import ConfigError
-from sightline.launch.preflight import describe_environment
+from sightline.launch.checks.model import describe_environment
 from sightline.rollout.worker import build_environment_elsewhere
 
 CODEWORD = EnvConfig(name="color_codeword")
@@ -56,7 +56,9 @@ def test_an_interpreter_that_is_not_there(tmp_path: Path) -> None:
 
 def test_an_interpreter_without_sightline(tmp_path: Path) -> None:
     python = write_python(tmp_path / "python", "echo 'No module named sightline' >&2; exit 1")
-    with pytest.raises(ConfigError, match="cannot build the environment: No module named"):
+    with pytest.raises(
+        ConfigError, match="cannot run sightline.envs.environment_info: No module named"
+    ):
         describe_environment(CODEWORD, python)
 
 

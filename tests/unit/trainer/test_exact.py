@@ -24,7 +24,7 @@ from sightline.errors import ConfigError, PolicyMismatch
 from sightline.families import load_family
 from sightline.families.registry import write_tiny
 from sightline.inference.server_spec import ServerSpec
-from sightline.launch.preflight import check_devices
+from sightline.launch.checks.settings import check_devices
 from sightline.media import MediaStore
 from sightline.trainer.build import build_learner
 from sightline.trainer.learner import SUM_NAMES

@@ -153,7 +153,7 @@ def test_no_pipe_is_waited_for(
         assert main(command) == 0
         assert "broken" in capsys.readouterr().out
     assert main(["doctor", str(broken.path)]) == 1
-    assert f"{broken.path / name} is no regular file" in capsys.readouterr().out
+    assert f"{broken.path / name} is not a regular file" in capsys.readouterr().out
 
 
 def test_a_link_out_of_the_folder_is_no_run_and_no_file(

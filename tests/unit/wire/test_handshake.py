@@ -13,7 +13,7 @@ from aiohttp import web
 from sightline.config import RunFile
 from sightline.errors import EngineError, WireError
 from sightline.families import Family
-from sightline.launch.external_servers import check_external_servers
+from sightline.launch.checks.servers import check_external_servers
 from sightline.launch.processes import reserve_port
 from sightline.orchestrator.control_router import ControlRouter
 from sightline.orchestrator.loop import Orchestrator

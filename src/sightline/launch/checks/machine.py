@@ -1,0 +1,112 @@
+"""Checks of this machine and its installation: packages, GPU, memory and disk."""
+
+from __future__ import annotations
+
+import shutil
+import sys
+from collections.abc import Iterator
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+
+import sightline
+from sightline.launch.checks.check import Check, Finding
+from sightline.launch.processes import num_cores
+from sightline.run.machine import has_gpu
+
+MACHINE = "machine"
+MIN_PYTHON = (3, 11)
+SPARE_BYTES = 1 << 30
+"""Free disk space that a run leaves untouched."""
+PACKAGES = ("torch", "transformers", "tokenizers", "pillow", "safetensors", "vllm")
+EXTRAS = {
+    "train": ("torch transformers safetensors jaxtyping", "rl, sft, serve, eval, check, export"),
+    "view": ("fastapi", "view"),
+    "data": ("pyarrow", "tasks and samples in parquet files"),
+    "datasets": ("datasets", "data sets of the Hub"),
+    "video": ("av", "videos"),
+    "lora": ("peft", "[lora] in a run file"),
+    "notebook": ("pandas", "sightline.open_run"),
+    "tensorboard": ("tensorboard", "the tensorboard sink"),
+    "wandb": ("wandb", "the wandb sink"),
+    "trackio": ("trackio", "the trackio sink"),
+    "otel": ("opentelemetry-sdk", "[logging] otel"),
+}
+"""The packages of each extra, and what they are needed for."""
+
+
+def check_python() -> Iterator[Finding]:
+    number = sys.version.split()[0]
+    yield Finding(f"{number} at {sys.executable}")
+    if sys.version_info < MIN_PYTHON:
+        yield Finding(f"Python {number} is too old", "install Python 3.11 or later")
+
+
+def describe_installation() -> str:
+    return f"{sightline.__version__} in {Path(sightline.__file__).parent}"
+
+
+def describe_extras() -> Iterator[Finding]:
+    for extra, (names, purpose) in EXTRAS.items():
+        packages = {name: find_version(name) for name in names.split()}
+        if missing := [name for name, number in packages.items() if not number]:
+            command = f"pip install 'sightline-rl[{extra}]'"
+            yield Finding(f"{extra}: no {', '.join(missing)}; `{command}` for {purpose}")
+        else:
+            installed = ", ".join(f"{name} {number}" for name, number in packages.items())
+            yield Finding(f"{extra}: {installed} (for {purpose})")
+    yield Finding(f"vllm: {find_version('vllm') or 'not in this environment, see docs/vllm.md'}")
+
+
+def check_gpu() -> Iterator[Finding]:
+    if not (find_version("torch") and find_version("transformers")):
+        return
+    from sightline.compute.model import describe_gpus
+
+    gpus = describe_gpus()
+    yield Finding(gpus or "none: models run on the CPU")
+    if has_gpu() and not gpus:
+        yield Finding("torch cannot use the GPU of this machine", "install a torch with CUDA")
+
+
+def describe_capacity() -> str:
+    return f"{read_available_memory() / 1e9:.1f} GB free, {num_cores()} cores"
+
+
+def check_free_space() -> Iterator[Finding]:
+    for path in filter(Path.is_dir, (Path("/dev/shm"), Path.cwd())):
+        free = shutil.disk_usage(path).free
+        yield Finding(f"{free / 1e9:.1f} GB free in {path}")
+        if free < SPARE_BYTES:
+            yield Finding(f"{path} has less than 1 GiB of free space", "delete files there")
+
+
+def read_available_memory() -> int:
+    """Return how many bytes processes can allocate before the machine swaps."""
+    lines = Path("/proc/meminfo").read_text().splitlines()
+    [available] = [line for line in lines if line.startswith("MemAvailable:")]
+    return int(available.split()[1]) * 1024
+
+
+def find_version(package: str) -> str:
+    """Return the version of an installed package, or an empty text."""
+    try:
+        return version(package)
+    except PackageNotFoundError:
+        return ""
+
+
+def describe_versions() -> str:
+    versions = {name: find_version(name) for name in PACKAGES}
+    installed = [f"{name} {number}" for name, number in versions.items() if number]
+    return ", ".join([f"python {sys.version.split()[0]}", *installed])
+
+
+MACHINE_CHECKS = (
+    Check("sightline", (MACHINE,), "", describe_installation),
+    Check("python", (MACHINE,), "", check_python),
+    Check("extras", (MACHINE,), "", describe_extras),
+    Check("gpu", (MACHINE,), "", check_gpu),
+    Check("memory", (MACHINE,), "", describe_capacity),
+    Check("disk", (MACHINE,), "", check_free_space),
+)
+"""The part of the table that needs no extra to be installed."""

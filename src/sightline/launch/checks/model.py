@@ -1,0 +1,237 @@
+"""Checks of the checkpoint, the environment and what a run needs on this machine's disk."""
+
+from __future__ import annotations
+
+import io
+import json
+import math
+import shutil
+import subprocess
+import tempfile
+from pathlib import Path
+
+import sightline
+from sightline.config import AnyRun, EnvConfig, ModelConfig, RunFile, SftFile
+from sightline.envs.drawing import DIGITS, draw_glyph, encode_png
+from sightline.envs.environment_info import EnvironmentInfo, get_environment_info
+from sightline.errors import ConfigError, DiskFull, FamilyError
+from sightline.families import Family, load_family, load_renderer
+from sightline.families.checkpoint_files import read_json, read_shapes
+from sightline.families.hub import resolve_checkpoint
+from sightline.launch.checks.machine import SPARE_BYTES, read_available_memory
+from sightline.launch.checks.settings import is_elsewhere
+from sightline.media import MediaStore, open_store
+from sightline.media.remote import START_DEADLINE_S
+from sightline.message import user
+from sightline.rollout.engines import load_engine
+from sightline.run import RunDir
+from sightline.run.machine import build_environ, runs_on_cpu
+from sightline.trainer.conversations import check_rows_for_images
+
+STATES_PER_CHECKPOINT = 3
+"""A checkpoint holds the weights and AdamW's two moments."""
+STATES_IN_TRAINING = 4
+"""Training holds weights, gradients and AdamW's two moments, in float32."""
+MODULE_TIMEOUT_S = 300.0
+"""Importing a large package from a cold disk can take a minute."""
+
+
+def resolve_model(config: AnyRun) -> AnyRun:
+    """Return the run file with its model's folder in place of an id of the Hub."""
+    folder = resolve_checkpoint(config.model.path, with_weights=True)
+    model = config.model.model_copy(update={"path": str(folder)})
+    return config.model_copy(update={"model": model})
+
+
+def find_family(config: RunFile | SftFile) -> Family:
+    """Return the checkpoint's family. Raise if the checkpoint is incomplete, unknown, or cannot
+    see the images that the environment or the data shows."""
+    if config.env is not None:
+        python = config.rollout.python if isinstance(config, RunFile) else ""
+        return check_model(config.model, config.env, python)
+    assert isinstance(config, SftFile) and config.data is not None
+    shows_media = check_rows_for_images(config.data, config.run.seed)
+    return check_checkpoint(config.model, f"[data] {config.data.path}", shows_media)
+
+
+def check_model(model: ModelConfig, env: EnvConfig, python: str = "") -> Family:
+    """Return the checkpoint's family if it suits the environment, which `python` can import."""
+    environment = describe_environment(env, python)
+    return check_checkpoint(model, f"[env] {environment.name!r}", environment.shows_media)
+
+
+def describe_environment(
+    env: EnvConfig, python: str, version: str = sightline.__version__
+) -> EnvironmentInfo:
+    """Return the environment's name and whether it shows images, as the workers' interpreter sees
+    it. Raise if that interpreter has another version of Sightline."""
+    if not python:
+        return get_environment_info(env)
+    setting = f"[rollout] python = {python!r}"
+    text = run_module(setting, python, "sightline.envs.environment_info", env.model_dump_json())
+    answer = json.loads(text)
+    if answer["version"] != version:
+        raise ConfigError(
+            f"{setting} has sightline {answer['version']}, and this is {version}",
+            "install the same version there",
+        )
+    if "problem" in answer:
+        raise ConfigError(f"{setting}: {answer['problem']}", answer["fix"])
+    return EnvironmentInfo(answer["name"], answer["shows_media"])
+
+
+def run_module(setting: str, python: str, module: str, text: str) -> str:
+    """Run a module of Sightline in another interpreter, and return its last line of output."""
+    try:
+        process = subprocess.run(
+            [python, "-m", module], input=text, capture_output=True, text=True,
+            timeout=MODULE_TIMEOUT_S, env=build_environ(threads=1), check=False,
+        )  # fmt: skip
+    except (OSError, subprocess.TimeoutExpired) as error:
+        raise ConfigError(
+            f"{setting} does not run: {error}",
+            "name the python of a virtual environment that has sightline-rl",
+        ) from error
+    if process.returncode != 0:
+        lines = process.stderr.strip().splitlines() or [f"exit status {process.returncode}"]
+        raise ConfigError(
+            f"{setting} cannot run {module}: {lines[-1]}",
+            f"try `{python} -m sightline --version`; it needs sightline and [env]'s package",
+        )
+    return process.stdout.strip().splitlines()[-1]
+
+
+def check_checkpoint(model: ModelConfig, shown_by: str, shows_media: bool) -> Family:
+    """Return the family of a complete checkpoint, which has a vision tower if `shows_media`."""
+    path = Path(model.path)
+    if not path.is_dir():
+        raise ConfigError(
+            f"[model] path = {model.path!r} is not a folder",
+            "name a checkpoint's folder, or create one with `sightline model tiny DIR`",
+        )
+    family = load_family(path, model.exact, **model.overrides())
+    if shows_media and not family.shows_media:
+        raise ConfigError(
+            f"{shown_by} shows images, but [model] path = {model.path!r} has no vision tower",
+            "choose a vision-language checkpoint, or conversations without images",
+        )
+    if not any(path.glob("*.safetensors")):
+        raise ConfigError(
+            f"[model] path = {model.path!r} has no weights", "add its *.safetensors files"
+        )
+    check_token_ids(model, family)
+    return family
+
+
+def check_token_ids(model: ModelConfig, family: Family) -> None:
+    """Raise if the checkpoint's files disagree about image tokens or about tokens that end a
+    turn."""
+    path, fix = Path(model.path), "use the files that belong to the checkpoint"
+    with tempfile.TemporaryDirectory(prefix="sightline-check-") as folder:
+        store = MediaStore(Path(folder))
+        renderer = load_renderer(path, store, family, number_images=model.number_images)
+        if family.shows_media:
+            rendered = renderer.render([user(store.put(draw_probe_images()[0]))])
+            slot = rendered.slots[0]
+            offsets = slot.offset + family.feature_offsets(slot.item)
+            token_ids = {rendered.token_ids[offset] for offset in offsets}
+            if not token_ids <= set(family.slot_token_ids):
+                raise FamilyError(
+                    f"{path}: the chat format shows an image with the tokens {sorted(token_ids)}, "
+                    f"but config.json names {list(family.slot_token_ids)}",
+                    fix,
+                )
+    for file in (path / "config.json", path / "generation_config.json"):
+        setting = read_json(file).get("eos_token_id") if file.is_file() else None
+        ends = {setting} if isinstance(setting, int) else set(setting or ())
+        if ends and not ends & set(renderer.stop_token_ids):
+            raise FamilyError(
+                f"{file}: eos_token_id = {setting}, but the chat format ends a turn with one of "
+                f"{list(renderer.stop_token_ids)}",
+                fix,
+            )
+
+
+def draw_probe_images() -> list[bytes]:
+    """Return a picture in three sizes, each as PNG and as JPEG: their decoders differ the most."""
+    images = []
+    for size in ((64, 64), (150, 91), (420, 236)):
+        image = draw_glyph(DIGITS["5"], 30).convert("RGB").resize(size)
+        image.save(file := io.BytesIO(), "JPEG")
+        images += [encode_png(image), file.getvalue()]
+    return images
+
+
+def describe_family(model: ModelConfig, family: Family, engine: str = "") -> str:
+    """Describe what follows from the model and the engine, such as the chat format."""
+    with tempfile.TemporaryDirectory(prefix="sightline-check-") as folder:
+        store = MediaStore(Path(folder))
+        renderer = load_renderer(model.path, store, family, number_images=model.number_images)
+        lines = [*renderer.describe(), family.packing.description]
+    lines.append(load_engine(engine).describe(family) if engine else "")
+    return "\n".join(filter(None, lines))
+
+
+def check_memory(config: RunFile | SftFile, available: int | None = None) -> str:
+    """Raise if the model does not fit into this machine's memory, or into `available` bytes, for
+    training on the CPU."""
+    if is_elsewhere(config, "trainer"):
+        return "not checked: the trainer runs on another machine"
+    num_parameters = sum(map(math.prod, read_shapes(Path(config.model.path)).values()))
+    size = f"{num_parameters / 1e6:,.1f} million parameters"
+    if not runs_on_cpu(config.trainer.device):
+        return f"{size}, on the GPU"
+    needed = num_parameters * 4 * (1 if config.lora.rank else STATES_IN_TRAINING)
+    if isinstance(config, RunFile) and not config.inference.servers:
+        needed += num_parameters * (4 if config.model.dtype == "float32" else 2)
+    available = read_available_memory() if available is None else available
+    if needed > available:
+        raise ConfigError(
+            f"{size} need {needed / 1e9:.2f} GB without activations, and {available / 1e9:.1f} GB "
+            "of memory are free",
+            "choose a smaller model, set [lora] rank, or use a larger machine",
+        )
+    return f"{needed / 1e9:.2f} GB of {available / 1e9:.1f} GB free"
+
+
+def check_store(
+    config: RunFile | SftFile, run_dir: RunDir, deadline_s: float = START_DEADLINE_S
+) -> str:
+    """Raise if the store cannot be reached or written to. Without [media] root it is part of the
+    run directory."""
+    root = config.media.root or run_dir.media
+    store = open_store(root, deadline_s=deadline_s, **config.media.store_options())
+    store.check_writable()
+    store.check_room()
+    return f"{config.media.root or 'the run directory'} is writable"
+
+
+def check_disk(config: RunFile | SftFile, run_dir: RunDir, spare_bytes: int = SPARE_BYTES) -> str:
+    """Raise if the disk cannot hold the checkpoints and published versions that exist at one
+    time. Batches are small next to them."""
+    weights = sum(file.stat().st_size for file in Path(config.model.path).glob("*.safetensors"))
+    settings = config.trainer
+    # One more than is kept: the next is complete before the oldest is deleted.
+    checkpoints = settings.keep_checkpoints + 1
+    if settings.keep_checkpoints_every:
+        checkpoints += config.run.steps // settings.keep_checkpoints_every
+    copies = checkpoints * STATES_PER_CHECKPOINT + 1
+    if isinstance(config, RunFile):
+        # Published versions; the best checkpoint, and its successor while it is written.
+        copies += config.orchestrator.max_lag + 2 + 2 * (config.eval.every > 0)
+    # A resumed run has already written some of it.
+    written = [*run_dir.checkpoints.rglob("*.safetensors"), *run_dir.weights.rglob("*.safetensors")]
+    needed = spare_bytes + copies * weights - sum(file.stat().st_size for file in written)
+    existing = next(path for path in (run_dir.path, *run_dir.path.parents) if path.exists())
+    free = shutil.disk_usage(existing).free
+    if free < needed:
+        is_new = not run_dir.config.is_file()
+        fix = "set [run] dir to a larger disk" if is_new else "move the run to a larger disk"
+        raise DiskFull(
+            f"{run_dir.path} has {free / 1e9:.1f} GB free; checkpoints and published weights can "
+            f"need {(needed - spare_bytes) / 1e9:.1f} GB, and {spare_bytes / 1e9:.1f} GB stay in "
+            "reserve",
+            f"free some space, or {fix}"
+            + (", or lower keep_checkpoints" if free > spare_bytes else ""),
+        )
+    return f"{needed / 1e9:.1f} GB of {free / 1e9:.1f} GB free"

@@ -1,0 +1,153 @@
+"""Checks of the engine, and of inference servers that the run did not start."""
+
+from __future__ import annotations
+
+import json
+import os
+import urllib.error
+import urllib.request
+from functools import partial
+from typing import Any
+
+from sightline.config import RunFile
+from sightline.errors import ConfigError
+from sightline.families import Family
+from sightline.launch.checks.model import draw_probe_images
+from sightline.media import is_address, open_store
+from sightline.media.remote import START_DEADLINE_S
+from sightline.rollout.engines import load_engine
+from sightline.run import RunDir
+from sightline.run.server_changes import REMOVE, list_wanted
+from sightline.transport.http_client import bearer
+
+HTTP_TIMEOUT_S = 10.0
+IMAGE_TIMEOUT_S = 300.0
+"""A server may load its media library when the first image arrives."""
+
+
+def check_engine(config: RunFile, family: Family, run_dir: RunDir) -> str:
+    """Raise if the engine is not installed, cannot serve the family, or if one of `[inference]
+    servers` would not serve this run as it expects."""
+    answering = leave_out_silent_servers(config, run_dir)
+    load_engine(config.inference.engine).check(answering, family)
+    check_external_servers(answering, family)
+    check_server_files(answering, family, run_dir)
+    return ", ".join(config.inference.servers) or config.inference.engine
+
+
+def check_external_servers(config: RunFile, family: Family) -> None:
+    """Raise if a server does not answer, or has another model, engine or limit than the run."""
+    if not config.inference.servers:
+        return
+    if not config.media.root:
+        raise ConfigError(
+            "[inference] servers cannot find the run's images without [media] root",
+            "set it to the folder or address that the servers were started with",
+        )
+    if (publish := config.trainer.publish) in ("broadcast", "ipc"):
+        raise ConfigError(
+            f"[inference] servers read weights from files, and [trainer] publish = {publish!r}",
+            'set publish = "files"',
+        )
+    token, engine = config.inference.read_token(), load_engine(config.inference.engine)
+    for address in config.inference.servers:
+        engine.check_server(config, family, address, partial(_request_json, address, token=token))
+
+
+def leave_out_silent_servers(config: RunFile, run_dir: RunDir) -> RunFile:
+    """Return a resumed run's file without the servers that do not answer, if others do. The run
+    takes them back when they answer."""
+    if not config.inference.servers or not run_dir.config.is_file():
+        return config
+    wanted = list_wanted(run_dir, config.inference.servers)
+    servers = [url for url, state in wanted.items() if state != REMOVE]
+    silent = [url for url in servers if not _answers(url)]
+    if len(silent) < len(servers):
+        for url in silent:
+            print(f"{url} does not answer: the run continues without it until it does")
+        servers = [url for url in servers if url not in silent]
+    inference = config.inference.model_copy(update={"servers": tuple(servers)})
+    return config.model_copy(update={"inference": inference})
+
+
+def _answers(address: str) -> bool:
+    try:
+        urllib.request.urlopen(f"{address}/health", timeout=HTTP_TIMEOUT_S).close()
+    except OSError as error:
+        return isinstance(error, urllib.error.HTTPError)
+    return True
+
+
+def check_server_files(config: RunFile, family: Family, run_dir: RunDir) -> None:
+    """Raise if another run leases a server, if a server refuses weights from this run's folder,
+    or if it does not find an image of this run's store."""
+    if not config.inference.servers or not load_engine(config.inference.engine).takes_leases:
+        return
+    token, control_token = config.inference.read_token(), config.inference.read_control_token()
+    run_id = run_dir.read_id() if run_dir.id_file.is_file() else ""
+    store = open_store(
+        config.media.root, deadline_s=START_DEADLINE_S, **config.media.store_options()
+    )
+    # Random bytes after the end of the picture: no other store has this file.
+    image = store.put(draw_probe_images()[0] + os.urandom(16))
+    part = {"type": "image_url", "image_url": {"url": image.url}}
+    chat = {"messages": [{"role": "user", "content": [part]}], "max_tokens": 1}
+    # This version does not exist. A server that may not read the folder refuses it by its option.
+    version = {"manifest": str(run_dir.path / "none" / "manifest.json")}
+    try:
+        for address in config.inference.servers:
+            where = f"[inference] servers: {address}"
+            holder = _request_json(address, "/health", token).get("leased_to", "")
+            if holder not in ("", run_id):
+                fix = "end that run, or use another server"
+                raise ConfigError(f"{where} is leased to run {holder}", fix)
+            answer = _request_json(address, "/sightline/v1/adopt", control_token, version)
+            fix = str(answer.get("error", {}).get("fix"))
+            if config.trainer.publish in ("auto", "files") and "--weights-root" in fix:
+                raise ConfigError(f"{where} takes no weights from {run_dir.path}", fix)
+            if not family.shows_media:
+                continue
+            error = _request_json(address, "/v1/chat/completions", token, chat).get("error", {})
+            if str(error.get("code")) == "media_missing":
+                raise ConfigError(
+                    f"{where} does not find an image that is in [media] root = {store.root}",
+                    "start it with --media of this folder, or set [media] root to its own",
+                )
+            if str(error.get("code")).startswith("media_"):
+                raise ConfigError(
+                    f"{where} cannot read an image that is in [media] root = {store.root}: "
+                    f"{error.get('message')}",
+                    "start it with the --media and --media-token of this store",
+                )
+    finally:
+        if not is_address(config.media.root):  # elsewhere gc removes it
+            store.path(image.digest).unlink(missing_ok=True)
+
+
+def _request_json(address: str, path: str, token: str, body: object = None) -> dict[str, Any]:
+    """Return the JSON object of the answer or of the refusal; an empty one for anything else."""
+    data = None if body is None else json.dumps(body).encode()
+    headers = bearer(token) | {"content-type": "application/json"}
+    request = urllib.request.Request(address.rstrip("/") + path, data, headers)
+    try:
+        timeout = HTTP_TIMEOUT_S if body is None else IMAGE_TIMEOUT_S
+        with urllib.request.urlopen(request, timeout=timeout) as answer:
+            text = answer.read()
+    except urllib.error.HTTPError as error:
+        if error.code == 401:
+            raise ConfigError(
+                f"[inference] servers: {address} requires a{'nother' * bool(token)} token",
+                "name where it is in [inference] token: env:NAME or file:PATH",
+            ) from error
+        with error:
+            text = error.read()
+    except OSError as error:
+        raise ConfigError(
+            f"[inference] servers: {address} does not answer: {error}",
+            "start it first, or correct the address",
+        ) from error
+    try:
+        value = json.loads(text)
+    except ValueError:
+        return {}
+    return value if isinstance(value, dict) else {}

@@ -1,0 +1,195 @@
+"""Checks of the run file alone: combinations of settings, devices, packages and the algorithm."""
+
+from __future__ import annotations
+
+import importlib.util
+import re
+from collections.abc import Iterator
+from pathlib import Path
+from urllib.parse import urlsplit
+
+from sightline.algo.registry import load_advantage, load_aggregation, load_credit, load_filters
+from sightline.config import RunFile, SftFile, TrainerConfig
+from sightline.errors import ConfigError
+from sightline.launch import ray_run
+from sightline.launch.processes import num_cores, reserve_port, split_threads
+from sightline.launch.run_plan import TRAINER, find_resources, list_names, list_placed
+from sightline.media.open import OBJECT_STORES
+from sightline.rollout.engines import load_engine
+from sightline.run.machine import has_gpu, runs_on_cpu
+from sightline.run.otel import check_otel
+from sightline.view.sinks.protocol import check_sinks
+
+
+def check_extras(config: RunFile | SftFile) -> None:
+    """Raise ModuleNotFoundError if a setting needs a package that is not installed."""
+    names = ["obstore"] if urlsplit(config.media.root).scheme in OBJECT_STORES else []
+    if isinstance(config, RunFile) and config.launch.on == "ray":
+        names.append("ray")
+    if config.lora.rank and not is_elsewhere(config, "trainer"):
+        names.append("peft")
+    for name in names:
+        if importlib.util.find_spec(name) is None:
+            raise ModuleNotFoundError(f"No module named {name!r}", name=name)
+
+
+def check_devices(config: RunFile | SftFile) -> None:
+    """Raise if the trainer or the server would not find its device on this machine."""
+    devices = {}
+    if not is_elsewhere(config, "trainer"):
+        devices["[trainer] device"] = config.trainer.device
+    if isinstance(config, RunFile) and not (
+        config.inference.servers or is_elsewhere(config, "server")
+    ):
+        devices["[inference] device"] = config.inference.device
+    for setting, name in devices.items():
+        if not re.fullmatch(r"auto|cpu|cuda(:\d+)?", name):
+            raise ConfigError(f"{setting} = {name!r} is not a device", "set cpu, cuda or auto")
+        if name.startswith("cuda") and not has_gpu():
+            raise ConfigError(
+                f"{setting} = {name!r}, but this machine has no GPU",
+                'set it to "auto" or "cpu", or install the GPU\'s driver',
+            )
+    if "[trainer] device" in devices and runs_on_cpu(config.trainer.device):
+        config.model.check_exact_on_cpu(config.trainer.ranks)
+
+
+def is_elsewhere(config: RunFile | SftFile, name: str) -> bool:
+    return isinstance(config, RunFile) and config.launch.is_elsewhere(name)
+
+
+def check_ray(config: RunFile) -> None:
+    if config.launch.on == "ray":
+        ray_run.check_address(ray_run.get_address())
+
+
+def check_algorithm(config: RunFile) -> None:
+    """Raise if an advantage, credit, filter, aggregation or loss does not load. A small batch
+    tries those that come from outside the package."""
+    orchestrator, trainer = config.orchestrator, config.trainer
+    load_advantage(orchestrator.advantage, orchestrator.advantage_args)
+    load_credit(orchestrator.credit)
+    load_filters(config.filters)
+    load_aggregation(trainer.loss_aggregation, trainer.loss_aggregation_args)
+    if trainer.loss != TrainerConfig().loss or trainer.loss_args:
+        # Losses need torch, which takes seconds to import; the default loss is known to work.
+        from sightline.algo.losses import load_loss
+
+        load_loss(trainer.loss, trainer.loss_args)
+
+
+def check_settings(config: RunFile) -> str:
+    """Check sinks, tracing, threads and combinations of settings."""
+    check_sinks(config.logging.sinks)
+    check_otel(config.logging.otel)
+    threads = split_threads(config, num_cores())
+    check_compatible_settings(config)
+    return f"{threads.server} server and {threads.trainer} trainer threads on {num_cores()} cores"
+
+
+def check_port(config: RunFile) -> str:
+    host, port = config.inference.host, config.inference.port
+    if config.launch.is_elsewhere("server"):
+        return "chosen on the server's machine"
+    return f"{host}:{reserve_port(host, port, '[inference] port')} is free"
+
+
+def check_compatible_settings(config: RunFile) -> None:
+    """Raise if two settings that are valid alone cannot work together."""
+    check_hosts(config)
+    for conflicts, problem, fix in _list_conflicts(config):
+        if conflicts:
+            raise ConfigError(problem, fix)
+
+
+def _list_conflicts(config: RunFile) -> Iterator[tuple[bool, str, str]]:
+    """Yield pairs of settings: whether they conflict, the problem, and the fix."""
+    publish, every = config.trainer.publish, config.eval.every
+    engine = load_engine(config.inference.engine)
+    sends_adapters, max_tokens = config.lora.publish == "adapter", config.rollout.max_tokens
+    yield (
+        max_tokens >= config.inference.max_model_len,
+        f"[rollout] max_tokens = {max_tokens} leaves no room for a prompt in [inference] "
+        f"max_model_len = {config.inference.max_model_len}",
+        "raise max_model_len, or lower max_tokens",
+    )
+    yield (
+        config.trainer.compress_weights and publish != "store",
+        f'[trainer] compress_weights requires publish = "store" (it is {publish!r})',
+        'set publish = "store", or compress_weights = false',
+    )
+    yield (
+        publish in ("broadcast", "ipc") and every > 0,
+        f"[trainer] publish = {publish!r} reaches one server, and [eval] every needs a second one",
+        'set publish = "files", or [eval] every = 0',
+    )
+    yield (
+        publish not in ("auto", *engine.weight_transports),
+        f'[trainer] publish = "{publish}" does not work with [inference] engine = "{engine.name}"',
+        f"set publish to one of: {', '.join(sorted(engine.weight_transports))}",
+    )
+    yield (
+        config.model.exact and bool(engine.inexact_reason),
+        f'[model] exact = true does not work with [inference] engine = "{engine.name}": '
+        f"{engine.inexact_reason}",
+        "change one of the two settings",
+    )
+    yield (
+        publish == "ipc" and sends_adapters,
+        '[trainer] publish = "ipc" shares whole weights, and [lora] publish = "adapter"',
+        'set [lora] publish = "merged", or [trainer] publish = "files"',
+    )
+    yield (
+        not engine.can_start and every > 0,
+        f"[eval] every starts a second server, and a run cannot start {engine.name!r}",
+        "set every = 0: the run is still evaluated at its start and its end",
+    )
+    yield (
+        sends_adapters and every > 0,
+        '[eval] every needs whole weights for checkpoints/best, and [lora] publish = "adapter"',
+        'set [lora] publish = "merged", or [eval] every = 0',
+    )
+    relative = [root for root in config.media.file_roots if not Path(root).is_absolute()]
+    yield (
+        bool(relative),
+        f"[media] file_roots contains relative paths: {', '.join(relative)}",
+        "write absolute paths: processes may run in other folders",
+    )
+
+
+def check_hosts(config: RunFile) -> None:
+    """Raise if processes on other machines could not reach what they need."""
+    launch = config.launch
+    has_server = not config.inference.servers
+    if launch.num_servers > 1 and has_server and not launch.is_elsewhere("server-1"):
+        raise ConfigError(
+            f"[launch] num_servers = {launch.num_servers}, but a run starts one server on this "
+            "machine",
+            "start the servers with `sightline serve`, and list them in [inference] servers",
+        )
+    if not launch.has_other_machines:
+        return
+    launch.check_patterns(list_names(config))
+    for name in list_placed(config):
+        find_resources(config, name)
+    if config.eval.every and config.eval.tasks:
+        raise ConfigError(
+            "[eval] every needs a server on the launcher's machine, and [launch] uses others",
+            "set every = 0: the run is still evaluated at its start and its end",
+        )
+    if not config.media.root:
+        raise ConfigError(
+            "[launch] uses other machines, which cannot read images in the run directory",
+            "set [media] root to s3://BUCKET/PREFIX, or to the address of `sightline media serve`",
+        )
+    if config.trainer.publish != "store":
+        raise ConfigError(
+            f"[trainer] publish = {config.trainer.publish!r} does not reach other machines",
+            'set publish = "store"',
+        )
+    traced = (name for name in list_names(config) if name != TRAINER)  # it records no spans
+    if config.logging.otel == "file" and any(map(launch.is_elsewhere, traced)):
+        raise ConfigError(
+            '[logging] otel = "file" does not collect spans from other machines',
+            "set it to the address of a collector that they reach",
+        )

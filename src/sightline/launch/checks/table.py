@@ -1,0 +1,173 @@
+"""The table of checks, and what selects from it.
+
+sightline check    SETTINGS, then RL or SFT, then REHEARSAL and STORE
+start of a run     SETTINGS, then RL or SFT, then STORE; the first problem raises
+sightline doctor   machine.MACHINE without a run, the stages of a run directory with one; every
+                   problem is reported
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from functools import cached_property
+
+from sightline.config import RunFile, SftFile, load_config
+from sightline.errors import SightlineError
+from sightline.families import Family
+from sightline.launch.checks import machine, model, rehearsal, run_files, servers, settings
+from sightline.launch.checks.check import Check, Finding
+from sightline.media import MediaRef, MediaStore, open_store
+from sightline.run import RunDir
+from sightline.trainer.checkpoint import CheckpointStore, ResumePoint
+from sightline.view.run_status import FINISHED, RUNNING, TRIAL, RunStatus, get_status
+from sightline.wire.sample import Batch
+
+SETTINGS, RL, SFT, REHEARSAL, STORE = "settings", "rl", "sft", "rehearsal", "store"
+FILES, RUN, TRAINED_RUN, RL_RUN = "files", "run", "trained run", "rl run"
+"""Of a run directory: before anything is read, of every run, of runs that train, of rl runs."""
+
+
+class Facts:
+    """What checks look at. Each fact is read when the first check needs it."""
+
+    def __init__(self, run_dir: RunDir, config: RunFile | SftFile | None = None) -> None:
+        self.run_dir = run_dir
+        if config is not None:
+            self.config = config
+
+    @cached_property
+    def config(self) -> RunFile | SftFile:
+        kind: type[RunFile] | type[SftFile] = SftFile if self.status.command == "sft" else RunFile
+        return load_config(kind, self.run_dir.config)
+
+    @cached_property
+    def family(self) -> Family:
+        return model.find_family(self.config)
+
+    @cached_property
+    def status(self) -> RunStatus:
+        return get_status(self.run_dir)
+
+    @cached_property
+    def checkpoints(self) -> ResumePoint:
+        return CheckpointStore(self.run_dir.checkpoints, keep=1).choose()
+
+    @cached_property
+    def store(self) -> MediaStore:
+        try:
+            media = self.config.media
+        except SightlineError:  # the check of the settings reports it
+            return open_store(self.run_dir.media)
+        return open_store(media.root or self.run_dir.media, **media.store_options())
+
+    @cached_property
+    def batches(self) -> list[Batch]:
+        return run_files.read_waiting_batches(self.run_dir, self.checkpoints)
+
+    @cached_property
+    def waiting_refs(self) -> set[MediaRef]:
+        try:
+            return run_files.collect_refs(self.batches)
+        except SightlineError:  # the check of the batches reports it
+            return set()
+
+
+def describe_model(config: RunFile | SftFile, family: Family) -> str:
+    return f"{family.name}: {config.model.path}"
+
+
+CHECKS = (
+    *machine.MACHINE_CHECKS,
+    Check("extras", (SETTINGS,), "config", settings.check_extras),
+    Check("devices", (SETTINGS,), "config", settings.check_devices),
+    Check("versions", (RL, SFT), "", machine.describe_versions),
+    Check("ray", (RL,), "config", settings.check_ray),
+    Check("model", (RL, SFT), "config family", describe_model),
+    Check("algorithm", (RL,), "config", settings.check_algorithm),
+    Check("settings", (RL,), "config", settings.check_settings),
+    Check("engine", (RL,), "config family run_dir", servers.check_engine),
+    Check("ports", (RL,), "config", settings.check_port),
+    Check("images", (RL,), "config family", rehearsal.check_probe_images),
+    Check("memory", (RL, SFT), "config", model.check_memory),
+    Check("disk", (RL, SFT), "config run_dir", model.check_disk),
+    Check("prompts", (REHEARSAL,), "config", rehearsal.check_prompts),
+    Check("store", (STORE,), "config run_dir", model.check_store),
+    Check("state", (FILES,), "status", run_files.check_state),
+    Check("file types", (FILES,), "run_dir", run_files.check_file_types),
+    Check("model", (RUN,), "run_dir config", run_files.check_run_model),
+    Check("batches", (RL_RUN,), "batches store", run_files.check_batches),
+    Check("best", (RL_RUN,), "run_dir", run_files.check_best),
+    Check("checkpoints", (RUN,), "run_dir status checkpoints", run_files.check_checkpoints),
+    Check("ledger", (RL_RUN,), "run_dir checkpoints", run_files.check_ledger),
+    Check("history", (RL_RUN,), "run_dir", run_files.check_history),
+    Check("traces", (RL_RUN,), "run_dir store waiting_refs", run_files.check_traces),
+    Check("identity", (TRAINED_RUN,), "run_dir", run_files.check_identity),
+    Check("metrics", (TRAINED_RUN,), "run_dir status", run_files.check_metrics),
+    Check("export", (RUN,), "status checkpoints", run_files.check_export),
+    Check("disk", (RUN,), "run_dir", run_files.check_run_disk),
+    Check("processes", (RUN,), "run_dir status", run_files.check_orphans),
+)  # fmt: skip
+
+Report = Callable[[str, Finding], None]
+"""Takes the name of a check and one of its findings."""
+
+
+def ignore(name: str, finding: Finding) -> None:
+    pass
+
+
+def run_checks(facts: Facts, stage: str, report: Report = ignore) -> None:
+    """Run a stage's checks in order. What prevents a start raises."""
+    for check in CHECKS:
+        if stage in check.stages:
+            for finding in check.run(facts):
+                report(check.name, finding)
+
+
+@dataclass
+class Diagnosis:
+    """What `sightline doctor` says about a run."""
+
+    state: str
+    problems: list[Finding] = field(default_factory=list)
+    intact: list[str] = field(default_factory=list)
+    commands: list[str] = field(default_factory=list)
+    """Commands to type, each with a comment."""
+
+    def add(self, name: str, finding: Finding) -> None:
+        if not finding.fix:
+            self.intact.append(finding.text)
+        elif finding.text not in {problem.text for problem in self.problems}:
+            self.problems.append(finding)
+
+
+def examine_run(run_dir: RunDir) -> Diagnosis:
+    """Check every file that a resume would read, the results, and what still runs."""
+    facts = Facts(run_dir)
+    status = facts.status
+    diagnosis = Diagnosis(f"{status.state} at step {status.step} of {status.steps_total or '?'}")
+    run_checks(facts, FILES, diagnosis.add)
+    if any(problem.blocks for problem in diagnosis.problems):
+        return diagnosis
+    stages = {RUN} | ({TRAINED_RUN} if status.command != TRIAL else set())
+    stages |= {RL_RUN} if status.command == "rl" else set()
+    for check in CHECKS:
+        if stages & set(check.stages):
+            try:
+                for finding in check.run(facts):
+                    diagnosis.add(check.name, finding)
+            except SightlineError as error:
+                diagnosis.add(check.name, Finding(error.problem, error.fix, blocks=True))
+    launcher, step = status.launcher, facts.checkpoints.step
+    if launcher is not None and launcher.is_stopped:
+        diagnosis.commands.append(f"kill -CONT {launcher.pid}    # continue the launcher")
+    elif status.state == RUNNING:
+        diagnosis.commands.append(f"sightline status {run_dir.path}    # it is running")
+    elif status.state != FINISHED and not any(problem.blocks for problem in diagnosis.problems):
+        diagnosis.commands.append(f"{status.resume_command}    # continue after step {step}")
+    if facts.checkpoints.path is not None:
+        diagnosis.commands.append(
+            f"sightline export {run_dir.path} DIR    # the model of step {step}"
+        )
+    return diagnosis

@@ -1,0 +1,86 @@
+"""The inference servers of a run, for `sightline servers`: list, add, drain and remove."""
+
+from __future__ import annotations
+
+from contextlib import suppress
+
+import msgspec
+
+from sightline.config import RunFile
+from sightline.config.load import validate_config
+from sightline.errors import ConfigError
+from sightline.families import load_family
+from sightline.launch.checks.servers import check_external_servers
+from sightline.run import RunDir
+from sightline.run.server_changes import (
+    DRAIN,
+    REMOVE,
+    SERVE,
+    ServerReport,
+    Wanted,
+    change_server,
+    list_wanted,
+)
+
+
+def add_server(run_dir: RunDir, config: RunFile, url: str) -> str:
+    """Give the run a server. Raise if it would not serve the run as expected."""
+    values = config.model_dump()
+    values["inference"]["servers"] = [url]
+    config_with_server = validate_config(RunFile, values, "the run with this server")
+    family = load_family(config.model.path, **config.model.overrides())
+    check_external_servers(config_with_server, family)
+    change_server(run_dir, config.inference.servers, url, SERVE)
+    return f"{url} gets turns once it has adopted the newest version"
+
+
+def list_servers(run_dir: RunDir, config: RunFile) -> dict[str, Wanted]:
+    """Return the run's servers, including those that it started, and their wanted states."""
+    servers = list_wanted(run_dir, config.inference.servers)
+    if not config.inference.servers:
+        servers = {report.url: SERVE for report in read_reports(run_dir)} | servers
+    return {url: state for url, state in servers.items() if state != REMOVE}
+
+
+def take_server(run_dir: RunDir, config: RunFile, url: str, wanted: Wanted) -> str:
+    """Drain or remove a server. Raise if no other server would be left."""
+    servers = list_servers(run_dir, config)
+    if url not in servers:
+        raise ConfigError(
+            f"the run has no server {url}", f"choose from: {', '.join(servers) or 'none'}"
+        )
+    if wanted == REMOVE and url not in list_wanted(run_dir, config.inference.servers):
+        raise ConfigError(f"the run started {url} itself, and cannot remove it", "drain it instead")
+    if not any(state == SERVE for name, state in servers.items() if name != url):
+        raise ConfigError(
+            f"{url} is the run's last server",
+            "add another first: `sightline servers RUN add URL`",
+        )
+    change_server(run_dir, config.inference.servers, url, wanted)
+    return f"{url} {'gets no further turns' if wanted == DRAIN else 'is removed'}"
+
+
+def describe_servers(run_dir: RunDir, config: RunFile) -> str:
+    """Return a line for each server: its state, version and requests, as last reported."""
+    reports = {report.url: report for report in read_reports(run_dir)}
+    wanted = list_wanted(run_dir, config.inference.servers)
+    lines = []
+    for url in dict.fromkeys((*wanted, *reports)):
+        report, want = reports.get(url), wanted.get(url, SERVE)
+        if want == REMOVE and report is None:
+            continue
+        state = "no report yet"
+        if report is not None:
+            version = f"version {report.version}" if report.version >= 0 else "no version"
+            state = f"{report.state}, {version}, {report.load} requests"
+            state += f": {report.problem}" if report.problem else ""
+        lines.append(f"{url}  {state}" + (f" ({want} requested)" if want != SERVE else ""))
+    return "\n".join(lines) or "the run starts its own server"
+
+
+def read_reports(run_dir: RunDir) -> list[ServerReport]:
+    """Return the orchestrator's last report on each server."""
+    with suppress(FileNotFoundError):
+        data = run_dir.server_report.read_bytes()
+        return msgspec.json.decode(data, type=list[ServerReport])
+    return []
