@@ -298,7 +298,7 @@ def test_what_no_cluster_could_start_is_refused(
     assert "how many GPUs" in refuse(capsys, str(file), "trainer.device=auto", *on)
     assert "[eval] every" in refuse(capsys, str(file), "eval.every=2", "eval.tasks=4", *on)
     assert "--seeds" in refuse(capsys, str(file), "--on", "ray", "--seeds", "0-3")
-    assert "on one machine" in refuse(capsys, str(file))
+    assert "one server on this machine" in refuse(capsys, str(file))
     file.write_text(text.replace("volume_claim", "namespace"))
     assert "volume_claim" in refuse(capsys, str(file), "--on", "kubernetes")
     file.write_text(text.replace("cpus = 8", "cpu = 8"))
