@@ -107,12 +107,6 @@ def test_the_base_brings_neither_torch_nor_transformers() -> None:
     assert base.isdisjoint({"torch", "transformers", "safetensors", "fastapi", "pyarrow"})
 
 
-def test_the_licence_is_apache_2() -> None:
-    licence = (ROOT / "LICENSE").read_text()
-    assert "Apache License" in licence and "Version 2.0, January 2004" in licence
-    assert PROJECT["license"] == "Apache-2.0"
-
-
 def test_the_makefile_lists_what_it_can_do() -> None:
     makefile = (ROOT / "Makefile").read_text()
     phony = re.search(r"^\.PHONY: (.*)$", makefile, re.M)

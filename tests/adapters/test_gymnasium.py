@@ -20,7 +20,6 @@ from sightline.envs.gymnasium import _Episode
 from sightline.envs.threads import SerialThread
 from sightline.errors import ConfigError
 from sightline.media import MediaStore
-from sightline.message import Message
 from sightline.trace import Trace
 
 pytestmark = [pytest.mark.adapters, pytest.mark.timeout(600)]
@@ -61,13 +60,6 @@ def test_a_game_is_played_to_its_end_by_the_tiny_model(
             assert trace.rewards["return"] == len(trace.turns), "a point for every step upright"
 
 
-def test_the_same_task_begins_with_the_same_picture(play: Callable[..., list[Trace]]) -> None:
-    env = make(**GAMES["cart pole"])
-    first, again = play(env, num=2), play(env, num=2)
-    shown = [[t.nodes[0].slots[0].item.ref.digest for t in traces] for traces in (first, again)]
-    assert shown[0] == shown[1] and len(set(shown[0])) == 2
-
-
 def test_pictures_that_are_drawn_at_the_same_time_are_what_they_are_alone() -> None:
     """pygame has one place for a polygon's corners: without a lock some in a hundred are wrong."""
     env = make(**GAMES["cart pole"])
@@ -103,25 +95,6 @@ def test_an_answer_that_is_no_action_ends_skips_or_is_replaced(
     assert len({n.slots[0].item.ref.digest for n in skips.nodes if n.slots}) == 1
     (goes_on,) = play(make(id="CartPole-v1", actions=never, on_malformed="random"))
     assert goes_on.rewards["over"] == 1.0 and goes_on.rewards["malformed"] == 1.0
-
-
-class Push:
-    """A parser of its own: a number between -1 and 1."""
-
-    def parse(self, said: Message) -> Any:
-        import numpy as np
-
-        if not said.text.strip().isdigit():
-            return None
-        return np.array([(int(said.text.strip()) - 3) / 2], dtype=np.float32)
-
-
-def test_actions_that_are_not_a_few_have_a_parser_of_their_own(
-    play: Callable[..., list[Trace]],
-) -> None:
-    env = make(id="MountainCarContinuous-v0", actions="adapters.test_gymnasium:Push", max_turns=4)
-    (trace,) = play(env)
-    assert not trace.error and len(trace.turns) == 4
 
 
 def register_dark() -> None:
@@ -213,12 +186,3 @@ def test_a_whole_run_trains_on_a_package_that_only_its_workers_have(
     summary = json.loads((run / "summary.json").read_text())
     assert summary["steps"] == 2
     assert summary["images_shown"] > 0 and summary["bad_media"] == 0
-
-
-def test_without_that_interpreter_the_same_run_file_is_refused(model: Path, tmp_path: Path) -> None:
-    file = tmp_path / "lake.toml"
-    file.write_text(WHOLE_RUN.format(model=model, python=""))
-    words = command("rl", "--plain", file)
-    done = subprocess.run(words, cwd=tmp_path, capture_output=True, text=True, timeout=300)
-    assert done.returncode != 0 and not (tmp_path / "runs").exists()
-    assert "gymnasium" in done.stderr and "fix:" in done.stderr

@@ -17,8 +17,7 @@ import pytest
 from adapters.conftest import ROOT, check_trace
 
 from sightline.envs import load_environment
-from sightline.envs.openenv import decode_image
-from sightline.errors import ConfigError, EnvironmentFailed
+from sightline.errors import ConfigError
 from sightline.media import MediaStore
 from sightline.trace import Trace
 
@@ -67,21 +66,6 @@ def test_the_tiny_model_plays_to_the_end(
     )
 
 
-def test_a_seed_gives_the_same_beginning(walk: str, play: Callable[..., list[Trace]]) -> None:
-    env = make(walk, max_turns=1)
-    shown = [
-        [trace.nodes[0].slots[0].item.ref.digest for trace in play(env, num=3)] for _ in range(2)
-    ]
-    assert shown[0] == shown[1]
-
-
-def test_texts_of_an_observation_are_shown_beside_its_picture(
-    walk: str, play: Callable[..., list[Trace]]
-) -> None:
-    (trace,) = play(make(walk, text_field="note", max_turns=1))
-    assert trace.nodes[0].message.text == "go" and trace.nodes[0].slots
-
-
 def test_a_field_that_is_not_there_breaks_the_rollout_and_is_named(
     walk: str, play: Callable[..., list[Trace]]
 ) -> None:
@@ -92,12 +76,6 @@ def test_a_field_that_is_not_there_breaks_the_rollout_and_is_named(
 def test_a_server_that_is_not_there_breaks_the_rollout(play: Callable[..., list[Trace]]) -> None:
     (trace,) = play(make("http://127.0.0.1:9"))
     assert trace.error and trace.reward is None
-
-
-@pytest.mark.parametrize("value", [b"raw", None, "not base64!", "data:image/png;base64,?"])
-def test_what_is_no_picture_is_refused(value: Any) -> None:
-    with pytest.raises(EnvironmentFailed, match="picture"):
-        decode_image(value)
 
 
 @pytest.mark.parametrize("args", [{"image_field": ""}, {"actions": {}}, {"on_malformed": "shout"}])

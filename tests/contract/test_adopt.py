@@ -166,14 +166,6 @@ def test_what_is_published_before_the_lease_is_adopted_after_it(
     asyncio.run(main())
 
 
-@pytest.mark.parametrize(
-    "body",
-    [b"{}", lease_body("", 1), lease_body("A!", 1), lease_body(RUN, -1), lease_body(RUN, 1e9)],
-)
-def test_a_lease_that_makes_no_sense_is_refused(client: Client, body: bytes) -> None:
-    assert client.refused(body, "/sightline/v1/lease").type == "schema"
-
-
 def test_nothing_outside_of_the_root_is_read_or_told(
     client: Client, published: Path, tmp_path: Path
 ) -> None:
@@ -196,13 +188,6 @@ def test_nothing_outside_of_the_root_is_read_or_told(
     assert {(error.type, error.code) for error in errors} == {("weights", 422)}
     assert len({error.message for error in errors}) == 1, "what exists there is not told"
     assert "not in the folder that this server takes weights from" in errors[0].message
-
-
-def test_without_a_root_nothing_is_adopted(settings: ServerSpec, published: Path) -> None:
-    with live(settings.replace(weights_root=None)) as bare:
-        lease(bare, RUN)
-        error = refused(bare, published)
-    assert "not in the folder" in error.message and "--weights-root" in error.fix
 
 
 @pytest.mark.timeout(60)

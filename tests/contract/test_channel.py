@@ -112,29 +112,6 @@ def test_the_first_message_to_a_spoke_that_said_hello_is_not_lost(play: Any) -> 
     play(scene)
 
 
-def test_sending_to_a_stranger_is_an_error(play: Any) -> None:
-    async def scene(channel: Any) -> None:
-        with pytest.raises(ProcessFailed, match="nobody"):
-            await channel.hub.send("nobody", b"x")
-
-    play(scene)
-
-
-def test_several_spokes_are_told_apart(play: Any) -> None:
-    async def scene(channel: Any) -> None:
-        spokes = [channel.spoke(f"s{i}") for i in range(5)]
-        for spoke in spokes:
-            await spoke.send(b"hi")
-        assert {(await channel.hub.receive())[0] for _ in spokes} == {f"s{i}" for i in range(5)}
-        for i in range(5):
-            await channel.hub.send(f"s{i}", b"%d" % i)
-        for i, spoke in enumerate(spokes):
-            assert await spoke.receive() == b"%d" % i
-            spoke.close()
-
-    play(scene)
-
-
 def test_a_process_takes_the_place_of_one_of_its_name(play: Any) -> None:
     async def scene(channel: Any) -> None:
         for name in (b"first", b"second"):

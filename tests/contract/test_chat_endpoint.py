@@ -9,7 +9,6 @@ import asyncio
 import base64
 import hashlib
 import json
-import socket
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -176,14 +175,6 @@ def test_logprobs_are_those_of_the_generate_protocol(
     assert [e.token for e in entries] == [renderer.decode([t]) for t in answer.choices[0].token_ids]
 
 
-def test_without_a_cap_an_answer_may_fill_its_row(chat: Any) -> None:
-    asked = [{"role": "user", "content": "?" * (MAX_LEN - 100)}]
-    answer = chat(messages=asked, max_tokens=openai.omit)
-    assert MAX_LEN - 100 < answer.usage.total_tokens <= MAX_LEN
-    if answer.choices[0].finish_reason == "length":
-        assert answer.usage.total_tokens == MAX_LEN
-
-
 def test_the_model_is_listed_and_another_is_refused(
     chat: Any, client: Client, tiny_model: Path
 ) -> None:
@@ -246,17 +237,3 @@ def test_tools_that_may_not_be_called_are_not_shown(chat: Any) -> None:
     offered = chat(**asked, tools=[LOOK])
     assert hidden.prompt_token_ids == without.prompt_token_ids
     assert len(offered.prompt_token_ids) > len(without.prompt_token_ids)
-
-
-def test_a_client_that_leaves_frees_its_row(client: Client) -> None:
-    before = client.totals()["cancelled"]
-    asked = {"messages": [{"role": "user", "content": "Hi"}], "max_tokens": 1000, "stream": True}
-    # Greedy: what is drawn may be a stop.
-    body = json.dumps({**asked, "temperature": 0.0}).encode()
-    with socket.create_connection((client.host, client.port)) as connection:
-        head = "POST /v1/chat/completions HTTP/1.1\r\nhost: localhost\r\n"
-        head += f"content-length: {len(body)}\r\ncontent-type: application/json\r\n\r\n"
-        connection.sendall(head.encode() + body)
-        client.wait_for("now", "running", 1)
-    client.wait_for("totals", "cancelled", before + 1)
-    assert client.now()["running"] == 0

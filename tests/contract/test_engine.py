@@ -297,16 +297,6 @@ def test_a_late_request_is_answered_while_earlier_ones_decode(
         assert len(answer.result().choices[0].token_ids) == 300
 
 
-def test_more_requests_than_rows_are_all_answered(
-    odd: Client, client: Client, prompts: list[Prompt]
-) -> None:
-    wanted = [client.generate(*prompt).choices[0].token_ids for prompt in prompts]
-    together = Together(odd)
-    answers = [together.generate(*prompts[i % len(prompts)]) for i in range(12)]
-    for i, answer in enumerate(answers):
-        assert answer.result().choices[0].token_ids == wanted[i % len(prompts)]
-
-
 def test_an_image_is_decoded_and_encoded_once_however_often_it_is_shown(
     fresh: Client, settings: ServerSpec, reference: Reference, media: MediaStore
 ) -> None:
@@ -384,28 +374,6 @@ def test_an_update_in_the_middle_of_an_answer_gives_two_spans(
         np.testing.assert_allclose(logprobs[span.start : span.end], expected, atol=TOLERANCE)
     assert fresh.totals()["prefilled_again"] == 1
     assert fresh.get("/health")["version"] == "7"
-
-
-def test_an_update_in_the_middle_of_a_later_turn_sees_its_images_anew(
-    fresh: Client, tiny_model: Path, reference: Reference, media: MediaStore, tmp_path: Path
-) -> None:
-    """Its first images were found in the cache, and must be computed again."""
-    manifest, changed = publish(tiny_model, tmp_path, 5, 5, 1.2, reference)
-    ref = media.put(Image.new("RGB", (64, 64), (8, 2, 8)))
-    rendered = reference.renderer.render([user(ref, "What is it?" * 6)])
-    tokens, slots = rendered.token_ids, rendered.slots
-    said = fresh.generate(tokens, slots).choices[0].token_ids
-    tokens, slots = next_turn(reference.renderer, tokens, slots, said, user("And now?"))
-    before = fresh.totals()["sampled_tokens"]
-    answer = Together(fresh).generate(tokens, slots, SamplingParams(max_tokens=200, seed=1))
-    fresh.wait_for("totals", "sampled_tokens", before + 20)
-    fresh.adopt(manifest)
-    choice = answer.result().choices[0]
-    assert choice.weight_versions is not None and len(choice.weight_versions) == 2
-    logprobs = logprobs_of(answer.result())
-    for span, witness in zip(choice.weight_versions, (reference, changed), strict=True):
-        expected = witness.logprobs(tokens, choice.token_ids, slots)[span.start : span.end]
-        np.testing.assert_allclose(logprobs[span.start : span.end], expected, atol=TOLERANCE)
 
 
 def test_a_turn_after_an_update_uses_nothing_of_the_old_weights(
@@ -607,12 +575,6 @@ def test_what_the_client_got_wrong_is_a_400_with_its_type_and_path(
     assert error.fix
 
 
-@pytest.mark.parametrize("body", [b"", b"{", b"[]", b'"x"', b"\xff\xfe", b"[" * 5000])
-def test_a_body_that_is_no_request_is_a_400(client: Client, body: bytes) -> None:
-    error = client.refused(body)
-    assert (error.code, error.type) == (400, "schema")
-
-
 def two_images(reference: Reference, media: MediaStore) -> Prompt:
     refs = [media.put(Image.new("RGB", (32, 32), (c, c, c))) for c in (10, 20)]
     rendered = reference.renderer.render([user(*refs)])
@@ -800,24 +762,6 @@ def test_a_request_with_more_choices_than_may_wait_is_taken_where_none_waits(
     num = odd_settings.inference.max_num_seqs + odd_settings.max_waiting + 1
     choices = odd.generate(*prompts[3], SamplingParams(max_tokens=1, seed=1, n=num)).choices
     assert len(choices) == num
-
-
-@pytest.mark.parametrize(
-    ("body", "code", "kind"),
-    [
-        (b'{"manifest": "a\\u0000b"}', 422, "weights"),
-        (b'{"manifest": ""}', 422, "weights"),
-        (b'{"manifest": "\xff"}', 400, "schema"),
-        (b"\xff\xfe", 400, "schema"),
-        (b"[" * 5000, 400, "schema"),
-        (b"{}", 400, "schema"),
-    ],
-)
-def test_what_names_no_weights_is_refused(
-    client: Client, body: bytes, code: int, kind: str
-) -> None:
-    error = client.refused(body, "/sightline/v1/adopt")
-    assert (error.code, error.type) == (code, kind) and error.fix
 
 
 def test_a_client_that_leaves_frees_its_row(client: Client, prompts: list[Prompt]) -> None:

@@ -152,24 +152,6 @@ def test_in_company_a_request_is_answered_as_alone(client: Client, prompts: list
         np.testing.assert_allclose(logprobs_of(answer), logprobs_of(one), atol=TOLERANCE)
 
 
-def test_more_requests_than_rows_are_all_answered(
-    settings: ServerSpec, client: Client, prompts: list[Prompt]
-) -> None:
-    wanted = [client.generate(*prompt).choices[0].token_ids for prompt in prompts]
-    with live(settings.replace(max_num_seqs=2)) as small:
-        answers = all_of(small, prompts * 2, GREEDY)
-        assert [answer.choices[0].token_ids for answer in answers] == wanted * 2
-        assert small.now()["rows_free"] + small.now()["rows_cached"] == 2
-
-
-def test_an_image_is_encoded_once_however_many_rows_show_it(
-    fresh: Client, prompts: list[Prompt]
-) -> None:
-    shown = [prompts[1]] * 8
-    all_of(fresh, shown, GREEDY)
-    assert fresh.totals()["images_encoded"] == len(prompts[1][1]) == 1
-
-
 def test_a_turn_computes_what_is_new_and_says_what_the_trainer_computes(
     client: Client, fresh: Client, model: Path, media: MediaStore, reference: Reference
 ) -> None:
@@ -282,14 +264,6 @@ def test_an_update_in_the_middle_of_answers_prefills_them_again(
             expected = witness.logprobs(tokens, choice.token_ids, slots)[span.start : span.end]
             np.testing.assert_allclose(found[span.start : span.end], expected, atol=1e-4)
     assert fresh.totals()["prefilled_again"] == 3
-
-
-def test_pads_are_never_sampled(
-    client: Client, reference: Reference, prompts: list[Prompt]
-) -> None:
-    pads = set(reference.renderer.pad_token_ids)
-    answers = all_of(client, prompts, SamplingParams(max_tokens=25, temperature=50.0, seed=2))
-    assert pads.isdisjoint(token for answer in answers for token in answer.choices[0].token_ids)
 
 
 def test_a_client_that_leaves_frees_its_row_and_leaves_no_state_in_it(

@@ -19,9 +19,8 @@ import msgspec
 import pytest
 from agents import Worker, listening, picture, shown
 from aiohttp import web
-from serving import GREEDY, Client, Reference, Together, embedded, live
+from serving import GREEDY, Client, Together, embedded, live
 
-from sightline.compute.weights import write_weights
 from sightline.envs import Chat
 from sightline.families import load_renderer
 from sightline.inference.server_spec import ServerSpec
@@ -176,27 +175,6 @@ def test_a_client_that_is_killed_does_not_cancel_the_image_that_another_waits_fo
         assert totals["images_failed"] == totals["failed"] == 0
     assert first.stdout is not None and first.stdout.read() == b""
     first.stdout.close()
-
-
-def test_a_request_that_an_update_finds_before_its_first_token_is_computed_has_nothing_old(
-    settings: ServerSpec,
-    tiny_model: Path,
-    store: MediaStore,
-    tmp_path: Path,
-) -> None:
-    """It has its row, and waits for its image."""
-    gated = Gated(store)
-    reference = Reference(tiny_model, store)
-    rendered = reference.renderer.render([user("What is it?", store.put(picture(7)))])
-    manifest, _ = write_weights(tmp_path, dict(reference.model.named_parameters()), 1, 0)
-    with embedded(settings.replace(keep_kv_over_updates=True), store=gated) as server:
-        answer = Together(server).generate(rendered.token_ids, rendered.slots)
-        server.wait_for("now", "waiting", 1)
-        server.adopt(manifest)
-        gated.gate.set()
-        spans = answer.result(60).choices[0].weight_versions
-        assert spans is not None and [span.version for span in spans] == ["1"]
-        assert server.totals()["tokens_on_old_kv"] == 0
 
 
 def test_requests_that_wait_are_bounded_by_their_bytes_too(

@@ -219,17 +219,6 @@ def replayed(
     )
 
 
-def test_a_saved_trace_replays_without_a_difference(
-    trace: Trace, client: Client, renderer: Renderer
-) -> None:
-    report = replayed(decode_trace(encode_trace(trace)), client, renderer)
-    assert report.differences == []
-    assert report.max_logprob_change is not None and report.max_logprob_change < TOLERANCE
-    assert [turn.node for turn in report.turns] == [node.id for node in trace.turns]
-    assert {turn.prompt_origin for turn in report.turns} == {"bridged", "rendered"}
-    assert report.versions == {"0"} and report.num_digests > 5
-
-
 def test_the_command_replays_a_file(
     trace: Trace, client: Client, settings: ServerSpec, tmp_path: Path, capsys
 ) -> None:
@@ -307,11 +296,6 @@ def test_a_missing_image_is_a_difference_and_a_dead_server_an_error(
 
     with pytest.raises(EngineError, match="does not answer"):
         asyncio.run(main())
-
-
-def test_without_a_server_a_trace_is_rendered_again_only(trace: Trace, renderer: Renderer) -> None:
-    report = asyncio.run(replay_trace(trace, renderer, None))
-    assert report.differences == [] and report.max_logprob_change is None
 
 
 def test_a_server_that_scores_nothing_is_refused(

@@ -27,31 +27,12 @@ def test_show_prints_the_file_with_every_setting(
     )
 
 
-def test_overrides_may_stand_on_either_side_of_an_option(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    path = tmp_path / "run.toml"
-    path.write_text(RL)
-    assert main(["config", "show", str(path), "run.seed=7", "--debug", "run.steps=3"]) == 0
-    shown = tomllib.loads(capsys.readouterr().out)
-    assert (shown["run"]["seed"], shown["run"]["steps"]) == (7, 3)
-
-
 def test_a_word_that_nothing_takes_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
     for words in (["config", "schema", "run.seed=7"], ["config", "schema", "more"]):
         with pytest.raises(SystemExit) as ended:
             main(words)
         assert ended.value.code == 2
         assert f"unrecognized arguments: {words[-1]}" in capsys.readouterr().err
-
-
-def test_show_knows_a_warm_up_file_by_its_section(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    path = tmp_path / "warmup.toml"
-    path.write_text(RL + '[sft]\noutput_dir = "o"\n')
-    assert main(["config", "show", str(path)]) == 0
-    assert tomllib.loads(capsys.readouterr().out)["sft"]["output_dir"] == "o"
 
 
 def test_schema_lists_every_setting(capsys: pytest.CaptureFixture[str]) -> None:
@@ -61,15 +42,6 @@ def test_schema_lists_every_setting(capsys: pytest.CaptureFixture[str]) -> None:
         for section, name, _ in config.iter_settings(kind):
             body = page.split(f"## [{section}]")[1].split("\n## ")[0]
             assert f"| `{name}` |" in body
-
-
-def test_schema_spells_types_bounds_and_defaults(capsys: pytest.CaptureFixture[str]) -> None:
-    main(["config", "schema"])
-    page = capsys.readouterr().out
-    assert "| `path` | str | required |" in page
-    assert "| `steps` | int ≥ 1 | `100` | yes |" in page
-    assert '| `engine` | str | `"torch"` |' in page
-    assert "| `min_pixels` | int or none | none |" in page
 
 
 def test_schema_as_json_describes_both_kinds_of_file(capsys: pytest.CaptureFixture[str]) -> None:

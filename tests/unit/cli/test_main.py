@@ -11,17 +11,14 @@ from types import SimpleNamespace
 
 import pytest
 
-from sightline import __version__
 from sightline.cli.main import (
     EXTRA_OF_PACKAGE,
     RENAMED_OPTIONS,
     Parser,
     add_command,
     build_parser,
-    list_commands,
     main,
 )
-from sightline.errors import ConfigError
 
 ROOT = Path(__file__).resolve().parents[3]
 
@@ -36,41 +33,11 @@ def test_an_error_is_printed_with_its_fix_and_no_traceback(
     assert "Traceback" not in shown.err
 
 
-@pytest.mark.parametrize("before", [True, False])
-def test_debug_shows_the_traceback(tmp_path: Path, before: bool) -> None:
-    words = ["config", "show", str(tmp_path / "none.toml")]
-    with pytest.raises(ConfigError):
-        main(["--debug", *words] if before else [*words, "--debug"])
-
-
 def test_an_unknown_command_names_the_known_ones(capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit) as ended:
         main(["trian"])
     assert ended.value.code == 2
     assert "'config'" in capsys.readouterr().err
-
-
-def test_no_command_is_an_error(capsys: pytest.CaptureFixture[str]) -> None:
-    with pytest.raises(SystemExit) as ended:
-        main([])
-    assert ended.value.code == 2
-    assert "COMMAND" in capsys.readouterr().err
-
-
-def test_the_version_is_the_package_s(capsys: pytest.CaptureFixture[str]) -> None:
-    with pytest.raises(SystemExit):
-        main(["--version"])
-    assert capsys.readouterr().out.strip() == f"sightline {__version__}"
-
-
-def test_only_the_command_that_is_called_is_declared() -> None:
-    declared = build_parser(["config", "schema"]).format_help()
-    assert "config" in declared and "make checkpoints" not in declared
-
-
-def test_only_command_files_are_commands() -> None:
-    assert {"rl", "bench"} <= set(list_commands())
-    assert not {"main", "renamed_options", "training"} & set(list_commands())
 
 
 def test_a_command_runs_its_own_file_s_run_unless_an_action_names_another() -> None:
@@ -89,13 +56,6 @@ def test_a_command_runs_its_own_file_s_run_unless_an_action_names_another() -> N
         assert args.run(args) == status
 
 
-def test_the_module_runs_as_the_command() -> None:
-    done = subprocess.run(
-        [sys.executable, "-m", "sightline", "--version"], capture_output=True, text=True, timeout=60
-    )
-    assert (done.returncode, done.stdout.strip()) == (0, f"sightline {__version__}")
-
-
 def test_help_needs_no_heavy_library_and_is_that_of_all_commands() -> None:
     heavy = ("torch", "transformers", "numpy", "pydantic", "rich")
     script = (
@@ -109,13 +69,6 @@ def test_help_needs_no_heavy_library_and_is_that_of_all_commands() -> None:
         )
         assert "usage: sightline" in done.stdout and done.stdout.endswith("\n[]\n"), done
     assert build_parser([]).format_help() == build_parser().format_help()
-
-
-def test_a_reader_that_leaves_early_is_no_error() -> None:
-    command = f"set -o pipefail; {sys.executable} -m sightline config schema | head -n 1"
-    done = subprocess.run(["bash", "-c", command], capture_output=True, text=True, timeout=60)
-    assert done.stdout == "# Settings\n"
-    assert done.stderr == ""
 
 
 @pytest.mark.parametrize("command", [name for name in RENAMED_OPTIONS if name != "serve"])

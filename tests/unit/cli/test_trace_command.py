@@ -54,21 +54,6 @@ def test_several_traces_are_listed_and_one_is_shown(file: Path, capsys) -> None:
     assert max(map(len, by_id.splitlines())) <= 80
 
 
-def test_long_messages_are_shortened_and_cannot_steer_the_terminal(tmp_path: Path, capsys) -> None:
-    from tests.unit.trace.toy import talk
-
-    trace = Trace(id="long")
-    talk(trace, ([user("word " * 900 + "\x1b[31mred")], "ok"))
-    write_traces(tmp_path / "t", [trace])
-    short, full = (
-        tell(capsys, "show", tmp_path / "t"),
-        tell(capsys, "show", tmp_path / "t", "--full"),
-    )
-    assert "lines left out" in short and "lines left out" not in full
-    assert len(short.splitlines()) < 25 < len(full.splitlines())
-    assert "\x1b" not in short and max(map(len, full.splitlines())) <= 80
-
-
 def test_a_trace_that_is_not_there_is_refused(file: Path, tmp_path: Path, capsys) -> None:
     assert "has no trace '7'" in tell(capsys, "show", file, "--trace", "7", code=2)
     folder = tell(capsys, "show", file.parents[1], code=2)
@@ -138,23 +123,6 @@ def test_diff_names_the_first_difference(file: Path, tmp_path: Path, capsys) -> 
     assert "reward" in against(msgspec.structs.replace(one, reward=0.25), one)
     shorter = msgspec.structs.replace(one, nodes=one.nodes[:3], per_turn=None)
     assert "node 3" in against(shorter, one) and "no such node" in against(shorter, one)
-
-
-def test_diff_spells_tokens_out_where_it_knows_the_model(
-    tmp_path: Path, tiny_model: Path, store: MediaStore, capsys
-) -> None:
-    renderer = load_renderer(tiny_model, store)
-    for name, words in (("one", "the cat"), ("other", "the cow")):
-        trace = Trace(id=name, reward=1.0)
-        said = [*renderer.render([user(words)]).token_ids, *renderer.stop_token_ids[:1]]
-        turn = trace.extend(-1, [user("hi")], renderer)
-        span = PolicySpan(0, len(said), version=0, epoch=0)
-        turn.commit(said, [-1.0] * len(said), [span], "stop")
-        write_traces(tmp_path / name, [trace])
-    pair = (tmp_path / "one", tmp_path / "other")
-    told = tell(capsys, "diff", *pair, "--model", tiny_model, "--media", store.root, code=1)
-    assert "cat" in told and "cow" in told
-    assert "cat" not in tell(capsys, "diff", *pair, code=1)
 
 
 def test_replay_without_a_server_renders_again(

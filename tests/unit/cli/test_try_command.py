@@ -15,7 +15,6 @@ from serving import serve_here
 from sightline import open_run
 from sightline.cli.main import main
 from sightline.launch import evaluate
-from sightline.view.terminal_image import draw_image
 
 BAD = """
 import random
@@ -86,15 +85,6 @@ def test_the_errors_of_an_environment_are_found(
     assert "finished" in run._repr_html_(), "as the dashboard's overview has it"
     assert main(["ls", "runs"]) == 0
     assert re.search(r"^try-bad-001 +finished +try, 8 tasks ", capsys.readouterr().out, re.M)
-
-
-def test_a_terminal_shows_pictures_in_half_blocks() -> None:
-    image = Image.new("RGB", (4, 4), "red")
-    image.paste("blue", (0, 2, 4, 4))
-    red, blue = "\x1b[38;2;255;0;0m\x1b[48;2;255;0;0m▀", "\x1b[38;2;0;0;255m\x1b[48;2;0;0;255m▀"
-    assert draw_image(image) == [red * 4 + "\x1b[0m", blue * 4 + "\x1b[0m"]
-    lines = draw_image(Image.new("RGB", (1000, 300)))
-    assert len(lines) == 5 and all(line.count("▀") == 32 for line in lines)
 
 
 def test_a_new_project_passes_its_own_test_and_a_folder_is_not_overwritten(

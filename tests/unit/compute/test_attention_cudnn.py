@@ -101,23 +101,6 @@ def test_what_padding_costs_too_much_for_is_left_as_it_is(lengths: list[int], wh
     assert build_padded_rows(lengths, CPU, seen_often(lengths)) is None, why
 
 
-def test_without_gradients_nothing_is_padded() -> None:
-    lengths = [2048]
-    with torch.no_grad():
-        assert build_padded_rows(lengths, CPU, seen_often(lengths)) is None
-
-
-def test_plans_forget_what_was_not_asked_for_lately() -> None:
-    plans = ShapeCounter(kept=2)
-    found = [plans.count_shape(1, 1) for _ in range(MIN_SHAPE_REPEATS)]
-    assert found == [False] * (MIN_SHAPE_REPEATS - 1) + [True]
-    plans.count_shape(2, 1)
-    assert plans.count_shape(1, 1)
-    plans.count_shape(3, 1)
-    plans.count_shape(4, 1)
-    assert not plans.count_shape(1, 1)
-
-
 def test_images_are_decided_on_once_a_micro_batch(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(attention_cudnn, "SHAPES", ShapeCounter())
 

@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 
-from sightline.config import RunFile, dump_toml, load_config, validate_config
-from sightline.envs.mix import EnvironmentMix, build_environment
+from sightline.config import RunFile, validate_config
+from sightline.envs.mix import build_environment
 from sightline.envs.protocol import load_environment
 from sightline.errors import ConfigError
 
@@ -36,17 +36,6 @@ def test_tasks_come_by_weight_and_always_from_the_same_one() -> None:
         member = env.choose_environment(index, "eval")
         squares = 2 if member.name == "color_codeword" else 4
         assert len(member.task(index, "eval").data) == 3 * squares
-
-
-def test_a_mix_survives_the_round_trip(tmp_path: Any) -> None:
-    first = run_file(**MIXED)
-    (tmp_path / "run.toml").write_text(dump_toml(first))
-    assert load_config(RunFile, tmp_path / "run.toml") == first
-
-
-def test_one_environment_stays_as_it_was() -> None:
-    env = build_environment(run_file(name="color_codeword", args={"squares": 2}).env)
-    assert not isinstance(env, EnvironmentMix) and env.choose_environment(5, "train") is env
 
 
 @pytest.mark.parametrize(

@@ -60,13 +60,6 @@ def test_image_columns_of_datasets_go_into_the_store(path: str, store: MediaStor
         assert [(ref.width, ref.height) for ref in row["more"]] == [(16, 16)] * (number % 2)
 
 
-def test_a_part_of_a_folder_is_named(store: MediaStore) -> None:
-    assert len(open_tasks(GOLDEN / "folder", dataset_split="test", eval_fraction=0)) == 2
-    assert len(open_tasks(GOLDEN / "folder" / "test", eval_fraction=0)) == 2
-    with pytest.raises(ConfigError, match="the parts train, test"):
-        open_tasks(GOLDEN / "folder")
-
-
 def test_parquet_is_read_by_row_group(tmp_path: Path, store: MediaStore) -> None:
     import pyarrow
     import pyarrow.parquet
@@ -140,13 +133,6 @@ def test_what_is_neither_a_folder_nor_on_the_hub_is_said_to_be_neither(
     with pytest.raises(ConfigError, match="there is no file or folder 'nothere'") as refused:
         open_tasks("nothere")
     assert "a .jsonl or .parquet file" in refused.value.fix
-
-
-def test_a_line_that_is_not_json_is_named(tmp_path: Path, store: MediaStore) -> None:
-    path = tmp_path / "t.jsonl"
-    path.write_text('{"n": 1}\n{"n":\n')
-    with pytest.raises(ConfigError, match="row 1: "):
-        open_tasks(path, eval_fraction=0).read(1, store.put)
 
 
 @pytest.fixture

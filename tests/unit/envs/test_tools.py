@@ -10,9 +10,8 @@ from PIL import Image
 
 from sightline.envs.tools import Toolbox, ToolError
 from sightline.errors import ConfigError
-from sightline.families import load_renderer
 from sightline.media import MediaStore
-from sightline.message import AssistantMessage, ToolCall, user
+from sightline.message import AssistantMessage, ToolCall
 
 
 def move(
@@ -100,13 +99,3 @@ def test_a_failure_of_the_tool_itself_is_not_the_models(store: MediaStore) -> No
 
     with pytest.raises(RuntimeError, match="no display"):
         Toolbox(broken).run_blocking(calls(("broken", "{}")), store.put)
-
-
-def test_schemas_and_answers_render(tiny_model: Any, store: MediaStore) -> None:
-    renderer, tools = load_renderer(tiny_model, store), Toolbox(move)
-    said = calls(("move", '{"way": "up"}'))
-    rendered = renderer.render(
-        [user("go"), said, *tools.run_blocking(said, store.put)], tools.schemas
-    )
-    text = renderer.decode(rendered.token_ids)
-    assert "where to go" in text and "moved up by 1" in text and len(rendered.slots) == 1

@@ -13,7 +13,7 @@ import pytest
 from PIL import Image
 
 from sightline.envs import Conversation, last_images, last_turns
-from sightline.envs.windows import IMAGE_PLACEHOLDER, opening
+from sightline.envs.windows import IMAGE_PLACEHOLDER
 from sightline.errors import ConfigError, EnvironmentFailed
 from sightline.families import load_renderer
 from sightline.media import MediaRef, MediaStore
@@ -52,13 +52,6 @@ def test_older_images_leave_and_a_text_takes_their_place() -> None:
     assert last_images(0, instead="")(history) == [user("xy"), assistant("a"), user()]
 
 
-def test_images_leave_several_at_a_time() -> None:
-    window = last_images(4, step=3)
-    counts = [len(shown(window(steps(n)))) for n in range(12)]
-    assert counts == [0, 1, 2, 3, 4, 2, 3, 4, 2, 3, 4, 2]
-    assert shown(window(steps(10))) == shown(steps(10))[-4:]
-
-
 def test_older_turns_leave_and_the_task_stays() -> None:
     history = steps(4)
     assert last_turns(2)(history) == [*history[:2], *history[-3:]]
@@ -74,12 +67,6 @@ def test_a_result_of_a_tool_keeps_its_call() -> None:
     history = [user("task"), CALL, RESULT, RESULT, CALL, RESULT]
     assert last_turns(1)(history) == [user("task"), CALL, RESULT]
     assert last_turns(2)(history) == [user("task"), CALL, RESULT, RESULT, CALL, RESULT]
-
-
-def test_the_opening_is_what_the_task_began_with() -> None:
-    assert opening(steps(2)) == steps(0)
-    assert opening([user("a"), user("b")]) == [user("a")]
-    assert opening([]) == [] and opening([CALL]) == []
 
 
 @pytest.mark.parametrize("window", [lambda: last_images(-1), lambda: last_turns(0)])

@@ -3,7 +3,6 @@ from __future__ import annotations
 import asyncio
 import io
 import random
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -12,11 +11,7 @@ from grid_walk import GOAL, MOVES, WALKER, GridWalk, Maze, word_of
 from PIL import Image
 
 from sightline.envs import Outcome
-from sightline.errors import ConfigError
-from sightline.families import load_renderer
 from sightline.media import MediaStore
-from sightline.message import Message
-from sightline.trainer.sft import build_sample
 
 
 def play(env: GridWalk, store: MediaStore, answers: Any) -> tuple[Outcome, ScriptedChat]:
@@ -68,30 +63,6 @@ def test_moves_are_tool_calls_and_pictures_their_results(store: MediaStore) -> N
     assert all(tools[0]["function"]["name"] == "move" for tools in chat.tools)
 
 
-def test_a_step_back_is_paid_back_and_nonsense_costs_and_moves_nothing(store: MediaStore) -> None:
-    env = GridWalk(max_turns=4)
-    maze = Maze((1, 1), (1, 3), frozenset())
-    env.task = lambda index, split: type("T", (), {"data": maze})()  # type: ignore[method-assign]
-    outcome, chat = play(env, store, ["L", "right", "R", "R"])
-    assert outcome.per_turn == pytest.approx([-0.5, -0.3, 0.5, 0.5])
-    assert outcome.parts == {"reached": 0.0, "progress": 0.5, "turns": 4.0, "malformed": 0.25}
-    assert chat.seen[1].images == chat.seen[2].images, "the walker stays where it is"
-
-
-def test_the_picture_says_where_walker_and_goal_are() -> None:
-    env = GridWalk(walls=4)
-    for index in range(20):
-        maze = env.task(index, "train").data
-        assert places(env, env.draw(maze, maze.start)) == (maze.start, maze.goal)
-
-
-def test_a_wall_and_the_edge_are_in_the_way() -> None:
-    env = GridWalk()
-    maze = Maze((0, 0), (3, 3), frozenset({(0, 1)}))
-    assert env.step(maze, (0, 0), "R") == env.step(maze, (0, 0), "U") == (0, 0)
-    assert env.step(maze, (0, 0), "D") == (1, 0)
-
-
 def test_every_task_has_a_way_and_is_fixed_by_split_and_index() -> None:
     env, again = GridWalk(walls=5), GridWalk(walls=5)
     for index in range(100):
@@ -122,30 +93,3 @@ def test_demonstrations_can_be_read_back_and_experts_arrive(
                     at = env.step(task.data, at, letter)
             ends.append(at == task.data.goal)
         assert all(ends) == arrives
-
-
-def test_a_demonstration_with_tools_offers_them_in_its_prompt(
-    tiny_model: Path, store: MediaStore
-) -> None:
-    env = GridWalk(actions="tool", max_turns=2)
-    talk = env.demonstration(env.task(0, "sft"), store.put, random.Random(0))
-    renderer = load_renderer(tiny_model, store)
-    plain, offered = build_sample(talk, renderer, "a"), build_sample(talk, renderer, "b", env.tools)
-    assert len(offered.token_ids) > len(plain.token_ids) + 100
-    assert len(offered.trained) == len(plain.trained)
-
-
-@pytest.mark.parametrize("args", [{"cells": 1}, {"walls": 9}, {"side": 4}, {"actions": "voice"}])
-def test_what_cannot_be_played_is_refused(args: dict[str, Any]) -> None:
-    with pytest.raises(ConfigError):
-        GridWalk(**args)
-
-
-def test_several_calls_at_once_are_no_move(store: MediaStore) -> None:
-    env = GridWalk(actions="tool", max_turns=2)
-    one = env.action_format.write(("up",))
-    two = Message(role="assistant", tool_calls=one.tool_calls * 2)
-    outcome, chat = play(env, store, [two, two])
-    assert outcome.parts["malformed"] == 1.0
-    assert [m.role for m in chat.seen] == ["user", "tool", "tool"], "each call has a result"
-    assert [len(m.images) for m in chat.seen] == [1, 0, 1]

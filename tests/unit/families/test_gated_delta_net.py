@@ -123,28 +123,6 @@ def test_what_a_row_carries_on_without_a_plan_leaks(layer: Any) -> None:
     assert float((together[:, 6:] - second).abs().max()) > 1e-3
 
 
-def test_a_layer_without_a_plan_is_transformers_own(layer: Any) -> None:
-    hidden = torch.randn(2, 9, HIDDEN)
-    before = layer(hidden)
-    pack_delta_nets(layer)
-    assert torch.equal(layer(hidden), before)
-
-
-def test_chunks_are_no_longer_than_the_longest_run() -> None:
-    ends = np.array([3, 3, 3, 5, 5])
-    assert build_recurrence_plan(ends, WINDOW, CPU).chunks.shape == (2, 3)
-
-
-def test_sequences_side_by_side_are_told_from_trees() -> None:
-    """Kernels for rows of any lengths take the first, by where they begin and end."""
-    flat = build_recurrence_plan(np.repeat([3, 4, 9], [3, 1, 5]), WINDOW, CPU)
-    assert flat.bounds is not None and flat.bounds.tolist() == [0, 3, 4, 9]
-    tree = lay_out((2, [(3, []), (1, [])]))
-    assert build_recurrence_plan(np.array(tree), WINDOW, CPU).bounds is None
-    beside = [*tree, *(len(tree) + end for end in (2, 2))]
-    assert build_recurrence_plan(np.array(beside), WINDOW, CPU).bounds is None
-
-
 def rule_of_a_package(
     q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, cu_seqlens: Tensor, **options: Any
 ) -> tuple[Tensor, None]:

@@ -66,35 +66,10 @@ def test_layout_is_the_documented_one(width: int, height: int) -> None:
     assert layout.num_tokens == (high // 28) * (wide // 28)
 
 
-def test_a_screenshot_has_the_published_number_of_tokens() -> None:
-    layout = FAMILY.layout(1280, 720)
-    assert (layout.grid, layout.num_tokens) == ((1, 52, 92), 1196)
-
-
 @pytest.mark.parametrize("size", [(28, 28), (1, 1), (29, 27), (100, 60), (300, 20), (13, 150)])
 def test_patches_are_the_documented_ones(size: tuple[int, int], store: MediaStore) -> None:
     image = noise(*size)
     assert np.array_equal(patches_of(image, store), documented_patches(image))
-
-
-def test_a_large_image_shrinks_before_it_is_padded(store: MediaStore) -> None:
-    image = noise(2500, 1900)
-    patches = patches_of(image, store)
-    assert len(patches) == math.prod(FAMILY.layout(2500, 1900).grid) <= 17000
-    assert np.array_equal(patches, documented_patches(image))
-
-
-def test_other_modes_become_rgb(store: MediaStore) -> None:
-    grey = noise(40, 30).convert("L")
-    assert np.array_equal(patches_of(grey, store), patches_of(grey.convert("RGB"), store))
-
-
-def test_rows_are_values_less_mean_by_deviation() -> None:
-    patches = np.arange(256, dtype=np.uint8).repeat(588).reshape(-1, 588)
-    rows = FAMILY.rows(patches)
-    assert rows.dtype == np.float32 and rows.shape == (256, 3, 14, 14)
-    assert np.allclose(rows, (patches.reshape(rows.shape) / 255 - 0.5) / 0.5, atol=1e-7)
-    assert rows.min() == -1 and rows.max() == 1
 
 
 def test_the_nested_settings_of_a_published_folder_are_read(tmp_path: Path) -> None:

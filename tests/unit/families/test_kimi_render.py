@@ -7,7 +7,6 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import msgspec
 import pytest
 from PIL import Image
 
@@ -95,14 +94,6 @@ def test_a_message_is_headed_by_its_name(load: Load) -> None:
             renderer.render([{**talk[1], "name": name}])
 
 
-def test_reasoning_of_a_named_assistant_is_taken_back_too(load: Load) -> None:
-    renderer = load(True)
-    named = msgspec.structs.replace(called("I look."), name="Bo")
-    prompt = renderer.render([user("hi"), named, answered("x")]).token_ids
-    completion = said(renderer, assistant("done"))
-    assert renderer.bridge(prompt, completion, [user("and?")]) == Refused("history_rewritten")
-
-
 def called(reasoning: str | None = None, name: str = "look", number: int = 0) -> Message:
     call = ToolCall(name=name, arguments='{"a": true}', id=f"functions.{name}:{number}")
     return Message(role="assistant", reasoning=reasoning, tool_calls=(call,))
@@ -179,15 +170,6 @@ def test_bridge_refuses_a_stop_inside_open_reasoning(load: Load) -> None:
     assert renderer.bridge(prompt, completion, [user("a")]) == Refused("stop_in_reasoning")
 
 
-def test_reasoning_that_was_cut_off_before_it_began_is_closed(load: Load) -> None:
-    renderer = load(True)
-    prompt = renderer.render([user("hi")]).token_ids
-    bridged = renderer.bridge(prompt, [], [user("go on")])
-    assert isinstance(bridged, Bridged)
-    whole = renderer.render([user("hi"), assistant(""), user("go on")])
-    assert prompt + bridged.token_ids == whole.token_ids
-
-
 @pytest.mark.parametrize("think_tokens", [False, True])
 def test_parse_takes_reasoning_content_and_calls_apart(load: Load, think_tokens: bool) -> None:
     renderer = load(True, think_tokens)
@@ -203,17 +185,6 @@ def test_parse_takes_reasoning_content_and_calls_apart(load: Load, think_tokens:
     assert renderer.parse(said(renderer, message)).as_message() == message
     open_ = renderer.parse(encoded(renderer, "still thinking"))
     assert (open_.reasoning, open_.text, open_.stopped) == ("still thinking", "", False)
-
-
-def test_a_section_of_calls_ends_reasoning_that_was_not_closed(load: Load) -> None:
-    renderer = load(True, True)
-    ids = said(renderer, called())
-    completion = [*encoded(renderer, "hm"), *ids[1:]]
-    parsed = renderer.parse(completion)
-    assert parsed.reasoning == "hm" and [call.name for call in parsed.tool_calls] == ["look"]
-    drafted = [*ids[1:-1], *encoded(renderer, "no"), *said(renderer, assistant("y"))]
-    assert renderer.parse(drafted).tool_calls == ()
-    assert renderer.parse(drafted).text == "y"
 
 
 def test_malformed_calls_come_back_with_their_text(load: Load) -> None:
@@ -251,14 +222,6 @@ def test_a_section_of_calls_that_was_cut_off_is_closed(load: Load, thinking: boo
     assert isinstance(bridged, Bridged)
     closed = "<|tool_call_end|><|tool_calls_section_end|><|im_end|>"
     assert renderer.decode(bridged.token_ids).startswith(closed + "<|im_system|>")
-
-
-def test_a_call_without_an_id_is_named_by_its_function_and_number(load: Load) -> None:
-    renderer = load(False)
-    calls = (ToolCall("f", "{}"), ToolCall("g", "{}"))
-    talk = [user("a"), Message(role="assistant", tool_calls=calls), called()]
-    spoken = renderer.decode(renderer.render(talk).token_ids)
-    assert "functions.f:0" in spoken and "functions.g:1" in spoken
 
 
 @pytest.mark.parametrize(
@@ -342,30 +305,6 @@ def test_tools_that_have_no_type_are_written_as_json(schema: Any) -> None:
 
 def sorted_keys(value: Any) -> Any:
     return json.loads(json.dumps(value, sort_keys=True))
-
-
-def test_numbered_pictures_are_refused_because_the_format_has_none(
-    written: Path, store: MediaStore
-) -> None:
-    with pytest.raises(FamilyError, match="does not number images"):
-        load_renderer(written, store, number_images=True)
-
-
-def test_half_a_surrogate_pair_is_refused_where_it_stands(load: Load) -> None:
-    renderer = load(thinking=True)
-    half, call = "\ud83d", ToolCall(name="f", arguments='{"a": "\ud83d"}')
-    named, returned = ToolCall(half, "{}"), Message(role="tool", tool_call_id=half)
-    for message, path in (
-        (assistant(half), "content"),
-        (assistant("a", reasoning=half), "reasoning"),
-        (Message(role="assistant", tool_calls=(call,)), "tool_calls[0].function"),
-        (Message(role="assistant", tool_calls=(named,)), "tool_calls[0].function"),
-        (Message(role="assistant", tool_calls=(ToolCall("f", "{}", half),)), "tool_calls[0].id"),
-        (returned, "tool_call_id"),
-    ):
-        with pytest.raises(MessageError) as caught:
-            renderer.render([user("hi"), message])
-        assert caught.value.problem.startswith(f"messages[1].{path}: ")
 
 
 def test_a_checkpoint_without_a_vision_tower_is_refused_at_load(

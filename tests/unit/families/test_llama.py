@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from sightline import FamilyError, MediaStore, MessageError
-from sightline.families import load_family, load_renderer
+from sightline.families import load_renderer
 from sightline.families.registry import write_tiny
 from sightline.message import user
 
@@ -84,16 +84,6 @@ def test_tools_are_refused_with_the_reason(whole: Path, store: MediaStore) -> No
     tool = {"type": "function", "function": {"name": "f"}}
     with pytest.raises(MessageError, match="a tool call of Llama 3 has no mark"):
         load_renderer(whole, store).render([user("a")], [tool])
-
-
-def test_pixel_limits_are_refused_by_name(whole: Path) -> None:
-    with pytest.raises(FamilyError, match="max_pixels .* has no vision tower"):
-        load_family(whole, max_pixels=4096)
-
-
-def test_an_unknown_type_of_tiny_checkpoint_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(FamilyError, match="no type 'llama9'"):
-        write_tiny("llama3", tmp_path, seed=0, type="llama9")
 
 
 def test_a_tied_checkpoint_holds_its_embedding_once(tmp_path: Path) -> None:

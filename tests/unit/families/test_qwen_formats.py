@@ -93,16 +93,6 @@ def test_the_template_of_the_checkpoint_decides_and_is_read_quickly(
     assert f"chat format: {name}, {why}" in renderer.describe()
 
 
-@pytest.mark.parametrize("kind", ["qwen2_5_vl", "qwen3_vl", "qwen3_5", "qwen3"])
-def test_a_folder_without_a_template_speaks_the_first_format_of_its_type(
-    copy: Callable[[str], Path], store: MediaStore, kind: str
-) -> None:
-    first, *others = [known.format_name for known in FORMATS[kind]]
-    said = "\n".join(load_renderer(copy(kind), store).describe())
-    assert f"chat format: {first}, because the folder has no chat template" in said
-    assert all(f"if the checkpoint speaks {other}, copy its chat_" in said for other in others)
-
-
 @pytest.mark.parametrize("file", ["chat_template.json", "tokenizer_config.json"])
 @pytest.mark.parametrize("is_list", [False, True])
 def test_the_template_is_found_in_other_files_too(
@@ -143,16 +133,6 @@ def test_a_template_that_writes_anything_else_is_refused_with_the_first_differen
         load_renderer(path, store)
 
 
-def test_a_template_that_fails_is_refused(copy: Callable[[str], Path], store: MediaStore) -> None:
-    path = copy("qwen3_vl")
-    (path / "chat_template.jinja").write_text("{{ raise_exception('not today') }}")
-    with pytest.raises(FamilyError, match="not today"):
-        load_renderer(path, store)
-    (path / "chat_template.jinja").write_text("{% if %}")
-    with pytest.raises(FamilyError, match="no template"):
-        load_renderer(path, store)
-
-
 def test_the_published_templates_are_known(
     copy: Callable[[str], Path], store: MediaStore, shared: Path
 ) -> None:
@@ -164,19 +144,6 @@ def test_the_published_templates_are_known(
         (path / "chat_template.jinja").write_text(published.read_text())
         renderer: Any = load_renderer(path, store)
         assert renderer.format_name == formats[0].format_name
-
-
-def test_the_template_of_the_smallest_qwen3_5_is_the_published_one_that_closes_its_block(
-    copy: Callable[[str], Path], store: MediaStore, shared: Path
-) -> None:
-    path = copy("qwen3_5")
-    published = (shared / "references" / "qwen3_5_chat_template.jinja").read_text()
-    asked = "enable_thinking is defined and enable_thinking is"
-    assert f"{asked} false" in published
-    small = published.replace(f"{asked} false", f"not ({asked} true)")
-    (path / "chat_template.jinja").write_text(small)
-    renderer: Any = load_renderer(path, store)
-    assert renderer.format_name == "Qwen3.5 non-thinking"
 
 
 # -- bridging over reasoning
@@ -224,22 +191,6 @@ def test_a_new_question_rewrites_history_that_holds_reasoning(
     assert renderer.bridge(prompt, completion, [user("and?")]) == Refused("history_rewritten")
     assert renderer.bridge(prompt, completion, [TOOL, user("b")]) == Refused("history_rewritten")
     assert isinstance(renderer.bridge(prompt, completion, [TOOL]), Bridged)
-
-
-def test_a_plain_answer_of_qwen3_can_be_followed_by_a_question(
-    load: Callable[[str], Renderer],
-) -> None:
-    renderer = load("qwen3")
-    prompt = renderer.render([user("hi")]).token_ids
-    completion = ids_of(renderer, "yes<|im_end|>")
-    bridged = renderer.bridge(prompt, completion, [user("and?")])
-    assert isinstance(bridged, Bridged)
-    talk = [user("hi"), assistant("yes"), user("and?")]
-    assert prompt + completion + bridged.token_ids == renderer.render(talk).token_ids
-    # Reasoning of an earlier step, before a tool answered, would be dropped as well.
-    acted = [user("hi"), assistant("", reasoning="hm"), TOOL]
-    prompt = renderer.render(acted).token_ids
-    assert renderer.bridge(prompt, completion, [user("and?")]) == Refused("history_rewritten")
 
 
 def test_behind_a_closed_block_the_answer_follows_and_a_question_rewrites_history(
@@ -377,27 +328,6 @@ def test_half_a_surrogate_pair_and_endless_nesting_are_no_calls_that_a_model_mak
             assert parsed.tool_calls == () and parsed.malformed_calls
 
 
-@pytest.mark.parametrize("kind", CALLING)
-def test_half_a_surrogate_pair_is_refused_where_a_caller_wrote_it(
-    load: Callable[[str], Renderer], kind: str
-) -> None:
-    renderer, half = load(kind), "\ud800"
-    for tool in ({"name": half}, {"name": "f", "description": half}, {half: 1}):
-        with pytest.raises(MessageError, match=r"^tools\[1\]: text with half a surrogate pair"):
-            renderer.render([user("hi")], [{"name": "g"}, tool])
-    returned = Message(role="tool", tool_call_id=half)
-    with pytest.raises(MessageError, match=r"^new_messages\[0\]\.tool_call_id: "):
-        renderer.bridge(renderer.render([user("hi")]).token_ids, [], [returned])
-    spelled = ToolCall("f", r'{"a": ["\ud800"]}')
-    said = [user("hi"), Message(role="assistant", tool_calls=(spelled,))]
-    if kind != "qwen3_5":
-        # JSON is written as it was given, and there the pair is spelled out.
-        assert r"\ud800" in renderer.decode(renderer.render(said).token_ids)
-        return
-    with pytest.raises(MessageError, match=r"^messages\[1\]\.tool_calls\[0\]\.function\.arg"):
-        renderer.render(said)
-
-
 @pytest.mark.parametrize("kind", THINKING)
 def test_a_call_ends_reasoning_that_is_never_closed(
     load: Callable[[str], Renderer], kind: str
@@ -485,43 +415,6 @@ def template_texts(kind: str, folder: Path, messages: list[dict[str, Any]]) -> l
     ]
 
 
-@pytest.mark.parametrize("kind", THINKING)
-def test_empty_reasoning_keeps_a_mark_in_the_content(
-    load: Callable[[str], Renderer], folder: Callable[[str], Path], kind: str
-) -> None:
-    renderer = load(kind)
-    said = {"role": "assistant", "content": "a\n</think>\nb"}
-    for more in ({"reasoning_content": ""}, {}):
-        talk = [{"role": "user", "content": "hi"}, {**said, **more}]
-        written = renderer.decode(renderer.render(talk, generation_prompt=False).token_ids)
-        assert set(template_texts(kind, folder(kind), talk)) == {written}
-        assert ("a\n</think>\nb" in written) == bool(more)
-    # Elsewhere empty reasoning is none, so that a history is found again.
-    (read,) = renderer.read_messages([{**said, "content": "b", "reasoning_content": ""}])
-    assert read == assistant("b")
-
-
-def test_an_empty_text_before_a_call_is_a_content(
-    load: Callable[[str], Renderer], folder: Callable[[str], Path]
-) -> None:
-    empty = [{"type": "text", "text": ""}]
-    call = {"type": "function", "function": {"name": "f", "arguments": {}}}
-    for kind in CALLING:
-        written = []
-        for content in (empty, "", [], [*empty, *empty]):
-            said = {"role": "assistant", "content": content, "tool_calls": [call]}
-            talk = [{"role": "user", "content": "hi"}, said]
-            rendered = load(kind).render(talk, generation_prompt=False)
-            written.append(load(kind).decode(rendered.token_ids))
-            if kind == "qwen3_vl":
-                assert set(template_texts(kind, folder(kind), talk)) == {written[-1]}
-        assert ("assistant\n\n<tool_call>" in written[0]) == (kind == "qwen3_vl")
-        assert written[0] == written[3] and written[1] == written[2]
-    # Without a call it is nothing.
-    (read,) = load("qwen3_vl").read_messages([{"role": "assistant", "content": empty}])
-    assert read == assistant("")
-
-
 def test_images_stand_in_system_messages_where_the_template_shows_them(
     load: Callable[[str], Renderer], folder: Callable[[str], Path], store: MediaStore
 ) -> None:
@@ -540,36 +433,3 @@ def test_images_stand_in_system_messages_where_the_template_shows_them(
 
 
 EMPTY_TEXT, CALL_IDS = "text of None and empty text", "call ids"
-REASONING = (
-    "reasoning of turns before the last question",
-    "newlines around reasoning, and before the content that follows it",
-)
-JSON_CALLS = (EMPTY_TEXT, CALL_IDS, "JSON spacing around a call's arguments")
-TAGGED_CALLS = (
-    EMPTY_TEXT,
-    CALL_IDS,
-    *REASONING,
-    "JSON spacing and number spelling of a call's arguments",
-    "whether an argument is a string or the number, boolean or null that it spells",
-    "string arguments that spell a JSON list or object",
-    "arguments that spell the tags themselves",
-    "white space around a message, and around reasoning",
-)
-NOT_CARRIED = {
-    "Qwen2.5-VL": (EMPTY_TEXT,),
-    "Qwen3-VL": JSON_CALLS,
-    "Qwen3": (*JSON_CALLS, *REASONING),
-    "Qwen3-VL thinking": (*JSON_CALLS, *REASONING),
-    "Qwen3.5": TAGGED_CALLS,
-    "Qwen3.5 non-thinking": TAGGED_CALLS,
-}
-"""What `parse` cannot give back of what `render` wrote, by the name of a format."""
-
-
-def test_what_formats_do_not_carry_is_in_the_docs() -> None:
-    page = (ROOT / "docs" / "chat_formats.md").read_text()
-    for formats in FORMATS.values():
-        for chat_format in formats:
-            assert chat_format.format_name in page
-            for entry in NOT_CARRIED[chat_format.format_name]:
-                assert entry in page, f"{chat_format.format_name}: {entry}"

@@ -13,7 +13,6 @@ import numpy as np
 import pytest
 import torch
 
-from sightline.algo.losses import supervised
 from sightline.families import load_family, load_renderer
 from sightline.families.registry import write_tiny
 from sightline.inference.server_spec import describe_prefix_reuse
@@ -27,8 +26,7 @@ from sightline.trainer.feed import BatchPreparer, ReadyBatch
 from sightline.trainer.learner import SUM_NAMES, Learner
 from sightline.trainer.step_result import MetricSums, StepTimer
 from sightline.wire import MediaItem, Slot
-from sightline.wire.array import Array
-from sightline.wire.sample import Batch, Sample, Segment
+from sightline.wire.sample import Batch, Sample
 
 TYPES = (
     "qwen3_vl", "qwen3_vl_thinking", "qwen3_vl_moe", "qwen2_5_vl", "qwen3_5", "qwen3_5_moe",
@@ -93,13 +91,6 @@ def backward(learner: Learner, batch: ReadyBatch) -> tuple[dict[str, np.ndarray]
     return found, torch.cat(grads)
 
 
-def test_what_it_packs_into_is_declared_with_a_reason(model: Path) -> None:
-    packing = load_family(model).packing
-    assert (packing.kind, packing.carries_state) == ("tree", model.name in RECURRENT)
-    assert packing.description.startswith("packing: shared-prefix trees, ")
-    assert "because" in packing.description and packing.reason
-
-
 def test_packed_equals_unpacked(model: Path, store: MediaStore) -> None:
     learner = build(model, store)
     given = samples(model, store, count=6, seed=1)
@@ -154,29 +145,10 @@ def plain_logprobs(
     return logs.gather(-1, ids[0][trained, None]).squeeze(-1).numpy()
 
 
-def test_it_trains_on_demonstrations(model: Path, store: MediaStore) -> None:
-    learner = build(model, store)
-    given = samples(model, store, count=4, seed=3)
-    learner.loss = supervised
-    batch = ready(learner, store, given, WHOLE)
-    losses = [learner.step(batch).metrics["loss"] for _ in range(6)]
-    assert losses[-1] < losses[0]
-
-
 def test_what_a_turn_finds_of_the_one_before_is_said_with_a_reason(model: Path) -> None:
     line = describe_prefix_reuse(load_family(model))
     assert line.startswith("prefix cache: on, ")
     assert ("because" in line) == (model.name in RECURRENT)
-
-
-def test_a_family_of_any_type_crosses_into_another_process(model: Path) -> None:
-    import pickle
-
-    family = load_family(model)
-    again = pickle.loads(pickle.dumps(family))
-    assert again.fingerprint == family.fingerprint
-    assert again.packing == family.packing
-    assert again.slot_token_ids == family.slot_token_ids
 
 
 def test_text_only_takes_no_pixel_settings_and_no_slots(
@@ -193,63 +165,3 @@ def test_text_only_takes_no_pixel_settings_and_no_slots(
         family.positions(4, [Slot(0, 1, item)])
     sample = samples(model, store, 1)[0]
     assert sample.items == [] and sample.slots == []
-
-
-@pytest.mark.parametrize("kind", TYPES)
-def test_the_engine_samples_at_the_logprobs_of_plain_transformers(
-    folder: Callable[[str], Path], store: MediaStore, kind: str
-) -> None:
-    import threading
-
-    from transformers import AutoModelForCausalLM, AutoModelForImageTextToText
-
-    from sightline.inference.server_spec import ServerSpec
-    from sightline.inference.torch_engine.build import build_engine
-    from sightline.inference.torch_engine.request import TorchRequest
-    from sightline.wire.generate import SamplingParams
-
-    model = folder(kind)
-    learner, renderer = build(model, store), load_renderer(model, store)
-    family = learner.family
-    shown = [store.put(making.image(random.Random(3), 120, 90))] if family.shows_media else []
-    rendered = renderer.render([user("see ", *shown)])
-    settings = ServerSpec.of(
-        path=model,
-        media_roots=(Path(store.root),),
-        device="cpu",
-        max_num_seqs=4,
-        max_model_len=512,
-    )
-    materializer = Materializer(family, store, 1 << 20)
-    engine = build_engine(settings, family, materializer, renderer.pad_token_ids)
-    done, finished = threading.Event(), []
-
-    def deliver(requests: list[TorchRequest]) -> None:
-        finished.extend(requests)
-        done.set()
-
-    engine.start(deliver)
-    prompt = np.array(rendered.token_ids, dtype=np.int32)
-    keys = [slot.item.key for slot in rendered.slots]
-    params = SamplingParams(max_tokens=12, temperature=1.0)
-    engine.submit([TorchRequest(prompt, list(rendered.slots), keys, params, seed=7)])
-    assert done.wait(60)
-    engine.stop()
-    engine.join(10)
-    said = finished[0]
-    assert said.error is None and said.tokens
-    auto: Any = AutoModelForImageTextToText if family.shows_media else AutoModelForCausalLM
-    plain = auto.from_pretrained(model, dtype=torch.float32)
-    slots = [Slot(s.offset, s.length, i) for i, s in enumerate(rendered.slots)]
-    sample = Sample(
-        trace_id="t", group_id="", env="", reward=0.0,
-        token_ids=Array.of(np.concatenate([prompt, said.tokens]), "int32"),
-        trained=Array.of(np.arange(len(prompt), len(prompt) + len(said.tokens)), "int32"),
-        logprobs=Array.of(said.logprobs, "float32"),
-        advantages=Array.of(np.zeros(len(said.tokens)), "float32"),
-        versions=Array.of(np.zeros(len(said.tokens)), "int32"),
-        segments=[Segment(len(prompt), len(prompt) + len(said.tokens), node=0)],
-        items=[slot.item for slot in rendered.slots], slots=slots,
-    )  # fmt: skip
-    theirs = plain_logprobs(plain, sample, learner, store)
-    np.testing.assert_allclose(said.logprobs, theirs, atol=2e-5)

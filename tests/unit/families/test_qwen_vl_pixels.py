@@ -87,20 +87,6 @@ def test_rows_are_bit_identical_to_transformers(
     check_equal(QwenVLFamily(ALL[name]), store, image, image)
 
 
-@pytest.mark.parametrize(("width", "height"), [(1920, 1080), (2400, 1800)])
-def test_rows_of_large_pictures_are_bit_identical(width: int, height: int) -> None:
-    image = picture(width, height)
-    # Not by way of the store: to compress so much noise takes longer than the rest.
-    ref = MediaRef("0" * 64, "image/png", width, height, 1)
-    check_image(QwenVLFamily(TINY), ref, image, image)
-
-
-@pytest.mark.parametrize("mode", ["1", "L", "LA", "P", "RGBA", "CMYK", "YCbCr"])
-def test_rows_of_other_modes_are_bit_identical(store: MediaStore, mode: str) -> None:
-    image = picture(150, 101, mode)
-    check_equal(QwenVLFamily(QWEN3_VL), store, image, image)
-
-
 @pytest.mark.parametrize(
     ("mode", "kind"),
     [("L", "PNG"), ("LA", "PNG"), ("P", "PNG"), ("RGBA", "PNG"), ("P", "GIF"), ("RGBA", "WEBP")],
@@ -145,39 +131,7 @@ def test_the_table_holds_what_transformers_computes() -> None:
     assert not family.table.flags.writeable
 
 
-def test_patches_leave_out_the_repeated_frame() -> None:
-    family = QwenVLFamily(TINY)
-    patches = np.arange(2 * 768, dtype=np.uint8).reshape(2, 768)
-    rows = family.rows(patches).reshape(2, 3, family.temporal, -1)
-    assert np.array_equal(rows[:, :, 0], rows[:, :, 1])
-    assert rows.nbytes == 8 * patches.nbytes
-
-
 # -- layout
-
-
-@pytest.mark.parametrize(
-    ("settings", "width", "height", "grid", "num_tokens"),
-    [
-        (QWEN3_VL, 640, 480, (1, 30, 40), 300),
-        (QWEN3_VL, 1280, 720, (1, 44, 80), 880),
-        (QWEN3_VL, 1920, 1080, (1, 68, 120), 2040),
-        (QWEN3_VL, 32, 32, (1, 16, 16), 64),
-        (QWEN2_5_VL, 400, 8, (1, 2, 30), 15),
-        (TINY, 32, 32, (1, 2, 2), 1),
-    ],
-)
-def test_layout_of_the_worked_sizes(
-    settings: ProcessorSettings,
-    width: int,
-    height: int,
-    grid: tuple[int, int, int],
-    num_tokens: int,
-) -> None:
-    layout = QwenVLFamily(settings).layout(width, height)
-    assert layout.grid == grid
-    assert layout.num_tokens == num_tokens
-    assert (layout.height, layout.width) == (grid[1] * settings.patch, grid[2] * settings.patch)
 
 
 @settings(max_examples=num_examples(1000, 200), deadline=None)

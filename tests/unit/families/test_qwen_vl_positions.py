@@ -61,20 +61,3 @@ def test_positions_are_those_of_transformers(
     )
     assert np.array_equal(found, want[:, 0].numpy())
     assert end == len(kinds) + int(delta)
-
-
-def test_an_image_takes_the_longer_side_of_its_merged_grid() -> None:
-    # Two tokens of text, an image of 2x3 tokens, one token of text.
-    found, end = compute_mrope_positions(9, [slot(2, 6, (1, 4, 6))], MERGE, start=10)
-    assert found.tolist() == [
-        [10, 11, 12, 12, 12, 12, 12, 12, 15],
-        [10, 11, 12, 12, 12, 13, 13, 13, 15],
-        [10, 11, 12, 13, 14, 12, 13, 14, 15],
-    ]
-    assert end == 16
-
-
-def test_an_image_may_be_the_last_token() -> None:
-    found, end = compute_mrope_positions(3, [slot(2, 1, (1, 2, 2))], MERGE)
-    assert found[:, -1].tolist() == [2, 2, 2]
-    assert end == 3

@@ -64,12 +64,6 @@ def test_messages_that_are_written_alike_are_equal(
     assert renderer.read_messages([parts]) == renderer.read_messages([whole]) == [whole]
 
 
-def test_every_mark_of_media_is_banned(renderer: Renderer) -> None:
-    assert renderer.decode(renderer.pad_token_ids) == (
-        "<|image_pad|><|video_pad|><|vision_pad|><|vision_start|><|vision_end|>"
-    )
-
-
 @pytest.mark.parametrize(
     "broken",
     ["{", '{"name": 3}', '{"arguments": {}}', '{"name": "f"} and more', ""],

@@ -21,16 +21,12 @@ from shards import num_examples
 from sightline import MediaRef, MediaRefused, MediaStore, MessageError, Misaligned
 from sightline.families import load_family, load_renderer
 from sightline.families.qwen_vl import tiny
-from sightline.families.qwen_vl.settings import VideoSettings
-from sightline.families.qwen_vl.video import sample_frames
 from sightline.families.vision_family import compute_mrope_positions
 from sightline.message import user, video
 from sightline.wire import MediaItem, Slot, VideoStep
 
 MERGE = 2
 IMAGE = MediaRef("0" * 64, "image/png", 64, 64, 1)
-EVEN = VideoSettings(is_joined=False, min_pixels=1, max_pixels=1 << 30)
-STRIDED = VideoSettings(is_joined=True, min_pixels=1, max_pixels=1 << 30)
 
 
 @pytest.fixture(scope="module")
@@ -98,20 +94,6 @@ def test_joined_steps_stay_together() -> None:
             compute_mrope_positions(9, broken, MERGE, tokens_per_second=2)
 
 
-@settings(max_examples=num_examples(300, 60), deadline=None)
-@given(total=st.integers(2, 3000), fps=st.sampled_from([1.0, 4.0, 23.976, 29.97, 30.0, 60.0]))
-def test_frames_are_those_that_the_rules_take(total: int, fps: float) -> None:
-    even = sample_frames(total, fps, EVEN, 2)
-    assert even == sorted(even) and even[0] == 0 and even[-1] == total - 1
-    assert len(even) == min(max(int(total / fps * 2), 4), 768, total)
-    strided = sample_frames(total, fps, STRIDED, 2)
-    num = min(max(int(total / fps * 2), 4), 768, total) // 2 * 2
-    assert len(strided) == num and strided[0] == 0 and strided[-1] < total
-    # By torch, as the processor of Qwen2.5-VL has it; it may round to one more, past the end.
-    wanted = torch.arange(0, total, total / num).int()[:num].clamp(max=total - 1)
-    assert strided == wanted.tolist()
-
-
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     path = tmp_path_factory.mktemp("qwen3_vl")
@@ -125,18 +107,6 @@ def change(folder: Path, tmp_path: Path, **values: Any) -> Path:
     file = copy / "video_preprocessor_config.json"
     file.write_text(json.dumps({**json.loads(file.read_text()), **values}))
     return copy
-
-
-def test_times_are_those_of_the_middle_of_a_step(folder: Path) -> None:
-    family = load_family(folder)
-    ref = MediaRef("1" * 64, "video/mp4", 64, 64, 9, 10, 4.0)
-    shown = family.steps(video(ref))
-    numbers = [n for step in shown for n in step.item.step.frames]
-    assert numbers == [0, 2, 4, 7, 9, 9]
-    assert [step.seconds for step in shown] == [0.25, 1.375, 2.25]
-    listed = family.steps(video([(IMAGE, 0.0), (IMAGE, 2.0), (IMAGE, 7.5)]))
-    assert [step.seconds for step in listed] == [1.0, 7.5]
-    assert listed[1].item.step.further == (IMAGE,)
 
 
 def test_a_video_processor_that_normalizes_otherwise_refuses_videos_alone(

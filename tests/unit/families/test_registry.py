@@ -96,26 +96,6 @@ def test_a_family_that_takes_what_is_left_stands_back_for_one_that_claims(
     assert load_family(folder) == ("gravel", {})
 
 
-def test_a_folder_without_a_config_is_no_checkpoint(tmp_path: Path) -> None:
-    with pytest.raises(FamilyError, match="config.json"):
-        load_family(tmp_path)
-
-
-def test_a_plain_module_of_the_name_adds_no_family(
-    add: Callable[..., None], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    own = family_names()
-    (tmp_path / "sightline_families.py").write_text("")
-    monkeypatch.syspath_prepend(tmp_path)
-    assert family_names() == own
-
-
-def test_a_broken_config_is_refused_by_its_file(tmp_path: Path) -> None:
-    (tmp_path / "config.json").write_text('{"model_type": ')
-    with pytest.raises(FamilyError, match=r"config\.json is broken"):
-        load_family(tmp_path)
-
-
 def test_what_serving_lacks_is_not_taken_for_a_family_without_it(
     add: Callable[..., None], tmp_path: Path
 ) -> None:

@@ -80,12 +80,6 @@ def test_the_generic_family_is_served_by_transformers_class(
     assert crop == {"crop_size": {"height": 16, "width": 16}}
 
 
-def test_without_prefix_caching_vllm_has_no_prefix_cache(settings: ServerSpec) -> None:
-    assert "--no-enable-prefix-caching" not in build_vllm_command(settings, "python")
-    bare = build_vllm_command(settings.replace(enable_prefix_caching=False), "python")
-    assert "--no-enable-prefix-caching" in bare
-
-
 def test_several_devices_and_further_options_reach_the_command(settings: ServerSpec) -> None:
     spec = settings.replace(
         engine="vllm",
@@ -114,8 +108,3 @@ def test_an_option_that_sightline_sets_is_refused(settings: ServerSpec, name: st
     spec = settings.replace(engine="vllm", engine_args={name: 1})
     with pytest.raises(ConfigError, match=f"engine_args has {name}"):
         build_vllm_command(spec, "python")
-
-
-def test_devices_of_vllm_are_refused_for_another_engine(settings: ServerSpec) -> None:
-    with pytest.raises(ConfigError, match='tensor_parallel_size requires engine = "vllm"'):
-        settings.replace(engine="torch", tensor_parallel_size=2)

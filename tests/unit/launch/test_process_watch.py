@@ -17,7 +17,6 @@ from sightline.launch.process_watch import (
     LogLimits,
     StoppedProcessWatch,
     bound_logs,
-    keep_tail,
     kill_marked,
 )
 from sightline.launch.processes import Processes, ProcessSpec
@@ -183,26 +182,6 @@ def test_a_log_is_bounded_and_keeps_its_first_and_last_lines(tmp_path: Path) -> 
     how = processes.explain_exit("worker-0", 1)
     assert "the last line of its log: the cause of death" in how.problem
     processes.kill()
-
-
-def test_a_log_on_a_disk_without_holes_keeps_its_last_lines(tmp_path: Path) -> None:
-    log = tmp_path / "worker-0.log"
-    with open(log, "ab", buffering=0) as appending:
-        appending.write(b"first\n" + b"line\n" * 100_000)
-        keep_tail(log, LIMITS)
-        appending.write(b"the cause of death\n")
-    assert log.stat().st_size < LIMITS.tail + 100
-    assert log.read_bytes().startswith(b"[the log is too long")
-    assert log.read_bytes().endswith(b"line\nthe cause of death\n")
-
-
-def test_the_last_line_of_a_log_is_quoted_in_part_and_without_what_no_command_line_takes(
-    tmp_path: Path,
-) -> None:
-    processes = build_processes(tmp_path)
-    (processes.run_dir.logs / "worker-0.log").write_bytes(b"x" * (1 << 20) + b"\0end")
-    problem = processes.explain_exit("worker-0", 1).problem
-    assert problem.endswith("xend") and len(problem) < 700 and "\0" not in problem
 
 
 HANGS_UP = """

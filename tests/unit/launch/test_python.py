@@ -12,8 +12,7 @@ import pytest
 from PIL import Image
 from unit.rollout.test_many import playing
 
-import sightline
-from sightline import Environment, Outcome, Task, assistant, evaluate, train, user
+from sightline import Environment, Task, evaluate, train, user
 from sightline.config import RunFile
 from sightline.errors import ConfigError, MessageError
 from sightline.families import load_renderer
@@ -81,20 +80,6 @@ def test_what_is_no_part_is_refused_where_the_message_is_made(
         user("a", 3)  # type: ignore[arg-type]
     with pytest.raises(MessageError, match=r"content\[0\].ref: a Image.*"):
         load_renderer(tiny_model, store).render([user(picture())])
-
-
-def test_reprs_are_short(store: MediaStore) -> None:
-    ref = store.put(png())
-    assert repr(ref) == f"MediaRef({ref.digest[:12]}, png, 32x32)"
-    assert repr(user(ref, "x" * 500)).startswith(f"user({ref!r}, 'xxx")
-    shown = [ref, user(ref, "x" * 500), assistant("y" * 500), Task(0, "train", b"z" * 500)]
-    shown += [Outcome(0.5, {"a": 1 / 3}, [0.1] * 100), sightline.Trace(id="t", env="e")]
-    assert max(len(repr(one)) for one in shown) < 130
-    assert repr(Outcome(0.5, {"a": 1 / 3})) == "Outcome(0.5, a=0.3333)"
-
-
-def test_the_package_says_that_it_has_types() -> None:
-    assert (ROOT / "src" / "sightline" / "py.typed").is_file()
 
 
 def test_the_docs_score_a_model(

@@ -13,7 +13,6 @@ import pytest
 
 from sightline.errors import ConfigError
 from sightline.launch import ray_run
-from sightline.launch.process_spec import Resources
 from sightline.launch.ray_run import Command
 
 ECHO = "import sys; [print(line, end='', flush=True) for line in sys.stdin]; sys.exit(3)"
@@ -37,18 +36,6 @@ def test_a_command_is_given_its_input_and_ends_with_it() -> None:
         assert wait(command, lambda said, code: code is not None) == (b"", 3)
 
 
-def test_variables_of_the_launcher_reach_the_command() -> None:
-    words = [sys.executable, "-c", "import os; print(os.environ['OMP_NUM_THREADS'])"]
-    with closing(Command(words, {"OMP_NUM_THREADS": "7"})) as command:
-        assert wait(command, lambda said, code: code is not None) == (b"7\n", 0)
-
-
-def test_a_command_ends_though_what_it_started_holds_its_output() -> None:
-    with closing(Command(["sh", "-c", "sleep 60 & echo $!"], {})) as command:
-        said, code = wait(command, lambda said, code: code is not None)
-        assert code == 0 and said.strip().isdigit()
-
-
 def test_a_command_that_nobody_asks_about_ends() -> None:
     class Cut(Command):
         """Its caller's last call is long ago."""
@@ -59,12 +46,6 @@ def test_a_command_that_nobody_asks_about_ends() -> None:
     with closing(Cut([sys.executable, "-c", "import time; time.sleep(60)"], {})) as command:
         command.cut_off()
         assert command._process.wait(30) == -9
-
-
-def test_a_bundle_asks_for_what_the_process_does() -> None:
-    asked = Resources(cpus=8, gpus=1, memory_gb=2)
-    assert ray_run.build_bundle(asked) == {"CPU": 8, "GPU": 1, "memory": 2e9}
-    assert ray_run.build_bundle(Resources()) == {"CPU": 1}
 
 
 def test_a_cluster_that_nobody_is_at_is_refused_at_once(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -11,7 +11,7 @@ import pytest
 
 from sightline.errors import ProcessFailed
 from sightline.launch.processes import Processes, ProcessSpec, TrainerWatchdog
-from sightline.launch.restarts import RestartBudget, ServerSupervisor, TrainerSupervisor
+from sightline.launch.restarts import ServerSupervisor, TrainerSupervisor
 from sightline.run import RunDir
 
 
@@ -20,20 +20,6 @@ class Clock:
 
     def __call__(self) -> float:
         return self.now
-
-
-def test_pauses_grow_up_to_a_limit_and_a_process_that_lasts_is_counted_anew() -> None:
-    clock, pauses = Clock(), []
-    budget = RestartBudget(max_restarts=8, steady_s=300.0, clock=clock)
-    while budget.plan():
-        assert budget.due is not None
-        pauses.append(budget.due - clock.now)
-        assert budget.take_due() == (pauses[-1] == 0)
-        clock.now = budget.due if budget.due is not None else clock.now
-        assert budget.due is None or budget.take_due()
-    assert pauses == [0, 1, 2, 4, 8, 16, 30, 30]
-    clock.now += 301
-    assert budget.plan() and budget.num_restarts == 1
 
 
 @contextmanager

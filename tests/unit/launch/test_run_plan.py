@@ -13,7 +13,6 @@ import pytest
 import yaml
 
 from sightline.cli.main import main
-from sightline.launch.manifests import make_name
 from sightline.launch.processes import num_cores
 from sightline.run.rights import derive_rights
 
@@ -89,15 +88,6 @@ def test_a_local_plan_starts_everything_here(
     assert said.count("(here)") == 4
 
 
-def test_hosts_say_themselves_how_a_command_is_run_there(
-    file: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    with open(file, "a") as opened:
-        opened.write('[launch.hosts]\n"server*" = "ssh gpu-1"\n')
-    said = dry_run(capsys, str(file))
-    assert "server-1 (by `ssh gpu-1`)" in said and "    ssh gpu-1 python3 -m sightline" in said
-
-
 def test_patterns_name_processes_that_can_be_elsewhere(
     file: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -133,11 +123,6 @@ def test_workers_elsewhere_have_their_own_interpreter(
     said = dry_run(capsys, str(file), *words)
     assert "-- /envs/bin/python -m sightline process worker-1" in said
     assert "-- python3 -m sightline process trainer" in said
-
-
-def test_names_are_those_that_kubernetes_takes() -> None:
-    names = [make_name(name) for name in ("7B run", "Job_1", "a" * 39 + " b", "-", "8" * 50)]
-    assert names == ["run-7b-run", "job-1", "a" * 39, "run", f"run-{'8' * 40}"]
 
 
 def test_a_job_of_slurm_has_its_processes_as_steps(
@@ -197,17 +182,6 @@ def test_a_job_asks_for_what_its_processes_do_and_no_more(
     assert "orchestrator (in the job's batch script): 1 CPU" in said and "(here)" not in said
 
 
-def test_unlike_processes_have_a_job_for_each_seed(
-    file: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    said = dry_run(capsys, str(file), "--on", "slurm", "--seeds", "0-1,5")
-    assert "--array" not in said and said.count("#!/bin/bash") == 3
-    for seed in (0, 1, 5):
-        assert f"# Job_1-seed{seed}.sbatch\n" in said
-        assert f" run.seed={seed} run.name=Job_1-seed{seed} " in said
-    assert "limits" in refuse(capsys, str(file), "--on", "slurm", "--seeds", "0-3%2")
-
-
 def read_manifests(capsys: pytest.CaptureFixture[str], file: Path) -> list[dict[str, Any]]:
     said = dry_run(capsys, str(file), "--on", "kubernetes")
     return list(yaml.safe_load_all(said))
@@ -256,15 +230,6 @@ def test_fewer_gpus_than_a_process_uses_are_refused(
             said = refuse(capsys, str(file), "--on", on, *words)
             assert f"gpus = {gpus}" in said and f"which needs {needed} on its node" in said
             assert f"write gpus = {needed}" in said
-
-
-def test_what_a_cluster_is_asked_for_is_summed_up(
-    file: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    said = dry_run(capsys, str(file), "--on", "kubernetes")
-    assert "# in all on kubernetes: 35 CPU, 4 GPU, 128 GB; 6 pods\n" in said
-    said = dry_run(capsys, str(file), "--on", "ray")
-    assert "# in all on ray: 34 CPU, 4 GPU, 128 GB; 5 processes\n" in said
 
 
 def test_a_dry_run_asks_sbatch_for_its_opinion(
@@ -317,16 +282,6 @@ def test_a_sweep_starts_nothing_that_is_only_to_be_shown_or_is_for_a_cluster(
     assert main(["rl", *sweep, "-o", out]) != 0
     assert "with -o" in capsys.readouterr().err
     assert not (file.parent / "runs").exists()
-
-
-def test_files_are_written_for_a_cluster_alone(
-    file: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    for words in ([], ["--dry-run"], ["--on", "ray"]):
-        words = [*words, "launch.num_servers=1", "-o", str(file.parent / "out")]
-        assert main(["rl", str(file), *words]) != 0
-        assert "is given no files" in capsys.readouterr().err
-    assert not (file.parent / "out").exists() and not (file.parent / "runs").exists()
 
 
 def write_files(file: Path, on: str, *words: str) -> tuple[Path, dict[str, str]]:

@@ -17,7 +17,6 @@ from sightline.launch.processes import Processes, ProcessSpec
 from sightline.launch.worker_supervisor import (
     WorkerSupervisor,
     count_in_flight,
-    get_memory_limit,
     resolve_workers,
 )
 from sightline.rollout.heartbeat import find_heartbeat
@@ -56,14 +55,6 @@ def test_workers_follow_cores_and_rollouts_in_flight(
     assert why.startswith(f"workers: {workers} (")
     if not file.rollout.workers:
         assert f"{count_in_flight(file)} rollouts in flight" in why and f"{cores} cores" in why
-
-
-def test_workers_share_half_of_the_memory_unless_told() -> None:
-    one, _ = resolve_workers(config(2), 8)
-    four, _ = resolve_workers(config(64), 8)
-    assert four.rollout.workers == 4
-    assert get_memory_limit(four) * 4 == pytest.approx(get_memory_limit(one), rel=1e-6)
-    assert get_memory_limit(config(2, worker_max_memory_gb=1.5)) == 1_500_000_000
 
 
 BEATING = """
@@ -140,25 +131,6 @@ def test_a_worker_that_is_stopped_is_missed_and_replaced(
     assert worker.lost[0][0] == "worker-0" and "hang: no heartbeat" in worker.lost[0][1]
     assert worker.processes.pid("worker-0") != first
     worker.until(lambda: find_heartbeat(worker.beat) is not None)
-
-
-@pytest.mark.parametrize("end", ["os._exit(0)", "sys.exit()"])
-def test_a_worker_that_ends_without_an_error_is_replaced(
-    supervise: Callable[..., SupervisedWorker], end: str
-) -> None:
-    worker = supervise(BEATING.replace("END", end))
-    worker.until(lambda: worker.lost)
-    assert worker.lost[0] == ("worker-0", "crash: worker-0 ended with 0")
-
-
-def test_a_worker_that_was_told_to_quit_is_not_missed(
-    supervise: Callable[..., SupervisedWorker],
-) -> None:
-    worker = supervise(BEATING.replace("END", "heartbeat.stop(); return"))
-    worker.until(lambda: worker.processes.exit_code("worker-0") is not None)
-    worker.workers.supervise()
-    beat = find_heartbeat(worker.beat)
-    assert not worker.lost and beat is not None and beat.told_to_quit
 
 
 def test_a_worker_that_ends_well_before_its_first_beat_ends_the_run(

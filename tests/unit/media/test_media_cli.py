@@ -2,7 +2,6 @@ from __future__ import annotations
 
 import argparse
 import os
-import socket
 import subprocess
 import time
 from collections.abc import Callable
@@ -14,7 +13,7 @@ from PIL import Image
 from store_kinds import KINDS, TOKEN
 
 from sightline.cli import media
-from sightline.errors import ConfigError, MediaError
+from sightline.errors import ConfigError
 from sightline.media import MediaStore, open_store
 from sightline.media.stored_file import open_blobs
 from sightline.wire.weights import MANIFEST, Manifest, WeightFile
@@ -50,18 +49,6 @@ def test_put_prints_a_ref_for_each_file_and_ls_lists_it(
     assert f"media:sha256:{digest}  image/png  9x5" in printed
     assert call("ls", "--store", run_dir / "media") == 0
     assert digest in capsys.readouterr().out
-
-
-def test_put_goes_on_behind_a_refused_file_and_exits_1(
-    tmp_path: Path, picture: Picture, capsys: pytest.CaptureFixture[str]
-) -> None:
-    (tmp_path / "no.png").write_text("no image")
-    picture().save(tmp_path / "yes.png")
-    assert call("put", tmp_path / "no.png", tmp_path / "yes.png", "--store", tmp_path / "s") == 1
-    printed = capsys.readouterr()
-    assert "yes.png" in printed.out
-    assert "no.png" in printed.err
-    assert "fix:" in printed.err
 
 
 def test_verify_exits_1_and_names_the_damaged_file(
@@ -123,26 +110,6 @@ def test_gc_counts_the_run_that_the_store_lies_in_whether_named_or_not(
     assert store.has(used)
 
 
-def test_gc_of_a_shared_store_needs_its_runs(
-    store: MediaStore, run_dir: Path, tmp_path: Path, picture: Picture
-) -> None:
-    digest = put_old(store, picture())
-    with pytest.raises(ConfigError, match="which runs use the store"):
-        call("gc", "--store", store.root)
-    with pytest.raises(MediaError, match="no run directory"):
-        call("gc", "--store", store.root, "--run", tmp_path / "wrong")
-    with pytest.raises(ConfigError, match="which store is meant"):
-        call("gc", "--run", run_dir, run_dir)
-    assert store.has(digest)
-
-
-def test_a_store_that_is_not_there_is_an_error_and_is_not_made(tmp_path: Path) -> None:
-    for action in ("ls", "verify", "gc"):
-        with pytest.raises(ConfigError, match="no store at"):
-            call(action, "--store", tmp_path / "nowhere")
-    assert not (tmp_path / "nowhere").exists()
-
-
 def test_a_store_elsewhere_is_looked_after_by_its_address(
     run_dir: Path,
     tmp_path: Path,
@@ -189,19 +156,6 @@ def test_the_store_of_a_run_is_the_one_that_its_settings_name(
         (run_dir / "config.toml").write_text(text)
         assert call("ls", "--run", run_dir) == 0
         assert digest in capsys.readouterr().out
-
-
-def test_files_for_a_store_that_does_not_answer_are_not_tried_one_by_one(
-    tmp_path: Path, picture: Picture, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(media, "START_DEADLINE_S", 1.0)
-    files = [tmp_path / f"{number}.png" for number in range(3)]
-    for number, file in enumerate(files):
-        picture(seed=number).save(file)
-    with socket.create_server(("127.0.0.1", 0)) as taken:
-        nobody = f"http://127.0.0.1:{taken.getsockname()[1]}"
-    with pytest.raises(MediaError, match="not available, after 1 s"):
-        call("put", *files, "--store", nobody)
 
 
 def test_serve_says_where_it_listens_and_needs_a_token_elsewhere(

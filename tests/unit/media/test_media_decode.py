@@ -13,7 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from PIL import Image, ImageFile, ImageOps
 
-from sightline.errors import ConfigError, MediaError, MediaRefused, MediaUndecodable
+from sightline.errors import MediaError, MediaRefused, MediaUndecodable
 from sightline.media.decode import encode_png, inspect_image, open_rgb
 from sightline.media.header import ImageLimits, exif_orientation
 
@@ -75,11 +75,6 @@ def test_a_gif_frame_that_reaches_over_the_canvas_widens_it(
     assert (header.width, header.height) == open_rgb(bytes(data)).size == (9, 5)
 
 
-def test_bytes_behind_the_end_mark_do_not_matter(every_format: dict[str, bytes]) -> None:
-    for data in every_format.values():
-        assert inspect_image(data + b"trailer \xff\xd8") == inspect_image(data)
-
-
 # --- whole files
 
 
@@ -129,15 +124,6 @@ def test_a_png_chunk_with_a_wrong_checksum_is_refused(every_format: dict[str, by
         inspect_image(bytes(data))
 
 
-def test_a_png_without_pixels_or_with_an_unknown_colour_type_is_refused() -> None:
-    with pytest.raises(MediaRefused, match="no IDAT"):
-        inspect_image(png_header(2, 2) + png_chunk(b"IEND", b""))
-    with pytest.raises(MediaRefused, match="colour type 5"):
-        inspect_image(
-            png_header(2, 2, colour=5) + png_chunk(b"IDAT", b"") + png_chunk(b"IEND", b"")
-        )
-
-
 def test_a_thumbnail_inside_a_jpeg_does_not_hide_a_missing_end(
     picture: Picture, encode: Encode
 ) -> None:
@@ -149,14 +135,6 @@ def test_a_thumbnail_inside_a_jpeg_does_not_hide_a_missing_end(
     assert inspect_image(data)[:3] == ("image/jpeg", 9, 5)
     with pytest.raises(MediaRefused):
         inspect_image(data[:-2])
-
-
-def test_a_jpeg_with_an_index_of_further_pictures_decodes_as_its_first(
-    picture: Picture, encode: Encode
-) -> None:
-    data = encode(picture(), "MPO", save_all=True, append_images=[picture(20, 20)])
-    assert inspect_image(data)[:3] == ("image/jpeg", 9, 5)
-    assert open_rgb(data).size == (9, 5)
 
 
 # --- limits
@@ -180,11 +158,6 @@ def test_each_limit_refuses_alone(picture: Picture, encode: Encode, limits: Imag
         inspect_image(data, limits)
 
 
-def test_an_image_exactly_at_the_limits_is_taken(picture: Picture, encode: Encode) -> None:
-    data = encode(picture(9, 5), "PNG")
-    inspect_image(data, ImageLimits(max_bytes=len(data), max_pixels=45, max_side=9))
-
-
 def test_an_image_of_no_pixels_is_refused(picture: Picture, encode: Encode) -> None:
     with pytest.raises(MediaRefused, match="0x4"):
         inspect_image(png_header(0, 4) + png_chunk(b"IDAT", b"") + png_chunk(b"IEND", b""))
@@ -193,11 +166,6 @@ def test_an_image_of_no_pixels_is_refused(picture: Picture, encode: Encode) -> N
     no_height[frame + 5 : frame + 7] = b"\0\0"
     with pytest.raises(MediaRefused, match="9x0"):
         inspect_image(bytes(no_height))
-
-
-def test_a_pixel_limit_that_pillow_would_warn_about_is_refused() -> None:
-    with pytest.raises(ConfigError, match="max_pixels"):
-        ImageLimits(max_pixels=200_000_000)
 
 
 SLOW = {  # what Pillow would take many seconds for, by the budget that the refusal names
@@ -312,19 +280,6 @@ def test_orientation_is_applied_as_pillow_would(
     assert open_rgb(data).size == expected.size
 
 
-@pytest.mark.parametrize("byte_order", ["<", ">"])
-@pytest.mark.parametrize(("kind", "code"), [(1, "B3x"), (3, "H2x"), (4, "I")])
-def test_orientation_is_read_in_both_byte_orders_and_whole_number_types(
-    byte_order: str, kind: int, code: str
-) -> None:
-    magic = b"II*\0" if byte_order == "<" else b"MM\0*"
-    entries = struct.pack(byte_order + "HHI4s", 0x010F, 2, 4, b"cam\0") + struct.pack(
-        byte_order + "HHI" + code, 0x0112, kind, 1, 8
-    )
-    block = magic + struct.pack(byte_order + "IH", 8, 2) + entries
-    assert exif_orientation(block) == exif_orientation(b"Exif\0\0" + block) == 8
-
-
 @pytest.mark.parametrize(
     "block",
     [
@@ -356,14 +311,6 @@ def test_png_orientation_counts_behind_the_pixels_too(picture: Picture, encode: 
     assert inspect_image(data)[1:3] == open_rgb(data).size == (5, 9)
 
 
-def test_a_decoded_picture_carries_no_orientation_to_be_applied_again(
-    picture: Picture, encode: Encode
-) -> None:
-    data = encode(picture(), "JPEG", exif=with_orientation(6))
-    upright = open_rgb(data)
-    assert open_rgb(encode_png(upright)).tobytes() == upright.tobytes()
-
-
 # --- colours
 
 
@@ -373,13 +320,6 @@ def test_every_png_mode_becomes_rgb_as_convert_does(
 ) -> None:
     image = picture(mode=mode)
     assert open_rgb(encode(image, "PNG")).tobytes() == image.convert("RGB").tobytes()
-
-
-def test_alpha_is_dropped_and_not_laid_over_a_background(encode: Encode) -> None:
-    clear_red = Image.new("RGBA", (2, 2), (200, 10, 20, 0))
-    assert open_rgb(encode(clear_red, "PNG")).getpixel((0, 0)) == (200, 10, 20)
-    clear_grey = Image.new("LA", (2, 2), (77, 0))
-    assert open_rgb(encode(clear_grey, "PNG")).getpixel((0, 0)) == (77, 77, 77)
 
 
 @pytest.mark.parametrize("transparency", [3, bytes(range(0, 160, 10))])
@@ -393,16 +333,6 @@ def test_a_transparent_palette_colour_keeps_its_colour_without_a_warning(
     assert seen.tobytes() == image.convert("RGB").tobytes()
 
 
-def test_a_transparent_colour_out_of_range_does_not_stop_decoding() -> None:
-    data = (
-        png_header(2, 1, colour=0)
-        + png_chunk(b"tRNS", b"\xff\xff")
-        + png_chunk(b"IDAT", zlib.compress(b"\0\x10\x20"))
-        + png_chunk(b"IEND", b"")
-    )
-    assert open_rgb(data).getpixel((1, 0)) == (32, 32, 32)
-
-
 def test_16_bit_grey_keeps_the_high_byte_of_each_value(encode: Encode) -> None:
     values = (0, 255, 256, 0x7FFF, 0x8000, 0xFFFF)
     image = Image.new("I;16", (len(values), 1))
@@ -410,17 +340,6 @@ def test_16_bit_grey_keeps_the_high_byte_of_each_value(encode: Encode) -> None:
         image.putpixel((x, 0), value)
     for seen in (open_rgb(encode(image, "PNG")), open_rgb(encode_png(image))):
         assert [seen.getpixel((x, 0)) for x in range(6)] == [(v >> 8,) * 3 for v in values]
-
-
-def test_16_bit_colour_keeps_the_high_byte_too() -> None:
-    row = struct.pack(">6H", 0x12FF, 0x3400, 0x56AA, 0xFF00, 0x00FF, 0x8001)
-    data = (
-        png_header(2, 1, depth=16)
-        + png_chunk(b"IDAT", zlib.compress(b"\0" + row))
-        + png_chunk(b"IEND", b"")
-    )
-    seen = open_rgb(data)
-    assert [seen.getpixel((x, 0)) for x in range(2)] == [(0x12, 0x34, 0x56), (0xFF, 0, 0x80)]
 
 
 def test_a_cmyk_jpeg_becomes_rgb(picture: Picture, encode: Encode) -> None:
@@ -434,14 +353,6 @@ def test_pixels_that_do_not_decode_are_undecodable_not_a_white_square() -> None:
     data = png_header(4, 4) + png_chunk(b"IDAT", b"not zlib") + png_chunk(b"IEND", b"")
     inspect_image(data)
     with pytest.raises(MediaUndecodable, match="image/png"):
-        open_rgb(data)
-
-
-def test_pixels_that_end_early_are_undecodable() -> None:
-    half = zlib.compress(bytes(range(52)))[:30]
-    data = png_header(4, 4) + png_chunk(b"IDAT", half) + png_chunk(b"IEND", b"")
-    inspect_image(data)
-    with pytest.raises(MediaUndecodable):
         open_rgb(data)
 
 
@@ -467,18 +378,3 @@ def test_a_png_made_from_a_pil_image_has_no_metadata_and_is_always_the_same(
     before = dict(full.info)
     assert encode_png(plain) == encode_png(full)
     assert full.info == before
-
-
-def test_a_pil_image_opened_from_a_turned_file_is_stored_upright(
-    picture: Picture, encode: Encode
-) -> None:
-
-    data = encode(picture(), "JPEG", exif=with_orientation(8))
-    lazy = Image.open(io.BytesIO(data))
-    assert open_rgb(encode_png(lazy)).tobytes() == open_rgb(data).tobytes()
-
-
-@pytest.mark.parametrize("mode", ["I", "F"])
-def test_a_pil_image_without_a_known_range_is_refused(mode: str) -> None:
-    with pytest.raises(MediaRefused, match=f"mode {mode}"):
-        encode_png(Image.new(mode, (3, 3)))

@@ -7,7 +7,7 @@ import socket
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 from hashlib import sha256
@@ -17,20 +17,13 @@ import pytest
 from chaos import proxy as proxy_module
 from chaos.proxy import Proxy
 from PIL import Image
-from starlette.applications import Starlette
-from starlette.requests import Request
-from starlette.responses import PlainTextResponse
-from starlette.routing import Route
-from store_kinds import KINDS, TOKEN, StoreKind, behind, get_endpoint, s3_server, serve
+from store_kinds import KINDS, StoreKind, behind, get_endpoint, s3_server
 
-from sightline.errors import MediaCorrupt, MediaError, MediaMissing, StoreFull
+from sightline.errors import MediaCorrupt, MediaError, MediaMissing
 from sightline.media import ImageIngestor, MediaRef, MediaStore, open_store
 from sightline.media.cache import NUM_FOLDERS, DiskCache
 from sightline.media.decode import encode_png
 from sightline.media.remote import Unavailable, retry
-from sightline.media.stored_file import open_blobs
-
-Picture = Callable[..., Image.Image]
 
 
 @pytest.fixture(scope="module")
@@ -162,29 +155,6 @@ def test_a_refusal_is_not_tried_again(pictures: list[bytes], tmp_path: Path) -> 
         assert kind.store.count() == 1
 
 
-@pytest.mark.parametrize("token", ["", "guessed"])
-def test_a_missing_token_reads_otherwise_than_a_wrong_one(tmp_path: Path, token: str) -> None:
-    with KINDS["http"](tmp_path) as kind:
-        stranger = open_store(kind.store.root, token=token, cache_dir=tmp_path / "other")
-        words = "the token that was given is not its token" if token else "none was given"
-        with pytest.raises(MediaError, match=words):
-            stranger.count()
-
-
-def test_what_is_no_media_service_is_called_so(tmp_path: Path) -> None:
-    async def answer(http: Request) -> PlainTextResponse:
-        return PlainTextResponse("<html>")
-
-    app = Starlette(routes=[Route("/page/media", answer)])
-    with serve(app) as address:
-        for root in (address, f"{address}/page"):
-            store = open_store(root, cache_dir=tmp_path / "cache")
-            with pytest.raises(MediaError, match=f"{root} is no media service"):
-                store.count()
-            with pytest.raises(MediaError, match="it answered 404 to POST /check"):
-                store.check_writable()
-
-
 def test_the_service_takes_only_what_the_name_names(tmp_path: Path, pictures: list[bytes]) -> None:
     with KINDS["http"](tmp_path) as kind:
         remote = kind.store.remote
@@ -196,21 +166,6 @@ def test_the_service_takes_only_what_the_name_names(tmp_path: Path, pictures: li
             remote.read("A" * 64)
         assert remote.read("..%2F..%2Fserved%2F.lock") is None
         assert kind.backing.names() == []
-
-
-def test_a_service_that_is_full_says_so(tmp_path: Path, pictures: list[bytes]) -> None:
-    from sightline.launch.media_service import build_media_app
-    from sightline.transport.http_server import RequestGuard
-
-    served = MediaStore(tmp_path / "served", max_bytes=len(pictures[0]))
-    with serve(build_media_app(served, RequestGuard("127.0.0.1", TOKEN))) as address:
-        store = open_store(address, token=TOKEN, cache_dir=tmp_path / "cache")
-        ref = store.put(pictures[0])
-        with pytest.raises(StoreFull, match="507"):
-            store.put(pictures[1])
-        assert store.put(pictures[0]) == ref
-        with pytest.raises(StoreFull, match="507"):
-            open_blobs(address, TOKEN).put_bytes(b"part")  # one limit for both
 
 
 def test_an_address_with_a_password_or_of_no_kind_is_refused() -> None:
@@ -238,15 +193,6 @@ def test_an_image_that_only_this_machine_has_kept_is_no_longer_referred_to(
     kind.backing.clear()
     with pytest.raises(MediaMissing, match="no more in the store"):
         ImageIngestor(other).resolve(ref.url, "url")
-
-
-def test_a_reference_in_a_message_keeps_an_old_image(
-    kind: StoreKind, pictures: list[bytes]
-) -> None:
-    ref = kind.store.put(pictures[0])
-    kind.backing.make_older(kind.backing.names()[0], 4000)
-    assert ImageIngestor(kind.elsewhere()).resolve(ref.url, "url") == ref
-    assert kind.store.gc(set()).removed == []
 
 
 # --- the cache
@@ -296,30 +242,6 @@ def test_a_damaged_file_of_the_cache_counts_as_absent(
     path.write_bytes(b"damage")
     assert kind.store.get(ref) == pictures[0]
     assert path.read_bytes() == pictures[0]
-
-
-def test_a_store_without_a_cache_reads_from_afar(tmp_path: Path, pictures: list[bytes]) -> None:
-    with KINDS["http"](tmp_path, cache_bytes=0) as kind:
-        ref = kind.store.put(pictures[0])
-        assert kind.store.get(ref) == pictures[0]
-        assert not (tmp_path / "cache").exists()
-        kind.backing.write(f"{ref.digest[:2]}/{ref.digest[2:4]}/{ref.digest}", b"damage")
-        with pytest.raises(MediaCorrupt, match=ref.digest[:12]):
-            kind.store.get(ref)
-
-
-def test_what_cannot_be_kept_is_not_prefetched(
-    tmp_path: Path, pictures: list[bytes], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    with KINDS["http"](tmp_path) as kind, Proxy(get_endpoint(kind), "/") as proxy:
-        small, large = sorted((kind.store.put(data) for data in pictures), key=lambda r: r.nbytes)[
-            :: len(pictures) - 1
-        ]
-        behind(kind, proxy.url, monkeypatch, cache_bytes=0).prefetch([small, large])
-        assert proxy.num_requests == 0
-        most = small.nbytes * NUM_FOLDERS
-        behind(kind, proxy.url, monkeypatch, cache_bytes=most).prefetch([small, large])
-        assert proxy.num_requests == 1
 
 
 # --- an object store, which sets no time of use and has no lock

@@ -224,13 +224,6 @@ def test_a_full_disk_is_store_full_and_leaves_no_temporary_file(
 # --- rights
 
 
-def test_check_writable_makes_the_root_and_leaves_nothing_in_it(tmp_path: Path) -> None:
-    store = MediaStore(tmp_path / "deep" / "store")
-    assert not store.root.exists(), "making the object touches no disk"
-    store.check_writable()
-    assert [path.name for path in store.root.iterdir()] == [".lock"]
-
-
 def test_a_root_that_cannot_be_written_is_a_clear_error(tmp_path: Path, picture: Picture) -> None:
     (tmp_path / "file").write_text("in the way")
     store = MediaStore(tmp_path / "file" / "store")
@@ -288,11 +281,6 @@ def test_the_limits_of_a_store_hold_for_bytes_paths_and_pil_images(
             store.put(source)
     with pytest.raises(MediaRefused, match="limit of 5"):
         MediaStore(tmp_path / "store", limits=ImageLimits(max_bytes=5)).put(path)
-
-
-def test_importing_the_room_loads_no_pillow(python: Callable[..., Any]) -> None:
-    code = "import sys, sightline.media; print(sorted({'PIL', 'torch'} & set(sys.modules)))"
-    assert python(code).communicate() == ("[]\n", "")
 
 
 def test_a_root_that_the_store_makes_is_its_owners(tmp_path: Path) -> None:

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import builtins
-import threading
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +15,7 @@ from sightline import MediaError, MediaRef, MediaRefused, MediaStore
 from sightline.errors import MediaUndecodable
 from sightline.media import ImageIngestor
 from sightline.media.header import ImageLimits
-from sightline.media.video import MAX_OPEN_READERS, VideoReaders, inspect_video
+from sightline.media.video import VideoReaders, inspect_video
 
 
 @pytest.fixture
@@ -41,12 +39,6 @@ def test_a_video_has_a_ref_of_its_own(store: MediaStore, container: str, tmp_pat
     assert store.put(tmp_path / "clip") == ref
     again = msgspec.json.decode(msgspec.json.encode(ref), type=MediaRef)
     assert again == ref and again.is_video
-
-
-def test_the_ref_of_an_image_is_written_as_it_was_before_there_were_videos() -> None:
-    ref = MediaRef("0" * 64, "image/png", 2, 3, 4)
-    written = b'{"digest":"%b","mime":"image/png","width":2,"height":3,"nbytes":4}' % (b"0" * 64)
-    assert msgspec.json.encode(ref) == written
 
 
 @pytest.mark.parametrize(
@@ -88,30 +80,6 @@ def test_a_reader_goes_forwards_and_begins_again_for_a_frame_behind_it(store: Me
     (early,) = open_readers.read(ref, [1])
     assert np.array_equal(np.asarray(early), frames[1])
     assert open_readers._get(ref).num_starts == 2
-
-
-def test_threads_that_ask_at_once_get_their_own_frames(store: MediaStore) -> None:
-    frames = noise_frames(24)
-    ref = store.put(encode_video(frames))
-    open_readers = readers(store)
-    together = threading.Barrier(4)
-
-    def read(number: int) -> bool:
-        if number < 4:
-            together.wait(10)
-        (found,) = open_readers.read(ref, [number])
-        return np.array_equal(np.asarray(found), frames[number])
-
-    with ThreadPoolExecutor(4) as pool:
-        assert all(pool.map(read, range(24)))
-
-
-def test_only_a_few_readers_stay_open(store: MediaStore) -> None:
-    open_readers = readers(store)
-    for seed in range(MAX_OPEN_READERS + 3):
-        ref = store.put(encode_video(noise_frames(2, 16, 16, seed)))
-        open_readers.read(ref, [0])
-    assert len(open_readers._readers) == MAX_OPEN_READERS
 
 
 @pytest.mark.parametrize("container", ["mp4", "webm"])

@@ -184,12 +184,6 @@ def test_steps_are_even_where_a_version_is_in_use_at_once(
     assert mean <= bound * (1 + spread) + in_use_s, "and none of them waits for another in vain"
 
 
-def test_the_way_of_a_version_is_what_steps_may_be_uneven_by(run_dir: RunDir) -> None:
-    """As it was measured on one GPU with weights in files: steps of 7 s and 18 s in turn."""
-    world = play(run_dir, True, 7.0, 7.5, in_use_s=5.4, spread=0.0)
-    assert 5.4 < max(world.step_s) - min(world.step_s) <= 2 * 5.4
-
-
 @pytest.mark.parametrize("in_use_s", [0.1, 5.4])
 def test_the_engine_has_one_steps_groups_at_a_time_and_all_of_them_while_it_is_the_slower(
     run_dir: RunDir, in_use_s: float

@@ -9,7 +9,6 @@ from sightline.pack import CostModel, MicroBatchWork, assign_to_ranks, build_emp
 from sightline.wire import MediaItem
 from sightline.wire.array import Array
 from sightline.wire.micro_batch import MicroBatch, PackedItem
-from sightline.wire.rank_messages import RankAssignment, decode, encode
 
 BY_TOKEN = CostModel(token=1.0)
 
@@ -76,15 +75,3 @@ def test_images_come_first_and_in_the_same_rounds() -> None:
     packs = [pack_of(90), shown, pack_of(80), shown]
     assert MicroBatchWork.of(shown) == MicroBatchWork(2, 3, 0, 8, 64)
     assert assign_to_ranks(packs, 2, BY_TOKEN) == [[1, 0], [3, 2]]
-
-
-def test_a_share_survives_the_wire() -> None:
-    share = RankAssignment(
-        step=3, digest="d", micro_batches=[pack_of(4), None], runs_tower=[True, False]
-    )
-    assert decode(encode(share)) == share
-
-
-def test_an_empty_micro_batch_trains_nothing() -> None:
-    empty = build_empty_micro_batch(7, 3)
-    assert empty.step == 7 and not len(empty.trained) and not empty.items

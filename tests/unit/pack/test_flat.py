@@ -82,12 +82,6 @@ def test_a_distinct_image_is_listed_once(tiny_model: Path, store: MediaStore) ->
     assert len(packed.slots) == sum(len(s.slots) for s in samples)
 
 
-def test_the_same_samples_give_the_same_packs(tiny_model: Path, store: MediaStore) -> None:
-    samples = making.samples(tiny_model, store, count=6, seed=8)
-    family, limit = load_family(tiny_model), PackSize(120, 10**6)
-    assert pack(samples, 1, family, limit) == pack(list(samples), 1, family, limit)
-
-
 def test_samplers_that_saw_different_pixels_of_one_image_are_refused(
     tiny_model: Path, store: MediaStore
 ) -> None:

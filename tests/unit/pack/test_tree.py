@@ -83,12 +83,6 @@ def test_each_sample_keeps_its_own_values_even_for_shared_tokens(
     assert values == {s.trace_id: s.advantages.numpy().tolist() for s in [*samples, twin]}
 
 
-def test_the_order_of_the_samples_does_not_matter(tiny_model: Path, store: MediaStore) -> None:
-    samples, family = making.group(tiny_model, store, count=6), load_family(tiny_model)
-    shuffled = random.Random(1).sample(samples, len(samples))
-    assert pack(samples, 1, family, WIDE) == pack(shuffled, 1, family, WIDE)
-
-
 def test_another_image_in_the_same_place_ends_what_is_shared(
     tiny_model: Path, store: MediaStore
 ) -> None:

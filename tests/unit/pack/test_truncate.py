@@ -80,9 +80,3 @@ def test_a_first_image_that_does_not_fit_leaves_out_what_came_before_it_too(
     sample = build_sample(talk, load_renderer(tiny_model, store), "s")
     kept, counts = truncate([sample], sample.slots[0].offset + 1)
     assert kept == [] and counts == {FIRST_IMAGE: 1}
-
-
-def test_a_sample_that_fits_is_the_very_same(tiny_model: Path, store: MediaStore) -> None:
-    samples = making.samples(tiny_model, store, count=3)
-    kept, counts = truncate(samples, max(len(s.token_ids) for s in samples))
-    assert not counts and all(a is b for a, b in zip(kept, samples, strict=True))

@@ -72,27 +72,7 @@ def test_an_answer_without_text_trains_its_stop_alone(tokenizer: Tokenizer) -> N
     assert emitter.rendered().trained == [Span(1, 2), Span(3, 4)]
 
 
-def test_spans_count_from_the_start_that_was_given(tokenizer: Tokenizer) -> None:
-    emitter = Emitter(tokenizer, start=100)
-    begin = emitter.position
-    emitter.text("abc")
-    emitter.end_message(begin)
-    assert emitter.bridged().spans == [Span(100, 102)]
-
-
-def test_text_never_becomes_an_added_token(tokenizer: Tokenizer) -> None:
-    assert tokenizer.token_id("<s>") == S
-    assert S not in tokenizer.encode("a<s>b")
-    assert tokenizer.encode("") == []
-    assert tokenizer.vocab_size == 5
-
-
 def test_a_token_that_is_not_there_is_named(tokenizer: Tokenizer) -> None:
     assert tokenizer.find_token_id("<t>") is None
     with pytest.raises(FamilyError, match="<t>"):
         tokenizer.token_id("<t>")
-
-
-def test_a_folder_without_a_tokenizer_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(FamilyError, match="tokenizer.json"):
-        Tokenizer(tmp_path)

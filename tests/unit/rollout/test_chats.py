@@ -171,15 +171,6 @@ def test_more_plain_functions_than_any_pool_has_threads_wait_for_one_another(
     assert [trace.error for trace in asyncio.run(main())] == [""] * 100
 
 
-@pytest.mark.parametrize("error", [RuntimeError("the game crashed"), SystemExit(3)])
-def test_what_a_plain_function_raises_costs_its_rollout(play: Trial, error: Any) -> None:
-    def rollout(task: Task, chat: BlockingChat) -> float:
-        raise error
-
-    trace = play(rollout)
-    assert trace.error_kind == "EnvironmentFailed" and str(error) in trace.error
-
-
 def test_a_thread_that_outlives_its_rollout_is_ended_at_its_next_call(play: Trial) -> None:
     goes_on, ended = threading.Event(), threading.Event()
 
@@ -199,14 +190,6 @@ def test_a_thread_that_outlives_its_rollout_is_ended_at_its_next_call(play: Tria
     assert play.player.threads.stuck_s() > 0
     goes_on.set()
     assert ended.wait(60), "user code that swallows exceptions must not run for ever"
-
-
-def test_a_plain_function_can_wait_for_something_asynchronous(play: Trial) -> None:
-    async def judge() -> float:
-        await asyncio.sleep(0)
-        return 0.75
-
-    assert play(lambda task, chat: chat.wait(judge())).reward == 0.75
 
 
 def test_a_plain_function_has_windows_branches_and_compaction(play: Trial) -> None:
@@ -284,28 +267,3 @@ def test_an_environment_says_what_a_truncated_rollout_is_worth(play: Trial) -> N
             await chat.send([user("more")])
 
     assert play(None, env=Worth(careless), max_turns=2).reward == 0.5
-
-
-def test_a_rollout_that_is_cut_short_stays_so(play: Trial) -> None:
-    async def rollout(task: Task, chat: Any) -> float:
-        for _ in range(5):
-            try:
-                await chat.send([user("more")])
-            except RolloutTruncated:
-                continue
-        return 1.0
-
-    trace = play(rollout, max_turns=2)
-    assert len(trace.turns) == 2 and trace.error_kind == "truncated" and trace.reward == 1.0
-
-
-def test_a_text_that_cannot_fit_truncates_the_rollout_untokenized(play: Trial) -> None:
-    play.renderer.max_model_len = 64
-
-    async def rollout(task: Task, chat: Any) -> float:
-        await chat.send([user("word " * 200_000)])
-        return 1.0
-
-    trace = play(rollout)
-    assert trace.truncated and "characters of text or more cannot fit" in trace.limit
-    assert not trace.error and not trace.nodes

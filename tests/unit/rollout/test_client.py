@@ -32,7 +32,6 @@ from sightline.wire.generate import (
     Logprobs,
     SamplingParams,
     TokenLogprob,
-    check_answer,
 )
 
 REQUEST = GenerateRequest.of([1, 2], [], SamplingParams(stop_token_ids=(3,)))
@@ -141,12 +140,6 @@ async def closing(client: GenerateClient) -> None:
         await client.close()
 
 
-def test_other_settings_are_shown_beside_the_servers() -> None:
-    with pytest.raises(EngineError) as caught:
-        ask(Refusing(["fingerprint"]), settings={"patch": 14})
-    assert caught.value.problem == 'token_ids: fingerprint; ours: {"patch": 14}'
-
-
 # --- answers that no sampler gives
 
 STOP, TEXT, PAD = 3, 5, 9
@@ -174,14 +167,6 @@ def span(version: str, start: int, end: int) -> dict[str, Any]:
     return {"version": version, "start": start, "end": end}
 
 
-RIGHT = [
-    build_answer(),
-    build_answer(TEXT, TEXT, TEXT),
-    build_answer(STOP),
-    build_answer(values=[0.0, 1e-6, -30.0]),
-    build_answer(TEXT, finish_reason="abort"),
-    build_answer(weight_versions=[span("0", 0, 1), span("1.2-aa-0123456789abcdef", 1, 3)]),
-]
 WRONG = {
     "more tokens than asked": build_answer(TEXT, TEXT, TEXT, STOP),
     "an unknown finish reason": build_answer(finish_reason="tool_calls"),
@@ -234,14 +219,6 @@ CLIENTS = pytest.mark.parametrize("kind", [GenerateClient, StockVLLMClient])
 
 
 @CLIENTS
-def test_answers_that_a_sampler_gives_are_taken(
-    kind: type[GenerateClient], store: MediaStore
-) -> None:
-    for answer in RIGHT:
-        assert answered(kind, json.dumps(answer).encode(), store).choices
-
-
-@CLIENTS
 @pytest.mark.parametrize("wrong", [*WRONG, "no JSON", "no object"])
 def test_an_answer_that_no_sampler_gives_is_refused(
     kind: type[GenerateClient], wrong: str, store: MediaStore
@@ -268,13 +245,6 @@ def test_a_prompt_that_vllm_expands_in_its_own_way_is_refused(
     with pytest.raises(EngineError, match="expanded the prompt in another way") as caught:
         answered(StockVLLMClient, answer, store)
     assert caught.value.kind == "expansion"
-
-
-def test_the_context_limit_explains_a_short_answer(store: MediaStore) -> None:
-    short = GenerateResponse("", [Choice(0, [TEXT], "length", Logprobs([TokenLogprob(5, -0.5)]))])
-    check_answer(ASKED, short, max_model_len=3)
-    with pytest.raises(EngineError, match="ended by length"):
-        check_answer(ASKED, short, max_model_len=4)
 
 
 def test_the_chats_of_a_run_know_what_no_answer_may_hold(

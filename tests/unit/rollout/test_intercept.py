@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import json
 import threading
 from collections.abc import Callable
 from pathlib import Path
@@ -15,7 +14,7 @@ import pytest
 from agents import LOOK, Says, Worker, agent, calls, listening, picture, picture_url, shown, spelled
 
 from sightline.bench.harness.scripted_policy import ScriptedPolicy
-from sightline.envs import BlockingChat, Chat, Environment, Task
+from sightline.envs import Chat
 from sightline.errors import MediaRefused, MessageError
 from sightline.families import load_renderer, registry
 from sightline.media import MediaStore
@@ -25,13 +24,6 @@ from sightline.wire.control import RolloutRequest
 from tests.unit.rollout.test_many import Slow
 
 ARGUMENTS = '{"x": 1.0, "names": ["é", true]}'
-
-
-@pytest.fixture(scope="module")
-def thinking(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    path = tmp_path_factory.mktemp("thinking")
-    registry.write_tiny("qwen_vl", path, seed=0, type="qwen3_vl_thinking")
-    return path
 
 
 def play(
@@ -56,34 +48,12 @@ def dropped_reasoning(message: dict[str, Any]) -> None:
     message.pop("reasoning_content", None)
 
 
-def renamed_reasoning(message: dict[str, Any]) -> None:
-    message["reasoning"] = message.pop("reasoning_content")
-
-
 def null_content(message: dict[str, Any]) -> None:
     message["content"] = None
 
 
-def empty_content(message: dict[str, Any]) -> None:
-    message["content"] = ""
-
-
-def content_in_parts(message: dict[str, Any]) -> None:
-    message["content"] = [{"type": "text", "text": text, "image_url": None} for text in "Hm."]
-
-
-def written_again(message: dict[str, Any]) -> None:
-    call = message["tool_calls"][0]["function"]
-    call["arguments"] = json.dumps(json.loads(call["arguments"]), separators=(",", ":"))
-
-
 def written_by_javascript(message: dict[str, Any]) -> None:
     message["tool_calls"][0]["function"]["arguments"] = '{"names":["\\u00e9",true],"x":1}'
-
-
-def arguments_as_object(message: dict[str, Any]) -> None:
-    call = message["tool_calls"][0]["function"]
-    call["arguments"] = json.loads(call["arguments"])
 
 
 def other_ids(message: dict[str, Any]) -> None:
@@ -99,38 +69,8 @@ def unchanged(message: dict[str, Any]) -> None:
     pass
 
 
-RECOGNISED = [
-    unchanged, dropped_reasoning, renamed_reasoning, null_content, empty_content,
-    content_in_parts, written_again, written_by_javascript, arguments_as_object, other_ids,
-    all_at_once,
-]  # fmt: skip
-
-
-def other_content(message: dict[str, Any]) -> None:
-    message["content"] = "Hm!"
-
-
-def other_reasoning(message: dict[str, Any]) -> None:
-    message["reasoning_content"] = "I thought something else."
-
-
 def other_value(message: dict[str, Any]) -> None:
     message["tool_calls"][0]["function"]["arguments"] = '{"x": 1.5, "names": ["é", true]}'
-
-
-def true_for_one(message: dict[str, Any]) -> None:
-    message["tool_calls"][0]["function"]["arguments"] = '{"x": true, "names": ["é", true]}'
-
-
-def other_name(message: dict[str, Any]) -> None:
-    message["tool_calls"][0]["function"]["name"] = "leap"
-
-
-def one_call_less(message: dict[str, Any]) -> None:
-    del message["tool_calls"][1]
-
-
-EDITED = [other_content, other_reasoning, other_value, true_for_one, other_name, one_call_less]
 
 
 def sent_back(
@@ -171,16 +111,6 @@ def sent_back(
     return trace
 
 
-@pytest.mark.parametrize("change", RECOGNISED, ids=lambda change: change.__name__)
-def test_a_sampled_message_is_known_again_in_other_words(
-    thinking: Path, store: MediaStore, change: Any
-) -> None:
-    trace = sent_back(thinking, store, change)
-    assert trace.forks == {}
-    assert len(trace.branches()) == 1 and len(trace.turns) == 3
-    assert trace.num_images_shown == 3
-
-
 @pytest.mark.parametrize(
     ("family", "options", "reasons"),
     [
@@ -203,16 +133,6 @@ def test_other_chat_formats_know_their_turns_again_too(
     assert sent_back(model, store, other_value, reasons).forks == {"diverged": 1}
 
 
-@pytest.mark.parametrize("change", EDITED, ids=lambda change: change.__name__)
-def test_a_real_edit_forks_and_is_counted(thinking: Path, store: MediaStore, change: Any) -> None:
-    trace = sent_back(thinking, store, change)
-    assert sum(trace.forks.values()) == 1 and set(trace.forks) == {"diverged"}
-    assert len(trace.branches()) == 2
-    # What was sampled stays, and the edited words stand beside it, not sampled.
-    first, edited = (trace.nodes[n] for n in trace.children(0))
-    assert first.is_turn and not edited.is_turn
-
-
 def test_of_two_answers_alike_the_one_is_meant_whose_call_ids_come_back(
     tiny_model: Path, store: MediaStore
 ) -> None:
@@ -233,33 +153,6 @@ def test_of_two_answers_alike_the_one_is_meant_whose_call_ids_come_back(
     trace = play(tiny_model, store, rollout, [calls("{}"), calls("{}"), assistant("ok")])
     assert trace.forks == {"resampled": 1}
     assert trace.branches() == [[0, 2], [0, 1, 3, 4]]
-
-
-def test_a_stream_carries_reasoning_and_calls_in_pieces(thinking: Path, store: MediaStore) -> None:
-    long = json.dumps({"x": 1, "note": "é" * 200}, ensure_ascii=False)
-    says = [calls(long, '{"x": 2}', content="Well.", reasoning="So. " * 40 + "Yes.")]
-
-    async def rollout(chat: Chat) -> float:
-        async with agent(chat) as client:
-            stream = await client.chat.completions.create(
-                model="m", messages=[{"role": "user", "content": "go"}], tools=[LOOK], stream=True
-            )
-            chunks = [chunk async for chunk in stream]
-        deltas = [chunk.choices[0].delta for chunk in chunks]
-        assert chunks[-1].choices[0].finish_reason == "tool_calls"
-        assert all(chunk.usage is None for chunk in chunks)
-        reasoning = [d.reasoning_content for d in deltas if hasattr(d, "reasoning_content")]
-        assert len(reasoning) > 1 and "".join(reasoning) == says[0].reasoning
-        assert "".join(d.content or "" for d in deltas) == "Well."
-        parts = [call for d in deltas for call in d.tool_calls or ()]
-        for k, call in enumerate(says[0].tool_calls):
-            mine = [part for part in parts if part.index == k]
-            assert [part.id for part in mine if part.id] == [f"call_1_{k}"]
-            assert "".join(part.function.arguments for part in mine) == call.arguments
-        return 1.0
-
-    trace = play(thinking, store, rollout, says)
-    assert not trace.error, trace.error
 
 
 # --- keys
@@ -567,36 +460,6 @@ def test_the_rollouts_own_sampling_wins(tiny_model: Path, store: MediaStore) -> 
     assert len({p.seed for p in asked} - {7}) == 2
 
 
-def test_a_body_that_is_no_request_is_refused(tiny_model: Path, store: MediaStore) -> None:
-    bodies = (
-        b"", b"{", b"[]", b"\xff", b'"x"', b"{}", b'{"messages": []}', b'{"messages": 3}',
-        b"[" * 100_000, b'{"messages": ["a"]}', b'{"messages": [{"role": []}]}',
-    )  # fmt: skip
-
-    async def rollout(chat: Chat) -> float:
-        headers = {"authorization": f"Bearer {chat.api_key}", "content-type": "application/json"}
-        async with aiohttp.ClientSession(headers=headers) as session:
-            for body in bodies:
-                async with session.post(chat.base_url + "/chat/completions", data=body) as answer:
-                    assert answer.status == 400 and answer.headers["x-should-retry"] == "false"
-                    assert (await answer.json())["error"]["type"] == "invalid_request_error"
-        return 1.0
-
-    trace = play(tiny_model, store, rollout)
-    assert not trace.error and len(trace.refused_requests) == len(bodies)
-
-
-def test_another_route_is_refused_in_the_same_shape(tiny_model: Path, store: MediaStore) -> None:
-    async def rollout(chat: Chat) -> float:
-        async with agent(chat) as client:
-            with pytest.raises(openai.NotFoundError) as caught:
-                await client.embeddings.create(model="m", input="x")
-            assert caught.value.code == "unknown_url"
-        return 1.0
-
-    assert not play(tiny_model, store, rollout).error
-
-
 def test_messages_that_the_environment_adds_pass_the_same_checks(
     tiny_model: Path, store: MediaStore
 ) -> None:
@@ -688,23 +551,6 @@ def test_exchanged_images_stand_in_for_those_that_an_agent_sends(
 
 
 # --- together with the rest of the kit
-
-
-def test_a_plain_function_has_the_endpoint_too(tiny_model: Path, store: MediaStore) -> None:
-    class Asks(Environment):
-        name = "asks"
-
-        def task(self, index: int, split: str) -> Task:
-            return Task(index, split)
-
-        def rollout(self, task: Task, chat: BlockingChat) -> float:
-            with openai.OpenAI(base_url=chat.base_url, api_key=chat.api_key) as client:
-                said = client.chat.completions.create(model="any", messages=[shown(1)])  # type: ignore[list-item]
-            return float(said.choices[0].message.content is not None)
-
-    trace = play(tiny_model, store, Asks())
-    assert not trace.error and trace.reward == 1.0
-    assert len(trace.turns) == 1 and trace.num_images_shown == 1
 
 
 def test_an_agent_that_is_cut_short_is_told_and_its_rollout_is_truncated(

@@ -49,14 +49,3 @@ def test_one_that_is_cancelled_takes_no_turn_and_holds_up_no_one() -> None:
         return went
 
     assert asyncio.run(play()) == [3, 9]
-
-
-def test_a_pace_that_ran_dry_goes_on() -> None:
-    async def play() -> int:
-        pacer = LoopPacer()
-        for _ in range(3):
-            await pacer.wait_for_pass()
-            await asyncio.sleep(0)
-        return 3
-
-    assert asyncio.run(asyncio.wait_for(play(), 30)) == 3

@@ -163,18 +163,6 @@ def test_a_server_that_fails_in_the_middle_of_a_turn_costs_a_retry_elsewhere(how
     play(scene, times=QUICK if how == "hangs" else PATIENT)
 
 
-def test_a_generation_that_takes_long_is_not_lost() -> None:
-    async def scene(router: ServerRouter, a: SmallServer) -> None:
-        a.generates.clear()
-        asking = asyncio.ensure_future(router.open_client("r").generate(REQUEST))
-        await until(lambda: a.asked["/health"] > 10)
-        a.generates.set()
-        await asking
-        assert a.asked[GENERATE] == 1
-
-    play(scene, num=1)
-
-
 def test_a_refusal_that_may_heal_is_asked_elsewhere_and_one_that_may_not_is_raised() -> None:
     async def scene(router: ServerRouter, a: SmallServer, b: SmallServer) -> None:
         router.update(ServerList((status(a), status(b, load=9)), ""))
@@ -203,20 +191,6 @@ def test_without_any_server_the_deadline_ends_it_with_the_reason() -> None:
             await router.open_client("r").generate(REQUEST)
 
     play(scene, deadline_s=0.5)
-
-
-def test_a_server_that_is_asked_by_name_is_the_only_one() -> None:
-    async def scene(router: ServerRouter, a: SmallServer, b: SmallServer) -> None:
-        router.update(ServerList((status(a),), ""))
-        client = router.open_client("r", pinned=b.url)
-        await client.generate(REQUEST)
-        assert (a.asked[GENERATE], b.asked[GENERATE]) == (0, 1)
-        b.refusals = [503, 503]
-        await client.generate(REQUEST)
-        assert (a.asked[GENERATE], b.asked[GENERATE]) == (0, 4)
-        assert sum(client.counts.retries for client in router.clients) == 2
-
-    play(scene)
 
 
 def test_a_server_that_is_lost_and_leaves_the_list_is_not_asked_and_returns_as_itself() -> None:
@@ -250,21 +224,6 @@ def test_a_request_that_ends_its_servers_does_not_end_all_of_them() -> None:
         assert sum(server.asked[GENERATE] for server in servers) == MAX_LOST_SERVERS
 
     play(scene, num=MAX_LOST_SERVERS + 2)
-
-
-def test_servers_that_are_away_together_cost_no_rollout() -> None:
-    async def scene(router: ServerRouter, *servers: SmallServer) -> None:
-        for server in servers:
-            await server.end()
-        asking = asyncio.ensure_future(router.open_client("r").generate(REQUEST))
-        await until(lambda: any(one.is_lost for one in router.servers.values()))
-        await asyncio.sleep(0.2)
-        assert not asking.done()
-        for server in servers:
-            await server.restart()
-        assert (await asking).choices[0].token_ids == [TOKEN]
-
-    play(scene, num=MAX_LOST_SERVERS + 2, deadline_s=60.0)
 
 
 def test_a_server_whose_engine_is_stuck_is_lost_although_it_answers() -> None:

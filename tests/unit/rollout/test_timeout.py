@@ -128,20 +128,6 @@ def test_a_clean_up_that_does_not_end_costs_the_rollout_and_is_counted(
     asyncio.run(main())
 
 
-def test_a_clean_up_that_ends_in_time_is_waited_for(play: Trial) -> None:
-    done = []
-
-    async def rollout(task: Task, chat: Any) -> None:
-        try:
-            await asyncio.sleep(600)
-        finally:
-            await asyncio.sleep(0)
-            done.append(task)
-
-    assert play(rollout, timeout_s=0.05, grace_s=60.0).error_kind == "timeout"
-    assert done and play.player.threads.stuck_s() == 0
-
-
 def test_a_plain_function_that_is_over_its_time_waits_for_nothing_more(play: Trial) -> None:
     """What it waits for, such as an answer of the server, is cancelled with it."""
     cancelled, ended = threading.Event(), threading.Event()

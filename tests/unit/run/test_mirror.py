@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import os
-import shutil
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -123,15 +122,6 @@ def test_a_worker_has_nothing_removed(tmp_path: Path, kind: str) -> None:
     assert list(pair.blobs.digests()) and (pair.own.logs / "worker-0.log").exists()
 
 
-def test_a_copy_that_goes_takes_nothing_of_the_run_with_it(tmp_path: Path) -> None:
-    pair = Pair(tmp_path)
-    write_atomic(pair.copy.ledger, b"line\n")
-    pair.mirror.flush()
-    shutil.rmtree(pair.copy.path)
-    pair.mirror.flush()
-    assert pair.own.ledger.read_bytes() == b"line\n"
-
-
 def test_lines_that_could_not_be_sent_are_sent_with_the_next(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -161,14 +151,6 @@ def test_a_file_that_goes_while_it_is_looked_for_is_left_out(
         patch.setattr(pair.mirror, "_iter_files", lambda: iter(found))
         pair.mirror.flush()
     assert [file.name for file in pair.sent[-1].files] == ["ledger.jsonl"]
-
-
-def test_heartbeats_wait_for_no_checkpoint(tmp_path: Path) -> None:
-    pair = Pair(tmp_path)
-    pair.copy.heartbeat("trainer").write_bytes(b"beat")
-    with pair.mirror._lock:  # as while one is on its way
-        pair.mirror.send_heartbeats()
-    assert pair.own.heartbeat("trainer").read_bytes() == b"beat"
 
 
 def test_a_process_that_joins_hears_nothing_that_was_meant_for_its_predecessor() -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import json
 import socket
 import subprocess
 import sys
@@ -16,19 +15,17 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from agents import Worker, agent, listening, picture
-from aiohttp import web
+from agents import Worker, picture
 from opentelemetry.proto.collector.trace.v1.trace_service_pb2 import ExportTraceServiceRequest
 from opentelemetry.proto.trace.v1.trace_pb2 import Span, Status
 from serving import embedded
 
 from sightline.config import RunFile, load_config
 from sightline.envs import Chat
-from sightline.envs.judge_model import JudgeModel
 from sightline.errors import ConfigError
 from sightline.inference.server_spec import ServerSpec
 from sightline.media import MediaStore
-from sightline.message import ImagePart, Message, text, user
+from sightline.message import ImagePart, Message, text
 from sightline.run.otel import DEFAULT_LIMITS, ExportLimits, open_stages
 from sightline.trace import Trace
 
@@ -112,26 +109,6 @@ async def look_twice(chat: Chat) -> float:
     return 0.5
 
 
-async def judged(chat: Chat) -> float:
-    async def says(http: web.Request) -> web.Response:
-        assert "traceparent" not in http.headers  # the judge is somebody else's
-        return web.json_response({"choices": [{"message": {"content": "Score: 1"}}]})
-
-    await chat.send([user("Say something.")])
-    app = web.Application()
-    app.router.add_post("/chat/completions", says)
-    async with listening(app) as address:
-        return await JudgeModel(address, "judge").score([user("Well?")], chat.get)
-
-
-async def through_an_agent(chat: Chat) -> float:
-    async with agent(chat) as client:
-        await client.chat.completions.create(
-            model="any", messages=[{"role": "user", "content": "Say something."}]
-        )
-    return 1.0
-
-
 @contextmanager
 def playing(
     settings: ServerSpec,
@@ -203,18 +180,6 @@ def test_a_span_lies_inside_its_parent_and_says_what_it_was(
     assert of["turn"][1]["cached_tokens"] > 0
 
 
-def test_a_judge_and_an_agent_stand_in_the_tree(
-    settings: ServerSpec, media: MediaStore, collector: Collector
-) -> None:
-    with playing(settings, media, collector.address) as worker:
-        asyncio.run(worker.play(judged))
-        asyncio.run(worker.play(through_an_agent))
-    paths = [path for path, *_ in tree(collector.spans)]
-    assert paths.count("rollout/judge") == 1
-    assert paths.count("rollout/turn/generate/serve/decode") == 2
-    assert len({span.trace_id for _, span in collector.spans}) == 2
-
-
 def test_a_rollout_that_fails_says_why(
     settings: ServerSpec, media: MediaStore, collector: Collector
 ) -> None:
@@ -281,38 +246,6 @@ def test_a_collector_that_does_not_work_changes_nothing(
     assert said(with_it) == said(without)
     assert (with_it.error, with_it.reward) == (without.error, without.reward)
     assert f"spans are lost, {target}" in lines
-
-
-def test_a_full_queue_never_waits() -> None:
-    """Ten times what fits, while the collector holds the one thread that exports."""
-    limits = ExportLimits(queue_size=256, batch_size=64, close_timeout_s=0.1)
-    hung = Collector(hangs=True)
-    stages = open_stages(hung.address, "worker-0", limits=limits)
-    for _ in range(10 * limits.queue_size):
-        with stages.begin("rollout"):
-            pass
-    stages.close()
-    assert not hung.spans  # nobody has been answered yet, and here we are
-    hung.close()
-
-
-def test_a_file_takes_the_place_of_a_collector(
-    settings: ServerSpec, media: MediaStore, tmp_path: Path
-) -> None:
-    file = tmp_path / "spans.jsonl"
-    with playing(settings, media, str(file)) as worker:
-        asyncio.run(worker.play(look_twice))
-    spans = [
-        span
-        for line in file.read_text().splitlines()
-        for resource in json.loads(line)["resourceSpans"]
-        for scope in resource["scopeSpans"]
-        for span in scope["spans"]
-    ]
-    ids = {span["spanId"] for span in spans}
-    assert len(spans) == 20 and len(ids) == 20
-    assert {len(span["traceId"]) for span in spans} == {32}
-    assert all(span["parentSpanId"] in ids for span in spans if span["name"] != "rollout")
 
 
 def test_without_the_setting_nothing_of_it_is_imported() -> None:

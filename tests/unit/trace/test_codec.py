@@ -51,15 +51,6 @@ def test_a_decoded_trace_goes_on_as_the_first_would() -> None:
     assert back == trace
 
 
-def test_a_prompt_costs_four_bytes_a_token_and_some_for_each_node() -> None:
-    trace = Trace(id="t")
-    talk(trace, ([user("x")], "y"))
-    small = len(encode_trace(trace))
-    node = trace.nodes[0]
-    assert len(encode_trace(Trace(id="t", nodes=[node]))) < 450
-    assert small < 900
-
-
 def test_the_golden_file_of_schema_1_is_read() -> None:
     assert list(read_traces(GOLDEN)) == [example("golden"), Trace(id="empty")]
 

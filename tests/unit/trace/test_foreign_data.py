@@ -139,13 +139,6 @@ def test_a_trace_that_was_given_pixels_says_where_they_are(tmp_path: Path) -> No
         list(read_traces(path))
 
 
-def test_an_older_shape_that_holds_pixels_says_so() -> None:
-    old = {"schema": 0, "messages": [], "pixel_values": [[1.0]]}
-    with pytest.raises(WireError) as refused:
-        decode_trace(msgspec.msgpack.encode(old))
-    assert "schema 0" in refused.value.problem and "processed pixels" in refused.value.problem
-
-
 DEEP = b"\x91" * 200_000
 
 

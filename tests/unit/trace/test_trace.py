@@ -8,7 +8,7 @@ import pytest
 from msgspec.structs import replace
 
 from sightline.errors import MessageError, Misaligned, PixelMismatch
-from sightline.message import AssistantMessage, Message, assistant, system, text, user
+from sightline.message import AssistantMessage, assistant, system, text, user
 from sightline.render import Bridged, Rendered
 from sightline.trace import Node, PolicySpan, Trace, encode_trace
 from sightline.trace.node import ROOT, int32_array
@@ -16,14 +16,12 @@ from sightline.wire import Slot, Span
 from tests.unit.trace.toy import (
     AB,
     END,
-    HEADER,
     LETTER,
     NEWLINE,
     PAD,
     START,
     TOOL,
     ToyRenderer,
-    digests,
     item,
     picture,
     say,
@@ -51,13 +49,6 @@ def test_a_conversation_is_one_path_of_one_node_a_message() -> None:
     assert trace.num_tokens == len(trace.tokens(trace.path(last)))
 
 
-def test_the_header_is_unsampled_and_opens_the_assistants_own_node() -> None:
-    trace = Trace(id="t")
-    node = trace.nodes[talk(trace, ([user("hi")], "a"))]
-    assert node.token_ids.numpy()[: node.sampled_start].tolist() == HEADER
-    assert node.num_sampled == len(node.logprobs) == 2
-
-
 def test_what_closes_a_cut_off_turn_opens_the_next_node() -> None:
     trace = Trace(id="t")
     cut = say(trace.extend(ROOT, [user("hi")], TOY), "abc", stop=False)
@@ -67,15 +58,6 @@ def test_what_closes_a_cut_off_turn_opens_the_next_node() -> None:
     assert after.message == user("go")
     assert after.token_ids.numpy().tolist()[:3] == [END, NEWLINE, START]
     assert not after.is_turn
-
-
-def test_a_turn_that_is_not_committed_changes_nothing() -> None:
-    trace = Trace(id="t")
-    leaf = talk(trace, ([user("hi")], "yes"))
-    before = encode_trace(trace)
-    trace.extend(leaf, [user("go")], TOY, TOOL)
-    trace.prepare([user("other")], TOY)
-    assert encode_trace(trace) == before
 
 
 def test_extend_costs_the_new_messages_only() -> None:
@@ -122,14 +104,6 @@ def test_the_same_prompt_asked_again_shares_its_nodes() -> None:
     assert trace.num_images_shown == 1
 
 
-def test_turns_prepared_side_by_side_share_their_prompt() -> None:
-    trace = Trace(id="t")
-    turns = [trace.extend(ROOT, [system("s"), user("hi", picture(0))], TOY) for _ in range(3)]
-    for i, turn in enumerate(turns):
-        say(turn, "abc"[i])
-    assert trace.branches() == [[0, 1, 2], [0, 1, 3], [0, 1, 4]]
-
-
 def test_an_edited_message_forks_where_it_differs() -> None:
     trace = Trace(id="t")
     first = talk(trace, ([system("s"), user("hi")], "yes"))
@@ -152,49 +126,12 @@ def test_an_edited_answer_is_rendered_whole_and_shares_what_has_the_same_tokens(
     assert trace.forks == {"assistant_among_new": 1}
 
 
-def test_an_answer_that_renders_to_other_tokens_forks_there() -> None:
-    trace = Trace(id="t")
-    first = talk(trace, ([user("hi")], "ab"))
-    node = say(trace.extend(first, [user("?")], TOY), "b")
-    path = trace.path(node.id)
-    assert path[0] == 0 and path[1] != first
-    assert AB in trace.nodes[path[1]].token_ids.numpy()
-    assert trace.forks == {"history_rewritten": 1}
-
-
 def test_a_rendering_shares_sampled_nodes_with_the_same_tokens_and_images() -> None:
     trace = Trace(id="t")
     leaf = talk(trace, ([user(picture(1))], "x"), ([user(picture(2))], "y"))
     node = say(trace.extend(leaf, [user("?", picture(1))], TOY), "z")
     assert trace.path(node.id) == [0, 1, 2, 3, 4, 5]
     assert trace.num_images_shown == 3
-
-
-def test_a_rendering_shares_the_whole_turn_rather_than_the_cut_off_one() -> None:
-    trace = Trace(id="t")
-    whole = say(trace.extend(ROOT, [user("hi")], TOY), "x")
-    cut = say(trace.extend(ROOT, [user("hi")], TOY), "x", stop=False)
-    for leaf in (whole.id, cut.id):
-        node = say(trace.extend(leaf, [user("?")], TOY), "y")
-        assert whole.id in trace.path(node.id)
-
-
-def test_a_history_that_two_paths_hold_goes_on_from_the_newest() -> None:
-    trace = Trace(id="t")
-    old, new = (say(trace.extend(ROOT, [user("hi")], TOY), "x") for _ in range(2))
-    node = say(trace.prepare([user("hi"), assistant("x"), user("go")], TOY), "y")
-    assert new.id in trace.path(node.id) and old.id not in trace.path(node.id)
-
-
-def test_messages_that_only_render_alike_are_two_nodes() -> None:
-    trace = Trace(id="t")
-    one, two = (Message(role="tool", content=text("4"), tool_call_id=name) for name in "ab")
-    first = talk(trace, ([user("hi")], "x"))
-    for result in (one, two):
-        for new in ([result, user("?")], [result]):
-            path = trace.path(talk(trace, (new, "y"), leaf=first))
-            assert trace.nodes[path[2]].message == result
-    assert [node.message for node in trace.nodes if node.message.role == "tool"] == [one, two]
 
 
 def test_images_of_other_settings_are_not_shared() -> None:
@@ -233,37 +170,6 @@ def test_other_tools_are_another_prompt() -> None:
     assert first.id not in trace.path(bare.id)
     assert len(trace.toolsets) == 1
     assert [node.tools for node in trace.turns] == [0, 0, -1]
-
-
-def test_a_path_that_is_no_longer_kept_as_lists_is_joined_from_its_nodes() -> None:
-    trace = Trace(id="t")
-    first = talk(trace, ([user("hi", picture(1))], "ab"))
-    for number in range(8):
-        talk(trace, ([user("go", picture(number))], "b"), leaf=first)
-    for leaf in [path[-1] for path in trace.branches()]:
-        turn = trace.extend(leaf, [user("on")], TOY)
-        assert turn.prompt_ids[: -len(turn.new_tokens)] == trace.tokens(trace.path(leaf))
-        assert turn.slots == trace.slots(trace.path(leaf))
-
-
-def test_a_message_node_can_be_extended_as_well() -> None:
-    trace = Trace(id="t")
-    talk(trace, ([user("hi")], "yes"), ([user("one")], "a"))
-    node = say(trace.extend(2, [user("two")], TOY), "b")
-    assert [trace.nodes[n].message.text for n in trace.path(node.id)] == [
-        "hi", "yes", "one", "two", "b",
-    ]  # fmt: skip
-    assert trace.path(node.id)[:3] == [0, 1, 2]
-
-
-def test_versions_are_looked_up_over_all_turns() -> None:
-    trace = Trace(id="t")
-    assert (trace.oldest_version, trace.newest_version) == (None, None)
-    turn = trace.extend(ROOT, [user("hi")], TOY)
-    both = [PolicySpan(0, 1, version=3, epoch=0), PolicySpan(1, 2, version=4, epoch=1)]
-    turn.commit([150, END], [-1, -1], both, "stop")
-    assert (trace.oldest_version, trace.newest_version) == (3, 4)
-    assert trace.policies == {(3, 0), (4, 1)}
 
 
 @pytest.mark.parametrize(
@@ -327,17 +233,6 @@ def test_other_pixels_for_a_shared_prompt_are_refused() -> None:
     with pytest.raises(PixelMismatch, match="now makes pixels other"):
         two.commit([150], [-1], spans(1), "length", ["other"])
     assert len(trace.nodes) == 2
-
-
-def test_an_engine_that_cannot_tell_its_pixels_is_allowed() -> None:
-    trace = Trace(id="t")
-    turn = trace.extend(ROOT, [user(picture(1))], TOY)
-    node = turn.commit([150, END], [-1, -1], spans(2), "stop")
-    turn = trace.extend(node.id, [user(picture(2))], TOY)
-    turn.commit([150, END], [-1, -1], spans(2), "stop", digests(turn.slots))
-    assert [s.pixel_digest for n in trace.nodes for s in n.slots] == [
-        None, "pixels-" + picture(2).digest[:8],
-    ]  # fmt: skip
 
 
 def test_an_unknown_leaf_and_an_empty_history_are_refused() -> None:

@@ -107,22 +107,6 @@ def test_a_row_is_the_same_conversation_from_every_kind_of_file(
         assert talk.shows_media and talk.name == f"row {number}"
 
 
-def test_images_may_stand_in_the_parts_themselves(tmp_path: Path, store: MediaStore) -> None:
-    (tmp_path / "shots").mkdir()
-    (tmp_path / "shots" / "a.png").write_bytes(png(1))
-    url = "data:image/png;base64," + base64.b64encode(png(2)).decode()
-    parts = [
-        {"type": "image", "image": {"bytes": None, "path": "shots/a.png"}},
-        {"type": "image_url", "image_url": {"url": url}},
-        {"type": "image", "image": store.put(png(3)).url},
-    ]
-    talk = [{"role": "user", "content": parts}, {"role": "assistant", "content": "x"}]
-    path = tmp_path / "talks.jsonl"
-    path.write_text(json.dumps({"messages": talk}) + "\n")
-    user, _ = opened(path, store).row(0).messages
-    assert [store.get(ref) for ref in user.images] == [png(1), png(2), png(3)]
-
-
 def test_cells_may_hold_json_and_tools(tmp_path: Path, store: MediaStore) -> None:
     call = {"type": "function", "function": {"name": "press", "arguments": {"x": 1}}}
     talk = [
@@ -167,18 +151,6 @@ def test_bad_parts_are_refused_with_their_path(
     talks.row(0)
     with pytest.raises((MessageError, MediaError), match=rf"talks.jsonl, row 1: .*{problem}"):
         talks.row(1)
-
-
-def test_a_format_that_cannot_work_is_found_before_anything_starts(tmp_path: Path) -> None:
-    good = DataConfig(path=str(write_jsonl(tmp_path, rows(3))))
-    assert check_rows_for_images(good, seed=0)
-    bad = write_jsonl(tmp_path, [*rows(2), bad_row([{"type": "video"}])])
-    with pytest.raises(MessageError, match="row 2"):
-        check_rows_for_images(DataConfig(path=str(bad)), seed=0)
-    assert not (tmp_path / "media").exists()
-    talk = {"messages": [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]}
-    (tmp_path / "text.jsonl").write_text(json.dumps(talk) + "\n")
-    assert not check_rows_for_images(DataConfig(path=str(tmp_path / "text.jsonl")), seed=0)
 
 
 def test_every_epoch_has_every_row_once_and_none_that_is_held_out(
@@ -245,13 +217,6 @@ def test_misplaced_images_of_sharegpt_are_refused(
 ) -> None:
     with pytest.raises(MessageError, match=rf"talks.jsonl, row 0: .*{problem}"):
         opened(write_jsonl(tmp_path, [row]), store).row(0)
-
-
-def test_an_image_that_is_not_there_is_named_before_anything_starts(tmp_path: Path) -> None:
-    row = bad_row([{"type": "image"}]) | {"images": ["shots/cat.png"]}
-    (tmp_path / "talks.jsonl").write_text(json.dumps(row) + "\n")
-    with pytest.raises(MediaError, match=r"talks.jsonl, row 0: no image at .*shots/cat.png"):
-        check_rows_for_images(DataConfig(path=str(tmp_path / "talks.jsonl")), seed=0)
 
 
 def test_what_sightline_samples_writes_is_read(tmp_path: Path, store: MediaStore) -> None:

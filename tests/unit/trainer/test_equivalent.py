@@ -12,7 +12,6 @@ import pytest
 import torch
 from PIL import Image
 
-from sightline.algo.losses import load_loss
 from sightline.compute.attention import PackedPattern, TreePattern, build_attention_pattern
 from sightline.media import MediaStore
 from sightline.pack import PackSize
@@ -50,51 +49,6 @@ def gradients(learner: Learner, batch: ReadyBatch) -> tuple[float, dict[str, tor
     return metric_sums.read()["loss"], found
 
 
-def check_equal(a: dict[str, torch.Tensor], b: dict[str, torch.Tensor], bound: float) -> None:
-    # Parameters whose gradient is rounding noise (a key's bias, say) are measured against the
-    # size of an ordinary gradient, not against their own noise.
-    floor = 1e-3 * max(float(g.norm()) for g in a.values())
-    for name in a:
-        difference = float((a[name] - b[name]).norm()) / max(float(a[name].norm()), floor)
-        assert difference < bound, f"{name}: {difference}"
-
-
-@pytest.mark.parametrize("seed", range(3))
-def test_packed_gives_the_loss_and_gradients_of_unpacked(
-    learner: Learner, tiny_model: Path, store: MediaStore, seed: int
-) -> None:
-    samples = making.samples(tiny_model, store, count=6, seed=seed)
-    packed = ready(learner, store, samples, WHOLE)
-    unpacked = ready(learner, store, samples, ALONE)
-    assert len(packed.micro_batches) == 1 and len(unpacked.micro_batches) == 6
-    loss, grads = gradients(learner, packed)
-    loss_alone, grads_alone = gradients(learner, unpacked)
-    assert loss == pytest.approx(loss_alone, rel=1e-5)
-    check_equal(grads_alone, grads, 1e-5)
-
-
-@pytest.mark.parametrize("loss", ["ppo", "gspo"])
-@pytest.mark.parametrize("seed", range(3))
-def test_a_tree_gives_the_loss_and_gradients_of_its_samples_apart(
-    learner: Learner, tiny_model: Path, store: MediaStore, seed: int, loss: str
-) -> None:
-    learner.loss = load_loss(loss, {"clip_low": 100.0, "clip_high": 100.0})
-    samples = [
-        *making.group(tiny_model, store, count=6, seed=seed, name="one"),
-        *making.group(tiny_model, store, count=3, seed=seed + 10, name="two"),
-        *making.samples(tiny_model, store, count=2, seed=seed),
-    ]
-    trees = ready(learner, store, samples, WHOLE)
-    apart = ready(learner, store, samples, ALONE)
-    assert len(apart.micro_batches) == len(samples)
-    num_tokens = sum(len(m.batch.token_ids) for m in trees.micro_batches)
-    assert num_tokens < 0.8 * sum(len(m.batch.token_ids) for m in apart.micro_batches)
-    total, grads = gradients(learner, trees)
-    total_apart, grads_apart = gradients(learner, apart)
-    assert total == pytest.approx(total_apart, rel=1e-5, abs=1e-7)
-    check_equal(grads_apart, grads, 1e-5)
-
-
 def test_the_plain_mask_gives_what_the_flat_pattern_gives() -> None:
     torch.manual_seed(0)
     lengths = [5, 1, 9, 3]
@@ -105,21 +59,6 @@ def test_the_plain_mask_gives_what_the_flat_pattern_gives() -> None:
     tree = TreePattern(ends, device).attend(0, q, k, v, 0.3)
     assert torch.allclose(flat, tree, atol=1e-6)
     assert isinstance(build_attention_pattern(ends, device), PackedPattern)
-
-
-def test_a_tree_sees_its_own_path_and_nothing_else() -> None:
-    # A prompt of 3 tokens with two answers of 2: the second must not see the first.
-    ends = np.array([7, 7, 7, 5, 5, 7, 7])
-    pattern = build_attention_pattern(ends, torch.device("cpu"))
-    assert isinstance(pattern, TreePattern)
-    torch.manual_seed(1)
-    q, k, v = (torch.randn(1, 2, 7, 8) for _ in range(3))
-    whole = pattern.attend(0, q, k, v, 0.3)
-    path = [0, 1, 2, 5, 6]
-    alone = PackedPattern([5], torch.device("cpu")).attend(
-        0, q[:, :, path], k[:, :, path], v[:, :, path], 0.3
-    )
-    assert torch.allclose(whole[:, :, [5, 6]], alone[:, :, [3, 4]], atol=1e-6)
 
 
 def test_pixels_made_of_references_give_the_gradients_of_pixels_made_at_once(

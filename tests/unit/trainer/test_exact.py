@@ -18,7 +18,7 @@ from serving import embedded
 from sightline.compute import exact
 from sightline.compute.model import load_model
 from sightline.compute.weights import write_weights
-from sightline.config import RunFile, SftFile
+from sightline.config import RunFile
 from sightline.config.load import validate_config
 from sightline.errors import ConfigError, PolicyMismatch
 from sightline.families import load_family
@@ -103,15 +103,6 @@ def test_a_tree_differs_and_is_not_packed(model: Path, store: MediaStore) -> Non
     ready = exactness.prepare(learner, model, store, samples, WHOLE, step=1)
     num_tokens = sum(len(one.batch.token_ids) for one in ready.micro_batches)
     assert num_tokens == sum(len(sample.token_ids) for sample in samples)
-
-
-def test_values_that_were_never_written_change_nothing(model: Path) -> None:
-    found = passes(model, True)
-    kv = found.open()
-    found.prefill(kv, [1])
-    for table in kv._tables():
-        table[:, 1:] = float("nan")
-    assert torch.equal(found.train()[1:], found.prefill(kv, [30, 119], start=1))
 
 
 # --- engine and trainer
@@ -269,12 +260,6 @@ def test_ranks_on_cpus_are_refused(model: Path, store: MediaStore) -> None:
     file["model"]["dtype"] = "bfloat16"
     with pytest.raises(ConfigError, match="'bfloat16' on a CPU"):
         check_devices(validate_config(RunFile, file, "a run file"))
-
-
-def test_supervised_training_has_nothing_to_compare() -> None:
-    file = {"model": {"path": "m", "exact": True}, "env": {"name": "color_codeword"}}
-    with pytest.raises(ConfigError, match="nothing is sampled"):
-        validate_config(SftFile, {**file, "sft": {"output_dir": "o"}}, "a run file")
 
 
 def test_a_batch_that_another_version_may_have_sampled_is_not_held(

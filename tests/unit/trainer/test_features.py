@@ -108,15 +108,6 @@ def test_what_is_held_changes_no_bit(tiny_model: Path, store: MediaStore) -> Non
     assert some.evicted > 0 and 0 < some.bytes_held <= 3000
 
 
-def test_images_alone_are_images_together_to_rounding(tiny_model: Path, store: MediaStore) -> None:
-    learner = learner_of(tiny_model, store, train_vision=False)
-    batch = ready(learner, store, tiny_model, 1).with_pixels()
-    kept = [learner.score(micro_batch) for micro_batch in batch.micro_batches]
-    learner.features = None
-    for micro_batch, logprobs in zip(batch.micro_batches, kept, strict=True):
-        assert learner.score(micro_batch) == pytest.approx(logprobs, abs=1e-5)
-
-
 def test_pixels_go_to_the_device_whole(
     tiny_model: Path, store: MediaStore, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -57,15 +57,6 @@ def test_a_missing_image_costs_exactly_its_samples(tiny_model: Path, store: Medi
     assert [m.batch for m in ready.micro_batches] == [m.batch for m in alone.micro_batches]
 
 
-def test_corrupt_bytes_are_bad_media(tiny_model: Path, store: MediaStore) -> None:
-    samples = making.samples(tiny_model, store, count=4)
-    path = store.path(with_image(samples).items[0].ref.digest)
-    path.chmod(0o644)
-    path.write_bytes(b"not what it was")
-    ready = preparer(tiny_model, store, budget=1.0).prepare(Batch(1, samples), "")
-    assert set(ready.bad) == {"MediaCorrupt"}
-
-
 def test_one_pixel_by_one_level_is_refused(tiny_model: Path, store: MediaStore) -> None:
     """The sampler saw the image with one value changed: its digest is another."""
     samples = making.samples(tiny_model, store, count=4)
@@ -125,13 +116,6 @@ def test_stop_ends_the_run_at_the_first_bad_image(tiny_model: Path, store: Media
     strict.bad_media = BadMediaPolicy("stop")
     with pytest.raises(MediaMissing, match=f"sample {lost.trace_id} of step 3, image"):
         strict.prepare(Batch(3, samples), "")
-
-
-def test_a_batch_of_bad_media_alone_is_an_empty_one(tiny_model: Path, store: MediaStore) -> None:
-    lost = with_image(making.samples(tiny_model, store, count=8))
-    store.path(lost.items[0].ref.digest).unlink()
-    ready = preparer(tiny_model, store, budget=1.0).prepare(Batch(1, [lost]), "")
-    assert ready.micro_batches == [] and ready.num_samples == ready.num_items == 0
 
 
 def test_truncation_comes_first_so_that_images_beyond_it_are_not_wanted(

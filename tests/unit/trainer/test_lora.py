@@ -3,27 +3,22 @@
 from __future__ import annotations
 
 import json
-import random
 from pathlib import Path
 from typing import Any
 
 import making
-import numpy as np
 import pytest
 import torch
 from safetensors.torch import load_file
-from serving import live
 
 from sightline.compute.lora_weights import AdapterBase
 from sightline.compute.model import MODEL_DTYPES, load_model
 from sightline.compute.weights import read_weights
 from sightline.config import LoraConfig, RunFile, SftFile, validate_config
 from sightline.errors import ConfigError
-from sightline.families import load_family, load_renderer
+from sightline.families import load_family
 from sightline.families.registry import write_tiny
-from sightline.inference.server_spec import ServerSpec
 from sightline.media import MediaStore
-from sightline.message import user
 from sightline.pack import PackSize
 from sightline.pixels import Materializer
 from sightline.run import RunDir
@@ -38,7 +33,6 @@ from sightline.trainer.lora import (
     describe_adapter_base,
     plain_parameters,
 )
-from sightline.wire.generate import SamplingParams
 from sightline.wire.sample import Batch
 
 BOTH = {"rank": 4, "alpha": 8.0, "vision_targets": ("*",)}
@@ -139,54 +133,6 @@ def test_adapters_begin_as_nothing_and_are_the_same_everywhere(
     plain = learner_of(tiny_model, store)
     ready = batch_of(plain, tiny_model, store)
     assert one.step(ready).metrics["loss"] == pytest.approx(plain.step(ready).metrics["loss"])
-
-
-@pytest.mark.parametrize("kind", ["merged", "adapter"])
-def test_the_engine_serves_what_the_trainer_scores(
-    tiny_model: Path, store: MediaStore, tmp_path: Path, kind: str
-) -> None:
-    check_served(tiny_model, store, tmp_path, kind)
-
-
-def test_the_engine_serves_adapters_of_a_model_of_padded_rows(
-    store: MediaStore, tmp_path: Path
-) -> None:
-    write_tiny("anyvlm", tmp_path / "model", seed=0, type="gemma3")
-    assert load_family(tmp_path / "model").packing.kind == "rows"
-    check_served(tmp_path / "model", store, tmp_path, "adapter")
-
-
-def check_served(path: Path, store: MediaStore, tmp_path: Path, kind: str) -> None:
-    """Raises unless a server gives the logprobs of a trainer that trained adapters."""
-    learner = trained(path, store, steps=4, **BOTH)
-    model = learner.forward.model
-    stand = describe_adapter_base(model, torch.float32) if kind == "adapter" else None
-    manifest, _ = making.publish(model, tmp_path / "weights", 1, torch.float32, stand)
-    renderer = load_renderer(path, store)
-    rendered = renderer.render([user("see ", store.put(making.image(random.Random(3), 96, 64)))])
-    settings = ServerSpec.of(
-        path=path,
-        media_roots=(Path(store.root),),
-        device="cpu",
-        max_num_seqs=4,
-        max_model_len=512,
-        weights_root=tmp_path,
-    )
-    params = SamplingParams(max_tokens=12, seed=5, stop_token_ids=[])
-    with live(settings) as client:
-        stale = client.generate(rendered.token_ids, rendered.slots, params).choices[0]
-        client.adopt(manifest)
-        choice = client.generate(rendered.token_ids, rendered.slots, params).choices[0]
-    with live(settings.replace(weights=manifest)) as client:  # as that of a resumed run
-        assert client.generate(rendered.token_ids, rendered.slots, params).choices[0] == choice
-    assert choice.logprobs is not None and stale.logprobs is not None
-    said = choice.token_ids
-    got = [entry.logprob for entry in choice.logprobs.content]
-    ours = making.trainer_logprobs(learner, store, rendered, said)
-    np.testing.assert_allclose(got, ours, atol=2e-5)
-    before = learner_of(path, store)
-    theirs = making.trainer_logprobs(before, store, rendered, said)
-    assert np.abs(np.array(got) - theirs).max() > 1e-2, "the adapters say something"
 
 
 def test_exported_it_is_a_plain_checkpoint_and_adapters_that_peft_loads(

@@ -6,7 +6,7 @@ import making
 import pytest
 
 from sightline.compute.model import load_model
-from sightline.trainer.optimizer import build_optimizer, freeze_vision, lr_scale, set_learning_rate
+from sightline.trainer.optimizer import build_optimizer, lr_scale, set_learning_rate
 
 
 @pytest.mark.parametrize(
@@ -33,12 +33,3 @@ def test_the_tower_can_learn_at_a_rate_of_its_own(tiny_model: Path) -> None:
     assert len(rates) == sum(1 for _ in forward.model.parameters())
     assert {rates[id(p)] for p in forward.model.parameters() if id(p) in vision} == {0.5e-4}
     assert {rates[id(p)] for p in forward.model.parameters() if id(p) not in vision} == {0.5e-3}
-
-
-def test_a_frozen_tower_is_not_optimized(tiny_model: Path) -> None:
-    forward = load_model(str(tiny_model), making.family(tiny_model), "cpu", "float32")
-    freeze_vision(forward)
-    optimizer = build_optimizer(forward, making.trainer_config())
-    optimized = {id(p) for group in optimizer.param_groups for p in group["params"]}
-    assert not optimized & {id(p) for _, p in forward.vision_parameters()}
-    assert optimized

@@ -137,16 +137,6 @@ def test_page_locked_memory_counts_as_what_torch_takes_for_it(
     materializer.close()
 
 
-def test_the_setting_is_of_the_whole_machine(tiny_model: Path, store: MediaStore) -> None:
-    config = making.trainer_config(pixel_cache_mb=16)
-    learner = build_learner(making.model_config(tiny_model), config, store, steps=10)
-    pixels = build_pixels(learner, store)
-    digesting = pixels.item_bytes
-    assert digesting + pixels.max_bytes + pixels.materializer.max_bytes <= 16 << 20
-    assert digesting + pixels.max_bytes + pixels.materializer.max_bytes > 15 << 20
-    pixels.materializer.close()
-
-
 def test_one_image_that_the_sampler_saw_otherwise_refuses_the_batch_before_any_step(
     tiny_model: Path, store: MediaStore
 ) -> None:

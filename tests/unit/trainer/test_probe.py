@@ -16,7 +16,7 @@ from sightline.pixels import Materializer
 from sightline.trainer.build import build_learner
 from sightline.trainer.feed import BatchPreparer, ReadyBatch
 from sightline.trainer.learner import Learner
-from sightline.trainer.probe import ImageSwapProbe, find_tokens_behind, probe, swap_images
+from sightline.trainer.probe import find_tokens_behind, probe, swap_images
 from sightline.wire.sample import Batch
 
 WHOLE = PackSize(1 << 20, 1 << 20)
@@ -98,21 +98,3 @@ def test_tokens_that_could_not_have_seen_an_image_do_not_count(
     chosen = find_tokens_behind(ready, moved)
     assert not (changed & ~chosen).any()
     assert changed[chosen].mean() > 0.9
-
-
-def test_a_probe_leaves_the_step_as_it_is(
-    tiny_model: Path, store: MediaStore, batch: ReadyBatch
-) -> None:
-    def stepped(diagnostics_every: int) -> tuple[ImageSwapProbe | None, dict[str, torch.Tensor]]:
-        config = making.trainer_config()
-        made = build_learner(making.model_config(tiny_model), config, store, steps=10)
-        made.diagnostics_every = diagnostics_every
-        found = made.step(batch)
-        return found.probe, dict(made.forward.model.named_parameters())
-
-    without, plain = stepped(0)
-    other, elsewhere = stepped(4)
-    with_probe, probed = stepped(5)
-    assert without is None and other is None and with_probe is not None
-    for name in plain:
-        assert torch.equal(plain[name], probed[name]) and torch.equal(plain[name], elsewhere[name])

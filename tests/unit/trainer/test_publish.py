@@ -20,7 +20,6 @@ from sightline.trainer import loop
 from sightline.trainer.build import Orchestrator, build
 from sightline.trainer.feed import ReadyBatch
 from sightline.trainer.learner import Learner
-from sightline.trainer.publish import PublishTiming
 from sightline.trainer.step_result import StepResult
 from sightline.view.events import by_step, read_events
 from sightline.wire import control
@@ -141,10 +140,3 @@ def test_a_copy_is_as_published_and_its_memory_is_used_again(tmp_path: Path) -> 
     assert {name: tensor.data_ptr() for name, tensor in copy.tensors().items()} == places
     assert copy.tensors()["a"].equal(weights["a"].to(torch.bfloat16))
     assert copy.tensors()["count"].dtype == torch.int64
-
-
-@pytest.mark.parametrize(
-    ("busy", "share"), [((0.0, 9.0), 0.0), ((10.0, 20.0), 1.0), ((12.0, 13.0), 0.25)]
-)
-def test_hidden_is_what_a_step_ran_beside(busy: tuple[float, float], share: float) -> None:
-    assert PublishTiming(10.0, 14.0).hidden_share(busy) == share

@@ -129,24 +129,6 @@ def test_a_few_conversations_are_kept_as_they_are_trained(talks: Path, tiny_mode
     view.close()
 
 
-def test_the_loss_falls_and_a_checkpoint_is_written(warmup: SftFile, tmp_path: Path) -> None:
-    loop.run(made(warmup, tmp_path / "run"))
-    found = [event.values for event in events(tmp_path / "run", "sft").values()]
-    losses = [values["loss"] for values in found]
-    assert found[0]["vision_lr"] == found[0]["lr"] == 1e-2 and found[0]["gpu_peak_gb"] is None
-    assert len(losses) == 6 and losses[-1] < losses[0]
-    assert (tmp_path / "out" / "model.safetensors").is_file()
-    assert (tmp_path / "out" / "tokenizer.json").is_file()
-
-
-def test_a_run_that_is_told_to_stop_has_no_further_step(warmup: SftFile) -> None:
-    _, batches = conversations(warmup)
-    feed = iter(batches)
-    assert next(feed).step == 1
-    batches.stop.set()
-    assert list(feed) == []
-
-
 def test_the_loss_is_the_mean_of_minus_log_pi(
     tiny_model: Path, talks: Path, tmp_path: Path
 ) -> None:

@@ -75,11 +75,3 @@ def test_without_entropy_the_rest_is_the_same(scorer: TokenScorer) -> None:
     assert whole.entropy is not None and less.entropy is None
     assert torch.equal(whole.logprobs, less.logprobs)
     assert whole.kl is not None and less.kl is not None and torch.equal(whole.kl, less.kl)
-
-
-def test_nothing_to_score(scorer: TokenScorer) -> None:
-    width = scorer.forward.model.lm_head.weight.shape[1]  # type: ignore[union-attr]
-    none = torch.zeros(0, width)  # type: ignore[arg-type]
-    found = scorer.score(none, torch.zeros(0, dtype=torch.long), none)
-    assert len(found.logprobs) == 0
-    assert found.entropy is not None and len(found.entropy) == 0

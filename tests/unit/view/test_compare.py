@@ -2,16 +2,13 @@
 
 from __future__ import annotations
 
-import io
 import math
 from pathlib import Path
 
 import pytest
-from rich.console import Console
 
-from sightline.errors import ConfigError
-from sightline.run import EventLog, RunDir
-from sightline.view.compare import compare_runs, print_comparison, to_markdown
+from sightline.run import RunDir
+from sightline.view.compare import compare_runs
 
 from .event_fixtures import append, step, train
 
@@ -63,37 +60,3 @@ def test_curves_are_compared_at_steps_that_both_have(runs: tuple[RunDir, RunDir]
     for row in rows:
         change = float(row.change)
         assert math.isclose(change, 0.5, abs_tol=0.02), row
-
-
-def test_supervised_runs_compare_their_losses(tmp_path: Path) -> None:
-    made_runs = []
-    for name, loss in (("a", 2.0), ("b", 1.0)):
-        run_dir = made(tmp_path / name, BASE.format(name, 0.1), 0)
-        log = EventLog(run_dir.metrics, "trainer")
-        for k in (1, 2, 3):
-            log.write("sft", k, loss=loss / k, trained_tokens=10.0)
-        log.write("sft_eval", 3, loss=loss)
-        made_runs.append(run_dir)
-    found = compare_runs(*made_runs)
-    assert [title.partition(",")[0] for title in found.curves] == ["loss", "held-out loss"]
-    [held_out] = found.curves["held-out loss, around a step"]
-    assert (held_out.first, held_out.second, held_out.change) == ("2.000", "1.000", "-1.000")
-    assert {row.label: row.first for row in found.figures}["steps"] == "3"
-
-
-def test_it_reads_as_tables_in_a_terminal_and_in_markdown(runs: tuple[RunDir, RunDir]) -> None:
-    found = compare_runs(*runs)
-    shown = io.StringIO()
-    print_comparison(found, Console(width=120, file=shown))
-    said = shown.getvalue()
-    for word in ("settings that differ", "trainer.lr", "mismatch KL", "a-001", "b|1", "+200%"):
-        assert word in said
-    page = to_markdown(found)
-    assert "| trainer.lr | 0.001 | 0.002 |  |" in page
-    rows = [line for line in page.splitlines() if line.startswith("|")]
-    assert {line.replace("\\|", "").count("|") for line in rows} == {5}
-
-
-def test_what_is_no_run_is_refused(tmp_path: Path, runs: tuple[RunDir, RunDir]) -> None:
-    with pytest.raises(ConfigError, match="no run directory"):
-        compare_runs(runs[0], RunDir(tmp_path / "nothing"))

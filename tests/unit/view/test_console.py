@@ -5,7 +5,7 @@ import pytest
 from rich.console import Console
 
 from sightline.run import RunDir
-from sightline.view.console import LiveView, eval_line, step_line
+from sightline.view.console import LiveView, step_line
 from sightline.wire.event import Event
 
 from .event_fixtures import T0, append, evaluation, state, step, train
@@ -39,12 +39,6 @@ def test_a_step_fits_on_one_line():
     )
 
 
-def test_what_was_not_measured_shows_as_a_dash():
-    values = step(3, mismatch_kl=None, eta_s=None, reward=None, lag_max=None).values
-    assert step_line(3, values) == ("step   3/150  reward -  lag -  1.9k tok/s  mismatch -  left -")
-    assert step_line(3, {}) == "step 3  reward -  lag -  - tok/s  mismatch -  left -"
-
-
 def test_lines_come_every_few_seconds_with_the_first_and_the_last(run_dir):
     view, file, clock = view_of(run_dir)
     for k in range(1, 13):
@@ -56,34 +50,6 @@ def test_lines_come_every_few_seconds_with_the_first_and_the_last(run_dir):
     view.close()
     steps = [line.split("/")[0] for line in file.getvalue().splitlines()]
     assert steps == ["step  1", "step  6", "step 11", "step 12"]
-
-
-def test_close_prints_a_last_step_that_was_held_back(run_dir):
-    view, file, _ = view_of(run_dir)
-    for k in (1, 2, 3):
-        append(run_dir, step(k))
-        view.update()
-    assert len(file.getvalue().splitlines()) == 1
-    view.close()
-    assert file.getvalue().splitlines()[-1].startswith("step   3/150")
-
-
-def test_evaluations_and_phases_have_lines_of_their_own_in_order(run_dir):
-    view, file, _ = view_of(run_dir)
-    append(run_dir, state("evaluating", T0), evaluation("start", 0.11, T0), step(1, 2))
-    view.update()
-    append(run_dir, step(2, 2), state("busy", T0, "server"))
-    append(run_dir, evaluation("final", 0.9, T0, swapped={"metric": 0.1}))
-    view.close()
-    lines = file.getvalue().splitlines()
-    assert lines[0] == "evaluating"
-    assert lines[1] == "eval start  reward 0.110  letters 0.110  exact 0.001  (256 tasks)"
-    assert [line[:8] for line in lines[2:4]] == ["step 1/2", "step 2/2"]
-    assert lines[4] == (
-        "eval final  reward 0.900  letters 0.900  exact 0.729  "
-        "with swapped images 0.100  (256 tasks)"
-    )
-    assert len(lines) == 5
 
 
 def test_lines_say_how_many_rollouts_broke_or_were_cut_short_and_why(run_dir):
@@ -106,17 +72,6 @@ def test_lines_say_how_many_rollouts_broke_or_were_cut_short_and_why(run_dir):
     why = "(EnvironmentFailed): ValueError: no such page"
     assert lines[1] == f"step 1: the first rollout is dropped {why}", "and the second says nothing"
     assert lines[2].endswith("  1 truncated"), "of the last step"
-
-
-def test_a_goal_says_why_the_run_ends_or_goes_on(run_dir):
-    view, file, _ = view_of(run_dir)
-    for held_out, is_reached in ((0.5, False), (0.98, True)):
-        values = {"stop_at": 0.97, "reward": 0.99, "held_out": held_out, "is_reached": is_reached}
-        append(run_dir, Event(T0, "orchestrator", "goal", 7, values))
-    view.close()
-    first, second = file.getvalue().splitlines()
-    assert first.endswith("[run] stop_at = 0.970; held-out tasks earned 0.500: it trains on")
-    assert second.endswith("held-out tasks confirm it with 0.980: the run ends here")
 
 
 def test_plain_output_has_no_control_codes_even_of_hostile_text(run_dir):
@@ -143,16 +98,6 @@ def test_a_torn_line_is_read_when_it_is_whole_and_nothing_is_read_twice(run_dir)
     assert len(file.getvalue().splitlines()) == 1
 
 
-def test_history_of_a_resumed_run_is_not_announced_again(run_dir):
-    append(run_dir, evaluation("start", 0.1, T0), step(40))
-    view, file, _ = view_of(run_dir)
-    view.update()
-    append(run_dir, step(26))
-    view.close()
-    lines = file.getvalue().splitlines()
-    assert [line[:12] for line in lines] == ["step  40/150", "step  26/150"]
-
-
 def test_the_panel_shows_the_state_of_the_run_in_80_columns(run_dir):
     view, file, clock = view_of(run_dir, terminal=True)
     append(run_dir, state("training", T0))
@@ -170,36 +115,6 @@ def test_the_panel_shows_the_state_of_the_run_in_80_columns(run_dir):
     ):  # fmt: skip
         assert text in shown, text
     assert len(re.findall("[▁▂▃▄▅▆▇█]+", shown)[-1]) == 25
-
-
-def test_an_evaluation_without_numbers_still_has_a_line():
-    assert eval_line({"name": "start"}) == "eval start"
-
-
-def test_the_panel_shows_groups_without_signal_and_what_is_in_flight(run_dir):
-    view, file, _ = view_of(run_dir, terminal=True)
-    append(
-        run_dir,
-        step(
-            4, no_signal_rate=0.25, groups_replaced=3, truncated=2,
-            in_flight=96, waiting=32, bytes_in_flight=5_200_000,
-            envs={"walk": {"reward": 0.5, "rollouts": 8}, "count": {"reward": 0.125}},
-        ),
-    )  # fmt: skip
-    view.update()
-    view.close()
-    shown = file.getvalue()
-    for words in ("no signal 25%", "replaced 3", "truncated 2", "rollouts 96", "waiting 32"):
-        assert words in shown
-    assert "MB 5.2" in shown and "walk 0.500" in shown and "count 0.125" in shown
-
-
-def test_a_worker_that_is_replaced_has_a_line(run_dir):
-    view, file, _ = view_of(run_dir)
-    lost = {"worker": "worker-0", "reason": "leak: it held 3.00 GB"}
-    append(run_dir, Event(time=T0, process="launcher", kind="lost", values=lost))
-    view.update()
-    assert "worker-0 was replaced (leak: it held 3.00 GB)" in file.getvalue()
 
 
 def test_a_run_that_goes_blind_and_a_sink_that_failed_have_a_line(run_dir):

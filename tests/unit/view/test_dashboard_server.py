@@ -18,7 +18,6 @@ from sightline.errors import ConfigError
 from sightline.media import MediaStore
 from sightline.run import RunDir
 from sightline.trace import read_traces
-from sightline.transport.http_server import RequestGuard
 from sightline.view.dashboard.run_collection import RunCollection
 from sightline.view.dashboard.server import build_app
 
@@ -45,14 +44,6 @@ def client(run_dir: RunDir) -> Iterator[TestClient]:
 
 
 RUN = {"run": "synthetic"}
-
-
-def test_a_page_of_rollouts_is_a_page(client: TestClient) -> None:
-    answer = client.get("/api/rollouts", params=RUN | {"limit": 3, "offset": 5})
-    found = answer.json()
-    assert found["total"] == 20 and len(found["rows"]) == 3
-    assert client.get("/api/rollouts", params=RUN | {"limit": 10_000}).status_code == 200
-    assert client.get("/api/rollouts", params=RUN | {"colour": "red"}).status_code == 422
 
 
 def test_a_rollout_has_its_messages_tokens_and_scores(client: TestClient, run_dir: RunDir) -> None:
@@ -140,15 +131,6 @@ def test_nothing_outside_the_runs_can_be_had(client: TestClient, path: str) -> N
     assert b"not yours" not in answer.content and b"root:" not in answer.content
 
 
-def test_a_link_in_the_logs_is_not_followed(client: TestClient, run_dir: RunDir) -> None:
-    (run_dir.logs / "evil.log").symlink_to(run_dir.path.parent / "secret.log")
-    try:
-        answer = client.get("/api/log", params=RUN | {"name": "evil"})
-        assert answer.status_code == 404
-    finally:
-        (run_dir.logs / "evil.log").unlink()
-
-
 def test_a_log_is_read_from_its_end(client: TestClient) -> None:
     tail = client.get("/api/log", params=RUN | {"name": "trainer"}).json()
     assert tail["text"].endswith("last line\n") and len(tail["text"]) <= 65_536
@@ -156,22 +138,6 @@ def test_a_log_is_read_from_its_end(client: TestClient) -> None:
         "/api/log", params=RUN | {"name": "trainer", "before": tail["start"]}
     ).json()
     assert before["end"] == tail["start"] and before["text"].startswith("first\n")
-
-
-def test_settings_come_with_their_defaults(client: TestClient) -> None:
-    found = client.get("/api/settings?run=synthetic").json()
-    assert found["settings"]["trainer"]["lr"] == 1e-6 and found["defaults"]["trainer.lr"] == 1e-5
-    assert found["defaults"]["model.path"] is None  # it has none, and is always chosen
-
-
-def test_groups_and_failures_are_answered(client: TestClient) -> None:
-    groups = client.get("/api/groups?run=synthetic&limit=3").json()
-    assert len(groups["rows"]) == 3 and groups["rows"][0]["rollouts"] > 1
-    failures = client.get("/api/failures?run=synthetic").json()
-    assert sum(one["num"] for one in failures["errors"]) == sum(
-        row["verdict"] == "broken"
-        for row in client.get("/api/rollouts?run=synthetic&limit=200").json()["rows"]
-    )
 
 
 def test_prometheus_scrapes_the_newest_numbers(client: TestClient) -> None:
@@ -183,11 +149,6 @@ def test_prometheus_scrapes_the_newest_numbers(client: TestClient) -> None:
     assert sorted(set(names)) == sorted(types)
 
 
-def test_only_reading_is_answered(client: TestClient) -> None:
-    for method in ("POST", "PUT", "DELETE", "OPTIONS"):
-        assert client.request(method, "/api/runs").status_code == 405
-
-
 def test_every_answer_forbids_what_is_not_ours(client: TestClient) -> None:
     for path in ("/", "/api/runs", "/api/rollout", "/nowhere", "/static/main.js"):
         headers = client.get(path).headers
@@ -195,33 +156,6 @@ def test_every_answer_forbids_what_is_not_ours(client: TestClient) -> None:
         assert "default-src 'none'" in policy and "unsafe" not in policy
         assert headers["x-content-type-options"] == "nosniff"
         assert headers["cross-origin-resource-policy"] == "same-origin"
-
-
-@pytest.mark.parametrize("host", ["evil.example", "127.0.0.1.evil.example", "10.0.0.1", ""])
-def test_without_a_token_only_loopback_names_are_answered(client: TestClient, host: str) -> None:
-    assert client.get("/api/runs", headers={"host": host}).status_code == 421
-
-
-@pytest.mark.parametrize("host", ["127.0.0.1:8700", "localhost", "localhost:1", "[::1]:8700"])
-def test_loopback_has_several_names(client: TestClient, host: str) -> None:
-    assert client.get("/api/runs", headers={"host": host}).status_code == 200
-
-
-def test_bound_elsewhere_a_token_is_needed(run_dir: RunDir) -> None:
-    runs = RunCollection([run_dir.path])
-    app = build_app(runs, RequestGuard("0.0.0.0", "s3cret"))
-    client = TestClient(app, base_url="http://machine.example")
-    for path in ("/", "/api/runs", "/static/main.js", "/media/synthetic/" + "0" * 64):
-        assert client.get(path).status_code == 401
-        assert client.get(path, params={"token": "wrong"}).status_code == 401
-    bearer = {"authorization": "Bearer s3cret"}
-    assert client.get("/api/runs", headers=bearer).status_code == 200
-    opened = client.get("/rollouts?run=a&token=s3cret", follow_redirects=False)
-    assert opened.status_code == 303 and opened.headers["location"] == "/rollouts?run=a"
-    cookie = opened.headers["set-cookie"].lower()
-    assert "httponly" in cookie and "samesite=strict" in cookie
-    assert client.get("/api/runs").status_code == 200
-    runs.close()
 
 
 def test_a_run_that_is_removed_does_not_end_the_others(run_dir: RunDir, tmp_path: Path) -> None:

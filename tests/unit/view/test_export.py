@@ -6,7 +6,6 @@ import io
 import json
 import subprocess
 import sys
-import tempfile
 import threading
 import tracemalloc
 from collections.abc import Iterator
@@ -60,17 +59,6 @@ def test_a_row_is_a_rollout_with_each_image_once(run_dir: RunDir) -> None:
     assert {f: f.read_bytes() for f in run_dir.path.rglob("*.msgpack")} == before
 
 
-def test_duckdb_opens_it(run_dir: RunDir) -> None:
-    import duckdb
-
-    list(export_samples(run_dir, [1]))
-    file = run_dir.samples / "step_000001.parquet"
-    ((count, width),) = duckdb.sql(
-        f"SELECT count(*), max(octet_length(images[1].bytes)) FROM '{file}'"
-    ).fetchall()
-    assert count == 20 and width > 100
-
-
 @pytest.mark.browser
 def test_datasets_opens_it_with_images(run_dir: RunDir, tmp_path: Path) -> None:
     list(export_samples(run_dir, [1]))
@@ -88,38 +76,6 @@ def test_datasets_opens_it_with_images(run_dir: RunDir, tmp_path: Path) -> None:
     assert done.returncode == 0, done.stderr[-2000:]
     first = next(read_traces(run_dir.traces_of(1))).nodes[0].slots[0].item.ref
     assert done.stdout.splitlines()[-1] == f"20 ({first.width}, {first.height})"
-
-
-def test_the_file_says_which_column_holds_images(run_dir: RunDir) -> None:
-    """In the words that the `datasets` library reads."""
-    list(export_samples(run_dir, [1]))
-    schema = pyarrow.parquet.read_schema(run_dir.samples / "step_000001.parquet")
-    features = json.loads(schema.metadata[b"huggingface"])["info"]["features"]
-    assert list(features) == schema.names
-    assert features["images"] == {"feature": {"_type": "Image"}, "_type": "List"}
-    assert features["reward"] == {"dtype": "float64", "_type": "Value"}
-    kind = schema.field("images").type.value_type
-    assert {field.name: field.type for field in kind} == {
-        "bytes": pyarrow.binary(), "path": pyarrow.string(),
-    }  # fmt: skip
-
-
-def test_images_past_the_cap_stay_references(run_dir: RunDir, tmp_path: Path) -> None:
-    traces = run_dir.traces_of(1)
-    store = MediaStore(run_dir.media)
-    target = tmp_path / "capped.parquet"
-    found = export_step(traces, target, store, max_rollout_bytes=8000)
-    table = pyarrow.parquet.read_table(target).to_pylist()
-    assert found.left_out > 0
-    for row in table:
-        assert sum(len(image["bytes"]) for image in row["images"]) <= 8000
-        assert len(row["image_digests"]) >= len(row["images"])
-
-
-def test_an_image_that_is_missing_is_left_out_and_counted(run_dir: RunDir, tmp_path: Path) -> None:
-    empty = MediaStore(tmp_path / "empty")
-    found = export_step(run_dir.traces_of(1), tmp_path / "x.parquet", empty)
-    assert found.images == 0 and found.left_out > 0 and found.rollouts == 20
 
 
 def test_memory_stays_flat_whatever_the_size(tmp_path: Path) -> None:
@@ -254,17 +210,3 @@ def test_a_refusal_is_not_tried_again_and_shows_no_signature(address: str, tmp_p
     assert len(Store.lengths) == 1
     with pytest.raises(UploadFailed, match="in 2 tries"):
         upload(file, "http://127.0.0.1:9/x", tries=2, wait=lambda _: None)
-
-
-def test_uploads_leave_nothing_behind(
-    address: str, run_dir: RunDir, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
-    done = dict(export_samples(run_dir, to=f"{address}/bucket/"))
-    assert set(Store.kept) == {f"/bucket/{name}" for name in done}
-    table = pyarrow.parquet.read_table(io.BytesIO(Store.kept["/bucket/step_000001.parquet"]))
-    assert table.num_rows == 20
-    Store.script = [403]
-    with pytest.raises(UploadFailed):
-        list(export_samples(run_dir, [1], to=f"{address}/bucket/"))
-    assert list(tmp_path.iterdir()) == []

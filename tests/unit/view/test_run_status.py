@@ -11,11 +11,10 @@ import pytest
 from PIL import Image
 
 from sightline.cli.main import main
-from sightline.config.sections import RunConfig
 from sightline.launch.claim import lock_run_dir
 from sightline.media import MediaStore
-from sightline.run import EventLog, RunDir
-from sightline.view.run_status import describe_end, find_launcher, get_status
+from sightline.run import RunDir
+from sightline.view.run_status import find_launcher, get_status
 from sightline.view.summary import summarize
 from sightline.wire.event import Event
 from tests.unit.view.event_fixtures import T0, append, step, train
@@ -74,37 +73,6 @@ def test_a_run_whose_summary_or_metrics_are_lost_says_how_it_ended(tmp_path: Pat
     assert (found.state, found.cause, found.step) == ("failed", "trainer was killed", 3)
 
 
-def test_a_supervised_run_shows_its_loss(tmp_path: Path) -> None:
-    run_dir = make_run(tmp_path / "sft", 0)
-    run_dir.config.write_text('[run]\nsteps = 2\n[sft]\noutput_dir = "o"\n')
-    events = EventLog(run_dir.metrics, "trainer")
-    for k, loss in ((1, 5.0), (2, 0.5)):
-        events.write("sft", k, loss=loss, steps_total=2)
-    summarize(run_dir)
-    found = get_status(run_dir)
-    assert (found.command, found.state, found.step) == ("sft", "finished", 2)
-    assert (found.measure, found.first, found.last) == ("loss", 5.0, 0.5)
-
-
-def test_a_finished_run_says_what_to_set_to_go_on(tmp_path: Path) -> None:
-    run_dir = make_run(tmp_path / "r")
-    summarize(run_dir)
-    assert not describe_end(get_status(run_dir), RunConfig(steps=3)), "its export is missing"
-    (run_dir.checkpoints / "final").mkdir()
-    said = describe_end(get_status(run_dir), RunConfig(steps=3))
-    assert "has finished: all 3 steps" in said and f"--resume {run_dir.path} run.steps=6" in said
-    assert not describe_end(get_status(run_dir), RunConfig(steps=4))
-    early = make_run(tmp_path / "goal", 2, of=9)
-    goal = {"stop_at": 0.9, "held_out": 0.95, "is_reached": True}
-    (early.checkpoints / "final").mkdir()
-    append(early, Event(time=T0, process="orchestrator", kind="goal", step=2, values=goal))
-    summarize(early)
-    assert "stop_at = 0.9" in describe_end(get_status(early), RunConfig(steps=9, stop_at=0.9))
-    assert not describe_end(get_status(early), RunConfig(steps=9, stop_at=0.95))
-    summarize(early, stopped_by="a signal")
-    assert not describe_end(get_status(early), RunConfig(steps=2))
-
-
 def test_runs_are_listed_with_their_state_and_one_is_told_in_full(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -122,63 +90,6 @@ def test_runs_are_listed_with_their_state_and_one_is_told_in_full(
     assert "sightline rl --resume" in said
     assert main(["status", str(tmp_path)]) == 2
     assert "is no run directory" in capsys.readouterr().err
-
-
-def test_the_holder_of_a_lease_is_found_by_its_id(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    first, second = (make_run(tmp_path / name) for name in ("one", "two"))
-    assert main(["ls", "--ids", str(tmp_path)]) == 0
-    lines = [line.split() for line in capsys.readouterr().out.splitlines()]
-    found = {line[0]: line[-1] for line in lines}
-    assert found == {"run": "id", "one": first.read_id(), "two": second.read_id()}
-    assert main(["status", str(first.path)]) == 0
-    assert first.read_id() in capsys.readouterr().out
-    second.id_file.unlink()
-    assert main(["status", str(second.path)]) == 0, "a run of an earlier version has none"
-
-
-@pytest.mark.parametrize(
-    "name", ["summary.json", "metrics.jsonl", "config.toml", ".lock", "run_id", "notes.md"]
-)
-def test_no_pipe_is_waited_for(
-    tmp_path: Path, name: str, capsys: pytest.CaptureFixture[str]
-) -> None:
-    broken = make_run(tmp_path / "broken")
-    summarize(broken)
-    summarize(make_run(tmp_path / "good"))
-    (broken.path / name).unlink(missing_ok=True)
-    os.mkfifo(broken.path / name)
-    for command in (["ls", "--ids", str(tmp_path)], ["status", str(broken.path)]):
-        assert main(command) == 0
-        assert "broken" in capsys.readouterr().out
-    assert main(["doctor", str(broken.path)]) == 1
-    assert f"{broken.path / name} is not a regular file" in capsys.readouterr().out
-
-
-def test_a_link_out_of_the_folder_is_no_run_and_no_file(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    runs, elsewhere = tmp_path / "runs", make_run(tmp_path / "elsewhere")
-    summarize(elsewhere)
-    inside = make_run(runs / "inside", 0)
-    (runs / "linked").symlink_to(elsewhere.path)
-    (runs / "again").symlink_to(inside.path)
-    inside.summary.symlink_to(elsewhere.summary)
-    assert main(["ls", str(runs)]) == 0
-    said = capsys.readouterr().out
-    assert "linked" not in said and "finished" not in said and "again" in said
-    assert get_status(inside).step == 0
-
-
-def test_names_do_not_wrap_where_the_output_is_no_terminal(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    name = "a_run_with_a_name_" * 8 + "001"
-    summarize(make_run(tmp_path / name))
-    for command in (["ls", str(tmp_path)], ["status", str(tmp_path / name)]):
-        assert main(command) == 0
-        assert name in capsys.readouterr().out
 
 
 LAUNCHER = """
@@ -213,16 +124,6 @@ def test_stop_asks_the_launcher_and_waits_for_its_end(
     assert "is stopped at step 2 of 3" in said and "resume: sightline rl --resume" in said
     assert main(["stop", str(run_dir.path)]) == 0
     assert "does not run: it is stopped" in capsys.readouterr().out
-
-
-def test_a_run_on_another_machine_is_stopped_there(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    run_dir = make_run(tmp_path / "r", 2)
-    with lock_run_dir(run_dir):
-        run_dir.lock.write_text("7 elsewhere")
-        assert main(["stop", str(run_dir.path)]) == 2
-    assert "runs on elsewhere" in capsys.readouterr().err
 
 
 def test_prune_says_what_would_go_and_removes_it_when_told(

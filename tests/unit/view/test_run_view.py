@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from pathlib import Path
 
 import pytest
@@ -12,7 +11,7 @@ from sightline.run import EventLog, RunDir
 from sightline.trace import Trace, write_traces
 from sightline.view.dashboard import queries
 from sightline.view.dashboard.run_view import RunView
-from sightline.view.summary import build_summary, summarize
+from sightline.view.summary import summarize
 
 
 @pytest.fixture
@@ -54,25 +53,6 @@ def test_a_failure_a_signal_and_an_end_are_told_apart_by_data(run_dir: RunDir) -
     assert found["state"] == "finished" and "stop_at = 0.9 was reached at step 9" in str(found)
 
 
-@pytest.mark.parametrize(
-    ("cause", "state"), [("", "finished"), ("a signal", "stopped"), ("trainer ended", "failed")]
-)
-def test_runs_of_before_are_told_apart_by_their_summary(
-    run_dir: RunDir, cause: str, state: str
-) -> None:
-    summarize(run_dir, stopped_by=cause)
-    found = view_of(run_dir).overview()
-    assert found["state"] == state and found["end"]["problem"] == cause
-
-
-def test_a_run_that_wrote_no_end_has_failed(run_dir: RunDir) -> None:
-    EventLog(run_dir.metrics, "orchestrator").write("step", 1, reward=0.5)
-    os.utime(run_dir.metrics, (1.0, 1.0))
-    found = view_of(run_dir).overview()
-    assert found["state"] == "failed" and "its launcher was killed" in found["end"]["problem"]
-    assert "outcome" not in build_summary([])
-
-
 def test_exceptions_are_counted_by_their_last_line(run_dir: RunDir) -> None:
     texts = [
         "Traceback (most recent call last):\n  File a, line 1\nKeyError: 'colour'",
@@ -99,17 +79,6 @@ def test_exceptions_are_counted_by_their_last_line(run_dir: RunDir) -> None:
         assert groups["total"] == 2 and groups["rows"][0]["verdicts"] == {"broken": 2}
 
 
-def test_broken_and_truncated_rollouts_are_counted_over_steps_and_evaluations(
-    run_dir: RunDir,
-) -> None:
-    events = EventLog(run_dir.metrics, "orchestrator")
-    events.write("eval", 0, name="start", broken=3, truncated=1)
-    for step in (1, 2, 2):  # a step that is replayed counts once
-        events.write("step", step, broken=1, truncated=2)
-    found = view_of(run_dir).overview()
-    assert (found["broken"], found["truncated"]) == (5, 5)
-
-
 def test_notes_and_their_tags_are_read_and_a_page_hears_of_them(run_dir: RunDir) -> None:
     view = view_of(run_dir)
     view.refresh()
@@ -118,17 +87,3 @@ def test_notes_and_their_tags_are_read_and_a_page_hears_of_them(run_dir: RunDir)
     view.refresh()
     assert view.revision > before
     assert view.overview()["tags"] == ["baseline", "lr=3e-4"]
-
-
-def test_the_pause_before_a_resume_is_not_on_the_clock(run_dir: RunDir) -> None:
-    view = view_of(run_dir)
-    start = view.history.last_time
-    events = EventLog(run_dir.metrics, "orchestrator")
-    for kind, step, at in (("step", 1, 10.0), ("state", 0, 1010.0), ("step", 2, 1015.0)):
-        event = events.write(kind, step, phase="starting", reward=0.0)
-        lines = run_dir.metrics.read_bytes().replace(
-            str(event.time).encode(), str(start + at).encode()
-        )
-        run_dir.metrics.write_bytes(lines)
-    columns = view_of(run_dir).history.since(0)["columns"]
-    assert columns["elapsed_s"] == pytest.approx([10, 15])

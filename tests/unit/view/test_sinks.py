@@ -18,7 +18,6 @@ import pytest
 
 from sightline.bench.harness.synthetic_run import SyntheticSize, write_synthetic_run
 from sightline.config import LoggingConfig
-from sightline.errors import ConfigError
 from sightline.run import EventLog, RunDir
 from sightline.view.events import by_step, read_events
 from sightline.view.sinks import RolloutRow, Sink
@@ -30,7 +29,6 @@ from sightline.view.sinks.feed import (
     feed_sinks,
 )
 from sightline.view.sinks.process import SinkProcess
-from sightline.view.sinks.protocol import check_sinks
 from sightline.wire.file import append_line
 
 
@@ -137,22 +135,6 @@ def test_feeding_again_adds_only_what_is_new(run_dir: RunDir) -> None:
     assert len(mended.given) == 10
 
 
-def test_two_processes_do_not_feed_one_sink(run_dir: RunDir) -> None:
-    log = run_dir.sinks / "kept" / "delivered"
-    kept, blocking = Kept(), Blocking()
-    holder = SinkFeeder("kept", lambda: blocking, log)
-    (second,) = feed_sinks(run_dir, {"kept": lambda: kept}, 0, lambda: True)
-    assert "another process feeds it" in second.problem and not kept.given
-    blocking.free.set()
-    assert holder.finish(60)
-
-
-def test_an_unknown_sink_is_refused_by_name() -> None:
-    check_sinks(["tensorboard", "wandb", "trackio"])
-    with pytest.raises(ConfigError, match="no sink 'aim'"):
-        check_sinks(["aim"])
-
-
 def feed(run_dir: RunDir, name: str, tmp_path: Path, *options: str, fails: bool = False) -> str:
     home = {"HOME": str(tmp_path), "TRACKIO_DIR": str(tmp_path / "trackio")}
     done = subprocess.run(
@@ -255,27 +237,6 @@ def test_trackio_keeps_the_numbers(run_dir: RunDir, tmp_path: Path) -> None:
     assert len(configs) == 2 and all('"trainer"' in str(text) for (text,) in configs)
     pictures = list((tmp_path / "trackio").rglob("*.png"))
     assert 2 * NUM_SAMPLES <= len(pictures) <= 4 * NUM_SAMPLES * NUM_THUMBNAILS
-
-
-@pytest.mark.browser
-def test_what_trackio_could_not_keep_is_said(run_dir: RunDir, tmp_path: Path) -> None:
-    (tmp_path / "trackio").write_text("no folder")
-    said = feed(run_dir, "trackio", tmp_path, fails=True)
-    # In trackio's words, and those depend on which of its threads is the first to find out.
-    assert "sink trackio: " in said, said
-
-
-def test_a_run_does_without_a_sink_process_that_cannot_start(run_dir: RunDir) -> None:
-    with SinkProcess(LoggingConfig(sinks=()), run_dir):
-        pass
-    broken = SinkProcess(LoggingConfig(sinks=("tensorboard",)), RunDir(run_dir.path))
-    broken._words[1:] = ["-c", "raise SystemExit('no')"]
-    log = run_dir.logs / "sinks.log"
-    with broken:
-        deadline = time.monotonic() + 100
-        while not log.read_text() and time.monotonic() < deadline:
-            time.sleep(0.05)
-    assert "no" in log.read_text()
 
 
 @pytest.mark.browser

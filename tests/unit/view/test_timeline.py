@@ -1,14 +1,9 @@
-from xml.etree import ElementTree
-
 import pytest
 
 from sightline.view.timeline import (
     WINDOW_S,
     build_timeline,
-    draw_timeline,
     find_window,
-    intersect_intervals,
-    merge_intervals,
 )
 from sightline.wire.event import Event
 
@@ -24,27 +19,6 @@ def test_overlap_is_the_time_in_which_both_are_busy():
     assert timeline.share == pytest.approx(22.5 / 27)
     start, end = find_window(timeline)
     assert end - start == pytest.approx(WINDOW_S)
-
-
-def test_merging_and_intersecting():
-    assert merge_intervals([(3, 4), (0, 1), (0.5, 2)]) == [(0, 2), (3, 4)]
-    assert merge_intervals([(0, 1), (1.1, 2)], gap=0.2) == [(0, 2)]
-    assert intersect_intervals([(0, 2), (3, 5)], [(1, 4)]) == [(1, 2), (3, 4)]
-    assert intersect_intervals([(0, 1)], [(1, 2)]) == []
-
-
-def test_long_steps_get_a_window_that_shows_several():
-    events = [train(k, busy=[100.0 * k, 100.0 * k + 60]) for k in range(1, 20)]
-    start, end = find_window(build_timeline(events))
-    assert end - start == pytest.approx(400)
-
-
-def test_the_strip_is_a_picture_and_empty_without_training():
-    events = [event for k in range(1, 31) for event in (busy(k), train(k))]
-    root = ElementTree.fromstring(draw_timeline(build_timeline(events)))
-    words = {element.text for element in root.iter("{http://www.w3.org/2000/svg}text")}
-    assert {"server", "trainer", "both", "10s", "15"} <= words
-    assert draw_timeline(build_timeline([busy(1)])) == ""
 
 
 def test_intervals_of_a_wrong_shape_are_left_out():
