@@ -299,3 +299,10 @@ def test_weights_that_a_trainer_shares_are_what_files_would_have_been(
         error = refused(server, late)
         assert (error.type, error.code) == ("weights_unavailable", 503)
         assert server.get("/health")["version"] == manifest.label, "the weights stay"
+
+
+def test_without_a_root_nothing_is_adopted(settings: ServerSpec, published: Path) -> None:
+    with live(settings.replace(weights_root=None)) as bare:
+        lease(bare, RUN)
+        error = refused(bare, published)
+    assert "not in the folder" in error.message and "--weights-root" in error.fix

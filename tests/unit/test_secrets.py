@@ -19,13 +19,15 @@ from sightline.cli.main import main
 from sightline.config import EnvConfig, RunFile, SftFile, dump_toml, validate_config
 from sightline.config.secret_refs import hide_secrets, resolve_secret
 from sightline.envs import Environment
+from sightline.envs.judge_model import JudgeModel
 from sightline.envs.mix import build_environment
 from sightline.envs.tools import Toolbox, ToolError
-from sightline.errors import ConfigError
+from sightline.errors import ConfigError, mask
 from sightline.inference.server_spec import ServerSpec
 from sightline.launch.claim import SECRET_VARIABLE, claim_run_dir, make_secret, read_secret
 from sightline.launch.processes import Processes, ProcessSpec
 from sightline.message import AssistantMessage, ToolCall
+from sightline.rollout.client import GenerateClient
 from sightline.run import RunDir
 from sightline.run.rights import derive_rights
 from sightline.view.dashboard.run_collection import RunCollection
@@ -354,3 +356,22 @@ def test_no_server_listens_elsewhere_without_a_token(
 ) -> None:
     assert main([*command, "--host", "0.0.0.0", "--port", "0"]) == 2
     assert "--token env:NAME" in " ".join(capsys.readouterr().err.split())
+
+
+def test_what_holds_a_key_does_not_show_it() -> None:
+    assert KEY not in repr(JudgeModel("http://judge", "m", KEY))
+    assert KEY not in repr(GenerateClient("http://server", token=KEY))
+
+
+def test_a_table_of_a_loss_takes_no_secret_either() -> None:
+    given = {**values(), "trainer": {"loss_args": {"key": KEY}}}
+    with pytest.raises(ConfigError, match="secret itself"):
+        validate_config(RunFile, given, "run.toml")
+
+
+@pytest.mark.usefixtures("has_read_key")
+def test_an_error_does_not_hold_what_was_read() -> None:
+    spelled = f"{KEY}/ä, {KEY + '/ä'!r}, ?key={KEY}%2F%C3%A4"
+    assert str(ConfigError(spelled, KEY + "/ä")) == "***, '***', ?key=***\n  fix: ***"
+    resolve_secret("short", "api_key")
+    assert mask("a short word") == "a short word"

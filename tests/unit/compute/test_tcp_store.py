@@ -6,7 +6,10 @@ import socket
 
 import pytest
 
-from sightline.compute.tcp_store import connect_store, listen_store
+from sightline.compute.broadcast import Broadcaster
+from sightline.compute.tcp_store import RendezvousStore, connect_store, listen_store
+from sightline.launch.processes import reserve_port
+from sightline.wire.rank_messages import Rendezvous
 
 ELSEWHERE = "127.0.0.2"
 """Another address of this machine; who listens on all listens there, too."""
@@ -24,3 +27,17 @@ def test_a_store_listens_at_its_address_alone() -> None:
     other = connect_store(f"127.0.0.1:{store.port}", timeout_s=30)
     other.set("key", "value")
     assert store.get("key") == b"value"
+
+
+def test_weights_are_broadcast_at_the_trainers_address_alone() -> None:
+    sender = Broadcaster("127.0.0.1")
+    check_refused(int(sender._address.rpartition(":")[2]))
+
+
+def test_the_rendezvous_of_ranks_is_at_its_address_alone() -> None:
+    port = reserve_port("127.0.0.1", 0, "test")
+    meeting = Rendezvous("run", "127.0.0.1:1", "tcp://127.0.0.1:2")
+    kept = RendezvousStore("127.0.0.1", port, is_master=True)
+    kept.post(meeting)
+    check_refused(port)
+    assert RendezvousStore("127.0.0.1", port, is_master=False).read() == meeting

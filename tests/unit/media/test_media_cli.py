@@ -13,7 +13,7 @@ from PIL import Image
 from store_kinds import KINDS, TOKEN
 
 from sightline.cli import media
-from sightline.errors import ConfigError
+from sightline.errors import ConfigError, MediaError
 from sightline.media import MediaStore, open_store
 from sightline.media.stored_file import open_blobs
 from sightline.wire.weights import MANIFEST, Manifest, WeightFile
@@ -176,3 +176,16 @@ def test_serve_says_where_it_listens_and_needs_a_token_elsewhere(
         process.communicate()
     with pytest.raises(ConfigError, match="no token to ask for"):
         call("serve", tmp_path / "served", "--host", "0.0.0.0", "--port", "0")
+
+
+def test_gc_of_a_shared_store_needs_its_runs(
+    store: MediaStore, run_dir: Path, tmp_path: Path, picture: Picture
+) -> None:
+    digest = put_old(store, picture())
+    with pytest.raises(ConfigError, match="which runs use the store"):
+        call("gc", "--store", store.root)
+    with pytest.raises(MediaError, match="no run directory"):
+        call("gc", "--store", store.root, "--run", tmp_path / "wrong")
+    with pytest.raises(ConfigError, match="which store is meant"):
+        call("gc", "--run", run_dir, run_dir)
+    assert store.has(digest)

@@ -17,7 +17,7 @@ import pytest
 from PIL import Image
 
 from sightline.errors import MediaError, MediaRefused
-from sightline.media import ImageIngestor, MediaStore
+from sightline.media import ImageIngestor, MediaStore, fetch
 
 Picture = Callable[..., Image.Image]
 Encode = Callable[..., bytes]
@@ -283,3 +283,10 @@ def test_what_inflates_behind_an_honest_header_costs_no_more_than_the_header_say
         _, peak = tracemalloc.get_traced_memory()
         tracemalloc.stop()
         assert peak < 24 << 20
+
+
+def test_only_the_first_address_is_judged_and_used() -> None:
+    for answers in (["10.0.0.5", PUBLIC], ["::1", PUBLIC]):
+        with pytest.raises(MediaRefused, match="private"):
+            fetch._get_public_address("a.example", 80, ["a.example"], Resolver(answers))
+    assert fetch._get_public_address("a.example", 80, [], Resolver([PUBLIC, "10.0.0.5"])) == PUBLIC

@@ -314,3 +314,15 @@ def test_an_allowed_name_stands_for_its_own_port_only(store: MediaStore, server:
 def test_an_answer_that_trickles_is_cut_at_the_time_limit(store: MediaStore, server: int) -> None:
     ingest = ImageIngestor(store, http_hosts=[f"127.0.0.1:{server}"], timeout_s=0.2)
     assert "within 0.2 s" in refused(ingest, f"http://127.0.0.1:{server}/slow")
+
+
+def test_an_answer_above_the_limit_is_refused(store: MediaStore, server: int) -> None:
+    tight = MediaStore(store.root, limits=ImageLimits(max_bytes=20))
+    ingest = ImageIngestor(tight, http_hosts=[f"127.0.0.1:{server}"])
+    assert "above the limit" in refused(ingest, f"http://127.0.0.1:{server}/a.png")
+
+
+def test_a_host_that_does_not_answer_is_refused(store: MediaStore) -> None:
+    ingest = ImageIngestor(store, http_hosts=["127.0.0.1:1"], timeout_s=1)
+    refused(ingest, "http://127.0.0.1:1/a.png")
+    refused(ingest, "http://[::bad/a.png")

@@ -187,3 +187,12 @@ def test_many_lines_and_names_are_answered_by_a_page(tmp_path: Path) -> None:
     news = client.get(f"/api/metrics?run=many-001&names=reward&cursor={found['cursor']}").json()
     assert (news["step"], news["columns"]) == ([20_000], {"reward": [1.0]})
     runs.close()
+
+
+def test_the_name_of_a_process_is_no_path(run_dir: RunDir) -> None:
+    """Events name processes, and the page shows the last line of the log of each."""
+    (run_dir.path.parents[1] / "other.log").write_text(SECRET + "\n")
+    event = {"time": 1.0, "process": "../../../other", "kind": "state", "values": {}}
+    with open(run_dir.metrics, "a") as file:
+        file.write(json.dumps(event) + "\n")
+    assert SECRET not in read_all(run_dir.path.parent)

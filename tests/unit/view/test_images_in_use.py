@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import json
+import os
 import sys
 from hashlib import sha256
 from pathlib import Path
@@ -114,4 +115,34 @@ def test_a_file_renamed_into_place_during_the_search_is_found(
         return search(path)
 
     monkeypatch.setattr(images_in_use, "_digests_in_file", search_while_the_writer_finishes)
+    assert collect_digests(run_dir) == {digest(1)}
+
+
+@pytest.mark.parametrize("name", ["t.zst", "t.msgpack.gz", "t.npz"])
+def test_a_compressed_file_is_an_error_and_not_an_empty_answer(run_dir: Path, name: str) -> None:
+    (run_dir / "traces" / name).write_bytes(b"anything")
+    with pytest.raises(MediaError, match=name):
+        collect_digests(run_dir)
+
+
+def test_a_link_to_nothing_is_an_error_and_not_a_guess(run_dir: Path) -> None:
+    (run_dir / "traces" / "link").symlink_to(run_dir / "nowhere")
+    with pytest.raises(MediaError, match="keep changing"):
+        collect_digests(run_dir)
+
+
+def test_digests_written_one_after_another_are_all_found(run_dir: Path) -> None:
+    (run_dir / "batches" / "b").write_bytes((digest(1) + digest(2) + digest(3)).encode())
+    assert collect_digests(run_dir) >= {digest(1), digest(2), digest(3)}
+
+
+def test_a_digest_between_numbers_that_look_like_hex_is_found(run_dir: Path) -> None:
+    data = msgspec.msgpack.encode([0x30, 0x61, digest(1), 0x61, 0x39, digest(2), 0x62])
+    (run_dir / "traces" / "t").write_bytes(data)
+    assert collect_digests(run_dir) >= {digest(1), digest(2)}
+
+
+def test_a_pipe_in_a_run_directory_does_not_stop_the_search(run_dir: Path) -> None:
+    os.mkfifo(run_dir / "traces" / "pipe")
+    (run_dir / "traces" / "t").write_text(digest(1))
     assert collect_digests(run_dir) == {digest(1)}

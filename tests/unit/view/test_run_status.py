@@ -160,3 +160,36 @@ def test_prune_says_what_would_go_and_removes_it_when_told(
     fresh = MediaStore(done.media)
     assert not fresh.has(shown.digest) and fresh.has(kept.digest)
     assert done.config.is_file() and done.metrics.is_file() and done.checkpoints.is_dir()
+
+
+@pytest.mark.parametrize(
+    "name", ["summary.json", "metrics.jsonl", "config.toml", ".lock", "run_id", "notes.md"]
+)
+def test_no_pipe_is_waited_for(
+    tmp_path: Path, name: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    broken = make_run(tmp_path / "broken")
+    summarize(broken)
+    summarize(make_run(tmp_path / "good"))
+    (broken.path / name).unlink(missing_ok=True)
+    os.mkfifo(broken.path / name)
+    for command in (["ls", "--ids", str(tmp_path)], ["status", str(broken.path)]):
+        assert main(command) == 0
+        assert "broken" in capsys.readouterr().out
+    assert main(["doctor", str(broken.path)]) == 1
+    assert f"{broken.path / name} is not a regular file" in capsys.readouterr().out
+
+
+def test_a_link_out_of_the_folder_is_no_run_and_no_file(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    runs, elsewhere = tmp_path / "runs", make_run(tmp_path / "elsewhere")
+    summarize(elsewhere)
+    inside = make_run(runs / "inside", 0)
+    (runs / "linked").symlink_to(elsewhere.path)
+    (runs / "again").symlink_to(inside.path)
+    inside.summary.symlink_to(elsewhere.summary)
+    assert main(["ls", str(runs)]) == 0
+    said = capsys.readouterr().out
+    assert "linked" not in said and "finished" not in said and "again" in said
+    assert get_status(inside).step == 0
