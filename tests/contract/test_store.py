@@ -313,3 +313,16 @@ def test_a_lease_of_images_is_one_of_the_parts_beside_them(kind: StoreKind) -> N
     assert blobs.gc(set(), min_age_s=100).removed == []
     kind.store.end_lease("run-1")
     assert blobs.gc(set(), min_age_s=100).removed == [part]
+
+
+@pytest.mark.parametrize("source", [None, 5, [1, 2], object()])
+def test_anything_else_is_refused(store: MediaStore, source: object) -> None:
+    with pytest.raises(MediaRefused, match="put was given"):
+        store.put(source)  # type: ignore[arg-type]
+
+
+def test_a_path_that_cannot_be_read_is_a_clear_error(store: MediaStore, tmp_path: Path) -> None:
+    with pytest.raises(MediaError, match=r"nothing\.png"):
+        store.put(tmp_path / "nothing.png")
+    with pytest.raises(MediaError):
+        store.put(tmp_path)

@@ -306,3 +306,11 @@ def test_values_with_commas_between_them_are_runs_of_their_own() -> None:
     ]
     for single in ("media.file_roots=[1,2]", "env.args.hint=Hello, you", 'a.b="x,y"', "a.b=x,"):
         assert expand_overrides([single]) == [[single]]
+
+
+@pytest.mark.parametrize("content", [b"[run\n", b"\xff\xfe"])
+def test_a_file_that_is_no_toml_is_refused(tmp_path: Path, content: bytes) -> None:
+    path = tmp_path / "run.toml"
+    path.write_bytes(content)
+    with pytest.raises(ConfigError, match="is not TOML"):
+        load_config(RunFile, path)

@@ -84,3 +84,15 @@ def test_an_episode_that_is_cut_short_keeps_what_it_earned() -> None:
     outcome = asyncio.run(rules.play(Corridor(), chat))
     assert outcome.reward == outcome.parts["return"] == 6.0 and outcome.parts["turns"] == 3
     assert outcome.per_turn == [2.0, 2.0, 2.0], "one for each call that was answered"
+
+
+def test_the_schema_says_what_is_read() -> None:
+    (tool,) = TOOL.tools
+    assert tool["function"]["parameters"] == {
+        "type": "object",
+        "properties": {
+            "x": {"type": "integer", "minimum": 0, "maximum": 159},
+            "y": {"type": "integer", "minimum": 0, "maximum": 127},
+        },
+        "required": ["x", "y"],
+    }

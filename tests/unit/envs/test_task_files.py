@@ -174,3 +174,17 @@ def test_the_library_that_loads_data_sets_is_an_extra(shards: Path) -> None:
         [sys.executable, "-c", script, str(shards)], capture_output=True, text=True, timeout=60
     )
     assert "pip install 'sightline-rl[datasets]'" in done.stderr
+
+
+def test_a_part_of_a_folder_is_named(store: MediaStore) -> None:
+    assert len(open_tasks(GOLDEN / "folder", dataset_split="test", eval_fraction=0)) == 2
+    assert len(open_tasks(GOLDEN / "folder" / "test", eval_fraction=0)) == 2
+    with pytest.raises(ConfigError, match="the parts train, test"):
+        open_tasks(GOLDEN / "folder")
+
+
+def test_a_line_that_is_not_json_is_named(tmp_path: Path, store: MediaStore) -> None:
+    path = tmp_path / "t.jsonl"
+    path.write_text('{"n": 1}\n{"n":\n')
+    with pytest.raises(ConfigError, match="row 1: "):
+        open_tasks(path, eval_fraction=0).read(1, store.put)

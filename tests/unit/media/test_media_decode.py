@@ -13,7 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from PIL import Image, ImageFile, ImageOps
 
-from sightline.errors import MediaError, MediaRefused, MediaUndecodable
+from sightline.errors import ConfigError, MediaError, MediaRefused, MediaUndecodable
 from sightline.media.decode import encode_png, inspect_image, open_rgb
 from sightline.media.header import ImageLimits, exif_orientation
 
@@ -378,3 +378,23 @@ def test_a_png_made_from_a_pil_image_has_no_metadata_and_is_always_the_same(
     before = dict(full.info)
     assert encode_png(plain) == encode_png(full)
     assert full.info == before
+
+
+@pytest.mark.parametrize("mode", ["I", "F"])
+def test_a_pil_image_without_a_known_range_is_refused(mode: str) -> None:
+    with pytest.raises(MediaRefused, match=f"mode {mode}"):
+        encode_png(Image.new(mode, (3, 3)))
+
+
+def test_a_pixel_limit_that_pillow_would_warn_about_is_refused() -> None:
+    with pytest.raises(ConfigError, match="max_pixels"):
+        ImageLimits(max_pixels=200_000_000)
+
+
+def test_a_png_without_pixels_or_with_an_unknown_colour_type_is_refused() -> None:
+    with pytest.raises(MediaRefused, match="no IDAT"):
+        inspect_image(png_header(2, 2) + png_chunk(b"IEND", b""))
+    with pytest.raises(MediaRefused, match="colour type 5"):
+        inspect_image(
+            png_header(2, 2, colour=5) + png_chunk(b"IDAT", b"") + png_chunk(b"IEND", b"")
+        )

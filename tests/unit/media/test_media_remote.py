@@ -17,7 +17,11 @@ import pytest
 from chaos import proxy as proxy_module
 from chaos.proxy import Proxy
 from PIL import Image
-from store_kinds import KINDS, StoreKind, behind, get_endpoint, s3_server
+from starlette.applications import Starlette
+from starlette.requests import Request
+from starlette.responses import PlainTextResponse
+from starlette.routing import Route
+from store_kinds import KINDS, StoreKind, behind, get_endpoint, s3_server, serve
 
 from sightline.errors import MediaCorrupt, MediaError, MediaMissing
 from sightline.media import ImageIngestor, MediaRef, MediaStore, open_store
@@ -370,3 +374,17 @@ def test_one_gc_of_an_object_store_at_a_time(s3: None, tmp_path: Path) -> None:
             with remote._announced_gc():
                 assert kind.backing.names() == [".gc"]
         assert kind.backing.names() == []
+
+
+def test_what_is_no_media_service_is_called_so(tmp_path: Path) -> None:
+    async def answer(http: Request) -> PlainTextResponse:
+        return PlainTextResponse("<html>")
+
+    app = Starlette(routes=[Route("/page/media", answer)])
+    with serve(app) as address:
+        for root in (address, f"{address}/page"):
+            store = open_store(root, cache_dir=tmp_path / "cache")
+            with pytest.raises(MediaError, match=f"{root} is no media service"):
+                store.count()
+            with pytest.raises(MediaError, match="it answered 404 to POST /check"):
+                store.check_writable()

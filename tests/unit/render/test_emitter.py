@@ -76,3 +76,8 @@ def test_a_token_that_is_not_there_is_named(tokenizer: Tokenizer) -> None:
     assert tokenizer.find_token_id("<t>") is None
     with pytest.raises(FamilyError, match="<t>"):
         tokenizer.token_id("<t>")
+
+
+def test_a_folder_without_a_tokenizer_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(FamilyError, match="tokenizer.json"):
+        Tokenizer(tmp_path)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import shutil
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -193,3 +194,20 @@ def test_a_process_that_joins_gets_what_it_needs(tmp_path: Path) -> None:
         write_file(tmp_path / "elsewhere", file, pair.blobs)
     there = tmp_path / "elsewhere" / "model" / "model" / "model.safetensors"
     assert there.read_bytes() == (model / "model.safetensors").read_bytes()
+
+
+def test_heartbeats_wait_for_no_checkpoint(tmp_path: Path) -> None:
+    pair = Pair(tmp_path)
+    pair.copy.heartbeat("trainer").write_bytes(b"beat")
+    with pair.mirror._lock:  # as while one is on its way
+        pair.mirror.send_heartbeats()
+    assert pair.own.heartbeat("trainer").read_bytes() == b"beat"
+
+
+def test_a_copy_that_goes_takes_nothing_of_the_run_with_it(tmp_path: Path) -> None:
+    pair = Pair(tmp_path)
+    write_atomic(pair.copy.ledger, b"line\n")
+    pair.mirror.flush()
+    shutil.rmtree(pair.copy.path)
+    pair.mirror.flush()
+    assert pair.own.ledger.read_bytes() == b"line\n"

@@ -285,3 +285,23 @@ def test_a_trace_whose_parts_do_not_line_up_is_refused() -> None:
     trace.per_turn = [1.0, 2.0]
     with pytest.raises(Misaligned, match="2 per_turn credits for 1 turns"):
         encode_trace(trace)
+
+
+def test_a_message_node_can_be_extended_as_well() -> None:
+    trace = Trace(id="t")
+    talk(trace, ([user("hi")], "yes"), ([user("one")], "a"))
+    node = say(trace.extend(2, [user("two")], TOY), "b")
+    assert [trace.nodes[n].message.text for n in trace.path(node.id)] == [
+        "hi", "yes", "one", "two", "b",
+    ]  # fmt: skip
+    assert trace.path(node.id)[:3] == [0, 1, 2]
+
+
+def test_versions_are_looked_up_over_all_turns() -> None:
+    trace = Trace(id="t")
+    assert (trace.oldest_version, trace.newest_version) == (None, None)
+    turn = trace.extend(ROOT, [user("hi")], TOY)
+    both = [PolicySpan(0, 1, version=3, epoch=0), PolicySpan(1, 2, version=4, epoch=1)]
+    turn.commit([150, END], [-1, -1], both, "stop")
+    assert (trace.oldest_version, trace.newest_version) == (3, 4)
+    assert trace.policies == {(3, 0), (4, 1)}

@@ -208,3 +208,8 @@ def test_an_atomic_write_that_fails_leaves_nothing_behind(tmp_path: Path) -> Non
     with pytest.raises(OSError):
         write_atomic(tmp_path / "file", b"new")
     assert [path.name for path in tmp_path.iterdir()] == ["file"]
+
+
+def test_lists_of_different_length_are_refused() -> None:
+    with pytest.raises(Misaligned, match="one entry a slot"):
+        request(kwargs_data={"image": []}).slots()
