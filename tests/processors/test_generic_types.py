@@ -101,5 +101,5 @@ def test_without_torchvision_the_refusal_names_it(
     left = [folder for folder in folders if not (Path(folder) / "torchvision").is_dir()]
     monkeypatch.setenv("PYTHONPATH", os.pathsep.join(left))
     answer = _ask_process(tmp_path / "model")
-    assert "for torchvision alone, which is not installed here" in answer.problem
+    assert "with torchvision only, which is not installed here" in answer.problem
     assert "install the torchvision" in answer.fix

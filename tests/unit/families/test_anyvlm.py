@@ -32,7 +32,7 @@ from sightline.errors import MediaRefused
 from sightline.families import load_family, load_renderer
 from sightline.families.anyvlm import layout, tiny
 from sightline.families.anyvlm.findings import FILE
-from sightline.families.anyvlm.probe import list_sizes
+from sightline.families.anyvlm.image_tokens import SIZES, ImageTokens, list_learning_sizes
 from sightline.families.anyvlm.processor import load_processor, process
 from sightline.families.anyvlm.serving import OWN_CLASSES
 from sightline.families.anyvlm.vision import AnyVLMFamily
@@ -127,13 +127,21 @@ def test_the_model_of_the_page_is_found_to_be_what_the_page_says(
 @pytest.mark.parametrize(
     ("file", "change", "problem"),
     [
-        ("config.json", lambda c: c.update(model_type="stone"), "probe of the model: .*stone"),
-        ("preprocessor_config.json", lambda c: c.update(do_resize=False), "probe of images"),
-        ("processor_config.json", lambda c: c.update(patch_size=None), "probe of images: the "),
-        ("config.json", lambda c: c.update(image_token_index=5), "names token 5 for images, "),
+        (
+            "config.json",
+            lambda c: c.update(model_type="stone"),
+            "the model class trial failed: .*stone",
+        ),
+        (
+            "preprocessor_config.json",
+            lambda c: c.update(do_resize=False),
+            "the image tokens trial failed",
+        ),
+        ("processor_config.json", lambda c: c.update(patch_size=None), "refuses every image"),
+        ("config.json", lambda c: c.update(image_token_index=5), "names token 5 .* for images"),
     ],
 )
-def test_what_cannot_be_established_is_refused_with_the_probe_that_failed(
+def test_a_checkpoint_is_refused_with_the_trial_that_failed(
     folder: Path, file: str, change: Callable[[dict[str, Any]], None], problem: str
 ) -> None:
     edit(folder / file, change)
@@ -144,15 +152,19 @@ def test_what_cannot_be_established_is_refused_with_the_probe_that_failed(
 
 def test_a_checkpoint_without_a_chat_template_is_refused_by_that(folder: Path) -> None:
     (folder / "chat_template.jinja").unlink()
-    with pytest.raises(FamilyError, match=r"probe of the chat template: .* has none"):
+    with pytest.raises(FamilyError, match=r"the processor trial failed: .* has no chat template"):
         load_family(folder)
 
 
 @pytest.mark.parametrize(
     ("old", "new", "problem"),
     [
-        ("'<|im_end|>\\n'", "'###\\n'", "'###.*does not begin with a token that ends a turn"),
-        ("<|im_start|>assistant\\n", "<|im_start|>now\\n", "an answer in a history does not"),
+        ("'<|im_end|>\\n'", "'###\\n'", "'###.*does not begin with a stop token"),
+        (
+            "<|im_start|>assistant\\n",
+            "<|im_start|>now\\n",
+            "an answer in a history does not begin with it",
+        ),
         ("part['text']", "'' if loop.first else ''", "writes this text not once"),
     ],
 )
@@ -449,7 +461,9 @@ def test_a_model_that_does_more_than_attend_is_refused_at_load(folder: Path) -> 
         }
 
     edit(folder / "config.json", cap)
-    with pytest.raises(FamilyError, match="probe of the model: alone, its logits are"):
+    with pytest.raises(
+        FamilyError, match="the weights trial failed: computed alone, logits differ"
+    ):
         load_model(folder, load_family(folder), "cpu", "float32")
 
 
@@ -493,7 +507,9 @@ def test_layers_with_a_window_are_computed_as_padded_rows(folder: Path) -> None:
     assert not family.findings.sees_ahead
     load_model(folder, family, "cpu", "float32")
     packed = AnyVLMFamily(folder, msgspec.structs.replace(family.findings, rows_reason=""))
-    with pytest.raises(FamilyError, match="probe of the model: alone, its logits are"):
+    with pytest.raises(
+        FamilyError, match="the weights trial failed: computed alone, logits differ"
+    ):
         load_model(folder, packed, "cpu", "float32")
     with pytest.raises(FamilyError, match="windows were not tried") as caught:
         load_serving(folder, family)
@@ -535,7 +551,9 @@ def test_layers_that_no_setting_tells_of_are_padded_rows_by_trial(
     )
     load_model(folder, family, "cpu", "float32")
     packed = AnyVLMFamily(folder, msgspec.structs.replace(family.findings, rows_reason=""))
-    with pytest.raises(FamilyError, match="probe of the model: packed, its logits are"):
+    with pytest.raises(
+        FamilyError, match="the weights trial failed: computed packed, logits differ"
+    ):
         load_model(folder, packed, "cpu", "float32")
 
 
@@ -653,13 +671,33 @@ def test_an_answer_may_begin_with_what_the_template_writes_before_it(tmp_path: P
         ("tiles_by_edge", {"tile": 364, "longest_edge": 4096}),
     ],
 )
-def test_the_probe_tries_an_image_of_every_layout(rule: str, settings: dict[str, int]) -> None:
+def test_the_trial_processes_an_image_of_every_layout(rule: str, settings: dict[str, int]) -> None:
     count, _ = layout.RULES[rule]
-    tried = {count(*size, settings) for size in list_sizes(settings)}
+    tried = {count(*size, settings) for size in list_learning_sizes(rule, settings)}
     draw = random.Random(1)
     for _ in range(num_examples(10_000, 3000)):
         size = [round(2 ** draw.uniform(0, 14)) for _ in range(2)]
         assert count(*size, settings) in tried, size
+
+
+def test_a_rule_that_is_wrong_for_large_images_is_disputed_by_a_counter(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    tiny.write(tmp_path, type="internvl")
+    count, words = layout.RULES["tiles_by_aspect"]
+
+    def count_wrongly(width: int, height: int, settings: dict[str, int]) -> layout.Size | None:
+        is_large = max(width, height) > max(map(max, SIZES))
+        return (1, 1) if is_large else count(width, height, settings)
+
+    findings = load_family(tmp_path).findings  # type: ignore[attr-defined]
+    images = ImageTokens(tmp_path, load_processor(tmp_path))
+    assert images.find_rule(findings).rule == "tiles_by_aspect"
+    monkeypatch.setitem(layout.RULES, "tiles_by_aspect", (count_wrongly, words))
+    with pytest.raises(
+        FamilyError, match=r"no known rule .*nearest aspect ratio \(\d+x\d+ becomes"
+    ):
+        images.find_rule(findings)
 
 
 def test_rules_count_as_the_processors_of_transformers_do() -> None:

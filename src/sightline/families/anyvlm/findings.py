@@ -1,6 +1,6 @@
-"""What was found about a checkpoint: plain data that every process reads, and its file.
+"""What a probe found out about a checkpoint: plain data in a file of the checkpoint folder.
 
-The file lies in the checkpoint folder, so that it is there wherever the folder is. `load` reads it.
+Every process can read it, wherever the folder is. `load` does.
 """
 
 from __future__ import annotations
@@ -14,8 +14,8 @@ from typing import Any
 import msgspec
 
 FILE = "sightline_probe.json"
-VERSION = 7
-"""Counts up when the probe finds other things in the same files."""
+VERSION = 8
+"""Increases when the probe finds other things in the same files."""
 SOURCES = (
     "config.json", "generation_config.json", "preprocessor_config.json", "processor_config.json",
     "tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "chat_template.jinja",
@@ -24,22 +24,22 @@ SOURCES = (
 
 
 class RowArray(msgspec.Struct, frozen=True):
-    """An array of the processor with one entry for each row that is kept of an image."""
+    """An array of the processor that has one entry for each row of an image."""
 
     name: str
     dtype: str
     shape: tuple[int, ...]
-    """Of one entry."""
+    """The shape of one entry."""
     has_batch: bool
     """Whether the processor puts an axis of length 1 before the entries."""
     is_ones: bool = False
-    """Whether it was 1 everywhere: it is then checked and not kept."""
+    """Whether it was 1 everywhere. Such an array is checked and not kept."""
     fill: int | None = None
-    """What stands behind the entries of an image, up to one length for all; None for nothing."""
+    """The value that pads an image's entries to one length for all images. None for no padding."""
 
     @property
     def nbytes(self) -> int:
-        """Bytes that a row keeps of it."""
+        """Its bytes in each row."""
         size = 1
         for side in self.shape:
             size *= side
@@ -48,70 +48,73 @@ class RowArray(msgspec.Struct, frozen=True):
 
 
 class Expansion(msgspec.Struct, frozen=True):
-    """What stands in a prompt for an image that is laid out as so many rows and columns."""
+    """The text of a prompt for an image that is laid out in these rows and columns."""
 
     rows: int
     columns: int
     num_rows: int
     """Entries of the processor's arrays; 0 where it is rows times columns."""
     pieces: list[tuple[str, int]]
-    """Texts and how often each is repeated; 0 for the pad of a grid, or of an image as a whole,
-    once for each token."""
+    """Texts, each with its number of repetitions. 0 stands for the number of pads of a grid, or of
+    the whole image next to its tiles: `AnyVLMFamily.expansion` fills it in."""
 
 
 class Findings(msgspec.Struct, frozen=True):
-    source: str
-    """Digest of the files that this was found from."""
-    transformers: str
-    torchvision: str
-    """Its version, where it makes the pixels; empty where Pillow does."""
-    model_class: str
-    processor: dict[str, Any]
+    """What the trials established. Each trial fills in its own fields."""
+
+    source: str = ""
+    """The digest of the checkpoint files that were probed."""
+    transformers: str = ""
+    model_class: str = ""
+    tower: list[str] = []
+    """The prefixes of parameters that belong neither to the text model nor to the head."""
+    layer_kinds: list[str] = []
+    """The configuration's names of layers that are more than causal attention."""
+    torch_attention: list[str] = []
+    """The names of modules that are torch's own attention, not the model's code."""
+    logit_settings: list[str] = []
+    """Settings by which the text model, on its own, would change logits."""
+    vocab_size: int = 0
+    """The number of rows of the model's head."""
+    torchvision: str = ""
+    """Its version, where it makes the pixels. Empty where Pillow does."""
+    processor: dict[str, Any] = {}
     """The settings of the image processor, and its class."""
-    image_token: str
-    """What the chat template writes for an image."""
-    pad_id: int
+    image_token: str = ""
+    """The text that the chat template writes for an image."""
+    counts_tokens: bool = False
+    """Whether the processor can count the tokens of an image from its size."""
+    pad_id: int = 0
     """The token whose embedding a feature replaces."""
-    pad: str
-    mark_ids: list[int]
-    """Other added tokens that stand around and between pads."""
-    rule: str
-    rule_settings: dict[str, int]
-    expansions: list[Expansion]
-    arrays: list[RowArray]
-    grid_array: str
-    """The array that holds an image's grid; empty for none."""
-    tower: list[str]
-    """What the names of parameters begin with that are neither the text model's nor the head's."""
-    merge: int
+    pad: str = ""
+    mark_ids: list[int] = []
+    """Other added tokens around and between pads."""
+    rule: str = ""
+    rule_settings: dict[str, int] = {}
+    expansions: list[Expansion] = []
+    merge: int = 1
     """Patches along a side of a token, where there is a grid."""
-    num_axes: int
-    rows_reason: str
-    """Why sequences are padded rows, computed by the model's own attention; empty where by ours."""
-    trees_reason: str
+    arrays: list[RowArray] = []
+    grid_array: str = ""
+    """The name of the array that holds an image's grid. Empty for none."""
+    num_axes: int = 1
+    rows_reason: str = ""
+    """Why sequences are computed as padded rows by the model's own attention. Empty if they are
+    computed by ours."""
+    trees_reason: str = ""
     """Why sequences may share a row, where they may."""
-    layer_kinds: list[str]
-    """What the configuration calls layers that do more than attend to what is before."""
-    sees_ahead: bool
-    """Whether a token of an image sees those of the image that are behind it."""
-    torch_attention: list[str]
-    """Names of modules that are attention of torch itself, not of the model's code."""
-    counts_tokens: bool
-    """Whether the processor tells the tokens of an image by its size."""
-    logit_settings: list[str]
-    """Settings by which the text model would change logits if it stood alone."""
-    vocab_size: int
-    """Rows of the model's head."""
-    stop_ids: list[int]
-    template_values: dict[str, str]
-    """Special tokens by the names under which a template asks for them."""
-    first_ids: list[int]
-    """Ids that the tokenizer puts before every prompt, and the template does not write."""
-    lines: list[str]
-    """What was found, in words, each with its reason."""
+    sees_ahead: bool = False
+    """Whether an image token attends to later tokens of its image."""
+    stop_ids: list[int] = []
+    template_values: dict[str, str] = {}
+    """Special tokens by the names that templates use for them."""
+    first_ids: list[int] = []
+    """Ids that the tokenizer puts before every prompt and the template does not write."""
+    lines: list[str] = []
+    """The findings in words, each with its reason."""
 
     def cut_row(self) -> Iterator[tuple[RowArray, slice]]:
-        """Every array, and which bytes of a row are its own."""
+        """Yield every array with its bytes of a row."""
         at = 0
         for array in self.arrays:
             yield array, slice(at, at + array.nbytes)
@@ -135,7 +138,7 @@ def digest_sources(path: Path) -> str:
 
 
 def find_version(package: str) -> str:
-    """The version of a package that is installed here; empty for none."""
+    """Return the installed version of a package, or an empty string."""
     try:
         return importlib.metadata.version(package)
     except importlib.metadata.PackageNotFoundError:

@@ -26,6 +26,7 @@ from sightline.errors import FamilyError
 from sightline.families.anyvlm.model_parts import find_text
 from sightline.families.anyvlm.processor import (
     FOREIGN,
+    UNSUPPORTED,
     apply_template,
     load_processor,
     to_template_parts,
@@ -50,7 +51,6 @@ TOKEN_TYPES = ("token_type_ids", "mm_token_type_ids")
 """What models call the numbers that say which tokens are those of an image."""
 _NO_RESOLVER: Any = None
 """Messages of the probe hold refs already."""
-_FIX = "add a family for it (docs/adding_a_family.md), or use another checkpoint"
 
 
 class AnyVLMForward(TextForward):
@@ -58,9 +58,8 @@ class AnyVLMForward(TextForward):
         text = find_text(model)
         if text is None or model.get_output_embeddings() is None:
             raise FamilyError(
-                f"probe of the model: {type(model).__name__} has no decoder with layers, or no "
-                "head",
-                _FIX,
+                f"{type(model).__name__} has no decoder with layers, or no output head",
+                UNSUPPORTED,
             )
         super().__init__(model, text)
         self._family = family
@@ -224,11 +223,10 @@ class AnyVLMForward(TextForward):
             difference = float((found - whole[tokens]).abs().max()) / scale
             if not difference <= TOLERANCES[whole.dtype]:
                 raise FamilyError(
-                    f"{self._family.path}: probe of the model: {kind}, its logits are "
-                    f"{difference:.2g} of the largest away from those of "
-                    f"{type(self.model).__name__} itself, whose layers do more than attend to what "
-                    "is before",
-                    _FIX,
+                    f"{self._family.path}: the weights trial failed: computed {kind}, logits "
+                    f"differ from {type(self.model).__name__}'s own by {difference:.2g} of the "
+                    "largest logit, so its layers do more than causal attention",
+                    UNSUPPORTED,
                 )
 
     def _run_model(
@@ -247,9 +245,9 @@ class AnyVLMForward(TextForward):
         )
         if made["input_ids"][0].tolist() != token_ids:
             raise FamilyError(
-                f"{self._family.path}: probe of the model: its processor writes other tokens than "
-                "when it was probed",
-                "use one transformers everywhere",
+                f"{self._family.path}: the weights trial failed: the processor writes other tokens "
+                "than it did for the probe",
+                "install the same transformers in every environment of the run",
             )
         parameter = next(self.model.parameters())
         arrays = {name: torch.as_tensor(array) for name, array in made.items()}
@@ -263,8 +261,9 @@ class AnyVLMForward(TextForward):
             logits: Tensor = self.model(**given, use_cache=False).logits[0]
         except FOREIGN as error:
             raise FamilyError(
-                f"{self._family.path}: probe of the model: its own forward pass fails: {error}",
-                _FIX,
+                f"{self._family.path}: the weights trial failed: the model's own forward pass "
+                f"raised {type(error).__name__}: {error}",
+                UNSUPPORTED,
             ) from error
         finally:
             self._set_attention(self._attention)

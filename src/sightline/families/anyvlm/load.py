@@ -72,9 +72,9 @@ def _has_nested_processor(path: Path) -> bool:
 def _ask(path: Path) -> Findings:
     """Asks the probe, whose answer is written down where the folder can be written to."""
     if "transformers" in sys.modules:
-        from sightline.families.anyvlm.probe import answer_probe
+        from sightline.families.anyvlm.probe import run_trials
 
-        answer = answer_probe(path)
+        answer = run_trials(path)
     else:
         answer = _ask_process(path)
     if answer.findings is None:

@@ -26,7 +26,7 @@ from sightline.errors import FamilyError
 from sightline.families.anyvlm.findings import Findings
 from sightline.families.anyvlm.forward import AnyVLMForward
 from sightline.families.anyvlm.model_parts import REACHES, describe_layers, find_text
-from sightline.families.anyvlm.processor import FOREIGN
+from sightline.families.anyvlm.processor import FOREIGN, UNSUPPORTED
 from sightline.families.anyvlm.vision import AnyVLMFamily
 from sightline.families.transformers_forward import fill_buffers
 
@@ -151,9 +151,8 @@ def measure_difference(path: Path, model: Any, findings: Findings) -> float:
     padded = run(rows, *layouts[0][:3])
     if not float((padded - torch.cat([first, second])).abs().max()) <= TOLERANCE * scale:
         raise FamilyError(
-            f"{path}: probe of the model: as padded rows its layers do not compute what they do of "
-            "each sequence alone",
-            "add a family for it (docs/adding_a_family.md), or use another checkpoint",
+            "as padded rows its layers do not compute what they compute for each sequence alone",
+            UNSUPPORTED,
         )
     packed = AnyVLMForward(model, _build_family(path, findings, ""), ATTENTION_NAME)
     differences = [

@@ -29,6 +29,7 @@ FOREIGN = (
     ValueError,
 )  # fmt: skip
 """What code that is not ours raises for a checkpoint that it cannot work with."""
+UNSUPPORTED = "add a family for it (docs/adding_a_family.md), or use another checkpoint"
 UNUSED = ("video_processor", "feature_extractor")
 """Parts of a processor for what is not shown: videos and sounds."""
 TORCHVISION = (
@@ -76,27 +77,22 @@ def load_processor(path: Path) -> Any:
     return made
 
 
-def find_processor_problem(processor: Any, path: Path) -> tuple[str, ...] | None:
-    """Why images cannot be shown by it: what was probed, the problem, and what to do if that is
-    known."""
+def check_processor(processor: Any, path: Path) -> None:
+    """Raise FamilyError for a processor that cannot show images in a chat."""
     if getattr(processor, "image_processor", None) is None:
-        return "the processor", f"{type(processor).__name__} takes no images"
+        raise FamilyError(f"{type(processor).__name__} takes no images", UNSUPPORTED)
     if getattr(processor, "image_token", None) is None:
-        return "the processor", "it names no token that stands for an image"
+        raise FamilyError("the processor names no token for an image", UNSUPPORTED)
     if not (processor.chat_template or processor.tokenizer.chat_template):
-        return (
-            "the chat template",
-            f"{path} has none",
-            "copy chat_template.jinja from the checkpoint; a base model has none, and would have "
-            "to be taught one",
+        raise FamilyError(
+            f"{path} has no chat template",
+            "copy chat_template.jinja from the checkpoint; base models have none and cannot chat",
         )
     if processor.image_token not in processor.tokenizer.get_vocab():
-        return (
-            "the processor",
-            f"the tokenizer has no {processor.image_token!r}, which stands for an image",
+        raise FamilyError(
+            f"the tokenizer lacks {processor.image_token!r}, the processor's token for an image",
             "copy tokenizer.json and tokenizer_config.json from the checkpoint",
         )
-    return None
 
 
 def uses_torchvision(processor: Any) -> bool:

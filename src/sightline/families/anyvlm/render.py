@@ -100,7 +100,7 @@ class AnyVLMRenderer(TemplateComposer):
                 return roles
             except MessageError as error:
                 problem = error.problem
-        raise FamilyError(f"probe of the chat template: {problem}", _FIX)
+        raise FamilyError(problem, _FIX)
 
     def _find_marks(self) -> list[int]:
         """Added tokens that stand where an image does, and nowhere else."""
@@ -121,8 +121,8 @@ class AnyVLMRenderer(TemplateComposer):
         opening = self._header_text or asked.pieces[-1][0]
         if not opening or not said.text.startswith(self._header_text, before):
             raise FamilyError(
-                "probe of the chat template: the prompt for an answer ends with "
-                f"{self._header_text!r}, and an answer in a history does not begin so",
+                f"a prompt ends with {self._header_text!r}, but an answer in a history does not "
+                "begin with it",
                 _FIX,
             )
         self._answer_prefix = said.text[before + len(self._header_text) : start]
@@ -130,9 +130,8 @@ class AnyVLMRenderer(TemplateComposer):
         stops = self._findings.stop_ids
         if closing is None or self._tokenizer.added_tokens[closing[0]] not in stops:
             raise FamilyError(
-                "probe of the chat template: behind an answer it writes "
-                f"{said.text[end : end + 20]!r}, which does not begin with a token that ends a "
-                f"turn ({[self._tokenizer.decode([i]) for i in stops]})",
+                f"after an answer it writes {said.text[end : end + 20]!r}, which does not begin "
+                f"with a stop token ({[self._tokenizer.decode([i]) for i in stops]})",
                 _FIX,
             )
         self._closing = closing[0]
@@ -292,7 +291,7 @@ class AnyVLMRenderer(TemplateComposer):
             if text == pad:
                 run.flush()
                 first = len(run.ids) if first < 0 else first
-                run.add_token(self._findings.pad_id, place, times or self._family.num_tokens(item))
+                run.add_token(self._findings.pad_id, place, times)
                 last = len(run.ids)
                 continue
             for i, part in enumerate(self._added.split(text)):

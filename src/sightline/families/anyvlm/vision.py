@@ -83,7 +83,8 @@ class AnyVLMFamily(ImageFamily):
             (only,) = self.findings.expansions
             if self.findings.rule == "lines":
                 return Expansion(*shape, 0, fill_lines(only.pieces, *shape))
-            return Expansion(*shape, 0, only.pieces)
+            num = math.prod(shape) // self.findings.merge**2
+            return Expansion(*shape, 0, [(text, times or num) for text, times in only.pieces])
         found = self._expansions.get(shape)
         if found is None:
             raise MediaRefused(

@@ -1,0 +1,296 @@
+"""Establish how many tokens an image of any size takes, on the checkpoint's own processor.
+
+Environment workers have no transformers, so the answer must be arithmetic on sizes: one of the
+rules in `layout`. Transformers' own counters return numbers without the marks and the grid that a
+prompt needs, and some are wrong. They are asked about many sizes, and where a rule disagrees with
+one, the processor decides.
+"""
+
+from __future__ import annotations
+
+import math
+import random
+import re
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import numpy as np
+from PIL import Image
+
+from sightline.errors import FamilyError, MediaRefused
+from sightline.families.anyvlm.findings import Expansion, Findings
+from sightline.families.anyvlm.layout import RULES, Size
+from sightline.families.anyvlm.processor import FOREIGN, UNSUPPORTED, process
+from sightline.families.anyvlm.vision import GRID_RULES, AnyVLMFamily
+
+SIZES: tuple[Size, ...] = (
+    (5, 7), (16, 16), (33, 95), (300, 20), (64, 640), (97, 1200), (224, 224), (336, 500),
+    (448, 448), (500, 333), (640, 480), (720, 1280), (800, 100), (1000, 1000), (1024, 768),
+    (1199, 613),
+)  # fmt: skip
+"""Widths and heights for which a rule must give what the processor gives."""
+NUM_COUNTED = 300
+"""Further sizes about which transformers' counters are asked."""
+MAX_DISPUTED = 8
+"""How many sizes the processor decides, of those where a rule and a counter disagree."""
+MAX_REFUSED = 12
+"""How many sizes a processor may refuse before it has accepted one."""
+SCALES = (0.75, 0.97, 1.0, 1.2, 1.5)
+"""The sides of an image that a number of tiles covers, in tiles."""
+
+Pieces = list[tuple[str, int]]
+Processed = tuple[dict[str, np.ndarray], str]
+"""The processor's arrays of one image, and the text that stands for it."""
+
+
+def find_candidates(processor: Any) -> Iterator[tuple[str, dict[str, int]]]:
+    """Yield the rules that a processor may follow, with its settings for each."""
+    images = processor.image_processor
+    size = getattr(images, "size", None) or {}
+    yield "fixed", {}
+    tile = (getattr(images, "max_image_size", None) or {}).get("longest_edge")
+    if tile and size.get("longest_edge"):
+        yield "tiles_by_edge", {"tile": tile, "longest_edge": size["longest_edge"]}
+    if getattr(images, "min_patches", None) and size.get("height"):
+        yield (
+            "tiles_by_aspect",
+            {
+                "min_tiles": images.min_patches,
+                "max_tiles": images.max_patches,
+                "tile_height": size["height"],
+                "tile_width": size["width"],
+            },
+        )
+    if getattr(images, "merge_size", None) and getattr(images, "patch_size", None):
+        settings = {
+            "patch": images.patch_size,
+            "merge": images.merge_size,
+            "min_pixels": getattr(images, "min_pixels", None) or size["shortest_edge"],
+            "max_pixels": getattr(images, "max_pixels", None) or size["longest_edge"],
+        }
+        yield "patches", settings
+        yield "patches", {**settings, "frames": getattr(images, "temporal_patch_size", 1)}
+    if most := getattr(images, "max_soft_tokens", None):
+        pool = images.pooling_kernel_size
+        yield "patches_in_budget", {"patch": images.patch_size, "merge": pool, "max_tokens": most}
+    if most := getattr(images, "max_image_tokens", None):
+        patch, merge = images.encoder_patch_size, images.downsample_factor
+        splits, area = images.do_image_splitting, most * (patch * merge) ** 2
+        yield (
+            "tiles_of_large",
+            {
+                "patch": patch,
+                "merge": merge,
+                "min_tokens": images.min_image_tokens,
+                "max_tokens": most,
+                "max_patches": images.max_num_patches,
+                "large_area": int(area * images.max_pixels_tolerance),
+                "min_tiles": images.min_tiles if splits else 1,
+                "max_tiles": images.max_tiles if splits else 1,
+                "tile": images.tile_size,
+            },
+        )
+    if hasattr(images, "resize_to_max_canvas") and size.get("height"):
+        settings = {"tile": size["height"], "max_tiles": images.max_patches}
+        yield "tiles_in_canvas", {**settings, "largest": int(images.resize_to_max_canvas)}
+    merge = getattr(processor, "spatial_merge_size", None)
+    if merge and size.get("longest_edge"):
+        patch = processor.patch_size
+        yield "lines", {"patch": patch, "merge": merge, "longest_edge": size["longest_edge"]}
+
+
+def list_learning_sizes(rule: str, settings: dict[str, int]) -> list[Size]:
+    """Return sizes that reach every layout of a rule, the smallest first."""
+    if rule == "lines":  # two lines show what follows the first and what follows the last
+        return [(2 * settings["patch"] * settings["merge"],) * 2]
+    if not rule.startswith("tiles"):
+        return [size for size in sorted(SIZES, key=math.prod) if min(size) > 7]
+    width = settings.get("tile_width") or settings["tile"]
+    height = settings.get("tile_height") or settings["tile"]
+    num = settings.get("max_tiles") or math.ceil(settings["longest_edge"] / width)
+    sizes = {
+        (int(columns * width * scale), int(rows * height * scale * stretch))
+        for columns in range(1, num + 1)
+        for rows in range(1, num + 1)
+        for scale in SCALES
+        for stretch in (0.97, 1.0)
+    }
+    return sorted(sizes, key=math.prod)
+
+
+def split_pieces(text: str, pad: str) -> Pieces:
+    """Split a text into runs of pads, each with its length, and the texts between them."""
+    parts = re.split(f"((?:{re.escape(pad)})+)", text)
+    return [(pad, len(p) // len(pad)) if i % 2 else (p, 1) for i, p in enumerate(parts) if p]
+
+
+def count_rows(arrays: dict[str, np.ndarray]) -> int:
+    """Return the number of entries in a processor's arrays."""
+    shape = arrays["pixel_values"].shape
+    return int(shape[1] if len(shape) == 5 else shape[0])
+
+
+class ImageTokens:
+    """One checkpoint's processor, and what it has made of images so far."""
+
+    def __init__(self, path: Path, processor: Any) -> None:
+        self.path = path
+        self.processor = processor
+        self.processed: dict[Size, Processed | None] = {}
+        self._refusal = ""
+
+    def process(self, width: int, height: int) -> Processed | None:
+        """Run the processor on noise of this size. Return None if it refuses the size."""
+        size = (width, height)
+        if size not in self.processed:
+            noise = random.Random(f"{size}").randbytes(width * height * 3)
+            try:
+                made = process(self.processor, Image.frombytes("RGB", size, noise))
+                if "pixel_values" not in made[0]:
+                    names = ", ".join(sorted(made[0]))
+                    raise FamilyError(f"its processor makes {names}, not pixel_values", UNSUPPORTED)
+                self.processed[size] = made
+            except FOREIGN as error:
+                self.processed[size] = None
+                self._refusal = (str(error).strip().splitlines() or [type(error).__name__])[0]
+        return self.processed[size]
+
+    def find_rule(self, findings: Findings) -> Findings:
+        """Return the findings with the first rule that gives what the processor gives."""
+        differences = []
+        for rule, settings in find_candidates(self.processor):
+            expansions = self._learn(rule, settings, findings.pad)
+            if not expansions:
+                raise FamilyError(
+                    f"its processor refuses every image that was tried: {self._refusal}",
+                    "fix the settings in preprocessor_config.json and processor_config.json",
+                )
+            candidate = msgspec.structs.replace(
+                findings,
+                rule=rule,
+                rule_settings=settings,
+                expansions=expansions,
+                merge=settings.get("merge", 1),
+            )
+            difference = self._find_difference(candidate)
+            if difference is None:
+                return candidate
+            differences.append(f"{RULES[rule][1]} ({difference})")
+        raise FamilyError(
+            "no known rule gives the number of tokens that its processor writes for an image. "
+            f"Tried: {'; '.join(differences)}",
+            UNSUPPORTED,
+        )
+
+    def _learn(self, rule: str, settings: dict[str, int], pad: str) -> list[Expansion]:
+        """Return what the processor writes for each layout of the rule."""
+        sizes: dict[Size, Size] = {}
+        refused = 0
+        is_grid = rule in GRID_RULES
+        for width, height in list_learning_sizes(rule, settings):
+            shape = RULES[rule][0](width, height, settings)
+            if shape is None or shape in sizes:
+                continue
+            if self.process(width, height) is not None:
+                sizes[shape] = (width, height)
+            else:
+                refused += 1
+            if (not sizes and refused == MAX_REFUSED) or (is_grid and sizes):
+                break
+        expansions = []
+        for shape, size in sizes.items():
+            processed = self.process(*size)
+            assert processed is not None
+            arrays, text = processed
+            pieces = [(p, 0 if is_grid and p == pad else n) for p, n in split_pieces(text, pad)]
+            if rule == "tiles_of_large":  # the last pads are those of the whole image
+                last = max(i for i, (piece, _) in enumerate(pieces) if piece == pad)
+                pieces[last] = (pad, 0)
+            expansions.append(Expansion(*shape, 0 if is_grid else count_rows(arrays), pieces))
+        return expansions
+
+    def _find_difference(self, findings: Findings) -> str | None:
+        """Return the first size for which the rule differs from the processor, in words."""
+        family = AnyVLMFamily(self.path, findings)
+        for size in SIZES:
+            if difference := self._compare(family, *size):
+                return difference
+        disputed = self._list_disputed(family)
+        return next(filter(None, (self._compare(family, *size) for size in disputed)), None)
+
+    def _compare(self, family: AnyVLMFamily, width: int, height: int) -> str | None:
+        processed, predicted = self.process(width, height), _predict(family, width, height)
+        if processed is None or predicted is None:
+            both = processed is None and predicted is None
+            return None if both else f"{width}x{height} is refused by one of the two"
+        arrays, text = processed
+        pieces, num_rows = predicted
+        if pieces == split_pieces(text, family.findings.pad) and (
+            num_rows is None or num_rows == count_rows(arrays)
+        ):
+            return None
+        return f"{width}x{height} becomes {text.count(family.findings.pad)} tokens"
+
+    def _list_disputed(self, family: AnyVLMFamily) -> list[Size]:
+        """Return sizes for which the rule differs from a counter that was right for `SIZES`."""
+        draw = random.Random(0)
+        sizes = [
+            (round(2 ** draw.uniform(2, 11)), round(2 ** draw.uniform(2, 11)))
+            for _ in range(NUM_COUNTED)
+        ]
+        disputed: list[Size] = []
+        for counter in (_count_tokens, _count_patches):
+            for measure in (self._measure_pads, self._measure_tokens, self._measure_rows):
+                if all(self._agrees(counter, measure, family, size) for size in SIZES):
+                    disputed += [s for s in sizes if not self._agrees(counter, measure, family, s)]
+                    break
+        return disputed[:MAX_DISPUTED]
+
+    def _agrees(
+        self,
+        counter: Callable[[Any, int, int], int],
+        measure: Callable[[AnyVLMFamily, Pieces, int | None], int | None],
+        family: AnyVLMFamily,
+        size: Size,
+    ) -> bool:
+        predicted = _predict(family, *size)
+        try:
+            counted = counter(self.processor, *size)
+        except FOREIGN:
+            counted = 0
+        # Some counters raise for a size that the processor refuses, and others return 0.
+        return counted < 1 if predicted is None else measure(family, *predicted) == counted
+
+    def _measure_pads(self, family: AnyVLMFamily, pieces: Pieces, _: int | None) -> int:
+        return sum(times for text, times in pieces if text == family.findings.pad)
+
+    def _measure_tokens(self, family: AnyVLMFamily, pieces: Pieces, _: int | None) -> int:
+        text = "".join(text * times for text, times in pieces)
+        return len(self.processor.tokenizer(text, add_special_tokens=False)["input_ids"])
+
+    def _measure_rows(self, _: AnyVLMFamily, pieces: Pieces, num_rows: int | None) -> int | None:
+        return num_rows
+
+
+def _predict(family: AnyVLMFamily, width: int, height: int) -> tuple[Pieces, int | None] | None:
+    """Return what the rule says of a size: the text, and the rows where they follow from it."""
+    try:
+        expansion = family.expansion(width, height)
+    except MediaRefused:
+        return None
+    num_rows = expansion.num_rows or expansion.rows * expansion.columns
+    is_padded = family.findings.rule in ("lines", "patches_in_budget")
+    return expansion.pieces, None if is_padded else num_rows
+
+
+def _count_tokens(processor: Any, width: int, height: int) -> int:
+    counted = processor._get_num_multimodal_tokens(image_sizes=[[height, width]])
+    return int(counted.num_image_tokens[0])
+
+
+def _count_patches(processor: Any, width: int, height: int) -> int:
+    # A fresh dict for each call: some implementations write into it.
+    counted = processor.image_processor.get_number_of_image_patches(height, width, {})
+    return int(counted[0] if isinstance(counted, tuple) else counted)
