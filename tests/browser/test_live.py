@@ -53,6 +53,31 @@ def test_a_rollout_that_is_yet_to_be_read_shows_when_it_is(
     expect(page.locator("main h1")).to_be_visible()
 
 
+def test_answers_that_take_longer_than_a_step_still_show(
+    page: Page, serve: Serve, tmp_path: Path
+) -> None:
+    run = SyntheticRun(tmp_path / "live-001", SIZE)
+    run.write_step()
+    address = serve(tmp_path)
+    page.add_init_script(
+        """const fetchNow = window.fetch;
+        window.fetch = async (...request) => {
+            await new Promise((resolve) => setTimeout(resolve, 3000));
+            return fetchNow(...request);
+        };"""
+    )
+    page.goto(f"{address}/")
+    for _ in range(20):
+        run.write_step()
+        page.wait_for_timeout(600)
+        if page.locator(".chart canvas").count():
+            break
+    expect(page.locator(".chart canvas").first).to_be_visible(timeout=100)
+    # News that arrived meanwhile are fetched, too.
+    step = page.locator(".fact", has_text="step").locator("dd").first
+    expect(step).to_contain_text(str(run.steps))
+
+
 def test_a_run_that_appears_shows(page: Page, serve: Serve, tmp_path: Path) -> None:
     SyntheticRun(tmp_path / "first-001", SIZE).write_step()
     address = serve(tmp_path)

@@ -1,132 +1,157 @@
-"""The report of a run, as one HTML page and as Markdown.
+"""The report of a run, written when it ends.
 
-    metrics.jsonl ───> ReportData ──┬──> report.html.jinja   report/index.html, all in one file
-    traces/, media/ ────────────────┴──> report.md.jinja     report/report.md, *.svg, images/
+    metrics.jsonl ────┬──> report/report.md, report/*.svg    numbers, charts, a few transcripts
+    traces/, media/ ──┴──> report/index.html                 the dashboard, exported into one file
 
-It can be made of a run that still goes on, or of one that was killed.
+It can also be written for a run that is still running, or that was killed.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from functools import partial
+from collections import Counter
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+from sightline.errors import SightlineError
 from sightline.run.run_dir import RunDir
-from sightline.view.events import find_number, numbers_of
-from sightline.view.formatting import count, duration, fixed, short, whole
-from sightline.view.report_data import ReportData, collect_report_data
-from sightline.view.summary import has_images, headlines, swapped_reward
+from sightline.trace import read_traces
+from sightline.view.chart import Series, line_chart, smooth
+from sightline.view.dashboard.trace_files import pick_first_and_last
+from sightline.view.events import by_step, find_number, numbers_of, read_events
+from sightline.view.formatting import clean, fixed, whole
+from sightline.view.run_files import RunFiles
+from sightline.view.summary import build_summary, evals_by_name, headlines, swapped_reward
 from sightline.view.templating import get_template
-from sightline.view.timeline import draw_timeline
+from sightline.view.timeline import build_timeline, draw_timeline
+from sightline.view.transcript import format_transcript
+from sightline.wire.event import Event
 from sightline.wire.file import write_atomic
+
+TRANSCRIPTS_PER_FILE = 3
+_TRANSCRIPT_WIDTH = 100
 
 
 def write_report(run_dir: RunDir) -> Path:
-    """Writes the report and returns the path of its page."""
+    """Write both forms of the report and return the path of the HTML page."""
+    # Imported here: FastAPI would slow down the start of every run.
+    from sightline.view.dashboard.export import export_run
+
     run_dir.report.mkdir(parents=True, exist_ok=True)
-    data = collect_report_data(run_dir)
-    timeline = draw_timeline(data.timeline)
-    charts = data.charts | ({"timeline": timeline} if timeline else {})
+    events = list(read_events(run_dir.metrics))
+    files = RunFiles(run_dir)
+    summary = files.find_summary() or build_summary(events)
+    evals = evals_by_name(events)
+    timeline = build_timeline(events)
+    charts = _draw_charts(by_step(events, "step"), by_step(events, "train"), evals)
+    if timeline_chart := draw_timeline(timeline):
+        charts["timeline"] = timeline_chart
     for name, svg in charts.items():
         write_atomic(run_dir.report / f"{name}.svg", _utf8(svg))
+    drops = Counter(str(e.values.get("reason", "")) for e in events if e.kind == "dropped")
+    verdicts = numbers_of(summary, "verdicts")
     markdown = get_template("report.md.jinja").render(
-        data=data,
-        headlines=headlines(data.summary),
-        evals=_eval_table(data),
-        verdicts=[row[:2] for row in _meter_rows(numbers_of(data.summary, "verdicts"))],
-        drops=[row[:2] for row in _meter_rows(data.drops)],
+        name=run_dir.path.resolve().name,
+        headlines=headlines(summary),
+        charts=charts,
+        evals=_eval_table(evals),
+        verdicts=[(name, whole(number)) for name, number in verdicts.items()],
+        drops=[(name, whole(number)) for name, number in drops.items()],
         timeline=timeline,
+        transcripts=_transcripts(run_dir),
+        settings_text=files.settings_text,
     )
     write_atomic(run_dir.report / "report.md", _utf8(markdown))
-    page = run_dir.report / "index.html"
-    write_atomic(page, _utf8(_build_page(data, timeline)))
-    return page
-
-
-def _build_page(data: ReportData, timeline: str) -> str:
-    probes = numbers_of(data.summary, "probes")
-    return get_template("report.html.jinja").render(
-        data=data,
-        facts=_list_facts(data.settings),
-        tiles=_list_tiles(data.summary),
-        num_blind=int(probes.get("blind", 0)),
-        num_probes=int(sum(probes.values())),
-        evals=_eval_table(data),
-        verdicts=_meter_rows(numbers_of(data.summary, "verdicts")),
-        drops=_meter_rows(data.drops),
-        timeline=timeline,
-        stages=_meter_rows(data.stage_seconds, lambda seconds: f"{seconds:.1f} s"),
-    )
+    return export_run(run_dir, run_dir.report / "index.html")
 
 
 def _utf8(text: str) -> bytes:
-    # Half a surrogate pair can stand in what a model or an environment said.
+    # A model or an environment can write half a surrogate pair.
     return text.encode("utf-8", errors="replace")
 
 
-def _list_facts(settings: dict[str, Any]) -> list[str]:
-    """Which environment, model and seed the run had, as far as its settings say."""
-    return [
-        f"{label}{table[name]}"
-        for section, name, label in (
-            ("env", "name", ""),
-            ("model", "path", ""),
-            ("run", "seed", "seed "),
-        )
-        if isinstance(table := settings.get(section), dict) and name in table
-    ]
-
-
-def _list_tiles(summary: dict[str, Any]) -> list[tuple[str, str, bool]]:
-    """Text and label of each figure at the top, and whether it is alarming."""
-    number = partial(find_number, summary)
-    reward = f"{fixed(number('reward_start'))} → {fixed(number('reward_final'))}"
-    swapped = number("reward_swapped")
-    tiles = [
-        (reward, "reward on held-out tasks"),
-        *([] if swapped is None else [(fixed(swapped), "with swapped images")]),
-        (whole(number("steps")), "steps"),
-        (duration(number("seconds")), "wall time"),
-        (count(number("tokens_per_s")), "sampled tokens a second"),
-        (short(number("mismatch_kl")), "mismatch KL"),
-    ]
-    found = [(text, label, False) for text, label in tiles]
-    if has_images(summary):
-        bad = number("bad_media")
-        found += [
-            (whole(number("images_shown")), "images shown", False),
-            (whole(number("images_stored")), "images stored", False),
-            (whole(bad), "bad images", bool(bad)),
-        ]
-    return found
-
-
-def _eval_table(data: ReportData) -> tuple[list[str], list[list[str]]] | None:
-    """Head and rows of the table of evaluations; None where there was none."""
-    if not data.evals:
+def _eval_table(evals: dict[str, dict[str, Any]]) -> tuple[list[str], list[list[str]]] | None:
+    """Return head and rows of the table of evaluations; None without evaluations."""
+    if not evals:
         return None
-    tables = {name: numbers_of(values, "parts") for name, values in data.evals.items()}
-    parts = list(dict.fromkeys(part for table in tables.values() for part in table))
-    is_swapped = any(swapped_reward(values) is not None for values in data.evals.values())
+    components = {name: numbers_of(values, "parts") for name, values in evals.items()}
+    names = list(dict.fromkeys(name for table in components.values() for name in table))
+    is_swapped = any(swapped_reward(values) is not None for values in evals.values())
     rows = [
         [
             name,
             whole(find_number(values, "tasks")),
             fixed(find_number(values, "reward"), 3),
-            *(fixed(tables[name].get(part), 3) for part in parts),
+            *(fixed(components[name].get(component), 3) for component in names),
             *([fixed(swapped_reward(values), 3)] if is_swapped else []),
         ]
-        for name, values in data.evals.items()
+        for name, values in evals.items()
     ]
     last = ["images swapped"] if is_swapped else []
-    return ["evaluation", "tasks", "reward", *parts, *last], rows
+    return ["evaluation", "tasks", "reward", *names, *last], rows
 
 
-def _meter_rows(
-    table: dict[str, Any], how: Callable[[float], str] = whole
-) -> list[tuple[str, str, float]]:
-    """Name, text and share of the total of each number."""
-    total = sum(table.values()) or 1
-    return [(name, how(value), value / total) for name, value in table.items()]
+def _transcripts(run_dir: RunDir) -> Iterator[tuple[str, str]]:
+    """Yield titles and texts of a few rollouts, one of each group, of the first and last step."""
+    for file in reversed(pick_first_and_last(run_dir.traces)):
+        groups: set[str] = set()
+        title = file.stem.replace("_", " ")
+        try:
+            for trace in read_traces(file):
+                if (trace.group_id or trace.id) not in groups and trace.nodes:
+                    groups.add(trace.group_id or trace.id)
+                    yield title, "\n".join(format_transcript(trace, _TRANSCRIPT_WIDTH))
+                if len(groups) == TRANSCRIPTS_PER_FILE:
+                    break
+        except (SightlineError, OSError) as error:
+            yield title, clean(error)
+
+
+def _draw_charts(
+    steps: dict[int, Event], trained: dict[int, Event], evals: dict[str, dict[str, Any]]
+) -> dict[str, str]:
+    """Return SVG by name; `reward` is always the first."""
+
+    def curve(events: dict[int, Event], name: str) -> list[tuple[float, float | None]]:
+        return [(step, find_number(event.values, name)) for step, event in events.items()]
+
+    def small(title: str, *series: Series, from_zero: bool = True) -> str:
+        bounds = (0.0, 0.0) if from_zero else None
+        return line_chart(title, series, y_range=bounds, width=460, height=230)
+
+    return {
+        "reward": _reward_chart(curve(steps, "reward"), evals, max([0, *steps, *trained])),
+        "mismatch": small(
+            "Sampler/trainer mismatch (KL)", Series("mismatch KL", curve(trained, "mismatch_kl"))
+        ),
+        "lag": small(
+            "Lag (versions)",
+            Series("mean", curve(steps, "lag_mean")),
+            Series("maximum", curve(steps, "lag_max"), colour=1),
+        ),
+        "entropy": small("Entropy (nats)", Series("entropy", curve(trained, "entropy"))),
+        "loss": small("Loss", Series("loss", curve(trained, "loss")), from_zero=False),
+        "grad_norm": small("Gradient norm", Series("norm", curve(trained, "grad_norm"))),
+        "tokens": small("Sampled tokens per second", Series("rate", curve(steps, "tokens_per_s"))),
+    }
+
+
+def _reward_chart(
+    rewards: list[tuple[float, float | None]], evals: dict[str, dict[str, Any]], last: int
+) -> str:
+    window = max(5, len(rewards) // 30)
+    held_out = [
+        (at, find_number(evals.get(name, {}), "reward"))
+        for name, at in (("start", 0), ("final", last))
+    ]
+    return line_chart(
+        "Reward",
+        [
+            Series("each step", rewards, "faint"),
+            Series(f"mean of {window} steps", smooth(rewards, window)),
+            Series("held-out tasks", held_out, "dots", colour=1),
+        ],
+        y_range=(0.0, 1.0),
+        width=960,
+        height=320,
+    )

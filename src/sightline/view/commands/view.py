@@ -10,6 +10,7 @@ import argparse
 from pathlib import Path
 
 from sightline.config.secret_refs import read_reference
+from sightline.errors import ConfigError
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -23,11 +24,23 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--token", default="", metavar="REF", type=read_reference,
         help="where the token to ask for is: env:NAME or file:PATH",
     )  # fmt: skip
+    parser.add_argument(
+        "--export", type=Path, metavar="FILE",
+        help="write one run to an HTML file that opens without a server, and exit",
+    )  # fmt: skip
     parser.add_argument("--tls-cert", default="", metavar="FILE", help="PEM file of a certificate")
     parser.add_argument("--tls-key", default="", metavar="FILE", help="PEM file of its key")
 
 
 def run(args: argparse.Namespace) -> int:
+    if args.export is not None:
+        from sightline.view.dashboard.export import export_run
+        from sightline.view.run_files import get_run_dir
+
+        if len(args.runs) != 1:
+            raise ConfigError("--export writes one run.", "Name one run directory.")
+        print(export_run(get_run_dir(args.runs[0]), args.export))
+        return 0
     from sightline.view.dashboard.serve import serve_dashboard
 
     serve_dashboard(args.runs, args.host, args.port, args.token, args.tls_cert, args.tls_key)

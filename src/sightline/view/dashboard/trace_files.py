@@ -74,6 +74,13 @@ def find_step(file: str) -> int | None:
     return int(digits) if is_step and len(digits) <= 18 else None
 
 
+def pick_first_and_last(traces: Path) -> list[Path]:
+    """Return the trace files of the last and the first step; without steps, of evaluations."""
+    steps = sorted(traces.glob("step_*.msgpack"))
+    evals = [file for name in ("final", "start") for file in traces.glob(f"eval_{name}*.msgpack")]
+    return list(dict.fromkeys([*steps[-1:], *steps[:1]])) or evals[:2]
+
+
 def build_row(record: TraceRecord, file: str, verdict: str | None) -> dict[str, object]:
     """The columns of table `rollouts`, but for the id and what the trainer adds."""
     trace = record.trace

@@ -4,7 +4,7 @@ import { render } from "./vendor/preact.mjs";
 import { useEffect, useState } from "./vendor/hooks.mjs";
 import { Link, change, go, href, useAddress } from "./address.js";
 import { runColour } from "./chart.js";
-import { useAnswer, useLive } from "./data.js";
+import { exported, useAnswer, useLive } from "./data.js";
 import { useKeys } from "./keys.js";
 import { ImagePage, ImagesPage } from "./pages/images.js";
 import { MismatchPage } from "./pages/mismatch.js";
@@ -23,7 +23,7 @@ const PAGES = [
   ["images", "Images", ImagesPage],
   ["processes", "Processes", ProcessesPage],
   ["settings", "Settings", SettingsPage],
-];
+].filter(([path]) => !exported || path !== "processes");
 const HIDDEN = { rollout: RolloutPage, image: ImagePage };
 const OWNER = { rollout: "rollouts", image: "images" };
 const KEYS = [
@@ -107,7 +107,7 @@ function Sidebar({ runs, shown, page, live, theme }) {
   };
   return html`
     <aside>
-      <${Link} to=${href("")} class="brand"><img src="/static/icon.svg" alt="" /> Sightline<//>
+      <${Link} to=${href("")} class="brand"><img src=${document.querySelector("link[rel=icon]").href} alt="" /> Sightline<//>
       <nav aria-label="pages">
         ${PAGES.map(([path, title], i) => html`
           <${Link} key=${path} to=${href(path)} aria-current=${(OWNER[page] ?? page) === path ? "page" : undefined}>
@@ -136,7 +136,9 @@ function Sidebar({ runs, shown, page, live, theme }) {
         ${!listed.length && html`<p class="soft">no run is like that</p>`}
       </div>
       <footer>
-        <span class=${live.connected ? "on" : "off"}>${live.connected ? "up to date" : "no connection"}</span>
+        ${exported
+          ? html`<span>exported file</span>`
+          : html`<span class=${live.connected ? "on" : "off"}>${live.connected ? "up to date" : "no connection"}</span>`}
         <button onClick=${theme.next} title="light, dark, or as the system (t)">${theme.theme}</button>
       </footer>
     </aside>

@@ -2,6 +2,7 @@
 import { html } from "./html.js";
 import { useState } from "./vendor/hooks.mjs";
 import { Link, change, href } from "./address.js";
+import { exported, mediaUrl } from "./data.js";
 import { short, whole, words } from "./formatting.js";
 
 export function Verdict({ name }) {
@@ -32,7 +33,7 @@ export function Picture({ run, digest, side = 96, missing, alt = "", ...rest }) 
   }
   return html`
     <img
-      loading="lazy" alt=${alt} src="/thumb/${encodeURIComponent(run)}/${digest}?side=${side}"
+      loading="lazy" alt=${alt} src=${mediaUrl(run, digest, side)}
       onError=${() => setBroken(true)} ...${rest}
     />
   `;
@@ -83,7 +84,7 @@ export function End({ run }) {
       ${problem !== "a signal" && html`<p>${cause}</p>`}
       ${problem.trim() !== cause && html`<details><summary>all of it</summary><pre>${problem}</pre></details>`}
       ${fix && html`<p class="fix">${fix}</p>`}
-      ${run.state === "failed" && html`<p><${Link} to=${href("processes", { run: run.key })}>processes and logs<//></p>`}
+      ${run.state === "failed" && !exported && html`<p><${Link} to=${href("processes", { run: run.key })}>processes and logs<//></p>`}
     </div>
   `;
 }

@@ -1,7 +1,7 @@
 // Every distinct image of a run, and where one is used.
 import { html } from "../html.js";
 import { change, href } from "../address.js";
-import { useAnswer } from "../data.js";
+import { exported, mediaUrl, useAnswer } from "../data.js";
 import { Fact, Failed, Link, OneRun, Pager, Picture } from "../parts.js";
 import { bytes, whole } from "../formatting.js";
 import { RolloutTable } from "./rollouts.js";
@@ -16,7 +16,7 @@ export function ImagesPage({ runs, run, query, revisions }) {
   return html`
     <header class="head">
       <h1>Images</h1>
-      <div class="tools">
+      <div class="tools asks-server">
         <${OneRun} runs=${runs} run=${run.key} />
         <input
           type="search" placeholder="digest   /" aria-label="digest" value=${query.get("digest") ?? ""}
@@ -60,9 +60,9 @@ export function ImagePage({ run, query, revisions }) {
     <section class="one-image">
       ${answer.missing
         ? html`<div class="missing">image missing<small>no store holds ${digest}</small></div>`
-        : answer.mime.startsWith("video/")
-          ? html`<video src="/media/${encodeURIComponent(run.key)}/${digest}" width=${answer.width * zoom} controls muted loop preload="metadata" />`
-        : html`<a href="/media/${encodeURIComponent(run.key)}/${digest}"><img src="/media/${encodeURIComponent(run.key)}/${digest}" width=${answer.width * zoom} class=${zoom > 1 ? "pixels" : ""} alt="" /></a>`}
+        : answer.mime.startsWith("video/") && !exported
+          ? html`<video src=${mediaUrl(run.key, digest)} width=${answer.width * zoom} controls muted loop preload="metadata" />`
+        : html`<a href=${mediaUrl(run.key, digest)}><img src=${mediaUrl(run.key, digest)} width=${answer.width * zoom} class=${zoom > 1 ? "pixels" : ""} alt="" /></a>`}
       <dl class="facts">
         <${Fact} name="shown">${whole(answer.num_shown)}<small>times, in ${whole(answer.rollouts)} rollouts</small><//>
         <${Fact} name="steps">${answer.first_step ?? "–"} to ${answer.last_step ?? "–"}<//>
@@ -71,7 +71,9 @@ export function ImagePage({ run, query, revisions }) {
         <${Fact} name="digest"><code class="digest">${digest}</code><//>
       </dl>
     </section>
-    <h2>Where it is used</h2>
-    <${RolloutTable} run=${run} filters=${{ image: digest }} page=${Number(query.get("page") || 0)} revision=${revisions[run.key]} />
+    ${!exported && html`
+      <h2>Where it is used</h2>
+      <${RolloutTable} run=${run} filters=${{ image: digest }} page=${Number(query.get("page") || 0)} revision=${revisions[run.key]} />
+    `}
   `;
 }

@@ -57,7 +57,7 @@ export function MismatchPage({ runs, run, query, revisions }) {
   return html`
     <header class="head">
       <h1>Mismatch</h1>
-      <div class="tools">
+      <div class="tools asks-server">
         <${OneRun} runs=${runs} run=${run.key} />
         <fieldset>
           <legend>steps</legend>

@@ -2,6 +2,7 @@
 import { html } from "../html.js";
 import { useState } from "../vendor/hooks.mjs";
 import { href } from "../address.js";
+import { mediaUrl } from "../data.js";
 import { Link } from "../parts.js";
 import { bytes, plural } from "../formatting.js";
 
@@ -19,7 +20,6 @@ export function cellsOf(slot) {
 
 export function PatchedPicture({ run, part, patches, lit, light }) {
   const [broken, setBroken] = useState(false);
-  const address = `/media/${encodeURIComponent(run)}/${part.image}`;
   const cells = part.slot ? cellsOf(part.slot) : null;
   // Small pictures are enlarged, so that their patches can be told apart.
   const zoom = Math.max(1, Math.floor(160 / Math.max(part.width, part.height)));
@@ -32,7 +32,7 @@ export function PatchedPicture({ run, part, patches, lit, light }) {
       ` : html`
         <div class="frame" style=${{ width: `${part.width * zoom}px` }}>
           <img
-            src=${address} alt="what the model saw, ${part.width} by ${part.height}" width=${part.width * zoom}
+            src=${mediaUrl(run, part.image)} alt="what the model saw, ${part.width} by ${part.height}" width=${part.width * zoom}
             class=${zoom > 1 ? "pixels" : ""} onError=${() => setBroken(true)}
           />
           ${cells && patches && html`<${Cells} cells=${cells} cover=${part.slot.cover} lit=${lit} light=${light} />`}

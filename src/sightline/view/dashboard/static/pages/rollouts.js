@@ -2,7 +2,7 @@
 import { html } from "../html.js";
 import { useEffect, useState } from "../vendor/hooks.mjs";
 import { change, go, href } from "../address.js";
-import { useAnswer } from "../data.js";
+import { exported, useAnswer } from "../data.js";
 import { useKeys } from "../keys.js";
 import { Bar, Failed, Link, OneRun, Pager, Picture, Verdict } from "../parts.js";
 import { count, fixed, short, whole, words } from "../formatting.js";
@@ -35,6 +35,7 @@ export function RolloutsPage({ runs, run, query, revisions }) {
       <h1>Rollouts</h1>
       <div class="tools"><${OneRun} runs=${runs} run=${run.key} /></div>
     </header>
+    ${exported && html`<p class="words">This file contains rollouts of the first and the last step.</p>`}
     <${Filters} filters=${filters} facets=${facets} folded=${folded} />
     <${Table} run=${run} filters=${filters} page=${Number(query.get("page") || 0)} revision=${revisions[run.key]} />
   `;

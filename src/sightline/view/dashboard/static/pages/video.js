@@ -2,6 +2,7 @@
 import { html } from "../html.js";
 import { useEffect, useState } from "../vendor/hooks.mjs";
 import { href } from "../address.js";
+import { exported, mediaUrl } from "../data.js";
 import { Link } from "../parts.js";
 import { fixed, plural } from "../formatting.js";
 
@@ -15,8 +16,10 @@ export function Film({ run, part }) {
         <div class="missing" style=${{ aspectRatio: `${part.width} / ${part.height}` }}>
           video missing<small>${digest?.slice(0, 16)}, ${part.width}×${part.height}</small>
         </div>
+      ` : part.video && exported ? html`
+        <img ...${size} src=${mediaUrl(run, part.video)} alt="the first frame" />
       ` : part.video ? html`
-        <video ...${size} src="/media/${encodeURIComponent(run)}/${part.video}" controls muted loop preload="metadata" />
+        <video ...${size} src=${mediaUrl(run, part.video)} controls muted loop preload="metadata" />
       ` : html`<${Frames} run=${run} frames=${part.frames} size=${size} />`}
       <figcaption>
         <${Link} to=${href("image", { run, digest })}>${digest?.slice(0, 12)}<//>
@@ -41,7 +44,7 @@ function Frames({ run, frames, size }) {
   return html`
     <div class="frame">
       <img
-        ...${size} class="pixels" src="/media/${encodeURIComponent(run)}/${frames[at].image}"
+        ...${size} class="pixels" src=${mediaUrl(run, frames[at].image)}
         alt="frame ${at + 1} of ${frames.length}, at ${fixed(frames[at].seconds, 1)} seconds"
       />
       <div class="player">
