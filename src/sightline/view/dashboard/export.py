@@ -61,7 +61,7 @@ class _OneRun(RunCollection):
         return [self._view]
 
 
-def export_run(run_dir: RunDir, file: Path) -> Path:
+def export_run(run_dir: RunDir, file: Path, max_bytes: int = MAX_BYTES) -> Path:
     """Write the run to `file` and return the path."""
     fenced = FencedRunDir.of(run_dir)
     with tempfile.TemporaryDirectory(prefix="sightline-export-") as folder:
@@ -73,7 +73,7 @@ def export_run(run_dir: RunDir, file: Path) -> Path:
         try:
             view.refresh_all()
             num_rollouts = MAX_ROLLOUTS
-            while len(page := _build_page(view, num_rollouts)) > MAX_BYTES and num_rollouts:
+            while len(page := _build_page(view, num_rollouts)) > max_bytes and num_rollouts:
                 num_rollouts //= 2
         finally:
             view.close()
