@@ -204,8 +204,8 @@ $(VLLM_VENV)/.installed: pyproject.toml constraints.txt $(wildcard tests/vllm/en
 		"$$($(VLLM_VENV)/bin/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))')"
 	@touch $@
 
-bench-trl: $(STAMP) .venv-trl/.installed ## the demo's training step beside TRL's
-	$(BIN)/sightline bench trl --python .venv-trl/bin/python
+bench-trl: $(STAMP) .venv-trl/.installed ## compare the demo's training step with TRL's
+	$(BIN)/python -m benchmarks trl --python .venv-trl/bin/python
 
 bench-small: $(STAMP) .venv-trl/.installed ## eight benchmarks in their smallest size (docs/benchmarks.md; FULL=1: all)
 	$(BIN)/python tests/bench_small.py
@@ -230,7 +230,7 @@ smoke: $(STAMP) ## the mini browser task for one step, and what the trainer was 
 check: $(STAMP) ## formatter, linter, type checker and the architecture test
 	$(BIN)/ruff format --check .
 	$(BIN)/ruff check .
-	$(BIN)/mypy src $(wildcard examples/*/*.py)
+	$(BIN)/mypy src benchmarks $(wildcard examples/*/*.py)
 	$(BIN)/python -m pytest -q tests/test_architecture.py
 
 format: $(STAMP) ## format the code and sort its imports
@@ -238,7 +238,7 @@ format: $(STAMP) ## format the code and sort its imports
 	$(BIN)/ruff check --fix .
 
 screenshots: $(STAMP) ## docs/screens, of a run of the demo (DEMO=runs/color_codeword-001) and a synthetic one
-	PYTHONPATH=examples/mini_browser $(BIN)/python docs/screenshots.py $(DEMO) build/many/synthetic-001
+	PYTHONPATH=examples/mini_browser:tests $(BIN)/python docs/screenshots.py $(DEMO) build/many/synthetic-001
 
 docs: $(STAMP) ## write the pages of docs/ that are made from the code
 	$(BIN)/sightline config schema > docs/settings.md

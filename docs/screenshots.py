@@ -16,8 +16,8 @@ import msgspec
 from chromium import get_chromium
 from PIL import Image
 from playwright.sync_api import Page, sync_playwright
+from synthetic_run import START_TIME, SyntheticRun, SyntheticSize
 
-from sightline.bench.harness.synthetic_run import START_TIME, SyntheticRun, SyntheticSize
 from sightline.run import RunDir
 from sightline.trace import read_traces
 from sightline.view.dashboard.run_view import RunView

@@ -16,8 +16,8 @@ import msgspec
 from aiohttp import web
 from openai import AsyncOpenAI
 from PIL import Image
+from scripted_policy import ScriptedPolicy
 
-from sightline.bench.harness.scripted_policy import ScriptedPolicy
 from sightline.envs import Chat, Environment, Task
 from sightline.families import load_family, load_renderer
 from sightline.media import ImageIngestor, MediaRef, MediaStore

@@ -39,6 +39,10 @@ def call(words: list[str], folder: str, log: str) -> None:
     output = os.open(log, os.O_WRONLY | os.O_CREAT)
     os.dup2(output, 1)
     os.dup2(output, 2)
+    if words[:3] == ["python", "-m", "benchmarks"]:
+        from benchmarks.__main__ import main as run_benchmark
+
+        sys.exit(run_benchmark(words[3:]))
     from sightline.cli.main import main
 
     sys.exit(main(words[1:]))
@@ -64,9 +68,9 @@ def main() -> int:
         # Two commands share the cores: more threads would wait for one another.
         os.environ |= {
             "OMP_NUM_THREADS": "1",
-            "PYTHONPATH": os.pathsep.join([str(ROOT / "src"), folder]),
+            "PYTHONPATH": os.pathsep.join([str(ROOT), str(ROOT / "src"), folder]),
         }
-        FORKS.set_forkserver_preload(["sightline.bench.harness.trial"])
+        FORKS.set_forkserver_preload(["sightline.bench.step"])
         Path(folder, ".venv-trl").symlink_to(ROOT / ".venv-trl")
         passed = [run_command(first, folder)]
         passed += pool.map(lambda words: run_command(words, folder), others)

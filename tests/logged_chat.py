@@ -9,8 +9,8 @@ from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 
 from aiohttp import web
+from scripted_policy import ScriptedPolicy
 
-from sightline.bench.harness.scripted_policy import ScriptedPolicy
 from sightline.media import MediaStore
 from sightline.render import Renderer
 from sightline.rollout.chat import RolloutChat

@@ -14,9 +14,9 @@ import sys
 from pathlib import Path
 
 import torch
+from synthetic_run import SyntheticSize, write_synthetic_run
 
 import sightline
-from sightline.bench.harness.synthetic_run import SyntheticSize, write_synthetic_run
 from sightline.compute.tensor_file import write_tensors
 from sightline.compute.weights import write_weights
 from sightline.config import RunFile, dump_checked_toml

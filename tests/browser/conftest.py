@@ -11,8 +11,7 @@ from pathlib import Path
 import pytest
 from chromium import get_chromium
 from playwright.sync_api import Browser, Page, expect, sync_playwright
-
-from sightline.bench.harness.synthetic_run import SyntheticSize, write_synthetic_run
+from synthetic_run import SyntheticSize, write_synthetic_run
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

@@ -5,8 +5,8 @@ from __future__ import annotations
 from pathlib import Path
 
 from playwright.sync_api import Page, expect
+from synthetic_run import SyntheticRun, SyntheticSize
 
-from sightline.bench.harness.synthetic_run import SyntheticRun, SyntheticSize
 from tests.browser.conftest import Serve
 
 SIZE = SyntheticSize(steps=30, rollouts_per_step=20, images=8, conversations=12)

@@ -9,8 +9,8 @@ from pathlib import Path
 import pytest
 from playwright.sync_api import Page, Response, expect
 from shards import IS_FULL
+from synthetic_run import SyntheticSize, write_synthetic_run
 
-from sightline.bench.harness.synthetic_run import SyntheticSize, write_synthetic_run
 from sightline.run import RunDir
 from sightline.view.dashboard.run_view import RunView
 from tests.browser.conftest import Serve

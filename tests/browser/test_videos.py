@@ -7,9 +7,9 @@ from pathlib import Path
 import msgspec
 from PIL import Image
 from playwright.sync_api import Page, expect
+from synthetic_run import SyntheticSize, write_synthetic_run
 from videos import encode_video, noise_frames
 
-from sightline.bench.harness.synthetic_run import SyntheticSize, write_synthetic_run
 from sightline.media import MediaStore
 from sightline.message import VideoPart, user, video
 from sightline.trace import read_traces, write_traces

@@ -11,8 +11,8 @@ import msgspec
 import numpy as np
 import pytest
 from PIL import Image
+from scripted_policy import ScriptedPolicy
 
-from sightline.bench.harness.scripted_policy import ScriptedPolicy
 from sightline.cli.main import main
 from sightline.envs import Conversation, last_images
 from sightline.errors import EngineError

@@ -7,7 +7,8 @@ import zlib
 from collections.abc import Callable
 from pathlib import Path
 
-from sightline.bench.harness.synthetic_run import SyntheticSize, write_synthetic_run
+from synthetic_run import SyntheticSize, write_synthetic_run
+
 from sightline.compute.weights import read_manifest, read_weights
 from sightline.config import RunFile, SftFile
 from sightline.config.load import load_config, load_stored_config

@@ -256,7 +256,6 @@ def test_a_stored_file_in_old_names_is_read_in_todays(tmp_path: Path) -> None:
     assert (trainer.keep_checkpoints_every, trainer.stall_timeout_s) == (5, 30.0)
     assert (trainer.lr_schedule, trainer.final_lr_fraction) == ("cosine", 0.1)
     assert trainer.max_sequence_tokens == 128
-    assert trainer.micro_batch_cost_model == [1.0, 2.0, 3.0, 4.0, 5.0, 6.0]
     with pytest.raises(ConfigError, match="is now called"):
         load_config(RunFile, path)
 

@@ -22,9 +22,10 @@ import command_page
 import pytest
 from PIL import Image
 
-import sightline
+import benchmarks
+import sightline.bench
+from benchmarks.__main__ import parse as parse_benchmark
 from sightline import MediaStore, config
-from sightline.bench import BENCHMARKS
 from sightline.cli import main as cli
 from sightline.config.load import (
     apply_overrides,
@@ -108,7 +109,10 @@ def read_commands(page: Path) -> Iterator[tuple[Path, list[str]]]:
     for text in blocks(page, "sh", ""):
         folder = ROOT
         for line in text.replace("\\\n", " ").splitlines():
-            command = re.match(r"(?:[A-Z_]+=\S+ |torchrun .* -m )?((?:sightline|make|cd) .*)", line)
+            command = re.match(
+                r"(?:[A-Z_]+=\S+ |torchrun .* -m )?((?:sightline|python -m benchmarks|make|cd) .*)",
+                line,
+            )
             if not command:
                 continue
             words = shlex.split(command[1], comments=True)
@@ -125,6 +129,9 @@ def test_commands_are_understood_and_their_run_files_load(page: Path) -> None:
         if words[0] == "make":
             named = {word for word in words[1:] if "=" not in word}
             assert named and named <= targets, words
+            continue
+        if words[0] == "python":
+            parse_benchmark([word for word in words[3:] if word != "..."])
             continue
         args = cli.parse([word for word in words[1:] if word != "..."])
         overrides = getattr(args, "overrides", [])
@@ -210,8 +217,11 @@ def test_the_site_asks_for_nothing_elsewhere() -> None:
 
 
 def test_every_benchmark_has_a_smallest_size() -> None:
-    named = [words[2] for words in bench_small.read_commands() if words[1] == "bench"]
-    assert sorted(set(named)) == sorted(BENCHMARKS)
+    commands = bench_small.read_commands()
+    packaged = {words[2] for words in commands if words[1] == "bench"}
+    others = {words[3] for words in commands if words[:2] == ["python", "-m"]}
+    assert packaged == set(sightline.bench.BENCHMARKS)
+    assert others == set(benchmarks.BENCHMARKS)
     assert bench_small.read_commands()[0][1:3] == ["model", "tiny"]
 
 

@@ -12,9 +12,9 @@ from typing import Any
 
 import pytest
 from starlette.testclient import TestClient
+from synthetic_run import SyntheticSize, write_synthetic_run
 
 from sightline import config
-from sightline.bench.harness.synthetic_run import SyntheticSize, write_synthetic_run
 from sightline.cli.main import main
 from sightline.config import EnvConfig, RunFile, SftFile, dump_toml, validate_config
 from sightline.config.secret_refs import hide_secrets, resolve_secret

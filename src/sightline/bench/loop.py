@@ -16,10 +16,9 @@ from rich.console import Console
 from rich.table import Table
 
 from sightline import config as config_module
-from sightline.bench.harness.decode_speed import measure_copy_bandwidth
 from sightline.bench.harness.loop_account import OTHER, LoopAccount, account_loop
 from sightline.bench.harness.screenshots import TIMED_SCREENSHOTS, Screenshots
-from sightline.bench.harness.speed import measure_peak
+from sightline.bench.harness.speed import measure_copy_bandwidth, measure_peak
 from sightline.bench.harness.workspace import (
     check_at_least,
     measure_write_speed,

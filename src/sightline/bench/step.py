@@ -1,8 +1,8 @@
-"""`sightline bench step`: a training step against the machine's limit, and what trees save.
+"""`sightline bench step`: time training steps, compared with the GPU's peak and with transformers.
 
-Three parts. *Dense*: sequences with images, packed, against the measured speed of one large matrix
-product, with plain transformers beside it. *Group*: rollouts that answer one prompt, as a tree
-and flat. *Browser*: rollouts of many turns, each page new, from the same first page, likewise.
+Two parts. *dense* trains packed sequences with images and compares the speed with one large matrix
+product and with plain transformers. *group* trains several answers to one prompt and compares tree
+packing with flat packing.
 """
 
 from __future__ import annotations
@@ -24,12 +24,14 @@ from rich.console import Console
 from rich.table import Table
 
 from sightline.bench.harness import speed
-from sightline.bench.harness.profile import profile_step
 from sightline.bench.harness.screenshots import Screenshots, add_text_chunk
 from sightline.bench.harness.speed import PlainStep, Timings, build_allocate, measure_time
+from sightline.bench.harness.workspace import check_at_least
 from sightline.compute import attention_cudnn
-from sightline.config import ModelConfig, TrainerConfig
-from sightline.errors import ConfigError, ProcessFailed
+from sightline.config import ModelConfig, TrainerConfig, validate_config
+from sightline.config.load import apply_overrides
+from sightline.config.section import ConfigSection
+from sightline.errors import ProcessFailed
 from sightline.families import load_family, load_renderer, registry
 from sightline.families.protocol import Packing
 from sightline.media import MediaRef, MediaStore
@@ -51,7 +53,7 @@ GIB = 1 << 30
 
 @dataclass(frozen=True)
 class Shapes:
-    """Sizes of the three parts."""
+    """Sizes of both parts."""
 
     sequences: int = 16
     length: int = 2048
@@ -62,58 +64,65 @@ class Shapes:
     screen: tuple[int, int] = (1184, 832)
     screens: int = 3
     group_answer: int = 200
-    browsers: int = 8
-    turns: int = 10
-    page: tuple[int, int] = (1280, 720)
-    turn_answer: int = 40
 
 
 TINY = Shapes(
     sequences=4, length=96, images=2, side=64, answer=16, rollouts=4, screen=(96, 64), screens=2,
-    group_answer=12, browsers=3, turns=3, page=(96, 64), turn_answer=6,
+    group_answer=12,
 )  # fmt: skip
-ACTIVATIONS = ((False, "activations kept"), (True, "activations computed again"))
-PARTS = ("dense", "group", "browser")
+ACTIVATIONS = ((False, "activations kept"), (True, "activation checkpointing"))
+PARTS = ("dense", "group")
+
+
+class StepSettings(ConfigSection):
+    """The sections of a run file that a training step depends on."""
+
+    model: ModelConfig
+    trainer: TrainerConfig
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.description = __doc__
-    parser.add_argument("--size", default="tiny", help="of a new random model: tiny or 2b")
-    parser.add_argument("--type", help="of that model, where its family has several")
     parser.add_argument("--model", type=Path, help="checkpoint; default: a new random one")
-    parser.add_argument("--parts", nargs="+", default=list(PARTS), choices=PARTS)
+    parser.add_argument("--size", default="tiny", help="size of the random model: tiny or 2b")
+    parser.add_argument("--type", help="model type of the random model, such as qwen3_5")
+    parser.add_argument(
+        "--parts", nargs="+", default=list(PARTS), choices=PARTS, help="default: both"
+    )
     parser.add_argument("--device", default="auto", help="cpu, cuda or auto")
     parser.add_argument("--dtype", default="float32", choices=("float32", "bfloat16"))
-    parser.add_argument("--compile", default="", metavar="BACKEND", help="inductor, or nothing")
-    parser.add_argument("--tokens", type=int, default=16384, help="of a micro-batch")
-    parser.add_argument("--repeats", type=int, default=5, help="default: %(default)s")
-    parser.add_argument("--warm-up", type=int, default=3, help="default: %(default)s")
-    parser.add_argument("--small", action="store_true", help="small shapes, for a CPU")
-    parser.add_argument("--no-cudnn", action="store_true", help="without cuDNN's attention")
-    parser.add_argument("--exact", action="store_true", help="also with [model] exact = true")
+    parser.add_argument("--repeats", type=int, default=5, help="timed steps; default: %(default)s")
     parser.add_argument(
-        "--profile", type=Path, metavar="DIR", help="profile a step of each part: traces go here"
+        "--warm-up", type=int, default=3, help="untimed steps before them; default: %(default)s"
+    )
+    parser.add_argument("--small", action="store_true", help="use small shapes, for a CPU")
+    parser.add_argument("--no-cudnn", action="store_true", help="do not use cuDNN's attention")
+    parser.add_argument("--exact", action="store_true", help="also measure [model] exact = true")
+    parser.add_argument(
+        "--profile", type=Path, metavar="DIR", help="profile a step of each part; write traces here"
+    )
+    parser.add_argument(
+        "overrides", nargs="*", metavar="section.key=value", help="settings of [model] or [trainer]"
     )
 
 
 def run(args: argparse.Namespace) -> int:
-    for name in ("tokens", "repeats"):
-        if getattr(args, name) < 1:
-            raise ConfigError(f"--{name} {getattr(args, name)}", "take 1 or more")
+    check_at_least(args, 1, "repeats")
     if args.no_cudnn:
-        attention_cudnn.MIN_SHAPE_REPEATS = sys.maxsize  # no shape comes back often enough
+        attention_cudnn.MIN_SHAPE_REPEATS = sys.maxsize  # no shape repeats this often
     with tempfile.TemporaryDirectory(prefix="sightline-bench-") as folder:
-        bench = Bench(args, Path(folder))
+        bench = StepBench(args, Path(folder))
         for part in args.parts:
             getattr(bench, part)()
     return 0
 
 
-class Bench:
+class StepBench:
     def __init__(self, args: argparse.Namespace, folder: Path) -> None:
         self.args = args
         self.shapes = TINY if args.small else Shapes()
         self.model = args.model or folder / "model"
+        self.tokens = self.build_settings().trainer.micro_batch_tokens
         if args.model is None:
             name = registry.get_default_family()
             options = {} if args.type is None else {"type": args.type}
@@ -127,92 +136,83 @@ class Bench:
 
     def dense(self) -> None:
         shapes, args = self.shapes, self.args
-        learner = self._learner(checkpointing=False, backend="")
+        learner = self.build_learner(checkpointing=False, compile_backend="")
         peak = speed.measure_peak(args.device, args.dtype)
-        samples = [self._dense_sample(i) for i in range(shapes.sequences)]
-        flat = self._ready(samples, args.tokens, "flat")
-        alone = self._ready(samples, 1, "flat")
+        samples = [self.build_dense_sample(i) for i in range(shapes.sequences)]
+        flat = self.prepare(samples, self.tokens, "flat")
+        alone = self.prepare(samples, 1, "flat")
         flops = speed.step_flops(learner, alone)
+        del learner
         num_tokens = sum(len(sample.token_ids) for sample in samples)
         rows: list[tuple[str, Timings | None]] = []
 
         def add(label: str, measure: Callable[..., Timings], *given: Any, **options: Any) -> None:
-            timed = self._measure_or_none(partial(measure, *given, **options))
-            shown = "out of memory" if timed is None else f"{1e3 * timed.median_s:.0f} ms a step"
-            print(f"{label}: {shown}", file=sys.stderr, flush=True)
-            rows.append((label, timed))
+            timings = self._measure_or_none(partial(measure, *given, **options))
+            result = "out of memory" if timings is None else f"{1e3 * timings.median_s:.0f} ms/step"
+            print(f"{label}: {result}", file=sys.stderr, flush=True)
+            rows.append((label, timings))
 
         for checkpointing, how in ACTIVATIONS:
-            add(f"plain transformers, {how}", self._time_plain, learner, alone, checkpointing)
-        del learner
-        add("sightline, one sequence a pass", self._time_ours, alone, False)
+            add(f"plain transformers, {how}", self._time_plain, alone, checkpointing)
+        add("sightline, one sequence per pass", self._time_ours, alone, False)
         for checkpointing, how in ACTIVATIONS:
-            trace = None if checkpointing else self._trace_of("dense")
+            trace = None if checkpointing else self._trace_path("dense")
             add(f"sightline, {how}", self._time_ours, flat, checkpointing, trace)
-        if args.exact:  # last: what it switches is the whole process's
+        if args.exact:  # last, because exact kernels stay on for the whole process
             for checkpointing, how in ACTIVATIONS:
-                trace = None if checkpointing else self._trace_of("exact")
+                trace = None if checkpointing else self._trace_path("exact")
                 add(f"exact, {how}", self._time_ours, flat, checkpointing, trace, exact=True)
         self._print_dense(rows, flops, peak, num_tokens, len(samples))
 
     def group(self) -> None:
+        """Time flat packs with a copy of each image per rollout, without copies, and trees."""
         shapes = self.shapes
-        prompt = [self._screen(shapes.screen) for _ in range(shapes.screens)]
+        prompt = [self.put_screen(shapes.screen) for _ in range(shapes.screens)]
 
         def talk(i: int, show: Callable[[MediaRef, int], MediaRef]) -> list[Message]:
-            asked = user(*(show(ref, i) for ref in prompt), "what is to be done?")
-            return [asked, assistant(self._text(shapes.group_answer))]
+            question = user(*(show(ref, i) for ref in prompt), "what is to be done?")
+            return [question, assistant(self._draw_text(shapes.group_answer))]
 
-        self._compare("group", shapes.rollouts, talk)
-
-    def browser(self) -> None:
-        shapes = self.shapes
-        first = self._screen(shapes.page)
-
-        def talk(i: int, show: Callable[[MediaRef, int], MediaRef]) -> list[Message]:
-            messages: list[Message] = []
-            for turn in range(shapes.turns):
-                page = self._screen(shapes.page) if turn else show(first, i)
-                messages += [user(page, f"page {turn}"), assistant(self._text(shapes.turn_answer))]
-            return messages
-
-        self._compare("browser", shapes.browsers, talk)
-
-    def _compare(self, name: str, num: int, talk: Callable[..., list[Message]]) -> None:
-        """Flat with an image for each that shows it, flat with each image once, and the tree."""
-        shared = [self._sample(talk(i, lambda ref, i: ref), name, i) for i in range(num)]
-        apart = [self._sample(talk(i, self._copy), name, i) for i in range(num)]
+        num = shapes.rollouts
+        shared = [self._build_sample(talk(i, lambda ref, i: ref), "group", i) for i in range(num)]
+        copied = [self._build_sample(talk(i, self._copy), "group", i) for i in range(num)]
         rows = []
         for label, samples, kind in (
-            ("flat, an image for each rollout", apart, "flat"),
+            ("flat, each rollout with its own images", copied, "flat"),
             ("flat, each image once", shared, "flat"),
             ("tree, each image once", shared, "tree"),
         ):
-            ready = self._ready(samples, self.args.tokens, kind)
-            timed = self._time_ours(ready, True, self._trace_of(name) if kind == "tree" else None)
+            ready = self.prepare(samples, self.tokens, kind)
+            trace = self._trace_path("group") if kind == "tree" else None
+            timings = self._time_ours(ready, True, trace)
             tokens = sum(len(m.batch.token_ids) for m in ready.micro_batches)
             images = sum(len(m.batch.items) for m in ready.micro_batches)
-            rows.append((label, tokens, images, timed))
-        self._print_compare(name, num, rows)
+            rows.append((label, tokens, images, timings))
+        self._print_group(num, rows)
 
-    # --- what is trained
+    # --- model and data
 
-    def _learner(
-        self, checkpointing: bool, backend: str | None = None, exact: bool = False
-    ) -> Learner:
+    def build_settings(self, exact: bool = False, **trainer: Any) -> StepSettings:
+        """Return default settings with the command line's overrides and those given here."""
         args = self.args
-        trainer = TrainerConfig.model_validate({
-            "device": args.device, "lr": 1e-6, "master_dtype": "model",
-            "activation_checkpointing": checkpointing,
-            "compile_backend": args.compile if backend is None else backend,
-        })  # fmt: skip
-        settings = {"path": str(self.model), "dtype": args.dtype, "exact": exact}
-        model = ModelConfig.model_validate(settings)
-        return build_learner(model, trainer, self.store, steps=1 << 30)
+        values: dict[str, dict[str, Any]] = {
+            "model": {"path": str(self.model), "dtype": args.dtype, "exact": exact},
+            # Random weights and random advantages: a larger rate would diverge.
+            "trainer": {"device": args.device, "lr": 1e-6},
+        }
+        if exact:  # which refuses float32 master weights
+            values["trainer"]["master_dtype"] = "model"
+        apply_overrides(values, args.overrides)
+        values["trainer"].update(trainer)
+        return validate_config(StepSettings, values, "bench step")
 
-    def _ready(self, samples: Sequence[Sample], tokens: int, kind: str) -> Any:
+    def build_learner(self, checkpointing: bool, exact: bool = False, **trainer: Any) -> Learner:
+        settings = self.build_settings(exact, activation_checkpointing=checkpointing, **trainer)
+        return build_learner(settings.model, settings.trainer, self.store, steps=1 << 30)
+
+    def prepare(self, samples: Sequence[Sample], tokens: int, kind: str) -> Any:
         materializer = Materializer(self.family, self.store, max_bytes=GIB)
-        family: Any = _As(self.family, kind)
+        family: Any = _PackedAs(self.family, kind)
         preparer = BatchPreparer(
             family, materializer, PackSize(tokens, 1 << 30),
             BadMediaPolicy(allows_unverified_pixels=True),
@@ -222,63 +222,66 @@ class Bench:
         materializer.close()
         return ready
 
-    def _sample(self, talk: list[Message], group: str, i: int) -> Sample:
+    def _build_sample(self, talk: list[Message], group: str, i: int) -> Sample:
         sample = build_sample(talk, self.renderer, f"{group}.{i}")
-        num, draws = len(sample.trained), np.random.default_rng(i)
-        made: Sample = msgspec.structs.replace(
+        num, rng = len(sample.trained), np.random.default_rng(i)
+        return msgspec.structs.replace(
             sample,
             group_id=group,
             logprobs=Array.of(np.full(num, -11.0), "float32"),
-            advantages=Array.of(draws.normal(size=num), "float32"),
+            advantages=Array.of(rng.normal(size=num), "float32"),
         )
-        return made
 
-    def _dense_sample(self, i: int) -> Sample:
+    def build_dense_sample(self, i: int) -> Sample:
         shapes = self.shapes
-        refs = [self._screen((shapes.side, shapes.side)) for _ in range(shapes.images)]
-        answer = assistant(self._text(shapes.answer))
-        bare = len(self._sample([user(*refs, ""), answer], f"dense{i}", i).token_ids)
-        asked = user(*refs, self._text(max(1, shapes.length - bare)))
-        return self._sample([asked, answer], f"dense{i}", i)
+        refs = [self.put_screen((shapes.side, shapes.side)) for _ in range(shapes.images)]
+        answer = assistant(self._draw_text(shapes.answer))
+        bare = len(self._build_sample([user(*refs, ""), answer], f"dense{i}", i).token_ids)
+        question = user(*refs, self._draw_text(max(1, shapes.length - bare)))
+        return self._build_sample([question, answer], f"dense{i}", i)
 
-    def _screen(self, size: tuple[int, int]) -> MediaRef:
+    def put_screen(self, size: tuple[int, int]) -> MediaRef:
         return self.store.put(Screenshots(1, *size).draw(self.rng))
 
     def _copy(self, ref: MediaRef, i: int) -> MediaRef:
-        """The same picture as another file: nothing knows that they are the same."""
-
+        """Store the same picture as another file, so that nothing recognises it."""
         return self.store.put(add_text_chunk(self.store.get(ref), f"copy {i}"))
 
-    def _text(self, length: int) -> str:
+    def _draw_text(self, length: int) -> str:
         return "".join(self.rng.choices(LETTERS, k=length))
 
     # --- measuring
 
     def _time_ours(
         self, ready: Any, checkpointing: bool, trace: Path | None = None, exact: bool = False
-    ) -> Any:
-        learner = self._learner(checkpointing, exact=exact)
-        learner.replayed = range(1 << 30)  # nobody sampled what is trained here
-        counts: list[float | None] = []
-        timed = self._timed(lambda: counts.append(learner.step(ready).metrics["compilations"]))
+    ) -> Timings:
+        learner = self.build_learner(checkpointing, exact)
+        learner.replayed = range(1 << 30)  # no engine sampled these tokens
+        compilations: list[int] = []
+
+        def step() -> None:
+            compilations.append(int(learner.step(ready).metrics["compilations"] or 0))
+
+        timings = self._time(step)
         if learner.config.compile_backend:
-            num, made = len(learner.forward.blocks()), [int(count or 0) for count in counts]
-            print(f"graphs compiled, step by step, for {num} blocks: {made}")
+            num = len(learner.forward.blocks())
+            print(f"graphs compiled in each step, for {num} blocks: {compilations}")
         if trace is not None:
-            print(profile_step(lambda: learner.step(ready), trace))
-        return timed
+            print(speed.profile_step(step, trace))
+        return timings
 
-    def _trace_of(self, part: str) -> Path | None:
-        where: Path | None = self.args.profile
-        return None if where is None else where / f"{part}.json"
+    def _trace_path(self, part: str) -> Path | None:
+        folder: Path | None = self.args.profile
+        return None if folder is None else folder / f"{part}.json"
 
-    def _time_plain(self, learner: Learner, ready: Any, checkpointing: bool) -> Any:
-        plain = PlainStep(learner, str(self.model), self.family, checkpointing)
-        given = plain.inputs(ready, max(1, self.args.tokens // self.shapes.length))
-        return self._timed(lambda: plain.step(given))
+    def _time_plain(self, ready: Any, checkpointing: bool) -> Timings:
+        settings = self.build_settings()
+        plain = PlainStep(settings.model, settings.trainer, self.family, checkpointing)
+        inputs = plain.inputs(ready, max(1, self.tokens // self.shapes.length))
+        return self._time(lambda: plain.step(inputs))
 
     def _measure_or_none(self, measure: Callable[[], Timings]) -> Timings | None:
-        """None where the device has too little memory: the other rows are measured all the same."""
+        """Return None if the device runs out of memory, so that the other rows are measured."""
         try:
             return measure()
         except torch.OutOfMemoryError:
@@ -288,7 +291,7 @@ class Bench:
                 raise
             return None
 
-    def _timed(self, work: Callable[[], Any]) -> Timings:
+    def _time(self, work: Callable[[], Any]) -> Timings:
         return measure_time(work, self.args.device, self.args.repeats, self.args.warm_up)
 
     def _print_dense(
@@ -302,50 +305,49 @@ class Bench:
         shapes = self.shapes
         table = Table(
             title=f"{num} sequences of {tokens / num:.0f} tokens with {shapes.images} images of "
-            f"{shapes.side}x{shapes.side}, {flops / 1e12:.1f} TFLOP a step, {self.args.dtype}; "
+            f"{shapes.side}x{shapes.side}, {flops / 1e12:.1f} TFLOP per step, {self.args.dtype}; "
             f"matrix peak {peak / 1e12:.1f} TFLOP/s",
             title_justify="left",
         )
-        for column in ("", "ms a step", "tokens/s", "TFLOP/s", "of the peak", "peak GiB"):
+        for column in ("", "ms/step", "tokens/s", "TFLOP/s", "of the peak", "peak GiB"):
             table.add_column(column, justify="left" if not column else "right")
-        for label, timed in rows:
-            if timed is None:
+        for label, timings in rows:
+            if timings is None:
                 table.add_row(label, "out of memory")
                 continue
-            rate = flops / timed.median_s
+            rate = flops / timings.median_s
             table.add_row(
-                label, f"{1e3 * timed.median_s:.0f}", f"{tokens / timed.median_s:,.0f}",
-                f"{rate / 1e12:.2f}", f"{rate / peak:.1%}", f"{timed.peak_bytes / GIB:.1f}",
+                label, f"{1e3 * timings.median_s:.0f}", f"{tokens / timings.median_s:,.0f}",
+                f"{rate / 1e12:.2f}", f"{rate / peak:.1%}", f"{timings.peak_bytes / GIB:.1f}",
             )  # fmt: skip
         _show(table)
 
-    def _print_compare(self, name: str, num: int, rows: list[tuple[str, int, int, Any]]) -> None:
-        table = Table(title=f"{name}: {num} rollouts, {self.args.dtype}", title_justify="left")
-        columns = ("", "tokens", "images", "ms a step", "samples/s", "times flat", "peak GiB")
-        for column in columns:
+    def _print_group(self, num: int, rows: list[tuple[str, int, int, Timings]]) -> None:
+        table = Table(title=f"{num} answers to one prompt, {self.args.dtype}", title_justify="left")
+        for column in ("", "tokens", "images", "ms/step", "samples/s", "speedup", "peak GiB"):
             table.add_column(column, justify="left" if not column else "right")
-        flat = rows[0][3].median_s
-        for label, tokens, images, timed in rows:
+        flat_s = rows[0][3].median_s
+        for label, tokens, images, timings in rows:
             table.add_row(
-                label, f"{tokens:,}", str(images), f"{1e3 * timed.median_s:.0f}",
-                f"{num / timed.median_s:.1f}", f"{flat / timed.median_s:.2f}",
-                f"{timed.peak_bytes / GIB:.1f}",
+                label, f"{tokens:,}", str(images), f"{1e3 * timings.median_s:.0f}",
+                f"{num / timings.median_s:.1f}", f"{flat_s / timings.median_s:.2f}",
+                f"{timings.peak_bytes / GIB:.1f}",
             )  # fmt: skip
         _show(table)
 
 
-class _As:
-    """A family that packs in another way."""
+class _PackedAs:
+    """A family that is packed in a given way."""
 
     def __init__(self, family: Any, kind: Any) -> None:
         self._family = family
-        self.packing = Packing(kind, "asked for by the benchmark")
+        self.packing = Packing(kind, "chosen by the benchmark")
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._family, name)
 
 
-def _show(table: Any) -> None:
+def _show(table: Table) -> None:
     console = Console()
     console.width = max(console.width, 120)
     console.print(table)

@@ -44,7 +44,6 @@ RENAMED = {
     "trainer.loss_constant": "trainer.loss_aggregation_args.divisor",
     "trainer.lr_end": "trainer.final_lr_fraction",
     "trainer.max_sequence": "trainer.max_sequence_tokens",
-    "trainer.micro_batch_price": "trainer.micro_batch_cost_model",
     "trainer.schedule": "trainer.lr_schedule",
     "trainer.stuck_after_s": "trainer.stall_timeout_s",
 }
@@ -67,8 +66,11 @@ OF_OTHER_FRAMEWORKS = {
     "save_steps": "trainer.checkpoint_every",
 }
 """What TRL, verl and prime-rl call a setting, in whichever section, and what it is called here."""
+COST_MODEL_FIX = "remove it: ranks are balanced by counting the model's operations"
 REMOVED = {
     "launch.skypilot": "remove it: SkyPilot is no longer supported",
+    "trainer.micro_batch_cost_model": COST_MODEL_FIX,
+    "trainer.micro_batch_price": COST_MODEL_FIX,
     "trainer.secret": "remove it: a run makes a secret of its own; where ranks of other machines "
     "cannot read the run directory, set SIGHTLINE_SECRET in the environment of all",
 }

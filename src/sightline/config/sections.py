@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any, Literal
 from urllib.parse import urlsplit
 
-from pydantic import Field, field_validator, model_validator
+from pydantic import Field, model_validator
 
 from sightline.config.secret_refs import InvalidSetting, resolve_secret
 from sightline.config.section import ConfigSection, Keywords, Mutable, SecretRef
@@ -254,9 +254,6 @@ class TrainerConfig(ConfigSection):
     """Most tokens of a micro-batch."""
     micro_batch_patches: int = Field(65536, ge=1)
     """Most image patches of a micro-batch."""
-    micro_batch_cost_model: list[float] = []
-    """Cost of a micro-batch, by which ranks are balanced: the six numbers that `sightline bench
-    cost` prints; empty counts the model's operations."""
     checkpoint_every: Mutable[int] = Field(25, ge=1)
     """Steps between checkpoints."""
     keep_checkpoints: Mutable[int] = Field(2, ge=1)
@@ -295,16 +292,6 @@ class TrainerConfig(ConfigSection):
     half for the micro-batches that are computed and come next."""
     feature_cache_mb: Mutable[int] = Field(256, ge=0)
     """MB on the trainer's device for features of a frozen vision tower."""
-
-    @field_validator("micro_batch_cost_model")
-    @classmethod
-    def _has_six(cls, value: list[float]) -> list[float]:
-        if value and (len(value) != 6 or min(value) < 0):
-            raise InvalidSetting(
-                "a cost model has six numbers, none below 0",
-                "take those that `sightline bench cost` prints, or none",
-            )
-        return value
 
 
 class EvalConfig(ConfigSection):

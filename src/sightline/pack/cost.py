@@ -53,15 +53,12 @@ class MicroBatchWork:
 
 @dataclass(frozen=True, slots=True)
 class CostModel:
-    """What each unit of work costs, in any one unit: seconds, or operations.
+    """Operations for each unit of work; the fields are in the order of `MicroBatchWork`.
 
-    A price comes from the model or from the run file, and is never measured while training: the
-    same samples must go to the same ranks after every restart. Behind the first, the fields are
-    in the order of `MicroBatchWork`.
+    They are counted from the model and never measured: after a restart the same samples must go to
+    the same ranks.
     """
 
-    fixed: float = 0.0
-    """Cost of a micro-batch, whatever it holds."""
     token: float = 0.0
     attended: float = 0.0
     trained: float = 0.0
@@ -69,4 +66,4 @@ class CostModel:
     attended_patch: float = 0.0
 
     def of(self, work: MicroBatchWork) -> float:
-        return sum(map(mul, astuple(self), (1, *astuple(work))))
+        return sum(map(mul, astuple(self), astuple(work)))

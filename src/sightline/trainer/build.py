@@ -346,7 +346,7 @@ def _build_batches(
         announcements = orchestrator.announcements
         batches = AnnouncedBatches(announcements, preparer, resume.step + 1, watchdog)
     if isinstance(channel, LeadChannel):
-        price = estimate_price(learner.forward, config.trainer.micro_batch_cost_model)
+        price = estimate_price(learner.forward)
         batches = BatchDistributor(channel, learner.dims, price).iterate_shares(batches)
     return batches
 

@@ -15,15 +15,13 @@ from sightline.pack import CostModel
 _OPERATIONS = 6
 
 
-def estimate_price(forward: Forward, stated: Sequence[float] = ()) -> CostModel:
-    """The stated price, in the order of its fields; none stated: operations of this model.
+def estimate_price(forward: Forward) -> CostModel:
+    """Count the operations of this model.
 
-    Counted are the matrices of text blocks by tokens, of vision blocks by patches, of mergers by
-    visual tokens, the head by trained tokens, and attention by pairs. All experts of a layer count.
-    Left out is what a pass costs besides: `sightline bench cost` measures that.
+    The matrices of text blocks count once per token, those of vision blocks per patch, those of
+    mergers per visual token and the head per trained token. Attention counts pairs. All experts of
+    a layer count.
     """
-    if stated:
-        return CostModel(*stated)
     seen = {id(parameter) for _, parameter in forward.vision_parameters()}
     blocks, model = forward.blocks(), cast(Any, forward.model)
     vision = [block for block in blocks if any(id(p) in seen for p in block.parameters())]

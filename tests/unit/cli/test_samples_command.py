@@ -10,8 +10,7 @@ import sys
 from pathlib import Path
 
 import pytest
-
-from sightline.bench.harness.synthetic_run import SyntheticSize, write_synthetic_run
+from synthetic_run import SyntheticSize, write_synthetic_run
 
 pytest.importorskip("pyarrow")
 

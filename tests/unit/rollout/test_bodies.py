@@ -16,8 +16,8 @@ import openai
 import pytest
 from agents import CountingStore, Worker, agent, listening, picture_url, shown
 from aiohttp import web
+from scripted_policy import ScriptedPolicy
 
-from sightline.bench.harness.scripted_policy import ScriptedPolicy
 from sightline.envs import Chat
 from sightline.media import ImageIngestor, MediaRef
 from sightline.rollout.player import RolloutPlayer

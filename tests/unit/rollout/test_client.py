@@ -14,8 +14,8 @@ import msgspec
 import pytest
 from agents import Worker, listening
 from aiohttp import web
+from scripted_policy import ScriptedPolicy
 
-from sightline.bench.harness.scripted_policy import ScriptedPolicy
 from sightline.config import RunFile
 from sightline.errors import EngineError
 from sightline.inference.errors import STATUS_BY_TYPE, build_engine_error, encode_error

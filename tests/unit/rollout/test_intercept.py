@@ -12,8 +12,8 @@ import aiohttp
 import openai
 import pytest
 from agents import LOOK, Says, Worker, agent, calls, listening, picture, picture_url, shown, spelled
+from scripted_policy import ScriptedPolicy
 
-from sightline.bench.harness.scripted_policy import ScriptedPolicy
 from sightline.envs import Chat
 from sightline.errors import MediaRefused, MessageError
 from sightline.families import load_renderer, registry

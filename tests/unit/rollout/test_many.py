@@ -13,8 +13,8 @@ from typing import Any, cast
 import pytest
 from aiohttp import web
 from PIL import Image
+from scripted_policy import ScriptedPolicy
 
-from sightline.bench.harness.scripted_policy import ScriptedPolicy
 from sightline.envs import Environment, Outcome, Task
 from sightline.families import load_family, load_renderer
 from sightline.media import MediaStore

@@ -13,9 +13,9 @@ import pyarrow
 import pyarrow.parquet
 import pytest
 from PIL import Image
+from synthetic_run import SyntheticSize, write_synthetic_run
 from videos import encode_video, noise_frames
 
-from sightline.bench.harness.synthetic_run import SyntheticSize, write_synthetic_run
 from sightline.config import DataConfig, MediaConfig
 from sightline.errors import MediaError, MessageError
 from sightline.media import MediaStore

@@ -6,14 +6,13 @@ from pathlib import Path
 
 import making
 import numpy as np
-import pytest
 import torch
 from torch.utils.flop_counter import FlopCounterMode
 
 from sightline.compute.model import load_model
 from sightline.families import load_family
 from sightline.media import MediaStore
-from sightline.pack import CostModel, MicroBatchWork, PackSize, pack
+from sightline.pack import MicroBatchWork, PackSize, pack
 from sightline.trainer.feed import ReadyMicroBatch
 from sightline.trainer.forward_pass import compute_hidden
 from sightline.trainer.price import estimate_price
@@ -36,15 +35,3 @@ def test_operations_are_about_those_that_torch_counts(tiny_model: Path, store: M
     assert 0.8 < estimate_price(forward).of(work) / counter.get_total_flops() < 1.2, (
         estimate_price(forward).of(work) / counter.get_total_flops()
     )
-
-
-def test_a_stated_price_is_taken_as_it_is(tiny_model: Path) -> None:
-    family = load_family(tiny_model)
-    forward = load_model(tiny_model, family, "cpu", "float32")
-    assert estimate_price(forward, [1, 2, 3, 4, 5, 6]) == CostModel(1, 2, 3, 4, 5, 6)
-
-
-@pytest.mark.parametrize("price", [[1.0], [1.0] * 7, [-1.0] * 6])
-def test_a_price_of_other_than_six_numbers_is_refused(price: list[float]) -> None:
-    with pytest.raises(ValueError, match="six numbers"):
-        making.trainer_config(micro_batch_cost_model=price)

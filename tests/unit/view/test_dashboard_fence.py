@@ -11,8 +11,8 @@ from pathlib import Path
 import msgspec
 import pytest
 from starlette.testclient import TestClient
+from synthetic_run import SyntheticSize, write_synthetic_run
 
-from sightline.bench.harness.synthetic_run import SyntheticSize, write_synthetic_run
 from sightline.run import RunDir
 from sightline.trace.codec import FILE_MAGIC
 from sightline.transport.http_server import RequestGuard

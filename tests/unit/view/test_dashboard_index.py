@@ -12,9 +12,9 @@ from typing import Any
 
 import numpy as np
 import pytest
+from synthetic_run import SyntheticSize, write_synthetic_run
 
 from sightline.algo.mismatch import DIMENSIONS
-from sightline.bench.harness.synthetic_run import SyntheticSize, write_synthetic_run
 from sightline.run import RunDir
 from sightline.trace import Trace, read_traces, write_traces
 from sightline.view.dashboard import queries

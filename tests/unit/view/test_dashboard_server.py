@@ -11,9 +11,9 @@ from pathlib import Path
 import pytest
 from PIL import Image
 from starlette.testclient import TestClient
+from synthetic_run import SyntheticSize, write_synthetic_run
 from videos import encode_video, noise_frames
 
-from sightline.bench.harness.synthetic_run import SyntheticSize, write_synthetic_run
 from sightline.errors import ConfigError
 from sightline.media import MediaStore
 from sightline.run import RunDir

@@ -17,8 +17,8 @@ import pyarrow
 import pyarrow.parquet
 import pytest
 from PIL import Image
+from synthetic_run import SyntheticSize, write_synthetic_run
 
-from sightline.bench.harness.synthetic_run import SyntheticSize, write_synthetic_run
 from sightline.errors import UploadFailed
 from sightline.media import MediaStore
 from sightline.run import RunDir

@@ -12,9 +12,9 @@ from typing import Any
 import numpy as np
 import pytest
 from msgspec.structs import replace
+from synthetic_run import SyntheticSize, write_synthetic_run
 
 import sightline
-from sightline.bench.harness.synthetic_run import SyntheticSize, write_synthetic_run
 from sightline.message import user
 from sightline.run import RunDir
 from sightline.trace import read_traces

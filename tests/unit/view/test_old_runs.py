@@ -10,10 +10,10 @@ from pathlib import Path
 
 import pytest
 from fastapi.testclient import TestClient
+from synthetic_run import SyntheticSize, write_synthetic_run
 
 import sightline
 from sightline import config
-from sightline.bench.harness.synthetic_run import SyntheticSize, write_synthetic_run
 from sightline.cli.config import detect_file_kind
 from sightline.cli.main import main
 from sightline.config.renamed import RENAMED

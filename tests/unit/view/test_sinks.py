@@ -15,8 +15,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from synthetic_run import SyntheticSize, write_synthetic_run
 
-from sightline.bench.harness.synthetic_run import SyntheticSize, write_synthetic_run
 from sightline.config import LoggingConfig
 from sightline.run import EventLog, RunDir
 from sightline.view.events import by_step, read_events

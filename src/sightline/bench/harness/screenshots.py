@@ -14,11 +14,9 @@ import time
 import zlib
 from functools import cached_property
 
-import aiohttp
 from PIL import Image, ImageDraw, ImageFont
 
 from sightline.envs.protocol import Chat, Environment, Outcome, Task
-from sightline.errors import EnvironmentFailed
 from sightline.message import user
 
 PAPER, INK = 250, 20
@@ -43,46 +41,20 @@ class Screenshots(Environment):
         width: int = 1280,
         height: int = 720,
         photo: float = PHOTO_FRACTION,
-        agent: str = "",
     ) -> None:
-        """`photo` is the share of a page that is noise, of which PNG saves nothing.
-
-        With `agent`, the address of a program elsewhere, that one plays, through `base_url`.
-        """
+        """`photo` is the fraction of a page that is noise, which PNG cannot compress."""
         self.turns = turns
         self.width = width
         self.height = height
         self.photo = photo
-        self.agent = agent
 
     def task(self, index: int, split: str) -> Task:
         return Task(index, split)
 
     async def rollout(self, task: Task, chat: Chat) -> Outcome:
-        if self.agent:
-            await self._send_agent(chat)
-        for turn in range(0 if self.agent else self.turns):
+        for turn in range(self.turns):
             await chat.send([user(f"page {turn}", chat.put(self.draw(chat.rng)))])
         return Outcome(reward=chat.rng.random())
-
-    async def _send_agent(self, chat: Chat) -> None:
-        agent_request = {
-            "base_url": chat.base_url,
-            "api_key": chat.api_key,
-            "seed": chat.rng.randrange(1 << 31),
-            "turns": self.turns,
-            "width": self.width,
-            "height": self.height,
-        }
-        async with (
-            aiohttp.ClientSession(timeout=aiohttp.ClientTimeout(total=None)) as session,
-            session.post(self.agent, json=agent_request) as answer,
-        ):
-            if answer.status != 200:
-                raise EnvironmentFailed(
-                    f"the agent at {self.agent} gave up: {await answer.text()}",
-                    "look at the policy's log",
-                )
 
     def draw(self, rng: random.Random) -> bytes:
         """A page as PNG. Drawn in 256 colours: several times cheaper than in RGB."""

@@ -1,9 +1,8 @@
-"""What a training step costs, measured: whole steps of the learner, and plain transformers beside.
+"""Times of training steps, of plain transformers doing the same, and the limits of the device.
 
-FLOPs of a step: 6 for every number of every matrix and every row that it is multiplied with (2
-forward, 4 backward), counted where the rows pass; attention 12 for every pair that sees one
-another, every head and every number of a head, the causal half of it. What is computed again in
-the backward pass does not count. Embeddings are looked up, not multiplied.
+FLOPs of a step: 6 per matrix element and row that it is multiplied with (2 forward, 4 backward),
+counted in forward hooks; attention counts 12 per pair of tokens, head and head dimension, for the
+causal half. Recomputed activations and embeddings, which are looked up, do not count.
 """
 
 from __future__ import annotations
@@ -14,13 +13,16 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
 from torch import nn
+from torch.profiler import ProfilerActivity
 
 from sightline.compute.model import MODEL_DTYPES, pick_device
+from sightline.config import ModelConfig, TrainerConfig
 from sightline.families import Family
 from sightline.families.device_copy import allocate_pinned
 from sightline.trainer.feed import ReadyBatch
@@ -28,6 +30,8 @@ from sightline.trainer.learner import Learner
 from sightline.trainer.micro_batch_pixels import AllocatePatches
 
 PEAK_SIDE = 8192
+COPY_BYTES = {"cuda": 4 * 2**30, "cpu": 2**26}
+NUM_PROFILED = 20
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,28 +44,36 @@ class Timings:
         return statistics.median(self.seconds)
 
 
-def measure_peak(device: str, dtype: str, side: int = 0) -> float:
-    """FLOP/s of one large product of matrices."""
+def measure_peak(device: str, dtype: str) -> float:
+    """Return the FLOP/s of one large matrix product."""
     place = torch.device(pick_device(device))
-    side = side or (PEAK_SIDE if place.type == "cuda" else PEAK_SIDE // 8)
+    side = PEAK_SIDE if place.type == "cuda" else PEAK_SIDE // 8
     a, b = (torch.randn(side, side, device=place, dtype=MODEL_DTYPES[dtype]) for _ in range(2))
     times = measure_time(lambda: torch.mm(a, b), device, repeats=20, warm_up=5)
     return 2 * side**3 / times.median_s
 
 
+def measure_copy_bandwidth(device: str) -> float:
+    """Return the bytes per second that a copy on the device reads and writes."""
+    source = torch.ones(COPY_BYTES[device] // 4, dtype=torch.int32, device=device)
+    target = torch.empty_like(source)
+    times = measure_time(lambda: target.copy_(source), device, repeats=7, warm_up=1)
+    return 2 * source.nbytes / times.median_s
+
+
 def build_allocate(device_name: str) -> AllocatePatches:
-    """A function that allocates memory of the kind that the trainer has for patches."""
+    """Return the function with which the trainer allocates memory for patches."""
     return partial(allocate_pinned, device=torch.device(pick_device(device_name)))
 
 
 def measure_time(work: Callable[[], Any], device_name: str, repeats: int, warm_up: int) -> Timings:
     device = torch.device(pick_device(device_name))
+    is_cuda = device.type == "cuda"
     gc.collect()
-    if device.type == "cuda":
-        torch.cuda.empty_cache()  # what the last measurement held
+    if is_cuda:
+        torch.cuda.empty_cache()  # memory of the previous measurement
     for _ in range(warm_up):
         work()
-    is_cuda = device.type == "cuda"
     if is_cuda:
         torch.cuda.reset_peak_memory_stats(device)
     seconds = []
@@ -79,18 +91,30 @@ def _synchronize(device: torch.device) -> None:
         torch.cuda.synchronize(device)
 
 
+def profile_step(step: Callable[[], Any], path: Path) -> str:
+    """Write a Chrome trace of one step to `path` and return a table of its longest operations."""
+    activities, sort_by = [ProfilerActivity.CPU], "self_cpu_time_total"
+    if torch.cuda.is_available():
+        activities, sort_by = [*activities, ProfilerActivity.CUDA], "self_device_time_total"
+    with torch.profiler.profile(activities=activities) as profile:
+        step()
+    path.parent.mkdir(parents=True, exist_ok=True)
+    profile.export_chrome_trace(str(path))
+    return str(profile.key_averages().table(sort_by=sort_by, row_limit=NUM_PROFILED))
+
+
 def step_flops(learner: Learner, batch: ReadyBatch) -> float:
-    """FLOPs of one step, counted while one is run."""
-    rows = _FlopCounter()
+    """Run one step and return its FLOPs."""
+    counter = _FlopCounter()
     handles = [
-        module.register_forward_hook(rows.count)
+        module.register_forward_hook(counter.count)
         for module in learner.forward.model.modules()
         if isinstance(module, nn.Linear | nn.Conv1d | nn.Conv2d | nn.Conv3d)
     ]
     learner.step(batch)
     for handle in handles:
         handle.remove()
-    return rows.flops + attention_flops(learner, batch)
+    return counter.flops + attention_flops(learner, batch)
 
 
 class _FlopCounter:
@@ -98,7 +122,7 @@ class _FlopCounter:
         self.flops = 0.0
 
     def count(self, module: nn.Module, inputs: Any, output: torch.Tensor) -> None:
-        # Under `no_grad` nothing is trained: a width that was asked for, a reference.
+        # Under `no_grad` nothing is trained.
         if torch.is_grad_enabled():
             weight: Any = module.weight
             rows = output.numel() // weight.shape[0]
@@ -108,7 +132,7 @@ class _FlopCounter:
 def attention_flops(learner: Learner, batch: ReadyBatch) -> float:
     config: Any = learner.forward.model.config
     text = config.get_text_config()
-    blocks = len(learner.forward.blocks()) - text.num_hidden_layers
+    vision_blocks = len(learner.forward.blocks()) - text.num_hidden_layers
     kinds = getattr(text, "layer_types", None) or ["full_attention"] * text.num_hidden_layers
     layers = sum(kind != "linear_attention" for kind in kinds)
     width = text.num_attention_heads * getattr(text, "head_dim", 0)
@@ -120,75 +144,74 @@ def attention_flops(learner: Learner, batch: ReadyBatch) -> float:
         patches = [int(np.prod(entry.item.grid)) for entry in packed.items]
         vision = getattr(config, "vision_config", None)
         if patches and vision is not None:
-            total += 12.0 * blocks * vision.hidden_size * float(sum(n * n for n in patches))
+            total += 12.0 * vision_blocks * vision.hidden_size * float(sum(n * n for n in patches))
     return total
 
 
 class PlainStep:
-    """The same step as people write it with transformers: its model, padded rows, sdpa."""
+    """The same step with transformers alone: its model, padded rows, sdpa."""
 
     def __init__(
-        self, learner_like: Learner, path: str, family: Family, checkpointing: bool
+        self, model: ModelConfig, trainer: TrainerConfig, family: Family, checkpointing: bool
     ) -> None:
         from transformers import AutoModelForImageTextToText
 
-        device = learner_like.device
+        self._device = torch.device(pick_device(trainer.device))
         self.model: Any = AutoModelForImageTextToText.from_pretrained(
-            path, dtype=next(learner_like.forward.model.parameters()).dtype,
+            model.path, dtype=MODEL_DTYPES[model.dtype],
             attn_implementation="sdpa", local_files_only=True,
-        ).to(device).train()  # fmt: skip
+        ).to(self._device).train()  # fmt: skip
         if checkpointing:
             self.model.gradient_checkpointing_enable({"use_reentrant": False})
         self._family: Any = family
-        self._config = learner_like.config
-        self._device = device
-        self._optimizer = torch.optim.AdamW(self.model.parameters(), lr=1e-6, fused=True)
+        self._max_grad_norm = trainer.max_grad_norm
+        self._optimizer = torch.optim.AdamW(self.model.parameters(), lr=trainer.lr, fused=True)
 
-    def inputs(self, batch: ReadyBatch, rows_at_once: int) -> list[dict[str, torch.Tensor]]:
-        """The rows of flat packs of one sample each, so many at once; all of one length."""
+    def inputs(self, batch: ReadyBatch, num_rows: int) -> list[dict[str, torch.Tensor]]:
+        """Pad packs of one sample each into batches of `num_rows` rows."""
         chunks = [
-            batch.micro_batches[at : at + rows_at_once]
-            for at in range(0, len(batch.micro_batches), rows_at_once)
+            batch.micro_batches[at : at + num_rows]
+            for at in range(0, len(batch.micro_batches), num_rows)
         ]
-        return [self._padded(chunk) for chunk in chunks]
+        return [self._pad(chunk) for chunk in chunks]
 
-    def _padded(self, chunk: Sequence[Any]) -> dict[str, torch.Tensor]:
+    def _pad(self, chunk: Sequence[Any]) -> dict[str, torch.Tensor]:
         packs = [ready.batch for ready in chunk]
         longest = max(len(pack.token_ids) for pack in packs)
         ids = torch.zeros(len(packs), longest, dtype=torch.long)
         mask = torch.zeros_like(ids)
-        places, advantages, old = [], [], []
+        trained, advantages, old = [], [], []
         for i, pack in enumerate(packs):
             ids[i, : len(pack.token_ids)] = torch.from_numpy(pack.token_ids.numpy().copy()).long()
             mask[i, : len(pack.token_ids)] = 1
-            places.append(torch.from_numpy(pack.trained.numpy().astype(np.int64)) + i * longest)
+            trained.append(torch.from_numpy(pack.trained.numpy().astype(np.int64)) + i * longest)
             advantages.append(torch.from_numpy(pack.advantages.numpy().copy()))
             old.append(torch.from_numpy(pack.logprobs.numpy().copy()))
         pads = torch.isin(ids, torch.tensor(self._family.slot_token_ids))
-        rows = [self._family.rows(ready.made) for ready in chunk]
+        pixel_rows = [self._family.rows(ready.made) for ready in chunk]
         grids = [entry.item.grid for pack in packs for entry in pack.items]
-        given = {
+        inputs = {
             "input_ids": ids, "attention_mask": mask, "mm_token_type_ids": pads.int(),
-            "pixel_values": torch.from_numpy(np.concatenate(rows)).to(self.model.dtype),
-            "image_grid_thw": torch.tensor(grids), "trained": torch.cat(places),
+            "pixel_values": torch.from_numpy(np.concatenate(pixel_rows)).to(self.model.dtype),
+            "image_grid_thw": torch.tensor(grids), "trained": torch.cat(trained),
             "advantages": torch.cat(advantages), "old": torch.cat(old),
         }  # fmt: skip
-        return {name: value.to(self._device) for name, value in given.items()}
+        return {name: value.to(self._device) for name, value in inputs.items()}
 
-    def step(self, inputs: Sequence[dict[str, torch.Tensor]]) -> float:
+    def step(self, batches: Sequence[dict[str, torch.Tensor]]) -> float:
         from sightline.algo.losses import LossInputs, ppo
 
         self._optimizer.zero_grad(set_to_none=True)
-        num = sum(len(given["trained"]) for given in inputs)
-        for given in inputs:
-            given = dict(given)
-            trained, advantages, old = (given.pop(k) for k in ("trained", "advantages", "old"))
-            hidden = self.model.model(**given, use_cache=False).last_hidden_state.flatten(0, 1)
+        num = sum(len(batch["trained"]) for batch in batches)
+        for batch in batches:
+            inputs = dict(batch)
+            trained, advantages, old = (inputs.pop(k) for k in ("trained", "advantages", "old"))
+            hidden = self.model.model(**inputs, use_cache=False).last_hidden_state.flatten(0, 1)
             logits = self.model.lm_head(hidden[trained - 1]).float()
-            chosen = given["input_ids"].flatten()[trained]
+            chosen = inputs["input_ids"].flatten()[trained]
             logprobs = torch.log_softmax(logits, dim=-1).gather(-1, chosen[:, None]).squeeze(-1)
             loss, _ = ppo(LossInputs(logprobs, old, advantages, torch.zeros_like(chosen)))
             (loss.sum() / num).backward()
-        norm = nn.utils.clip_grad_norm_(self.model.parameters(), self._config.max_grad_norm)
+        norm = nn.utils.clip_grad_norm_(self.model.parameters(), self._max_grad_norm)
         self._optimizer.step()
         return float(norm)

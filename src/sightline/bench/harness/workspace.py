@@ -14,10 +14,7 @@ import time
 import zlib
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Any
 
-from sightline import config
-from sightline.config import SftFile
 from sightline.errors import ConfigError, ProcessFailed
 from sightline.families import load_renderer, registry
 from sightline.launch.processes import temporary_server
@@ -62,20 +59,6 @@ def run_sightline(command: str, file: Path, text: str, *words: str) -> None:
             f"`sightline {command}` ended with {done.returncode}:\n{last}",
             "mend what it names; --dir keeps the files",
         )
-
-
-def warm_up(model: Path, output: Path, values: dict[str, dict[str, Any]]) -> None:
-    """Trains a checkpoint by `sightline sft`, which `values` are settings of."""
-    folder = output.parent
-    sections: dict[str, dict[str, Any]] = {
-        "run": {"name": "warmup", "dir": str(folder)},
-        "model": {"path": str(model)},
-        "sft": {"output_dir": str(output)},
-    }
-    for name, section in values.items():
-        sections[name] = {**sections.get(name, {}), **section}
-    file = config.validate_config(SftFile, sections, "warm-up")
-    run_sightline("sft", folder / "warmup.toml", config.dump_toml(file))
 
 
 def check_at_least(args: argparse.Namespace, least: int, *names: str) -> None:

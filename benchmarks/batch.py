@@ -1,0 +1,348 @@
+"""`python -m benchmarks batch`: many requests at once, each with an image and a length of its own.
+
+The embedded engine, over HTTP, beside transformers' `generate`: called for one request after
+another (on a few of the requests, spread over their lengths), and once for all of them as a padded
+batch. Greedy, equally many tokens for each. Pixels are made beforehand on both sides; the vision
+tower, the prompts and the answers are computed in the measured time, and no side keeps anything.
+
+With `--rows` it measures decoding alone: steps of so many rows of mixed lengths, which leave and
+join, against the time to read weights, keys and values once at the measured copy bandwidth. With
+`--prompts` it measures prompts alone: so many at once, an image of 640x480 each, tower included,
+against the measured speed of one large matrix product.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import gc
+import json
+import random
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+from rich.table import Table
+
+from benchmarks.harness.decode_speed import (
+    DecodeSpeed,
+    GenerateSpeed,
+    measure_engine,
+    measure_generate,
+)
+from benchmarks.harness.prompt_speed import measure_prompts
+from sightline.bench.harness.plain_generate import TransformersBaseline
+from sightline.bench.harness.workspace import draw_noise, open_renderer, start_server, write_tiny
+from sightline.errors import ConfigError, ProcessFailed
+from sightline.families import load_family
+from sightline.launch.processes import build_environ
+from sightline.message import user
+from sightline.rollout.client import GenerateClient
+from sightline.wire import Slot
+from sightline.wire.generate import GenerateRequest, SamplingParams
+
+MAX_LEN = 4096
+SIDES = (256, 384, 512, 640)
+"""Pixels along each side of an image; requests take them in turn."""
+WORDS = (16, 768)
+"""Fewest and most characters of text in a prompt."""
+Prompt = tuple[list[int], list["Slot"]]
+
+
+@dataclass(frozen=True)
+class Line:
+    name: str
+    requests: int
+    seconds: list[float]
+    sampled: list[list[int]]
+
+    @property
+    def tokens_per_s(self) -> float:
+        return sum(map(len, self.sampled)) / statistics.median(self.seconds)
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.description = __doc__
+    parser.add_argument("--model", type=Path, help="checkpoint; default: a new random one")
+    parser.add_argument("--size", default="tiny", help="of the new one: tiny or 2b")
+    parser.add_argument("--requests", type=int, default=64, help="default: %(default)s")
+    parser.add_argument(
+        "--one-by-one", type=int, default=4, metavar="N",
+        help="requests that generate answers one after another; default: %(default)s",
+    )  # fmt: skip
+    parser.add_argument("--max-tokens", type=int, default=128, help="default: %(default)s")
+    parser.add_argument("--scale", type=float, default=1.0, help="of image sides and texts")
+    parser.add_argument("--repeats", type=int, default=3, help="default: %(default)s")
+    parser.add_argument("--threads", type=int, default=1, help="default: %(default)s")
+    parser.add_argument("--device", default="auto", help="cpu, cuda or auto")
+    parser.add_argument("--dtype", default="float32", choices=("float32", "bfloat16"))
+    parser.add_argument("--exact", action="store_true", help="also with [model] exact = true")
+    parser.add_argument(
+        "--rows", type=_read_numbers, metavar="N,N",
+        help="measure decoding with so many rows, such as 16,64,256, against the memory's limit",
+    )  # fmt: skip
+    parser.add_argument(
+        "--lengths", type=_read_numbers, default=[1000, 4000], metavar="N,N",
+        help="with --rows: fewest and most tokens of a row; default: 1000,4000",
+    )  # fmt: skip
+    parser.add_argument(
+        "--prompts", type=_read_numbers, metavar="N,N",
+        help="measure so many prompts at once, such as 4,64, against the matrix peak",
+    )  # fmt: skip
+    parser.add_argument("--baseline", type=Path, help=argparse.SUPPRESS)
+
+
+def _read_numbers(text: str) -> list[int]:
+    return [int(word) for word in text.split(",")]
+
+
+def run(args: argparse.Namespace) -> int:
+    for name in ("requests", "one_by_one", "max_tokens", "repeats", "threads"):
+        if getattr(args, name) < 1:
+            raise ConfigError(f"--{name.replace('_', '-')} {getattr(args, name)}", "take 1 or more")
+    if args.prompts and args.rows:
+        raise ConfigError("--prompts and --rows", "give one of them: each is a measurement")
+    if args.prompts:
+        return _run_prompts(args)
+    if args.rows:
+        return _run_rows(args)
+    if args.baseline:
+        for line in _measure_baseline(args, args.baseline):
+            print(json.dumps([line.name, line.requests, line.seconds, line.sampled]))
+        return 0
+    with tempfile.TemporaryDirectory(prefix="sightline-bench-") as folder:
+        args.model = args.model or write_tiny(Path(folder) / "model", args.size)
+        media = Path(folder) / "media"
+        lines = [*_baseline(args, media), _engine(args, media)]
+        if args.exact:
+            lines.append(_engine(args, media, exact=True))
+    _print(lines, args)
+    return 0
+
+
+# --- decoding alone
+
+
+def _run_rows(args: argparse.Namespace) -> int:
+    low, high = args.lengths
+    if min(args.rows) < 1 or not 1 <= low <= high - args.max_tokens:
+        raise ConfigError(
+            f"--rows {args.rows} --lengths {args.lengths} --max-tokens {args.max_tokens}",
+            "take 1 row or more, and lengths that have room for the answer",
+        )
+    if args.baseline:
+        for rows in args.rows:
+            found = measure_generate(args, rows, args.baseline)
+            print(json.dumps(found and [found.keys, found.step_ms, found.tokens_per_s]))
+        return 0
+    with tempfile.TemporaryDirectory(prefix="sightline-bench-") as folder:
+        args.model = args.model or write_tiny(Path(folder) / "model", args.size)
+        media = Path(folder) / "media"
+        plain = []
+        for rows in args.rows:  # a process each: what it used is free afterwards
+            (line,) = _call_baseline(args, media, 1, ["--rows", str(rows)])
+            plain.append(line and GenerateSpeed(*line))
+        table = Table(
+            title=f"rows of {low} to {high} tokens, {args.dtype}; share: of the time to read "
+            "weights, keys and values once"
+        )
+        for column in ("", "rows", "GB read", "ms a step", "share", "tokens/s", "with prompts"):
+            table.add_column(column, justify="left" if not column else "right")
+        for rows, other in zip(args.rows, plain, strict=True):
+            engine = measure_engine(args, rows, media)
+            gc.collect()  # before the next engine asks for memory
+            speeds: list[tuple[str, DecodeSpeed | GenerateSpeed | None]] = [("engine", engine)]
+            if args.exact:
+                speeds.append(("engine, exact", measure_engine(args, rows, media, exact=True)))
+                gc.collect()
+            for name, speed in (*speeds, ("generate", other)):
+                if speed is None:
+                    table.add_row(name, str(rows), "", "out of memory", "", "", "")
+                    continue
+                share = engine.compute_share(speed.keys, speed.step_ms)
+                read = (engine.weight_bytes + speed.keys * engine.key_bytes) / 1e9
+                mean = speed.rows if isinstance(speed, DecodeSpeed) else rows
+                table.add_row(
+                    name, f"{mean:.0f}", f"{read:.2f}", f"{speed.step_ms:.2f}", f"{share:.0%}",
+                    f"{mean / speed.step_ms * 1e3:.0f}", f"{speed.tokens_per_s:.0f}",
+                )  # fmt: skip
+    _show(
+        table,
+        f"copy bandwidth {engine.bandwidth / 1e9:.1f} GB/s, read and written; weights "
+        f"{engine.weight_bytes / 1e9:.3f} GB; {engine.key_bytes} bytes of keys and values a token",
+    )
+    return 0
+
+
+# --- prompts alone
+
+
+def _run_prompts(args: argparse.Namespace) -> int:
+    if min(args.prompts) < 1:
+        raise ConfigError(f"--prompts {args.prompts}", "take 1 prompt or more")
+    table = Table(title=f"prompts with an image of 640x480 times {args.scale:g}, {args.dtype}")
+    for column in ("", "prompts", "tokens", "ms", "tower, ms", "tokens/s", "TFLOP/s", "share"):
+        table.add_column(column, justify="left" if not column else "right")
+    with tempfile.TemporaryDirectory(prefix="sightline-bench-") as folder:
+        args.model = args.model or write_tiny(Path(folder) / "model", args.size)
+        for count in args.prompts:
+            for exact in [False, True] if args.exact else [False]:
+                speed = measure_prompts(args, count, Path(folder) / "media", exact)
+                gc.collect()  # before the next engine asks for memory
+                table.add_row(
+                    "engine, exact" if exact else "engine", str(count), str(speed.tokens),
+                    f"{speed.median_s * 1e3:.1f}", f"{speed.tower_seconds * 1e3:.1f}",
+                    f"{speed.tokens / speed.median_s:.0f}",
+                    f"{speed.flops / speed.median_s / 1e12:.2f}", f"{speed.share:.0%}",
+                )  # fmt: skip
+    _show(
+        table,
+        f"one matrix product {speed.peak / 1e12:.2f} TFLOP/s; of the FLOPs, the tower's are "
+        f"{speed.tower_flops / speed.flops:.0%}",
+    )
+    return 0
+
+
+def _prompts(args: argparse.Namespace, media: Path) -> list[Prompt]:
+    store, renderer = open_renderer(args.model, media)
+    rng = random.Random(0)
+    made = []
+    for i in range(args.requests):
+        side = max(32, int(SIDES[i % len(SIDES)] * args.scale))
+        length = max(1, int(rng.randint(*WORDS) * args.scale))
+        text = "".join(rng.choices("abcdefgh ", k=length))
+        rendered = renderer.render([user(store.put(draw_noise(rng, side)), text)])
+        made.append((rendered.token_ids, rendered.slots))
+    return made
+
+
+# --- transformers
+
+
+def _measure_baseline(args: argparse.Namespace, media: Path) -> list[Line]:
+    """The lines of the baseline, measured in this process, which is its own."""
+    family = load_family(args.model)
+    store, renderer = open_renderer(args.model, media)
+    plain = TransformersBaseline(
+        args.model, family, args.device, args.dtype, renderer.pad_token_ids
+    )
+    asked = [
+        (ids, slots, [family.patches(store.image(slot.item.ref), slot.item) for slot in slots])
+        for ids, slots in _prompts(args, media)
+    ]
+    few = asked[:: max(1, len(asked) // args.one_by_one)][: args.one_by_one]
+
+    def one_by_one() -> list[list[int]]:
+        return [plain.generate(*one, args.max_tokens) for one in few]
+
+    def padded() -> list[list[int]]:
+        return plain.generate_batch(asked, args.max_tokens)
+
+    plain.generate(*few[0], args.max_tokens)
+    plain.generate_batch(asked, 2)
+    return [
+        _timed("generate, one after another", len(few), 1, one_by_one),
+        _timed("generate, one padded batch", len(asked), args.repeats, padded),
+    ]
+
+
+def _timed(name: str, requests: int, repeats: int, work: Callable[[], list[list[int]]]) -> Line:
+    """`work` returns the answers, so that the device has finished when it ends."""
+    seconds, sampled = [], []
+    for _ in range(repeats):
+        began = time.perf_counter()
+        sampled = work()
+        seconds.append(time.perf_counter() - began)
+    return Line(name, requests, seconds, sampled)
+
+
+def _baseline(args: argparse.Namespace, media: Path) -> list[Line]:
+    words = []
+    for name in ("requests", "one_by_one", "scale", "repeats"):
+        words += [f"--{name.replace('_', '-')}", str(getattr(args, name))]
+    return [Line(*line) for line in _call_baseline(args, media, 2, words)]
+
+
+def _call_baseline(
+    args: argparse.Namespace, media: Path, num_lines: int, words: list[str]
+) -> list[Any]:
+    """The last lines of a process of its own that measures transformers."""
+    words = [*words, "--baseline", str(media), "--model", str(args.model)]
+    words += ["--lengths", ",".join(map(str, args.lengths))]
+    for name in ("max_tokens", "device", "dtype"):
+        words += [f"--{name.replace('_', '-')}", str(getattr(args, name))]
+    done = subprocess.run(
+        [sys.executable, "-m", "benchmarks", "batch", *words],
+        stdout=subprocess.PIPE, text=True, env=build_environ(args.threads),
+    )  # fmt: skip
+    if done.returncode:
+        raise ProcessFailed("the baseline failed", "see its output above")
+    return [json.loads(line) for line in done.stdout.splitlines()[-num_lines:]]
+
+
+# --- the engine
+
+
+def _engine(args: argparse.Namespace, media: Path, exact: bool = False) -> Line:
+    prompts = _prompts(args, media)
+    # Every image goes through the vision tower, and every prompt is computed, in each repeat.
+    more = ["--feature-cache-mb", "0", "--no-enable-prefix-caching", "--pixel-cache-mb", "4096"]
+    more += ["--max-num-seqs", str(args.requests), "--prefill-chunk-tokens", "2048"]
+    more += ["--exact"] if exact else []
+    name = "engine, exact" if exact else "engine, all at once"
+    with start_server(args, media, MAX_LEN, more) as address:
+        return asyncio.run(_ask(args, name, address, prompts))
+
+
+async def _ask(args: argparse.Namespace, name: str, address: str, prompts: list[Prompt]) -> Line:
+    client = GenerateClient(address)
+    params = SamplingParams(max_tokens=args.max_tokens, temperature=0.0)
+
+    async def one(prompt: Prompt) -> list[int]:
+        answer = await client.generate(GenerateRequest.of(*prompt, params))
+        return answer.choices[0].token_ids
+
+    seconds, sampled = [], []
+    try:
+        for repeat in range(args.repeats + 1):  # the first makes the pixels, and warms up
+            began = time.perf_counter()
+            sampled = list(await asyncio.gather(*map(one, prompts)))
+            if repeat:
+                seconds.append(time.perf_counter() - began)
+    finally:
+        await client.close()
+    return Line(name, len(prompts), seconds, sampled)
+
+
+def _print(lines: list[Line], args: argparse.Namespace) -> None:
+    batch, engine = lines[1:3]
+    table = Table(
+        title=f"{args.requests} requests with an image each, {args.max_tokens} tokens an answer, "
+        f"{args.dtype}"
+    )
+    for column in ("", "requests", "seconds", "tokens/s", "the engine is"):
+        table.add_column(column, justify="left" if not column else "right")
+    for line in lines:
+        times = "" if line is engine else f"{engine.tokens_per_s / line.tokens_per_s:.2f} times"
+        seconds = f"{statistics.median(line.seconds):.2f}"
+        table.add_row(line.name, str(line.requests), seconds, f"{line.tokens_per_s:.0f}", times)
+    same = sum(one == other for one, other in zip(batch.sampled, engine.sampled, strict=True))
+    _show(
+        table,
+        f"answers of engine and padded batch that are the same, token for token: {same} of "
+        f"{len(engine.sampled)}",
+    )
+
+
+def _show(table: Table, line: str) -> None:
+    console = Console()
+    console.width = max(console.width, 100)
+    console.print(table)
+    console.print(line, highlight=False)

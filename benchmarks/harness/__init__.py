@@ -1,0 +1,1 @@
+"""Code that only benchmarks need: measured parts, baselines and processes under observation."""

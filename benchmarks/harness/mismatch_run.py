@@ -1,0 +1,320 @@
+"""Learning runs in one process, with a mismatch between sampler and trainer that is put in.
+
+    sampler (engine, its own thread) --traces--> judge --samples--> trainer's learner
+         ^  version step - 1 - lag                                    |
+         +---------- weights of every version, as files --------------+
+
+Engine, chats, verdicts, packing, forward pass and losses are those of a run. The sampler waits for
+the version that it is to adopt, the learner for all rollouts of its step: nothing runs ahead, so
+that a lag is exactly the one that was asked for.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+import random
+import shutil
+import time
+from dataclasses import dataclass, field
+from functools import cache
+from pathlib import Path
+from statistics import fmean
+from typing import Any
+
+import msgspec
+import numpy as np
+import torch
+from PIL import Image
+from torch import Tensor
+
+from benchmarks.harness.engine_sampler import Sampler
+from sightline.algo.advantages import no_std
+from sightline.algo.credit import by_turn
+from sightline.algo.losses import LossFunction, LossInputs, LossOutput, load_loss, tis
+from sightline.algo.verdicts import GroupJudge
+from sightline.compute.weights import write_weights
+from sightline.config import MediaConfig, ModelConfig, TrainerConfig
+from sightline.envs.color_codeword import COLORS, LETTERS, ColorCodeword
+from sightline.envs.drawing import encode_png
+from sightline.envs.protocol import Task
+from sightline.media import MediaStore
+from sightline.rollout.evaluation import EVAL_SPLIT, build_eval_request, derive_seed
+from sightline.trace import Trace
+from sightline.trainer.build import build_learner, build_pixels, build_preparer
+from sightline.trainer.feed import ReadyBatch
+from sightline.trainer.learner import SUM_NAMES, Learner
+from sightline.trainer.shard import full_tensor
+from sightline.trainer.step_result import MetricSums, StepTimer
+from sightline.wire.array import Array
+from sightline.wire.control import RolloutRequest
+from sightline.wire.sample import Batch, Sample
+
+GRAINY = "benchmarks.harness.mismatch_run:GrainyCodeword"
+MAX_PIXELS = 32 * 32
+"""Pixels that are left of an image, whose side is no multiple of it: the filter decides which."""
+
+# The settings of the demo, with twice its rate: a score of steps is to be enough.
+TRAINER: dict[str, Any] = {
+    "lr": 4e-3, "vision_lr": 3e-4, "warmup_steps": 5, "lr_schedule": "cosine",
+    "final_lr_fraction": 0.1, "kl_coef": 0.1, "max_grad_norm": 0.5,
+}  # fmt: skip
+
+
+@dataclass(eq=False)
+class GrainyCodeword(ColorCodeword):
+    """color_codeword with larger squares whose pixels scatter around their colour: to shrink them
+    by another filter leaves other pixels."""
+
+    name = "grainy_codeword"
+
+    side: int = 75
+    grain: int = 60
+    num_colors: int = 4
+    """How many of the nine colours the tasks show: so few are learnt in a score of steps. The
+    demonstrations show all, and name none."""
+
+    def task(self, index: int, split: str) -> Task:
+        rng = self.task_rng(index, split)
+        shown = LETTERS if split == "sft" else LETTERS[: self.num_colors]
+        pairs = [(rng.choice(shown), rng.randrange(self.shades)) for _ in range(self.turns)]
+        return Task(index, split, pairs)
+
+    @cache  # noqa: B019 - an environment lives as long as its process
+    def square(self, letter: str, shade: int) -> bytes:
+        rng = random.Random(f"{letter}:{shade}")
+        near = [c + rng.randint(-self.jitter, self.jitter) for c in COLORS[letter]]
+        grain = np.random.default_rng(rng.randrange(1 << 32)).integers(
+            -self.grain, self.grain + 1, (self.side, self.side, 3)
+        )
+        return encode_png(Image.fromarray(np.clip(near + grain, 0, 255).astype(np.uint8)))
+
+
+# --- the mismatch
+
+
+@dataclass(frozen=True)
+class Mismatch:
+    """What differs between sampler and trainer; by default nothing but rounding."""
+
+    is_exact: bool = False
+    """Whether the sampler's logprobs are taken to be the trainer's own, bit for bit."""
+    noise: float = 0.0
+    """Standard deviation of what is added to each logprob that the sampler reports."""
+    stale_features: int = 0
+    """Versions by which the sampler's vision tower is older than its text model."""
+    filter: str = ""
+    """Pillow's name of the filter by which the sampler resizes; empty is the trainer's."""
+    lag: int = 0
+    """Versions between sampling and training."""
+    dtype: str = ""
+    """Precision of the sampler; empty is the trainer's."""
+
+
+def uncorrected(inputs: LossInputs) -> LossOutput:
+    """-A log pi: every token counts as sampled by the policy that trains."""
+    return LossOutput(-inputs.advantages * inputs.logprobs, torch.zeros_like(inputs.logprobs))
+
+
+def importance_weighted(inputs: LossInputs) -> LossOutput:
+    """-sg(r) A log pi, with r as it is: of the true logprobs, the on-policy gradient."""
+    return tis(inputs, ratio_cap=math.inf)
+
+
+def load_correction(name: str) -> LossFunction:
+    """A loss by its name in a run file, or `none`."""
+    return uncorrected if name == "none" else load_loss(name)
+
+
+def add_noise(samples: list[Sample], deviation: float, rng: np.random.Generator) -> list[Sample]:
+    """The samples as a sampler would report them whose logprobs scatter."""
+    noisy = []
+    for sample in samples:
+        noise = rng.normal(0.0, deviation, len(sample.logprobs)).astype(np.float32)
+        logprobs = Array.of(sample.logprobs.numpy() + noise, "float32")
+        noisy.append(msgspec.structs.replace(sample, logprobs=logprobs))
+    return noisy
+
+
+class Versions:
+    """The weights of every version, as the sampler adopts them."""
+
+    def __init__(self, learner: Learner, folder: Path, stale_features: int) -> None:
+        self._learner, self._folder, self._stale = learner, folder, stale_features
+        self._vision = {name for name, _ in learner.forward.vision_parameters()}
+        self._towers: dict[int, dict[str, Tensor]] = {}
+        self.paths: list[Path] = []
+
+    def publish(self) -> None:
+        """Writes the learner's weights as the next version, with the tower that it is to have."""
+        version = len(self.paths)
+        named = self._learner.forward.model.named_parameters()
+        tensors = {name: full_tensor(p.detach()).float().cpu().clone() for name, p in named}
+        self._towers[version] = {name: tensors[name] for name in self._vision}
+        seen = max(0, version - self._stale)
+        tensors |= self._towers[seen]
+        for old in [v for v in self._towers if 0 < v <= seen and v != version]:
+            del self._towers[old]
+        path, _ = write_weights(self._folder, tensors, version, seen)
+        self.paths.append(path)
+
+    def forget(self, version: int) -> None:
+        """Removes the file of a version that nobody adopts any more."""
+        if version >= 0:
+            shutil.rmtree(self.paths[version].parent)
+
+
+# --- a run
+
+
+@dataclass(frozen=True)
+class StudySize:
+    """What all runs of a study have in common."""
+
+    steps: int = 20
+    groups: int = 12
+    group_size: int = 8
+    turns: int = 1
+    eval_tasks: int = 96
+    gradient_every: int = 4
+    device: str = "cpu"
+    dtype: str = "float32"
+
+
+@dataclass
+class RunRecord:
+    """What one run came to."""
+
+    rewards: list[float] = field(default_factory=list)
+    """Mean reward of the rollouts of each step, as the sampler played them."""
+    final: float = math.nan
+    """Mean reward of held-out tasks, played by the trained weights without any mismatch."""
+    kl: float = math.nan
+    """Mean KL estimate of sampler and trainer over the trained tokens of all steps."""
+    clip_fraction: float = math.nan
+    cosines: list[float] = field(default_factory=list)
+    """Cosines of the gradient and the on-policy gradient on the same tokens, where both were
+    measured and there was one."""
+    norm_ratios: list[float] = field(default_factory=list)
+    """Norm of the gradient over that of the on-policy gradient."""
+    seconds: float = 0.0
+
+
+def compute_gradient(learner: Learner, loss: LossFunction, ready: ReadyBatch) -> Tensor:
+    """The gradient of a policy loss on a batch, without the KL term; nothing is learnt."""
+    config = learner.config.model_copy(update={"kl_coef": 0.0})
+    alone = dataclasses.replace(learner, loss=loss, reference=None, config=config)
+    alone.optimizer.zero_grad(set_to_none=True)
+    for _, micro_batch in ready.iterate_with_pixels():
+        alone.backward(micro_batch, ready.step, MetricSums(SUM_NAMES), StepTimer(alone.device))
+    groups = alone.optimizer.param_groups
+    found = [
+        full_tensor(p.grad).flatten() for g in groups for p in g["params"] if p.grad is not None
+    ]
+    alone.optimizer.zero_grad(set_to_none=True)
+    return torch.cat(found).double()
+
+
+def compare_gradients(found: Tensor, true: Tensor) -> tuple[float, float]:
+    """The cosine of a gradient and the true one, and the ratio of their norms."""
+    norm, true_norm = float(found.norm()), float(true.norm())
+    return float(found @ true) / max(norm * true_norm, 1e-300), norm / true_norm
+
+
+class StudyRun:
+    """One run: one mismatch, one correction, one seed."""
+
+    def __init__(
+        self, model: Path, folder: Path, size: StudySize, mismatch: Mismatch, correction: str,
+        seed: int,
+    ) -> None:  # fmt: skip
+        self.size, self.mismatch, self.seed, self._folder = size, mismatch, seed, folder
+        self.store = MediaStore(folder / "media")
+        self.model = ModelConfig.model_validate(
+            {"path": str(model), "max_pixels": MAX_PIXELS, "dtype": size.dtype}
+        )
+        self.env = GrainyCodeword(turns=size.turns, seed=seed)
+        trainer = TrainerConfig(**TRAINER, device=size.device)
+        self.learner = build_learner(self.model, trainer, self.store, size.steps, seed=seed)
+        # With logprobs that are equal bit for bit every ratio is 1, and all corrections are one.
+        self.learner.loss = uncorrected if mismatch.is_exact else load_correction(correction)
+        unproven = MediaConfig(allow_unverified_pixels=True)
+        pixels = build_pixels(self.learner, self.store)
+        self._preparer = build_preparer(unproven, self.learner, pixels)
+        self._judge = GroupJudge(mismatch.lag, no_std, by_turn, keep_without_signal=True)
+        self._rng = np.random.default_rng(seed)
+        self._clipped: list[float] = []
+        self.sampler = self._build_sampler(mismatch)
+        self.versions = Versions(self.learner, folder / "weights", mismatch.stale_features)
+        self.versions.publish()
+
+    def _build_sampler(self, mismatch: Mismatch) -> Sampler:
+        rows = max(self.size.groups * self.size.group_size, self.size.eval_tasks)
+        model = self.model.model_copy(update={"dtype": mismatch.dtype or self.model.dtype})
+        device = self.size.device
+        return Sampler(model, self.env, self.store, device, rows, mismatch.filter)
+
+    def sample(self, step: int) -> list[Trace]:
+        """Rollouts of the version that is `lag` older than the one that the step trains."""
+        size = self.size
+        self.sampler.engine.adopt(self.versions.paths[max(0, step - 1 - self.mismatch.lag)])
+        requests = []
+        for group in range(size.groups):
+            for i in range(size.group_size):
+                name = f"{step}.{group}.{i}"
+                task = (step - 1) * size.groups + group
+                requests.append(
+                    RolloutRequest(
+                        name, f"{step}.{group}", task, "train", derive_seed(self.seed, name), 1.0
+                    )
+                )
+        return self.sampler.play(requests)
+
+    def train(self, step: int, traces: list[Trace], record: RunRecord) -> float:
+        """Takes the step; its mean KL estimate of sampler and trainer."""
+        size = self.size.group_size
+        groups = [traces[i : i + size] for i in range(0, len(traces), size)]
+        true = [sample for group in groups for sample in self._judge.judge(group, step).samples]
+        noise = self.mismatch.noise
+        reported = add_noise(true, noise, self._rng) if noise else true
+        ready = self._preparer.prepare(Batch(step, reported), "")
+        if step % self.size.gradient_every == 0:
+            found = compute_gradient(self.learner, self.learner.loss, ready)
+            truth = self._preparer.prepare(Batch(step, true), "")
+            on_policy = compute_gradient(self.learner, importance_weighted, truth)
+            if on_policy.any():  # groups whose rollouts all earned the same have none
+                cosine, ratio = compare_gradients(found, on_policy)
+                record.cosines.append(cosine)
+                record.norm_ratios.append(ratio)
+        result = self.learner.step(ready)
+        self.versions.publish()
+        self.versions.forget(step - 1 - self.mismatch.lag)
+        self._clipped.append(result.metrics["clip_fraction"] or 0.0)
+        fresh, older = result.metrics["mismatch_kl"], result.metrics["lag_kl"]
+        kl = fresh if fresh is not None else older
+        return 0.0 if kl is None or self.mismatch.is_exact else kl
+
+    def run(self) -> RunRecord:
+        began, record, kls = time.monotonic(), RunRecord(), []
+        for step in range(1, self.size.steps + 1):
+            traces = self.sample(step)
+            record.rewards.append(fmean(trace.reward or 0.0 for trace in traces))
+            kls.append(self.train(step, traces, record))
+        record.kl, record.clip_fraction = fmean(kls), fmean(self._clipped)
+        record.final = self._evaluate()
+        record.seconds = time.monotonic() - began
+        return record
+
+    def _evaluate(self) -> float:
+        """The trained weights on held-out tasks, by a sampler without a mismatch."""
+        self.close()
+        self.sampler = self._build_sampler(Mismatch())
+        clean = Versions(self.learner, self._folder / "trained", 0)
+        clean.publish()
+        self.sampler.engine.adopt(clean.paths[0])
+        tasks = range(self.size.eval_tasks)
+        traces = self.sampler.play([build_eval_request(i, EVAL_SPLIT, 0, 1.0) for i in tasks])
+        return fmean(trace.reward or 0.0 for trace in traces)
+
+    def close(self) -> None:
+        self.sampler.close()

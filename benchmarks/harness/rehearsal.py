@@ -1,0 +1,377 @@
+"""Rollouts through the real orchestrator and worker, with every wire counted.
+
+    orchestrator <--ZMQ-- tap <--ZMQ-- worker-0 --HTTP--> policy (scripted)
+         |  batch on disk                 |  images
+         v                                v
+       trainer (this process)           store
+
+      tap waits for: messages of either side   unblocked by: worker-0, orchestrator
+      trainer waits for: the batch             unblocked by: orchestrator
+
+Policy and trainer are stand-ins without a model. Orchestrator and worker are the processes of a
+run, unchanged: they cannot tell the difference. One step is played, all its rollouts at once.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import msgspec
+from aiohttp import web
+
+from benchmarks.harness.scripted_agent import AGENT_PATH, AGENT_SCREENSHOTS, run_agent
+from sightline import config as config_module
+from sightline.bench.harness.screenshots import SCREENSHOTS
+from sightline.config import RunFile, dump_toml
+from sightline.errors import ConfigError, ProcessFailed
+from sightline.families import Family, load_family
+from sightline.launch.claim import make_secret
+from sightline.launch.processes import Processes, ProcessSpec, reserve_port
+from sightline.media import MediaStore
+from sightline.run import RunDir
+from sightline.transport.zmq_channel import AsyncHub, AsyncSpoke, derive_spoke_key
+from sightline.wire import MediaItem, control
+from sightline.wire.codec import get_release
+from sightline.wire.control import (
+    BatchReady,
+    FinishTraining,
+    MemoryReport,
+    ProcessReady,
+    PublishedWeights,
+    RolloutRequest,
+    RolloutResult,
+    TrainingFinished,
+)
+from sightline.wire.sample import Batch, digest_batch
+from sightline.wire.weights import MANIFEST, Manifest, log_version
+from tests.scripted_policy import PolicyCounts, ScriptedPolicy, count_encoded_images
+
+ORCHESTRATOR, WORKER, TRAINER = "orchestrator", "worker-0", "trainer"
+HOST = "127.0.0.1"
+ROLLOUT_LIMIT_S = 3600.0
+UNBOUNDED = 1 << 30
+"""Tokens of a sequence: the policy has no memory to fill."""
+POLL_S = 0.2
+DATA_URL_HEAD = len("data:image/png;base64,")
+FLOAT32_BYTES = 4
+
+
+@dataclass(frozen=True)
+class RehearsalPlan:
+    rollouts: int
+    turns: int
+    width: int
+    height: int
+    max_tokens: int = 32
+    uses_agents: bool = False
+    """Whether agents in another process play, which send all their history with each request."""
+
+    @property
+    def group_size(self) -> int:
+        for size in (8, 4, 2):
+            if self.rollouts >= size and self.rollouts % size == 0:
+                return size
+        raise ConfigError(f"{self.rollouts} rollouts", "take an even number: they come in groups")
+
+    @property
+    def num_turns(self) -> int:
+        return self.rollouts * self.turns
+
+
+@dataclass(frozen=True)
+class MemoryUse:
+    """Resident bytes of a process: when the first rollout starts, and the most it ever had."""
+
+    start: int
+    peak: int
+
+
+@dataclass
+class ResentBytes:
+    """What the same rollouts would post if every turn sent all screenshots again; counted only."""
+
+    data_urls: int = 0
+    """PNG in base64."""
+    floats: int = 0
+    """float32 rows as the processor makes them, in base64."""
+    held_floats: int = 0
+    """The float32 rows of every screenshot once: what a history that keeps pixels weighs."""
+
+    def add(self, batch: Batch, float_bytes: Callable[[MediaItem], int]) -> None:
+        for sample in batch.samples:
+            times = len(sample.slots)
+            for slot in sample.slots:
+                item = sample.items[slot.item]
+                # One screenshot a turn: the first is in all requests, the last in one.
+                self.data_urls += times * (DATA_URL_HEAD + count_base64_bytes(item.ref.nbytes))
+                self.floats += times * count_base64_bytes(float_bytes(item))
+                self.held_floats += float_bytes(item)
+                times -= 1
+
+
+def count_base64_bytes(nbytes: int) -> int:
+    return (nbytes + 2) // 3 * 4
+
+
+@dataclass
+class RehearsalFigures:
+    """What one rehearsal came to; sizes in bytes."""
+
+    plan: RehearsalPlan
+    memory: dict[str, MemoryUse] = field(default_factory=dict)
+    cpu_s: dict[str, float] = field(default_factory=dict)
+    """CPU time of each process from the first rollout to the end of the step."""
+    from_agents: int = 0
+    to_agents: int = 0
+    policy: PolicyCounts = field(default_factory=PolicyCounts)
+    to_worker: int = 0
+    to_orchestrator: int = 0
+    batch: int = 0
+    traces: int = 0
+    stored: int = 0
+    stored_images: int = 0
+    samples: int = 0
+    slots: int = 0
+    """Places of images in all samples."""
+    encoded_images: int = 0
+    """Found in messages and files outside the store; there must be none."""
+    resent: ResentBytes = field(default_factory=ResentBytes)
+    seconds: float = 0.0
+
+    @property
+    def first_sent(self) -> int:
+        """Bytes of new images, in base64, in what agents sent."""
+        return count_base64_bytes(self.stored)
+
+
+def rehearse(
+    plan: RehearsalPlan,
+    model: Path,
+    folder: Path,
+    on_turns: Callable[[int], None] = lambda turns: None,
+) -> RehearsalFigures:
+    """Plays `plan` in `folder`; `on_turns` hears how many turns were played so far."""
+    run_dir = RunDir(folder)
+    run_dir.make()
+    server = f"http://{HOST}:{reserve_port(HOST, 0, 'port of the policy')}"
+    run_dir.config.write_text(dump_toml(_run_file(plan, model, server)))
+    processes = Processes(run_dir)
+    try:
+        return asyncio.run(_Rehearsal(plan, model, run_dir, processes, on_turns, server).run())
+    finally:
+        processes.kill()
+
+
+def _run_file(plan: RehearsalPlan, model: Path, server: str) -> RunFile:
+    args: dict[str, object] = {
+        "turns": plan.turns, "width": plan.width, "height": plan.height,
+        **({"agent": server + AGENT_PATH} if plan.uses_agents else {}),
+    }  # fmt: skip
+    size = plan.group_size
+    values = {
+        "run": {"name": "rehearsal", "steps": 1},
+        "model": {"path": str(model.resolve())},
+        "env": {"name": AGENT_SCREENSHOTS if plan.uses_agents else SCREENSHOTS, "args": args},
+        "rollout": {
+            "workers": 1, "max_tokens": plan.max_tokens, "timeout_s": ROLLOUT_LIMIT_S,
+        },
+        "orchestrator": {
+            "group_size": size, "groups_per_step": plan.rollouts // size, "max_lag": 0,
+        },
+        "inference": {"max_model_len": UNBOUNDED},
+        "eval": {"tasks": 0},
+    }  # fmt: skip
+    return config_module.validate_config(RunFile, values, "rehearsal")
+
+
+@dataclass
+class _Rehearsal:
+    plan: RehearsalPlan
+    model: Path
+    run_dir: RunDir
+    processes: Processes
+    on_turns: Callable[[int], None]
+    server: str
+
+    def __post_init__(self) -> None:
+        self.figures = RehearsalFigures(self.plan)
+        self.store = MediaStore(self.run_dir.media)
+        self.hub, self.tap = (
+            f"tcp://{HOST}:{reserve_port(HOST, 0, 'port of a channel')}" for _ in range(2)
+        )
+        self._starts: dict[str, int] = {}
+        self._cpu_starts: dict[str, float] = {}
+
+    async def run(self) -> RehearsalFigures:
+        policy = await self._serve_policy()
+        secret = make_secret(self.run_dir)
+        upper = AsyncSpoke(self.hub, WORKER, derive_spoke_key(secret, WORKER))
+        lower = AsyncHub(self.tap, secret)
+        trainer = AsyncSpoke(self.hub, TRAINER, derive_spoke_key(secret, TRAINER))
+        tasks = [
+            asyncio.create_task(self._tap_down(upper, lower)),
+            asyncio.create_task(self._tap_up(upper, lower)),
+            asyncio.create_task(self._train(trainer)),
+        ]
+        self._start()
+        began = time.monotonic()
+        try:
+            await self._watch(tasks)
+        finally:
+            for task in tasks:
+                task.cancel()
+            await asyncio.gather(*tasks, return_exceptions=True)
+            await policy.cleanup()
+            for channel in (upper, lower, trainer):
+                channel.close()
+        self.figures.seconds = time.monotonic() - began
+        self._read_files()
+        return self.figures
+
+    def _start(self) -> None:
+        path = str(self.run_dir.path)
+        for name, hub in ((ORCHESTRATOR, self.hub), (WORKER, self.tap)):
+            words = ["process", name, path, "--hub", hub, "--server", self.server]
+            self.processes.start(ProcessSpec(name, words, threads=1))
+
+    async def _serve_policy(self) -> web.AppRunner:
+        policy = ScriptedPolicy()
+        self.figures.policy = policy.counts
+        app = policy.app()
+        app.router.add_post(AGENT_PATH, run_agent)
+        runner = web.AppRunner(app, access_log=None)
+        await runner.setup()
+        host, _, port = self.server.removeprefix("http://").rpartition(":")
+        await web.TCPSite(runner, host, int(port)).start()
+        return runner
+
+    async def _watch(self, tasks: list[asyncio.Task[None]]) -> None:
+        """Returns when the orchestrator has ended well; what fails first is the error of all."""
+        while self.processes.exit_code(ORCHESTRATOR) is None:
+            await asyncio.wait(tasks, timeout=POLL_S, return_when=asyncio.FIRST_COMPLETED)
+            for task in tasks:
+                if task.done():
+                    task.result()
+            if failed := self.processes.failed():
+                raise self.processes.explain_exit(*failed[0])
+            self.on_turns(self.figures.policy.requests)
+        if failed := self.processes.failed():
+            raise self.processes.explain_exit(*failed[0])
+
+    # --- the wire between orchestrator and worker
+
+    async def _tap_down(self, upper: AsyncSpoke, lower: AsyncHub) -> None:
+        while True:
+            data = await upper.receive()
+            self.figures.to_worker += len(data)
+            if not self._starts and isinstance(control.decode(data), RolloutRequest):
+                self._starts = {
+                    name: _read_memory(self.processes.pid(name), "VmRSS")
+                    for name in (ORCHESTRATOR, WORKER)
+                }
+                self._cpu_starts = {
+                    name: read_cpu(self.processes.pid(name)) for name in self._starts
+                }
+            self.figures.encoded_images += count_encoded_images(data)
+            await lower.send(WORKER, data)
+
+    async def _tap_up(self, upper: AsyncSpoke, lower: AsyncHub) -> None:
+        while True:
+            _, data = await lower.receive()
+            message = control.decode(data)
+            if not isinstance(message, MemoryReport):  # those go by the clock, not by the rollouts
+                self.figures.to_orchestrator += len(data)
+            if isinstance(message, RolloutResult):
+                self.figures.from_agents = message.wire["agent_sent_bytes"]
+                self.figures.to_agents = message.wire["agent_received_bytes"]
+            self.figures.encoded_images += count_encoded_images(data)
+            await upper.send(data)
+
+    # --- the trainer's part
+
+    async def _train(self, spoke: AsyncSpoke) -> None:
+        await spoke.send(control.encode(ProcessReady(TRAINER, release=get_release())))
+        while True:
+            message = control.decode(await spoke.receive())
+            match message:
+                case BatchReady():
+                    self._take_batch(message)
+                    await spoke.send(control.encode(self._publish(message.step)))
+                case FinishTraining():
+                    # The step is over and nobody has ended: the peaks of both are known now.
+                    self.figures.memory = {
+                        name: MemoryUse(start, _read_memory(self.processes.pid(name), "VmHWM"))
+                        for name, start in self._starts.items()
+                    }
+                    self.figures.cpu_s = {
+                        name: read_cpu(self.processes.pid(name)) - start
+                        for name, start in self._cpu_starts.items()
+                    }
+                    await spoke.send(control.encode(TrainingFinished(message.last_step)))
+                case _:
+                    raise ProcessFailed(
+                        f"the trainer was sent a {type(message).__name__}", "report this bug"
+                    )
+
+    def _publish(self, step: int) -> PublishedWeights:
+        manifest = Manifest(step, 0, [], run=self.run_dir.read_id())
+        folder, _ = log_version(self.run_dir.weights, manifest)
+        folder.mkdir()
+        (folder / MANIFEST).write_bytes(msgspec.json.encode(manifest))
+        return PublishedWeights(step, 0, str(folder / MANIFEST), {}, checkpoint_step=step - 1)
+
+    def _take_batch(self, announce: BatchReady) -> None:
+        data = announce.data
+        if digest_batch(data) != announce.digest:
+            problem = f"the batch of step {announce.step} is not what was announced"
+            raise ProcessFailed(problem, "report this bug")
+        batch, figures = Batch.from_bytes(data), self.figures
+        figures.batch += len(data)
+        figures.encoded_images += count_encoded_images(data)
+        figures.samples += len(batch.samples)
+        figures.slots += sum(len(sample.slots) for sample in batch.samples)
+        figures.resent.add(batch, _FloatSizes(load_family(self.model), self.store).of)
+
+    def _read_files(self) -> None:
+        for file in self.run_dir.traces.iterdir():
+            data = file.read_bytes()
+            self.figures.traces += len(data)
+            self.figures.encoded_images += count_encoded_images(data)
+        self.figures.stored = self.store.size_bytes()
+        self.figures.stored_images = self.store.count()
+
+
+@dataclass
+class _FloatSizes:
+    """How large the float rows of an image are, by its grid: one of each is really cut."""
+
+    family: Family
+    store: MediaStore
+    _known: dict[tuple[int, int, int], int] = field(default_factory=dict)
+
+    def of(self, item: MediaItem) -> int:
+        if item.grid not in self._known:
+            patches = self.family.patches(self.store.image(item.ref), item)
+            # Patches are kept without the repeated frame, the processor's rows have it.
+            repeats = self.family.settings.get("temporal", 1)
+            self._known[item.grid] = patches.size * repeats * FLOAT32_BYTES
+        return self._known[item.grid]
+
+
+def read_cpu(pid: int) -> float:
+    """Seconds that a process has computed so far, for itself and in the kernel."""
+    fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+    return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
+
+
+def _read_memory(pid: int, name: str) -> int:
+    """A line of the kernel's account of a process, in bytes."""
+    for line in Path(f"/proc/{pid}/status").read_text().splitlines():
+        if line.startswith(f"{name}:"):
+            return int(line.split()[1]) * 1024
+    raise ProcessFailed(f"process {pid} has ended", "look at the logs")

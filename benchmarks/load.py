@@ -1,0 +1,219 @@
+"""`python -m benchmarks load`: how long a small request takes beside a thousand rollouts."""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import math
+import random
+import statistics
+import tempfile
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import aiohttp
+import msgspec
+from rich.console import Console
+from rich.table import Table
+
+from benchmarks.harness.process_watch import ProcessWatch
+from sightline.bench.harness.workspace import (
+    check_at_least,
+    draw_noise,
+    open_renderer,
+    start_server,
+    write_tiny,
+)
+from sightline.errors import ProcessFailed
+from sightline.message import user
+from sightline.wire import Slot
+from sightline.wire.generate import GenerateRequest, GenerateResponse, SamplingParams
+
+MAX_LEN = 2048
+MAX_TIMES = 5.0
+"""The target: the 99th percentile is at most so many times the median."""
+IDLE_S, RAMP_S = 5.0, 2.0
+CLIENTS = {"the same client": "127.0.0.1", "another client": "127.0.0.2"}
+"""Addresses that small requests come from; the rollouts come from the first."""
+NUM_PROBES = 4
+"""Small requests of a client that are under way at once."""
+PATH = "/inference/v1/generate"
+
+
+@dataclass
+class Measured:
+    name: str
+    idle_s: list[float]
+    loaded_s: dict[str, list[float]]
+    """Seconds of each small request under load, by the client that sent it."""
+    turns: int
+    images: int
+    seconds: float
+    idle_bytes: float
+    peak_bytes: float
+    end_bytes: float
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.description = (
+        "Keeps so many rollouts in flight at a server, a new image every turn, and sends requests "
+        "for one token beside them, a few at a time, from the address of the rollouts and from "
+        "another one; before that, the same at an idle server. Memory is that of the server's "
+        "processes."
+    )
+    parser.add_argument("--rollouts", type=int, default=1000, help="default: %(default)s")
+    parser.add_argument("--turns", type=int, default=3, help="of a rollout; default: %(default)s")
+    parser.add_argument("--max-tokens", type=int, default=16, help="a turn; default: %(default)s")
+    parser.add_argument("--side", type=int, default=64, help="pixels; default: %(default)s")
+    parser.add_argument("--seconds", type=float, default=120.0, help="default: %(default)s")
+    parser.add_argument("--model", type=Path, help="checkpoint; default: a tiny new one")
+    parser.add_argument("--threads", type=int, default=1, help="default: %(default)s")
+    parser.add_argument("--device", default="cpu", help="default: %(default)s")
+    parser.add_argument("--dtype", default="float32", choices=("float32", "bfloat16"))
+    parser.add_argument(
+        "--vllm", default="", metavar="PYTHON",
+        help="also measure vLLM, served by this interpreter",
+    )  # fmt: skip
+
+
+def run(args: argparse.Namespace) -> int:
+    check_at_least(args, 1, "rollouts", "turns", "max_tokens", "side", "seconds", "threads")
+    servers: dict[str, list[str]] = {"embedded engine": []}
+    if args.vllm:
+        servers["vLLM"] = ["--engine", "vllm", "--python", args.vllm]
+    with tempfile.TemporaryDirectory(prefix="sightline-bench-") as folder:
+        args.model = args.model or write_tiny(Path(folder) / "model")
+        media = Path(folder) / "media"
+        measured = []
+        for name, more in servers.items():
+            with start_server(args, media, MAX_LEN, more) as address:
+                measured.append(asyncio.run(Load(args, media, address).measure(name)))
+    for one in measured:
+        _print(one, args)
+    return 0
+
+
+class Load:
+    """Rollouts and small requests at one server."""
+
+    def __init__(self, args: argparse.Namespace, media: Path, address: str) -> None:
+        self.args = args
+        self.url = address + PATH
+        self.store, self.renderer = open_renderer(args.model, media)
+        self.num_turns = self.num_images = 0
+        self._is_over = False
+
+    async def measure(self, name: str) -> Measured:
+        watch = ProcessWatch(0.5)
+        with watch.watching():
+            idle = await self._probe(CLIENTS["the same client"], IDLE_S)
+            num_idle = len(watch.total_bytes())
+            began = time.monotonic()
+            playing = [asyncio.create_task(self._play(i)) for i in range(self.args.rollouts)]
+            await asyncio.sleep(RAMP_S)
+            probes = (self._probe(address, self.args.seconds) for address in CLIENTS.values())
+            loaded = dict(zip(CLIENTS, await asyncio.gather(*probes), strict=True))
+            seconds = time.monotonic() - began
+            self._is_over = True
+            await asyncio.gather(*playing)
+        totals = watch.total_bytes()
+        return Measured(
+            name, idle, loaded, self.num_turns, self.num_images, seconds,
+            totals[num_idle - 1], max(totals), totals[-1],
+        )  # fmt: skip
+
+    async def _probe(self, address: str, seconds: float) -> list[float]:
+        """How long requests for one token took, a few at a time for so long."""
+        probes = (self._probe_one_by_one(address, seconds, i) for i in range(NUM_PROBES))
+        return [taken for one in await asyncio.gather(*probes) for taken in one]
+
+    async def _probe_one_by_one(self, address: str, seconds: float, seed: int) -> list[float]:
+        params = SamplingParams(max_tokens=1, temperature=0.0)
+        rng = random.Random(seed)
+        taken: list[float] = []
+        connector = aiohttp.TCPConnector(local_addr=(address, 0))
+        until = time.monotonic() + seconds
+        async with _session(connector) as session:
+            while time.monotonic() < until or not taken:
+                # No two alike: none finds another's KV cache.
+                prompt = self.renderer.render([user(f"Question {rng.random()}")]).token_ids
+                began = time.monotonic()
+                await self._ask(session, GenerateRequest.of(prompt, [], params))
+                taken.append(time.monotonic() - began)
+        return taken
+
+    async def _play(self, number: int) -> None:
+        """Plays rollouts, one after another, until the load is over."""
+        params = SamplingParams(max_tokens=self.args.max_tokens, temperature=1.0)
+        rng = random.Random(number)
+        async with _session(aiohttp.TCPConnector()) as session:
+            while not self._is_over:
+                token_ids: list[int] = []
+                slots: list[Slot] = []
+                for _ in range(self.args.turns):
+                    image = draw_noise(rng, self.args.side)
+                    ref = await asyncio.to_thread(self.store.put, image)
+                    rendered = self.renderer.render([user("What do you see?", ref)])
+                    slots += [slot.shift(len(token_ids)) for slot in rendered.slots]
+                    token_ids += rendered.token_ids
+                    answer = await self._ask(session, GenerateRequest.of(token_ids, slots, params))
+                    token_ids += answer.choices[0].token_ids
+                    self.num_turns += 1
+                    self.num_images += len(slots)
+
+    async def _ask(
+        self, session: aiohttp.ClientSession, request: GenerateRequest
+    ) -> GenerateResponse:
+        async with session.post(self.url, data=msgspec.json.encode(request)) as http:
+            body = await http.read()
+            if http.status != 200:
+                raise ProcessFailed(f"the server answered {http.status}: {body[:500]!r}", "see it")
+        return msgspec.json.decode(body, type=GenerateResponse)
+
+
+def _session(connector: aiohttp.TCPConnector) -> aiohttp.ClientSession:
+    headers = {"content-type": "application/json"}
+    timeout = aiohttp.ClientTimeout(total=None)
+    return aiohttp.ClientSession(connector=connector, headers=headers, timeout=timeout)
+
+
+def _print(one: Measured, args: argparse.Namespace) -> None:
+    table = Table(title=f"{one.name}: seconds of a request for one token")
+    for column in ("", "requests", "median", "99th percentile", "times the median", "worst"):
+        table.add_column(column, justify="left" if not column else "right")
+    for name, taken in {"idle server": one.idle_s, **one.loaded_s}.items():
+        table.add_row(name, *_cells(taken))
+    console = Console()
+    console.width = max(console.width, 100)
+    console.print(table)
+    lines = [
+        f"{args.rollouts} rollouts in flight for {one.seconds:.0f} s: {one.turns} turns, "
+        f"{one.images} images in their prompts",
+        f"memory of the server, MB: {one.idle_bytes / 1e6:.0f} idle, {one.peak_bytes / 1e6:.0f} "
+        f"at its peak, {one.end_bytes / 1e6:.0f} at the end",
+    ]
+    held = all(percentile(t, 0.99) <= MAX_TIMES * statistics.median(t) for t in _loads(one))
+    lines.append(
+        f"99th percentile at most {MAX_TIMES:g} times the median: {'yes' if held else 'no'}"
+    )
+    for line in lines:
+        console.print(line, highlight=False, soft_wrap=True)
+
+
+def percentile(values: Sequence[float], fraction: float) -> float:
+    """Return the smallest value that is at least as large as `fraction` of all values."""
+    ordered = sorted(values)
+    return ordered[max(0, math.ceil(fraction * len(ordered)) - 1)]
+
+
+def _loads(one: Measured) -> Sequence[list[float]]:
+    return list(one.loaded_s.values())
+
+
+def _cells(taken: list[float]) -> list[Any]:
+    median, high = statistics.median(taken), percentile(taken, 0.99)
+    words = (median, high, high / median, max(taken))
+    return [str(len(taken)), *(f"{value:.3f}" for value in words)]

@@ -1,0 +1,236 @@
+"""`python -m benchmarks materialize`: image preprocessing, compared with transformers."""
+
+from __future__ import annotations
+
+import argparse
+import io
+import random
+import statistics
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+from rich.table import Table
+
+from benchmarks.harness.reference_processors import (
+    load_processor,
+    prepare_torchvision,
+    set_threads,
+)
+from sightline.bench.harness.screenshots import Screenshots
+from sightline.bench.harness.workspace import work_folder, write_tiny
+from sightline.errors import ConfigError
+from sightline.families import Family, load_family
+from sightline.media import MediaRef, MediaStore
+from sightline.media.decode import open_rgb
+from sightline.pixels import pixel_digest
+
+SIZES = ("1280x800", "1280x720", "1920x1080")
+JPEG_QUALITY = 90
+
+Timed = dict[str, Callable[[], Any]]
+
+
+@dataclass(frozen=True)
+class Measured:
+    """Figures of one image size: medians of repeats that took turns with one another."""
+
+    size: str
+    is_resized: bool
+    ms: dict[str, float]
+    """CPU time of the thread: waiting for a core does not count."""
+    wall_ms: dict[str, float]
+    sent_mb: float
+    """Megabytes that our patches send to the device."""
+    float_mb: float
+    is_equal: bool
+    off: float | None
+    """Most that torchvision's rows differ from ours; None where it is absent."""
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.description = (
+        "Turns a decoded screenshot into what is sent to the device, on one thread: "
+        "our uint8 patches, and the float rows of transformers' Pillow processor (and of its "
+        "torchvision one, where that is importable). Both are compared in the same run, after our "
+        "table has turned ours into floats. Beside it, the same from PNG and JPEG bytes, with the "
+        "shares of decoding, resizing, gathering and digest."
+    )
+    parser.add_argument("--sizes", nargs="+", default=SIZES, help="default: %(default)s")
+    parser.add_argument("--repeats", type=int, default=15, help="default: %(default)s")
+    parser.add_argument("--model", type=Path, help="checkpoint; default: a tiny new one")
+
+
+def run(args: argparse.Namespace) -> int:
+    sizes = [_size(text) for text in args.sizes]
+    if args.repeats < 1:
+        raise ConfigError(f"--repeats {args.repeats}", "measure once or more")
+    set_threads(1)
+    has_torchvision = prepare_torchvision()
+    with work_folder(None) as folder:
+        model = args.model or write_tiny(folder / "model")
+        family, store = load_family(model), MediaStore(folder / "media")
+        pillow = load_processor(model, "pil")
+        torchvision = load_processor(model, "torchvision") if has_torchvision else None
+        found = [measure(family, store, size, args.repeats, pillow, torchvision) for size in sizes]
+    console = Console(width=130)
+    console.print(
+        f"one thread, {args.repeats} repeats in turns: medians, ms of CPU time", highlight=False
+    )
+    console.print(decoded_table(found))
+    console.print(bytes_table(found))
+    for line in closing_lines(found):
+        console.print(line, highlight=False, soft_wrap=True)
+    return 0 if all(one.is_equal for one in found) else 1
+
+
+def measure(
+    family: Family,
+    store: MediaStore,
+    size: tuple[int, int],
+    repeats: int,
+    pillow: Any,
+    torchvision: Any,
+) -> Measured:
+    ref, files = _screenshot(store, *size)
+    item, image = family.item(ref), store.image(ref)
+    patches = family.patches(image, item)
+    layout = family.layout(*size)
+    fitted_size = (layout.width, layout.height)
+    # An image that has the fitted size already: what is left to do is the gather.
+    fitted = store.put(image.resize(fitted_size))
+    fitted_item, fitted_image = family.item(fitted), store.image(fitted)
+    timed: Timed = {
+        "ours": lambda: family.patches(image, item),
+        "gather": lambda: family.patches(fitted_image, fitted_item),
+        "digest": lambda: pixel_digest(item, patches),
+        "read": lambda: store.get(ref),
+        "decode png": lambda: open_rgb(files["png"]),
+        "decode jpeg": lambda: open_rgb(files["jpeg"]),
+        "pillow": lambda: pillow(image),
+    }
+    if torchvision is not None:
+        timed["torchvision"] = lambda: torchvision(image)
+    ms, wall_ms = take_turns(timed, repeats)
+    rows: Any = family
+    ours = rows.rows(patches)
+    theirs = pillow(image).numpy()
+    other = None if torchvision is None else torchvision(image).numpy()
+    return Measured(
+        size=f"{size[0]}x{size[1]}",
+        is_resized=fitted_size != size,
+        ms=ms,
+        wall_ms=wall_ms,
+        sent_mb=patches.nbytes / 1e6,
+        float_mb=theirs.nbytes / 1e6,
+        is_equal=ours.shape == theirs.shape and bool((ours == theirs).all()),
+        off=None if other is None else float(abs(other - ours).max()),
+    )
+
+
+def take_turns(timed: Timed, repeats: int) -> tuple[dict[str, float], dict[str, float]]:
+    """Medians of CPU and of wall time; one call a round, so that a busy moment meets all."""
+    spent: dict[str, list[tuple[float, float]]] = {name: [] for name in timed}
+    for number in range(repeats + 1):
+        for name, function in timed.items():
+            began = time.process_time(), time.perf_counter()
+            function()
+            ended = time.process_time(), time.perf_counter()
+            if number:  # the first round warms up
+                spent[name].append((ended[0] - began[0], ended[1] - began[1]))
+    cpu, wall = (
+        {name: 1e3 * statistics.median(one[clock] for one in all_) for name, all_ in spent.items()}
+        for clock in (0, 1)
+    )
+    return cpu, wall
+
+
+def decoded_table(found: list[Measured]) -> Table:
+    table = Table(title="from a decoded image to what is sent")
+    columns = ("image", "resized", "ours", "resize", "gather", "Pillow", "times", "by wall clock")
+    for name in (*columns, "torchvision", "times", "sent MB", "as floats"):
+        table.add_column(name, justify="right")
+    for one in found:
+        ms = one.ms
+        other = ms.get("torchvision")
+        table.add_row(
+            one.size,
+            "yes" if one.is_resized else "no",
+            f"{ms['ours']:.2f}",
+            f"{max(ms['ours'] - ms['gather'], 0):.2f}" if one.is_resized else "-",
+            f"{ms['gather']:.2f}",
+            f"{ms['pillow']:.1f}",
+            f"{ms['pillow'] / ms['ours']:.1f}x",
+            f"{one.wall_ms['pillow'] / one.wall_ms['ours']:.1f}x",
+            "absent" if other is None else f"{other:.1f}",
+            "-" if other is None else f"{other / ms['ours']:.1f}x",
+            f"{one.sent_mb:.2f}",
+            f"{one.float_mb:.1f}",
+        )
+    return table
+
+
+def bytes_table(found: list[Measured]) -> Table:
+    """Ours with the digest, which transformers does not make; theirs with the same decoding."""
+    table = Table(title="from the bytes of a file, digest included")
+    shares = ("read", "decode", "resize", "gather", "digest")
+    for name in ("image", "file", "ours", *shares, "Pillow", "times"):
+        table.add_column(name, justify="right")
+    for one in found:
+        for kind in ("png", "jpeg"):
+            parts = stages(one, kind)
+            ours = sum(parts.values())
+            theirs = one.ms["read"] + one.ms[f"decode {kind}"] + one.ms["pillow"]
+            table.add_row(
+                one.size,
+                kind.upper(),
+                f"{ours:.1f}",
+                *(f"{100 * parts[name] / ours:.0f}%" for name in shares),
+                f"{theirs:.1f}",
+                f"{theirs / ours:.1f}x",
+            )
+    return table
+
+
+def stages(one: Measured, kind: str) -> dict[str, float]:
+    """What the parts of our way cost, in ms; read is with the check of the bytes' digest."""
+    ms = one.ms
+    resize = max(ms["ours"] - ms["gather"], 0.0) if one.is_resized else 0.0
+    return {
+        "read": ms["read"],
+        "decode": ms[f"decode {kind}"],
+        "resize": resize,
+        "gather": ms["ours"] - resize,
+        "digest": ms["digest"],
+    }
+
+
+def closing_lines(found: list[Measured]) -> list[str]:
+    lines = [
+        f"{one.size}: {'bit-equal to' if one.is_equal else 'DIFFERS FROM'} the Pillow processor, "
+        "after our table"
+        + ("" if one.off is None else f"; torchvision is off by {one.off:.2g} at most")
+        for one in found
+    ]
+    if any(one.off is None for one in found):
+        lines.append("torchvision is not importable here: its column is absent")
+    return lines
+
+
+def _screenshot(store: MediaStore, width: int, height: int) -> tuple[MediaRef, dict[str, bytes]]:
+    """A page in RGB, its ref, and its bytes as PNG and as JPEG."""
+    page = store.image(store.put(Screenshots(1, width, height).draw(random.Random(0))))
+    ref = store.put(page)
+    jpeg = io.BytesIO()
+    page.save(jpeg, "JPEG", quality=JPEG_QUALITY)
+    return ref, {"png": store.get(ref), "jpeg": jpeg.getvalue()}
+
+
+def _size(text: str) -> tuple[int, int]:
+    width, _, height = text.partition("x")
+    if not (width.isdigit() and height.isdigit() and int(width) and int(height)):
+        raise ConfigError(f"--sizes {text}", "write WIDTHxHEIGHT, such as 1280x800")
+    return int(width), int(height)

@@ -1,0 +1,177 @@
+"""`python -m benchmarks publish`: from an optimizer step to the first token of the new version."""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import secrets
+import statistics
+import sys
+import tempfile
+import time
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import torch
+from rich.console import Console
+from rich.table import Table
+
+from benchmarks.store import serve
+from sightline.bench.harness.workspace import check_at_least, write_tiny
+from sightline.compute.broadcast import Broadcaster
+from sightline.compute.host_copy import HostCopy
+from sightline.compute.model import MODEL_DTYPES, load_model
+from sightline.compute.shared_weights import SharedWeights
+from sightline.compute.weights import StorePublisher
+from sightline.families import load_family
+from sightline.launch.processes import temporary_server
+from sightline.media.stored_file import open_blobs
+from sightline.rollout.client import GenerateClient
+from sightline.trainer.background_task import BackgroundTask
+from sightline.trainer.publish import AsyncPublisher
+from sightline.wire.generate import GenerateRequest, SamplingParams
+from sightline.wire.weights import Manifest
+
+RUN = "be0c4"
+FILES, FOLDER, SERVICE = "files", "store: a folder", "store: a service"
+BROADCAST, SHARED = "broadcast", "ipc"
+COMPRESSED = "store: deltas"
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.description = (
+        "Publishes versions of a model to a server on this machine in every way, with all of the "
+        "weights changed and with a share of the tensors, and prints the bytes that the trainer "
+        "sends and the server fetches, and the seconds from the end of the optimizer step to the "
+        "first token of the new version."
+    )
+    parser.add_argument("--model", type=Path, help="checkpoint; default: a new one of --size")
+    parser.add_argument("--size", default="tiny", help="default: %(default)s")
+    parser.add_argument("--repeats", type=int, default=5, help="default: %(default)s")
+    parser.add_argument(
+        "--changed", type=float, nargs="+", default=[1.0, 0.1], metavar="SHARE",
+        help="of the tensors (default: 1 0.1)",
+    )  # fmt: skip
+    parser.add_argument(
+        "--lr", type=float, default=1e-6,
+        help="spread of a step's change of a weight, in float32 (default: %(default)s)",
+    )  # fmt: skip
+    parser.add_argument("--threads", type=int, default=1, help="default: %(default)s")
+    parser.add_argument("--device", default="cpu", help="default: %(default)s")
+    parser.add_argument("--dtype", default="float32", choices=("float32", "bfloat16"))
+
+
+def run(args: argparse.Namespace) -> int:
+    check_at_least(args, 1, "repeats", "threads")
+    table = Table(title="From the optimizer step to the first token of its version, medians")
+    columns = ("MB of weights", "MB sent", "MB fetched", "written, s", "first token, s")
+    for column in ("way", "changed", *columns):
+        table.add_column(column, justify="left" if column == "way" else "right")
+    with tempfile.TemporaryDirectory(prefix="sightline-bench-") as scratch:
+        args.model = args.model or write_tiny(Path(scratch) / "model", args.size)
+        for way in (FILES, FOLDER, SERVICE, COMPRESSED, BROADCAST, SHARED):
+            print(way, file=sys.stderr, flush=True)
+            with open_way(args, way, Path(scratch)) as publishing:
+                for share in args.changed:
+                    table.add_row(way, f"{share:.0%}", *publishing.measure(share, args.repeats))
+    console = Console()
+    console.width = max(console.width, 100)
+    console.print(table)
+    return 0
+
+
+@dataclass
+class PublishTrial:
+    """A model whose versions go to one server."""
+
+    publisher: AsyncPublisher
+    model: torch.nn.Module
+    url: str
+    lr: float
+    version: int = 0
+    _stored: set[str] = field(default_factory=set)
+
+    def measure(self, share: float, repeats: int) -> list[str]:
+        """The cells of a row, from the columns of bytes on."""
+        found = [asyncio.run(self._publish_next(share)) for _ in range(repeats + 1)]
+        total, sent, fetched, written, first = (
+            statistics.median(column) for column in zip(*found[1:], strict=True)
+        )
+        sizes = [f"{size / 1e6:.2f}" for size in (total, sent, fetched)]
+        return [*sizes, f"{written:.3f}", f"{first:.3f}"]
+
+    async def _publish_next(self, share: float) -> tuple[float, float, float, float, float]:
+        """Bytes of the weights, those that were sent and those that were fetched; seconds until the
+        files were written, and until the first token."""
+        self.version += 1
+        tensors = list(self.model.parameters())
+        with torch.no_grad():
+            for tensor in tensors[: max(1, round(share * len(tensors)))]:
+                tensor.add_(torch.randn_like(tensor), alpha=self.lr)
+        client, told = GenerateClient(self.url), asyncio.get_running_loop().create_future()
+        loop = asyncio.get_running_loop()
+
+        def tell(path: Path, manifest: Manifest) -> None:
+            loop.call_soon_threadsafe(told.set_result, (path, manifest))
+
+        try:
+            await client.lease(RUN, 60.0)
+            began = time.perf_counter()
+            self.publisher.put(self.model, self.version, 0, tell)
+            path, manifest = await told
+            written = time.perf_counter() - began
+            await client.adopt(str(path))
+            request = GenerateRequest.of([1, 2, 3], [], SamplingParams(max_tokens=1))
+            versions = (await client.generate(request)).choices[0].weight_versions
+            first = time.perf_counter() - began
+        finally:
+            await client.close()
+        assert versions is not None and versions[0].version == manifest.label
+        self.publisher.background_task.wait()
+        total = sum(tensor.nbytes for tensor in self.publisher.copy.tensors().values())
+        return total, *self._count_bytes(manifest, total), written, first
+
+    def _count_bytes(self, manifest: Manifest, total: int) -> tuple[float, float]:
+        """Bytes that the version before did not have, as they were sent and as they were fetched;
+        all of them for other ways than the store."""
+        if self.publisher.store is None:
+            return total, total
+        sizes = dict(self.publisher.store.blobs.iter_sizes())
+        new = {digest for file in manifest.files for digest in file.stored} - self._stored
+        replaced = {part for file in manifest.files for part in file.deltas}
+        self._stored |= new
+        return sum(sizes[one] for one in new), sum(sizes[one] for one in new - replaced)
+
+
+@contextmanager
+def open_way(args: argparse.Namespace, way: str, scratch: Path) -> Iterator[PublishTrial]:
+    """A server, and what publishes to it."""
+    with ExitStack() as stack:
+        root = scratch / f"run-{secrets.token_hex(4)}"
+        media, token = str(root / "media"), ""
+        more = ["--weights-root", str(root), "--max-model-len", "256", "--device", args.device]
+        more += ["--dtype", args.dtype]
+        if way in (SERVICE, COMPRESSED):
+            secret = scratch / "token"
+            secret.write_text(secrets.token_hex(16))
+            media, token = stack.enter_context(serve(root, secret)), secret.read_text()
+            more += ["--media-token", f"file:{secret}"]
+        url = stack.enter_context(temporary_server(args.model, media, more, args.threads))
+        family = load_family(args.model)
+        # As the optimizer's weights are; what leaves is rounded to --dtype.
+        model = load_model(args.model, family, args.device, "float32").model
+        store = None
+        if way in (FOLDER, SERVICE, COMPRESSED):
+            store = StorePublisher(open_blobs(media, token), has_deltas=way == COMPRESSED)
+        publisher = AsyncPublisher(
+            root / "weights",
+            MODEL_DTYPES[args.dtype],
+            BackgroundTask("publish"),
+            broadcaster=Broadcaster("127.0.0.1") if way == BROADCAST else None,
+            store=store,
+            run=RUN,
+            copy=SharedWeights(root / "weights") if way == SHARED else HostCopy(),
+        )
+        yield PublishTrial(publisher, model, url, args.lr)

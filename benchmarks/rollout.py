@@ -1,0 +1,285 @@
+"""`python -m benchmarks rollout`: memory and network traffic of long rollouts."""
+
+from __future__ import annotations
+
+import argparse
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+from rich.box import SIMPLE_HEAD
+from rich.console import Console
+from rich.table import Table
+
+from benchmarks.harness.rehearsal import RehearsalFigures, RehearsalPlan, rehearse
+from sightline.bench.harness.workspace import work_folder, write_tiny
+from sightline.errors import ConfigError
+from sightline.view.chart import Series, line_chart
+
+PROGRESS_S = 10.0
+TABLE_WIDTH = 130
+MB = 1e6
+
+Measure = Callable[["RehearsalFigures"], float]
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.description = (
+        "Plays rollouts that show a screenshot every turn, with one, a tenth, a "
+        "quarter, half and all of the turns, through the real orchestrator, worker, store and "
+        "renderer. A program without a model answers for the policy."
+    )
+    parser.add_argument("--rollouts", type=int, default=64, help="default: %(default)s")
+    parser.add_argument("--turns", type=int, default=100, help="default: %(default)s")
+    parser.add_argument(
+        "--agents",
+        type=int,
+        default=4,
+        help="rollouts of the second part, played by agents that send their history with every "
+        "request; 0 leaves it out; default: %(default)s",
+    )
+    parser.add_argument("--width", type=int, default=1280, help="default: %(default)s")
+    parser.add_argument("--height", type=int, default=720, help="default: %(default)s")
+    parser.add_argument(
+        "--model", type=Path, help="checkpoint whose renderer is used; default: a tiny new one"
+    )
+    parser.add_argument("--dir", type=Path, help="keep the files of the runs in this folder")
+    parser.add_argument(
+        "--plot", type=Path, help="write the figures as SVG charts into this folder"
+    )
+
+
+def run(args: argparse.Namespace) -> int:
+    with work_folder(args.dir) as folder:
+        measured = measure(args, folder)
+        by_agents = measure_agents(args, folder) if args.agents else []
+    console = Console()
+    # Rows that are cut or folded cannot be compared: a narrow terminal wraps them itself.
+    console.width = max(console.width, TABLE_WIDTH)
+    for table in (wire_table(measured), cpu_table(measured), memory_table(measured)):
+        console.print(table)
+    for line in closing_lines(measured):
+        console.print(line, highlight=False, soft_wrap=True)
+    if by_agents:
+        console.print(agent_table(by_agents))
+    if args.plot:
+        write_plots(measured, args.plot)
+        if by_agents:
+            write_agent_plot(by_agents, args.plot)
+        console.print(f"charts: {args.plot}", highlight=False)
+    return 1 if any(_encoded_images(figures) for figures in (*measured, *by_agents)) else 0
+
+
+def measure(args: argparse.Namespace, folder: Path) -> list[RehearsalFigures]:
+    _check(args)
+    if args.model is None:
+        args.model = write_tiny(folder / "model")
+    return [_play(args, args.rollouts, turns, folder) for turns in turn_counts(args.turns)]
+
+
+def measure_agents(args: argparse.Namespace, folder: Path) -> list[RehearsalFigures]:
+    """The same with agents that play through the chat endpoint, and send all images every turn."""
+    return [_play(args, args.agents, turns, folder, True) for turns in turn_counts(args.turns)]
+
+
+def _play(
+    args: argparse.Namespace, rollouts: int, turns: int, folder: Path, uses_agents: bool = False
+) -> RehearsalFigures:
+    plan = RehearsalPlan(rollouts, turns, args.width, args.height, uses_agents=uses_agents)
+    by = " by agents at the chat endpoint" * uses_agents
+    print(f"{rollouts} rollouts of {turns} turns at {args.width}x{args.height}{by}")
+    place = folder / f"{'agents' if uses_agents else 'turns'}_{turns}"
+    figures = rehearse(plan, args.model, place, _progress(plan.num_turns))
+    print(f"  {plan.num_turns:,} turns in {figures.seconds:.0f} s", flush=True)
+    return figures
+
+
+def turn_counts(turns: int) -> list[int]:
+    return sorted({1, *(max(1, turns // part) for part in (10, 4, 2, 1))})
+
+
+def _check(args: argparse.Namespace) -> None:
+    least_of = {"rollouts": 2, "turns": 1, "width": 32, "height": 32}
+    for name, least in (least_of | {"agents": 2} if args.agents else least_of).items():
+        if getattr(args, name) < least:
+            raise ConfigError(f"--{name} {getattr(args, name)}", f"take at least {least}")
+
+
+def _progress(total: int) -> Callable[[int], None]:
+    began = last = time.monotonic()
+
+    def show(turns: int) -> None:
+        nonlocal last
+        now = time.monotonic()
+        if now - last >= PROGRESS_S:
+            last = now
+            print(f"  {turns:,} of {total:,} turns, {now - began:.0f} s", flush=True)
+
+    return show
+
+
+# --- tables
+
+
+def memory_table(measured: list[RehearsalFigures]) -> Table:
+    table = _table("Peak memory (VmHWM), all rollouts in flight at once", measured)
+    table.add_row("longest prompt, tokens", *(f"{f.policy.longest_prompt:,}" for f in measured))
+    for name in measured[0].memory:
+        peaks = [f.memory[name] for f in measured]
+        grown = [memory.peak - memory.start for memory in peaks]
+        per_turn = [g / f.plan.num_turns for g, f in zip(grown, measured, strict=True)]
+        table.add_row(f"{name}: at start, MB", *(f"{m.start / MB:.1f}" for m in peaks))
+        table.add_row(f"{name}: peak, MB", *(f"{m.peak / MB:.1f}" for m in peaks))
+        table.add_row(f"{name}: grown, KB a turn", *(f"{g / 1e3:.1f}" for g in per_turn))
+    held = (_size(f.resent.held_floats / MB) for f in measured)
+    table.add_row("all images held as float32, MB *", *held)
+    return table
+
+
+FLAT: tuple[tuple[str, Measure], ...] = (
+    ("worker -> store, new images", lambda f: f.stored),
+    (
+        "worker -> policy, all else",
+        lambda f: f.policy.received_bytes - f.policy.id_bytes - f.policy.reference_bytes,
+    ),
+    ("policy -> worker, all else", lambda f: f.policy.sent_bytes - f.policy.digest_bytes),
+    ("orchestrator -> worker", lambda f: f.to_worker),
+    ("worker -> orchestrator, traces", lambda f: f.to_orchestrator),
+    ("orchestrator -> disk, traces", lambda f: f.traces),
+    ("orchestrator -> disk, batch", lambda f: f.batch),
+)
+GROWING: tuple[tuple[str, Measure], ...] = (
+    ("worker -> policy, prompt ids", lambda f: f.policy.id_bytes),
+    ("worker -> policy, references", lambda f: f.policy.reference_bytes),
+    ("policy -> worker, pixel digests", lambda f: f.policy.digest_bytes),
+)
+"""What a request that is complete in itself, and its answer, repeat of the history."""
+RESENT: tuple[tuple[str, Measure], ...] = (
+    ("all images every turn, data URLs *", lambda f: f.resent.data_urls),
+    ("all images every turn, float32 *", lambda f: f.resent.floats),
+)
+
+
+def wire_table(measured: list[RehearsalFigures]) -> Table:
+    table = _table("Bytes on each wire, KB a turn", measured)
+    for heading in ("growth", "MB in all"):
+        table.add_column(heading, justify="right", no_wrap=True)
+    for rows in (FLAT, GROWING, RESENT):
+        for label, of in rows:
+            table.add_row(label, *_cells(measured, of, 1e3), _size(of(measured[-1]) / MB))
+        table.add_section()
+    return table
+
+
+CPU: tuple[tuple[str, Measure], ...] = (
+    ("orchestrator", lambda f: f.cpu_s["orchestrator"]),
+    ("worker", lambda f: f.cpu_s["worker-0"]),
+)
+"""The worker's grows with the ids and references that a request repeats."""
+
+
+def cpu_table(measured: list[RehearsalFigures]) -> Table:
+    table = _table("CPU time, ms a turn", measured)
+    table.add_column("growth", justify="right", no_wrap=True)
+    for label, of in CPU:
+        table.add_row(label, *_cells(measured, of, 1e-3))
+    return table
+
+
+AGENT_ROWS: tuple[tuple[str, Measure, float], ...] = (
+    ("agent -> endpoint, new images, KB", lambda f: f.first_sent, 1e3),
+    ("agent -> endpoint, the history again, KB", lambda f: f.from_agents - f.first_sent, 1e3),
+    ("endpoint -> agent, answers, KB", lambda f: f.to_agents, 1e3),
+    ("worker -> store, new images, KB", lambda f: f.stored, 1e3),
+    ("CPU of the worker, ms", lambda f: f.cpu_s["worker-0"], 1e-3),
+)
+
+
+def agent_table(measured: list[RehearsalFigures]) -> Table:
+    title = f"{measured[0].plan.rollouts} agents at the chat endpoint, a turn"
+    table = _table(title, measured)
+    table.add_column("growth", justify="right", no_wrap=True)
+    for label, of, unit in AGENT_ROWS:
+        table.add_row(label, *_cells(measured, of, unit))
+    return table
+
+
+def write_agent_plot(measured: list[RehearsalFigures], folder: Path) -> None:
+    points = [(f.plan.turns, (f.from_agents - f.first_sent) / f.plan.num_turns / MB)
+              for f in measured]  # fmt: skip
+    svg = line_chart(
+        "MB a turn that agents send again, by turns",
+        [Series("agent -> endpoint, history", points)],
+        y_range=(0.0, 0.0), width=720, height=300,
+    )  # fmt: skip
+    (folder / "bench_rollout_agents.svg").write_text(svg)
+
+
+def write_plots(measured: list[RehearsalFigures], folder: Path) -> None:
+    """One chart for bytes that stay flat, one for those that grow, one each for CPU and memory."""
+    folder.mkdir(parents=True, exist_ok=True)
+
+    def chart(name: str, title: str, rows: Sequence[tuple[str, Measure]], unit: float) -> None:
+        series = [
+            Series(
+                label,
+                [(f.plan.turns, of(f) / f.plan.num_turns / unit) for f in measured],
+                colour=number % 4,
+            )
+            for number, (label, of) in enumerate(rows)
+        ]
+        svg = line_chart(title, series, y_range=(0.0, 0.0), width=720, height=300)
+        (folder / f"bench_rollout_{name}.svg").write_text(svg)
+
+    chart("flat", "KB a turn, by turns of a rollout", FLAT[1:], 1e3)
+    chart("growing", "KB a turn that repeat the history, by turns", GROWING, 1e3)
+    chart("cpu", "CPU ms a turn, by turns of a rollout", CPU, 1e-3)
+    grown = [(name, _grown(name)) for name in measured[0].memory]
+    chart("memory", "Memory grown, KB a turn, by turns of a rollout", grown, 1e3)
+
+
+def _grown(name: str) -> Measure:
+    return lambda figures: figures.memory[name].peak - figures.memory[name].start
+
+
+def _table(title: str, measured: list[RehearsalFigures]) -> Table:
+    table = Table(title=title, title_justify="left", title_style="bold", box=SIMPLE_HEAD)
+    table.add_column("", no_wrap=True)
+    for figures in measured:
+        table.add_column(f"{figures.plan.turns} turns", justify="right", no_wrap=True)
+    return table
+
+
+def _cells(measured: list[RehearsalFigures], of: Measure, unit: float) -> list[str]:
+    """The cost of a turn at each length, and the longest's over that of a tenth of it."""
+    per_turn = [of(figures) / figures.plan.num_turns for figures in measured]
+    # A rollout of one turn pays alone for what a rollout costs once.
+    base = per_turn[min(1, len(per_turn) - 1)]
+    return [*(_size(cost / unit) for cost in per_turn), f"x {per_turn[-1] / (base or 1):.1f}"]
+
+
+def _size(value: float) -> str:
+    return f"{value:,.2f}" if value < 1000 else f"{value:,.0f}"
+
+
+def closing_lines(measured: list[RehearsalFigures]) -> list[str]:
+    base, longest = measured[min(1, len(measured) - 1)], measured[-1]
+    policy, resent = longest.policy, longest.resent
+    references = max(policy.reference_bytes, 1)
+    return [
+        f"growth: the cost of a turn at {longest.plan.turns} turns to those at "
+        f"{base.plan.turns}; x 1.0 is flat",
+        "* counted, neither held nor sent: every turn posts all screenshots so far, as PNG or as "
+        "float32 rows, in base64",
+        f"{longest.stored_images:,} images of {longest.stored / longest.stored_images / 1e3:.0f} "
+        f"KB, each stored once and named {policy.slots:,} times to the policy, "
+        f"{references / policy.slots:.0f} bytes each",
+        f"images sent again would be {resent.data_urls / references:,.0f} (data URLs) and "
+        f"{resent.floats / references:,.0f} (float32) times the bytes of the references",
+        f"encoded images in messages, batches and traces: "
+        f"{sum(_encoded_images(figures) for figures in measured)}",
+    ]
+
+
+def _encoded_images(figures: RehearsalFigures) -> int:
+    return figures.encoded_images + figures.policy.encoded_images

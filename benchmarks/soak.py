@@ -1,0 +1,295 @@
+"""`python -m benchmarks soak`: memory, descriptors and threads of every process of a long run.
+
+Bounded caches fill for minutes, and would look like a leak, and so would a policy whose rollouts
+change: those of the run are full by the end of the warm-up, and it hardly learns.
+"""
+
+from __future__ import annotations
+
+import argparse
+import csv
+import math
+import signal
+import statistics
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from dataclasses import astuple, dataclass, fields
+from pathlib import Path
+from typing import Any
+
+from rich.box import SIMPLE_HEAD
+from rich.console import Console
+from rich.table import Table
+
+from benchmarks.harness.process_watch import ProcessSample, ProcessWatch
+from benchmarks.harness.warm_model import build_warm_model
+from sightline import config
+from sightline.bench.harness.workspace import check_at_least, work_folder
+from sightline.config import RunFile
+from sightline.errors import ProcessFailed
+from sightline.run.run_dir import RunDir
+from sightline.view.chart import NUM_COLOURS, Series, line_chart
+from sightline.view.events import by_step, read_events
+
+WARMUP_FRACTION = 0.5
+"""The first part of the time, in which caches fill and a trainer's memory comes to rest (about 100
+steps); growth is looked for in the rest."""
+WINDOW_S = 60.0
+"""Memory swings within a step: of each window the least counts."""
+MIN_WINDOWS = 5
+NUM_STANDARD_ERRORS = 2.0
+"""By so many a growth must be over its bound: a trainer's least swings by 5 MB from
+window to window, and a line through 15 of them by 18 MB an hour."""
+STOP_S = 300.0
+NEVER = 10**9
+PROCESSES = ("rl", "orchestrator", "server", "trainer", "worker-0")
+PRIMITIVES = "ONEDNN_PRIMITIVE_CACHE_CAPACITY=64"
+"""Products, by shape, whose kernels oneDNN keeps in a process: 1,024 of its own, which take 16 MB
+and minutes to come by."""
+LR = 1e-6
+"""A policy that learns changes its batches: more tokens would train as more rewards differ."""
+MAX_NUM_SEQS = 256
+"""Sequences of the server's KV cache, which grows with their number; a step fills it."""
+
+
+ENV = {"name": "color_codeword"}
+WARMUP: dict[str, dict[str, Any]] = {
+    "run": {"steps": 60},
+    "env": ENV,
+    "sft": {"batch_size": 64},
+    "trainer": {"lr": 4e-3},
+}
+SETTINGS: dict[str, dict[str, Any]] = {
+    "env": ENV,
+    "rollout": {"max_tokens": 8},
+    "orchestrator": {"groups_per_step": 16, "group_size": 8, "credit": "turn"},
+    "trainer": {"lr": LR, "kl_coef": 0.05},
+    "inference": {"max_num_seqs": MAX_NUM_SEQS, "max_model_len": 128},
+    "eval": {"tasks": 0},
+}
+"""The run file of the example for two cores, without evaluations."""
+
+
+@dataclass(frozen=True)
+class Measure:
+    title: str
+    unit: str
+    read: Callable[[ProcessSample], float]
+    max_growth: float
+    """What a process may grow by in an hour and be called flat."""
+
+
+MEASURES = {
+    # At the pace of a quiet machine, 10,000 requests a minute, 32 bytes a request.
+    "memory": Measure("Memory (RSS), MB", "MB", lambda s: s.rss_bytes / 1e6, 20.0),
+    # One that is opened once, and stays, makes 4 an hour of 30 minutes.
+    "descriptors": Measure("Open descriptors", "descriptors", lambda s: s.descriptors, 5.0),
+    "threads": Measure("Threads", "threads", lambda s: s.threads, 5.0),
+}
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.description = (
+        "Plays `sightline rl` on color_codeword, with images, for so long, samples memory, "
+        "descriptors and threads of all its processes, and prints how fast they grow; ends with 1 "
+        "where one grows, or was not there from first to last."
+    )
+    parser.add_argument("--minutes", type=float, default=30.0, help="default: %(default)s")
+    parser.add_argument("--every-s", type=float, default=2.0, help="default: %(default)s")
+    parser.add_argument(
+        "--model", type=Path, help="checkpoint; default: a tiny one, warmed up here"
+    )
+    parser.add_argument("--dir", type=Path, help="keep the run in this folder")
+    parser.add_argument(
+        "--plot", type=Path, help="write soak.csv and the SVG charts into this folder"
+    )
+
+
+def run(args: argparse.Namespace) -> int:
+    check_at_least(args, 0, "minutes", "every_s")
+    watch, problems = ProcessWatch(args.every_s), []
+    with work_folder(args.dir) as folder:
+        model = args.model or build_warm_model(folder, WARMUP)
+        try:
+            play(folder, model, args.minutes * 60, watch)
+        finally:  # what was seen of a run that failed says why
+            if watch.samples:
+                problems = show(watch, count_steps(folder))
+                if args.plot:
+                    write_files(watch, args.plot)
+                    print(f"charts: {args.plot}")
+    return int(bool(problems))
+
+
+def play(folder: Path, model: Path, seconds: float, watch: ProcessWatch) -> None:
+    """Plays a run for so long after its first step, then stops it."""
+    values: dict[str, Any] = {
+        **SETTINGS,
+        "run": {"name": "soak", "dir": str(folder), "seed": 0, "steps": NEVER},
+        "model": {"path": str(model.resolve())},
+    }
+    file, log = folder / "soak.toml", folder / "soak.log"
+    file.write_text(config.dump_toml(config.validate_config(RunFile, values, "soak")))
+    with open(log, "wb") as out:
+        job = subprocess.Popen(
+            ["env", PRIMITIVES, sys.executable, "-m", "sightline", "rl", str(file), "--plain"],
+            stdin=subprocess.DEVNULL, stdout=out, stderr=subprocess.STDOUT,
+        )  # fmt: skip
+        try:
+            while not count_steps(folder):
+                _check_alive(job, log)
+                time.sleep(0.5)
+            with watch.watching():
+                until = time.monotonic() + seconds
+                while time.monotonic() < until:
+                    _check_alive(job, log)
+                    time.sleep(min(1.0, max(0.0, until - time.monotonic())))
+            job.send_signal(signal.SIGINT)
+            job.wait(STOP_S)
+        except subprocess.TimeoutExpired:
+            problem = f"the run has not ended {STOP_S:g} s after SIGINT"
+            raise ProcessFailed(problem, "look at its logs; --dir keeps them") from None
+        finally:
+            job.kill()
+            job.wait()
+
+
+def count_steps(folder: Path) -> int:
+    metrics = RunDir(folder / "soak-001").metrics
+    return len(by_step(read_events(metrics), "step")) if metrics.exists() else 0
+
+
+def _check_alive(job: subprocess.Popen[bytes], log: Path) -> None:
+    if job.poll() is not None:
+        last = log.read_text(errors="replace").strip()[-2000:]
+        raise ProcessFailed(f"the run ended with {job.returncode}:\n{last}", "mend what it names")
+
+
+def show(watch: ProcessWatch, steps: int) -> list[str]:
+    """Prints what each process held, and the verdict; returns what is wrong."""
+    found, ended = find_lasting(watch), watch.samples[-1].seconds
+    table = Table(box=SIMPLE_HEAD, title=f"{ended / 60:.1f} minutes, {steps} steps")
+    for column in (
+        "", "MB at first", "after the warm-up", "at the end", "most", "MB an hour",
+        "descriptors", "threads",
+    ):  # fmt: skip
+        table.add_column(column, justify="left" if not column else "right", no_wrap=True)
+    for name, samples in found.items():
+        memory = [sample.rss_bytes / 1e6 for sample in samples]
+        first = next(s for s in samples if s.seconds >= WARMUP_FRACTION * ended)
+        slope = measure_growth(samples, MEASURES["memory"])
+        values = (memory[0], first.rss_bytes / 1e6, memory[-1], max(memory))
+        table.add_row(
+            name,
+            *(f"{value:.1f}" for value in values),
+            str(slope),
+            f"{first.descriptors} to {samples[-1].descriptors}",
+            f"{first.threads} to {samples[-1].threads}",
+        )
+    problems = [*find_missing(found), *find_growth(found)]
+    is_judged = find_window_s(ended) == WINDOW_S
+    console = Console()
+    console.width = max(console.width, 120)
+    console.print(table)
+    for line in (
+        f"MB an hour are those of the least of every {find_window_s(ended):.1f} s, after the first "
+        f"{WARMUP_FRACTION:.0%} of the time, with the standard error of a line. Caches are full by "
+        f"then: a KV cache of {MAX_NUM_SEQS} "
+        f"sequences, and {PRIMITIVES} a process (1,024 without it: about 16 MB more).",
+        *problems,
+        f"flat: {'no' if problems else 'yes' if is_judged else 'too short a time to say'}",
+    ):
+        console.print(line, highlight=False, soft_wrap=True)
+    return problems
+
+
+def find_lasting(watch: ProcessWatch) -> dict[str, list[ProcessSample]]:
+    """The samples of each process that was there from first to last, by its name."""
+    began, ended = watch.samples[0].seconds, watch.samples[-1].seconds
+    found: dict[str, list[ProcessSample]] = {}
+    for name_and_pid, samples in watch.by_process().items():
+        if (samples[0].seconds, samples[-1].seconds) == (began, ended):
+            name = samples[0].name
+            found[name_and_pid if name in found else name] = samples
+    return found
+
+
+def find_missing(found: dict[str, list[ProcessSample]]) -> list[str]:
+    return [f"{name}: not there from first to last" for name in PROCESSES if name not in found]
+
+
+def find_growth(found: dict[str, list[ProcessSample]]) -> list[str]:
+    """What grows by more than it may, beyond what the swings of its windows explain; nothing where
+    the time has too few windows to say."""
+    problems = []
+    for name, samples in found.items():
+        for measure in MEASURES.values() if find_window_s(samples[-1].seconds) == WINDOW_S else ():
+            growth = measure_growth(samples, measure)
+            if growth.slope - NUM_STANDARD_ERRORS * growth.error > measure.max_growth:
+                problems.append(
+                    f"{name}: {growth} {measure.unit} more an hour, {measure.max_growth:g} may be"
+                )
+    return problems
+
+
+def find_window_s(ended: float) -> float:
+    """The length of a window: shorter where the time after the warm-up would have too few."""
+    return min(WINDOW_S, ended * (1 - WARMUP_FRACTION) / MIN_WINDOWS)
+
+
+@dataclass(frozen=True)
+class Growth:
+    """The slope of a line through the least of each window, and its standard error."""
+
+    slope: float
+    error: float
+
+    def __str__(self) -> str:
+        return f"{self.slope:.1f} ± {self.error:.1f}"
+
+
+def measure_growth(samples: list[ProcessSample], measure: Measure) -> Growth:
+    """By how much the least of each window grows in an hour, after the warm-up."""
+    ended = samples[-1].seconds
+    window_s = find_window_s(ended)
+    # Counted back from the end; one that the warm-up cuts short has too few samples for its least.
+    num_windows = int(ended * (1 - WARMUP_FRACTION) / window_s + 1e-9)
+    least: dict[int, float] = {}
+    for sample in samples:
+        window, value = int((ended - sample.seconds) / window_s), measure.read(sample)
+        if window < num_windows:
+            least[window] = min(value, least.get(window, value))
+    return fit_slope([(-at * window_s / 3600, value) for at, value in least.items()])
+
+
+def fit_slope(points: list[tuple[float, float]]) -> Growth:
+    """The line through the points with the least squares; flat where there are too few."""
+    if len(points) < 3:
+        return Growth(0.0, 0.0)
+    xs, ys = zip(*points, strict=True)
+    slope, base = statistics.linear_regression(xs, ys)
+    off = sum((y - base - slope * x) ** 2 for x, y in points) / (len(points) - 2)
+    width = sum((x - statistics.fmean(xs)) ** 2 for x in xs)
+    return Growth(slope, math.sqrt(off / width))
+
+
+def write_files(watch: ProcessWatch, folder: Path) -> None:
+    folder.mkdir(parents=True, exist_ok=True)
+    with open(folder / "soak.csv", "w", newline="") as file:
+        table = csv.writer(file)
+        table.writerow(field.name for field in fields(ProcessSample))
+        table.writerows(map(astuple, watch.samples))
+    for name, measure in MEASURES.items():
+        series = [
+            Series(
+                process,
+                [(s.seconds / 60, measure.read(s)) for s in samples],
+                "line" if number < NUM_COLOURS else "faint",
+                number,
+            )
+            for number, (process, samples) in enumerate(find_lasting(watch).items())
+        ]
+        svg = line_chart(measure.title, series, "minutes", (0.0, 0.0), width=720, height=300)
+        (folder / f"soak_{name}.svg").write_text(svg)

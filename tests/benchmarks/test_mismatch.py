@@ -1,0 +1,233 @@
+"""`python -m benchmarks mismatch`: each kind of mismatch, and the tables and charts."""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Iterator
+from pathlib import Path
+
+import msgspec
+import numpy as np
+import pytest
+import torch
+from making import samples
+
+from benchmarks import mismatch as bench
+from benchmarks.__main__ import main
+from benchmarks.harness.engine_sampler import change_filter
+from benchmarks.harness.mismatch_run import (
+    MAX_PIXELS,
+    GrainyCodeword,
+    Mismatch,
+    RunRecord,
+    StudyRun,
+    StudySize,
+    add_noise,
+    compare_gradients,
+    load_correction,
+)
+from benchmarks.mismatch import Cell, Result
+from sightline.algo.losses import LossInputs
+from sightline.compute.weights import read_weights
+from sightline.errors import ConfigError
+from sightline.families import load_family
+from sightline.media import MediaStore
+from sightline.wire.file import append_line
+
+SMALL = StudySize(steps=4, groups=2, group_size=2, eval_tasks=2, gradient_every=4)
+
+
+@pytest.fixture(autouse=True)
+def one_thread() -> Iterator[None]:
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
+
+
+def test_noise_has_its_standard_deviation_and_changes_nothing_else(
+    tiny_model: Path, store: MediaStore
+) -> None:
+    true = samples(tiny_model, store, 12)
+    noisy = add_noise(true, 0.3, np.random.default_rng(1))
+    added = np.concatenate(
+        [b.logprobs.numpy() - a.logprobs.numpy() for a, b in zip(true, noisy, strict=True)]
+    )
+    assert len(added) > 200
+    assert added.std() == pytest.approx(0.3, rel=0.15) and abs(added.mean()) < 0.1
+    restored = [
+        msgspec.structs.replace(b, logprobs=a.logprobs) for a, b in zip(true, noisy, strict=True)
+    ]
+    assert restored == true
+
+
+def test_another_filter_leaves_other_pixels_under_the_same_name(
+    tiny_model: Path, store: MediaStore
+) -> None:
+    family = load_family(tiny_model, max_pixels=MAX_PIXELS)
+    other = change_filter(family, "nearest")
+    item = family.item(store.put(GrainyCodeword().square("C", 0)))
+    image = store.image(item.ref)
+    other.check_item(item)
+    assert other.fingerprint == family.fingerprint
+    ours, theirs = (one.patches(image, item).astype(int) for one in (family, other))
+    assert ours.shape == theirs.shape and ours.size == 3 * MAX_PIXELS
+    # Bicubic averages the grain, the nearest pixel has all of it; no value of green is cut off.
+    green = slice(256, 512)
+    assert theirs[:, green].std() > 1.3 * ours[:, green].std()
+    assert np.array_equal(load_family(tiny_model, max_pixels=MAX_PIXELS).patches(image, item), ours)
+
+
+def test_a_lag_samples_from_the_version_that_is_so_much_older(
+    tiny_model: Path, tmp_path: Path
+) -> None:
+    run = StudyRun(tiny_model, tmp_path, SMALL, Mismatch(lag=2), "tis", seed=0)
+    record, seen = RunRecord(), []
+    try:
+        for step in range(1, SMALL.steps + 1):
+            traces = run.sample(step)
+            [version] = {version for trace in traces for version, _ in trace.policies}
+            assert version == max(0, step - 1 - 2)
+            served = dict(run.sampler.engine.runner.forward.model.named_parameters())
+            published = read_weights(run.versions.paths[version])[1]
+            assert all(torch.equal(served[name], published[name]) for name in published)
+            for i, trace in enumerate(traces):
+                trace.per_turn = [float(i % 2)]  # random weights earn nothing to learn from
+            seen.append(run.train(step, traces, record))
+    finally:
+        run.close()
+    assert seen[0] < 1e-6 < min(seen[1:])  # the first step is on-policy, the others are not
+    # Importance sampling mends a lag, as long as no ratio reaches the cap.
+    assert record.cosines == [pytest.approx(1.0, abs=1e-3)]
+
+
+def test_stale_features_are_those_of_the_tower_before(tiny_model: Path, tmp_path: Path) -> None:
+    run = StudyRun(tiny_model, tmp_path, SMALL, Mismatch(stale_features=1), "none", seed=0)
+    model = run.learner.forward.model
+    tower = {name for name, _ in run.learner.forward.vision_parameters()}
+    try:
+        for _ in range(2):
+            with torch.no_grad():
+                for parameter in model.parameters():
+                    parameter.add_(0.01)
+            run.versions.publish()
+        first, second, third = (read_weights(path)[1] for path in run.versions.paths)
+        for name, parameter in model.named_parameters():
+            assert torch.equal(third[name], parameter) == (name not in tower), name
+            assert torch.equal(second[name], first[name]) == (name in tower), name
+        run.sampler.engine.adopt(run.versions.paths[2])
+        patches, grid = run.learner.forward.blank_image() or pytest.fail("a tower")
+        with torch.no_grad():
+            stale = run.sampler.engine.runner.forward.encode(patches, [grid])
+            assert not torch.allclose(stale, run.learner.forward.encode(patches, [grid]))
+            for name, parameter in run.learner.forward.vision_parameters():
+                parameter.copy_(third[name])
+            assert torch.allclose(stale, run.learner.forward.encode(patches, [grid]), atol=1e-5)
+    finally:
+        run.close()
+
+
+def test_a_sampler_has_its_own_precision_and_its_weights_are_the_trainers(
+    tiny_model: Path, tmp_path: Path
+) -> None:
+    run = StudyRun(tiny_model, tmp_path, SMALL, Mismatch(dtype="bfloat16"), "none", seed=0)
+    try:
+        traces = run.sample(1)
+        kl = run.train(1, traces, RunRecord())
+        served = next(run.sampler.engine.runner.forward.model.parameters())
+        trained = next(run.learner.forward.model.parameters())
+    finally:
+        run.close()
+    assert (served.dtype, trained.dtype) == (torch.bfloat16, torch.float32)
+    assert 1e-9 < kl < 0.1
+
+
+@pytest.mark.parametrize("name", bench.CORRECTIONS)
+def test_without_mismatch_every_correction_is_the_policy_gradient(name: str) -> None:
+    logprobs = torch.tensor([-0.5, -1.0, -2.0, -0.1], requires_grad=True)
+    advantages = torch.tensor([1.0, -0.5, 0.25, -2.0])
+    inputs = LossInputs(logprobs, logprobs.detach(), advantages, torch.tensor([0, 0, 1, 1]))
+    token_loss, clipped = load_correction(name)(inputs)
+    [gradient] = torch.autograd.grad(token_loss.sum(), logprobs)
+    assert torch.equal(gradient, -advantages) and not clipped.any()
+
+
+def test_gradients_are_compared_by_direction_and_length() -> None:
+    assert compare_gradients(torch.tensor([0.0, 3.0]), torch.tensor([0.0, 2.0])) == (1.0, 1.5)
+    cosine, ratio = compare_gradients(torch.tensor([1.0, 1.0]), torch.tensor([1.0, 0.0]))
+    assert (cosine, ratio) == (pytest.approx(0.5**0.5), pytest.approx(2**0.5))
+
+
+def build_result(condition: str, correction: str, seed: int, level: float) -> Result:
+    rewards = [min(level, 0.1 * step) for step in range(1, 21)]
+    record = RunRecord(rewards, level, 0.01, 0.2, [level, level], [0.5, 0.7], 3.0)
+    return Result(condition, correction, seed, StudySize(), record)
+
+
+def test_results_become_tables_and_charts() -> None:
+    results = [build_result("exact", "none", seed, 1.0) for seed in (0, 1)]
+    for correction, level in (("none", 0.5), ("ppo", 0.95)):
+        results += [
+            build_result(condition, correction, seed, level + 0.04 * seed)
+            for condition in ("lag=1", "lag=8", "noise=0.3")
+            for seed in (0, 1)
+        ]
+    last, _, held_out, steps, cosine, *_, differences, runs = bench.format_tables(results)
+    assert "| `exact` | 1.000 (1.000–1.000) | – |" in last
+    assert "| `lag=8` | 0.520 (0.500–0.540) | 0.970 (0.950–0.990) |" in held_out
+    assert "| `lag=8` | never | 11.0 (11.0–11.0) |" in steps
+    assert "| `noise=0.3` | 0.520 (0.500–0.540) | 0.970 (0.950–0.990) |" in cosine
+    assert "| `lag=1` | 0.01 | 4 | 3.0 |" in runs
+    assert re.search(r"\| lag \| -0\.\d\d ± 0\.\d\d \(4\) \| [+-]0\.\d\d ± ", differences)
+    [same] = {
+        v
+        for one in differences.splitlines()
+        if "noise" in one
+        for v in re.findall(r"\((\d)\)", one)
+    }
+    assert same == "2", "one run a seed"
+    assert bench.format_range([3.0, math.inf, 5.0], 0) == "4 (3–5), 1 never"
+    charts = dict(bench.draw_charts(results))
+    kinds = {
+        f"mismatch_{k}_{m}" for k in ("lag", "noise") for m in ("reward", "gradient", "curves")
+    }
+    assert charts.keys() == kinds
+    assert all(picture.startswith("<svg") for picture in charts.values())
+    # A bar from the lowest to the highest seed at every level of both corrections.
+    assert charts["mismatch_lag_reward"].count('opacity=".6"') == 2 * 3
+
+
+def test_the_cells_of_a_seed_come_before_those_of_the_next() -> None:
+    cells = bench.list_cells(["exact", "lag=1"], ["none", "tis"], 2)
+    assert cells[:3] == [
+        Cell("exact", "none", 0), Cell("lag=1", "none", 0), Cell("lag=1", "tis", 0),
+    ]  # fmt: skip
+    assert [cell.seed for cell in cells] == [0, 0, 0, 1, 1, 1]
+
+
+def test_a_study_goes_on_where_it_stopped(
+    tiny_model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    size = StudySize(steps=1, groups=1, group_size=2, eval_tasks=1, gradient_every=1)
+    done = msgspec.structs.replace(build_result("noise=1", "none", 0, 0.5), size=size)
+    append_line(tmp_path / bench.RESULTS, msgspec.json.encode(done))
+    words = [
+        "bench", "mismatch", "--steps", "1", "--groups", "1", "--group-size", "2", "--eval-tasks",
+        "1", "--gradient-every", "1", "--seeds", "1", "--conditions", "noise=1", "--corrections",
+        "none", "ppo", "--device", "cpu", "--model", str(tiny_model), "--out", str(tmp_path),
+        "--plot", str(tmp_path / "charts"),
+    ]  # fmt: skip
+    assert main(words) == 0
+    told = capsys.readouterr().out
+    assert "1/1 noise=1, ppo, seed 0" in told and "noise=1, none" not in told
+    assert len(bench.read_results(tmp_path / bench.RESULTS, size)) == 2
+    assert (tmp_path / "charts" / "mismatch_noise_reward.svg").is_file()
+    with pytest.raises(ConfigError, match="another size"):
+        bench.read_results(tmp_path / bench.RESULTS, StudySize())
+
+
+@pytest.mark.parametrize("name", ["lag=x", "exact=1", "weather=3", "noise"])
+def test_what_is_no_mismatch_is_refused(name: str) -> None:
+    with pytest.raises(ConfigError, match="is no mismatch"):
+        bench.parse_condition(name)
