@@ -213,7 +213,7 @@ def test_a_study_goes_on_where_it_stopped(
     done = msgspec.structs.replace(build_result("noise=1", "none", 0, 0.5), size=size)
     append_line(tmp_path / bench.RESULTS, msgspec.json.encode(done))
     words = [
-        "bench", "mismatch", "--steps", "1", "--groups", "1", "--group-size", "2", "--eval-tasks",
+        "mismatch", "--steps", "1", "--groups", "1", "--group-size", "2", "--eval-tasks",
         "1", "--gradient-every", "1", "--seeds", "1", "--conditions", "noise=1", "--corrections",
         "none", "ppo", "--device", "cpu", "--model", str(tiny_model), "--out", str(tmp_path),
         "--plot", str(tmp_path / "charts"),

@@ -85,7 +85,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.description = __doc__
     parser.add_argument("--model", type=Path, help="checkpoint; default: a new random one")
     parser.add_argument("--size", default="tiny", help="size of the random model: tiny or 2b")
-    parser.add_argument("--type", help="model type of the random model, such as qwen3_5")
+    parser.add_argument(
+        "--type", help="model type of the random model; default: the family's first"
+    )
     parser.add_argument(
         "--parts", nargs="+", default=list(PARTS), choices=PARTS, help="default: both"
     )
