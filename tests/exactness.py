@@ -16,7 +16,7 @@ from sightline.compute.attention import build_attention_pattern
 from sightline.compute.attention_exact import ExactPattern
 from sightline.compute.model import MODEL_DTYPES, load_model
 from sightline.families import load_family, load_renderer
-from sightline.inference.torch_engine.paged_kv_cache import DecodePattern, PagedKVCache
+from sightline.inference.torch_engine.kv_cache import DecodePattern, KVCache
 from sightline.inference.torch_engine.step_plan import StepPlan
 from sightline.media import MediaStore
 from sightline.message import user
@@ -188,11 +188,11 @@ class Passes:
         found = self._compute(index, build_attention_pattern(ends, self.device, self.dtype))
         return torch.cat([found[:shared], found[shared + branch :]])
 
-    def open(self) -> PagedKVCache:
-        return PagedKVCache(8, 2048, self.device, self.dtype, exact=self.exact)
+    def open(self) -> KVCache:
+        return KVCache(8, 2048, self.device, self.dtype, exact=self.exact)
 
     def prefill(
-        self, kv: PagedKVCache, counts: list[int], row: int = 0, start: int = 0, beside: int = 0
+        self, kv: KVCache, counts: list[int], row: int = 0, start: int = 0, beside: int = 0
     ) -> torch.Tensor:
         """In chunks of so many tokens; with each of them `beside` further rows begin."""
         found = []
@@ -205,7 +205,7 @@ class Passes:
             start += count
         return torch.cat(found)
 
-    def decode(self, kv: PagedKVCache, start: int, idle: int = 0) -> torch.Tensor:
+    def decode(self, kv: KVCache, start: int, idle: int = 0) -> torch.Tensor:
         """Token by token from `start` on, with `idle` places beside."""
         found = []
         for at in range(start, self.length):

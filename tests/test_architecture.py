@@ -458,7 +458,7 @@ WALL_CLOCK = {
     "inference": (
         "chat_endpoint.py",
         "engine.py",
-        "torch_engine/engine.py",
+        "torch_engine/observer.py",
         "vllm_plugin/engine.py",
     ),
     "media": ("cache.py", "store.py"),

@@ -17,7 +17,7 @@ from sightline.families.registry import write_tiny
 from sightline.inference.server_spec import ServerSpec
 from sightline.inference.torch_engine.build import build_engine
 from sightline.inference.torch_engine.engine import TorchEngine
-from sightline.inference.torch_engine.paged_kv_cache import PagedKVCache
+from sightline.inference.torch_engine.kv_cache import KVCache
 from sightline.inference.torch_engine.request import TorchRequest
 from sightline.media import MediaStore
 from sightline.pixels import Materializer
@@ -123,8 +123,8 @@ def test_a_prompt_that_a_group_shares_says_what_it_says_apart(
 def test_graphs_are_captured_anew_when_the_pages_have_moved(model: Path, store: MediaStore) -> None:
     moving, still = make_requests(draw_prompts()), make_requests(draw_prompts())
     engine = build(model, store, "float32")
-    kv = PagedKVCache(16, 2048, torch.device("cuda"), torch.float32, max_new_pages=4)
-    engine.runner.use_pages(kv)
+    kv = KVCache(16, 2048, torch.device("cuda"), torch.float32, max_new_pages=4)
+    engine.runner.use_kv_cache(kv)
     batches = [moving[:2], moving[2:5], moving[5:]]
     assert ask(engine, batches)["steps_replayed"] > 50
     assert kv.generation > 3

@@ -21,7 +21,6 @@ from sightline.trace.graph import TraceGraph
 from sightline.trace.history_match import match_history
 from sightline.trace.node import NO_TOOLS, ROOT, Node
 from sightline.trace.turn import BranchPoint, Turn
-from sightline.wire.item import check_slots
 
 TRACE_SCHEMA = 1
 TOOLS_CHANGED = "tools_changed"
@@ -138,7 +137,6 @@ class Trace(TraceGraph, kw_only=True, forbid_unknown_fields=True):
         if history is None:
             history = [self.nodes[n].message for n in self.path(last)] + new
         rendered = renderer.render(history, tools)
-        check_slots(rendered.slots, len(rendered.token_ids))
         parent, num_old, start = self.match_rendered(history, rendered)
         known = self.pixel_digests(self.path(parent))
         branch_point = BranchPoint(parent, start, known, last, refused)
@@ -158,7 +156,6 @@ class Trace(TraceGraph, kw_only=True, forbid_unknown_fields=True):
         branch_point = BranchPoint(last, self.end(last), path_tokens.pixel_digests, last)
         prompt_ids = [*path_tokens.prompt_ids, *path_tokens.completion_ids, *bridged.token_ids]
         slots = [*path_tokens.slots, *bridged.slots]
-        check_slots(slots[max(len(path_tokens.slots) - 1, 0) :], len(prompt_ids))
         return Turn(self, renderer, branch_point, prompt_ids, slots, new, bridged.spans, toolset)
 
     # -- looking -----------------------------------------------------------------------------

@@ -9,14 +9,14 @@ import torch
 from unit.inference.test_shared_prompts import ask, build
 
 from sightline.inference.torch_engine.engine import TorchEngine
-from sightline.inference.torch_engine.paged_kv_cache import BLOCK_SIZE, PagedKVCache
+from sightline.inference.torch_engine.kv_cache import BLOCK_SIZE, KVCache
 from sightline.inference.torch_engine.request import TorchRequest
 from sightline.inference.torch_engine.step_plan import StepPlan
 from sightline.media import MediaStore
 from sightline.wire.generate import SamplingParams
 
 
-class CountedPages(PagedKVCache):
+class CountedPages(KVCache):
     most = 0
 
     def reserve(self, plan: StepPlan) -> None:
@@ -27,7 +27,7 @@ class CountedPages(PagedKVCache):
 def limit_pages(engine: TorchEngine, num_pages: int, token_bytes: int) -> CountedPages:
     size = num_pages * BLOCK_SIZE * token_bytes
     kv = CountedPages(8, 256, torch.device("cpu"), torch.float32, max_bytes=size)
-    engine.runner.use_pages(kv)
+    engine.runner.use_kv_cache(kv)
     return kv
 
 

@@ -14,7 +14,7 @@ from sightline.families.registry import write_tiny
 from sightline.inference.server_spec import ServerSpec
 from sightline.inference.torch_engine.build import build_engine
 from sightline.inference.torch_engine.engine import TorchEngine
-from sightline.inference.torch_engine.paged_kv_cache import BLOCK_SIZE, PagedKVCache
+from sightline.inference.torch_engine.kv_cache import BLOCK_SIZE, KVCache
 from sightline.inference.torch_engine.prefix_cache import PromptRows
 from sightline.inference.torch_engine.request import TorchRequest
 from sightline.inference.torch_engine.step_plan import StepPlan
@@ -41,7 +41,7 @@ def build(model: Path, store: MediaStore, in_pages: bool, shares: bool) -> Torch
     )  # fmt: skip
     engine = build_engine(spec, family, Materializer(family, store, 1 << 20), banned)
     if in_pages:
-        engine.runner.use_pages(PagedKVCache(8, 256, torch.device("cpu"), torch.float32))
+        engine.runner.use_kv_cache(KVCache(8, 256, torch.device("cpu"), torch.float32))
     return engine
 
 
@@ -124,7 +124,7 @@ def plan(rows: list[int], starts: list[int], ends: list[int]) -> StepPlan:
 
 
 def test_pages_are_shared_while_they_are_full_and_freed_with_their_last_row() -> None:
-    kv = PagedKVCache(4, 4 * BLOCK_SIZE, torch.device("cpu"), torch.float32)
+    kv = KVCache(4, 4 * BLOCK_SIZE, torch.device("cpu"), torch.float32)
     kv.reserve(plan([0], [0], [LENGTH]))
     assert kv.num_used_pages == 3
     tokens = torch.arange(LENGTH, dtype=torch.float32).view(-1, 1, 1)
@@ -152,7 +152,7 @@ def test_pages_are_shared_while_they_are_full_and_freed_with_their_last_row() ->
 
 
 def test_memory_follows_the_tokens() -> None:
-    kv = PagedKVCache(256, 32768, torch.device("cpu"), torch.float32)
+    kv = KVCache(256, 32768, torch.device("cpu"), torch.float32)
     kv.reserve(plan([0, 1], [0, 0], [100, 5]))
     before = kv.generation
     for end in range(101, 2000):

@@ -218,6 +218,11 @@ def test_weights_go_to_other_machines_through_the_store_alone(refuse, publish: s
     assert "does not reach other machines" in said and 'publish = "store"' in said
 
 
+def test_an_engine_that_is_not_exact_is_refused_for_exact_arithmetic(refuse) -> None:
+    said = refuse("", "model.exact=true", "inference.engine=vllm")
+    assert "[model] exact = true does not work" in said and "order of summation" in said
+
+
 def test_an_interpreter_for_the_embedded_engine_is_refused(refuse) -> None:
     assert 'engine = "vllm"' in refuse(f'[inference]\npython = "{sys.executable}"\n')
 

@@ -230,7 +230,6 @@ def test_models_that_cannot_hold_it_are_refused(
 @pytest.mark.parametrize(
     ("settings", "why"),
     [
-        ({"inference": {"engine": "vllm"}}, "order of its own"),
         ({"inference": {"keep_kv_over_updates": True}}, "keys and values of other weights"),
         ({"inference": {"device": "cpu"}, "trainer": {"device": "cuda:0"}}, "two kinds"),
         (

@@ -22,7 +22,7 @@ from torch import Tensor
 from sightline.compute.logprobs import Logits
 from sightline.families import Forward
 from sightline.families.device_copy import copy_to_device
-from sightline.inference.torch_engine.paged_kv_cache import BLOCK_SIZE, DecodePattern, PagedKVCache
+from sightline.inference.torch_engine.kv_cache import BLOCK_SIZE, DecodePattern, KVCache
 from sightline.inference.torch_engine.row_table import RowTable
 from sightline.inference.torch_engine.step_plan import StepPlan
 
@@ -48,7 +48,7 @@ class CudaGraphDecoder:
     """Used by the engine's thread alone."""
 
     forward: Forward
-    kv: PagedKVCache
+    kv: KVCache
     rows: RowTable
     device: torch.device
 
@@ -107,6 +107,7 @@ class CudaGraphDecoder:
         made[:used, _FIRST_AXIS:first_page] = table.positions[:, rows, at].T
         pages = self.kv.block_tables[rows, :num_pages]
         made[:used, first_page : first_page + pages.shape[1]] = pages
+        made[:used, first_page + pages.shape[1] :] = pages[:, -1:]
         return made
 
     def _get_pass(self, num_rows: int, num_pages: int) -> _ShapePass:

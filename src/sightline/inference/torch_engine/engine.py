@@ -16,7 +16,6 @@ from __future__ import annotations
 
 import random
 import threading
-import time
 import traceback
 from collections import deque
 from collections.abc import Iterator
@@ -39,6 +38,7 @@ from sightline.inference.engine import Deliver, Engine
 from sightline.inference.errors import not_finite_error, stopping_error, to_engine_error
 from sightline.inference.server_spec import MEBIBYTE, ServerSpec
 from sightline.inference.torch_engine.model_runner import Drawn, ModelRunner
+from sightline.inference.torch_engine.observer import EngineObserver
 from sightline.inference.torch_engine.recurrent_runner import RecurrentModelRunner
 from sightline.inference.torch_engine.request import TorchCounters, TorchRequest
 from sightline.inference.torch_engine.row_table import RowTable
@@ -102,26 +102,19 @@ class TorchEngine(Engine):
             forward, family, self.features, rows, banned, spec.model.exact, max_kv_bytes
         )
         self._event = threading.Event()
+        self.observer = EngineObserver(self.busy, self.runner.take_vision_seconds, self.counters)
         self.scheduler = Scheduler(
             rows,
             family,
             materializer,
             self.features,
-            self.counters,
+            self.observer,
             spec.enable_prefix_caching and kind.keeps_kv,
             self.runner.share_prefix,
             self._event.set,
             lambda lengths, rows: self.runner.kv.has_room(lengths, rows),
         )
         self._in_flight: _Step | None = None
-        self._decoded_at = 0.0
-        """When the last step was over; 0 where it did not decode alone."""
-        self._turn_began = 0.0
-        """When this turn of the loop began, by the monotonic clock; 0 while it waits."""
-        self._has_prompts = False
-        """Whether this turn of the loop asked for prompts, or took in what they sampled."""
-        self._vision_s = 0.0
-        """Seconds of the vision tower that no turn of the loop has counted."""
         self._inbox: deque[TorchRequest] = deque()
         self._submitted_bytes = 0
         self._pending_swaps: deque[_WeightSwap] = deque()
@@ -162,8 +155,7 @@ class TorchEngine(Engine):
 
     @property
     def step_s(self) -> float:
-        began = self._turn_began
-        return time.monotonic() - began if began else 0.0
+        return self.observer.step_s
 
     def _prepare_params(self, params: SamplingParams) -> SamplingParams:
         if params.seed is None:
@@ -234,34 +226,40 @@ class TorchEngine(Engine):
         with torch.inference_mode():
             while not self._is_stopping:
                 self._event.clear()
-                self._turn_began = time.monotonic()
-                began, adopt_s = time.time(), self.counters.busy_adopt_seconds
+                self.observer.on_turn_began()
                 try:
                     has_worked = self._run_once()
-                except Exception as error:  # a bug, or a full device, costs what was running
+                except Exception as error:  # a bug, or a full device, fails the running requests
                     self._in_flight = None
                     self._fail(list(self.scheduler.running.values()), to_engine_error(error))
                     has_worked = True
                 self._deliver_done()
-                adopt_s = self.counters.busy_adopt_seconds - adopt_s
-                if has_worked or adopt_s:
-                    self._count_turn(self.busy.add(began) - adopt_s)
+                self.observer.on_turn_ended(has_worked)
                 if not has_worked:
-                    self._turn_began = 0.0
                     self._event.wait()
         self._refuse_unfinished()
 
     def _run_once(self) -> bool:
-        """One turn of the loop; False when no row could compute."""
+        """Schedule, execute and update once. Return False if no row could compute."""
+        plan = self._schedule()
+        previous, self._in_flight = self._in_flight, None
+        if plan is not None:
+            self._in_flight = self._execute(plan)
+        if previous is not None:
+            self._update(previous)
+        if self.runner.decoder is None:  # the next step needs these tokens on the host
+            self._drain()
+        return plan is not None or previous is not None
+
+    def _schedule(self) -> StepPlan | None:
+        """Take what other threads asked for, and choose the tokens of the next step."""
         scheduler = self.scheduler
-        self._has_prompts = False
         while self._inbox:
             scheduler.add(self._inbox.popleft())
         while self._pending_swaps:
-            self._drain()  # under the version that has sampled it
-            began = time.time()
-            self._apply_swap(self._pending_swaps.popleft())
-            self.counters.busy_adopt_seconds += time.time() - began
+            self._drain()  # its tokens belong to the version that sampled them
+            with self.observer.adopting():
+                self._apply_swap(self._pending_swaps.popleft())
         while self._pending_cancels:
             scheduler.abort(self._pending_cancels.popleft())
         scheduler.admit()
@@ -269,50 +267,35 @@ class TorchEngine(Engine):
         table, active = scheduler.rows, scheduler.active()
         if self._in_flight is not None:
             active = active[table.length[active] < table.limit[active]]
-        if not len(active) and self._in_flight is None:
-            self._decoded_at = 0.0
-            return False
-        before, self._in_flight = self._in_flight, None
-        if len(active):
-            chunk = self._spec.inference.prefill_chunk_tokens
-            if not self.runner.keeps_kv:  # each chunk would compute those before it
-                chunk = table.max_model_len
-            plan = build_step_plan(active, table.length, table.computed, chunk, table.pause)
-            self._in_flight = self._launch(plan)
-        if before is not None:
-            self._collect(before)
-        if self.runner.decoder is None:  # tokens are wanted on the host before the next step
-            self._drain()
-        return True
+        if not len(active):
+            return None
+        chunk = self._spec.inference.prefill_chunk_tokens
+        if not self.runner.keeps_kv:  # each chunk would compute the ones before it again
+            chunk = table.max_model_len
+        return build_step_plan(active, table.length, table.computed, chunk, table.pause)
 
-    def _launch(self, plan: StepPlan) -> _Step | None:
-        """Asks for a step; None where no row of it samples."""
+    def _execute(self, plan: StepPlan) -> _Step | None:
+        """Launch a step on the device; return None if no row of it samples."""
         table, running = self.scheduler.rows, self.scheduler.running
         drawn = self.runner.step(plan, running)
         is_prompt = plan.starts < table.prompt_length[plan.rows]
-        decodes_alone = not is_prompt.any() and (plan.counts == 1).all()
-        self._has_prompts |= not decodes_alone
+        is_pure_decode = bool(drawn) and not is_prompt.any() and bool((plan.counts == 1).all())
         table.computed[plan.rows] = plan.ends
-        self.counters.steps += 1
-        self.counters.computed_tokens += int(plan.counts[is_prompt].sum())
+        self.observer.on_executed(plan, is_prompt, is_pure_decode)
         if not drawn:
-            self._decoded_at = 0.0
             return None
         rows = np.concatenate([part.rows for part in drawn])
         first = plan.rows[is_prompt & plan.samples]
         requests = [running[row] for row in rows.tolist()]
-        num_keys = int(plan.ends.sum()) if decodes_alone else 0
-        if not num_keys:  # to ask for it takes as long as a step that is still to be taken in
-            self._decoded_at = 0.0
+        num_keys = int(plan.ends.sum()) if is_pure_decode else 0
         is_first = np.isin(rows, first) if len(first) else np.zeros(len(rows), dtype=bool)
         return _Step(drawn, rows, table.append(rows), requests, is_first, num_keys)
 
-    def _collect(self, step: _Step) -> None:
-        """Takes in what a step has sampled, for the rows that still have the same request."""
+    def _update(self, step: _Step) -> None:
+        """Add what a step sampled to the rows that still have the same request."""
         table, running = self.scheduler.rows, self.scheduler.running
         parts = [part.read() for part in step.drawn]
-        self._count_time(step)
-        self._has_prompts |= not step.num_keys
+        self.observer.on_collected(len(step.rows), step.num_keys)
         tokens, logprobs = (np.concatenate(arrays) for arrays in zip(*parts, strict=True))
         rows, at, is_first = step.rows, step.at, step.is_first
         pairs = zip(rows.tolist(), step.requests, strict=True)
@@ -322,12 +305,11 @@ class TorchEngine(Engine):
                 x[is_live] for x in (rows, at, tokens, logprobs, is_first)
             )
         is_stopped = table.put(rows, at, tokens, logprobs)
-        self.counters.sampled_tokens += len(rows)
-        self.counters.tokens_on_old_kv += int(table.has_stale_kv[rows].sum())
+        self.observer.on_sampled(len(rows), int(table.has_stale_kv[rows].sum()))
         for row in rows[is_first].tolist():
             if self.runner.keeps_kv:
                 running[row].features.clear()
-            running[row].timeline.end("prefill")
+            self.observer.on_first_token(running[row])
         is_broken = ~np.isfinite(logprobs)
         if is_broken.any():
             self._fail([running[row] for row in rows[is_broken].tolist()], not_finite_error())
@@ -335,39 +317,17 @@ class TorchEngine(Engine):
         label = self.manifest.label
         for i in np.flatnonzero(is_ended).tolist():
             reason, row = "stop" if is_stopped[i] else "length", int(rows[i])
-            table.length[row] = at[i] + 1  # a step that was asked for since adds nothing
+            table.length[row] = at[i] + 1  # drop the token of a step launched since
             self.scheduler.finish(running[row], reason, label)
 
-    def _count_time(self, step: _Step) -> None:
-        """A step that decodes takes as long as the time since the one before it was over."""
-        now, began = time.perf_counter(), self._decoded_at
-        self._decoded_at = now if step.num_keys else 0.0
-        if step.num_keys and began:
-            self.counters.decode_steps += 1
-            self.counters.decode_tokens += len(step.rows)
-            self.counters.decode_keys += step.num_keys
-            self.counters.decode_seconds += now - began
-
-    def _count_turn(self, seconds: float) -> None:
-        """Adds a turn of the loop to what it was spent on."""
-        if not self._has_prompts:
-            self.counters.busy_decode_seconds += seconds
-            return
-        self._vision_s += self.runner.take_vision_seconds()
-        vision_s = min(self._vision_s, seconds)
-        self._vision_s -= vision_s
-        self.counters.busy_vision_seconds += vision_s
-        self.counters.busy_prefill_seconds += seconds - vision_s
-
     def _drain(self) -> None:
-        """Takes in the step that was asked for last."""
+        """Update with the step in flight, if there is one."""
         step, self._in_flight = self._in_flight, None
         if step is not None:
-            self._collect(step)
+            self._update(step)
 
     def _fail(self, requests: list[TorchRequest], error: EngineError) -> None:
         for request in requests:
-            self.runner.kv.zero_row(request.row)
             self.scheduler.fail(request, error)
 
     def _deliver_done(self) -> None:

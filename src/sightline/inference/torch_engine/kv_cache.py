@@ -1,17 +1,14 @@
-"""The KV cache of a CPU: keys and values of the rows, each in one place, and the attention over
-them.
+"""The KV cache: pages of a fixed number of tokens, so that memory follows the tokens in use. A row
+has a list of pages, and rows with the same prefix share pages.
 
-A forward pass gets its tokens in one flat run, so that the linear layers compute no padding.
-Attention writes the run's keys and values into their rows, then lets rows of like shape attend
-together: those with one new token, and those with a chunk of them, each by length.
-
-Heads that share keys ask as further queries of one head, so that no key is repeated for them.
+On a GPU, rows with one new token attend with a kernel that reads the pages in place. Chunks of
+prompts gather the keys of their rows, and attend as packed sequences do.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 import numpy as np
 import torch
@@ -19,47 +16,60 @@ from jaxtyping import Float, Int
 from torch import Tensor
 
 from sightline.compute.attention import attend
-from sightline.compute.attention_cudnn import pad_rows
-from sightline.compute.attention_shapes import Attended, Keys, Queries, Values
+from sightline.compute.attention_cuda import attend_varlen, is_supported, pad_values
+from sightline.compute.attention_exact import (
+    PAGE,
+    KeyPages,
+    Tiles,
+    ValuePages,
+    attend_run,
+    attend_tiles,
+    build_tiles,
+    count_queries,
+)
+from sightline.compute.attention_shapes import Attended, Bounds, Keys, Queries, Values
+from sightline.families.device_copy import copy_to_device
 from sightline.inference.torch_engine.step_plan import StepPlan
 
-KeyTable = Float[Tensor, "all_rows max_tokens kv_heads width"]
-ValueTable = Float[Tensor, "all_rows max_tokens kv_heads value_width"]
+BlockTables = Int[Tensor, "rows row_pages"]
+SeqLens = Int[Tensor, " rows"]
 
-INITIAL_ROWS = 16
-INITIAL_LEN = 128
-# Rows up to this length attend together; beyond it, the padding of the shorter costs more than
-# a second call.
-SMALLEST_BUCKET = 256
-
-
-@dataclass(frozen=True, slots=True)
-class _AttentionGroup:
-    rows: slice | Tensor
-    num_rows: int
-    num_queries: int
-    width: int
-    mask: Float[Tensor, "rows 1 queries keys"]
-    """0 where a query sees a key, else -inf."""
-    queries: Int[Tensor, " padded"] | None
-    """Places in the run, short rows padded with their first token; None: all, in order."""
-    real: Int[Tensor, " real"] | None
-    """Which of the padded queries are no padding; None: all."""
-    places: Int[Tensor, " real"] | None
-    """Where those belong in the run; None: all, in order."""
+BLOCK_SIZE = PAGE
+INITIAL_PAGES = 256
+# The cache doubles up to this step: beyond it, memory that is not needed yet is left to others.
+MAX_NEW_PAGES = 1024
 
 
 class KVCache:
-    """Grows by doubling, up to what the settings allow. Used by the engine's thread alone."""
+    """Grows with the tokens that it holds. Used by the engine's thread alone."""
 
     def __init__(
-        self, max_num_seqs: int, max_model_len: int, device: torch.device, dtype: torch.dtype
-    ):
-        self._max = (max_num_seqs, max_model_len)
+        self,
+        max_num_seqs: int,
+        max_model_len: int,
+        device: torch.device,
+        dtype: torch.dtype,
+        max_new_pages: int = MAX_NEW_PAGES,
+        exact: bool = False,
+        max_bytes: int = 0,
+    ) -> None:
+        self._max_new_pages = max_new_pages
+        self.max_bytes = max_bytes
+        """Most that keys and values may take; 0 is what all rows take at their full length."""
+        self.exact = exact
+        """Whether rows attend as a trainer's sequences do, bit for bit."""
         self._device = device
         self._dtype = dtype
-        self.size = (0, 0)
-        """Rows, and tokens of a row, that there is room for."""
+        self._is_cpu = device.type == "cpu"
+        max_blocks = -(-max_model_len // BLOCK_SIZE)
+        self.block_tables = np.zeros((max_num_seqs, max_blocks), dtype=np.int32)
+        """The pages of each row, in the order of its tokens; its last page fills the rest."""
+        self._num_pages = np.zeros(max_num_seqs, dtype=np.int64)
+        self._num_users = np.zeros(0, dtype=np.int32)
+        """Rows that have a page; 0 is free."""
+        self._free: list[int] = []
+        self.generation = 0
+        """Counts how often pages have moved, or some of them."""
         self._keys: dict[int, Tensor] = {}
         self._values: dict[int, Tensor] = {}
 
@@ -75,171 +85,308 @@ class KVCache:
     def _tables(self) -> list[Tensor]:
         return [*self._keys.values(), *self._values.values()]
 
-    def reserve(self, rows: int, length: int) -> None:
-        """Room for `rows` rows of `length` tokens."""
-        size = (
-            grow_size(self.size[0], rows, INITIAL_ROWS, self._max[0]),
-            grow_size(self.size[1], length, INITIAL_LEN, self._max[1]),
-        )
-        if size != self.size:
-            for tables in (self._keys, self._values):
-                for layer, old in tables.items():
-                    tables[layer] = new = self._zeros(size, old.shape[2:])
-                    new[: self.size[0], : self.size[1]] = old
-            self.size = size
+    @property
+    def num_used_pages(self) -> int:
+        return len(self._num_users) - len(self._free)
 
-    def zero_row(self, row: int) -> None:
-        """Zeroes a row that holds something other than numbers: masked keys must be finite."""
-        if row < self.size[0]:
-            for table in self._tables():
-                table[row].zero_()
+    @property
+    def max_pages(self) -> int:
+        if not self.max_bytes or not self.token_bytes:
+            return self.block_tables.size
+        return min(self.block_tables.size, self.max_bytes // (self.token_bytes * BLOCK_SIZE))
 
     def has_room(self, lengths: Sequence[int], rows: Sequence[int]) -> bool:
-        """Every row may be as long as the longest sequence."""
-        return True
+        """Whether sequences fit that may become so long, beside what `rows` hold.
+
+        Before the first pass, which shows what a token takes, there is room for one sequence.
+        """
+        if self.max_bytes and not self.token_bytes:
+            return len(lengths) == 1
+        num_pages = sum(-(-length // BLOCK_SIZE) for length in lengths)
+        return num_pages + int(self._num_pages[list(rows)].sum()) <= self.max_pages
+
+    def reserve(self, plan: StepPlan) -> None:
+        """Room for the tokens that the plan computes."""
+        for row in plan.rows[plan.starts == 0].tolist():
+            self.free_row(row)  # what it holds may be another row's too, and is not to be written
+        missing = -(-plan.ends // BLOCK_SIZE) - self._num_pages[plan.rows]
+        if (missing > 0).any():
+            for row, count in zip(plan.rows.tolist(), missing.tolist(), strict=True):
+                if count > 0:
+                    self._add_pages(row, count)
+
+    def _add_pages(self, row: int, count: int) -> None:
+        if count > len(self._free):
+            self._grow(count - len(self._free))
+        taken = [self._free.pop() for _ in range(count)]
+        have = int(self._num_pages[row])
+        self.block_tables[row, have : have + count] = taken
+        self.block_tables[row, have + count :] = taken[-1]
+        self._num_users[taken] = 1
+        self._num_pages[row] += count
+        if self._is_cpu:  # attention there also reads keys that it masks, which must be finite
+            for table in self._tables():
+                table[taken] = 0
+
+    def _grow(self, missing: int) -> None:
+        have = len(self._num_users)
+        more = max(missing, min(max(have, INITIAL_PAGES), self._max_new_pages))
+        more = max(missing, min(more, self.max_pages - have))
+        self.generation += 1  # first: where the device is full half-way, some layers have moved
+        for tables in (self._keys, self._values):
+            for layer, old in tables.items():
+                tables[layer] = new = old.new_empty(have + more, *old.shape[1:])
+                new[:have] = old[:have]
+                del old
+        self._num_users = np.concatenate([self._num_users, np.zeros(more, dtype=np.int32)])
+        self._free = [*range(have + more - 1, have - 1, -1), *self._free]
+
+    def free_row(self, row: int) -> None:
+        """The row holds nothing any more; pages that no other row has are free."""
+        pages = self.block_tables[row, : self._num_pages[row]]
+        self._num_users[pages] -= 1
+        self._free.extend(pages[self._num_users[pages] == 0].tolist())
+        self._num_pages[row] = 0
 
     def share_prefix(self, source: int, row: int, length: int) -> None:
-        """Copies the first `length` tokens of `source` to `row`."""
-        self.reserve(max(source, row) + 1, length)
-        for table in self._tables():
-            table[row, :length] = table[source, :length]
+        """Lets `row` begin with the first `length` tokens of `source`: full pages are both rows',
+        and a page that is not full is copied, since both will write to it."""
+        self.free_row(row)
+        full, rest = divmod(length, BLOCK_SIZE)
+        pages = self.block_tables[source, :full]
+        self.block_tables[row, :full] = pages
+        self.block_tables[row, full:] = pages[-1] if full else 0
+        self._num_users[pages] += 1
+        self._num_pages[row] = full
+        if rest:
+            self._add_pages(row, 1)
+            old, new = int(self.block_tables[source, full]), int(self.block_tables[row, full])
+            for table in self._tables():
+                table[new, :rest] = table[old, :rest]
 
-    def write(
+    def pages(
         self,
         layer: int,
         k: Float[Tensor, "tokens kv_heads width"],
         v: Float[Tensor, "tokens kv_heads value_width"],
-        places: Int[Tensor, " tokens"],
-    ) -> tuple[KeyTable, ValueTable]:
-        """Writes a run to `places`; returns the layer's keys and values."""
-        if layer not in self._keys:
-            self._keys[layer] = self._zeros(self.size, k.shape[1:])
-            self._values[layer] = self._zeros(self.size, v.shape[1:])
-        keys, values = self._keys[layer], self._values[layer]
-        keys.flatten(0, 1).index_copy_(0, places, k)
-        values.flatten(0, 1).index_copy_(0, places, v)
-        return keys, values
+    ) -> tuple[KeyPages, ValuePages]:
+        """Those of a layer, which are made when it first has something to write."""
+        if layer not in self._values:  # which come last: there may have been no room for them
+            for tables, run in ((self._keys, k), (self._values, v)):
+                shape = (len(self._num_users), BLOCK_SIZE, *run.shape[1:])
+                allocate = torch.zeros if self._is_cpu else torch.empty
+                tables[layer] = allocate(shape, device=self._device, dtype=self._dtype)
+        return self._keys[layer], self._values[layer]
 
-    def _zeros(self, size: tuple[int, int], heads: torch.Size) -> Tensor:
-        return torch.zeros(*size, *heads, device=self._device, dtype=self._dtype)
+    def find_places(self, rows: np.ndarray, index: np.ndarray) -> np.ndarray:
+        """Where tokens lie, counted over all pages."""
+        blocks = self.block_tables[rows, index // BLOCK_SIZE].astype(np.int64)
+        return blocks * BLOCK_SIZE + index % BLOCK_SIZE
 
-    def build_pattern(self, plan: StepPlan) -> KVCachePattern:
-        self.reserve(int(plan.rows.max()) + 1, int(plan.ends.max()))
-        rows, index = plan.flat()
-        places = self._index(rows * self.size[1] + index)
-        groups = [self._group(plan, part) for part in _group_by_length(plan)]
-        return KVCachePattern(self, places, groups)
+    def build_pattern(self, plan: StepPlan) -> PagedPattern | ExactPagedPattern:
+        self.reserve(plan)
+        places = copy_to_device(self.find_places(*plan.flat()), self._device)
+        if self.exact:
+            return ExactPagedPattern(self, places, plan)
+        is_single = plan.counts == 1
+        offsets = plan.offsets
+        singles = chunks = None
+        if is_single.any():
+            part = plan.select(np.flatnonzero(is_single))
+            width = -(-int(part.ends.max()) // BLOCK_SIZE)
+            block_tables = np.ascontiguousarray(self.block_tables[part.rows, :width])
+            singles = _Singles(
+                copy_to_device(offsets[is_single], self._device),
+                copy_to_device(block_tables, self._device),
+                copy_to_device(part.ends, self._device),
+            )
+        if not is_single.all():
+            part = plan.select(np.flatnonzero(~is_single))
+            queries = np.arange(part.num_tokens)
+            queries += np.repeat(offsets[~is_single] - part.offsets, part.counts)
+            ends, seen = part.ends, StepPlan(part.rows, 0 * part.starts, part.ends, part.samples)
+            chunks = _Chunks(
+                copy_to_device(queries, self._device),
+                copy_to_device(self.find_places(*seen.flat()), self._device),
+                part.counts.tolist(),
+                ends.tolist(),
+                self._bounds(part.counts),
+                self._bounds(ends),
+            )
+        return PagedPattern(self, places, singles, chunks)
 
-    def _group(self, plan: StepPlan, part: np.ndarray) -> _AttentionGroup:
-        offsets, num_queries = plan.offsets[part], int(plan.counts[part].max())
-        places, is_real = pad_rows(offsets, offsets + plan.counts[part], num_queries)
-        num_seen = places + (plan.starts[part] - offsets + 1)[:, None]
-        width = int(plan.ends[part].max())
-        in_order = places.size == plan.num_tokens and bool(is_real.all())
-        return _AttentionGroup(
-            rows=self._rows(plan.rows[part]),
-            num_rows=len(part),
-            num_queries=num_queries,
-            width=width,
-            mask=self.mask(self._index(num_seen), width),
-            queries=None if in_order else self._index(places.reshape(-1)),
-            real=None if is_real.all() else self._index(np.flatnonzero(is_real)),
-            places=None if in_order else self._index(places[is_real]),
+    def _bounds(self, lengths: np.ndarray) -> Bounds:
+        return copy_to_device(np.cumsum([0, *lengths]).astype(np.int32), self._device)
+
+
+@dataclass(frozen=True, slots=True)
+class _Singles:
+    """Rows with one new token."""
+
+    places: Int[Tensor, " rows"]
+    """In the run."""
+    block_tables: BlockTables
+    seq_lens: SeqLens
+
+
+@dataclass(frozen=True, slots=True)
+class _Chunks:
+    """Rows with more."""
+
+    places: Int[Tensor, " queries"]
+    """In the run."""
+    keys: Int[Tensor, " keys"]
+    """Where the keys that the rows see lie, row after row."""
+    num_queries: list[int]
+    num_keys: list[int]
+    query_ends: Bounds
+    key_ends: Bounds
+
+    def attend(
+        self,
+        q: Float[Tensor, "queries heads width"],
+        k: Float[Tensor, "keys kv_heads width"],
+        v: Float[Tensor, "keys kv_heads value_width"],
+        scaling: float,
+    ) -> Float[Tensor, "queries heads value_width"]:
+        if is_supported(q):
+            longest = max(self.num_queries), max(self.num_keys)
+            wide = pad_values(v, k)
+            out = attend_varlen(
+                q, k, wide, scaling, self.query_ends, longest[0], True, self.key_ends, longest[1]
+            )
+            return out[..., : v.shape[-1]]
+        rows = zip(
+            q.split(self.num_queries), k.split(self.num_keys), v.split(self.num_keys), strict=True
         )
+        return torch.cat([_attend_row(*row, scaling) for row in rows])
 
-    def mask(
-        self, seen: Int[Tensor, "rows queries"], width: int
-    ) -> Float[Tensor, "rows 1 queries keys"]:
-        """What is added to scores: 0 for the first `seen` keys, else -inf."""
-        sees = torch.arange(width, device=self._device) < seen[:, None, :, None]
-        nothing = torch.zeros((), device=self._device, dtype=self._dtype)
-        return torch.where(sees, nothing, float("-inf"))
 
-    def _rows(self, rows: np.ndarray) -> slice | Tensor:
-        """A slice, which copies nothing, where the rows are neighbours."""
-        if bool((np.diff(rows) == 1).all()):
-            return slice(int(rows[0]), int(rows[-1]) + 1)
-        return self._index(rows)
-
-    def _index(self, values: np.ndarray) -> Tensor:
-        return torch.from_numpy(np.ascontiguousarray(values)).to(self._device)
+def _attend_row(q: Tensor, k: Tensor, v: Tensor, scaling: float) -> Tensor:
+    """Attention of one row whose queries are its last tokens."""
+    sees = torch.ones(len(q), len(k), dtype=torch.bool, device=q.device).tril(len(k) - len(q))
+    q, k, v = (x.transpose(0, 1)[None] for x in (q, k, v))
+    out = attend(q, k, v, attn_mask=sees, scale=scaling, enable_gqa=q.shape[1] != k.shape[1])
+    return out[0].transpose(0, 1)
 
 
 @dataclass(eq=False)
-class KVCachePattern:
+class PagedPattern:
     """One forward pass over the rows of a plan: an `AttentionPattern`."""
 
     kv: KVCache
-    places: Tensor
-    groups: list[_AttentionGroup]
+    places: Int[Tensor, " tokens"]
+    singles: _Singles | None
+    chunks: _Chunks | None
     state: None = None
-    _masks: dict[tuple[int, int], Tensor] = field(default_factory=dict)
 
     def attend(self, layer: int, q: Queries, k: Keys, v: Values, scaling: float) -> Attended:
         run_q, run_k, run_v = (x[0].transpose(0, 1) for x in (q, k, v))
-        keys, values = self.kv.write(layer, run_k, run_v, self.places)
-        if len(self.groups) == 1 and self.groups[0].places is None:
-            out = self._attend(0, run_q, keys, values, scaling)
-        else:
-            out = run_q.new_empty(*run_q.shape[:2], v.shape[-1])
-            for i, group in enumerate(self.groups):
-                part = self._attend(i, run_q, keys, values, scaling)
-                assert group.places is not None
-                out.index_copy_(0, group.places, part)
+        keys, values = self.kv.pages(layer, run_k, run_v)
+        flat_keys, flat_values = keys.flatten(0, 1), values.flatten(0, 1)
+        flat_keys.index_copy_(0, self.places, run_k)
+        flat_values.index_copy_(0, self.places, run_v)
+        out = run_q.new_empty(*run_q.shape[:2], v.shape[-1])
+        if (singles := self.singles) is not None:
+            asked = run_q[singles.places]
+            found = attend_pages(
+                asked, keys, values, singles.block_tables, singles.seq_lens, scaling
+            )
+            out.index_copy_(0, singles.places, found)
+        if (chunks := self.chunks) is not None:
+            kept = flat_keys[chunks.keys], flat_values[chunks.keys]
+            out.index_copy_(0, chunks.places, chunks.attend(run_q[chunks.places], *kept, scaling))
         return out.transpose(0, 1).unsqueeze(0)
 
-    def _attend(
-        self,
-        i: int,
-        run: Float[Tensor, "tokens heads width"],
-        keys: KeyTable,
-        values: ValueTable,
-        scaling: float,
-    ) -> Float[Tensor, "real heads value_width"]:
-        """What the tokens of group `i` attend to."""
-        group = self.groups[i]
-        q = run if group.queries is None else run[group.queries]
-        shared = q.shape[1] // keys.shape[2]
-        q = q.unflatten(0, (group.num_rows, group.num_queries)).unflatten(2, (-1, shared))
-        out = attend(
-            q.permute(0, 2, 3, 1, 4).flatten(2, 3),
-            _select_rows(keys, group),
-            _select_rows(values, group),
-            attn_mask=self._mask(i, shared),
-            scale=scaling,
-        )
-        out = out.unflatten(2, (shared, -1)).permute(0, 3, 1, 2, 4)
-        flat = out.flatten(2, 3).flatten(0, 1)
-        return flat if group.real is None else flat[group.real]
 
-    def _mask(self, i: int, shared: int) -> Float[Tensor, "rows 1 shared_queries keys"]:
-        """The mask of group `i` for heads that share keys, made once for all layers."""
-        mask = self.groups[i].mask
-        if shared == 1 or mask.shape[2] == 1:
-            return mask
-        if (i, shared) not in self._masks:
-            repeated = mask.unsqueeze(2).expand(-1, -1, shared, -1, -1)
-            self._masks[i, shared] = repeated.flatten(2, 3)
-        return self._masks[i, shared]
+class ExactPagedPattern:
+    """The same in tiles, as a trainer's sequences go."""
+
+    state = None
+
+    def __init__(self, kv: KVCache, places: Int[Tensor, " tokens"], plan: StepPlan) -> None:
+        self._kv, self._places, self._plan = kv, places, plan
+        self._tiles: dict[int, Tiles] = {}
+
+    def attend(self, layer: int, q: Queries, k: Keys, v: Values, scaling: float) -> Attended:
+        run_q, run_k, run_v = (x[0].transpose(0, 1) for x in (q, k, v))
+        keys, values = self._kv.pages(layer, run_k, run_v)
+        keys.flatten(0, 1).index_copy_(0, self._places, run_k)
+        values.flatten(0, 1).index_copy_(0, self._places, run_v)
+        queries = count_queries(q.shape[1], k.shape[1], q.device)
+        if queries not in self._tiles:
+            plan, width = self._plan, -(-int(self._plan.ends.max()) // BLOCK_SIZE)
+            tables = self._kv.block_tables[plan.rows, :width]
+            self._tiles[queries] = build_tiles(tables, plan.starts, plan.counts, queries, q.device)
+        out = attend_run(run_q, keys, values, self._tiles[queries], scaling)
+        return out.transpose(0, 1).unsqueeze(0)
 
 
-def _select_rows(table: Tensor, group: _AttentionGroup) -> Tensor:
-    part = table[:, : group.width]
-    rows = part[group.rows] if isinstance(group.rows, slice) else part.index_select(0, group.rows)
-    return rows.transpose(1, 2)
+@dataclass(eq=False)
+class DecodePattern:
+    """One token a row, in a fixed number of rows: where each is, and what it sees, is data."""
+
+    kv: KVCache
+    block_tables: BlockTables
+    seq_lens: SeqLens
+    """With the new token; 0 for an idle row, which writes nothing."""
+    state: None = None
+
+    def attend(self, layer: int, q: Queries, k: Keys, v: Values, scaling: float) -> Attended:
+        run_q, run_k, run_v = (x[0].transpose(0, 1) for x in (q, k, v))
+        keys, values = self.kv.pages(layer, run_k, run_v)
+        _write_last(run_k, run_v, keys, values, self.block_tables, self.seq_lens)
+        seen = (keys, values, self.block_tables, self.seq_lens)
+        if self.kv.exact and not q.is_cuda:  # where the kernel is exact as it is
+            queries = count_queries(q.shape[1], k.shape[1], q.device)
+            asked = run_q[:, None].expand(-1, queries, -1, -1)
+            out = attend_tiles(asked, *seen, self.seq_lens, scaling)[:, 0]
+        else:
+            out = attend_pages(run_q, *seen, scaling)
+        return out.transpose(0, 1).unsqueeze(0)
 
 
-def _group_by_length(plan: StepPlan) -> list[np.ndarray]:
-    """Indices into the plan of the rows that attend together."""
-    bucket = np.maximum(np.ceil(np.log2(plan.ends)), np.log2(SMALLEST_BUCKET)).astype(np.int64)
-    return plan.group_by(2 * bucket + (plan.counts > 1))
+def _write_last(
+    k: Tensor,
+    v: Tensor,
+    keys: KeyPages,
+    values: ValuePages,
+    block_tables: BlockTables,
+    seq_lens: SeqLens,
+) -> None:
+    if k.is_cuda:
+        from sightline.compute.triton_kernels import write_paged
+
+        write_paged(k, v, keys, values, block_tables, seq_lens)
+        return
+    rows = seq_lens.nonzero()[:, 0]
+    last = seq_lens[rows].long() - 1
+    places = block_tables[rows, last // BLOCK_SIZE].long() * BLOCK_SIZE + last % BLOCK_SIZE
+    keys.flatten(0, 1).index_copy_(0, places, k[rows])
+    values.flatten(0, 1).index_copy_(0, places, v[rows])
 
 
-def grow_size(have: int, need: int, first: int, most: int) -> int:
-    """A size of at least `need`, by doubling."""
-    if need <= have:
-        return have
-    size = max(have, first)
-    while size < need:
-        size *= 2
-    return min(size, most)
+def attend_pages(
+    q: Float[Tensor, "rows heads width"],
+    keys: KeyPages,
+    values: ValuePages,
+    block_tables: BlockTables,
+    seq_lens: SeqLens,
+    scaling: float,
+) -> Float[Tensor, "rows heads value_width"]:
+    """What the last token of each row attends to."""
+    if q.is_cuda:
+        from sightline.compute.triton_kernels import attend_paged
+
+        return attend_paged(q, keys, values, block_tables, seq_lens, scaling)
+    used = block_tables.reshape(-1)
+    k, v = (
+        pages.index_select(0, used).unflatten(0, block_tables.shape).flatten(1, 2).transpose(1, 2)
+        for pages in (keys, values)
+    )
+    # An idle row sees one key: without any, its softmax would be undefined.
+    sees = torch.arange(k.shape[2]) < seq_lens[:, None].clamp(min=1)
+    mask = torch.where(sees, torch.zeros((), dtype=q.dtype), float("-inf"))[:, None, None]
+    # Heads that share keys are further queries of one head, so that no key is repeated.
+    grouped = q.unflatten(1, (k.shape[1], -1))
+    return attend(grouped, k, v, attn_mask=mask, scale=scaling).flatten(1, 2)

@@ -23,7 +23,6 @@ from sightline.families.device_copy import allocate_pinned, copy_to_device
 from sightline.inference.torch_engine import sampling
 from sightline.inference.torch_engine.decode import CudaGraphDecoder
 from sightline.inference.torch_engine.kv_cache import KVCache
-from sightline.inference.torch_engine.paged_kv_cache import PagedKVCache
 from sightline.inference.torch_engine.request import TorchRequest
 from sightline.inference.torch_engine.row_table import RowTable
 from sightline.inference.torch_engine.step_plan import StepPlan
@@ -66,25 +65,26 @@ class ModelRunner:
         size = (self.rows.num_rows, self.rows.max_model_len, self._device, parameter.dtype)
         self._vision_marks: deque[tuple[Any, Any]] = deque()
         """Begin and end of passes of the vision tower that nobody has counted."""
-        self.kv: KVCache | PagedKVCache = KVCache(*size)
-        self.decoder: CudaGraphDecoder | None = None
         self._had_cudnn = torch.backends.cuda.cudnn_sdp_enabled()
         if self._device.type == "cuda":
             # cuDNN plans anew for every shape of a prompt, which takes longer than to attend.
             torch.backends.cuda.enable_cudnn_sdp(False)
             if self.keeps_kv and not self.exact:
                 fuse_layers(self.forward.model)
-        if self.keeps_kv and (self._device.type == "cuda" or self.exact):
-            self.use_pages(PagedKVCache(*size, exact=self.exact, max_bytes=self.max_kv_bytes))
+        max_bytes = self.max_kv_bytes if self.keeps_kv else 0
+        kv = KVCache(*size, exact=self.exact, max_bytes=max_bytes)
+        has_fixed_shapes = self.keeps_kv and (self._device.type == "cuda" or self.exact)
+        if has_fixed_shapes and not self.decodes_in_graphs:
+            print("decoding without graphs: layers carry a state", file=sys.stderr)
+        self.use_kv_cache(kv, has_fixed_shapes)
 
-    def use_pages(self, kv: PagedKVCache) -> None:
-        """Keeps keys and values in pages, and decodes in passes of fixed shape where it can."""
+    def use_kv_cache(self, kv: KVCache, has_fixed_shapes: bool = True) -> None:
+        """Keep keys and values in `kv`; decode in passes of fixed shape if asked and possible."""
         self.kv = kv
         self.rows.on_release = kv.free_row
-        if self.decodes_in_graphs:
+        self.decoder: CudaGraphDecoder | None = None
+        if has_fixed_shapes and self.decodes_in_graphs:
             self.decoder = CudaGraphDecoder(self.forward, kv, self.rows, self._device)
-        else:
-            print("decoding without graphs: layers carry a state", file=sys.stderr)
 
     def close(self) -> None:
         """Sets the switches of torch that this runner has used back to where they were."""

@@ -22,10 +22,11 @@ from sightline.compute.attention import AttentionPattern
 from sightline.compute.attention_shapes import Attended, Keys, Queries, Values
 from sightline.compute.logprobs import Hidden
 from sightline.families.device_copy import copy_to_device
-from sightline.inference.torch_engine.kv_cache import INITIAL_ROWS, grow_size
 from sightline.inference.torch_engine.model_runner import ModelRunner
 from sightline.inference.torch_engine.request import TorchRequest
 from sightline.inference.torch_engine.step_plan import StepPlan
+
+INITIAL_ROWS = 16
 
 
 class RecurrentModelRunner(ModelRunner):
@@ -129,6 +130,8 @@ class RecurrentStates:
             self._tables[layer] = (inputs, memory)
 
     def _grow_table(self, table: Tensor, num_rows: int) -> Tensor:
-        """The table with room for `num_rows` rows."""
-        more = grow_size(len(table), num_rows, INITIAL_ROWS, self.max_num_seqs) - len(table)
-        return torch.cat([table, table.new_zeros(more, *table.shape[1:])]) if more else table
+        """Return the table with room for `num_rows` rows. It grows by doubling."""
+        if num_rows <= len(table):
+            return table
+        size = min(max(num_rows, 2 * len(table), INITIAL_ROWS), self.max_num_seqs)
+        return torch.cat([table, table.new_zeros(size - len(table), *table.shape[1:])])

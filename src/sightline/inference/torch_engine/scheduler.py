@@ -13,6 +13,7 @@ from sightline.errors import EngineError
 from sightline.families import Family
 from sightline.inference.errors import build_engine_error, to_engine_error
 from sightline.inference.fair_queue import FairQueue
+from sightline.inference.torch_engine.observer import EngineObserver
 from sightline.inference.torch_engine.prefix_cache import (
     CachedPrefix,
     ItemPlaces,
@@ -20,7 +21,7 @@ from sightline.inference.torch_engine.prefix_cache import (
     PromptKey,
     PromptRows,
 )
-from sightline.inference.torch_engine.request import TorchCounters, TorchRequest
+from sightline.inference.torch_engine.request import TorchRequest
 from sightline.inference.torch_engine.row_table import RowTable
 from sightline.pixels import Materializer
 
@@ -33,7 +34,7 @@ class Scheduler:
     family: Family
     materializer: Materializer
     features: FeatureCache
-    counters: TorchCounters
+    observer: EngineObserver
     enable_prefix_caching: bool
     share_prefix: Callable[[int, int, int], None]
     """Lets a row (the second) begin with so many tokens of another (the first)."""
@@ -59,8 +60,7 @@ class Scheduler:
     # --- in
 
     def add(self, request: TorchRequest) -> None:
-        self.counters.requests += 1
-        self.counters.prompt_tokens += len(request.prompt)
+        self.observer.on_added(request)
         self.waiting.add(request)
 
     def admit(self) -> None:
@@ -78,8 +78,7 @@ class Scheduler:
                 self.fail(request, to_engine_error(error))
                 continue
             self.waiting.take(request)
-            request.timeline.end("queue")
-            self.counters.cached_tokens += request.cached_tokens
+            self.observer.on_admitted(request)
             if request.awaited_prompt is None:
                 self._load_items(request)
             else:
@@ -136,7 +135,7 @@ class Scheduler:
                     f"the KV cache has no room for a sequence of {lengths[0]} tokens",
                     "raise [inference] gpu_memory_utilization, or ask for fewer tokens",
                 )
-            self.counters.rows_evicted += 1
+            self.observer.on_row_evicted()
             self._release_row(row)
         return True
 
@@ -145,7 +144,7 @@ class Scheduler:
         if row is None:
             row = self.prefixes.evict()
             if row is not None:
-                self.counters.rows_evicted += 1
+                self.observer.on_row_evicted()
                 self._release_row(row)
                 row = self.rows.take_free()
         return row
@@ -212,7 +211,7 @@ class Scheduler:
             self.share_prefix(source, request.row, length)
             self.rows.computed[request.row] = request.cached_tokens = length
             self.rows.has_stale_kv[request.row] = self.rows.has_stale_kv[source]
-            self.counters.cached_tokens += length
+            self.observer.on_prompt_shared(length)
             request.digests.update((key, digests[key]) for key in request.keys)
         else:
             self.prompts.add(request.row, key, request.digests)
@@ -220,7 +219,7 @@ class Scheduler:
         self._load_items(request)
 
     def _start(self, request: TorchRequest) -> None:
-        request.timeline.end("materialize")
+        self.observer.on_started(request)
         self._stop_counting_as_waiting(request)
         self.running[request.row] = request
 
@@ -231,9 +230,8 @@ class Scheduler:
         row = request.row
         request.tokens, request.logprobs = self.rows.get_sampled(row)
         request.finish_reason = reason
-        request.timeline.end("decode")
         request.close_span(version, len(request.tokens))
-        self.counters.finished += 1
+        self.observer.on_finished(request)
         if self.enable_prefix_caching:
             self.prefixes[row] = self._build_cached_prefix(request)
             self._remove(request)
@@ -251,7 +249,7 @@ class Scheduler:
 
     def fail(self, request: TorchRequest, error: EngineError) -> None:
         request.error = error
-        self.counters.failed += 1
+        self.observer.on_failed()
         self._release(request)
 
     def abort(self, request: TorchRequest) -> None:
@@ -259,7 +257,7 @@ class Scheduler:
         if request.finish_reason or request.error is not None:
             return
         request.finish_reason = "abort"
-        self.counters.cancelled += 1
+        self.observer.on_cancelled()
         self.waiting.remove(request)
         self._release(request)
 
@@ -305,12 +303,10 @@ class Scheduler:
             self.prefixes.clear()
         for request in unfinished:
             num_sampled = self.rows.num_sampled(request.row)
-            reached = "decode" if num_sampled else "prefill"
-            waits = request.pending or request.awaited_prompt is not None
-            request.timeline.end("materialize" if waits else reached)
+            loses_kv = not keep_kv and bool(self.rows.computed[request.row])
+            self.observer.on_interrupted(request, num_sampled, loses_kv)
             request.close_span(old_version, num_sampled)
             if not keep_kv:
-                self.counters.prefilled_again += bool(self.rows.computed[request.row])
                 self.rows.computed[request.row] = 0
                 request.cached_tokens = 0
             if is_vision_new:
