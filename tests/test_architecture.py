@@ -74,6 +74,7 @@ ADDRESSES = {
         "media/decode.py",
         "families/*/vision.py",
         "families/*/forward.py",
+        "families/*/image_tokens.py",
         "families/*/probe.py",
         "families/*/processor.py",
         "envs/*",

@@ -205,19 +205,6 @@ class EngineField:
     """Whether the engine reads the array on the CPU, such as the grid of an image."""
 
 
-def build_engine_fields(
-    grid_name: str, family: Any, item: MediaItem, patches: np.ndarray, normalizes: bool
-) -> dict[str, EngineField]:
-    """The rows of an image of a `PixelFamily`, and its grid under the engine's name of it."""
-    values = patches.reshape(len(patches), 3, -1)
-    rows = family.shape_rows(values) if normalizes else family.rows(patches)
-    grid = np.array(item.grid, dtype=np.int64)
-    return {
-        "pixel_values": EngineField(rows, is_flat=True),
-        grid_name: EngineField(grid, is_flat=False, stays_on_host=True),
-    }
-
-
 @dataclass(frozen=True)
 class ParameterSlice:
     """A part of one parameter of ours."""
@@ -229,49 +216,56 @@ class ParameterSlice:
     """The indices along the first axis that is left, in this order; None is all of them."""
 
 
-class ServingSpec(Protocol):
-    """What `serving.py` of a family's folder offers: how an engine that is not ours names things.
+class ServingSpec:
+    """How an engine that is not ours names a family's things: `Serving` in the folder's serving.py.
 
-    Plain data; it imports no engine.
+    Plain data and arithmetic: it imports no engine. The defaults are those of a model that vLLM
+    serves by itself, with one image grid per image.
     """
 
-    LIMIT_MM_PER_PROMPT: dict[str, int]
-    """Items of each kind in a prompt that the engine prepares itself for; 0 is off."""
-    CPU_ARGUMENTS: tuple[str, ...]
-    """Arguments that the engine needs on a CPU, where its kernels know less."""
-    HF_OVERRIDES: dict[str, Any]
-    """What the engine must be told in place of what config.json says."""
-    MAPS_CHECKPOINT: bool
-    """Whether the engine reads the checkpoint as `map_parameters` says; else it does by itself."""
+    LIMIT_MM_PER_PROMPT: dict[str, int] = {"image": 1, "video": 0}
+    """How many items of each kind the engine prepares for in a prompt; 0 turns a kind off."""
+    CPU_ARGUMENTS: tuple[str, ...] = ("--block-size", "32")
+    """Arguments that the engine needs on a CPU, where it has fewer kernels."""
+    HF_OVERRIDES: dict[str, Any] = {}
+    """Values that the engine must use instead of those in config.json."""
+    MAPS_CHECKPOINT: bool = False
+    """Whether the engine reads the checkpoint by `map_parameters` instead of by itself."""
+    GRID_NAME = "image_grid_thw"
+    """The engine's name of an image's grid."""
+    VISION_PREFIXES: tuple[str, ...] = ("model.visual.",)
 
     def arguments(self, family: Any) -> Sequence[str]:
-        """Arguments that the engine needs for the checkpoint on every device."""
-        ...
+        """Return arguments that the engine needs for the checkpoint on every device."""
+        return ()
 
     def vision_prefixes(self, family: Any) -> tuple[str, ...]:
-        """What the names of the vision tower's parameters begin with."""
-        ...
+        """Return the prefixes of the vision tower's parameters."""
+        return self.VISION_PREFIXES
 
     def check_servable(self, folder: Path, takes_updates: bool) -> None:
-        """Raises FamilyError for a checkpoint that the engine cannot serve.
+        """Raise FamilyError for a checkpoint that the engine cannot serve.
 
         `takes_updates` says that a trainer will publish weights to it.
         """
-        ...
 
     def check_cpu(self, family: Any, dtype: str) -> None:
-        """Raises FamilyError for a checkpoint that the engine cannot serve on a CPU in `dtype`."""
-        ...
+        """Raise FamilyError for a checkpoint that the engine cannot serve on a CPU in `dtype`."""
 
     def map_parameters(
         self, family: Any, config: dict[str, Any], shapes: Mapping[str, tuple[int, ...]]
     ) -> dict[str, list[ParameterSlice]]:
-        """The parameters of `shapes` as the engine's checkpoints store them, by their names there:
-        parts of ours, laid end to end."""
-        ...
+        """Return the engine's parameters by name, each as slices of ours that are concatenated."""
+        return {name: [ParameterSlice(name)] for name in shapes}
 
     def build_fields(
         self, family: Any, item: MediaItem, patches: np.ndarray, normalizes: bool
     ) -> dict[str, EngineField]:
-        """The arrays of one image; `normalizes` says that the engine takes uint8 values."""
-        ...
+        """Return the arrays of one image. `normalizes` says that the engine takes uint8 values."""
+        values = patches.reshape(len(patches), 3, -1)
+        rows = family.shape_rows(values) if normalizes else family.rows(patches)
+        grid = np.array(item.grid, dtype=np.int64)
+        return {
+            "pixel_values": EngineField(rows, is_flat=True),
+            self.GRID_NAME: EngineField(grid, is_flat=False, stays_on_host=True),
+        }

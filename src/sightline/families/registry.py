@@ -164,7 +164,7 @@ def load_forward(
 def load_serving(model: str | Path, family: Family, takes_updates: bool = True) -> ServingSpec:
     """How an engine that is not ours names the family's things, if it can serve the checkpoint."""
     try:
-        serving = cast(ServingSpec, _import_family_file(family.name, "serving"))
+        serving = cast(ServingSpec, _import_family_file(family.name, "serving").Serving())
     except ModuleNotFoundError as error:
         if error.name != f"{_find_modules()[family.name]}.serving":
             raise  # the file is there, and what it imports is not

@@ -110,8 +110,8 @@ class MessageRenderer(FormatDescription, ABC):
     def __init__(
         self, tokenizer: Tokenizer, family: Family, resolver: ImageResolver, vocab_size: int
     ) -> None:
-        self._tokenizer = tokenizer
-        self._family = family
+        self.tokenizer = self._tokenizer = tokenizer
+        self.family = self._family = family
         self._resolver = resolver
         self.vocab_size = vocab_size
         self.video_refusal = family.video_refusal
@@ -203,6 +203,14 @@ class MessageRenderer(FormatDescription, ABC):
 
     def decode(self, token_ids: Sequence[int]) -> str:
         return self._tokenizer.decode(token_ids)
+
+    def find_split(self, ours: list[int], theirs: list[int]) -> tuple[str, str, str]:
+        """Return the text before the first difference of two prompts, and how each continues."""
+        same = 0
+        while same < min(len(ours), len(theirs)) and ours[same] == theirs[same]:
+            same += 1
+        before = self.decode(ours[max(0, same - 6) : same])
+        return before, self.decode(ours[same : same + 12]), self.decode(theirs[same : same + 12])
 
     def find_token_ids(self, tokens: Sequence[str]) -> tuple[int, ...]:
         """The ids of those of `tokens` that the tokenizer has."""
@@ -333,6 +341,12 @@ class BaseRenderer(MessageRenderer):
 
     turn_separator: ClassVar[str] = ""
     """Text between the token that ends a turn and the next turn."""
+    video_mark: ClassVar[str] = ""
+    """The text that the chat template writes for a video. Empty where it takes none."""
+    template_settings: Mapping[str, Any] = MappingProxyType({})
+    """What the chat template takes besides messages and tools."""
+    lists_tool_content: ClassVar[bool] = False
+    """Whether the chat template takes every tool message's content as a list of parts."""
 
     def render_read(
         self, messages: list[Message], tools: Tools | None, generation_prompt: bool
@@ -412,7 +426,11 @@ class BaseRenderer(MessageRenderer):
         """Emits one image with the marks around it."""
 
     def emit_video(self, emitter: Emitter, steps: Sequence[ShownStep]) -> None:
-        """Emits a video with the marks around it and its steps."""
+        """Emit a video's steps with the marks around them."""
+        raise NotImplementedError
+
+    def spell_video(self, steps: Sequence[ShownStep]) -> str:
+        """Return the text with which the published processor replaces `video_mark`."""
         raise NotImplementedError
 
     def get_parts(self, message: Message) -> tuple[Part, ...]:

@@ -1,13 +1,17 @@
-"""Conversations that tell chat formats apart, and the first place where a template differs."""
+"""Which chat format a checkpoint speaks, decided by its own chat template.
+
+A format is the checkpoint's when our tokens equal the template's on a set of conversations.
+"""
 
 from __future__ import annotations
 
 import json
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
-from typing import Any
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, TypeVar
 
-from sightline.families.protocol import Family, ShownStep
+from sightline.errors import FamilyError
 from sightline.families.renderer import BaseRenderer
 from sightline.media import MediaRef
 from sightline.message import (
@@ -21,7 +25,7 @@ from sightline.message import (
     user,
     video,
 )
-from sightline.render import ChatTemplate, TemplateError, Tokenizer
+from sightline.render import ChatTemplate, TemplateError
 
 _TOOLS = (
     {
@@ -38,28 +42,57 @@ _ARGUMENTS = '{"at": "a \\"b\\"\\n c", "n": 3, "deep": {"x": [1, true, null]}, "
 _REF = MediaRef(digest="0" * 64, mime="image/png", width=64, height=96, nbytes=1)
 
 _SPELLED = "a tool's answer from a user"
-"""The probe in which a text spells a mark: it stays text in our rendering and becomes the mark in
-the template's."""
+"""The conversation in which a text spells a mark. It stays text in our rendering and becomes the
+mark in the template's."""
 
-Probe = tuple[str, Sequence[Message], dict[str, Any]]
-"""What a conversation has that others lack, for errors; its messages; and how it is rendered."""
+Example = tuple[str, Sequence[Message], dict[str, Any]]
+"""What is particular to a conversation, for errors; its messages; and how it is rendered."""
+Renderer = TypeVar("Renderer", bound=BaseRenderer)
 
 
-def explain_format(template: ChatTemplate | None, others: Sequence[str]) -> str:
-    """Why a checkpoint is taken to speak a format, in words; `others` are the further formats of
-    its model type."""
+def choose_format(
+    path: Path, formats: Sequence[type[Renderer]], build: Callable[[type[Renderer]], Renderer]
+) -> Renderer:
+    """Return the renderer of the first format that writes what the folder's chat template writes.
+
+    A folder without a template speaks the first format.
+    """
+    template = ChatTemplate.find(path)
+    differences = []
+    for kind in formats:
+        renderer = build(kind)
+        others = [other.format_name for other in formats if other is not kind]
+        renderer.format_reason = _explain_format(template, others)
+        if template is None:
+            return renderer
+        check = TemplateCheck(renderer, template)
+        difference = check.find_difference()
+        if difference is None:
+            if renderer.video_mark and not renderer.video_refusal:
+                renderer.video_refusal = check.find_video_difference() or ""
+            return renderer
+        differences.append(f"{kind.format_name}: {difference}.")
+    raise FamilyError(
+        f"{path}: the chat template is not one of this family's. " + " ".join(differences),
+        "use the chat template that was published with the checkpoint",
+    )
+
+
+def _explain_format(template: ChatTemplate | None, others: Sequence[str]) -> str:
+    """Say why a format was chosen; `others` are the further formats of the model type."""
     if template is not None:
         return "it writes the tokens of the folder's chat template"
     if not others:
-        return "the folder has no chat template, and its model type knows no other format"
+        return "the folder has no chat template, and its model type has no other format"
     return (
         "the folder has no chat template, and it is the first of its model type; if the checkpoint "
         f"speaks {' or '.join(others)}, copy its chat_template.jinja into the folder"
     )
 
 
-def build_probes(renderer: BaseRenderer, family: Family) -> Iterator[Probe]:
-    """Short conversations with everything that the format can express."""
+def build_examples(renderer: BaseRenderer) -> Iterator[Example]:
+    """Yield short conversations with everything that the format can express."""
+    family = renderer.family
     hi, ask, answer = user("hi"), user(" two\nlines \n"), assistant("\n\nfine\n ")
     yield "a question", [hi], {}
     yield "a system message", [system(" be brief\n"), ask, answer, user("")], {}
@@ -82,10 +115,10 @@ def build_probes(renderer: BaseRenderer, family: Family) -> Iterator[Probe]:
         yield "calls", [hi, calls, returned, returned, talks, returned], offered
         yield "calls in history", [hi, talks, returned, assistant("ok"), user("and?")], {}
     if renderer.takes_reasoning:
-        yield from _reasoning_probes(renderer, call)
+        yield from _reasoning_examples(renderer, call)
 
 
-def _reasoning_probes(renderer: BaseRenderer, call: ToolCall) -> Iterator[Probe]:
+def _reasoning_examples(renderer: BaseRenderer, call: ToolCall) -> Iterator[Example]:
     hi, more, empty = user("hi"), user("more"), assistant("right")
     thought = assistant("\nyes", reasoning="\nhm, so \n")
     spelled = assistant("<think>\nwell\n</think>\n\nno")
@@ -103,20 +136,15 @@ def _reasoning_probes(renderer: BaseRenderer, call: ToolCall) -> Iterator[Probe]
 
 @dataclass(frozen=True)
 class TemplateCheck:
-    """What a renderer is compared with, and how that is asked."""
+    """Compares a renderer with a chat template."""
 
     renderer: BaseRenderer
     template: ChatTemplate
-    tokenizer: Tokenizer
-    family: Family
-    settings: Mapping[str, Any] = field(default_factory=dict)
-    """What the template is given beside messages and tools."""
-    lists_tool_content: bool = False
-    """Whether the template is given the content of every tool message as a list."""
 
     def find_difference(self) -> str | None:
-        """Where the template first writes other tokens than the format, in words."""
-        for about, messages, options in build_probes(self.renderer, self.family):
+        """Describe where the template first writes other tokens than the format."""
+        tokenizer = self.renderer.tokenizer
+        for about, messages, options in build_examples(self.renderer):
             ours = self.renderer.render(messages, **options).token_ids
             if self.renderer.openers and not options.get("generation_prompt", True):
                 ours = ours[:-1]  # templates leave the last turn without its end
@@ -124,56 +152,52 @@ class TemplateCheck:
                 text = self._render(messages, options)
             except TemplateError as error:
                 return f"for {about} the template fails: {error}"
-            theirs = self._expand_pads(self.tokenizer.encode_marked(text))
-            spelled = [self.tokenizer.decode(ids) for ids in (ours, theirs)]
+            theirs = self._expand_pads(tokenizer.encode_marked(text))
+            spelled = [tokenizer.decode(ids) for ids in (ours, theirs)]
             if ours != theirs and not (about == _SPELLED and spelled[0] == spelled[1]):
                 return f"for {about} {self._describe_difference(ours, theirs)}"
         return None
 
-    def find_video_difference(
-        self, mark: str, spell: Callable[[Sequence[ShownStep]], str]
-    ) -> str | None:
-        """Where the template writes a video otherwise than as `mark`, in words; `spell` is what the
-        processor that was published with the checkpoints writes in its place."""
-        shown = video([(_REF, 0.0), (_REF, 0.5)])
-        asked = user("see ", shown, "\nso? ")
-        talk = [asked, assistant("fine")]
+    def find_video_difference(self) -> str | None:
+        """Describe where the template does not write a video as the format's mark."""
+        clip = video([(_REF, 0.0), (_REF, 0.5)])
+        question = user("see ", clip, "\nso? ")
+        talk = [question, assistant("fine")]
         if "system" in self.renderer.image_roles:
-            talk.insert(0, Message(role="system", content=asked.content))
+            talk.insert(0, Message(role="system", content=question.content))
         if "tool" in self.renderer.image_roles and self.renderer.takes_tools:
-            talk.append(Message(role="tool", content=asked.content))
+            talk.append(Message(role="tool", content=question.content))
         ours = self.renderer.render(talk).token_ids
         try:
             text = self._render(talk, {})
         except TemplateError as error:
             return f"the chat template fails for a video: {error}"
-        theirs = self.tokenizer.encode_marked(text.replace(mark, spell(self.family.steps(shown))))
+        spelled = self.renderer.spell_video(self.renderer.family.steps(clip))
+        text = text.replace(self.renderer.video_mark, spelled)
+        theirs = self.renderer.tokenizer.encode_marked(text)
         if ours == theirs:
             return None
         return f"in the chat template {self._describe_difference(ours, theirs)}"
 
     def _render(self, messages: Sequence[Message], options: Mapping[str, Any]) -> str:
-        forms = [_to_template_message(m, self.lists_tool_content) for m in messages]
-        return self.template.render(forms, **options, **self.settings)
+        lists = self.renderer.lists_tool_content
+        forms = [_to_template_message(m, lists) for m in messages]
+        return self.template.render(forms, **options, **self.renderer.template_settings)
 
     def _expand_pads(self, ids: list[int]) -> list[int]:
-        if not self.family.shows_media:
+        family = self.renderer.family
+        if not family.shows_media:
             return ids
-        count = self.family.num_tokens(self.family.item(_REF))
-        pad = self.renderer.pad_token_ids[0]
-        return [token for found in ids for token in [found] * (count if found == pad else 1)]
+        count, pad = family.num_tokens(family.item(_REF)), self.renderer.pad_token_ids[0]
+        return [t for token in ids for t in [token] * (count if token == pad else 1)]
 
     def _describe_difference(self, ours: list[int], theirs: list[int]) -> str:
-        same = 0
-        while same < min(len(ours), len(theirs)) and ours[same] == theirs[same]:
-            same += 1
-        ends = [self.tokenizer.decode(ids[same : same + 12]) for ids in (ours, theirs)]
-        behind = self.tokenizer.decode(ours[max(0, same - 6) : same])
-        return f"it writes {ends[1]!r} behind {behind!r} where {ends[0]!r} was expected"
+        before, expected, written = self.renderer.find_split(ours, theirs)
+        return f"it writes {written!r} after {before!r}, where {expected!r} was expected"
 
 
 def _to_template_message(message: Message, lists_tool_content: bool) -> dict[str, Any]:
-    """The message as a chat template gets it."""
+    """Return the message as a chat template takes it."""
     form: dict[str, Any] = {"role": message.role, "content": message.text}
     if message.refs or (lists_tool_content and message.role == "tool"):
         form["content"] = [

@@ -120,7 +120,7 @@ def test_the_model_of_the_page_is_found_to_be_what_the_page_says(
     # Another transformers is no mistake of the page.
     assert [*family.found[1:], family.packing.description] == shown.splitlines()[1:]
     serving = load_serving(tmp_path / "models" / "mine", family)
-    with pytest.raises(FamilyError, match=r"vision_tower\.head\.attention is attention of torch"):
+    with pytest.raises(FamilyError, match=r"vision_tower\.head\.attention is torch's own"):
         serving.check_cpu(family, "float32")
 
 
@@ -511,7 +511,7 @@ def test_layers_with_a_window_are_computed_as_padded_rows(folder: Path) -> None:
         FamilyError, match="the weights trial failed: computed alone, logits differ"
     ):
         load_model(folder, packed, "cpu", "float32")
-    with pytest.raises(FamilyError, match="windows were not tried") as caught:
+    with pytest.raises(FamilyError, match="sliding windows are untested") as caught:
         load_serving(folder, family)
     assert 'engine = "torch"' in caught.value.fix
 
@@ -580,18 +580,18 @@ def test_a_window_is_tried_that_prompts_are_shorter_than(folder: Path) -> None:
 def test_vllm_is_refused_tokens_of_an_image_that_see_one_another(tmp_path: Path) -> None:
     write_kind("gemma4", tmp_path / "model")
     family = load_family(tmp_path / "model")
-    with pytest.raises(FamilyError, match="each token of an image sees the others") as caught:
+    with pytest.raises(FamilyError, match="attend to each other in both directions") as caught:
         load_serving(tmp_path / "model", family)
     assert 'engine = "torch"' in caught.value.fix
     # Its arrays are a reason of their own.
     edit(tmp_path / "model" / FILE, lambda findings: findings.update(rows_reason=""))
-    with pytest.raises(FamilyError, match="changing shape"):
+    with pytest.raises(FamilyError, match="change shape"):
         load_serving(tmp_path / "model", family)
 
 
 @pytest.mark.parametrize(
     ("kind", "reason"),
-    [("conv", "these layers are none"), ("chunked_attention", "as full attention")],
+    [("conv", "no convolution layers"), ("chunked_attention", "as full attention")],
 )
 def test_vllm_is_refused_layers_with_the_reason_of_their_kind(
     folder: Path, kind: str, reason: str
@@ -599,14 +599,14 @@ def test_vllm_is_refused_layers_with_the_reason_of_their_kind(
     family = load_family(folder)
     found = {"rows_reason": f"layers of this model are of {kind}", "layer_kinds": [kind]}
     edit(folder / FILE, lambda findings: findings.update(found))
-    with pytest.raises(FamilyError, match=f"padded rows: layers .* of {kind}; .*{reason}"):
+    with pytest.raises(FamilyError, match=f"cannot serve it: layers .* of {kind}; .*{reason}"):
         load_serving(folder, family)
 
 
 def test_vllm_is_refused_a_processor_that_does_not_count(folder: Path) -> None:
     family = load_family(folder)
     edit(folder / FILE, lambda findings: findings.update(counts_tokens=False))
-    with pytest.raises(FamilyError, match="of LlavaForConditionalGeneration does not count"):
+    with pytest.raises(FamilyError, match="of LlavaForConditionalGeneration cannot count"):
         load_serving(folder, family)
     # It is served by a class of vLLM's own, where there is one.
     edit(folder / FILE, lambda findings: findings.update(model_class=[*OWN_CLASSES][0]))
@@ -618,7 +618,9 @@ def test_vllm_is_refused_a_text_model_that_its_own_class_has_not(tmp_path: Path)
     other = {"model_type": "mistral", "sliding_window": None}
     edit(tmp_path / "model" / "config.json", lambda config: config["text_config"].update(other))
     family = load_family(tmp_path / "model")
-    with pytest.raises(FamilyError, match="has a text model llama, and this one is mistral"):
+    with pytest.raises(
+        FamilyError, match="needs a text model of type 'llama', and this one is 'mistral'"
+    ):
         load_serving(tmp_path / "model", family)
 
 
@@ -631,7 +633,11 @@ def test_an_image_of_one_token_is_refused_where_vllm_cannot_compute_it(
     for side, is_refused in ((8, True), (16, False)):
         item = family.item(store.put(making.image(random.Random(1), side, 8)))
         patches = family.patches(store.image(item.ref), item)
-        with pytest.raises(MediaRefused, match="lone token") if is_refused else nullcontext():
+        with (
+            pytest.raises(MediaRefused, match="takes a single token")
+            if is_refused
+            else nullcontext()
+        ):
             serving.build_fields(family, item, patches, normalizes=False)
 
 

@@ -66,7 +66,7 @@ def test_another_chat_template_is_refused_with_its_first_difference(
 ) -> None:
     template = folder / "chat_template.jinja"
     template.write_text(template.read_text().replace(" | trim", ""))
-    with pytest.raises(FamilyError, match=r"Llama 3\.1: it writes .* Llama 3: it writes "):
+    with pytest.raises(FamilyError, match=r"Llama 3\.1: for .* it writes .* Llama 3: for "):
         load_renderer(folder, store)
     template.write_text("{{ raise_exception('no system message here') }}")
     with pytest.raises(FamilyError, match="the template fails: no system message here"):
@@ -76,7 +76,7 @@ def test_another_chat_template_is_refused_with_its_first_difference(
 def test_a_tokenizer_of_another_llama_is_refused(folder: Path, store: MediaStore) -> None:
     file = folder / "tokenizer.json"
     file.write_text(file.read_text().replace("<|start_header_id|>", "[INST]"))
-    with pytest.raises(FamilyError, match=r"no token '<\|start_header_id\|>', so it is none of"):
+    with pytest.raises(FamilyError, match=r"has no token '<\|start_header_id\|>'"):
         load_renderer(folder, store)
 
 

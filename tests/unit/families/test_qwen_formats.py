@@ -129,7 +129,7 @@ def test_a_template_that_writes_anything_else_is_refused_with_the_first_differen
     if altered == template:
         altered = template.replace("message.role ~", "message.role ~ ' ' ~")
     (path / "chat_template.jinja").write_text(altered)
-    with pytest.raises(FamilyError, match="it writes .* where .* was expected"):
+    with pytest.raises(FamilyError, match="it writes .* after .*, where .* was expected"):
         load_renderer(path, store)
 
 

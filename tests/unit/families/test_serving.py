@@ -31,7 +31,7 @@ def model(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFacto
 def serving_of(family: Any) -> Any:
     import importlib
 
-    return importlib.import_module(f"sightline.families.{family.name}.serving")
+    return importlib.import_module(f"sightline.families.{family.name}.serving").Serving()
 
 
 def test_the_rows_are_the_family_s_patches(model: Path, store: MediaStore) -> None:

@@ -26,12 +26,8 @@ def draw_conversations() -> Iterator[tuple[list[Message], bool]]:
 
 
 def describe_difference(ours: list[int], theirs: list[int], renderer: AnyVLMRenderer) -> str:
-    same = 0
-    while same < min(len(ours), len(theirs)) and ours[same] == theirs[same]:
-        same += 1
-    ends = [renderer.decode(ids[same : same + 12]) for ids in (ours, theirs)]
-    behind = renderer.decode(ours[max(0, same - 6) : same])
-    return f"transformers writes {ends[1]!r} behind {behind!r}, and we {ends[0]!r}"
+    before, we_write, they_write = renderer.find_split(ours, theirs)
+    return f"after {before!r} transformers writes {they_write!r}, and our renderer {we_write!r}"
 
 
 def describe_tools(renderer: AnyVLMRenderer) -> str:

@@ -16,7 +16,6 @@ from typing import Any, ClassVar
 
 import numpy as np
 
-from sightline.errors import FamilyError
 from sightline.families.checkpoint_files import read_json, read_vocab_size
 from sightline.families.glm_v.vision import GlmVFamily
 from sightline.families.message_fields import encode_tool
@@ -33,7 +32,7 @@ from sightline.families.renderer import (
     ParsedCompletion,
     RenderContext,
 )
-from sightline.families.template_check import TemplateCheck, explain_format
+from sightline.families.template_check import choose_format
 from sightline.families.tool_calls import (
     check_arguments,
     get_parameters,
@@ -41,7 +40,7 @@ from sightline.families.tool_calls import (
     parse_value,
 )
 from sightline.message import ImageResolver, Message, TextPart, ToolCall, is_whole_text
-from sightline.render import ChatTemplate, Emitter, Tokenizer
+from sightline.render import Emitter, Tokenizer
 from sightline.render.protocol import Tools
 from sightline.wire import MediaItem
 
@@ -72,9 +71,8 @@ class Glm46V(BaseRenderer):
 
     format_name = "GLM-4.6V"
     image_roles: ClassVar[tuple[str, ...]] = ("system", "user", "tool")
-    lists_tool_content: ClassVar[bool] = True
-    """Whether its template takes what a tool says as a list of parts. Behind a string, the one of
-    GLM-4.6V writes a newline more."""
+    video_mark = _VIDEO_PAD
+    lists_tool_content = True  # after a string, its template writes another newline
 
     def __init__(
         self,
@@ -86,6 +84,7 @@ class Glm46V(BaseRenderer):
     ) -> None:
         super().__init__(tokenizer, family, resolver, vocab_size)
         self.thinking = thinking
+        self.template_settings = {} if thinking else {"enable_thinking": False}
         token_id = tokenizer.token_id
         self._head = [token_id("[gMASK]"), token_id("<sop>")]
         self.openers = {
@@ -226,7 +225,6 @@ class Glm46V(BaseRenderer):
         emitter.special(self._video_end)
 
     def spell_video(self, steps: Sequence[ShownStep]) -> str:
-        """What the processor of the checkpoint writes in the place of a video's pad."""
         assert isinstance(self._family, GlmVFamily)
         spelled = ""
         for step in steps:
@@ -330,34 +328,16 @@ FORMATS = (Glm46V, Glm45V)
 
 
 def load_renderer(path: Path, family: GlmVFamily, resolver: ImageResolver) -> Glm46V:
-    """The renderer of a checkpoint folder; FamilyError with the first differences for none."""
+    """Return the renderer of a checkpoint folder; FamilyError if its chat template is unknown."""
     tokenizer = Tokenizer(path)
     vocab_size = read_vocab_size(path, tokenizer)
     file = path / "tokenizer_config.json"
     thinking = bool(read_json(file).get("thinking", True)) if file.is_file() else True
-    template = ChatTemplate.find(path)
-    settings = {} if thinking else {"enable_thinking": False}
-    differences = []
-    for candidate in FORMATS:
-        renderer = candidate(tokenizer, family, resolver, vocab_size, thinking)
-        others = [one.format_name for one in FORMATS if one is not candidate]
-        renderer.format_reason = explain_format(template, others)
-        if template is None:
-            return renderer
-        check = TemplateCheck(
-            renderer, template, tokenizer, family, settings, candidate.lists_tool_content
-        )
-        difference = check.find_difference()
-        if difference is None:
-            if not renderer.video_refusal:
-                found = check.find_video_difference(_VIDEO_PAD, renderer.spell_video)
-                renderer.video_refusal = found or ""
-            return renderer
-        differences.append(f"{candidate.format_name}: {difference}")
-    raise FamilyError(
-        f"{path}: the chat template is none that is known. " + " ".join(differences),
-        "use the chat template that the checkpoint was published with",
-    )
+
+    def build(kind: type[Glm46V]) -> Glm46V:
+        return kind(tokenizer, family, resolver, vocab_size, thinking)
+
+    return choose_format(path, FORMATS, build)
 
 
 def _spell(value: Any) -> str:

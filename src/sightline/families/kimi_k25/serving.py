@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator, Mapping
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -17,58 +16,11 @@ import numpy as np
 
 from sightline.errors import FamilyError
 from sightline.families.checkpoint_files import read_json
-from sightline.families.protocol import ParameterSlice, build_engine_fields
-
-LIMIT_MM_PER_PROMPT = {"vision_chunk": 1}
-CPU_ARGUMENTS = (
-    "--no-enable-prefix-caching",
-    "--no-enable-chunked-prefill",
-    # The kernel of vLLM 0.32 takes the heads of latent attention's queries for tokens.
-    "--compilation-config",
-    '{"custom_ops": ["-rotary_embedding"]}',
-)
-
-HF_OVERRIDES = {
-    "architectures": ["KimiK25ForConditionalGeneration"],
-    "text_config": {"topk_method": "noaux_tc", "scoring_func": "sigmoid"},
-}
-"""vLLM's name of the model, and how it chooses experts, which transformers does not write down."""
-MAPS_CHECKPOINT = True
+from sightline.families.protocol import ParameterSlice, ServingSpec
 
 NEEDED = ("in_patch_limit_each_frame", "in_patch_limit_video", "temporal_merge_kernel_size")
-"""Keys of `media_proc_cfg` that vLLM reads: its image processor is built, though nothing goes
+"""Keys of `media_proc_cfg` that vLLM reads: it builds its image processor, though nothing goes
 through it."""
-
-
-def arguments(family: object) -> tuple[str, ...]:
-    return ()
-
-
-def vision_prefixes(family: object) -> tuple[str, ...]:
-    return ("model.vision_tower.", "model.mm_projector.")
-
-
-def check_servable(folder: Path, takes_updates: bool) -> None:
-    config = read_json(folder / "config.json")
-    parts = (config, config["text_config"])
-    if takes_updates and any(part.get("quantization_config") for part in parts):
-        raise FamilyError(
-            "a checkpoint with quantized weights: vLLM keeps them so, and the trainer publishes "
-            "others",
-            'set engine = "torch", or train a checkpoint that is not quantized',
-        )
-    file = folder / "preprocessor_config.json"
-    settings = read_json(file).get("media_proc_cfg") or {}
-    if missing := [name for name in NEEDED if name not in settings]:
-        raise FamilyError(
-            f"{file} has no {', '.join(missing)} in media_proc_cfg, and vLLM reads them at its "
-            "start",
-            'copy the file of the published folder, or set engine = "torch"',
-        )
-
-
-build_fields = partial(build_engine_fields, "grid_thws")
-
 
 RENAMES = (
     (r"lm_head\.", "language_model.lm_head."),
@@ -95,20 +47,51 @@ KEYS_VALUES = re.compile(r"model\.vision_tower\.layers\.\d+\.attn\.[kv]_proj\.(w
 EXPERTS = re.compile(r"model\.language_model\.(.*\.mlp\.experts)\.(gate_up_proj|down_proj)")
 
 
-def check_cpu(family: object, dtype: str) -> None:
-    """vLLM has kernels for it."""
-
-
-def map_parameters(
-    family: object, config: dict[str, Any], shapes: Mapping[str, tuple[int, ...]]
-) -> dict[str, list[ParameterSlice]]:
-    """Every published parameter, as the parts that it is made of. Published names stay."""
-    heads = config["vision_config"]["num_attention_heads"]
-    return {
-        name: parts
-        for source, shape in shapes.items()
-        for name, parts in _map_parameter(source, shape, heads)
+class Serving(ServingSpec):
+    LIMIT_MM_PER_PROMPT = {"vision_chunk": 1}
+    CPU_ARGUMENTS = (
+        "--no-enable-prefix-caching",
+        "--no-enable-chunked-prefill",
+        # The kernel of vLLM 0.32 mistakes the heads of latent attention's queries for tokens.
+        "--compilation-config",
+        '{"custom_ops": ["-rotary_embedding"]}',
+    )
+    # vLLM's name of the model, and how it chooses experts, which transformers does not write down.
+    HF_OVERRIDES = {
+        "architectures": ["KimiK25ForConditionalGeneration"],
+        "text_config": {"topk_method": "noaux_tc", "scoring_func": "sigmoid"},
     }
+    MAPS_CHECKPOINT = True
+    GRID_NAME = "grid_thws"
+    VISION_PREFIXES = ("model.vision_tower.", "model.mm_projector.")
+
+    def check_servable(self, folder: Path, takes_updates: bool) -> None:
+        config = read_json(folder / "config.json")
+        parts = (config, config["text_config"])
+        if takes_updates and any(part.get("quantization_config") for part in parts):
+            raise FamilyError(
+                "the checkpoint has quantized weights, and vLLM cannot load the trainer's "
+                "unquantized ones into them",
+                'set [inference] engine = "torch", or train a checkpoint that is not quantized',
+            )
+        file = folder / "preprocessor_config.json"
+        settings = read_json(file).get("media_proc_cfg") or {}
+        if missing := [name for name in NEEDED if name not in settings]:
+            raise FamilyError(
+                f"media_proc_cfg in {file} lacks {', '.join(missing)}, which vLLM needs at startup",
+                'copy the file from the published folder, or set [inference] engine = "torch"',
+            )
+
+    def map_parameters(
+        self, family: object, config: dict[str, Any], shapes: Mapping[str, tuple[int, ...]]
+    ) -> dict[str, list[ParameterSlice]]:
+        """Return every published parameter as slices of ours. Published names stay."""
+        heads = config["vision_config"]["num_attention_heads"]
+        return {
+            name: parts
+            for source, shape in shapes.items()
+            for name, parts in _map_parameter(source, shape, heads)
+        }
 
 
 def _map_parameter(

@@ -10,6 +10,7 @@ answer that is JSON.
 from __future__ import annotations
 
 from pathlib import Path
+from types import MappingProxyType
 
 from sightline.errors import FamilyError
 from sightline.families.checkpoint_files import read_vocab_size
@@ -19,9 +20,9 @@ from sightline.families.renderer import (
     ParsedCompletion,
     RenderContext,
 )
-from sightline.families.template_check import explain_format
-from sightline.message import ImageResolver, Message, Part, TextPart, assistant, system, user
-from sightline.render import ChatTemplate, Emitter, TemplateError, Tokenizer
+from sightline.families.template_check import choose_format
+from sightline.message import ImageResolver, Message, Part, TextPart
+from sightline.render import Emitter, Tokenizer
 from sightline.render.protocol import Tools
 from sightline.wire import MediaItem
 
@@ -33,6 +34,7 @@ _MARKS = ("<|begin_of_text|>", "<|start_header_id|>", "<|end_header_id|>", "<|eo
 
 class Llama3(BaseRenderer):
     format_name = "Llama 3"
+    template_settings = MappingProxyType({"bos_token": _MARKS[0], "date_string": DATE})
     takes_tools = False
     takes_reasoning = False
     tools_refusal = "a tool call of Llama 3 has no mark that tells it from an answer"
@@ -95,43 +97,14 @@ class Llama31(Llama3):
 
 
 def load_renderer(path: Path, family: Family, resolver: ImageResolver) -> Llama3:
-    """The renderer of a checkpoint folder; FamilyError with the first differences for none."""
+    """Return the renderer of a checkpoint folder; FamilyError if its chat template is unknown."""
     tokenizer = Tokenizer(path)
     if missing := [mark for mark in _MARKS if tokenizer.find_token_id(mark) is None]:
         raise FamilyError(
-            f"{path}: the tokenizer has no token {missing[0]!r}, so it is none of Llama 3",
-            "use a checkpoint of Llama 3, or add a folder for this one: see "
-            "docs/adding_a_family.md",
+            f"{path} is a 'llama' checkpoint without Llama 3's chat format: its tokenizer has no "
+            f"token {missing[0]!r}",
+            "use a Llama 3 checkpoint, or add a family for this one (docs/adding_a_family.md)",
         )
     vocab_size = read_vocab_size(path, tokenizer)
-    template = ChatTemplate.find(path)
-    differences = []
-    formats = (Llama31, Llama3)
-    for candidate in formats:
-        renderer = candidate(tokenizer, family, resolver, vocab_size)
-        difference = template and _find_difference(renderer, template, tokenizer)
-        if not difference:
-            others = [one.format_name for one in formats if one is not candidate]
-            renderer.format_reason = explain_format(template, others)
-            return renderer
-        differences.append(f"{candidate.format_name}: {difference}")
-    raise FamilyError(
-        f"{path}: the chat template is none that is known. " + " ".join(differences),
-        "use the chat template that the checkpoint was published with",
-    )
-
-
-def _find_difference(renderer: Llama3, template: ChatTemplate, tokenizer: Tokenizer) -> str | None:
-    """Where the template first writes another text than the format, in words."""
-    ask, answer = user(" two\nlines \n"), assistant("\n\nfine\n ")
-    for probe in ([user("hi")], [system(" be brief\n"), ask, answer, user("")], [answer, ask]):
-        messages = [{"role": message.role, "content": message.text} for message in probe]
-        try:
-            text = template.render(messages, bos_token=_MARKS[0], date_string=DATE)
-        except TemplateError as error:
-            return f"the template fails: {error}."
-        ours, theirs = renderer.render(probe).token_ids, tokenizer.encode_marked(text)
-        if ours != theirs:
-            spelled = [repr(tokenizer.decode(ids)) for ids in (theirs, ours)]
-            return f"it writes {spelled[0]} where {spelled[1]} was expected."
-    return None
+    formats: tuple[type[Llama3], ...] = (Llama31, Llama3)
+    return choose_format(path, formats, lambda kind: kind(tokenizer, family, resolver, vocab_size))

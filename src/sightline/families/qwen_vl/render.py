@@ -34,6 +34,7 @@ class QwenRenderer(BaseRenderer):
     """The system message of a conversation that has none."""
     takes_reasoning = False
     turn_separator = "\n"
+    video_mark = "<|vision_start|><|video_pad|><|vision_end|>"
     requires_question: ClassVar[bool] = False
     """Whether a conversation in which no user message asks cannot be written."""
 
@@ -186,6 +187,16 @@ class QwenRenderer(BaseRenderer):
             emitter.image(step.item, self.video_pad_id, self._family.num_tokens(step.item))
             if not joins or i == len(steps) - 1:
                 emitter.special(self._vision_end)
+
+    def spell_video(self, steps: Sequence[ShownStep]) -> str:
+        start, end = self.video_mark.split("<|video_pad|>")
+        pads = ["<|video_pad|>" * self._family.num_tokens(step.item) for step in steps]
+        if getattr(self._family, "joins_steps", False):
+            return start + "".join(pads) + end
+        return "".join(
+            f"<{step.seconds:.1f} seconds>{start}{pad}{end}"
+            for step, pad in zip(steps, pads, strict=True)
+        )
 
     def count_images(self, prompt_ids: Sequence[int]) -> int:
         """Nothing but an image puts its mark into a prompt: where they are numbered no video is

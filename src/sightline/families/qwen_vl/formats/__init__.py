@@ -1,29 +1,25 @@
-"""Chat formats, and which of them a checkpoint speaks.
+"""Qwen's chat formats.
 
-The model type of config.json says which formats can be meant; the checkpoint's own chat template
-decides. A template counts as known when our tokens equal its own on a set of probe conversations.
-A folder without a template speaks the first format of its model type.
+The model type in config.json says which formats are possible, and the checkpoint's own chat
+template decides between them.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import replace
-from functools import partial
 from pathlib import Path
 
 import msgspec
 
-from sightline.errors import FamilyError
 from sightline.families.checkpoint_files import read_json, read_vocab_size
-from sightline.families.protocol import Family, ShownStep
+from sightline.families.protocol import Family
 from sightline.families.qwen_vl.formats.calls import JsonCallFormat, TaggedCallFormat
 from sightline.families.qwen_vl.formats.reasoning import ReasoningFormat
 from sightline.families.qwen_vl.render import QwenRenderer
 from sightline.families.renderer import ParsedCompletion, RenderContext
-from sightline.families.template_check import TemplateCheck, explain_format
+from sightline.families.template_check import choose_format
 from sightline.message import ImageResolver, Message, Part, TextPart, join_texts
-from sightline.render import ChatTemplate, Tokenizer
+from sightline.render import Tokenizer
 from sightline.render.protocol import Tools
 
 
@@ -94,8 +90,6 @@ class Qwen35NonThinking(Qwen35):
         return replace(parsed, content=self.strip_content(parsed.content))
 
 
-_VIDEO = "<|vision_start|><|video_pad|><|vision_end|>"
-
 FORMATS: dict[str, tuple[type[QwenRenderer], ...]] = {
     "qwen2_5_vl": (Qwen25VL,),
     "qwen3_vl": (Qwen3VL, Qwen3VLThinking),
@@ -105,48 +99,21 @@ FORMATS: dict[str, tuple[type[QwenRenderer], ...]] = {
     "qwen3": (Qwen3,),
     "qwen3_moe": (Qwen3,),
 }
-"""By model type; the first is that of a folder without a template."""
+"""By model type. A folder without a template speaks the first."""
 
 
 def load_renderer(
     path: Path, family: Family, resolver: ImageResolver, number_images: bool = False
 ) -> QwenRenderer:
-    """The renderer of a checkpoint folder; FamilyError with the first difference for none."""
+    """Return the renderer of a checkpoint folder; FamilyError if its chat template is unknown."""
     tokenizer = Tokenizer(path)
     vocab_size = read_vocab_size(path, tokenizer)
-    template = ChatTemplate.find(path)
-    differences = []
     formats = FORMATS[read_json(path / "config.json")["model_type"]]
-    for candidate in formats:
-        renderer = candidate(tokenizer, family, resolver, vocab_size)
-        check = None
-        if template is not None:
-            check = TemplateCheck(renderer, template, tokenizer, family)
-        difference = check and check.find_difference()
-        if difference is None:
-            others = [one.format_name for one in formats if one is not candidate]
-            renderer.format_reason = explain_format(template, others)
-            # Templates are compared without numbers, which a caller asks for.
-            renderer.numbers_images = number_images
-            if not renderer.video_refusal and number_images:
-                renderer.video_refusal = "images are numbered ([model] number_images)"
-            elif not renderer.video_refusal and check is not None:
-                known = check.find_video_difference(_VIDEO, partial(_spell_video, family))
-                renderer.video_refusal = known or ""
-            return renderer
-        differences.append(f"{candidate.format_name}: {difference}")
-    raise FamilyError(
-        f"{path}: the chat template is none that is known. " + " ".join(differences),
-        "use the chat template that the checkpoint was published with",
+    renderer = choose_format(
+        path, formats, lambda kind: kind(tokenizer, family, resolver, vocab_size)
     )
-
-
-def _spell_video(family: Family, steps: Sequence[ShownStep]) -> str:
-    start, end = _VIDEO.split("<|video_pad|>")
-    pads = ["<|video_pad|>" * family.num_tokens(step.item) for step in steps]
-    if getattr(family, "joins_steps", False):
-        return start + "".join(pads) + end
-    return "".join(
-        f"<{step.seconds:.1f} seconds>{start}{pad}{end}"
-        for step, pad in zip(steps, pads, strict=True)
-    )
+    # Templates are compared without image numbers, which the caller asks for.
+    renderer.numbers_images = number_images
+    if number_images and not renderer.video_refusal:
+        renderer.video_refusal = "images are numbered ([model] number_images)"
+    return renderer
