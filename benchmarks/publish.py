@@ -21,10 +21,10 @@ from rich.table import Table
 from benchmarks.store import serve
 from sightline.bench.harness.workspace import check_at_least, write_tiny
 from sightline.compute.broadcast import Broadcaster
-from sightline.compute.host_copy import HostCopy
 from sightline.compute.model import MODEL_DTYPES, load_model
 from sightline.compute.shared_weights import SharedWeights
-from sightline.compute.weights import StorePublisher
+from sightline.compute.weight_transport import WeightPublisher
+from sightline.compute.weights import FilesPublisher, StorePublisher
 from sightline.families import load_family
 from sightline.launch.processes import temporary_server
 from sightline.media.stored_file import open_blobs
@@ -130,15 +130,15 @@ class PublishTrial:
             await client.close()
         assert versions is not None and versions[0].version == manifest.label
         self.publisher.background_task.wait()
-        total = sum(tensor.nbytes for tensor in self.publisher.copy.tensors().values())
+        total = sum(tensor.numel() for tensor in tensors) * self.publisher.dtype.itemsize
         return total, *self._count_bytes(manifest, total), written, first
 
     def _count_bytes(self, manifest: Manifest, total: int) -> tuple[float, float]:
         """Bytes that the version before did not have, as they were sent and as they were fetched;
         all of them for other ways than the store."""
-        if self.publisher.store is None:
+        if not isinstance(self.publisher.publisher, StorePublisher):
             return total, total
-        sizes = dict(self.publisher.store.blobs.iter_sizes())
+        sizes = dict(self.publisher.publisher.blobs.iter_sizes())
         new = {digest for file in manifest.files for digest in file.stored} - self._stored
         replaced = {part for file in manifest.files for part in file.deltas}
         self._stored |= new
@@ -162,16 +162,17 @@ def open_way(args: argparse.Namespace, way: str, scratch: Path) -> Iterator[Publ
         family = load_family(args.model)
         # As the optimizer's weights are; what leaves is rounded to --dtype.
         model = load_model(args.model, family, args.device, "float32").model
-        store = None
-        if way in (FOLDER, SERVICE, COMPRESSED):
-            store = StorePublisher(open_blobs(media, token), has_deltas=way == COMPRESSED)
-        publisher = AsyncPublisher(
-            root / "weights",
-            MODEL_DTYPES[args.dtype],
-            BackgroundTask("publish"),
-            broadcaster=Broadcaster("127.0.0.1") if way == BROADCAST else None,
-            store=store,
-            run=RUN,
-            copy=SharedWeights(root / "weights") if way == SHARED else HostCopy(),
-        )
+        weights = root / "weights"
+        ours: WeightPublisher
+        if way == BROADCAST:
+            transport, ours = "broadcast", Broadcaster(weights, "127.0.0.1")
+        elif way == SHARED:
+            transport, ours = "ipc", SharedWeights(weights)
+        elif way in (FOLDER, SERVICE, COMPRESSED):
+            blobs = open_blobs(media, token)
+            transport, ours = "store", StorePublisher(weights, blobs, way == COMPRESSED)
+        else:
+            transport, ours = "files", FilesPublisher(weights)
+        task = BackgroundTask("publish")
+        publisher = AsyncPublisher(transport, ours, MODEL_DTYPES[args.dtype], task, run=RUN)
         yield PublishTrial(publisher, model, url, args.lr)

@@ -34,6 +34,7 @@ import sightline
 from sightline import config, errors
 from sightline.cli.config import format_markdown
 from sightline.cli.main import build_parser, main
+from sightline.compute import weight_transport
 from sightline.rollout.engines import BUILT_IN
 
 MAX_FILE_LINES = 450
@@ -205,11 +206,31 @@ HEAVY = tuple(ADDRESSES)
         ("import sightline.rollout.worker", ("torch", "transformers", "vllm", "opentelemetry")),
         ("import sightline.inference.server", ("opentelemetry",)),
         ("import sightline.cli.main as m; m.build_parser()", HEAVY),
+        (
+            "import sightline.compute.weight_transport as w; [*map(w.load_transport, w.BUILT_IN)]",
+            ("torch", "transformers"),
+        ),
     ],
-    ids=["the public names", "an environment worker", "a server", "the command line"],
+    ids=["the public names", "an environment worker", "a server", "the command line", "transports"],
 )
 def test_importing_loads_no_heavy_library(code: str, libraries: tuple[str, ...]) -> None:
     assert loaded_after(code, libraries) == []
+
+
+def test_no_shared_file_compares_the_name_of_a_weight_transport() -> None:
+    """Shared code asks a transport what it can do. Benchmarks name those that they measure."""
+    names = set(weight_transport.BUILT_IN)
+    only_transports = names - {"files", "store"}
+    breaches = []
+    for path in files():
+        for node in ast.walk(tree_of(path)):
+            if not isinstance(node, ast.Compare) or name_of(path).startswith("bench/"):
+                continue
+            words = {n.value for n in ast.walk(node) if isinstance(n, ast.Constant)}
+            asks = re.search(r"\.publish\b|transport", ast.unparse(node))
+            if words & only_transports or (asks and words & names):
+                breaches.append(f"{name_of(path)}:{node.lineno}: {ast.unparse(node)}")
+    assert breaches == []
 
 
 MESH_OWNERS = {"trainer/parallel_dims.py", "trainer/ranks.py"}

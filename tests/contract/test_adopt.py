@@ -236,7 +236,7 @@ def test_weights_in_the_store_are_fetched_checked_and_adopted(
     folder = tmp_path / "v000003"
     shutil.copytree(published.parent, folder)
     before = msgspec.json.decode(published.read_bytes(), type=Manifest)
-    moved = StorePublisher(settings.open_blobs()).put(folder / MANIFEST, before)
+    moved = StorePublisher(tmp_path, settings.open_blobs()).put(folder / MANIFEST, before)
     assert [path.name for path in folder.iterdir()] == [MANIFEST]
     lease(client, RUN)
     seven = structs.replace(moved, version=7)
@@ -275,7 +275,7 @@ def test_weights_that_a_trainer_shares_are_what_files_would_have_been(
 
     def share(version: int) -> Path:
         shared.take(tensors)
-        return shared.announce(root, shared.tensors(), version, version, run=RUN)[0]
+        return shared.write(Manifest(version, version, [], transport="ipc", run=RUN))[0]
 
     with embedded(settings.replace(weights_root=tmp_path)) as server:
         lease(server, RUN)

@@ -109,7 +109,7 @@ def repair_lengths(data: bytes) -> bytes:
 
 
 def _parse_manifest(path: Path) -> None:
-    if read_manifest(path).broadcast is None:
+    if read_manifest(path).transport != "broadcast":
         read_weights(path)
 
 

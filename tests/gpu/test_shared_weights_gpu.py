@@ -13,6 +13,7 @@ import torch
 from sightline.compute.shared_weights import SharedWeights
 from sightline.compute.weights import read_weights, write_weights
 from sightline.compute.weights_digest import digest_weights
+from sightline.wire.weights import Manifest
 
 pytestmark = pytest.mark.gpu
 
@@ -20,15 +21,15 @@ SERVER = """
 import sys, time
 from pathlib import Path
 import torch
-from sightline.compute.weights import open_tensors
+from sightline.compute.weight_transport import WeightReceiver
 from sightline.wire.weights import read_manifest
 
-own = {}
+own, receiver = {}, WeightReceiver()
 for line in sys.stdin:
     path = Path(line.strip())
     began = time.perf_counter()
     manifest = read_manifest(path)
-    with open_tensors(path.parent, manifest) as tensors:
+    with receiver.open_tensors(path.parent, manifest) as tensors:
         for name, tensor in tensors.items():
             own.setdefault(name, torch.empty_like(tensor)).copy_(tensor)
     took = time.perf_counter() - began
@@ -62,9 +63,9 @@ def test_another_process_copies_what_the_trainer_shares(tmp_path: Path) -> None:
             weights["big"].mul_(-1.5)
             began = time.perf_counter()
             shared.take(weights, dtype=torch.bfloat16)
-            expected = {name: tensor.clone() for name, tensor in shared.tensors().items()}
-            path, manifest = shared.announce(tmp_path, shared.tensors(), version, 0)
+            path, manifest = shared.write(Manifest(version, 0, [], transport="ipc"))
             took = time.perf_counter() - began
+            expected = {name: tensor.clone() for name, tensor in shared._tensors.items()}
             print(path, file=server.stdin, flush=True)
             label, seconds, total = server.stdout.readline().split()
             print(f"version {version}: shared in {took:.4f} s, copied in {float(seconds):.4f} s")

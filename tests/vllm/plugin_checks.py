@@ -38,7 +38,7 @@ from sightline.message import user
 from sightline.pixels import Materializer
 from sightline.wire import Slot
 from sightline.wire.generate import SamplingParams
-from sightline.wire.weights import Broadcast, Manifest
+from sightline.wire.weights import Manifest
 
 WAIT_S = 60.0
 LOOK_EVERY_S = 0.002
@@ -398,7 +398,7 @@ def check_an_image_over_the_encoder_cache_is_refused_by_its_place(folder: Path) 
 
 
 def check_weights_that_are_sent_are_refused(folder: Path) -> None:
-    manifest = Manifest(7, 7, [], broadcast=Broadcast("127.0.0.1:9", 1, []))
+    manifest = Manifest(7, 7, [], transport="broadcast")
     try:
         updates_of(Bench(folder)).read(folder, manifest)
     except WeightsError as error:

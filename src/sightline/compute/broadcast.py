@@ -1,101 +1,135 @@
-"""Weights from trainer to samplers through torch.distributed, without a file between them.
+"""Weights from trainer to servers through torch.distributed, without a file between them.
 
-    rank 0 --manifest: names, shapes, digest--> disk, orchestrator --adopt--> engines
-    rank 0 --tensor by tensor, gloo---------------------------------------> engines
-      waits for: every engine to join     unblocked by: their adopt
+    rank 0 --manifest: names, shapes, digest--> disk, orchestrator --adopt--> servers
+    rank 0 --tensor by tensor, gloo---------------------------------------> servers
+      waits for: every server to join with its first adopt, then for each adopt
 
-The group is apart from the one that the trainer's ranks compute in, and made anew for every
-version. Tensors go through host memory.
+One process group of rank 0 and all servers carries every version. It is separate from the group
+that the trainer's ranks compute in. Tensors go through host memory.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import hashlib
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import torch
 from jaxtyping import UInt8
+from msgspec import structs
 from torch import Tensor
 from torch import distributed as dist
 
+from sightline.compute.host_copy import HostCopy
 from sightline.compute.tcp_store import connect_store, listen_store
-from sightline.compute.tensor_file import TORCH_DTYPES, tensor_bytes
-from sightline.compute.weights_digest import describe_tensors, digest_weights
+from sightline.compute.tensor_file import (
+    TORCH_DTYPES,
+    Gather,
+    NamedTensors,
+    keep_tensor,
+    tensor_bytes,
+)
+from sightline.compute.weight_transport import WeightPublisher
+from sightline.compute.weights_digest import TensorSpec, describe_tensors, digest_weights
 from sightline.errors import WeightsError
-from sightline.wire.weights import Adapter, Broadcast, Manifest, write_manifest
+from sightline.wire.weights import Manifest, write_manifest
 
 BROADCAST_TIMEOUT_S = 600.0
-"""How long a sender waits for receivers, and each side for the other."""
+"""How long each side waits for the other."""
 
 
-class Broadcaster:
-    """Rank 0's end; lives as long as the trainer."""
+class Broadcast(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """The payload of a manifest whose weights are sent: where to join, and what comes."""
 
-    def __init__(self, host: str, receivers: int = 1) -> None:
-        self._receivers = receivers
+    store: str
+    """host:port of the trainer's TCPStore."""
+    receivers: int
+    tensors: list[TensorSpec]
+    """The tensors in the order in which they are sent."""
+
+
+class Broadcaster(WeightPublisher):
+    """Rank 0's end."""
+
+    def __init__(self, root: Path, host: str, receivers: int = 1) -> None:
+        self._root, self._receivers = root, receivers
         self._store = listen_store(host, 0, BROADCAST_TIMEOUT_S)
-        self._address = f"{host}:{self._store.port}"
+        self.address = f"{host}:{self._store.port}"
+        self._copy = HostCopy()
+        self._group: Any = None
 
-    def announce(
-        self,
-        root: Path,
-        tensors: Mapping[str, Tensor],
-        version: int,
-        vision_version: int,
-        adapter: Adapter | None = None,
-        run: str = "",
-    ) -> tuple[Path, Manifest]:
-        """Writes the manifest of what `send` will send; a version keeps its meaning as in files."""
-        sent = Broadcast(self._address, self._receivers, describe_tensors(tensors))
-        unlogged = Manifest(
-            version, vision_version, [], broadcast=sent, adapter=adapter, run=run,
-            weights_digest=digest_weights(tensors),
-        )  # fmt: skip
-        return write_manifest(root, unlogged)
+    def take(
+        self, tensors: NamedTensors, gather: Gather = keep_tensor, dtype: torch.dtype | None = None
+    ) -> None:
+        self._copy.take(tensors, gather, dtype)
 
-    def send(self, manifest: Manifest, tensors: Mapping[str, Tensor]) -> None:
-        """Returns when every receiver has all of it."""
-        assert manifest.broadcast is not None
-        group = _join(self._store, manifest, rank=0)
-        for spec in manifest.broadcast.tensors:
-            _broadcast(group, tensor_bytes(tensors[spec.name]))
-        group.barrier().wait()
-
-
-def receive(manifest: Manifest) -> dict[str, Tensor]:
-    """The tensors of a version that is being sent, checked against its digest."""
-    sent = manifest.broadcast
-    assert sent is not None
-    store = connect_store(sent.store, BROADCAST_TIMEOUT_S)
-    place = store.add(f"{manifest.label}/receivers", 1)
-    group = _join(store, manifest, rank=place)
-    found: dict[str, Tensor] = {}
-    for spec in sent.tensors:
-        tensor = torch.empty(spec.shape, dtype=TORCH_DTYPES[spec.dtype])
-        _broadcast(group, tensor.reshape(-1).view(torch.uint8))
-        found[spec.name] = tensor
-    group.barrier().wait()
-    if digest_weights(found) != manifest.weights_digest:
-        raise WeightsError(
-            f"version {manifest.label} arrived with other bits than were announced",
-            "resume the run; the engine keeps the weights it has",
+    def write(self, draft: Manifest) -> tuple[Path, Manifest]:
+        tensors = self._copy.tensors()
+        payload = Broadcast(self.address, self._receivers, describe_tensors(tensors))
+        manifest = structs.replace(
+            draft, payload=msgspec.to_builtins(payload), weights_digest=digest_weights(tensors)
         )
-    return found
+        return write_manifest(self._root, manifest)
+
+    def send(self, manifest: Manifest) -> None:
+        payload = manifest.read_payload(Broadcast)
+        if self._group is None:
+            self._group = _join(self._store, payload, rank=0)
+        _broadcast(self._group, _name_version(manifest))
+        tensors = self._copy.tensors()
+        for spec in payload.tensors:
+            _broadcast(self._group, tensor_bytes(tensors[spec.name]))
+        self._group.barrier().wait()
 
 
-def _join(store: dist.Store, manifest: Manifest, rank: int) -> Any:
-    """The version's group of processes; torch's stubs do not have its methods."""
-    assert manifest.broadcast is not None
+class BroadcastReceiver:
+    """A server's end. It stays in the trainer's process group from its first version on."""
+
+    def __init__(self) -> None:
+        self._address = ""
+        self._group: Any = None
+
+    def receive(self, manifest: Manifest) -> dict[str, Tensor]:
+        """Return the tensors of a version that is being sent, checked against its digest."""
+        payload = manifest.read_payload(Broadcast)
+        if self._address != payload.store:  # a trainer that was started again has a new group
+            store = connect_store(payload.store, BROADCAST_TIMEOUT_S)
+            self._group = _join(store, payload, rank=store.add("receivers", 1))
+            self._address = payload.store
+        name = torch.empty_like(_name_version(manifest))
+        _broadcast(self._group, name)
+        tensors: dict[str, Tensor] = {}
+        for spec in payload.tensors:
+            tensor = torch.empty(spec.shape, dtype=TORCH_DTYPES[spec.dtype])
+            _broadcast(self._group, tensor.reshape(-1).view(torch.uint8))
+            tensors[spec.name] = tensor
+        self._group.barrier().wait()
+        is_same = name.equal(_name_version(manifest))
+        if not is_same or digest_weights(tensors) != manifest.weights_digest:
+            raise WeightsError(
+                f"version {manifest.label} arrived with other bits than were announced",
+                "resume the run; the engine keeps the weights it has",
+            )
+        return tensors
+
+
+def _name_version(manifest: Manifest) -> UInt8[Tensor, " 32"]:
+    """Return what is sent before a version: servers that are out of step notice it."""
+    digest = hashlib.sha256(manifest.label.encode()).digest()
+    return torch.frombuffer(bytearray(digest), dtype=torch.uint8)
+
+
+def _join(store: dist.Store, payload: Broadcast, rank: int) -> Any:
+    """Return the process group; torch's type stubs lack its methods."""
     kind: Any = dist.ProcessGroupGloo
     options = kind._Options()
-    # By itself it would listen at the address of the machine's name.
-    host = manifest.broadcast.store.rpartition(":")[0]
+    # By default it would listen at the address of the machine's name.
+    host = payload.store.rpartition(":")[0]
     options._devices = [kind.create_device(hostname=host)]
     options._timeout = timedelta(seconds=BROADCAST_TIMEOUT_S)
-    prefixed = dist.PrefixStore(f"{manifest.label}/group", store)
-    return kind(prefixed, rank, 1 + manifest.broadcast.receivers, options)
+    return kind(dist.PrefixStore("group", store), rank, 1 + payload.receivers, options)
 
 
 def _broadcast(group: Any, data: UInt8[Tensor, " bytes"]) -> None:

@@ -25,8 +25,10 @@ from math import prod
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import torch
 from jaxtyping import UInt8
+from msgspec import structs
 from torch import Tensor
 
 from sightline.compute.tensor_file import (
@@ -36,22 +38,17 @@ from sightline.compute.tensor_file import (
     iterate_gathered,
     keep_tensor,
 )
+from sightline.compute.weight_transport import WeightPublisher
 from sightline.compute.weights_digest import (
     ROW_BYTES,
+    TensorSpec,
     count_rows,
     describe_tensors,
     finish_digest,
     sum_words,
 )
 from sightline.errors import WeightsError, WeightsGone
-from sightline.wire.weights import (
-    Adapter,
-    DeviceMemory,
-    Manifest,
-    SharedMemory,
-    TensorSpec,
-    write_manifest,
-)
+from sightline.wire.weights import Manifest, write_manifest
 
 LOCK, OWNER, HOST_MEMORY = "shared.lock", "shared.owner", "shared.bin"
 """Beside the folders of versions: whose turn it is, with the label of what the buffer holds; that
@@ -62,8 +59,31 @@ LOCK_POLL_S = 0.001
 Flat = UInt8[Tensor, " bytes"]
 
 
-class SharedWeights:
-    """Rank 0's end; lives as long as the trainer."""
+class DeviceMemory(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """GPU memory as CUDA IPC describes it: the result of `torch.UntypedStorage._share_cuda_`."""
+
+    uuid: str
+    """Of the GPU: processes may number GPUs differently."""
+    handle: bytes
+    nbytes: int
+    offset: int
+    counter: bytes
+    counter_offset: int
+    event: bytes
+    needs_event: bool
+
+
+class SharedMemory(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """The payload of a manifest whose weights are in the trainer's memory."""
+
+    tensors: list[TensorSpec]
+    """The tensors in the order of the buffer."""
+    device: DeviceMemory | None = None
+    """None for host memory: a mapped file next to the versions."""
+
+
+class SharedWeights(WeightPublisher):
+    """Rank 0's end."""
 
     def __init__(self, root: Path) -> None:
         root.mkdir(parents=True, exist_ok=True)
@@ -102,30 +122,18 @@ class SharedWeights:
             self._copied = torch.cuda.Event()
             self._copied.record()
 
-    def tensors(self) -> NamedTensors:
-        """The buffer's tensors, when all that was taken last is there. Any thread may call."""
+    def write(self, draft: Manifest) -> tuple[Path, Manifest]:
+        """Write the manifest of the weights taken last, and let servers copy them."""
         if self._copied is not None:
             self._copied.synchronize()
-        return self._tensors
-
-    def announce(
-        self,
-        root: Path,
-        tensors: NamedTensors,
-        version: int,
-        vision_version: int,
-        adapter: Adapter | None = None,
-        run: str = "",
-    ) -> tuple[Path, Manifest]:
-        """Writes the manifest of what was taken last, and lets servers at it."""
-        digest = finish_digest(self._memory.tensors, int(self._sum))
         path, manifest = write_manifest(
-            root,
-            Manifest(
-                version, vision_version, [], shared=self._memory, adapter=adapter, run=run,
-                weights_digest=digest,
+            self._root,
+            structs.replace(
+                draft,
+                payload=msgspec.to_builtins(self._memory),
+                weights_digest=finish_digest(self._memory.tensors, int(self._sum)),
             ),
-        )  # fmt: skip
+        )
         os.pwrite(self._label, manifest.label.encode(), 0)
         fcntl.flock(self._label, fcntl.LOCK_UN)
         return path, manifest
@@ -147,8 +155,7 @@ class SharedWeights:
 def map_shared(root: Path, manifest: Manifest) -> Iterator[dict[str, Tensor]]:
     """The tensors of a version that stands in shared memory, checked against its digest; they stand
     still until the end of the `with` block, which waits for what was asked of the device."""
-    memory = manifest.shared
-    assert memory is not None
+    memory = manifest.read_payload(SharedMemory)
     gone = WeightsGone(
         f"version {manifest.label} is no longer in the memory of its trainer",
         "wait for the next version; a run whose trainer ended is resumed",

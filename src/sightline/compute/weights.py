@@ -9,10 +9,8 @@ from __future__ import annotations
 import hashlib
 import os
 import shutil
-from collections.abc import Collection, Iterator
+from collections.abc import Collection
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
-from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 
@@ -23,9 +21,16 @@ from safetensors import SafetensorError
 from safetensors.torch import load
 from torch import Tensor
 
-from sightline.compute.broadcast import receive
-from sightline.compute.shared_weights import map_shared
-from sightline.compute.tensor_file import NamedTensors, is_intact, sort_names, write_tensors
+from sightline.compute.host_copy import HostCopy
+from sightline.compute.tensor_file import (
+    Gather,
+    NamedTensors,
+    is_intact,
+    keep_tensor,
+    sort_names,
+    write_tensors,
+)
+from sightline.compute.weight_transport import WeightPublisher, WeightReceiver
 from sightline.compute.weights_digest import digest_weights
 from sightline.errors import WeightsError
 from sightline.media import MediaStore
@@ -85,15 +90,38 @@ def write_weights(
     return target / MANIFEST, manifest
 
 
-@dataclass
-class StorePublisher:
-    """Has the files of versions in the store, in place of their folders."""
+class FilesPublisher(WeightPublisher):
+    """Writes the files of each version into its folder."""
 
-    blobs: MediaStore
-    has_deltas: bool = False
-    """Whether what changed is there as deltas too; the newest files then stay to compare with."""
-    _last: dict[str, tuple[Path, tuple[str, ...]]] = field(default_factory=dict)
-    """The files of the version before and their parts, which the store has, by name."""
+    def __init__(self, root: Path) -> None:
+        self._root, self._copy = root, HostCopy()
+
+    def take(
+        self, tensors: NamedTensors, gather: Gather = keep_tensor, dtype: torch.dtype | None = None
+    ) -> None:
+        self._copy.take(tensors, gather, dtype)
+
+    def write(self, draft: Manifest) -> tuple[Path, Manifest]:
+        version, adapter = (draft.version, draft.vision_version), draft.adapter
+        return write_weights(self._root, self._copy.tensors(), *version, adapter, draft.run)
+
+
+class StorePublisher(FilesPublisher):
+    """Moves the files of each version into the store. Folders keep the manifests alone.
+
+    With `has_deltas` the store also gets the differences to the version before, and the newest
+    files stay in their folder to compare with.
+    """
+
+    def __init__(self, root: Path, blobs: MediaStore, has_deltas: bool = False) -> None:
+        super().__init__(root)
+        self.blobs, self._has_deltas = blobs, has_deltas
+        self._last: dict[str, tuple[Path, tuple[str, ...]]] = {}
+        """The files of the version before and their parts, which the store has, by name."""
+
+    def write(self, draft: Manifest) -> tuple[Path, Manifest]:
+        path, manifest = super().write(draft)
+        return path, self.put(path, structs.replace(manifest, transport=draft.transport))
 
     def put(self, path: Path, manifest: Manifest) -> Manifest:
         """Moves the files of the manifest at `path`; parts of the version before are there."""
@@ -102,7 +130,7 @@ class StorePublisher:
         moved = structs.replace(manifest, files=files)
         write_atomic(path, msgspec.json.encode(moved))
         newest = {file.name: (path.with_name(file.name), file.parts) for file in files}
-        kept = {one for one, _ in newest.values()} if self.has_deltas else set()
+        kept = {one for one, _ in newest.values()} if self._has_deltas else set()
         for one, _ in (*self._last.values(), *newest.values()):
             if one not in kept:
                 one.unlink(missing_ok=True)
@@ -111,7 +139,7 @@ class StorePublisher:
 
     def _put_file(self, path: Path, file: WeightFile, sent: Collection[str]) -> WeightFile:
         parts, deltas = store_file(self.blobs, path, sent).parts, {}
-        if self.has_deltas and file.name in self._last:
+        if self._has_deltas and file.name in self._last:
             deltas = store_deltas(self.blobs, path, parts, *self._last[file.name])
         return structs.replace(file, parts=parts, deltas=deltas)
 
@@ -145,18 +173,14 @@ def _has_version(target: Path, manifest: Manifest) -> bool:
 
 
 def read_weights(manifest_path: Path) -> tuple[Manifest, dict[str, Tensor]]:
-    """A manifest, and its tensors."""
+    """Return a manifest and a copy of its tensors, whatever transport carries them."""
     manifest = read_manifest(manifest_path)
-    return manifest, read_tensors(manifest_path.parent, manifest)
+    with WeightReceiver().open_tensors(manifest_path.parent, manifest) as tensors:
+        return manifest, {name: tensor.cpu().clone() for name, tensor in tensors.items()}
 
 
 def read_tensors(folder: Path, manifest: Manifest) -> dict[str, Tensor]:
-    """The tensors of a manifest in `folder`, read or received, checked against its digests."""
-    if manifest.broadcast is not None:
-        return receive(manifest)
-    if manifest.shared is not None:
-        with map_shared(folder.parent, manifest) as shared:
-            return {name: tensor.cpu().clone() for name, tensor in shared.items()}
+    """Return the tensors of a manifest's files in `folder`, checked against its digests."""
     tensors: dict[str, Tensor] = {}
     with ThreadPoolExecutor(MAX_THREADS, "weights") as pool:
         for found in pool.map(partial(_read, folder), manifest.files):
@@ -167,17 +191,6 @@ def read_tensors(folder: Path, manifest: Manifest) -> dict[str, Tensor]:
             "publish the version again; the engine keeps the weights it has",
         )
     return tensors
-
-
-@contextmanager
-def open_tensors(folder: Path, manifest: Manifest) -> Iterator[dict[str, Tensor]]:
-    """The tensors of a manifest, as `read_tensors` checks them. Those that the trainer shares are
-    not copied: until the end of the `with` block it leaves them as they are."""
-    if manifest.shared is None:
-        yield read_tensors(folder, manifest)
-        return
-    with map_shared(folder.parent, manifest) as tensors:
-        yield tensors
 
 
 def _read(folder: Path, file: WeightFile) -> dict[str, Tensor]:

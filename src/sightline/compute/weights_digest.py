@@ -14,6 +14,7 @@ import hashlib
 import json
 from functools import lru_cache
 
+import msgspec
 import numpy as np
 import torch
 from jaxtyping import Int64
@@ -25,7 +26,6 @@ from sightline.compute.tensor_file import (
     resolve_dtype,
     sort_names,
 )
-from sightline.wire.weights import TensorSpec
 
 ROW_WORDS = 1024
 ROW_BYTES = 4 * ROW_WORDS
@@ -33,6 +33,13 @@ CHUNK_ROWS = 256
 """Rows whose products are in a host's memory at a time: what fits a cache."""
 _ROW_SEED = 1 << 32
 _INT64 = 1 << 64
+
+
+class TensorSpec(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    name: str
+    dtype: str
+    """The dtype's name as safetensors writes it."""
+    shape: tuple[int, ...]
 
 
 def digest_weights(tensors: NamedTensors) -> str:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, Self, TypeVar
 
@@ -110,20 +110,6 @@ class RunFile(_TrainingFile):
         if "cpu" in (of_servers, of_trainer):
             return False
         return (of_servers.partition(":")[2] or "0") == (of_trainer.partition(":")[2] or str(rank))
-
-    def resolve_publish(self, has_gpu: bool, weight_transports: Collection[str]) -> str:
-        """Return how weights reach the servers, which take them by `weight_transports`.
-
-        `has_gpu` says whether trainer and servers have one.
-        """
-        if self.trainer.publish != "auto":
-            return self.trainer.publish
-        shares_machine = not (
-            self.inference.servers or self.eval.every or self.launch.has_other_machines
-        )
-        is_whole = self.lora.publish == "merged"
-        can_share = has_gpu and shares_machine and is_whole and "ipc" in weight_transports
-        return "ipc" if can_share else "files"
 
     def _inexact(self) -> dict[str, str]:
         found, inference = super()._inexact(), self.inference

@@ -269,11 +269,11 @@ class TrainerConfig(ConfigSection):
     it compiles gradients alone, on a GPU."""
     measure_entropy: Mutable[bool] = True
     """Whether the policy's entropy is measured: one more pass over the logits."""
-    publish: Mutable[Literal["auto", "files", "store", "broadcast", "ipc"]] = "auto"
-    """How weights reach the servers: files of the run directory, the store of `[media] root`, which
-    other machines reach too, torch.distributed, to one server of the trainer's machine, or memory
-    that trainer and embedded server share on one machine. auto is ipc where both have the machine's
-    GPUs, and else files."""
+    publish: Mutable[str] = "auto"
+    """Transport that carries weights to the servers: files (in the run directory), store (of
+    `[media] root`, which other machines reach too), broadcast (torch.distributed, on one machine),
+    ipc (memory that trainer and embedded servers share on one machine), or one that an installed
+    package provides. auto is ipc if both use the machine's GPUs, and files otherwise."""
     compress_weights: bool = False
     """Whether versions in the store have deltas beside what changed: servers that hold the version
     before fetch those, which are smaller. Takes one core of the trainer, or more."""

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 
 from rich.console import Console
 
+from sightline.compute.weight_transport import find_transport
 from sightline.config import LoggingConfig, RunFile
 from sightline.errors import ConfigError
 from sightline.launch import ray_run
@@ -96,8 +97,8 @@ class RlJob(TrainingJob[RunFile]):
             get_memory_limit(file),
             lambda name, why: events.write("lost", worker=name, reason=why),
         )
-        # Weights that are broadcast are sent once: a server that starts later has no way to them.
-        names = (*file.server_names, "evaluator") if file.trainer.publish != "broadcast" else ()
+        # A server that starts again must be able to adopt the newest weights.
+        names = () if find_transport(file).is_sent_once else (*file.server_names, "evaluator")
         servers = ServerSupervisor(
             processes,
             [spec for spec in specs if spec.name in names],

@@ -17,6 +17,7 @@ from dataclasses import dataclass, replace
 from math import ceil
 from pathlib import Path
 
+from sightline.compute.weight_transport import find_transport
 from sightline.config import RunFile
 from sightline.errors import ConfigError
 from sightline.launch.process_spec import ProcessSpec, Resources
@@ -198,7 +199,7 @@ def _describe_end(file: RunFile, spec: ProcessSpec) -> str:
     restarts = file.launch.restart
     if spec.name == TRAINER:
         return f"started again {restarts} times" if restarts else "its failure ends the run"
-    if not spec.name.startswith("worker-") and file.trainer.publish == "broadcast":
+    if not spec.name.startswith("worker-") and find_transport(file).is_sent_once:
         return "its failure ends the run"
     return "started again"
 

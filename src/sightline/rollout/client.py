@@ -9,6 +9,7 @@ from typing import Any, Self
 
 import msgspec
 
+from sightline.compute.weight_transport import load_transport
 from sightline.errors import EngineError
 from sightline.rollout.pacer import LoopPacer
 from sightline.run.stages import NO_STAGE, Stage
@@ -83,7 +84,8 @@ class GenerateClient(RetryingClient):
         """Returns when the server samples from the weights that `manifest` lists."""
         path = Path(manifest).absolute()  # the server may run in another folder
         content = read_manifest(path)
-        asked = AdoptRequest(str(path), content if content.is_in_store else None)
+        sends = load_transport(content.transport).sends_manifest
+        asked = AdoptRequest(str(path), content if sends else None)
         await self.request("POST", "/sightline/v1/adopt", msgspec.json.encode(asked))
 
     async def lease(self, run: str, seconds: float) -> None:

@@ -13,6 +13,7 @@ from functools import cache
 from importlib.metadata import EntryPoint, entry_points
 from typing import Any, ClassVar
 
+from sightline.compute.weight_transport import WeightTransport
 from sightline.config import InferenceConfig, RunFile
 from sightline.errors import ConfigError
 from sightline.families import Family
@@ -41,8 +42,6 @@ class InferenceEngine(ABC):
     name: str
     settings: ClassVar[frozenset[str]] = frozenset()
     """The names in `ENGINE_SETTINGS` that this engine reads."""
-    weight_transports: ClassVar[frozenset[str]] = frozenset({"files", "store"})
-    """Values of `[trainer] publish` that its servers can adopt weights from."""
     inexact_reason: ClassVar[str] = ""
     """Why it cannot sample with `[model] exact = true`; empty if it can."""
     can_start: ClassVar[bool] = True
@@ -53,6 +52,10 @@ class InferenceEngine(ABC):
     @abstractmethod
     def serve(self, spec: Any) -> None:
         """Serve until SIGTERM or SIGINT, as a `sightline.inference.server_spec.ServerSpec` says."""
+
+    def can_adopt(self, transport: WeightTransport) -> bool:
+        """Return whether its servers can adopt weights that this transport carries."""
+        return transport.has_files
 
     def check(self, config: RunFile, family: Family) -> None:
         """Raise if this engine cannot serve the run. Called before anything starts."""

@@ -16,19 +16,15 @@ import torch
 from sightline.algo.losses import load_loss
 from sightline.algo.losses import supervised as supervised_loss
 from sightline.algo.registry import load_aggregation
-from sightline.compute.broadcast import Broadcaster
 from sightline.compute.feature_cache import FeatureCache
-from sightline.compute.host_copy import HostCopy
 from sightline.compute.model import MODEL_DTYPES, limit_gpu_memory, load_model, pick_device
-from sightline.compute.shared_weights import SharedWeights
-from sightline.compute.weights import StorePublisher
+from sightline.compute.weight_transport import find_transport
 from sightline.config import LoraConfig, MediaConfig, ModelConfig, RunFile, SftFile, TrainerConfig
 from sightline.errors import ResumeRefused
 from sightline.families import Forward, load_family, load_renderer
 from sightline.families.device_copy import allocate_pinned
 from sightline.families.hub import resolve_checkpoint
 from sightline.media import MediaStore, open_store
-from sightline.media.stored_file import open_blobs
 from sightline.pack import PackSize
 from sightline.pixels import Materializer, SharedPatches
 from sightline.rollout.engines import load_engine
@@ -376,24 +372,18 @@ def _add_publishing(
         writer.adapter = describe_adapter_base(writer.learner.forward.model, writer.dtype)
     if orchestrator is None:
         return
-    run_dir, media = writer.run_dir, config.media
+    run_dir = writer.run_dir
     on_cpu = "cpu" in (config.trainer.device, config.inference.device)
     has_gpu = torch.cuda.is_available() and not on_cpu
-    transports = load_engine(config.inference.engine).weight_transports
-    publish = config.resolve_publish(has_gpu, transports)
-    store = None
-    if publish == "store":
-        blobs = open_blobs(media.root or run_dir.media, media.read_token(for_control=True))
-        store = StorePublisher(blobs, config.trainer.compress_weights)
+    engine = load_engine(config.inference.engine)
+    transport = find_transport(config, has_gpu, engine.can_adopt)
     check_history(run_dir.weights, step)
     writer.async_publisher = AsyncPublisher(
-        run_dir.weights,
+        transport.name,
+        transport.open_publisher(config, run_dir),
         writer.dtype,
         task,
-        broadcaster=Broadcaster(config.trainer.address) if publish == "broadcast" else None,
-        store=store,
         adapter=writer.adapter,
         run=run_dir.read_id(),
-        copy=SharedWeights(run_dir.weights) if publish == "ipc" else HostCopy(),
     )
     writer.ledger, writer.send = Ledger(writer.run_dir.ledger, step), orchestrator.send

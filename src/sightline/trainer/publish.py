@@ -1,30 +1,25 @@
-"""How a new version leaves the trainer: as files, in a store, sent to engines that adopt it, or in
-memory that they copy.
+"""How a new version leaves the trainer, in the order of versions.
 
-    loop --copy--> thread: files or manifest --PublishedWeights k--> orchestrator
-      waits for: the version before this one     unblocked by: the disk, or engines that adopt
+    loop --copy--> thread: the transport's manifest --PublishedWeights k--> orchestrator
+      waits for: the version before this one     unblocked by: the disk, or servers that adopt
 
 Every rank takes part in the copy: tensors are gathered one by one, so that no device holds the
-model twice. After it the next step may begin; versions leave in their order. What leaves is plain,
-for adapters are merged on the way; or, for engines that merge, it is adapters.
+model twice. After it the next step may begin. Adapters are merged on the way, or leave unmerged
+for servers that merge them.
 """
 
 from __future__ import annotations
 
 import time
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
 import torch
 from torch import nn
 
-from sightline.compute.broadcast import Broadcaster
-from sightline.compute.host_copy import HostCopy
-from sightline.compute.shared_weights import SharedWeights
-from sightline.compute.tensor_file import NamedTensors
-from sightline.compute.weights import StorePublisher, write_weights
+from sightline.compute.weight_transport import WeightPublisher
 from sightline.trainer.background_task import BackgroundTask
 from sightline.trainer.lora import select_published
 from sightline.wire.weights import Adapter, Manifest
@@ -53,46 +48,35 @@ Announce = Callable[[Path, Manifest], None]
 class AsyncPublisher:
     """Rank 0's part: one version at a time is on its way."""
 
-    root: Path
-    """Folder of the versions."""
+    transport: str
+    """The transport's name, which every manifest carries."""
+    publisher: WeightPublisher
     dtype: torch.dtype
     background_task: BackgroundTask
-    broadcaster: Broadcaster | None = None
-    """Sends tensors to the engines; None where they read them from files."""
-    store: StorePublisher | None = None
-    """Takes the files of every version; None where engines read them from `root`."""
     adapter: Adapter | None = None
     """The base of adapters, where they leave unmerged."""
     run: str = ""
     """Id of the run, which every manifest carries."""
-    copy: HostCopy | SharedWeights = field(default_factory=HostCopy)
-    """Shared, where servers of this machine copy it themselves."""
     previous: PublishTiming | None = None
     """When the version before the newest was published."""
     _last: PublishTiming | None = None
 
     def put(self, model: nn.Module, step: int, vision_version: int, tell: Announce) -> None:
-        """Returns when the weights may change again; `tell` is called by the thread."""
+        """Publish version `step`; return when the weights may change again.
+
+        A background thread calls `tell` when the manifest is on the disk.
+        """
         self.background_task.wait()
         self.previous, began = self._last, time.time()
-        self.copy.take(*select_published(model, self.adapter, self.dtype))
-        work = partial(self._publish, step, vision_version, tell, began)
+        self.publisher.take(*select_published(model, self.adapter, self.dtype))
+        draft = Manifest(
+            step, vision_version, [], transport=self.transport, adapter=self.adapter, run=self.run
+        )
+        work = partial(self._publish, draft, tell, began)
         self.background_task.start(f"publishing version {step}", work)
 
-    def _publish(self, step: int, vision_version: int, tell: Announce, began: float) -> None:
-        tensors = self.copy.tensors()
-        path, manifest = self.write(tensors, step, vision_version)
+    def _publish(self, draft: Manifest, tell: Announce, began: float) -> None:
+        path, manifest = self.publisher.write(draft)
         self._last = PublishTiming(began, time.time())
         tell(path, manifest)
-        if self.broadcaster is not None:
-            self.broadcaster.send(manifest, tensors)
-
-    def write(self, tensors: NamedTensors, step: int, vision_version: int) -> tuple[Path, Manifest]:
-        """Puts a manifest on the disk, with the tensors where files are read."""
-        put = write_weights if self.broadcaster is None else self.broadcaster.announce
-        if isinstance(self.copy, SharedWeights):
-            put = self.copy.announce
-        path, manifest = put(self.root, tensors, step, vision_version, self.adapter, self.run)
-        if self.store is not None:
-            manifest = self.store.put(path, manifest)
-        return path, manifest
+        self.publisher.send(manifest)

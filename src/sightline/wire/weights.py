@@ -13,7 +13,7 @@ import stat
 from collections.abc import Iterable
 from pathlib import Path
 from types import MappingProxyType
-from typing import NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 import msgspec
 
@@ -28,7 +28,14 @@ MANIFEST = "manifest.json"
 HISTORY = "history.jsonl"
 """The digest of every version that was ever published, beside the folders of versions."""
 MAX_MANIFEST_BYTES = 32 << 20
+FILES = "files"
+"""The transport of manifests that do not name one."""
+_RETIRED_FIELDS = ("broadcast", "shared")
+"""Null in the manifests of files that earlier releases wrote."""
 _LABEL = re.compile(r"([0-9]{1,9})(?:\.([0-9]{1,9}))?(?:-([0-9a-f]{1,64})-([0-9a-f]{16}))?")
+
+
+Payload = TypeVar("Payload")
 
 
 class HistoryLine(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -54,46 +61,6 @@ class WeightFile(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_d
         return {*self.parts, *(delta.stored for delta in self.deltas.values())}
 
 
-class TensorSpec(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    name: str
-    dtype: str
-    """The dtype's name as safetensors writes it."""
-    shape: tuple[int, ...]
-
-
-class Broadcast(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """Weights that are sent, not written: rank 0 of the trainer waits for their receivers."""
-
-    store: str
-    """host:port of the trainer's TCPStore."""
-    receivers: int
-    tensors: list[TensorSpec]
-    """The tensors in the order in which they are sent."""
-
-
-class DeviceMemory(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """Memory of a GPU as CUDA IPC names it: what `torch.UntypedStorage._share_cuda_` gives."""
-
-    uuid: str
-    """Of the GPU: processes may number them differently."""
-    handle: bytes
-    nbytes: int
-    offset: int
-    counter: bytes
-    counter_offset: int
-    event: bytes
-    needs_event: bool
-
-
-class SharedMemory(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """Weights that stand in the trainer's memory, for the servers of its machine to copy."""
-
-    tensors: list[TensorSpec]
-    """The tensors in the order in which they lie there."""
-    device: DeviceMemory | None = None
-    """None for memory of the host: a file beside the versions, which is mapped."""
-
-
 class Adapter(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """Weights that stand on a base, of which each matrix W in `scales` becomes W + s B A."""
 
@@ -113,10 +80,10 @@ class Manifest(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     files: list[WeightFile]
     epoch: int = 0
     """Grows when a version has to be made again and comes out with other bits."""
-    broadcast: Broadcast | None = None
-    """How the weights are sent, where `files` is empty; None for weights on disk."""
-    shared: SharedMemory | None = None
-    """Where the weights stand, where `files` is empty; None for weights on disk."""
+    transport: str = FILES
+    """Name of the weight transport that reads this manifest (`compute.weight_transport`)."""
+    payload: dict[str, Any] = {}
+    """What that transport needs to know beside `files`."""
     adapter: Adapter | None = None
     """What the tensors are added to; None where they are whole weights."""
     run: str = ""
@@ -138,8 +105,18 @@ class Manifest(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
     @property
     def is_in_store(self) -> bool:
-        """Whether nothing of it is read from the folder of its manifest."""
-        return self.broadcast is not None or any(file.parts for file in self.files)
+        """Return whether the files are in a store, and not next to the manifest."""
+        return any(file.parts for file in self.files)
+
+    def read_payload(self, kind: type[Payload]) -> Payload:
+        """Return the payload as the transport's own struct."""
+        try:
+            return msgspec.convert(self.payload, kind)
+        except msgspec.ValidationError as error:
+            raise WireError(
+                f"the manifest of version {self.label} has no valid payload: {error}",
+                "publish the version again",
+            ) from error
 
     @property
     def policy(self) -> PolicyLabel:
@@ -250,7 +227,11 @@ def resolve_manifest(path: str, root: Path | None) -> Path:
 def read_manifest(path: Path) -> Manifest:
     """The manifest at `path`; its files have plain names, and so lie beside it."""
     try:
-        manifest = msgspec.json.decode(read_regular_file(path, MAX_MANIFEST_BYTES), type=Manifest)
+        fields = msgspec.json.decode(read_regular_file(path, MAX_MANIFEST_BYTES), type=dict)
+        for name in _RETIRED_FIELDS:
+            if fields.get(name, ...) is None:
+                del fields[name]
+        manifest = msgspec.convert(fields, Manifest)
     except (OSError, ValueError, RecursionError, msgspec.MsgspecError) as error:
         raise WireError(
             f"no complete manifest at {path}: {error}", "publish the version again"

@@ -54,13 +54,13 @@ def _break() -> None:
         share.decode_from = garbled
     if fault == "publish":
 
-        def unwritable(self: Any, tensors: Any, step: int, vision_version: int) -> Any:
-            if step == AT_STEP:
+        def unwritable(self: Any, draft: Any, *rest: Any) -> None:
+            if draft.version == AT_STEP:
                 raise OSError("a fault in publishing")
-            return write(self, tensors, step, vision_version)
+            write(self, draft, *rest)
 
-        write = publish.AsyncPublisher.write
-        publish.AsyncPublisher.write = unwritable  # type: ignore[method-assign]
+        write = publish.AsyncPublisher._publish
+        publish.AsyncPublisher._publish = unwritable  # type: ignore[method-assign]
     if fault == "packing":
 
         def unpackable(samples: Any, step: int, *rest: Any) -> Any:

@@ -9,14 +9,17 @@ from pathlib import Path
 
 import pytest
 import torch
+from msgspec import structs
 from safetensors.torch import load_file
 
 from sightline.compute.broadcast import Broadcaster
 from sightline.compute.host_copy import HostCopy
 from sightline.compute.tensor_file import is_intact, write_tensors
+from sightline.compute.weight_transport import WeightReceiver
 from sightline.compute.weights import read_weights, write_weights
 from sightline.errors import WeightsError
 from sightline.families.device_copy import PIECE_BYTES
+from sightline.wire.weights import Manifest, read_manifest
 
 
 def tensors() -> dict[str, torch.Tensor]:
@@ -30,37 +33,61 @@ def tensors() -> dict[str, torch.Tensor]:
     }
 
 
-def test_what_is_sent_has_the_bits_of_what_is_written(tmp_path: Path) -> None:
+def draft(version: int) -> Manifest:
+    return Manifest(version, 0, [], transport="broadcast")
+
+
+def test_one_process_group_sends_every_version_to_all_servers(tmp_path: Path) -> None:
     weights = tensors()
-    written, _ = write_weights(tmp_path / "files", weights, 3, 2)
-    sender = Broadcaster("127.0.0.1", receivers=2)
-    path, manifest = sender.announce(tmp_path / "sent", weights, 3, 2)
-    assert not list(path.parent.glob("*.safetensors"))
-    with ThreadPoolExecutor(2) as receivers:
-        received = [receivers.submit(read_weights, path) for _ in range(2)]
-        sender.send(manifest, weights)
-        sent = [one.result(60) for one in received]
-    expected = read_weights(written)[1]
-    for label, found in ((got.label, tensors) for got, tensors in sent):
-        assert label == manifest.label
-        assert found.keys() == expected.keys()
-        for name, tensor in expected.items():
-            assert found[name].dtype == tensor.dtype and found[name].equal(tensor), name
+    sender = Broadcaster(tmp_path / "sent", "127.0.0.1", receivers=2)
+    servers, groups = [WeightReceiver() for _ in range(2)], set()
+
+    def adopt(server: WeightReceiver, path: Path) -> tuple[str, dict[str, torch.Tensor]]:
+        manifest = read_manifest(path)
+        with server.open_tensors(path.parent, manifest) as received:
+            return manifest.label, dict(received)
+
+    for version in (3, 4, 5):
+        weights["embed"] += 1
+        written, _ = write_weights(tmp_path / "files", weights, version, 0)
+        sender.take(weights)
+        path, manifest = sender.write(draft(version))
+        assert not list(path.parent.glob("*.safetensors"))
+        with ThreadPoolExecutor(2) as threads:
+            adopted = [threads.submit(adopt, server, path) for server in servers]
+            sender.send(manifest)
+            results = [one.result(60) for one in adopted]
+        expected = read_weights(written)[1]
+        for label, received in results:
+            assert label == manifest.label
+            assert received.keys() == expected.keys()
+            for name, tensor in expected.items():
+                assert received[name].dtype == tensor.dtype, name
+                assert received[name].equal(tensor), name
+        groups.add(sender._group)
+    assert len(groups) == 1
 
 
 def test_a_version_that_is_sent_keeps_its_meaning(tmp_path: Path) -> None:
-    sender, weights = Broadcaster("127.0.0.1"), tensors()
-    labels = [sender.announce(tmp_path, weights, 1, 1)[1].label for _ in range(2)]
-    weights["embed"] += 1
-    labels.append(sender.announce(tmp_path, weights, 1, 1)[1].label)
+    sender, weights, labels = Broadcaster(tmp_path, "127.0.0.1"), tensors(), []
+    for add in (0, 0, 1):
+        weights["embed"] += add
+        sender.take(weights)
+        labels.append(sender.write(draft(1))[1].label)
     assert labels == ["1", "1", "1.1"]
 
 
-def test_bits_that_changed_on_the_way_are_refused(tmp_path: Path) -> None:
-    sender, weights = Broadcaster("127.0.0.1"), tensors()
-    path, manifest = sender.announce(tmp_path, weights, 1, 1)
-    weights["embed"][0, 0] += 1
-    thread = threading.Thread(target=sender.send, args=(manifest, weights))
+@pytest.mark.parametrize("change", ["bits", "version"])
+def test_what_is_not_the_announced_version_is_refused(tmp_path: Path, change: str) -> None:
+    sender, weights = Broadcaster(tmp_path, "127.0.0.1"), tensors()
+    sender.take(weights)
+    path, manifest = sender.write(draft(1))
+    if change == "bits":
+        weights["embed"][0, 0] += 1
+        sender.take(weights)
+    else:
+        manifest = structs.replace(manifest, version=2)
+    thread = threading.Thread(target=sender.send, args=(manifest,))
     thread.start()
     with pytest.raises(WeightsError, match="other bits than were announced"):
         read_weights(path)

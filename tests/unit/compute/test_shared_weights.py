@@ -32,21 +32,25 @@ with map_shared(path.parents[1], read_manifest(path)):
 """
 
 
-def publish(
-    shared: SharedWeights, root: Path, version: int, **more: float
-) -> tuple[Path, Manifest]:
+def draft(version: int, transport: str = "ipc") -> Manifest:
+    return Manifest(version, 0, [], transport=transport)
+
+
+def publish(shared: SharedWeights, version: int, add: float = 0.0) -> tuple[Path, Manifest]:
     weights = tensors()
-    weights["embed"] += more.get("add", 0.0)
+    weights["embed"] += add
     shared.take(weights)
-    return shared.announce(root, shared.tensors(), version, 0)
+    return shared.write(draft(version))
 
 
 def test_every_way_gives_the_same_bits_and_the_same_digest(tmp_path: Path) -> None:
     weights = tensors()
     written, files = write_weights(tmp_path / "files", weights, 3, 2)
-    _, sent = Broadcaster("127.0.0.1").announce(tmp_path / "sent", weights, 3, 2)
+    sender = Broadcaster(tmp_path / "sent", "127.0.0.1")
+    sender.take(weights)
+    _, sent = sender.write(draft(3, "broadcast"))
     shared = SharedWeights(tmp_path / "shared")
-    path, manifest = publish(shared, tmp_path / "shared", 3)
+    path, manifest = publish(shared, 3)
     assert not manifest.files and not list(path.parent.glob("*.safetensors"))
     assert files.digest == sent.digest == manifest.digest == digest_weights(weights)
     expected, found = read_weights(written)[1], read_weights(path)[1]
@@ -58,7 +62,7 @@ def test_every_way_gives_the_same_bits_and_the_same_digest(tmp_path: Path) -> No
 def test_what_is_shared_is_narrowed_as_files_are(tmp_path: Path) -> None:
     weights, shared = tensors(), SharedWeights(tmp_path)
     shared.take(weights, dtype=torch.bfloat16)
-    path, manifest = shared.announce(tmp_path, shared.tensors(), 1, 0)
+    path, manifest = shared.write(draft(1))
     narrow = {n: t.bfloat16() if t.is_floating_point() else t for n, t in weights.items()}
     found = read_weights(path)[1]
     assert all(found[name].equal(tensor) for name, tensor in narrow.items())
@@ -67,13 +71,13 @@ def test_what_is_shared_is_narrowed_as_files_are(tmp_path: Path) -> None:
 
 def test_a_version_that_is_shared_keeps_its_meaning(tmp_path: Path) -> None:
     shared = SharedWeights(tmp_path)
-    labels = [publish(shared, tmp_path, 1, add=add)[1].label for add in (0.0, 0.0, 1.0)]
+    labels = [publish(shared, 1, add)[1].label for add in (0.0, 0.0, 1.0)]
     assert labels == ["1", "1", "1.1"]
 
 
 def test_one_bit_that_changed_in_memory_is_found(tmp_path: Path) -> None:
     shared = SharedWeights(tmp_path)
-    path, _ = publish(shared, tmp_path, 1)
+    path, _ = publish(shared, 1)
     memory = tmp_path / HOST_MEMORY
     held = bytearray(memory.read_bytes())
     for place in (0, ROW_BYTES + 3, len(held) - 1):
@@ -92,7 +96,7 @@ def test_the_newest_version_is_there_for_whoever_comes_late_and_an_older_one_is_
     tmp_path: Path,
 ) -> None:
     shared = SharedWeights(tmp_path)
-    first, second = (publish(shared, tmp_path, version, add=version)[0] for version in (1, 2))
+    first, second = (publish(shared, version, add=version)[0] for version in (1, 2))
     for _ in range(2):
         assert read_weights(second)[1]["embed"].equal(tensors()["embed"] + 2)
     with pytest.raises(WeightsGone, match="version 1 is no longer"):
@@ -101,12 +105,12 @@ def test_the_newest_version_is_there_for_whoever_comes_late_and_an_older_one_is_
     with pytest.raises(WeightsGone, match="version 2 is no longer"):
         read_weights(second)
     again = SharedWeights(tmp_path)
-    assert read_weights(publish(again, tmp_path, 2, add=2)[0])[0].label == "2"
+    assert read_weights(publish(again, 2, add=2)[0])[0].label == "2"
 
 
 def test_the_trainer_waits_for_a_server_that_copies_and_for_none_that_died(tmp_path: Path) -> None:
     shared = SharedWeights(tmp_path)
-    path, manifest = publish(shared, tmp_path, 1)
+    path, manifest = publish(shared, 1)
     words = [sys.executable, "-c", HOLDER, str(path)]
     with subprocess.Popen(words, stdout=subprocess.PIPE) as server:
         assert server.stdout is not None and server.stdout.readline() == b"held\n"
@@ -117,7 +121,7 @@ def test_the_trainer_waits_for_a_server_that_copies_and_for_none_that_died(tmp_p
         server.send_signal(signal.SIGKILL)
         taking.join(60)
         assert not taking.is_alive()
-    shared.announce(tmp_path, shared.tensors(), 2, 0)
+    shared.write(draft(2))
     with map_shared(tmp_path, manifest_of(tmp_path, 2)) as found:
         assert found["embed"].equal(tensors()["embed"])
 

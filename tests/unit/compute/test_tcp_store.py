@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import socket
+from pathlib import Path
 
 import pytest
 
@@ -29,9 +30,9 @@ def test_a_store_listens_at_its_address_alone() -> None:
     assert store.get("key") == b"value"
 
 
-def test_weights_are_broadcast_at_the_trainers_address_alone() -> None:
-    sender = Broadcaster("127.0.0.1")
-    check_refused(int(sender._address.rpartition(":")[2]))
+def test_weights_are_broadcast_at_the_trainers_address_alone(tmp_path: Path) -> None:
+    sender = Broadcaster(tmp_path, "127.0.0.1")
+    check_refused(int(sender.address.rpartition(":")[2]))
 
 
 def test_the_rendezvous_of_ranks_is_at_its_address_alone() -> None:

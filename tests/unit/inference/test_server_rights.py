@@ -78,7 +78,7 @@ def test_weights_that_were_long_on_their_way_are_taken_while_their_run_has_the_l
     path, _ = write_weights(tmp_path / "weights", dict(model.named_parameters()), 3, 0, run=RUN)
     spec = ServerSpec.of(tiny_model, media_roots=[str(tmp_path / "media")])
     blobs = spec.open_blobs()
-    moved = StorePublisher(blobs).put(path, read_manifest(path))
+    moved = StorePublisher(tmp_path, blobs).put(path, read_manifest(path))
     is_fetching, goes_on = threading.Event(), threading.Event()
     fetch = WeightFetcher.fetch
 

@@ -52,7 +52,7 @@ def test_a_server_that_holds_the_version_before_fetches_deltas_of_the_next(tmp_p
     torch.manual_seed(0)
     weights = {"a": torch.randn(300, 100) * 0.02, "b": torch.randn(50)}
     store, root = MediaStore(tmp_path / "blobs"), tmp_path / "weights"
-    publisher = StorePublisher(store, has_deltas=True)
+    publisher = StorePublisher(root, store, has_deltas=True)
     first, second = (WeightFetcher(store, str(tmp_path / "cache")) for _ in range(2))
     for version in (1, 2, 3):
         weights["a"] += torch.randn(300, 100) * 1e-6

@@ -6,7 +6,6 @@ import threading
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -33,7 +32,7 @@ PATIENCE_S = 60.0
 class Late:
     """Writes a version only when the step after it has been taken."""
 
-    write: Callable[[Any, int, int], tuple[Path, Manifest]]
+    write: Callable[[Manifest], tuple[Path, Manifest]]
     last: int
     taken: dict[int, threading.Event] = field(default_factory=dict)
     was_early: list[int] = field(default_factory=list)
@@ -41,10 +40,11 @@ class Late:
     def event(self, step: int) -> threading.Event:
         return self.taken.setdefault(step, threading.Event())
 
-    def __call__(self, tensors: Any, step: int, vision_version: int) -> tuple[Path, Manifest]:
+    def __call__(self, draft: Manifest) -> tuple[Path, Manifest]:
+        step = draft.version
         if step < self.last and not self.event(step + 1).wait(PATIENCE_S):
             self.was_early.append(step)
-        return self.write(tensors, step, vision_version)
+        return self.write(draft)
 
 
 @dataclass
@@ -79,8 +79,8 @@ def test_a_version_written_after_the_next_step_holds_its_own_weights(
     sent: list[ControlMessage] = []
     announced: Iterator[BatchReady | None] = iter([*batches, None])
     parts = build(config, run_dir, Orchestrator(lambda: next(announced), sent.append))
-    async_publisher = parts.run_writer.async_publisher  # type: ignore[attr-defined]
-    late = async_publisher.write = Late(async_publisher.write, last=steps[-1])
+    publisher = parts.run_writer.async_publisher.publisher  # type: ignore[union-attr]
+    late = publisher.write = Late(publisher.write, last=steps[-1])
     parts.learner = Telling(parts.learner, late)  # type: ignore[arg-type]
     loop.run(parts)
     assert not late.was_early, "the next step has to begin before a version is written"
@@ -96,7 +96,7 @@ def test_a_version_written_after_the_next_step_holds_its_own_weights(
         assert 0 < trained[step].values["publish_hidden_share"] <= 1
 
 
-def unwritable(tensors: Any, step: int, vision_version: int) -> tuple[Path, Manifest]:
+def unwritable(draft: Manifest) -> tuple[Path, Manifest]:
     raise OSError("no space left on the device")
 
 
@@ -115,7 +115,7 @@ def test_a_version_that_cannot_be_written_ends_a_loop_that_waits_for_a_batch(
 
     sent: list[ControlMessage] = []
     parts = build(run_file(tiny_model), run_dir, Orchestrator(announcements, sent.append))
-    parts.run_writer.async_publisher.write = unwritable  # type: ignore[attr-defined]
+    parts.run_writer.async_publisher.publisher.write = unwritable  # type: ignore[attr-defined]
     with pytest.raises(OSError, match="no space left"):
         loop.run(parts)
     forever.set()

@@ -24,9 +24,7 @@ from sightline.wire.micro_batch import MicroBatch, StepScores
 from sightline.wire.sample import Batch, Segment
 from sightline.wire.weights import (
     Adapter,
-    Broadcast,
     Manifest,
-    SharedMemory,
     WeightFile,
     parse_version_label,
 )
@@ -131,9 +129,7 @@ def test_a_label_proves_the_run_the_weights_and_the_base_of_adapters() -> None:
     bases = [label(adapter=Adapter(base, "F32", {})) for base in ("x", "y")]
     named = [label(weights_digest=letter * 64) for letter in "ef"]
     assert len({label(), *others, *bases, *named}) == 9
-    ways: list[dict[str, Any]] = [
-        {"a": "c"}, {"broadcast": Broadcast("h:1", 1, [])}, {"shared": SharedMemory([])}
-    ]  # fmt: skip
+    ways: list[dict[str, Any]] = [{"a": "c"}, {"transport": "broadcast", "payload": {"a": 1}}]
     assert {label(weights_digest="e" * 64, **way) for way in ways} == {named[0]}
     assert label().startswith("7-1f-") and len(label().split("-")[2]) == 16
 

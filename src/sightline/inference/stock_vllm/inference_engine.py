@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+from sightline.compute.weight_transport import WeightTransport
 from sightline.config import InferenceConfig, RunFile
 from sightline.errors import ConfigError
 from sightline.families import Family
@@ -18,10 +19,12 @@ SUPPORTED_VERSION = "0.32."
 
 class StockVllmInference(InferenceEngine):
     settings = frozenset({"inline_images"})
-    weight_transports = frozenset({"files"})
     inexact_reason = "vLLM's order of summation changes with the batch"
     can_start = False
     takes_leases = False
+
+    def can_adopt(self, transport: WeightTransport) -> bool:
+        return transport.has_files and not transport.sends_manifest
 
     def serve(self, spec: ServerSpec) -> None:
         raise ConfigError(

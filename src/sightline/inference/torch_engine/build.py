@@ -7,14 +7,15 @@ from torch import Tensor
 
 from sightline.compute.lora_weights import AdapterBase
 from sightline.compute.model import limit_gpu_memory, load_model, pick_device
-from sightline.compute.weights import adopt_into, read_weights
+from sightline.compute.weight_transport import WeightReceiver
+from sightline.compute.weights import adopt_into
 from sightline.families import Family
 from sightline.inference.serve import ServerComponents
 from sightline.inference.server_spec import ServerSpec
 from sightline.inference.torch_engine.engine import TorchEngine
 from sightline.inference.torch_engine.memory_plan import DEFAULT_MEMORY_SHARE, plan_memory
 from sightline.pixels import Materializer
-from sightline.wire.weights import Manifest
+from sightline.wire.weights import Manifest, read_manifest
 
 
 def build_engine(
@@ -35,8 +36,9 @@ def build_engine(
     base = AdapterBase(read_base)
     manifest = Manifest(version=0, vision_version=0, files=[], run=spec.run_id)
     if spec.weights is not None:
-        manifest, tensors = read_weights(spec.weights)
-        adopt_into(forward.model, base.merge(manifest, tensors))
+        manifest = read_manifest(spec.weights)
+        with WeightReceiver().open_tensors(spec.weights.parent, manifest) as tensors:
+            adopt_into(forward.model, base.merge(manifest, tensors))
     max_kv_bytes = plan_memory(device, limit, spec.inference) if limit else 0
     return TorchEngine(forward, family, materializer, banned, spec, manifest, base, max_kv_bytes)
 

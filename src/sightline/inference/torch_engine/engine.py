@@ -31,7 +31,8 @@ from torch import Tensor
 
 from sightline.compute.feature_cache import FeatureCache
 from sightline.compute.lora_weights import AdapterBase
-from sightline.compute.weights import adopt_into, open_tensors
+from sightline.compute.weight_transport import WeightReceiver
+from sightline.compute.weights import adopt_into
 from sightline.errors import EngineError
 from sightline.families import Family, Forward
 from sightline.inference.engine import Deliver, Engine
@@ -92,6 +93,7 @@ class TorchEngine(Engine):
         super().__init__(spec, materializer, TorchCounters())
         self._manifest = manifest
         self._base = base
+        self._receiver = WeightReceiver()
         self._seeds = random.SystemRandom()
         self.features = FeatureCache(spec.inference.feature_cache_mb * MEBIBYTE)
         inference = spec.inference
@@ -180,7 +182,7 @@ class TorchEngine(Engine):
 
     @contextmanager
     def _open_update(self, folder: Path, manifest: Manifest) -> Iterator[_WeightSwap]:
-        with open_tensors(folder, manifest) as tensors:
+        with self._receiver.open_tensors(folder, manifest) as tensors:
             yield _WeightSwap(manifest, self._base.merge(manifest, tensors), Future())
 
     def _take_update(self, update: _WeightSwap) -> None:

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+from sightline.compute.weight_transport import WeightTransport
 from sightline.families import Family
 from sightline.inference.server_spec import ServerSpec, describe_prefix_reuse
 from sightline.rollout.engines import InferenceEngine
 
 
 class TorchInference(InferenceEngine):
-    weight_transports = frozenset({"files", "store", "broadcast", "ipc"})
+    def can_adopt(self, transport: WeightTransport) -> bool:
+        return True
 
     def serve(self, spec: ServerSpec) -> None:
         from sightline.inference.serve import serve

@@ -72,7 +72,7 @@ class WeightUpdater:
 
     def read(self, folder: Path, manifest: Manifest) -> CheckedWeights:
         """Reads and checks the weights of a manifest; refuses what is torn or does not fit."""
-        if manifest.broadcast is not None or manifest.shared is not None:
+        if not manifest.files:
             raise WeightsError(
                 f"{folder} names weights that are in no file, and vLLM's worker reads files",
                 'set [trainer] publish = "files"',

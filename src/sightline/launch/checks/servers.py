@@ -9,6 +9,7 @@ import urllib.request
 from functools import partial
 from typing import Any
 
+from sightline.compute.weight_transport import find_transport
 from sightline.config import RunFile
 from sightline.errors import ConfigError
 from sightline.families import Family
@@ -43,11 +44,6 @@ def check_external_servers(config: RunFile, family: Family) -> None:
         raise ConfigError(
             "[inference] servers cannot find the run's images without [media] root",
             "set it to the folder or address that the servers were started with",
-        )
-    if (publish := config.trainer.publish) in ("broadcast", "ipc"):
-        raise ConfigError(
-            f"[inference] servers read weights from files, and [trainer] publish = {publish!r}",
-            'set publish = "files"',
         )
     token, engine = config.inference.read_token(), load_engine(config.inference.engine)
     for address in config.inference.servers:
@@ -103,7 +99,7 @@ def check_server_files(config: RunFile, family: Family, run_dir: RunDir) -> None
                 raise ConfigError(f"{where} is leased to run {holder}", fix)
             answer = _request_json(address, "/sightline/v1/adopt", control_token, version)
             fix = str(answer.get("error", {}).get("fix"))
-            if config.trainer.publish in ("auto", "files") and "--weights-root" in fix:
+            if not find_transport(config).sends_manifest and "--weights-root" in fix:
                 raise ConfigError(f"{where} takes no weights from {run_dir.path}", fix)
             if not family.shows_media:
                 continue

@@ -9,6 +9,7 @@ from pathlib import Path
 from urllib.parse import urlsplit
 
 from sightline.algo.registry import load_advantage, load_aggregation, load_credit, load_filters
+from sightline.compute.weight_transport import find_transport, list_transports, load_transport
 from sightline.config import RunFile, SftFile, TrainerConfig
 from sightline.errors import ConfigError
 from sightline.launch import ray_run
@@ -97,6 +98,7 @@ def check_port(config: RunFile) -> str:
 def check_compatible_settings(config: RunFile) -> None:
     """Raise if two settings that are valid alone cannot work together."""
     check_hosts(config)
+    find_transport(config).check(config)
     for conflicts, problem, fix in _list_conflicts(config):
         if conflicts:
             raise ConfigError(problem, fix)
@@ -104,7 +106,7 @@ def check_compatible_settings(config: RunFile) -> None:
 
 def _list_conflicts(config: RunFile) -> Iterator[tuple[bool, str, str]]:
     """Yield pairs of settings: whether they conflict, the problem, and the fix."""
-    publish, every = config.trainer.publish, config.eval.every
+    every, transport = config.eval.every, find_transport(config)
     engine = load_engine(config.inference.engine)
     sends_adapters, max_tokens = config.lora.publish == "adapter", config.rollout.max_tokens
     yield (
@@ -113,31 +115,18 @@ def _list_conflicts(config: RunFile) -> Iterator[tuple[bool, str, str]]:
         f"max_model_len = {config.inference.max_model_len}",
         "raise max_model_len, or lower max_tokens",
     )
+    adoptable = (name for name in list_transports() if engine.can_adopt(load_transport(name)))
     yield (
-        config.trainer.compress_weights and publish != "store",
-        f'[trainer] compress_weights requires publish = "store" (it is {publish!r})',
-        'set publish = "store", or compress_weights = false',
-    )
-    yield (
-        publish in ("broadcast", "ipc") and every > 0,
-        f"[trainer] publish = {publish!r} reaches one server, and [eval] every needs a second one",
-        'set publish = "files", or [eval] every = 0',
-    )
-    yield (
-        publish not in ("auto", *engine.weight_transports),
-        f'[trainer] publish = "{publish}" does not work with [inference] engine = "{engine.name}"',
-        f"set publish to one of: {', '.join(sorted(engine.weight_transports))}",
+        not engine.can_adopt(transport),
+        f'[trainer] publish = "{transport.name}" does not work with [inference] engine = '
+        f'"{engine.name}"',
+        f"set publish to one of: {', '.join(adoptable)}",
     )
     yield (
         config.model.exact and bool(engine.inexact_reason),
         f'[model] exact = true does not work with [inference] engine = "{engine.name}": '
         f"{engine.inexact_reason}",
         "change one of the two settings",
-    )
-    yield (
-        publish == "ipc" and sends_adapters,
-        '[trainer] publish = "ipc" shares whole weights, and [lora] publish = "adapter"',
-        'set [lora] publish = "merged", or [trainer] publish = "files"',
     )
     yield (
         not engine.can_start and every > 0,
@@ -181,11 +170,6 @@ def check_hosts(config: RunFile) -> None:
         raise ConfigError(
             "[launch] uses other machines, which cannot read images in the run directory",
             "set [media] root to s3://BUCKET/PREFIX, or to the address of `sightline media serve`",
-        )
-    if config.trainer.publish != "store":
-        raise ConfigError(
-            f"[trainer] publish = {config.trainer.publish!r} does not reach other machines",
-            'set publish = "store"',
         )
     traced = (name for name in list_names(config) if name != TRAINER)  # it records no spans
     if config.logging.otel == "file" and any(map(launch.is_elsewhere, traced)):

@@ -1,0 +1,180 @@
+"""Weight transports: how a version travels from the trainer to the inference servers.
+
+    trainer  publisher.take --> publisher.write --manifest--> orchestrator --adopt--> servers
+                                publisher.send ---------------------------------------^
+    server   WeightReceiver.open_tensors(folder, manifest): the version's tensors, verified
+
+Shared code asks the transport that `[trainer] publish` names, and never compares names. A
+distribution adds a transport with an entry point of the group `sightline.weight_transports`, whose
+name is the transport's and whose value is a subclass of `WeightTransport`. Servers load a transport
+by the name in a manifest, so they accept registered names only.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable
+from contextlib import AbstractContextManager
+from importlib.metadata import EntryPoint, entry_points
+from pathlib import Path
+from typing import TYPE_CHECKING, ClassVar
+
+from sightline.config import RunFile
+from sightline.errors import ConfigError, WeightsError
+from sightline.run import RunDir
+from sightline.wire.weights import FILES, Manifest
+
+if TYPE_CHECKING:
+    import torch
+
+    from sightline.compute.tensor_file import Gather, NamedTensors
+
+AUTO, SHARED = "auto", "ipc"
+ENTRY_POINT_GROUP = "sightline.weight_transports"
+BUILT_IN = {
+    FILES: "sightline.compute.built_in_transports:FilesTransport",
+    "store": "sightline.compute.built_in_transports:StoreTransport",
+    "broadcast": "sightline.compute.built_in_transports:BroadcastTransport",
+    SHARED: "sightline.compute.built_in_transports:IpcTransport",
+}
+
+
+class WeightPublisher(ABC):
+    """Rank 0's end of a transport. It lives as long as the trainer."""
+
+    @abstractmethod
+    def take(self, tensors: NamedTensors, gather: Gather, dtype: torch.dtype | None = None) -> None:
+        """Copy the weights, floating ones as `dtype`; return when they may change again.
+
+        Sharded tensors are gathered one by one, so that the device holds one of them at a time.
+        """
+
+    @abstractmethod
+    def write(self, draft: Manifest) -> tuple[Path, Manifest]:
+        """Write the manifest of the weights taken last, and return it with its path.
+
+        `draft` lacks the digest and where the tensors are. A background thread calls this method.
+        """
+
+    def send(self, manifest: Manifest) -> None:  # noqa: B027 (optional: most have nothing to send)
+        """Send a version whose manifest the servers have; return when all of them have it."""
+
+
+class WeightTransport(ABC):
+    """One way for weights to travel. Importing and creating it must not import torch."""
+
+    name: str
+    has_files: ClassVar[bool] = False
+    """Whether a version is safetensors files: vLLM, servers that a run did not start, and
+    checkpoints/best need them."""
+    sends_manifest: ClassVar[bool] = False
+    """Whether a server gets the manifest itself, because it may not see the run directory."""
+    reaches_other_machines: ClassVar[bool] = False
+    is_sent_once: ClassVar[bool] = False
+    """Whether a server that starts after a version was sent cannot adopt it any more."""
+    takes_adapters: ClassVar[bool] = True
+    """Whether `[lora] publish = "adapter"` works."""
+    has_deltas: ClassVar[bool] = False
+    """Whether `[trainer] compress_weights` works."""
+
+    @abstractmethod
+    def open_publisher(self, config: RunFile, run_dir: RunDir) -> WeightPublisher:
+        """Return rank 0's end."""
+
+    @abstractmethod
+    def open_tensors(
+        self, folder: Path, manifest: Manifest
+    ) -> AbstractContextManager[NamedTensors]:
+        """Return the tensors of a manifest in `folder`, checked against its digest.
+
+        They need not outlast the `with` block. The same server calls it on the same object.
+        """
+
+    def check(self, config: RunFile) -> None:
+        """Raise if this transport does not fit the run's other settings."""
+        problem = fix = ""
+        if config.launch.has_other_machines and not self.reaches_other_machines:
+            problem = "does not reach other machines"
+            fix = self._list_others("reaches_other_machines")
+        elif config.inference.servers and not self.has_files:
+            problem = "does not work with [inference] servers, which take files"
+            fix = self._list_others("has_files")
+        elif config.eval.every and not self.has_files:
+            problem = "does not work with [eval] every, which needs files for checkpoints/best"
+            fix = f"{self._list_others('has_files')}, or every = 0"
+        elif config.lora.publish == "adapter" and not self.takes_adapters:
+            problem = 'does not work with [lora] publish = "adapter": it shares whole weights'
+            fix = 'set [lora] publish = "merged", or [trainer] publish = "files"'
+        elif config.trainer.compress_weights and not self.has_deltas:
+            problem = "does not work with compress_weights"
+            fix = f"{self._list_others('has_deltas')}, or compress_weights = false"
+        if problem:
+            raise ConfigError(f'[trainer] publish = "{config.trainer.publish}" {problem}', fix)
+
+    def _list_others(self, ability: str) -> str:
+        names = [name for name in list_transports() if getattr(load_transport(name), ability)]
+        return "set publish = " + " or ".join(f'"{name}"' for name in names)
+
+
+class WeightReceiver:
+    """A server's end: it keeps each transport, with what that has open, between versions."""
+
+    def __init__(self) -> None:
+        self._transports: dict[str, WeightTransport] = {}
+
+    def open_tensors(
+        self, folder: Path, manifest: Manifest
+    ) -> AbstractContextManager[NamedTensors]:
+        name = manifest.transport
+        if name not in self._transports:
+            try:
+                self._transports[name] = load_transport(name)
+            except ConfigError as error:
+                raise WeightsError(error.problem, error.fix) from error
+        return self._transports[name].open_tensors(folder, manifest)
+
+
+def _list_entry_points() -> dict[str, EntryPoint]:
+    built_in = {
+        name: EntryPoint(name, value, ENTRY_POINT_GROUP) for name, value in BUILT_IN.items()
+    }
+    return {point.name: point for point in entry_points(group=ENTRY_POINT_GROUP)} | built_in
+
+
+def list_transports() -> list[str]:
+    """Return the names of all transports: built-in ones and those of installed distributions."""
+    return sorted(_list_entry_points())
+
+
+def load_transport(name: str) -> WeightTransport:
+    """Return a new object of the transport with this name."""
+    points = _list_entry_points()
+    if name not in points:
+        raise ConfigError(
+            f"{name[:100]!r} is not a weight transport",
+            f"set [trainer] publish to one of {', '.join(sorted(points))}, or install the package "
+            "that provides it",
+        )
+    transport: WeightTransport = points[name].load()()
+    transport.name = name
+    return transport
+
+
+def find_transport(
+    config: RunFile,
+    has_gpu: bool = False,
+    can_adopt: Callable[[WeightTransport], bool] = lambda transport: True,
+) -> WeightTransport:
+    """Return the transport of `[trainer] publish`.
+
+    `auto` shares memory if the trainer and servers that `can_adopt` it have the GPUs of one
+    machine, and nothing needs files.
+    """
+    if config.trainer.publish != AUTO:
+        return load_transport(config.trainer.publish)
+    needs_files = bool(
+        config.inference.servers or config.eval.every or config.launch.has_other_machines
+    )
+    shared = load_transport(SHARED)
+    shares = has_gpu and not needs_files and config.lora.publish == "merged" and can_adopt(shared)
+    return shared if shares else load_transport(FILES)
