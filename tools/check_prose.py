@@ -87,8 +87,9 @@ def check_file(path: Path, name: str, rules: list[Rule], allowed: list[str]) -> 
             if opener := OPENERS.match(docstring):
                 yield f'{name}:{line}: a docstring starts with "{opener.group()}"'
         for node in ast.walk(ast.parse(text)):
-            is_function = isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef)
-            if is_function and (ast.get_docstring(node) or "").startswith("Whether"):
+            if not isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
+                continue
+            if (ast.get_docstring(node) or "").startswith("Whether"):
                 yield f'{name}:{node.lineno}: "Whether": write "Return whether"'
     for line, piece in pieces:
         for phrase in allowed:
