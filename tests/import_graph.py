@@ -222,7 +222,7 @@ def purpose_of(room: str) -> str:
 
 def make_table() -> str:
     """The generated part of docs/architecture.md."""
-    lines = ["| row | room | lines | what it is for |", "|---|---|---|---|"]
+    lines = ["| row | room | lines | purpose |", "|---|---|---|---|"]
     for number, row in enumerate(ROWS, 1):
         for room in row:
             lines.append(f"| {number} | `{room}` | {lines_of(room):,} | {purpose_of(room)} |")
@@ -231,7 +231,7 @@ def make_table() -> str:
     lines += [
         "",
         f"{len(ROW_OF)} rooms in {len(ROWS)} rows, {sum(room_arrows().values()):,} imports between "
-        f"rooms, {len(upward_arrows())} arrows upward, {len(circles())} circles; {total:,} lines, "
+        f"rooms, {len(upward_arrows())} upward arrows, {len(circles())} cycles; {total:,} lines, "
         f"{product:,} of them outside `bench` and `view`.",
     ]
     return "\n".join(lines)
@@ -263,15 +263,14 @@ def make_picture() -> str:
     for room, (x, y) in places.items():
         body.append(
             f'<rect x="{x - box_w / 2:.0f}" y="{y:.0f}" width="{box_w}" height="{box_h}" rx="6"/>'
-            f'<text x="{x:.0f}" y="{y + 17:.0f}" class="name">{room}</text>'
-            f'<text x="{x:.0f}" y="{y + 32:.0f}" class="lines">{lines_of(room):,} lines</text>'
+            f'<text x="{x:.0f}" y="{y + 25:.0f}" class="name">{room}</text>'
         )
     style = (
         "rect{fill:#f6f8fa;stroke:#57606a}text{text-anchor:middle;font-family:sans-serif;"
-        "fill:#1f2328}.name{font-size:14px;font-weight:600}.lines{font-size:11px;fill:#57606a}"
+        "fill:#1f2328}.name{font-size:14px;font-weight:600}"
         ".arrow{stroke:#8c959f;stroke-width:1.2}"
         "@media(prefers-color-scheme:dark){rect{fill:#161b22;stroke:#8b949e}text{fill:#e6edf3}"
-        ".lines{fill:#8b949e}.arrow{stroke:#6e7681}}"
+        ".arrow{stroke:#6e7681}}"
     )
     head = (
         '<marker id="head" viewBox="0 0 8 8" refX="7" refY="4" markerWidth="7" markerHeight="7" '
