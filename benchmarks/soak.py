@@ -64,8 +64,9 @@ WARMUP: dict[str, dict[str, Any]] = {
 SETTINGS: dict[str, dict[str, Any]] = {
     "env": ENV,
     "rollout": {"max_tokens": 8},
-    "orchestrator": {"groups_per_step": 16, "group_size": 8, "credit": "turn"},
-    "trainer": {"lr": LR, "kl_coef": 0.05},
+    "orchestrator": {"groups_per_step": 16, "group_size": 8},
+    "algorithm": {"credit": "turn", "kl_coef": 0.05},
+    "trainer": {"lr": LR},
     "inference": {"max_num_seqs": MAX_NUM_SEQS, "max_model_len": 128},
     "eval": {"tasks": 0},
 }

@@ -128,7 +128,6 @@ class SightlineStep:
             device="cpu",
             lr=1e-9,
             max_grad_norm=0.5,
-            loss_args={"clip_low": 0.2, "clip_high": 0.28},
         )
         self.learner = build_learner(ModelConfig(path=str(model)), settings, store, steps=1 << 30)
         # TRL's logprobs are over the whole vocabulary.

@@ -11,15 +11,17 @@ import numpy as np
 import torch
 from PIL import Image
 
+from sightline.algo.grpo import GRPO
 from sightline.compute.attention import PackedPattern
 from sightline.compute.host_copy import HostCopy
 from sightline.compute.weights import write_weights
-from sightline.config import ModelConfig, TrainerConfig
+from sightline.config import AlgorithmConfig, ModelConfig, TrainerConfig
 from sightline.families import Family, load_family, load_renderer
 from sightline.media import MediaRef, MediaStore
 from sightline.message import Message, VideoPart, assistant, user
 from sightline.pixels import Materializer
 from sightline.render import Rendered
+from sightline.trainer import build
 from sightline.trainer.learner import Learner
 from sightline.trainer.lora import select_published
 from sightline.trainer.sft import build_sample
@@ -152,9 +154,18 @@ def model_config(path: Path, **changes: object) -> ModelConfig:
 
 
 def trainer_config(**changes: object) -> TrainerConfig:
-    """Bounds so wide that nothing is clipped, unless `loss_args` says otherwise."""
+    return TrainerConfig.model_validate({"device": "cpu", "lr": 1e-3, **changes})
+
+
+def algorithm(**changes: object) -> GRPO:
+    """GRPO with bounds so wide that nothing is clipped, unless `loss_args` says otherwise."""
     wide = {"clip_low": 100.0, "clip_high": 100.0}
-    return TrainerConfig.model_validate({"device": "cpu", "lr": 1e-3, "loss_args": wide, **changes})
+    return GRPO(AlgorithmConfig.model_validate({"loss_args": wide, **changes}))
+
+
+def build_learner(*args: Any, **options: Any) -> Learner:
+    """The trainer's learner, by default with an algorithm that clips nothing."""
+    return build.build_learner(*args, **{"algorithm": algorithm(), **options})
 
 
 @torch.no_grad()

@@ -20,7 +20,7 @@ from dataclasses import dataclass, field
 from functools import cache
 from pathlib import Path
 from statistics import fmean
-from typing import Any
+from typing import Any, cast
 
 import msgspec
 import numpy as np
@@ -29,12 +29,11 @@ from PIL import Image
 from torch import Tensor
 
 from benchmarks.harness.engine_sampler import Sampler
-from sightline.algo.advantages import no_std
-from sightline.algo.credit import by_turn
+from sightline.algo.grpo import GRPO
 from sightline.algo.losses import LossFunction, LossInputs, LossOutput, load_loss, tis
 from sightline.algo.verdicts import GroupJudge
 from sightline.compute.weights import write_weights
-from sightline.config import MediaConfig, ModelConfig, TrainerConfig
+from sightline.config import AlgorithmConfig, MediaConfig, ModelConfig, TrainerConfig
 from sightline.envs.color_codeword import COLORS, LETTERS, ColorCodeword
 from sightline.envs.drawing import encode_png
 from sightline.envs.protocol import Task
@@ -57,7 +56,7 @@ MAX_PIXELS = 32 * 32
 # The settings of the demo, with twice its rate: a score of steps is to be enough.
 TRAINER: dict[str, Any] = {
     "lr": 4e-3, "vision_lr": 3e-4, "warmup_steps": 5, "lr_schedule": "cosine",
-    "final_lr_fraction": 0.1, "kl_coef": 0.1, "max_grad_norm": 0.5,
+    "final_lr_fraction": 0.1, "max_grad_norm": 0.5,
 }  # fmt: skip
 
 
@@ -202,11 +201,12 @@ class RunRecord:
 
 def compute_gradient(learner: Learner, loss: LossFunction, ready: ReadyBatch) -> Tensor:
     """The gradient of a policy loss on a batch, without the KL term; nothing is learnt."""
-    config = learner.config.model_copy(update={"kl_coef": 0.0})
-    alone = dataclasses.replace(learner, loss=loss, reference=None, config=config)
+    algorithm = GRPO(learner.algorithm.settings.model_copy(update={"kl_coef": 0.0}))
+    algorithm.policy_loss = loss
+    alone = dataclasses.replace(learner, algorithm=algorithm, reference=None)
     alone.optimizer.zero_grad(set_to_none=True)
     for _, micro_batch in ready.iterate_with_pixels():
-        alone.backward(micro_batch, ready.step, MetricSums(SUM_NAMES), StepTimer(alone.device))
+        alone.backward(micro_batch, MetricSums(SUM_NAMES), StepTimer(alone.device))
     groups = alone.optimizer.param_groups
     found = [
         full_tensor(p.grad).flatten() for g in groups for p in g["params"] if p.grad is not None
@@ -235,13 +235,16 @@ class StudyRun:
         )
         self.env = GrainyCodeword(turns=size.turns, seed=seed)
         trainer = TrainerConfig(**TRAINER, device=size.device)
-        self.learner = build_learner(self.model, trainer, self.store, size.steps, seed=seed)
+        algorithm = GRPO(AlgorithmConfig(advantage="no_std", credit="turn", kl_coef=0.1))
         # With logprobs that are equal bit for bit every ratio is 1, and all corrections are one.
-        self.learner.loss = uncorrected if mismatch.is_exact else load_correction(correction)
+        algorithm.policy_loss = uncorrected if mismatch.is_exact else load_correction(correction)
+        self.learner = build_learner(
+            self.model, trainer, self.store, size.steps, algorithm=algorithm, seed=seed
+        )
         unproven = MediaConfig(allow_unverified_pixels=True)
         pixels = build_pixels(self.learner, self.store)
         self._preparer = build_preparer(unproven, self.learner, pixels)
-        self._judge = GroupJudge(mismatch.lag, no_std, by_turn, keep_without_signal=True)
+        self._judge = GroupJudge(mismatch.lag, algorithm)
         self._rng = np.random.default_rng(seed)
         self._clipped: list[float] = []
         self.sampler = self._build_sampler(mismatch)
@@ -279,7 +282,8 @@ class StudyRun:
         reported = add_noise(true, noise, self._rng) if noise else true
         ready = self._preparer.prepare(Batch(step, reported), "")
         if step % self.size.gradient_every == 0:
-            found = compute_gradient(self.learner, self.learner.loss, ready)
+            algorithm = cast(GRPO, self.learner.algorithm)
+            found = compute_gradient(self.learner, algorithm.policy_loss, ready)
             truth = self._preparer.prepare(Batch(step, true), "")
             on_policy = compute_gradient(self.learner, importance_weighted, truth)
             if on_policy.any():  # groups whose rollouts all earned the same have none

@@ -161,7 +161,7 @@ max_turns = 12
 groups_per_step = 2
 group_size = 4
 
-[trainer]
+[algorithm]
 kl_coef = 0.01
 
 [inference]

@@ -24,7 +24,6 @@ from sightline.message import ImagePart, Message, assistant, user
 from sightline.pack import PackSize
 from sightline.pixels import Materializer
 from sightline.trainer.bad_media import BadMediaPolicy
-from sightline.trainer.build import build_learner
 from sightline.trainer.feed import BatchPreparer
 from sightline.wire import Slot
 from sightline.wire.array import Array
@@ -186,7 +185,9 @@ def test_a_turn_computes_what_is_new_and_says_what_the_trainer_computes(
             shown = Message("tool", (ImagePart(media.put(making.image(rng))),))
             talks[i] = next_turn(renderer, tokens, slots, answer.choices[0].token_ids, shown)
     samples = [sample(*talk, said[i], name=f"t{i}") for i, talk in enumerate(talks)]
-    learner = build_learner(making.model_config(model), making.trainer_config(), media, steps=10)
+    learner = making.build_learner(
+        making.model_config(model), making.trainer_config(), media, steps=10
+    )
     materializer = Materializer(learner.family, media, 1 << 24)
     preparer = BatchPreparer(
         learner.family,

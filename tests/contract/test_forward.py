@@ -33,7 +33,6 @@ from sightline.media import MediaRef
 from sightline.message import Message, user
 from sightline.pack import PackSize
 from sightline.pixels import Materializer
-from sightline.trainer.build import build_learner
 from sightline.trainer.feed import BatchPreparer, ReadyBatch
 from sightline.trainer.forward_pass import compute_hidden
 from sightline.wire import MediaItem, Slot
@@ -292,7 +291,9 @@ def logprobs(
 def test_steps_of_training_move_every_parameter(computing: Any) -> None:
     samples = making.samples(computing.path, computing.store, count=4)
     config = making.trainer_config()
-    learner = build_learner(making.model_config(computing.path), config, computing.store, steps=3)
+    learner = making.build_learner(
+        making.model_config(computing.path), config, computing.store, steps=3
+    )
     before = {name: p.detach().clone() for name, p in learner.forward.model.named_parameters()}
     for _ in range(3):
         learner.step(prepare(computing, samples, WHOLE))

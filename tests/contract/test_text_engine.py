@@ -25,7 +25,6 @@ from sightline.message import user
 from sightline.pack import PackSize
 from sightline.pixels import Materializer
 from sightline.render import Rendered
-from sightline.trainer.build import build_learner
 from sightline.trainer.feed import BatchPreparer
 from sightline.trainer.learner import Learner
 from sightline.wire.generate import AdoptRequest, GenerateRequest, SamplingParams
@@ -84,7 +83,7 @@ def test_logprobs_of_a_text_only_checkpoint_are_the_trainers_before_and_after_an
 ) -> None:
     renderer = load_renderer(model, media)
     config = making.trainer_config(lr=1e-2)
-    learner = build_learner(making.model_config(model), config, media, steps=10)
+    learner = making.build_learner(making.model_config(model), config, media, steps=10)
     check_turns(client, learner, renderer, media)
     samples = making.samples(model, media, count=4)
     preparer = BatchPreparer(
@@ -100,7 +99,7 @@ def test_an_adapter_of_a_text_only_checkpoint_serves_its_merged_weights(
     client: Client, model: Path, media: MediaStore, tmp_path: Path
 ) -> None:
     config = making.trainer_config()
-    learner = build_learner(making.model_config(model), config, media, steps=1)
+    learner = making.build_learner(making.model_config(model), config, media, steps=1)
     named = {name: p.detach() for name, p in learner.forward.model.named_parameters()}
     tensors: dict[str, torch.Tensor] = {}
     rng = torch.Generator().manual_seed(0)

@@ -27,7 +27,6 @@ from sightline.compute.weights import write_weights
 from sightline.families.registry import write_tiny
 from sightline.inference.server_spec import ServerSpec
 from sightline.media import MediaStore
-from sightline.trainer.build import build_learner
 from sightline.trainer.learner import SUM_NAMES
 from sightline.trainer.step_result import MetricSums, StepTimer
 
@@ -154,10 +153,10 @@ def test_gradients_are_those_of_the_other_mode(
         trainer = making.trainer_config(
             device="cuda", master_dtype="model", compile_backend=backend if is_exact else ""
         )
-        learner = build_learner(config, trainer, store, steps=1)
+        learner = making.build_learner(config, trainer, store, steps=1)
         ready = exactness.prepare(learner, model, store, samples, 1 << 20, step=1)
         for one in ready.micro_batches:
-            learner.backward(one, 1, MetricSums(SUM_NAMES), StepTimer(learner.device))
+            learner.backward(one, MetricSums(SUM_NAMES), StepTimer(learner.device))
         grads = [p.grad.to_local() if hasattr(p.grad, "to_local") else p.grad
                  for p in learner.forward.model.parameters()]  # fmt: skip
         found.append(torch.cat([grad.float().flatten() for grad in grads]))
@@ -184,7 +183,7 @@ def test_logprobs_are_those_of_the_sampler(
     trainer = making.trainer_config(device="cuda", master_dtype=master)
     config = making.model_config(path, dtype="bfloat16", exact=True)
     with embedded(settings) as client:
-        learner = build_learner(config, trainer, store, steps=10)
+        learner = making.build_learner(config, trainer, store, steps=10)
         weights = {
             name: (p.full_tensor() if hasattr(p, "full_tensor") else p).detach()
             for name, p in learner.forward.model.named_parameters()

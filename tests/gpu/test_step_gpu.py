@@ -19,11 +19,9 @@ from sightline.families.registry import write_tiny
 from sightline.media import MediaStore
 from sightline.pack import PackSize
 from sightline.pixels import Materializer
-from sightline.trainer.build import build_learner
 from sightline.trainer.feed import BatchPreparer, ReadyBatch
-from sightline.trainer.learner import SUM_NAMES, Learner, measure_tokens
+from sightline.trainer.learner import SUM_NAMES, Learner, measure_mismatch
 from sightline.trainer.step_result import MetricSums, StepTimer
-from sightline.trainer.token_scores import TokenScores
 from sightline.wire.sample import Batch
 
 pytestmark = [
@@ -63,13 +61,12 @@ def test_measuring_a_micro_batch_does_not_wait_for_the_device() -> None:
     rng = np.random.default_rng(0)
     own = rng.random(num) < 0.5
     logprobs, old = (copy_to_device(-rng.random(num, dtype=np.float32), device) for _ in range(2))
-    scored = TokenScores(logprobs, -logprobs, None)
     metric_sums, step_timer = MetricSums(SUM_NAMES), StepTimer(device)
     torch.cuda.synchronize()
     torch.cuda.set_sync_debug_mode("error")
     try:
         build_attention_pattern(np.full(num, num), device, torch.bfloat16)
-        measure_tokens(metric_sums, scored, old, own)
+        measure_mismatch(metric_sums, logprobs, old, own)
         step_timer.end("forward")
     finally:
         torch.cuda.set_sync_debug_mode("default")
@@ -88,7 +85,9 @@ def model(request: pytest.FixtureRequest, tmp_path: Path) -> Path:
 
 def learner_of(model: Path, store: MediaStore, **changes: object) -> Learner:
     settings = making.trainer_config(device="cuda", master_dtype="model", **changes)
-    return build_learner(making.model_config(model, dtype="bfloat16"), settings, store, steps=4)
+    return making.build_learner(
+        making.model_config(model, dtype="bfloat16"), settings, store, steps=4
+    )
 
 
 def batch_of(learner: Learner, model: Path, store: MediaStore) -> ReadyBatch:
@@ -109,7 +108,7 @@ def test_a_micro_batch_asks_nothing_of_the_device(model: Path, store: MediaStore
     torch.cuda.synchronize()
     torch.cuda.set_sync_debug_mode("error")
     try:
-        learner.backward(ready.micro_batches[0], 1, metric_sums, step_timer)
+        learner.backward(ready.micro_batches[0], metric_sums, step_timer)
     finally:
         torch.cuda.set_sync_debug_mode("default")
     assert np.isfinite(metric_sums.read()["loss"])

@@ -40,8 +40,8 @@ def test_functions_of_anybody_train_the_demo(warm_home: Path) -> None:
     (warm_home / "my_algorithm.py").write_text(MODULE)
     done = sightline(
         "rl", "--plain", EXAMPLES / "cpu.toml", "run.name=own", "run.steps=40", "eval.tasks=128",
-        "trainer.loss=my_algorithm:reinforce", "trainer.loss_args.ratio_cap=3.0",
-        "orchestrator.advantage=my_algorithm:leave_one_out",
+        "algorithm.loss=my_algorithm:reinforce", "algorithm.loss_args.ratio_cap=3.0",
+        "algorithm.advantage=my_algorithm:leave_one_out",
         'filters.custom=["my_algorithm:starts_with_a_space"]',
         cwd=warm_home,
     )  # fmt: skip
@@ -58,7 +58,7 @@ def test_a_loss_that_cannot_work_is_refused_before_anything_starts(warm_home: Pa
     (warm_home / "broken_algorithm.py").write_text(broken)
     done = sightline(
         "rl", "--plain", EXAMPLES / "cpu.toml", "run.name=refused",
-        "trainer.loss=broken_algorithm:constant", cwd=warm_home, check=False,
+        "algorithm.loss=broken_algorithm:constant", cwd=warm_home, check=False,
     )  # fmt: skip
-    assert done.returncode == 2 and "[trainer] loss" in done.stderr and "gradient" in done.stderr
+    assert done.returncode == 2 and "[algorithm] loss" in done.stderr and "gradient" in done.stderr
     assert not list((warm_home / "runs").glob("refused-*"))

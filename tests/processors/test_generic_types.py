@@ -16,7 +16,6 @@ from sightline.families.anyvlm import layout, tiny
 from sightline.families.anyvlm.load import _ask_process
 from sightline.families.registry import load_serving
 from sightline.media import MediaStore
-from sightline.trainer.build import build_learner
 from tests.contract.suites import run_suites
 from tests.processors.cases import CASES, TiledImages
 
@@ -80,7 +79,7 @@ def test_a_router_of_experts_gets_no_adapter(tmp_path: Path, store: MediaStore) 
     tiny.write(tmp_path / "model", type="llama4")
     settings = making.model_config(tmp_path / "model")
     lora = LoraConfig(rank=4, vision_targets=("*",))
-    learner = build_learner(settings, making.trainer_config(), store, steps=1, lora=lora)
+    learner = making.build_learner(settings, making.trainer_config(), store, steps=1, lora=lora)
     names = [name for name, _ in learner.forward.model.named_parameters() if "lora_A" in name]
     assert names and not any("router" in name for name in names)
 

@@ -25,7 +25,6 @@ from sightline.compute.model import MODEL_DTYPES, load_model  # noqa: E402
 from sightline.config import LoraConfig  # noqa: E402
 from sightline.families import Forward  # noqa: E402
 from sightline.media import MediaStore  # noqa: E402
-from sightline.trainer.build import build_learner  # noqa: E402
 from sightline.trainer.lora import add_adapters  # noqa: E402
 from sightline.trainer.optimizer import freeze_vision  # noqa: E402
 from sightline.trainer.ranks import RankInfo  # noqa: E402
@@ -39,9 +38,12 @@ def compare(rank: int, size: int, checkpoint: str, words: list[str], meet: str) 
         dtype="bfloat16" if "bfloat16" in words else "float32",
     )
     lora = LoraConfig(rank=4, vision_targets=("*",)) if "lora" in words else LoraConfig()
-    trainer = making.trainer_config(kl_coef=0.1)
+    trainer = making.trainer_config()
     store = MediaStore(Path(checkpoint) / "media")
-    learner = build_learner(model, trainer, store, 10, RankInfo(rank, size, meet), lora=lora)
+    algorithm = making.algorithm(kl_coef=0.1)
+    learner = making.build_learner(
+        model, trainer, store, 10, RankInfo(rank, size, meet), algorithm=algorithm, lora=lora
+    )
     whole = load_model(checkpoint, learner.family, "cpu", "float32")
     whole.model.train()
     if lora.rank:
@@ -56,7 +58,7 @@ def compare(rank: int, size: int, checkpoint: str, words: list[str], meet: str) 
     shard_model(reference, learner.dims.mesh, frozen=True)
     assert learner.reference is not None
     same(learner.forward, whole)
-    same(learner.reference, reference)
+    same(learner.reference.forward, reference)
     dist.destroy_process_group()
 
 
@@ -73,8 +75,8 @@ def measure(rank: int, size: int, checkpoint: str, meet: str) -> int:
     watcher = threading.Thread(target=watch)
     watcher.start()
     model, store = making.model_config(Path(checkpoint)), MediaStore(Path(checkpoint) / "media")
-    trainer = making.trainer_config(kl_coef=0.0)
-    build_learner(model, trainer, store, 10, RankInfo(rank, size, meet))
+    trainer = making.trainer_config()
+    making.build_learner(model, trainer, store, 10, RankInfo(rank, size, meet))
     done.set()
     watcher.join()
     return most - before

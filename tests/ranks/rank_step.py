@@ -28,7 +28,7 @@ from sightline.media import MediaStore  # noqa: E402
 from sightline.message import assistant, user  # noqa: E402
 from sightline.pack import PackSize  # noqa: E402
 from sightline.trainer.bad_media import BadMediaPolicy  # noqa: E402
-from sightline.trainer.build import build_learner, build_pixels  # noqa: E402
+from sightline.trainer.build import build_pixels  # noqa: E402
 from sightline.trainer.distribute import BatchDistributor, ShareReader  # noqa: E402
 from sightline.trainer.feed import BatchPreparer  # noqa: E402
 from sightline.trainer.lora import build_merge_gather, plain_parameters  # noqa: E402
@@ -48,7 +48,6 @@ def main() -> None:
     frozen = "frozen" in sys.argv[8:]
     words = sys.argv[8:]
     trainer = making.trainer_config(
-        kl_coef=0.1,
         lr=1e-2,
         max_grad_norm=1e9,
         activation_checkpointing="recompute" in words,
@@ -57,7 +56,10 @@ def main() -> None:
     lora = LoraConfig(rank=4, vision_targets=("*",)) if "lora" in words else LoraConfig()
     dtype = "bfloat16" if "mixed" in words else "float32"
     settings = making.model_config(model, train_vision=not frozen, dtype=dtype)
-    learner = build_learner(settings, trainer, store, 10, ranks, lora=lora)
+    algorithm = making.algorithm(kl_coef=0.1)
+    learner = making.build_learner(
+        settings, trainer, store, 10, ranks, algorithm=algorithm, lora=lora
+    )
     # The reference is the model itself, and a KL of nothing proves nothing.
     with torch.no_grad():
         for name, parameter in learner.forward.model.named_parameters():

@@ -246,13 +246,11 @@ def test_a_stored_file_in_old_names_is_read_in_todays(tmp_path: Path) -> None:
     assert (logging.sinks, logging.wandb_offline) == (("wandb",), True)
     assert (logging.samples_every, logging.otel) == (4, "file")
     trainer = found.trainer
-    assert trainer.loss_args == {"clip_high": 0.3, "clip_low": 0.2, "ratio_cap": 2.0}
-    assert (trainer.loss_aggregation, trainer.loss_aggregation_args) == (
-        "constant",
-        {"divisor": 64.0},
-    )
-    assert (trainer.compile_backend, trainer.measure_entropy) == ("inductor", False)
-    assert (trainer.max_grad_norm, trainer.kl_coef) == (0.25, 0.125)
+    algorithm = found.algorithm
+    assert algorithm.loss_args == {"clip_high": 0.3, "clip_low": 0.2, "ratio_cap": 2.0}
+    assert (algorithm.aggregation, algorithm.aggregation_args) == ("constant", {"divisor": 64.0})
+    assert (algorithm.kl_coef, algorithm.measure_entropy) == (0.125, False)
+    assert (trainer.max_grad_norm, trainer.compile_backend) == (0.25, "inductor")
     assert (trainer.keep_checkpoints_every, trainer.stall_timeout_s) == (5, 30.0)
     assert (trainer.lr_schedule, trainer.final_lr_fraction) == ("cosine", 0.1)
     assert trainer.max_sequence_tokens == 128
@@ -277,7 +275,7 @@ def test_a_stored_sft_file_in_old_names_is_read_in_todays(tmp_path: Path) -> Non
     [
         ("logging = 5\n[monitor]\nsinks = []\n", r"\[logging\] = 5"),
         ("trainer = 5\n", r"\[trainer\] = 5"),
-        ("[trainer]\nclip_low = 0.2\nloss_args = 3\n", r"\[trainer\] loss_args = 3"),
+        ("[algorithm]\nloss_args = 3\n[trainer]\nclip_low = 0.2\n", r"\[algorithm\] loss_args = 3"),
     ],
 )
 def test_a_plain_value_in_place_of_a_section_of_a_stored_file_is_refused(

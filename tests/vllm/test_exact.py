@@ -20,7 +20,6 @@ from sightline.media import MediaStore
 from sightline.message import user
 from sightline.pack import PackSize
 from sightline.pixels import Materializer
-from sightline.trainer.build import build_learner
 from sightline.trainer.feed import BatchPreparer
 from sightline.wire import Slot
 from sightline.wire.array import Array
@@ -122,7 +121,7 @@ def trained_logprobs(
 ) -> dict[str, np.ndarray]:
     """What the trainer computes for them, before its step."""
     config = making.trainer_config()
-    learner = build_learner(making.model_config(model), config, media, steps=10)
+    learner = making.build_learner(making.model_config(model), config, media, steps=10)
     scores = learner.step(preparer(learner, media).prepare(Batch(1, samples), "")).scores
     values = scores.logprobs.numpy()
     return {origin.trace_id: values[origin.start : origin.stop] for origin in scores.origins}
@@ -175,7 +174,7 @@ def test_a_pixel_that_differs_by_one_level_is_refused(
         answer = client.generate(rendered.token_ids, rendered.slots, SamplingParams(seed=1))
         answers.append(Talk(rendered.token_ids, rendered.slots, answer))
     right, wrong = answers
-    learner = build_learner(
+    learner = making.build_learner(
         making.model_config(tiny_model), making.trainer_config(), media, steps=10
     )
     preparer(learner, media).prepare(Batch(1, [right.sample("right")]), "")

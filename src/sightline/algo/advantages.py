@@ -1,7 +1,7 @@
 """Advantages: how much better a rollout did than its siblings, the other rollouts of its task.
 
 An advantage function takes the rewards of one group and returns as many advantages. Chosen by
-`[orchestrator] advantage`; R are the rewards, A the advantages.
+`[algorithm] advantage`; R are the rewards, A the advantages.
 """
 
 from __future__ import annotations

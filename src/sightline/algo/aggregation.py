@@ -2,7 +2,7 @@
 
 An aggregation function takes the number of trained tokens of every sample of a batch, and returns
 the weight of each token of that sample. The weights are fixed before the batch is packed, so that
-neither packing nor the number of ranks changes the loss. Chosen by `[trainer] loss_aggregation`.
+neither packing nor the number of ranks changes the loss. Chosen by `[algorithm] aggregation`.
 """
 
 from __future__ import annotations

@@ -1,9 +1,8 @@
 """Policy losses, in the letters of their papers.
 
 A loss takes `LossInputs` and returns a `LossOutput`: the loss of every trained token, and which of
-them a bound held back. Its keyword arguments come from `[trainer] loss_args`. Chosen by
-`[trainer] loss`; the KL term (`[trainer] kl_coef`) and the aggregation over tokens are added by
-the learner, for every loss alike.
+them a bound changed. `[algorithm] loss` chooses it, with keyword arguments from `loss_args`. The
+algorithm adds its KL and entropy terms, and the learner weighs the tokens.
 
 Letters: S trained tokens, V vocabulary; pi the trainer's policy, mu the sampler's, r = pi / mu the
 importance ratio of a token, A its advantage, sg a value without gradient.
@@ -11,17 +10,19 @@ importance ratio of a token, A its advantage, sg a value without gradient.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
+from sightline.algo.needs import NOTHING, Needs
 from sightline.algo.registry import LOSS_NAMES, load_function, try_function
 from sightline.compute.logprobs import BannedIds, Logits, mask_banned
 from sightline.errors import ConfigError
+from sightline.wire.micro_batch import TokenOrigin
 
 PerToken = Float[Tensor, " tokens"]
 
@@ -36,11 +37,39 @@ class LossInputs:
     """log mu of each token, as the inference engine said when it sampled it."""
     advantages: PerToken
     sequence_ids: Int[Tensor, " tokens"]
-    """Numbers, from 0, the model call that each token was sampled in."""
+    """The model call that sampled each token, counted from 0 in the micro-batch."""
+    origins: Sequence[TokenOrigin] = ()
+    """The trace and node of each model call, for `segment_ids`."""
+    # What follows is None unless the algorithm's `needs` declare it.
+    reference_logprobs: PerToken | None = None
+    """log ref of each token, where ref is the checkpoint that the run began with."""
+    kl: PerToken | None = None
+    """KL(pi || ref) over the whole vocabulary, with its gradient."""
+    entropy: PerToken | None = None
+    """Entropy of pi over the whole vocabulary, with a gradient if one is declared."""
+    values: PerToken | None = None
+    """The value head's values, with their gradient."""
+    old_values: PerToken | None = None
+    """The value head's values before the first update of the step."""
+    teacher_logprobs: PerToken | None = None
 
     def importance_ratios(self) -> PerToken:
         """r = pi / mu of each token, with its gradient."""
         return torch.exp(self.logprobs - self.sampler_logprobs)
+
+    def segment_ids(self, kind: Literal["turn", "rollout", "group"]) -> Int[Tensor, " tokens"]:
+        """Number the turn (in its rollout), the rollout or the group of each token, from 0."""
+        numbers = [origin.turn for origin in self.origins]
+        if kind != "turn":
+            names = [o.trace_id if kind == "rollout" else o.group_id for o in self.origins]
+            places = {name: place for place, name in enumerate(dict.fromkeys(names))}
+            numbers = [places[name] for name in names]
+        lengths = [origin.stop - origin.start for origin in self.origins]
+        return (
+            torch.tensor(numbers, dtype=torch.long)
+            .repeat_interleave(torch.tensor(lengths, dtype=torch.long))
+            .to(self.logprobs.device)
+        )
 
 
 class LossOutput(NamedTuple):
@@ -51,11 +80,6 @@ class LossOutput(NamedTuple):
 
 
 LossFunction = Callable[[LossInputs], LossOutput]
-
-
-def supervised(inputs: LossInputs) -> LossOutput:
-    """-log pi: the tokens are to be said, whoever said them first."""
-    return LossOutput(-inputs.logprobs, torch.zeros_like(inputs.logprobs))
 
 
 def ppo(inputs: LossInputs, *, clip_low: float = 0.2, clip_high: float = 0.28) -> LossOutput:
@@ -123,35 +147,67 @@ def mismatch_kl(logprobs: PerToken, sampler_logprobs: PerToken) -> PerToken:
 
 def load_loss(name: str, args: Mapping[str, Any] | None = None) -> LossFunction:
     """The policy loss of a run; one from outside is tried on a few tokens first."""
-    setting = "[trainer] loss"
+    setting = "[algorithm] loss"
     function = load_function(setting, name, LOSSES, args or {}, ("inputs",))
-    if name not in LOSSES:
-        _check_loss(setting, name, function)
-    return function
-
-
-def _check_loss(setting: str, name: str, function: LossFunction) -> None:
-    for num in (6, 0):
-        logprobs = torch.linspace(-2.0, -0.5, num, requires_grad=True)
-        advantages, sequence_ids = torch.linspace(-1.0, 1.0, num), torch.arange(num) // 3
-        inputs = LossInputs(logprobs, logprobs.detach() - 0.1, advantages, sequence_ids)
-        found = try_function(setting, name, function, inputs)
-        shapes = isinstance(found, tuple) and [getattr(x, "shape", None) for x in found]
+    for num in (6, 0) if name not in LOSSES else ():
+        inputs = _build_small_inputs(num)
+        output = try_function(setting, name, function, inputs)
+        shapes = isinstance(output, tuple) and [getattr(x, "shape", None) for x in output]
         if shapes != [(num,)] * 2:
             raise ConfigError(
-                f"{setting} = {name!r} gave {found!r} for {num} tokens",
+                f"{setting} = {name!r} returned {output!r} for {num} tokens",
                 f"return LossOutput(token_loss, clipped), two tensors of shape ({num},); a "
                 "micro-batch may hold no trained token",
             )
-        token_loss = found[0]
-        if not token_loss.requires_grad:
+        _check_token_loss(setting, name, inputs, output[0])
+    return function
+
+
+def check_algorithm_loss(name: str, loss: Callable[[LossInputs], Any], needs: Needs) -> None:
+    """Refuse an algorithm whose loss fails on a few tokens."""
+    setting = "[algorithm] name"
+    for num in (6, 0):
+        inputs = _build_small_inputs(num, needs)
+        output = try_function(setting, name, loss, inputs)
+        is_pair = isinstance(output, tuple) and len(output) == 2 and isinstance(output[1], dict)
+        tensors = [output[0], *output[1].values()] if is_pair else []
+        if not tensors or {getattr(x, "shape", None) for x in tensors} != {(num,)}:
             raise ConfigError(
-                f"the result of {setting} = {name!r} has no gradient",
-                "compute it from inputs.logprobs, without detach(), .item() or numpy",
+                f"{setting} = {name!r}: its loss returned {output!r} for {num} tokens",
+                "return AlgorithmLoss(token_loss, metrics): a tensor of shape "
+                f"({num},), and a dict of tensors of this shape",
             )
-        [gradient] = torch.autograd.grad(token_loss.sum(), logprobs)
-        if not (torch.isfinite(token_loss).all() and torch.isfinite(gradient).all()):
-            raise ConfigError(
-                f"{setting} = {name!r} is not finite on ordinary tokens: {token_loss.tolist()}",
-                "look for a division by zero or a logarithm of it",
-            )
+        _check_token_loss(setting, name, inputs, output[0])
+
+
+def _build_small_inputs(num: int, needs: Needs = NOTHING) -> LossInputs:
+    """Return a few tokens of one rollout, with everything that `needs` declare."""
+    logprobs = torch.linspace(-2.0, -0.5, num, requires_grad=True)
+    other, positive = logprobs.detach() - 0.2, torch.linspace(0.1, 1.0, num)
+    return LossInputs(
+        logprobs,
+        logprobs.detach() - 0.1,
+        torch.linspace(-1.0, 1.0, num),
+        torch.arange(num) // 3,
+        [TokenOrigin(i, i + 3, node=i, trace_id="trial") for i in range(0, num, 3)],
+        reference_logprobs=other if needs.reference_logprobs else None,
+        kl=positive + 0.0 * logprobs if needs.exact_kl else None,
+        entropy=positive + 0.0 * logprobs if needs.entropy or needs.entropy_gradient else None,
+        values=positive + 0.0 * logprobs if needs.values else None,
+        old_values=positive if needs.values else None,
+        teacher_logprobs=other if needs.teacher_logprobs else None,
+    )
+
+
+def _check_token_loss(setting: str, name: str, inputs: LossInputs, token_loss: Tensor) -> None:
+    if not token_loss.requires_grad:
+        raise ConfigError(
+            f"the result of {setting} = {name!r} has no gradient",
+            "compute it from the logprobs of its argument, without detach(), .item() or numpy",
+        )
+    [gradient] = torch.autograd.grad(token_loss.sum(), inputs.logprobs)
+    if not (torch.isfinite(token_loss).all() and torch.isfinite(gradient).all()):
+        raise ConfigError(
+            f"{setting} = {name!r} is not finite on ordinary tokens: {token_loss.tolist()}",
+            "look for a division by zero or a logarithm of it",
+        )

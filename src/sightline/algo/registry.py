@@ -29,8 +29,8 @@ from sightline.trace.node import float32_array, int32_array
 LOSS_NAMES = ("ppo", "cispo", "gspo", "tis")
 """The built-in losses; the functions are in `losses`, which needs torch."""
 _OTHER_SETTINGS = {
-    "[trainer] loss": ("[orchestrator] advantage", tuple(ADVANTAGES)),
-    "[orchestrator] advantage": ("[trainer] loss", LOSS_NAMES),
+    "[algorithm] loss": ("[algorithm] advantage", tuple(ADVANTAGES)),
+    "[algorithm] advantage": ("[algorithm] loss", LOSS_NAMES),
 }
 """For a setting the one that it is taken for, with the built-in names of that."""
 
@@ -98,7 +98,7 @@ def check_array(setting: str, name: str, found: Any, length: int, what: str) -> 
 
 
 def load_advantage(name: str, args: Mapping[str, Any] | None = None) -> AdvantageFunction:
-    setting = "[orchestrator] advantage"
+    setting = "[algorithm] advantage"
     function = load_function(setting, name, ADVANTAGES, args or {}, ("rewards",))
     if name not in ADVANTAGES:
         for rewards in (np.array([0.0, 1.0, 0.5, 0.5]), np.zeros(4)):
@@ -108,7 +108,7 @@ def load_advantage(name: str, args: Mapping[str, Any] | None = None) -> Advantag
 
 
 def load_credit(name: str) -> CreditFunction:
-    setting = "[orchestrator] credit"
+    setting = "[algorithm] credit"
     function = load_function(setting, name, CREDITS, {}, ("group", "advantage"))
     if name not in CREDITS:
         rows = (np.array([0.0, 1.0]), np.array([0.5]))
@@ -125,7 +125,7 @@ def load_credit(name: str) -> CreditFunction:
 
 
 def load_aggregation(name: str, args: Mapping[str, Any] | None = None) -> AggregationFunction:
-    setting = "[trainer] loss_aggregation"
+    setting = "[algorithm] aggregation"
     function = load_function(setting, name, AGGREGATIONS, args or {}, ("num_trained",))
     if name not in AGGREGATIONS:
         counts = np.array([3, 1, 0])

@@ -24,6 +24,7 @@ from sightline.config.load import (
 )
 from sightline.config.section import get_section_class
 from sightline.config.sections import (
+    AlgorithmConfig,
     DataConfig,
     EnvConfig,
     FiltersConfig,
@@ -36,6 +37,7 @@ from sightline.config.sections import (
 )
 
 __all__ = [
+    "AlgorithmConfig",
     "AnyRun",
     "DataConfig",
     "EnvConfig",

@@ -28,6 +28,7 @@ class _TrainingFile(ConfigSection):
     model: sections.ModelConfig
     run: sections.RunConfig = sections.RunConfig()
     media: sections.MediaConfig = sections.MediaConfig()
+    algorithm: sections.AlgorithmConfig = sections.AlgorithmConfig()
     trainer: sections.TrainerConfig = sections.TrainerConfig()
     lora: sections.LoraConfig = sections.LoraConfig()
 
@@ -146,7 +147,7 @@ class SftFile(_TrainingFile):
 AnyRun = TypeVar("AnyRun", RunFile, SftFile)
 _PATHS = (
     ("model", "path"), ("media", "root"), ("media", "cache_dir"), ("data", "path"),
-    ("sft", "output_dir"),
+    ("algorithm", "teacher"), ("sft", "output_dir"),
 )  # fmt: skip
 
 
@@ -156,7 +157,7 @@ def resolve_paths(file: AnyRun) -> AnyRun:
     for section, name in _PATHS:
         found = getattr(file, section, None)
         path = getattr(found, name, "")
-        is_hub_id = name == "path" and not Path(path).exists()
+        is_hub_id = name in ("path", "teacher") and not Path(path).exists()
         is_place = bool(path) and not is_hub_id and "://" not in path
         if isinstance(found, ConfigSection) and is_place:
             absolute = str(Path(path).expanduser().absolute())

@@ -196,13 +196,6 @@ class OrchestratorConfig(ConfigSection):
     max_lag: int = Field(1, ge=0)
     """Most policy versions between sampling and training (staleness); 0 is on-policy and waits for
     every update."""
-    advantage: str = "grpo"
-    """The advantage function: grpo, no_std, or 'module:function' of your own."""
-    advantage_args: Keywords = {}
-    """Keyword arguments of the advantage function."""
-    credit: str = "rollout"
-    """Which turns get which advantage: rollout (all the same), turn (by Outcome.per_turn), or
-    'module:function' of your own."""
     diagnostics_every: int = Field(25, ge=0)
     """Steps between two measurements of the mismatch at lag 0 and of blindness, for which a step
     waits; 0 measures where it costs nothing."""
@@ -215,6 +208,41 @@ class OrchestratorConfig(ConfigSection):
     """Number of batches' worth of groups without signal after which the run ends with an error."""
     keep_batches: Mutable[bool] = False
     """Whether batches stay on disk that a checkpoint covers, for `sightline inspect`."""
+
+
+class AlgorithmConfig(ConfigSection):
+    name: str = "grpo"
+    """The algorithm of `sightline rl`: grpo, or 'module:Class' of your own (docs/algorithms.md)."""
+    args: Keywords = {}
+    """Keyword arguments of an algorithm of your own."""
+    advantage: str = "grpo"
+    """The advantage function: grpo, no_std, or 'module:function' of your own."""
+    advantage_args: Keywords = {}
+    """Keyword arguments of the advantage function."""
+    credit: str = "rollout"
+    """Which turns get which advantage: rollout (all the same), turn (by Outcome.per_turn), or
+    'module:function' of your own."""
+    loss: str = "ppo"
+    """The policy loss: ppo, cispo, gspo, tis, or 'module:function' of your own."""
+    loss_args: Keywords = {}
+    """Keyword arguments of the loss, such as clip_low, clip_high or ratio_cap."""
+    aggregation: str = "tokens"
+    """The weight of a token in the loss: tokens, samples, constant, or 'module:function' of your
+    own."""
+    aggregation_args: Keywords = {}
+    """Keyword arguments of the aggregation, such as the divisor of constant."""
+    kl_coef: float = Field(0.0, ge=0)
+    """Coefficient of the KL to the starting checkpoint; 0 loads no reference."""
+    entropy_coef: float = Field(0.0, ge=0)
+    """Coefficient of the entropy bonus; 0 adds none."""
+    measure_entropy: Mutable[bool] = True
+    """Whether the policy's entropy is measured: one more pass over the logits."""
+    teacher: str = ""
+    """Checkpoint whose logprobs an algorithm of your own asks for."""
+    epochs: int = Field(1, ge=1)
+    """Number of passes over the batch of a step."""
+    minibatches: int = Field(1, ge=1)
+    """Number of parts of a batch, with an update after each. Groups stay whole."""
 
 
 class TrainerConfig(ConfigSection):
@@ -236,18 +264,6 @@ class TrainerConfig(ConfigSection):
     """AdamW's weight decay, which applies to matrices alone."""
     max_grad_norm: float = Field(1.0, gt=0)
     """Norm that gradients are clipped to."""
-    loss: str = "ppo"
-    """The policy loss: ppo, cispo, gspo, tis, or 'module:function' of your own
-    (docs/algorithms.md)."""
-    loss_args: Keywords = {}
-    """Keyword arguments of the loss, such as clip_low, clip_high or ratio_cap."""
-    loss_aggregation: str = "tokens"
-    """What a token weighs in the loss of its batch: tokens, samples, constant, or 'module:function'
-    of your own."""
-    loss_aggregation_args: Keywords = {}
-    """Keyword arguments of the aggregation, such as the divisor of constant."""
-    kl_coef: float = Field(0.0, ge=0)
-    """Coefficient of the KL to the starting checkpoint; 0 loads no reference."""
     max_sequence_tokens: int = Field(0, ge=0)
     """Most tokens of a sample, which is cut there or before an image; 0 cuts none."""
     micro_batch_tokens: int = Field(8192, ge=1)
@@ -267,8 +283,6 @@ class TrainerConfig(ConfigSection):
     compile_backend: str = ""
     """Backend of torch.compile for every block, such as inductor; empty is off. With [model] exact
     it compiles gradients alone, on a GPU."""
-    measure_entropy: Mutable[bool] = True
-    """Whether the policy's entropy is measured: one more pass over the logits."""
     publish: Mutable[str] = "auto"
     """Transport that carries weights to the servers: files (in the run directory), store (of
     `[media] root`, which other machines reach too), broadcast (torch.distributed, on one machine),

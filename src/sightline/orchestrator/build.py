@@ -7,7 +7,8 @@ from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from sightline.algo.registry import load_advantage, load_credit, load_filters
+from sightline.algo.algorithms import load_algorithm
+from sightline.algo.registry import load_filters
 from sightline.algo.verdicts import GroupJudge
 from sightline.config import RunFile
 from sightline.media import MediaStore
@@ -145,10 +146,8 @@ def build(
         policies=policies,
         judge=GroupJudge(
             max_lag=settings.max_lag,
-            advantage=load_advantage(settings.advantage, settings.advantage_args),
-            credit=load_credit(settings.credit),
+            algorithm=load_algorithm(config.algorithm),
             filters=load_filters(config.filters),
-            keep_without_signal=config.trainer.kl_coef > 0,
             keep_truncated=config.rollout.keep_truncated,
         ),
         run_state=run_state,

@@ -32,7 +32,7 @@ def build_micro_batch(
         parent=Array.of(np.concatenate(builder.parents), "int32"),
         trained=Array.of(np.concatenate(builder.trained), "int32"),
         logprobs=Array.of(np.concatenate([s.logprobs.numpy() for s in samples]), "float32"),
-        advantages=Array.of(np.concatenate([s.advantages.numpy() for s in samples]), "float32"),
+        advantages=Array.of(np.concatenate([s.get_advantages() for s in samples]), "float32"),
         loss_weight=Array.of(
             np.concatenate([np.full(len(s.trained), weight_of[id(s)]) for s in samples]), "float32"
         ),
@@ -76,7 +76,14 @@ class _MicroBatchBuilder:
         for segment in sample.segments:
             stop = self._num_trained + segment.stop - segment.start
             self.origins.append(
-                TokenOrigin(self._num_trained, stop, node=segment.node, trace_id=sample.trace_id)
+                TokenOrigin(
+                    self._num_trained,
+                    stop,
+                    node=segment.node,
+                    turn=segment.turn,
+                    trace_id=sample.trace_id,
+                    group_id=sample.group_id,
+                )
             )
             self._num_trained = stop
 

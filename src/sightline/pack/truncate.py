@@ -8,7 +8,7 @@ from collections.abc import Sequence
 import msgspec
 
 from sightline.wire.array import Array
-from sightline.wire.sample import Sample, Segment
+from sightline.wire.sample import Sample
 
 CUT = "cut"
 FIRST_IMAGE = "first image does not fit"
@@ -55,11 +55,15 @@ def truncate_sample(sample: Sample, limit: int) -> Sample | str:
     lengths = {"token_ids": end, **dict.fromkeys(of_trained, num_trained)}
     return msgspec.structs.replace(
         sample,
-        **{name: _take_first(getattr(sample, name), num) for name, num in lengths.items()},
+        **{
+            name: _take_first(array, num)
+            for name, num in lengths.items()
+            if (array := getattr(sample, name)) is not None
+        },
         segments=[
-            Segment(s.start, min(s.stop, end), node=s.node)
-            for s in sample.segments
-            if s.start < end
+            msgspec.structs.replace(segment, stop=min(segment.stop, end))
+            for segment in sample.segments
+            if segment.start < end
         ],
         items=[sample.items[old] for old in used],
         slots=[msgspec.structs.replace(slot, item=places[slot.item]) for slot in slots],

@@ -16,14 +16,19 @@ ItemKey = tuple[str, str, VideoStep | None]
 Advantages = Mapping[int, float] | Callable[[Node], float | None]
 
 
-def flatten(trace: Trace, advantages: Advantages) -> list[Sample]:
+def flatten(trace: Trace, advantages: Advantages | None = None) -> list[Sample]:
     """Samples of `trace` that train every turn once.
 
     `advantages` gives the advantage of a turn by its node id, or from its node; None leaves the
-    turn out of training, as context. A node trains in the first of `Trace.split_turns` that
-    holds it and is context in the others.
+    turn out of training, as context. Without `advantages` every turn trains, and the trainer's
+    algorithm computes them. A node trains in the first of `Trace.split_turns` that holds it and
+    is context in the others.
     """
-    advantage_of = _map_advantages(trace, advantages)
+    advantage_of: dict[int, float] | dict[int, None]
+    if advantages is None:
+        advantage_of = dict.fromkeys(node.id for node in trace.turns)
+    else:
+        advantage_of = _map_advantages(trace, advantages)
     return [
         _build_sample(trace, path, {n: advantage_of[n] for n in turns})
         for path, turns in trace.split_turns(advantage_of)
@@ -48,12 +53,16 @@ def _map_advantages(trace: Trace, advantages: Advantages) -> dict[int, float]:
     return found
 
 
-def _build_sample(trace: Trace, path: Sequence[int], advantage_of: dict[int, float]) -> Sample:
+def _build_sample(
+    trace: Trace, path: Sequence[int], advantage_of: Mapping[int, float | None]
+) -> Sample:
     if trace.reward is None:
         raise Misaligned(
             f"trace {trace.id} has no reward", "a rollout that did not end does not train"
         )
-    trained, advantages, versions, logprobs = [], list[float](), list[int](), list[np.ndarray]()
+    trained, versions, logprobs = list[np.ndarray](), list[int](), list[np.ndarray]()
+    advantages = list[float]()
+    turn_of = {node.id: turn for turn, node in enumerate(trace.turns)}
     segments, start = list[Segment](), 0
     items, slots = dict[ItemKey, tuple[int, MediaItem]](), list[Slot[int]]()
     for node in (trace.nodes[n] for n in path):
@@ -67,10 +76,11 @@ def _build_sample(trace: Trace, path: Sequence[int], advantage_of: dict[int, flo
             first = start + node.sampled_start
             trained.append(np.arange(first, stop, dtype=np.int32))
             logprobs.append(node.logprobs.numpy())
-            advantages += [advantage_of[node.id]] * node.num_sampled
+            if (advantage := advantage_of[node.id]) is not None:
+                advantages += [advantage] * node.num_sampled
             for span in node.versions:
                 versions += [span.version] * (span.stop - span.start)
-            segments.append(Segment(first, stop, node=node.id))
+            segments.append(Segment(first, stop, node=node.id, turn=turn_of[node.id]))
         start = stop
     return Sample(
         trace_id=trace.id,
@@ -82,10 +92,11 @@ def _build_sample(trace: Trace, path: Sequence[int], advantage_of: dict[int, flo
         ),
         trained=Array.of(np.concatenate(trained), "int32"),
         logprobs=Array.of(np.concatenate(logprobs), "float32"),
-        advantages=Array.of(advantages, "float32"),
         versions=Array.of(versions, "int32"),
         segments=segments,
         items=[item for _, item in items.values()],
         slots=slots,
+        advantages=None if None in advantage_of.values() else Array.of(advantages, "float32"),
+        turn_rewards=trace.per_turn,
         temperature=trace.temperature,
     )

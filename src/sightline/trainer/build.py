@@ -9,19 +9,29 @@ from collections.abc import Callable, Iterable
 from functools import partial
 from pathlib import Path
 from threading import Event
-from typing import NamedTuple
+from typing import Any, NamedTuple, cast
 
 import torch
 
-from sightline.algo.losses import load_loss
-from sightline.algo.losses import supervised as supervised_loss
+from sightline.algo.algorithm import Algorithm
+from sightline.algo.algorithms import load_algorithm
+from sightline.algo.grpo import GRPO
 from sightline.algo.registry import load_aggregation
+from sightline.algo.supervised import Supervised
 from sightline.compute.feature_cache import FeatureCache
 from sightline.compute.model import MODEL_DTYPES, limit_gpu_memory, load_model, pick_device
 from sightline.compute.weight_transport import find_transport
-from sightline.config import LoraConfig, MediaConfig, ModelConfig, RunFile, SftFile, TrainerConfig
-from sightline.errors import ResumeRefused
-from sightline.families import Forward, load_family, load_renderer
+from sightline.config import (
+    AlgorithmConfig,
+    LoraConfig,
+    MediaConfig,
+    ModelConfig,
+    RunFile,
+    SftFile,
+    TrainerConfig,
+)
+from sightline.errors import ConfigError, ResumeRefused
+from sightline.families import Family, Forward, load_family, load_renderer
 from sightline.families.device_copy import allocate_pinned
 from sightline.families.hub import resolve_checkpoint
 from sightline.media import MediaStore, open_store
@@ -35,7 +45,7 @@ from sightline.trainer.blocks import wrap_blocks
 from sightline.trainer.checkpoint import CheckpointSaver, CheckpointStore, ResumePoint, open_shards
 from sightline.trainer.distribute import BatchDistributor, ShareReader
 from sightline.trainer.feed import AnnouncedBatches, BatchPrefetcher, BatchPreparer, ReadyBatch
-from sightline.trainer.forward_pass import FrozenTowerFeatures, has_frozen_tower
+from sightline.trainer.forward_pass import FrozenModel, FrozenTowerFeatures, has_frozen_tower
 from sightline.trainer.learner import Learner
 from sightline.trainer.ledger import Ledger, read_ledger
 from sightline.trainer.loop import TrainerComponents
@@ -61,6 +71,7 @@ from sightline.trainer.shard import (
 )
 from sightline.trainer.shard_load import load_shards
 from sightline.trainer.snapshot import restore
+from sightline.trainer.value_head import add_value_head
 from sightline.trainer.watchdog import LONG_LIMIT_S, StallWatchdog
 from sightline.wire.control import BatchReady, ControlMessage
 from sightline.wire.weights import check_history
@@ -84,10 +95,12 @@ def build_learner(
     store: MediaStore,
     steps: int,
     ranks: RankInfo = SINGLE_RANK,
-    supervised: bool = False,
+    algorithm: Algorithm | None = None,
     lora: LoraConfig = NO_ADAPTERS,
     seed: int = 0,
 ) -> Learner:
+    """Load the model and everything that the algorithm needs; by default that is plain GRPO."""
+    algorithm = algorithm or GRPO(AlgorithmConfig())
     device, dims = pick_rank_device(trainer.device, ranks), ParallelDims.of(ranks)
     master = model.dtype if trainer.master_dtype == "model" else "float32"
     is_mixed = master != model.dtype
@@ -106,24 +119,38 @@ def build_learner(
         add_adapters(forward, lora, model.train_vision, seed)
     elif not model.train_vision:
         freeze_vision(forward)
+    value_head = add_value_head(forward, algorithm, device, seed)
     wrap_blocks(forward, trainer.activation_checkpointing, trainer.compile_backend, model.exact)
-    reference = None
-    if trainer.kl_coef > 0:
-        reference = load_model(model.path, family, place, model.dtype)
-        reference.model.eval().requires_grad_(False)
-    sharded = sharded_reference = None
+    sharded = None
     if dims.is_distributed or is_mixed:
         compute = MODEL_DTYPES[model.dtype] if is_mixed else None
         sharded = shard_model(forward, dims.mesh, compute=compute)
-    if dims.is_distributed and reference is not None:
-        sharded_reference = shard_model(reference, dims.mesh, frozen=True)
-    for part in (sharded, sharded_reference):
-        if part is not None and dims.is_distributed:
-            load_shards(part, resolve_checkpoint(model.path, True), device)
-    features, reference_features = _build_features(forward, reference, trainer, dims)
+    if sharded is not None and dims.is_distributed:
+        load_shards(sharded, resolve_checkpoint(model.path, True), device)
+
+    def load_frozen(path: str, features: FrozenTowerFeatures | None) -> FrozenModel:
+        frozen = load_model(path, family, place, model.dtype)
+        frozen.model.eval().requires_grad_(False)
+        shards = None
+        if dims.is_distributed:
+            shards = shard_model(frozen, dims.mesh, frozen=True)
+            load_shards(shards, resolve_checkpoint(path, True), device)
+        return FrozenModel(frozen, shards, features or _build_features(frozen, trainer, dims))
+
+    features = _build_features(forward, trainer, dims)
+    reference = teacher = None
+    if algorithm.needs.reference:
+        reference = load_frozen(model.path, features)
+    if algorithm.needs.teacher_logprobs:
+        teacher = load_frozen(algorithm.settings.teacher, None)
+        _check_teacher(algorithm.settings.teacher, teacher.forward, forward, family)
     return Learner(
         forward=forward,
+        algorithm=algorithm,
         reference=reference,
+        teacher=teacher,
+        value_head=value_head,
+        seed=seed,
         optimizer=build_optimizer(forward, trainer),
         family=family,
         config=trainer,
@@ -133,32 +160,38 @@ def build_learner(
         device=device,
         dims=dims,
         sharded=sharded,
-        sharded_reference=sharded_reference,
         features=features,
-        reference_features=reference_features,
-        loss=supervised_loss if supervised else load_loss(trainer.loss, trainer.loss_args),
         exact=model.exact,
     )
 
 
 def _build_features(
-    forward: Forward, reference: Forward | None, trainer: TrainerConfig, dims: ParallelDims
-) -> tuple[FrozenTowerFeatures | None, FrozenTowerFeatures | None]:
-    """Features of the model's tower and of the reference's; a frozen tower serves both."""
+    forward: Forward, trainer: TrainerConfig, dims: ParallelDims
+) -> FrozenTowerFeatures | None:
+    """Return a cache of the tower's features; None if the tower trains."""
+    if not has_frozen_tower(forward):
+        return None
     cache = FeatureCache(trainer.feature_cache_mb * MEGABYTE)
-    if has_frozen_tower(forward):
-        features = FrozenTowerFeatures(forward, cache, dims)
-        return features, features
-    if reference is not None and has_frozen_tower(reference):
-        return None, FrozenTowerFeatures(reference, cache, dims)
-    return None, None
+    return FrozenTowerFeatures(forward, cache, dims)
+
+
+def _check_teacher(path: str, teacher: Forward, policy: Forward, family: Family) -> None:
+    """Refuse a teacher that takes other pixels or other tokens than the policy."""
+    other = load_family(path)
+    widths = [cast(Any, f.model).get_output_embeddings().weight.shape[0] for f in (teacher, policy)]
+    if other.fingerprint != family.fingerprint or widths[0] != widths[1]:
+        raise ConfigError(
+            f"[algorithm] teacher = {path!r} does not take the policy's tokens and pixels: "
+            f"{other.name} with {widths[0]} tokens, and {family.name} with {widths[1]}",
+            "use a teacher of the same family, vocabulary and processor settings",
+        )
 
 
 def build_preparer(
     media: MediaConfig, learner: Learner, pixels: MicroBatchPixels, sampled: bool = True
 ) -> BatchPreparer:
     """`sampled` is false for conversations that no sampler saw: there is no digest to ask for."""
-    trainer = learner.config
+    trainer, settings = learner.config, learner.algorithm.settings
     return BatchPreparer(
         family=learner.family,
         materializer=pixels.materializer,
@@ -166,7 +199,10 @@ def build_preparer(
         bad_media=BadMediaPolicy(
             media.on_bad_image, media.max_bad_fraction, media.allow_unverified_pixels or not sampled
         ),
-        aggregation=load_aggregation(trainer.loss_aggregation, trainer.loss_aggregation_args),
+        aggregation=load_aggregation(settings.aggregation, settings.aggregation_args),
+        algorithm=learner.algorithm,
+        num_minibatches=settings.minibatches,
+        seed=learner.seed,
         max_sequence_tokens=trainer.max_sequence_tokens,
         pixels=pixels,
     )
@@ -252,9 +288,11 @@ def build(
     trainer = config.trainer
     if isinstance(config, RunFile):
         _limit_memory(config, ranks)
+    is_sft = isinstance(config, SftFile)
+    algorithm = Supervised(config.algorithm) if is_sft else load_algorithm(config.algorithm)
     learner = build_learner(
-        config.model, trainer, store, config.run.steps, ranks, isinstance(config, SftFile),
-        config.lora, config.run.seed,
+        config.model, trainer, store, config.run.steps, ranks, algorithm, config.lora,
+        config.run.seed,
     )  # fmt: skip
     learner.watchdog = watchdog or StallWatchdog()
     checkpoints = CheckpointStore(

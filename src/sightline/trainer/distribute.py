@@ -34,7 +34,13 @@ class BatchDistributor:
     def distribute(self, ready: ReadyBatch) -> ReadyBatch:
         """Rank 0's share of the batch; returns when every other rank has received its own."""
         packs = [micro_batch.batch for micro_batch in ready.micro_batches]
-        places = assign_to_ranks(packs, self.dims.data, self.price)
+        places: list[list[int | None]] = [[] for _ in range(self.dims.data)]
+        minibatch_sizes = []
+        for minibatch in ready.minibatches:
+            shares = assign_to_ranks([packs[at] for at in minibatch], self.dims.data, self.price)
+            minibatch_sizes.append(len(shares[0]))
+            for own, share in zip(places, shares, strict=True):
+                own += [None if at is None else minibatch[at] for at in share]
         runs_tower = [
             any(at is not None and packs[at].items for at in beside)
             for beside in zip(*places, strict=True)
@@ -46,6 +52,7 @@ class BatchDistributor:
                     digest=ready.digest,
                     micro_batches=[None if at is None else packs[at] for at in own],
                     runs_tower=runs_tower,
+                    minibatch_sizes=minibatch_sizes,
                     held_out=ready.held_out,
                 )
                 for own in places[1:]
@@ -57,7 +64,7 @@ class BatchDistributor:
             replace(empty if at is None else ready.micro_batches[at], runs_tower=runs)
             for at, runs in zip(places[0], runs_tower, strict=True)
         ]
-        return replace(ready, micro_batches=mine)
+        return replace(ready, micro_batches=mine, minibatch_sizes=minibatch_sizes)
 
 
 @dataclass
@@ -82,5 +89,6 @@ class ShareReader:
                 for pack, runs in zip(packs, share.runs_tower, strict=True)
             ],
             materialize_s=0.0,
+            minibatch_sizes=share.minibatch_sizes,
             held_out=share.held_out,
         )

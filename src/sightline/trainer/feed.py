@@ -1,4 +1,4 @@
-"""Makes batches ready ahead of the loop: read, verify, pack.
+"""Prepares batches ahead of the loop: read, compute advantages, verify, pack.
 
     orchestrator --announcement--> prefetcher (own thread) --ready batch--> loop
       waits for: an announcement, then digests       waits for: a ready batch
@@ -13,6 +13,7 @@ again (`micro_batch_pixels`).
 from __future__ import annotations
 
 import contextlib
+import itertools
 import queue
 import threading
 import time
@@ -24,6 +25,7 @@ from jaxtyping import Int, UInt8
 from msgspec.structs import replace as replace_fields
 
 from sightline.algo.aggregation import AggregationFunction, by_tokens
+from sightline.algo.algorithm import Algorithm, RolloutBatch, compute_advantages
 from sightline.errors import MediaError, Misaligned, WireError
 from sightline.families import Family
 from sightline.pack import PackSize, pack, truncate
@@ -40,9 +42,10 @@ from sightline.trainer.bad_media import (
 from sightline.trainer.micro_batch_pixels import MicroBatchPixels
 from sightline.trainer.watchdog import StallWatchdog
 from sightline.wire import MediaItem
+from sightline.wire.array import Array
 from sightline.wire.control import BatchReady
 from sightline.wire.micro_batch import MicroBatch
-from sightline.wire.sample import Batch, digest_batch
+from sightline.wire.sample import Batch, Sample, digest_batch
 
 
 @dataclass(frozen=True, slots=True)
@@ -101,6 +104,17 @@ class ReadyBatch:
     """Samples that train although their sampler gave no digest of its pixels."""
     num_made: int = 0
     """Distinct items that were materialized for the batch; the others came from the cache."""
+    minibatch_sizes: list[int] | None = None
+    """The number of micro-batches of each minibatch, in their order; None is one of them all."""
+    rollouts: RolloutBatch | None = None
+    """The whole batch, if its advantages depend on values or a teacher: the learner computes them
+    before the first update. On rank 0."""
+
+    @property
+    def minibatches(self) -> list[range]:
+        """The places of each minibatch's micro-batches."""
+        ends = [0, *itertools.accumulate(self.minibatch_sizes or [len(self.micro_batches)])]
+        return [range(start, stop) for start, stop in itertools.pairwise(ends)]
 
     def start_pixels(self) -> None:
         """Begins to make the pixels of the first micro-batch, if they take little room: the batch
@@ -118,18 +132,24 @@ class ReadyBatch:
             made.append(one)
         return replace(self, micro_batches=made)
 
-    def iterate_with_pixels(self) -> Iterator[tuple[int, ReadyMicroBatch]]:
-        """The micro-batches with their pixels, counted from 1; those of the next are made
-        meanwhile. Whoever iterates gives one up before the next: no `enumerate`, which holds it."""
-        for number, ready in enumerate(self.micro_batches, start=1):
+    def iterate_with_pixels(
+        self, places: range | None = None
+    ) -> Iterator[tuple[int, ReadyMicroBatch]]:
+        """Yield the micro-batches at `places`, by default all, with their pixels and places.
+
+        The next one's pixels are made meanwhile. Each item must be released before the next one
+        is requested, so do not use `enumerate`, which holds it.
+        """
+        places = range(len(self.micro_batches)) if places is None else places
+        for place in places:
+            ready = self.micro_batches[place]
             if ready.pixels is None or ready.made is not None:
-                yield number, ready
+                yield place, ready
                 continue
             made = ready.pixels.take(ready.batch)
-            for after in self.micro_batches[number : number + 1]:
-                if after.made is None:
-                    ready.pixels.start(after.batch)
-            yield number, replace(ready, made=made)
+            if place + 1 in places and self.micro_batches[place + 1].made is None:
+                ready.pixels.start(self.micro_batches[place + 1].batch)
+            yield place, replace(ready, made=made)
             del made
             ready.pixels.release(ready.batch)
 
@@ -150,12 +170,19 @@ class BatchPreparer:
     """Longest sample that trains uncut; 0 is any length."""
     pixels: MicroBatchPixels | None = None
     """What makes the pixels of this rank's micro-batches; by default in any memory."""
+    algorithm: Algorithm | None = None
+    """Computes the advantages of batches that have none stored."""
+    num_minibatches: int = 1
+    seed: int = 0
+    """Draws, together with the step, which groups share a minibatch."""
 
     def __post_init__(self) -> None:
         self.pixels = self.pixels or MicroBatchPixels(self.materializer)
 
     def prepare(self, batch: Batch, digest: str, lost: Sequence[DroppedSample] = ()) -> ReadyBatch:
-        """`lost` are samples that bad media has already cost; they count with the others."""
+        """Make a batch ready to train on. `lost` are samples that bad media has already cost."""
+        # Before anything is cut or dropped: a lost image changes no sibling's baseline.
+        batch, rollouts = self._add_advantages(batch)
         truncated: dict[str, int] = {}
         if self.max_sequence_tokens:
             fitting, counts = truncate(batch.samples, self.max_sequence_tokens)
@@ -166,13 +193,20 @@ class BatchPreparer:
         store = self.materializer.store
         kept, dropped = self.bad_media.filter_samples(batch, digests, problems, store, lost)
         spent = time.monotonic() - began
-        packs = pack(kept, batch.step, self.family, self.limit, self.aggregation)
+        minibatches = [
+            pack(samples, batch.step, self.family, self.limit, self.aggregation)
+            for samples in self._split(kept, batch.step)
+        ]
         return ReadyBatch(
             step=batch.step,
             digest=digest,
             micro_batches=[
-                ReadyMicroBatch(_add_digests(one, digests), pixels=self.pixels) for one in packs
+                ReadyMicroBatch(_add_digests(one, digests), pixels=self.pixels)
+                for packs in minibatches
+                for one in packs
             ],
+            minibatch_sizes=[len(packs) for packs in minibatches],
+            rollouts=rollouts,
             materialize_s=spent,
             num_samples=len(kept),
             num_slots=sum(len(sample.slots) for sample in kept),
@@ -183,6 +217,35 @@ class BatchPreparer:
             # Those of the batch before, made again meanwhile, count with them.
             num_made=min(self.materializer.counts.made - made_before, len(digests)),
         )
+
+    def _add_advantages(self, batch: Batch) -> tuple[Batch, RolloutBatch | None]:
+        """Return the batch with advantages, and its rollouts if they have to wait for scores."""
+        samples = batch.samples
+        if self.algorithm is None or all(sample.advantages is not None for sample in samples):
+            return batch, None
+        rollouts, needs = RolloutBatch.of(samples), self.algorithm.needs
+        waits = needs.values or needs.teacher_logprobs
+        if waits:
+            advantages = [np.zeros(len(sample.trained)) for sample in samples]
+        else:
+            advantages = compute_advantages(self.algorithm, rollouts)
+        samples = [
+            replace_fields(sample, advantages=Array.of(row, "float32"))
+            for sample, row in zip(samples, advantages, strict=True)
+        ]
+        return Batch(batch.step, samples), rollouts if waits else None
+
+    def _split(self, samples: Sequence[Sample], step: int) -> list[list[Sample]]:
+        """Return the samples of each minibatch. Groups stay whole, and are drawn at random."""
+        if self.num_minibatches == 1:
+            return [list(samples)]
+        groups: dict[str, list[Sample]] = {}
+        for sample in samples:
+            groups.setdefault(sample.group_id or sample.trace_id, []).append(sample)
+        order = np.random.default_rng([self.seed % (1 << 32), step]).permutation(len(groups))
+        members = list(groups.values())
+        parts = [places for places in np.array_split(order, self.num_minibatches) if len(places)]
+        return [[s for place in sorted(places) for s in members[place]] for places in parts]
 
     def _digest_items(self, batch: Batch) -> tuple[PixelDigests, MediaProblems]:
         """The digests of all items; their pixels stay as far as the cache has room."""

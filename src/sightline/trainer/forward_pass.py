@@ -24,6 +24,7 @@ from sightline.families.device_copy import copy_to_device
 from sightline.trainer.alignment_checks import check_features, check_patches
 from sightline.trainer.feed import ReadyMicroBatch
 from sightline.trainer.parallel_dims import ParallelDims
+from sightline.trainer.shard import ShardedModel
 from sightline.wire.micro_batch import MicroBatch
 
 
@@ -68,6 +69,16 @@ class FrozenTowerFeatures:
         for _ in range(passes - len(missing)):
             encode_blank(self.forward, device)
         return torch.cat([one.features for one in shown if one is not None]) if items else None
+
+
+@dataclass
+class FrozenModel:
+    """A model that scores tokens and never trains: the reference, or a teacher."""
+
+    forward: Forward
+    sharded: ShardedModel | None = None
+    """Gathers the model's parameters around a call; None if they are not sharded."""
+    features: FrozenTowerFeatures | None = None
 
 
 def encode_blank(forward: Forward, device: torch.device) -> Float[Tensor, ""]:

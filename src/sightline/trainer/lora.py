@@ -29,6 +29,7 @@ from sightline.config import LoraConfig
 from sightline.errors import ConfigError
 from sightline.families import Forward
 from sightline.trainer.shard import full_tensor
+from sightline.trainer.value_head import is_value_head
 from sightline.wire.weights import Adapter
 
 NO_ADAPTERS = LoraConfig()
@@ -114,11 +115,11 @@ def _find_target_layers(forward: Forward, settings: LoraConfig) -> list[str]:
 
 
 def plain_parameters(model: nn.Module) -> dict[str, Tensor]:
-    """The parameters under the names that they have outside, adapters left out."""
+    """The parameters under the names that they have outside, without adapters and value head."""
     return {
         name.replace(_BASE, "."): parameter
         for name, parameter in model.named_parameters()
-        if not name.endswith((_A, _B))
+        if not name.endswith((_A, _B)) and not is_value_head(name)
     }
 
 

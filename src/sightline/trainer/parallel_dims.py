@@ -119,3 +119,11 @@ class ParallelDims:
         values: list[Any] | None = [None] * self.data if self.is_lead else None
         dist.gather_object(value, values)
         return values or []
+
+    def broadcast_from_lead(self, value: T) -> T:
+        """Return rank 0's value on every rank."""
+        if not self.is_distributed:
+            return value
+        values = [value]
+        dist.broadcast_object_list(values)
+        return values[0]

@@ -116,7 +116,7 @@ def open_source(config: SftFile, store: MediaStore) -> ConversationSource:
 def build_sample(
     messages: list[Message], renderer: Renderer, name: str, tools: Tools | None = None
 ) -> Sample:
-    """A conversation made trainable: the assistant's own tokens, with advantage 1."""
+    """Turn a conversation into a sample that trains the assistant's tokens."""
     rendered = renderer.render(messages, tools, generation_prompt=False)
     if not rendered.trained:
         raise MessageError(f"{name}: nothing that the assistant says", "leave it out")
@@ -133,7 +133,7 @@ def build_sample(
         logprobs=Array.of(np.zeros(len(trained)), "float32"),
         advantages=Array.of(np.ones(len(trained)), "float32"),
         versions=Array.of(np.zeros(len(trained)), "int32"),
-        segments=[Segment(s.start, s.stop, node=i) for i, s in enumerate(rendered.trained)],
+        segments=[Segment(s.start, s.stop, node=i, turn=i) for i, s in enumerate(rendered.trained)],
         items=items,
         slots=[Slot(slot.offset, slot.length, places[slot.item.key]) for slot in rendered.slots],
     )

@@ -23,6 +23,7 @@ from sightline.compute.tensor_file import sort_names, write_tensors
 from sightline.compute.weights import check_parameters
 from sightline.errors import ResumeRefused
 from sightline.trainer.parallel_dims import ParallelDims
+from sightline.trainer.value_head import is_value_head
 from sightline.wire.weights import WeightFile
 
 MODEL, OPTIMIZER, RNG, CUDA_RNG = "model", "optimizer", "rng", "cuda_rng"
@@ -156,6 +157,7 @@ def restore_model(shards: ShardReader, model: nn.Module) -> None:
     found = {
         name: torch.empty(shards.shape(f"{MODEL}/{name}"), device="meta")
         for name in shards.names(MODEL)
+        if name in own or not is_value_head(name)  # a model to export has no value head
     }
     check_parameters(own, found)
     with torch.no_grad():

@@ -45,7 +45,7 @@ class MetricSums:
         if self._device:
             values = torch.stack(list(self._device.values())).tolist()
             for name, value in zip(self._device, values, strict=True):
-                found[name] += value
+                found[name] = found.get(name, 0.0) + value
         return found
 
 

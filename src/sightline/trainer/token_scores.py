@@ -1,7 +1,7 @@
-"""Logprob, entropy and KL of every token that trains, without holding all logits at once.
+"""Logprob, entropy and KL of every trained token, without holding all logits at once.
 
-Tokens go through the head in parts. Where there is more than one, a part's logits are let go
-after the forward pass and made again in the backward pass: what stays is a number a token.
+Tokens go through the head in parts. If there are several, a part's logits are freed after the
+forward pass and computed again in the backward pass: only numbers per token stay.
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
 from sightline.algo import losses
+from sightline.algo.needs import Needs
 from sightline.compute.logprobs import (
     BannedIds,
     Hidden,
@@ -28,16 +29,19 @@ from sightline.compute.logprobs import (
 from sightline.families import Forward
 
 MAX_LOGITS = 1 << 28
-"""Logits that a part may hold: 1 GiB in float32."""
+"""The number of logits in a part: 1 GiB in float32."""
+_Scores = tuple[Tensor, Tensor, Tensor, Tensor]
 
 
 @dataclass(frozen=True, slots=True)
 class TokenScores:
+    """Numbers per trained token; None for what the algorithm does not need."""
+
     logprobs: Float[Tensor, " tokens"]
     entropy: Float[Tensor, " tokens"] | None
-    """Without a gradient; None where it is not measured."""
     kl: Float[Tensor, " tokens"] | None
-    """KL to the reference; None without one."""
+    """KL to the reference."""
+    reference_logprobs: Float[Tensor, " tokens"] | None
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,41 +50,40 @@ class TokenScorer:
     reference: Forward | None
     banned: BannedIds
     temperature: Temperature
-    with_entropy: bool = True
+    needs: Needs
     max_logits: int = MAX_LOGITS
     backend: str = ""
-    """Backend of torch.compile; empty where nothing is compiled."""
+    """Backend of torch.compile; empty compiles nothing."""
 
     def score(
         self, hidden: Hidden, tokens: TokenIds, reference_hidden: Hidden | None
     ) -> TokenScores:
-        """Scores of `tokens`, predicted by `hidden` and the reference's, if given."""
-        # No rows: the head says how wide it is, whatever the family calls it.
+        """Score `tokens`, which `hidden` predicts, and the reference's hidden states if given."""
+        # Without rows the head still tells its width, whatever the family calls it.
         with torch.no_grad():
             width = self.forward.logits(hidden[:0]).shape[-1]
         rows = max(1, self.max_logits // width)
-        score: Callable[..., tuple[Tensor, Tensor, Tensor]] = self._part
+        score: Callable[..., _Scores] = self._part
         if len(hidden) > rows:
             score = partial(checkpoint, self._part, use_reentrant=False, preserve_rng_state=False)
-        referred = repeat(None) if reference_hidden is None else reference_hidden.split(rows)
-        parts = list(map(score, hidden.split(rows), tokens.split(rows), referred))
-        logprobs, entropy, kl = (torch.cat(found) for found in zip(*parts, strict=True))
+        references = repeat(None) if reference_hidden is None else reference_hidden.split(rows)
+        parts = list(map(score, hidden.split(rows), tokens.split(rows), references))
+        logprobs, entropy, kl, reference_logprobs = map(torch.cat, zip(*parts, strict=True))
         return TokenScores(
             logprobs,
-            entropy.detach() if self.with_entropy else None,
-            kl if self.reference is not None else None,
+            entropy if self.needs.entropy or self.needs.entropy_gradient else None,
+            kl if self.needs.exact_kl else None,
+            reference_logprobs if self.needs.reference_logprobs else None,
         )
 
-    def _part(
-        self, hidden: Tensor, tokens: Tensor, reference_hidden: Tensor | None
-    ) -> tuple[Tensor, Tensor, Tensor]:
+    def _part(self, hidden: Tensor, tokens: Tensor, reference_hidden: Tensor | None) -> _Scores:
         logits = self.forward.logits(hidden)
         reference = None
         if self.reference is not None and reference_hidden is not None:
             with torch.no_grad():
                 reference = self.reference.logits(reference_hidden)
         score = _score_logits if not self.backend else _compile_score(self.backend)
-        return score(logits, tokens, reference, self.banned, self.temperature, self.with_entropy)
+        return score(logits, tokens, reference, self.banned, self.temperature, self.needs)
 
 
 def _score_logits(
@@ -89,20 +92,26 @@ def _score_logits(
     reference: Logits | None,
     banned: BannedIds,
     temperature: Temperature,
-    with_entropy: bool,
-) -> tuple[Float[Tensor, " tokens"], Float[Tensor, " measured"], Float[Tensor, " compared"]]:
-    """Logprobs, entropy and KL; of the last two nothing, where they are not wanted."""
+    needs: Needs,
+) -> _Scores:
+    """Return logprobs, entropy, KL and the reference's logprobs; empty if not needed."""
     log_p = log_softmax(logits, banned, temperature)
     logprobs = log_p.gather(-1, tokens[:, None]).squeeze(-1)
-    entropy = kl = logprobs.new_zeros(0)
-    if with_entropy:
+    entropy = kl = reference_logprobs = logprobs.new_zeros(0)
+    if needs.entropy_gradient:
+        entropy = losses.entropy(log_p, banned)
+    elif needs.entropy:
         entropy = losses.entropy(log_p.detach(), banned)
     if reference is not None:
-        kl = losses.exact_kl(log_p, log_softmax(reference, banned, temperature), banned)
-    return logprobs, entropy, kl
+        log_q = log_softmax(reference, banned, temperature)
+        if needs.exact_kl:
+            kl = losses.exact_kl(log_p, log_q, banned)
+        if needs.reference_logprobs:
+            reference_logprobs = log_q.gather(-1, tokens[:, None]).squeeze(-1)
+    return logprobs, entropy, kl, reference_logprobs
 
 
 @cache
-def _compile_score(backend: str) -> Callable[..., tuple[Tensor, Tensor, Tensor]]:
-    """A pass or two over the logits, where each operation by itself would be one."""
+def _compile_score(backend: str) -> Callable[..., _Scores]:
+    """Fuse the operations, each of which would pass over the logits by itself."""
     return torch.compile(_score_logits, backend=backend)

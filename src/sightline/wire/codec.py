@@ -66,6 +66,7 @@ def check_release(found: str, who: str) -> None:
         )
 
 
-def check_schema(found: int, known: int, name: str) -> None:
-    if found != known:
+def check_schema(found: int, known: int, name: str, oldest: int | None = None) -> None:
+    """Refuse a schema other than `known`, or outside of `oldest` to `known`."""
+    if not (known if oldest is None else oldest) <= found <= known:
         raise WireError(f"{name} of schema {found}, this is {known}", _FIX)

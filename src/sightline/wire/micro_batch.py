@@ -29,9 +29,10 @@ class PackedItem(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class TokenOrigin(Segment, frozen=True, forbid_unknown_fields=True, kw_only=True):
-    """Trained tokens [start, stop), counted among the trained, come from this node."""
+    """The node that sampled trained tokens [start, stop), counted among the trained."""
 
     trace_id: str
+    group_id: str = ""
 
 
 class MicroBatch(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -53,7 +54,7 @@ class MicroBatch(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """float32 (S,)."""
     loss_weight: Array
     """float32 (S,), what each token weighs in the loss; over all micro-batches of a step the
-    weights add up to 1, unless [trainer] loss_aggregation has a divisor of its own."""
+    weights add up to 1, unless [algorithm] aggregation has a divisor of its own."""
     versions: Array
     """int32 (S,), the policy versions that sampled the trained tokens."""
     items: list[PackedItem]

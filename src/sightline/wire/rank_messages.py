@@ -54,6 +54,8 @@ class RankAssignment(msgspec.Struct, frozen=True, forbid_unknown_fields=True, ta
     """One per round, None for an empty one. Every rank has the same number."""
     runs_tower: list[bool]
     """Whether any rank has an image in the round: then all ranks run the vision tower."""
+    minibatch_sizes: list[int] | None = None
+    """The number of rounds of each minibatch, in their order; None is one of them all."""
     held_out: bool = False
     """Whether to evaluate it with the weights after `step` instead of training on it."""
 

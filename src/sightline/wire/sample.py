@@ -1,8 +1,9 @@
-"""A branch made trainable, and the batch of them that one optimizer step uses."""
+"""Trainable branches of rollouts, and the batch of them that one optimizer step uses."""
 
 from __future__ import annotations
 
 import hashlib
+from collections.abc import Sequence
 
 import msgspec
 import numpy as np
@@ -12,13 +13,17 @@ from sightline.wire.array import Array
 from sightline.wire.codec import Codec, check_schema
 from sightline.wire.item import MediaItem, Slot, Span, check_slots
 
-SAMPLE_SCHEMA = 1
+SAMPLE_SCHEMA = 2
+"""Schema 1 had advantages in every sample, and neither turns nor rewards per turn."""
+OLDEST_SCHEMA = 1
 
 
-class Segment(Span, frozen=True, forbid_unknown_fields=True, kw_only=True):
-    """Tokens [start, stop) of the sample train; they are what node `node` of its trace sampled."""
+class Segment(Span, frozen=True, forbid_unknown_fields=True, kw_only=True, omit_defaults=True):
+    """Tokens [start, stop) of the sample train. Node `node` of its trace sampled them."""
 
     node: int
+    turn: int = 0
+    """The turn of the rollout that sampled the tokens, counted from 0."""
 
 
 class Sample(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -31,25 +36,29 @@ class Sample(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     trained: Array
     """int32, the indices of the tokens that train, ascending; never index 0."""
     logprobs: Array
-    """float32, of each trained token, by the sampler."""
-    advantages: Array
-    """float32, of each trained token."""
+    """float32, the sampler's logprob of each trained token."""
     versions: Array
     """int32, the policy version that sampled each trained token."""
     segments: list[Segment]
     items: list[MediaItem]
     slots: list[Slot[int]]
     """Slots whose item is an index into `items`."""
+    advantages: Array | None = None
+    """float32, the advantage of each trained token. None in the batches of `sightline rl`, whose
+    trainer computes them; batches of schema 1 have them stored."""
+    turn_rewards: list[float] | None = None
+    """The reward of every turn of the rollout; None if the environment gives none."""
     temperature: float = 1.0
     schema: int = SAMPLE_SCHEMA
 
     def __post_init__(self) -> None:
-        check_schema(self.schema, SAMPLE_SCHEMA, "sample")
+        check_schema(self.schema, SAMPLE_SCHEMA, "sample", OLDEST_SCHEMA)
         num_tokens, num_trained = len(self.token_ids), len(self.trained)
         for name in ("logprobs", "advantages", "versions"):
-            if (num := len(getattr(self, name))) != num_trained:
-                raise self._misaligned(f"{num} {name} for {num_trained} trained tokens")
-        if not np.isfinite(self.advantages.numpy()).all():
+            array = getattr(self, name)
+            if array is not None and len(array) != num_trained:
+                raise self._misaligned(f"{len(array)} {name} for {num_trained} trained tokens")
+        if self.advantages is not None and not np.isfinite(self.advantages.numpy()).all():
             raise self._misaligned("an advantage is not finite")
         trained = self.trained.numpy()
         covered = [np.arange(segment.start, segment.stop) for segment in self.segments]
@@ -65,20 +74,32 @@ class Sample(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
             if not 0 <= slot.item < len(self.items):
                 raise self._misaligned(f"slot names item {slot.item} of {len(self.items)}")
 
+    def get_advantages(self) -> np.ndarray:
+        """Return the advantages; raise if they have not been computed."""
+        if self.advantages is None:
+            raise self._misaligned("it has no advantages yet")
+        return self.advantages.numpy()
+
+    def expand_turns(self, per_turn: Sequence[float]) -> np.ndarray:
+        """Return a number per turn of the rollout as a number per trained token."""
+        values = [per_turn[segment.turn] for segment in self.segments]
+        lengths = [segment.stop - segment.start for segment in self.segments]
+        return np.repeat(np.array(values, dtype=np.float32), lengths)
+
     def _misaligned(self, problem: str) -> Misaligned:
         fix = "drop the sample; its producer is broken"
         return Misaligned(f"sample {self.trace_id}: {problem}", fix)
 
 
 class Batch(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """What one optimizer step uses. Step k turns policy version k-1 into version k."""
+    """The samples of one optimizer step. Step k turns policy version k-1 into version k."""
 
     step: int
     samples: list[Sample]
     schema: int = SAMPLE_SCHEMA
 
     def __post_init__(self) -> None:
-        check_schema(self.schema, SAMPLE_SCHEMA, "batch")
+        check_schema(self.schema, SAMPLE_SCHEMA, "batch", OLDEST_SCHEMA)
 
     def to_bytes(self) -> bytes:
         return _codec.encode(self)

@@ -19,7 +19,6 @@ from sightline.families.kimi_k25 import tiny
 from sightline.inference.server_spec import ServerSpec
 from sightline.pack import PackSize
 from sightline.pixels import Materializer
-from sightline.trainer.build import build_learner
 from sightline.trainer.export import export_checkpoint
 from sightline.trainer.feed import BatchPreparer, ReadyBatch
 from sightline.trainer.learner import SUM_NAMES, Learner
@@ -76,8 +75,11 @@ def test_an_exported_checkpoint_has_all_that_the_source_has(kimi: Path, tmp_path
 
 @pytest.fixture
 def learner(kimi: Path, store: MediaStore) -> Learner:
-    config = making.trainer_config(kl_coef=0.1)
-    return build_learner(making.model_config(kimi), config, store, steps=10)
+    config = making.trainer_config()
+    algorithm = making.algorithm(kl_coef=0.1)
+    return making.build_learner(
+        making.model_config(kimi), config, store, steps=10, algorithm=algorithm
+    )
 
 
 def ready(
@@ -92,7 +94,7 @@ def gradients(learner: Learner, batch: ReadyBatch) -> tuple[float, dict[str, tor
     metric_sums = MetricSums(SUM_NAMES)
     learner.optimizer.zero_grad(set_to_none=True)
     for micro_batch in batch.micro_batches:
-        learner.backward(micro_batch, batch.step, metric_sums, StepTimer(learner.device))
+        learner.backward(micro_batch, metric_sums, StepTimer(learner.device))
     named = learner.forward.model.named_parameters()
     return metric_sums.read()["loss"], {
         name: p.grad.clone() for name, p in named if p.grad is not None

@@ -21,7 +21,6 @@ from sightline.message import assistant, user
 from sightline.pack import PackSize
 from sightline.pixels import Materializer
 from sightline.trainer import sft
-from sightline.trainer.build import build_learner
 from sightline.trainer.feed import BatchPreparer, ReadyBatch
 from sightline.trainer.learner import SUM_NAMES, Learner
 from sightline.trainer.step_result import MetricSums, StepTimer
@@ -67,7 +66,9 @@ def samples(model: Path, store: MediaStore, count: int, seed: int = 0) -> list[S
 
 
 def build(model: Path, store: MediaStore) -> Learner:
-    return build_learner(making.model_config(model), making.trainer_config(), store, steps=10)
+    return making.build_learner(
+        making.model_config(model), making.trainer_config(), store, steps=10
+    )
 
 
 def ready(learner: Learner, store: MediaStore, given: list[Sample], limit: PackSize) -> ReadyBatch:
@@ -81,11 +82,9 @@ def backward(learner: Learner, batch: ReadyBatch) -> tuple[dict[str, np.ndarray]
     learner.optimizer.zero_grad(set_to_none=True)
     found: dict[str, np.ndarray] = {}
     for micro_batch in batch.micro_batches:
-        logprobs = learner.backward(
-            micro_batch, 1, MetricSums(SUM_NAMES), StepTimer(learner.device)
-        )
+        loss = learner.backward(micro_batch, MetricSums(SUM_NAMES), StepTimer(learner.device))
         for origin in micro_batch.batch.origins:
-            part = logprobs[origin.start : origin.stop].numpy()
+            part = loss.logprobs[origin.start : origin.stop].numpy()
             found[f"{origin.trace_id}.{origin.node}"] = part
     grads = [p.grad.flatten() for p in learner.forward.model.parameters() if p.grad is not None]
     return found, torch.cat(grads)

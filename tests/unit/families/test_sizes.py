@@ -19,7 +19,6 @@ from sightline.families.registry import write_tiny
 from sightline.media import MediaStore
 from sightline.pack import PackSize
 from sightline.pixels import Materializer
-from sightline.trainer.build import build_learner
 from sightline.trainer.feed import BatchPreparer
 from sightline.trainer.learner import SUM_NAMES
 from sightline.trainer.step_result import MetricSums, StepTimer
@@ -93,7 +92,9 @@ def test_a_tower_computes_with_them_what_it_computes_when_it_asks(model: Path) -
 
 
 def test_a_micro_batch_asks_nothing_of_the_device(model: Path, store: MediaStore) -> None:
-    learner = build_learner(making.model_config(model), making.trainer_config(), store, steps=2)
+    learner = making.build_learner(
+        making.model_config(model), making.trainer_config(), store, steps=2
+    )
     materializer = Materializer(learner.family, store, max_bytes=1 << 24)
     preparer = BatchPreparer(learner.family, materializer, PackSize(1 << 20, 1 << 20))
     samples = making.samples(model, store, count=3)
@@ -103,7 +104,7 @@ def test_a_micro_batch_asks_nothing_of_the_device(model: Path, store: MediaStore
     for _ in range(2):  # the second time the host knows the sizes
         metric_sums, step_timer = MetricSums(SUM_NAMES), StepTimer(learner.device)
         with Questions() as questions:
-            learner.backward(ready, 1, metric_sums, step_timer)
+            learner.backward(ready, metric_sums, step_timer)
         asked.append(+questions.asked)
     assert ready.batch.slots and asked[0], "the host has asked itself"
     assert not asked[1]

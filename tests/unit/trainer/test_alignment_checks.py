@@ -16,7 +16,6 @@ from sightline.media import MediaStore
 from sightline.pack import PackSize, pack
 from sightline.pixels import Materializer
 from sightline.trainer.alignment_checks import check_features, check_micro_batch, check_patches
-from sightline.trainer.build import build_learner
 from sightline.trainer.feed import BatchPreparer
 from sightline.wire import Slot
 from sightline.wire.array import Array
@@ -150,7 +149,7 @@ def test_the_learner_checks_every_micro_batch_before_its_forward_pass(
 ) -> None:
     """Of two, the second has a pad id in the place of a word, which a model would take."""
     samples = making.samples(tiny_model, store, count=2)
-    learner = build_learner(
+    learner = making.build_learner(
         making.model_config(tiny_model), making.trainer_config(), store, steps=10
     )
     preparer = BatchPreparer(

@@ -20,7 +20,6 @@ from sightline.errors import ResumeRefused
 from sightline.families.registry import write_tiny
 from sightline.media import MediaStore
 from sightline.run import RunDir
-from sightline.trainer.build import build_learner
 from sightline.trainer.checkpoint import (
     CheckpointSaver,
     CheckpointStore,
@@ -128,7 +127,9 @@ def test_what_a_kill_left_half_written_goes(tiny_model: Path, run_dir: RunDir) -
 
 def test_training_goes_on_while_the_snapshot_is_written(tiny_model: Path, tmp_path: Path) -> None:
     model_config = making.model_config(tiny_model)
-    learner = build_learner(model_config, making.trainer_config(), MediaStore(tmp_path / "m"), 5)
+    learner = making.build_learner(
+        model_config, making.trainer_config(), MediaStore(tmp_path / "m"), 5
+    )
     model, optimizer = learner.forward.model, learner.optimizer
     before = {name: p.detach().clone() for name, p in model.named_parameters()}
     disk = threading.Event()
@@ -157,7 +158,9 @@ def test_training_goes_on_while_the_snapshot_is_written(tiny_model: Path, tmp_pa
 
 def test_a_failed_write_ends_the_run(tiny_model: Path, tmp_path: Path) -> None:
     model_config = making.model_config(tiny_model)
-    learner = build_learner(model_config, making.trainer_config(), MediaStore(tmp_path / "m"), 5)
+    learner = making.build_learner(
+        model_config, making.trainer_config(), MediaStore(tmp_path / "m"), 5
+    )
     (tmp_path / "checkpoints").write_bytes(b"a file where the folder should be")
     checkpoints = CheckpointStore(tmp_path / "checkpoints", 2)
     saver = CheckpointSaver(checkpoints, ParallelDims(), every=1, step=0, train_vision=True)
@@ -201,7 +204,9 @@ def test_a_snapshot_holds_model_optimizer_and_random_state(
     tiny_model: Path, tmp_path: Path
 ) -> None:
     model_config = making.model_config(tiny_model)
-    learner = build_learner(model_config, making.trainer_config(), MediaStore(tmp_path / "m"), 5)
+    learner = making.build_learner(
+        model_config, making.trainer_config(), MediaStore(tmp_path / "m"), 5
+    )
     for parameter in learner.forward.model.parameters():
         parameter.grad = torch.ones_like(parameter)
     learner.update(1)
@@ -219,7 +224,9 @@ def test_what_a_snapshot_holds_is_restored(
 ) -> None:
     """Weights, the optimizer's moments, and the numbers that are drawn next."""
     model_config, store = making.model_config(tiny_model), MediaStore(tmp_path / "m")
-    first, second = (build_learner(model_config, making.trainer_config(), store, 5) for _ in "ab")
+    first, second = (
+        making.build_learner(model_config, making.trainer_config(), store, 5) for _ in "ab"
+    )
     for parameter in first.forward.model.parameters():
         parameter.grad = torch.rand_like(parameter)
     first.update(1)

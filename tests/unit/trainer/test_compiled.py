@@ -32,7 +32,6 @@ from sightline.pack import PackSize
 from sightline.pixels import Materializer
 from sightline.trainer import forward_pass
 from sightline.trainer.blocks import count_compiled_graphs
-from sightline.trainer.build import build_learner
 from sightline.trainer.feed import BatchPreparer
 from sightline.wire.sample import Batch, Sample
 
@@ -70,7 +69,7 @@ def compilations(model: Path, store: MediaStore) -> tuple[int, list[int], int]:
     config = making.trainer_config(
         compile_backend="eager"
     )  # dynamo alone: graphs are what is counted
-    learner = build_learner(making.model_config(model), config, store, STEPS)
+    learner = making.build_learner(making.model_config(model), config, store, STEPS)
     found, shapes = [], set()
     for step in range(1, STEPS + 1):
         samples = making.samples(model, store, 6, seed=step)
@@ -97,7 +96,9 @@ def test_graphs_are_shared_by_blocks_of_a_class_and_serve_every_shape(
 
 
 def test_nothing_is_counted_where_nothing_is_compiled(tiny_model: Path, store: MediaStore) -> None:
-    learner = build_learner(making.model_config(tiny_model), making.trainer_config(), store, 1)
+    learner = making.build_learner(
+        making.model_config(tiny_model), making.trainer_config(), store, 1
+    )
     materializer = Materializer(learner.family, store, 1 << 24)
     preparer = BatchPreparer(learner.family, materializer, PackSize(1 << 20, 1 << 20))
     samples = making.samples(tiny_model, store, 2)
@@ -112,7 +113,7 @@ def steps_of(
     import torch._dynamo
 
     torch._dynamo.reset()
-    learner = build_learner(
+    learner = making.build_learner(
         making.model_config(model), making.trainer_config(**changes), store, num
     )
     found = []
@@ -228,7 +229,7 @@ def test_images_of_one_size_are_in_the_graph_too(tiny_model: Path, store: MediaS
     found = []
     for changes in ({}, {"compile_backend": "aot_eager"}):
         torch._dynamo.reset()
-        learner = build_learner(
+        learner = making.build_learner(
             making.model_config(tiny_model), making.trainer_config(**changes), store, 1
         )
         for _ in range(attention_dense.MIN_SHAPE_REPEATS):

@@ -16,7 +16,6 @@ from sightline.compute.attention import PackedPattern, TreePattern, build_attent
 from sightline.media import MediaStore
 from sightline.pack import PackSize
 from sightline.pixels import Materializer
-from sightline.trainer.build import build_learner
 from sightline.trainer.feed import BatchPreparer, ReadyBatch, ReadyMicroBatch
 from sightline.trainer.learner import SUM_NAMES, Learner
 from sightline.trainer.step_result import MetricSums, StepTimer
@@ -28,8 +27,9 @@ ALONE = PackSize(1, 1)
 
 @pytest.fixture
 def learner(tiny_model: Path, store: MediaStore) -> Learner:
-    config = making.trainer_config(kl_coef=0.1)
-    return build_learner(making.model_config(tiny_model), config, store, steps=10)
+    algorithm = making.algorithm(kl_coef=0.1)
+    config = making.model_config(tiny_model), making.trainer_config()
+    return making.build_learner(*config, store, steps=10, algorithm=algorithm)
 
 
 def ready(
@@ -44,7 +44,7 @@ def gradients(learner: Learner, batch: ReadyBatch) -> tuple[float, dict[str, tor
     metric_sums = MetricSums(SUM_NAMES)
     learner.optimizer.zero_grad(set_to_none=True)
     for micro_batch in batch.micro_batches:
-        learner.backward(micro_batch, batch.step, metric_sums, StepTimer(learner.device))
+        learner.backward(micro_batch, metric_sums, StepTimer(learner.device))
     found = {n: p.grad.clone() for n, p in learner.forward.model.named_parameters()}
     return metric_sums.read()["loss"], found
 
@@ -94,7 +94,7 @@ def test_each_distinct_image_passes_the_tower_once(
     handle = learner.forward.model.model.visual.register_forward_pre_hook(  # type: ignore
         lambda module, args, kwargs: seen.append(len(kwargs["grid_thw"])), with_kwargs=True
     )
-    learner.reference = None
+    learner.algorithm, learner.reference = making.algorithm(), None
     gradients(learner, batch)
     handle.remove()
     assert seen == [len(distinct)]
@@ -153,7 +153,7 @@ def test_a_gradient_above_the_bound_is_scaled_to_it(
     tiny_model: Path, store: MediaStore, bound: float
 ) -> None:
     config = making.trainer_config(max_grad_norm=bound)
-    learner = build_learner(making.model_config(tiny_model), config, store, steps=10)
+    learner = making.build_learner(making.model_config(tiny_model), config, store, steps=10)
     norms: list[float] = []
 
     def note(*_: object) -> None:

@@ -26,7 +26,6 @@ from sightline.families.registry import write_tiny
 from sightline.inference.server_spec import ServerSpec
 from sightline.launch.checks.settings import check_devices
 from sightline.media import MediaStore
-from sightline.trainer.build import build_learner
 from sightline.trainer.learner import SUM_NAMES
 from sightline.trainer.ranks import RankInfo
 from sightline.trainer.step_result import MetricSums, StepTimer, check_same_bits
@@ -96,7 +95,7 @@ def test_a_tree_differs_and_is_not_packed(model: Path, store: MediaStore) -> Non
     assert not torch.equal(found.train(), found.train_in_tree(shared=70))
     family = load_family(model, True)
     assert family.packing.kind == "flat" and "exact" in family.packing.description
-    learner = build_learner(
+    learner = making.build_learner(
         making.model_config(model, exact=True), making.trainer_config(), store, steps=1
     )
     samples = making.group(model, store, count=4)
@@ -118,7 +117,7 @@ def test_logprobs_are_those_of_the_sampler(
         prefill_chunk_tokens=13, weights_root="/", exact=is_exact,
     )  # fmt: skip
     config = making.model_config(model, exact=is_exact)
-    learner = build_learner(config, making.trainer_config(), store, steps=10)
+    learner = making.build_learner(config, making.trainer_config(), store, steps=10)
     parameters = dict(learner.forward.model.named_parameters())
     updated = {name: p.detach() * 1.01 for name, p in parameters.items()}
     manifest, _ = write_weights(tmp_path / "weights", updated, 1, 1)
@@ -149,10 +148,10 @@ def test_gradients_are_those_of_the_other_mode(model: Path, store: MediaStore) -
     found = []
     for is_exact in (True, False):
         config = making.model_config(model, exact=is_exact)
-        learner = build_learner(config, making.trainer_config(), store, steps=1)
+        learner = making.build_learner(config, making.trainer_config(), store, steps=1)
         ready = exactness.prepare(learner, model, store, samples, WHOLE, step=1)
         for one in ready.micro_batches:
-            learner.backward(one, 1, MetricSums(SUM_NAMES), StepTimer(CPU))
+            learner.backward(one, MetricSums(SUM_NAMES), StepTimer(CPU))
         grads = {n: p.grad for n, p in learner.forward.model.named_parameters()}
         assert all(grad is not None for grad in grads.values())
         found.append(grads)
@@ -166,7 +165,9 @@ def test_gradients_are_those_of_the_other_mode(model: Path, store: MediaStore) -
 
 
 def scored(model: Path, store: MediaStore) -> Any:
-    learner = build_learner(making.model_config(model), making.trainer_config(), store, steps=1)
+    learner = making.build_learner(
+        making.model_config(model), making.trainer_config(), store, steps=1
+    )
     samples = making.samples(model, store, count=2)
     ready = exactness.prepare(learner, model, store, samples, WHOLE, step=1)
     return ready.micro_batches[0].batch
@@ -249,7 +250,7 @@ def test_settings_that_cannot_hold_it_are_refused(settings: dict[str, Any], why:
 def test_ranks_on_cpus_are_refused(model: Path, store: MediaStore) -> None:
     config = making.model_config(model, exact=True)
     with pytest.raises(ConfigError, match="2 ranks on CPUs"):
-        build_learner(config, making.trainer_config(), store, steps=1, ranks=RankInfo(0, 2))
+        making.build_learner(config, making.trainer_config(), store, steps=1, ranks=RankInfo(0, 2))
     file: dict[str, Any] = {"model": {"path": str(model), "exact": True}}
     file["env"] = {"name": "color_codeword"}
     file["trainer"] = {"ranks": 2, "device": "cpu"}
@@ -265,7 +266,7 @@ def test_a_batch_that_another_version_may_have_sampled_is_not_held(
     model: Path, store: MediaStore
 ) -> None:
     config = making.model_config(model, exact=True)
-    learner = build_learner(config, making.trainer_config(), store, steps=9)
+    learner = making.build_learner(config, making.trainer_config(), store, steps=9)
     samples = making.samples(model, store, count=1)
     ready = exactness.prepare(learner, model, store, samples, WHOLE, step=1)
     with pytest.raises(PolicyMismatch):

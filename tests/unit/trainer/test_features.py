@@ -18,7 +18,6 @@ from sightline.pack import PackSize
 from sightline.pixels import Materializer
 from sightline.run import RunDir
 from sightline.trainer import forward_pass
-from sightline.trainer.build import build_learner
 from sightline.trainer.feed import BatchPreparer, ReadyBatch
 from sightline.trainer.learner import Learner
 from sightline.view.events import by_step, read_events
@@ -43,10 +42,11 @@ class Counted:
 
 def learner_of(model: Path, store: MediaStore, train_vision: bool, cache_mb: int = 256) -> Learner:
     torch.manual_seed(0)
-    config = making.trainer_config(feature_cache_mb=cache_mb, kl_coef=0.1)
-    return build_learner(
-        making.model_config(model, train_vision=train_vision), config, store, steps=10
-    )
+    config = making.trainer_config(feature_cache_mb=cache_mb)
+    return making.build_learner(
+        making.model_config(model, train_vision=train_vision), config, store, steps=10,
+        algorithm=making.algorithm(kl_coef=0.1),
+    )  # fmt: skip
 
 
 def ready(learner: Learner, store: MediaStore, model: Path, step: int) -> ReadyBatch:
@@ -67,7 +67,8 @@ def test_an_image_goes_through_a_frozen_tower_once_in_all_steps(
     batches = [ready(learner, store, tiny_model, step) for step in (1, 2, 3)]
     for batch in batches:
         learner.step(batch)
-    assert learner.features is not None and learner.features is learner.reference_features
+    assert learner.features is not None and learner.reference is not None
+    assert learner.features is learner.reference.features
     cache = learner.features.cache
     assert counted.num == batches[0].num_items == cache.encoded == len(cache)
     shown = sum(len(m.batch.items) for batch in batches for m in batch.micro_batches)
@@ -83,7 +84,8 @@ def test_a_tower_that_trains_sees_images_at_every_step(tiny_model: Path, store: 
         learner.step(batch)
     assert learner.features is None
     assert counted.num == sum(len(m.batch.items) for b in batches for m in b.micro_batches)
-    kept = learner.reference_features
+    assert learner.reference is not None
+    kept = learner.reference.features
     assert kept is not None and kept.cache.encoded == batches[0].num_items
 
 

@@ -23,7 +23,7 @@ from sightline.pack import PackSize
 from sightline.pixels import Materializer
 from sightline.run import RunDir
 from sightline.trainer import loop
-from sightline.trainer.build import build, build_learner
+from sightline.trainer.build import build
 from sightline.trainer.export import export_checkpoint
 from sightline.trainer.feed import BatchPreparer, ReadyBatch
 from sightline.trainer.learner import Learner
@@ -42,7 +42,7 @@ TEXT = {"rank": 4, "alpha": 8.0}
 def learner_of(model: Path, store: MediaStore, train_vision: bool = True, **lora: Any) -> Learner:
     config = making.trainer_config(lr=2e-2, vision_lr=1e-2)
     settings = making.model_config(model, train_vision=train_vision)
-    return build_learner(settings, config, store, steps=10, lora=LoraConfig(**lora), seed=3)
+    return making.build_learner(settings, config, store, steps=10, lora=LoraConfig(**lora), seed=3)
 
 
 def batch_of(learner: Learner, model: Path, store: MediaStore) -> ReadyBatch:

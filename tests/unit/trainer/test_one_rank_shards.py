@@ -13,7 +13,6 @@ import torch.distributed as dist
 from sightline.media import MediaStore
 from sightline.pack import PackSize
 from sightline.pixels import Materializer
-from sightline.trainer.build import build_learner
 from sightline.trainer.feed import BatchPreparer, ReadyBatch
 from sightline.trainer.learner import SUM_NAMES, Learner
 from sightline.trainer.shard import full_tensor
@@ -31,7 +30,7 @@ def _no_process_group_is_left() -> Iterator[None]:
 def build(model: Path, store: MediaStore) -> tuple[Learner, ReadyBatch]:
     settings = making.trainer_config(device="cpu", master_dtype="float32", lr=1e-2)
     config = making.model_config(model, dtype="bfloat16")
-    learner = build_learner(config, settings, store, steps=4)
+    learner = making.build_learner(config, settings, store, steps=4)
     samples = making.samples(model, store, count=4)
     size = PackSize(max(len(one.token_ids) for one in samples), 1 << 20)
     materializer = Materializer(learner.family, store, max_bytes=1 << 24)
@@ -54,7 +53,7 @@ def test_gradients_are_those_that_every_micro_batch_brings_to_its_shards(
 ) -> None:
     learner, ready = build(tiny_model, store)
     for one in ready.micro_batches:
-        learner.backward(one, 1, MetricSums(SUM_NAMES), StepTimer(learner.device))
+        learner.backward(one, MetricSums(SUM_NAMES), StepTimer(learner.device))
     wanted = gradients(learner)
     learner, ready = build(tiny_model, store)
     learner.config = learner.config.model_copy(update={"max_grad_norm": 1e9})

@@ -14,8 +14,8 @@ import numpy as np
 import pytest
 import torch
 from PIL import Image
-from torch import Tensor
 
+from sightline.algo.algorithm import AlgorithmLoss
 from sightline.algo.losses import LossInputs
 from sightline.errors import MediaError, ProcessFailed
 from sightline.families import Family, load_renderer
@@ -25,7 +25,7 @@ from sightline.message import assistant, user
 from sightline.pack import PackSize
 from sightline.pixels import Materializer
 from sightline.trainer.bad_media import BadMediaPolicy
-from sightline.trainer.build import build_learner, build_pixels
+from sightline.trainer.build import build_pixels
 from sightline.trainer.feed import BatchPrefetcher, BatchPreparer
 from sightline.trainer.micro_batch_pixels import MicroBatchPixels, allocate_patches
 from sightline.trainer.sft import build_sample
@@ -82,7 +82,7 @@ def train(
 ) -> tuple[dict[str, torch.Tensor], int, int]:
     """Weights after two steps, the most that was held of pixels, and how many images were made."""
     config = making.trainer_config()
-    learner = build_learner(making.model_config(model), config, store, steps=10)
+    learner = making.build_learner(making.model_config(model), config, store, steps=10)
     live = Live(learner.family)
     materializer = Materializer(live, store, budget // 2, threads=2)
     pixels = MicroBatchPixels(materializer, budget // 2 * 7 // 8, live.allocate)
@@ -117,7 +117,7 @@ def test_a_batch_of_ten_times_the_budget_trains_within_it_to_the_same_bits(
 def test_page_locked_memory_counts_as_what_torch_takes_for_it(
     tiny_model: Path, store: MediaStore
 ) -> None:
-    learner = build_learner(
+    learner = making.build_learner(
         making.model_config(tiny_model), making.trainer_config(), store, steps=10
     )
     learner.diagnostics_every = 1
@@ -144,7 +144,7 @@ def test_one_image_that_the_sampler_saw_otherwise_refuses_the_batch_before_any_s
     seen = next(sample for sample in reversed(samples) if sample.slots)
     slots = [msgspec.structs.replace(slot, pixel_digest="0" * 32) for slot in seen.slots[-1:]]
     samples[samples.index(seen)] = msgspec.structs.replace(seen, slots=[*seen.slots[:-1], *slots])
-    learner = build_learner(
+    learner = making.build_learner(
         making.model_config(tiny_model), making.trainer_config(pixel_cache_mb=0), store, steps=10
     )
     pixels = build_pixels(learner, store)
@@ -160,7 +160,7 @@ def test_one_image_that_the_sampler_saw_otherwise_refuses_the_batch_before_any_s
 def test_the_next_micro_batch_is_made_while_one_is_computed_if_both_fit(
     tiny_model: Path, store: MediaStore
 ) -> None:
-    learner = build_learner(
+    learner = making.build_learner(
         making.model_config(tiny_model), making.trainer_config(), store, steps=10
     )
     image = 3 * IMAGE
@@ -184,7 +184,9 @@ def test_the_next_micro_batch_is_made_while_one_is_computed_if_both_fit(
 def test_a_full_device_is_an_error_that_says_what_was_too_large_and_what_to_do(
     tiny_model: Path, store: MediaStore
 ) -> None:
-    learner = build_learner(making.model_config(tiny_model), making.trainer_config(), store, 10)
+    learner = making.build_learner(
+        making.model_config(tiny_model), making.trainer_config(), store, 10
+    )
     samples = making.samples(tiny_model, store, count=2, seed=5)
     materializer = Materializer(learner.family, store, 1 << 24)
     ready = BatchPreparer(learner.family, materializer, PackSize(4096, 4096)).prepare(
@@ -192,10 +194,10 @@ def test_a_full_device_is_an_error_that_says_what_was_too_large_and_what_to_do(
     )
     [micro_batch] = ready.micro_batches
 
-    def fill_up(inputs: LossInputs) -> tuple[Tensor, Tensor]:
+    def fill_up(tokens: LossInputs) -> AlgorithmLoss:
         raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 38.00 MiB. And so on.")
 
-    learner.loss = fill_up
+    learner.algorithm.loss = fill_up  # type: ignore[method-assign]
     with pytest.raises(ProcessFailed) as found:
         learner.step(ready)
     assert f"of {len(micro_batch.batch.token_ids)} tokens and" in found.value.problem

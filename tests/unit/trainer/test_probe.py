@@ -13,7 +13,6 @@ import torch
 from sightline.media import MediaStore
 from sightline.pack import PackSize
 from sightline.pixels import Materializer
-from sightline.trainer.build import build_learner
 from sightline.trainer.feed import BatchPreparer, ReadyBatch
 from sightline.trainer.learner import Learner
 from sightline.trainer.probe import find_tokens_behind, probe, swap_images
@@ -25,7 +24,7 @@ WHOLE = PackSize(1 << 20, 1 << 20)
 @pytest.fixture
 def learner(tiny_model: Path, store: MediaStore) -> Learner:
     config = making.trainer_config()
-    return build_learner(making.model_config(tiny_model), config, store, steps=10)
+    return making.build_learner(making.model_config(tiny_model), config, store, steps=10)
 
 
 @pytest.fixture

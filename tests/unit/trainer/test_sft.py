@@ -12,6 +12,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
+from sightline.algo.supervised import Supervised
 from sightline.config import SftFile
 from sightline.envs.color_codeword import LETTERS, ColorCodeword
 from sightline.errors import MediaError, MessageError
@@ -20,7 +21,7 @@ from sightline.message import assistant, system, user
 from sightline.run import RunDir
 from sightline.trace import read_traces
 from sightline.trainer import loop, sft
-from sightline.trainer.build import build, build_conversations, build_learner, build_pixels
+from sightline.trainer.build import build, build_conversations, build_pixels
 from sightline.trainer.learner import Learner
 from sightline.view.dashboard.run_view import RunView
 from sightline.view.events import by_step, read_events
@@ -49,7 +50,9 @@ def made(config: SftFile, folder: Path) -> loop.TrainerComponents:
 def conversations(config: SftFile) -> tuple[Learner, sft.ConversationBatches]:
     """The batches of a run by themselves, and what would learn from them."""
     store = MediaStore(Path(config.media.root))
-    learner = build_learner(config.model, config.trainer, store, 1, supervised=True)
+    learner = making.build_learner(
+        config.model, config.trainer, store, 1, algorithm=Supervised(config.algorithm)
+    )
     return learner, build_conversations(config, learner, build_pixels(learner, store))
 
 

@@ -8,11 +8,13 @@ from pathlib import Path
 import pytest
 import torch
 
+from sightline.algo.needs import Needs
 from sightline.compute.model import load_model
 from sightline.families import load_family
 from sightline.trainer.token_scores import TokenScorer
 
 NUM = 37
+NEEDS = Needs(entropy=True, exact_kl=True)
 
 
 @pytest.fixture
@@ -22,7 +24,7 @@ def scorer(tiny_model: Path) -> TokenScorer:
     with torch.no_grad():
         for parameter in reference.model.parameters():
             parameter += 0.01
-    return TokenScorer(forward, reference, torch.tensor([5, 9]), temperature=0.7)
+    return TokenScorer(forward, reference, torch.tensor([5, 9]), 0.7, NEEDS)
 
 
 def scored(scorer: TokenScorer, rows: int) -> tuple[list[torch.Tensor], list[torch.Tensor], int]:
@@ -71,7 +73,7 @@ def test_without_entropy_the_rest_is_the_same(scorer: TokenScorer) -> None:
     hidden, other = torch.randn(2, NUM, width)  # type: ignore[arg-type]
     tokens = torch.arange(10, 10 + NUM)
     whole = scorer.score(hidden, tokens, other)
-    less = replace(scorer, with_entropy=False).score(hidden, tokens, other)
+    less = replace(scorer, needs=Needs(exact_kl=True)).score(hidden, tokens, other)
     assert whole.entropy is not None and less.entropy is None
     assert torch.equal(whole.logprobs, less.logprobs)
     assert whole.kl is not None and less.kl is not None and torch.equal(whole.kl, less.kl)

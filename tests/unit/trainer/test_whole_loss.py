@@ -20,7 +20,6 @@ from sightline.algo.registry import load_aggregation
 from sightline.media import MediaStore
 from sightline.pack import PackSize
 from sightline.pixels import Materializer
-from sightline.trainer.build import build_learner
 from sightline.trainer.feed import BatchPreparer
 from sightline.trainer.learner import Learner
 from sightline.wire.sample import Batch, Sample
@@ -63,8 +62,9 @@ def drawn(
 
 
 def learner_of(model: Path, store: MediaStore, loss: str) -> Learner:
-    config = making.trainer_config(kl_coef=KL_WEIGHT, loss=loss, loss_args=LOSS_ARGS[loss])
-    learner = build_learner(making.model_config(model), config, store, steps=10)
+    algorithm = making.algorithm(kl_coef=KL_WEIGHT, loss=loss, loss_args=LOSS_ARGS[loss])
+    config = making.model_config(model), making.trainer_config()
+    learner = making.build_learner(*config, store, steps=10, algorithm=algorithm)
     move(learner.forward.model)
     return learner
 

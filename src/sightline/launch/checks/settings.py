@@ -8,9 +8,10 @@ from collections.abc import Iterator
 from pathlib import Path
 from urllib.parse import urlsplit
 
-from sightline.algo.registry import load_advantage, load_aggregation, load_credit, load_filters
+from sightline.algo.algorithms import ALGORITHMS, load_algorithm
+from sightline.algo.registry import load_aggregation, load_filters
 from sightline.compute.weight_transport import find_transport, list_transports, load_transport
-from sightline.config import RunFile, SftFile, TrainerConfig
+from sightline.config import AlgorithmConfig, RunFile, SftFile
 from sightline.errors import ConfigError
 from sightline.launch import ray_run
 from sightline.launch.processes import num_cores, reserve_port, split_threads
@@ -65,18 +66,27 @@ def check_ray(config: RunFile) -> None:
 
 
 def check_algorithm(config: RunFile) -> None:
-    """Raise if an advantage, credit, filter, aggregation or loss does not load. A small batch
-    tries those that come from outside the package."""
-    orchestrator, trainer = config.orchestrator, config.trainer
-    load_advantage(orchestrator.advantage, orchestrator.advantage_args)
-    load_credit(orchestrator.credit)
+    """Raise if the algorithm, or a function of it, does not load. A small batch tries code that
+    comes from outside the package."""
+    settings, groups = config.algorithm, config.orchestrator.groups_per_step
+    algorithm = load_algorithm(settings)
     load_filters(config.filters)
-    load_aggregation(trainer.loss_aggregation, trainer.loss_aggregation_args)
-    if trainer.loss != TrainerConfig().loss or trainer.loss_args:
-        # Losses need torch, which takes seconds to import; the default loss is known to work.
-        from sightline.algo.losses import load_loss
+    load_aggregation(settings.aggregation, settings.aggregation_args)
+    if groups < settings.minibatches:
+        raise ConfigError(
+            f"[algorithm] minibatches = {settings.minibatches} is more than [orchestrator] "
+            f"groups_per_step = {groups}, and groups stay whole",
+            "use at most as many minibatches as groups",
+        )
+    default = AlgorithmConfig()
+    if (settings.name, settings.loss, settings.loss_args) == (default.name, default.loss, {}):
+        return
+    # Losses need torch, which takes seconds to import; the default loss is known to work.
+    from sightline.algo.losses import check_algorithm_loss, load_loss
 
-        load_loss(trainer.loss, trainer.loss_args)
+    load_loss(settings.loss, settings.loss_args)
+    if settings.name not in ALGORITHMS:
+        check_algorithm_loss(settings.name, algorithm.loss, algorithm.needs)
 
 
 def check_settings(config: RunFile) -> str:

@@ -1,0 +1,32 @@
+"""The quantities that an algorithm can ask the trainer for. Nothing else is computed."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+
+class Needs(NamedTuple):
+    """The quantities that the trainer computes for an algorithm."""
+
+    reference_logprobs: bool = False
+    """Logprobs of the trained tokens under the run's first checkpoint."""
+    exact_kl: bool = False
+    """KL to the run's first checkpoint over the whole vocabulary, with its gradient."""
+    entropy: bool = False
+    """The policy's entropy at each trained token, as a number."""
+    entropy_gradient: bool = False
+    """The policy's entropy at each trained token, with its gradient."""
+    values: bool = False
+    """Values of the trained tokens, by the algorithm's value head."""
+    teacher_logprobs: bool = False
+    """Logprobs of the trained tokens under `[algorithm] teacher`."""
+    turn_rewards: bool = False
+    """A reward for every turn: truncated rollouts without them do not train."""
+
+    @property
+    def reference(self) -> bool:
+        """Whether the first checkpoint has to be loaded."""
+        return self.reference_logprobs or self.exact_kl
+
+
+NOTHING = Needs()

@@ -1,0 +1,150 @@
+"""From a micro-batch to numbers: the scores of its trained tokens, and the loss."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+import numpy as np
+import torch
+from jaxtyping import Float, Int
+from torch import Tensor
+
+from sightline.algo.algorithm import Algorithm
+from sightline.algo.losses import LossInputs
+from sightline.compute.logprobs import Temperature, chosen_logprobs
+from sightline.config import TrainerConfig
+from sightline.families import Family, Forward
+from sightline.families.device_copy import copy_to_device
+from sightline.trainer.feed import ReadyMicroBatch
+from sightline.trainer.forward_pass import FrozenModel, FrozenTowerFeatures, compute_hidden
+from sightline.trainer.parallel_dims import ParallelDims
+from sightline.trainer.prior_scores import PriorScores
+from sightline.trainer.shard import ShardedModel, call_gathered, release_gathered
+from sightline.trainer.token_scores import TokenScorer
+from sightline.wire.micro_batch import MicroBatch
+
+
+@dataclass(frozen=True, slots=True)
+class MicroBatchLoss:
+    """The loss of a micro-batch, with numbers per trained token."""
+
+    total: Float[Tensor, ""]
+    logprobs: Float[Tensor, " tokens"]
+    sampler_logprobs: Float[Tensor, " tokens"]
+    metrics: dict[str, Tensor]
+
+
+@dataclass(kw_only=True)
+class LossComputer:
+    """Holds the model, and the frozen models and the value head that the algorithm needs."""
+
+    forward: Forward
+    algorithm: Algorithm
+    family: Family
+    config: TrainerConfig
+    pad_ids: tuple[int, ...]
+    device: torch.device
+    dims: ParallelDims = field(default_factory=ParallelDims)
+    sharded: ShardedModel | None = None
+    """Gathers the model's parameters around a call; None if one rank holds all of them."""
+    features: FrozenTowerFeatures | None = None
+    """Features of a frozen vision tower; None if the tower trains."""
+    reference: FrozenModel | None = None
+    """The checkpoint that the run began with."""
+    teacher: FrozenModel | None = None
+    value_head: torch.nn.Module | None = None
+    """Maps hidden states to values; a part of the model."""
+    exact: bool = False
+    """Whether logprobs have the bits of the sampler's (`[model] exact`)."""
+    banned: Int[Tensor, " ids"] = field(init=False)
+    """Token ids that the softmax leaves out."""
+
+    def __post_init__(self) -> None:
+        self.banned = torch.tensor(self.pad_ids, dtype=torch.long, device=self.device)
+
+    @torch.no_grad()
+    def score_only(self, ready: ReadyMicroBatch) -> PriorScores:
+        """Score the trained tokens by the model, its value head and the teacher."""
+        tokens, temperature = self._trained_ids(ready.batch), self._temperature(ready.batch)
+
+        def score() -> tuple[Tensor, Tensor | None]:
+            hidden = self._hidden(ready)
+            values = None if self.value_head is None else self.value_head(hidden).float()
+            logprobs = chosen_logprobs(self.forward, hidden, tokens, self.banned, temperature)
+            return logprobs, values
+
+        def score_by_teacher(teacher: FrozenModel) -> Tensor:
+            hidden = self._frozen_hidden(teacher, ready)
+            return chosen_logprobs(teacher.forward, hidden, tokens, self.banned, temperature)
+
+        logprobs, values = call_gathered(self.sharded, score)
+        release_gathered(self.sharded)
+        teacher_logprobs = None
+        if (teacher := self.teacher) is not None:
+            teacher_logprobs = call_gathered(teacher.sharded, lambda: score_by_teacher(teacher))
+        return PriorScores(logprobs, values, teacher_logprobs)
+
+    def compute_loss(self, ready: ReadyMicroBatch, prior: PriorScores | None) -> MicroBatchLoss:
+        """Turn a micro-batch into a loss: hidden states, scores, the algorithm, the weights."""
+        batch = ready.batch
+        hidden = self._hidden(ready)
+        reference_hidden = None
+        if self.reference is not None:
+            with torch.no_grad():
+                reference_hidden = self._frozen_hidden(self.reference, ready)
+        scorer = TokenScorer(
+            self.forward,
+            None if self.reference is None else self.reference.forward,
+            self.banned,
+            self._temperature(batch),
+            self.algorithm.needs,
+            backend="" if self.exact else self.config.compile_backend,
+        )
+        scores = scorer.score(hidden, self._trained_ids(batch), reference_hidden)
+        sampler_logprobs, advantages, loss_weight = (
+            copy_to_device(array.numpy().copy(), self.device)
+            for array in (batch.logprobs, batch.advantages, batch.loss_weight)
+        )
+        lengths = [origin.stop - origin.start for origin in batch.origins]
+        sequence_ids = copy_to_device(np.repeat(np.arange(len(lengths)), lengths), self.device)
+        token_loss, metrics = self.algorithm.loss(
+            LossInputs(
+                scores.logprobs,
+                sampler_logprobs,
+                advantages,
+                sequence_ids,
+                batch.origins,
+                reference_logprobs=scores.reference_logprobs,
+                kl=scores.kl,
+                entropy=scores.entropy,
+                values=None if self.value_head is None else self.value_head(hidden).float(),
+                old_values=None if prior is None else prior.values,
+                teacher_logprobs=None if prior is None else prior.teacher_logprobs,
+            )
+        )
+        total = (token_loss * loss_weight).sum()
+        if self.dims.is_distributed:
+            # Even if nothing trains here: every parameter needs a gradient on every rank.
+            total = total + self.forward.logits(hidden[:0]).float().sum()
+            if self.value_head is not None:
+                total = total + self.value_head(hidden[:0]).float().sum()
+        return MicroBatchLoss(total, scores.logprobs.detach(), sampler_logprobs, metrics)
+
+    def _frozen_hidden(
+        self, frozen: FrozenModel, ready: ReadyMicroBatch
+    ) -> Float[Tensor, "trained hidden"]:
+        return compute_hidden(frozen.forward, ready, self.family, self.device, frozen.features)
+
+    def _hidden(self, ready: ReadyMicroBatch) -> Float[Tensor, "trained hidden"]:
+        return compute_hidden(
+            self.forward, ready, self.family, self.device, self.features, self.exact
+        )
+
+    def _temperature(self, batch: MicroBatch) -> Temperature:
+        if not self.exact:
+            return batch.temperature
+        return torch.full((1, 1), batch.temperature, device=self.device)
+
+    def _trained_ids(self, batch: MicroBatch) -> Int[Tensor, " tokens"]:
+        ids = batch.token_ids.numpy()[batch.trained.numpy()].astype(np.int64)
+        return copy_to_device(ids, self.device)
