@@ -1,8 +1,8 @@
-"""Finds the functions of a run's algorithm, and checks them before anything starts.
+"""Load the functions of a run's algorithm, and check them before anything starts.
 
-A setting names a built-in function, or one of anybody's as "module:function". Either way its
-keyword arguments are checked against its signature, and a function from outside is tried on a
-small batch, so that a wrong shape is an error that names the setting and not a failed step.
+A setting names a built-in function, or one of your own as "module:function". Its keyword arguments
+are checked against its signature. A function from outside the package is also tried on a small
+batch: a wrong shape is then an error that names the setting, and not a failed step.
 """
 
 from __future__ import annotations
@@ -27,12 +27,12 @@ from sightline.trace import Node, PolicySpan, Trace
 from sightline.trace.node import float32_array, int32_array
 
 LOSS_NAMES = ("ppo", "cispo", "gspo", "tis")
-"""The built-in losses; the functions are in `losses`, which needs torch."""
+"""The built-in losses. Their functions are in `losses`, which needs torch."""
 _OTHER_SETTINGS = {
     "[algorithm] loss": ("[algorithm] advantage", tuple(ADVANTAGES)),
     "[algorithm] advantage": ("[algorithm] loss", LOSS_NAMES),
 }
-"""For a setting the one that it is taken for, with the built-in names of that."""
+"""For each setting, the one that it is confused with, and the built-in names of that one."""
 
 
 def load_function(
@@ -42,9 +42,9 @@ def load_function(
     args: Mapping[str, Any],
     parameters: tuple[str, ...],
 ) -> Callable[..., Any]:
-    """The function that `setting` names, with `args` bound to its keyword arguments.
+    """Return the function that `setting` names, with `args` bound to its keyword arguments.
 
-    `parameters` are what it is called with, by position.
+    `parameters` names its positional arguments.
     """
     if name in built_in:
         function = built_in[name]
@@ -54,11 +54,11 @@ def load_function(
         other = _OTHER_SETTINGS.get(setting, ("", ()))
         hint = f"; {name} is a value of {other[0]}" if name in other[1] else ""
         raise ConfigError(
-            f"{setting} = {name!r} is no built-in one{hint}",
+            f"{setting} = {name!r} is not built in{hint}",
             f"use one of {', '.join(map(repr, built_in))}, or 'module:function' of your own",
         )
     if not callable(function):
-        raise ConfigError(f"{setting} = {name!r} is no function", "name one that can be called")
+        raise ConfigError(f"{setting} = {name!r} is not a function", "name a function")
     signature = inspect.signature(function)
     try:
         signature.bind(*parameters, **args)
@@ -74,7 +74,7 @@ def load_function(
 
 
 def try_function(setting: str, name: str, function: Callable[..., Any], *inputs: Any) -> Any:
-    """What `function` makes of a small batch; an exception of it names the setting."""
+    """Call `function` on a small batch. If it fails, the error names the setting."""
     try:
         return function(*inputs)
     except ConfigError:
@@ -82,18 +82,18 @@ def try_function(setting: str, name: str, function: Callable[..., Any], *inputs:
     except Exception as error:
         raise ConfigError(
             f"{setting} = {name!r} failed on a small batch: {type(error).__name__}: {error}",
-            "call it on a small batch of your own, as docs/algorithms.md shows",
+            "call it on a small batch yourself, as docs/algorithms.md shows",
         ) from error
 
 
-def check_array(setting: str, name: str, found: Any, length: int, what: str) -> None:
-    """Raises unless a function's answer is a finite float array with one number for each `what`."""
-    is_array = isinstance(found, np.ndarray) and found.dtype.kind == "f"
-    if not is_array or found.shape != (length,) or not np.isfinite(found).all():
-        shown = f"{found.dtype} {found.shape}" if isinstance(found, np.ndarray) else repr(found)
+def check_array(setting: str, name: str, result: Any, length: int, what: str) -> None:
+    """Raise unless a function returned a finite float array with one number for each `what`."""
+    is_array = isinstance(result, np.ndarray) and result.dtype.kind == "f"
+    if not is_array or result.shape != (length,) or not np.isfinite(result).all():
+        text = f"{result.dtype} {result.shape}" if isinstance(result, np.ndarray) else repr(result)
         raise ConfigError(
-            f"{setting} = {name!r} gave {shown} for {length} {what}",
-            f"return a numpy array of finite floats with shape ({length},), one for each",
+            f"{setting} = {name!r} returned {text} for {length} {what}",
+            f"return a numpy array of finite floats with shape ({length},)",
         )
 
 
@@ -102,8 +102,8 @@ def load_advantage(name: str, args: Mapping[str, Any] | None = None) -> Advantag
     function = load_function(setting, name, ADVANTAGES, args or {}, ("rewards",))
     if name not in ADVANTAGES:
         for rewards in (np.array([0.0, 1.0, 0.5, 0.5]), np.zeros(4)):
-            found = try_function(setting, name, function, rewards)
-            check_array(setting, name, found, len(rewards), "rewards")
+            advantages = try_function(setting, name, function, rewards)
+            check_array(setting, name, advantages, len(rewards), "rewards")
     return function
 
 
@@ -113,13 +113,13 @@ def load_credit(name: str) -> CreditFunction:
     if name not in CREDITS:
         rows = (np.array([0.0, 1.0]), np.array([0.5]))
         group = GroupRewards(np.array([1.0, 0.5]), (2, 1), rows, "trial")
-        found = try_function(setting, name, function, group, grpo)
-        if not isinstance(found, list) or len(found) != 2:
+        advantages = try_function(setting, name, function, group, grpo)
+        if not isinstance(advantages, list) or len(advantages) != 2:
             raise ConfigError(
-                f"{setting} = {name!r} gave {found!r} for 2 rollouts",
-                "return a list with one array a rollout",
+                f"{setting} = {name!r} returned {advantages!r} for 2 rollouts",
+                "return a list with one array per rollout",
             )
-        for row, num in zip(found, group.num_turns, strict=True):
+        for row, num in zip(advantages, group.num_turns, strict=True):
             check_array(setting, name, row, num, "turns")
     return function
 
@@ -134,7 +134,7 @@ def load_aggregation(name: str, args: Mapping[str, Any] | None = None) -> Aggreg
 
 
 def load_filters(config: FiltersConfig) -> list[Filter]:
-    """The filters that `[filters]` switches on, the built-in ones first."""
+    """Return the filters that `[filters]` switches on, the built-in ones first."""
     filters: list[Filter] = []
     if config.max_sampled_tokens:
         filters.append(partial(too_long, max_sampled_tokens=config.max_sampled_tokens))
@@ -145,19 +145,18 @@ def load_filters(config: FiltersConfig) -> list[Filter]:
     setting = "[filters] custom"
     for name in config.custom:
         function = load_function(setting, name, {}, {}, ("trace",))
-        found = try_function(setting, name, function, _small_trace())
-        if found is not None and not (isinstance(found, str) and found.isidentifier()):
+        verdict = try_function(setting, name, function, _build_small_trace())
+        if verdict is not None and not (isinstance(verdict, str) and verdict.isidentifier()):
             raise ConfigError(
-                f"{setting}: {name!r} gave {found!r}",
-                "return None where the rollout may train, else the name of its verdict, such as "
-                '"too_polite"',
+                f"{setting}: {name!r} returned {verdict!r}",
+                'return None if the rollout may train, or its verdict, such as "too_polite"',
             )
         filters.append(function)
     return filters
 
 
-def _small_trace() -> Trace:
-    """A rollout of one turn, for trying a filter."""
+def _build_small_trace() -> Trace:
+    """Return a rollout of one turn, for trying a filter."""
     question = Node(0, -1, user("2 + 2?"), int32_array([1, 2]), sampled_start=2)
     answer = Node(
         1,

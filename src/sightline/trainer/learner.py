@@ -274,9 +274,7 @@ class Learner(LossComputer):
         metric_sums = MetricSums(("nll", "tokens"))
         self.watchdog.enter(f"the first pixels of the evaluation after step {ready.step}")
         for place, micro_batch in ready.iterate_with_pixels():
-            self.watchdog.enter(
-                f"micro-batch {place + 1} of the evaluation after step {ready.step}"
-            )
+            self.watchdog.enter(f"evaluating micro-batch {place + 1} after step {ready.step}")
             check_micro_batch(micro_batch.batch, self.family, self.pad_ids, self.vocab_size)
             if len(micro_batch.batch.trained) or self.dims.is_distributed:
                 logprobs = self.score_only(micro_batch).logprobs

@@ -47,19 +47,17 @@ def test_a_built_in_is_found_by_its_name_and_takes_its_arguments() -> None:
 
 @pytest.mark.parametrize("kind", ["loss", "advantage", "credit", "aggregation"])
 def test_an_unknown_name_is_refused_with_those_that_are_built_in(kind: str) -> None:
-    with pytest.raises(ConfigError, match="is no built-in one") as refused:
+    with pytest.raises(ConfigError, match="is not built in") as refused:
         load(kind, "grop")
     assert "'module:function'" in refused.value.fix
 
 
 def test_an_advantage_is_no_loss_and_a_loss_no_advantage() -> None:
-    with pytest.raises(
-        ConfigError, match=r"grpo is a value of \[orchestrator\] advantage"
-    ) as refused:
+    with pytest.raises(ConfigError, match=r"grpo is a value of \[algorithm\] advantage") as refused:
         load_loss("grpo")
     assert all(repr(name) in refused.value.fix for name in LOSSES)
     for name in LOSSES:
-        with pytest.raises(ConfigError, match=rf"{name} is a value of \[trainer\] loss"):
+        with pytest.raises(ConfigError, match=rf"{name} is a value of \[algorithm\] loss"):
             load_advantage(name)
 
 
@@ -70,7 +68,7 @@ def test_what_is_not_there_is_refused_with_the_setting(kind: str, module: Module
     with pytest.raises(ConfigError, match="theirs has no 'f'"):
         load(kind, "theirs:f")
     module.f = 3  # type: ignore[attr-defined]
-    with pytest.raises(ConfigError, match="is no function"):
+    with pytest.raises(ConfigError, match="is not a function"):
         load(kind, "theirs:f")
 
 
@@ -89,7 +87,7 @@ BAD_LOSSES = {
     "for 6 tokens": lambda inputs: (inputs.logprobs.sum(), inputs.logprobs),
     "has no gradient": lambda inputs: (inputs.logprobs.detach(), inputs.logprobs.detach()),
     "is not finite": lambda inputs: (inputs.logprobs / 0.0, inputs.logprobs.detach()),
-    "gave": lambda inputs: inputs.logprobs,
+    "returned": lambda inputs: inputs.logprobs,
 }
 
 
@@ -99,7 +97,7 @@ def test_a_loss_from_outside_is_tried_at_load(problem: str, module: ModuleType) 
     assert load_loss("theirs:good") is good_loss
     with pytest.raises(ConfigError, match=problem) as refused:
         load_loss("theirs:bad")
-    assert refused.value.problem.startswith(("[trainer] loss", "the result of [trainer] loss"))
+    assert refused.value.problem.startswith(("[algorithm] loss", "the result of [algorithm] loss"))
 
 
 @pytest.mark.parametrize(
@@ -111,7 +109,7 @@ def test_an_advantage_from_outside_is_tried_at_load(bad: Any, module: ModuleType
     module.good = lambda rewards, scale=2.0: scale * rewards  # type: ignore[attr-defined]
     found = load_advantage("theirs:good", {"scale": 3.0})
     assert found(np.array([1.0, 2.0])).tolist() == [3.0, 6.0]
-    with pytest.raises(ConfigError, match=r"^\[orchestrator\] advantage = 'theirs:bad' gave"):
+    with pytest.raises(ConfigError, match=r"^\[algorithm\] advantage = 'theirs:bad' returned"):
         load_advantage("theirs:bad")
 
 
@@ -129,7 +127,7 @@ def test_a_filter_from_outside_gives_a_verdict_or_nothing(module: ModuleType) ->
     module.good = lambda trace: "short" if trace.num_sampled < 3 else None  # type: ignore[attr-defined]
     module.bad = lambda trace: True  # type: ignore[attr-defined]
     load_filters(FiltersConfig(custom=("theirs:good",)))
-    with pytest.raises(ConfigError, match=r"\[filters\] custom: 'theirs:bad' gave True"):
+    with pytest.raises(ConfigError, match=r"\[filters\] custom: 'theirs:bad' returned True"):
         load_filters(FiltersConfig(custom=("theirs:bad",)))
 
 

@@ -8,10 +8,11 @@ import numpy as np
 import pytest
 
 from sightline.algo.advantages import grpo, no_std
-from sightline.algo.credit import by_rollout, by_turn
-from sightline.algo.registry import load_credit, load_filters
-from sightline.algo.verdicts import GroupJudge, has_signal, node_advantages
-from sightline.config import FiltersConfig
+from sightline.algo.algorithm import get_group_rewards
+from sightline.algo.grpo import GRPO
+from sightline.algo.registry import load_filters
+from sightline.algo.verdicts import GroupJudge
+from sightline.config import AlgorithmConfig, FiltersConfig
 from sightline.errors import EnvironmentFailed
 from sightline.message import AssistantMessage, assistant, user
 from sightline.trace import Node, PolicySpan, Trace
@@ -47,9 +48,11 @@ def trace(
     return Trace(id=f"t{reward}", nodes=nodes, reward=reward, per_turn=per_turn, error=error)
 
 
-def judge(max_lag: int = 1, credit: str = "rollout", **filters: object) -> GroupJudge:
-    built = load_filters(FiltersConfig.model_validate(filters))
-    return GroupJudge(max_lag=max_lag, advantage=grpo, credit=load_credit(credit), filters=built)
+def judge(
+    max_lag: int = 1, credit: str = "rollout", kl_coef: float = 0.0, **filters: object
+) -> GroupJudge:
+    algorithm = GRPO(AlgorithmConfig(credit=credit, kl_coef=kl_coef))
+    return GroupJudge(max_lag, algorithm, load_filters(FiltersConfig.model_validate(filters)))
 
 
 def verdicts(judged: object) -> list[str]:
@@ -59,9 +62,7 @@ def verdicts(judged: object) -> list[str]:
 def test_a_group_with_different_rewards_trains() -> None:
     judged = judge().judge([trace(0.0), trace(1.0)], step=1)
     assert verdicts(judged) == ["train", "train"] and judged.fills_place
-    assert [float(s.advantages.numpy()[0]) for s in judged.samples] == pytest.approx(
-        [-1, 1], abs=1e-4
-    )
+    assert len(judged.samples) == 2 and judged.samples[0].advantages is None
 
 
 def test_equal_rewards_are_no_signal_and_still_fill_a_place() -> None:
@@ -70,12 +71,9 @@ def test_equal_rewards_are_no_signal_and_still_fill_a_place() -> None:
     assert judged.fills_place and not judged.samples
 
 
-def test_with_a_kl_term_a_group_without_signal_stays_with_advantage_zero() -> None:
-    keeps = judge()
-    keeps.keep_without_signal = True
-    judged = keeps.judge([trace(0.3), trace(0.3)], step=1)
+def test_with_a_kl_term_a_group_with_equal_rewards_stays_in_the_batch() -> None:
+    judged = judge(kl_coef=0.1).judge([trace(0.3), trace(0.3)], step=1)
     assert verdicts(judged) == ["no_signal"] * 2 and not judged.has_signal
-    assert all((s.advantages.numpy() == 0).all() for s in judged.samples)
     assert len(judged.samples) == 2
 
 
@@ -111,15 +109,17 @@ def test_filters_drop_by_name_before_anything_is_packed() -> None:
 
 def test_credit_by_turn_compares_the_same_turn_of_siblings() -> None:
     group = [trace(0.5, turns=2, per_turn=[1.0, 0.0]), trace(0.5, turns=2, per_turn=[0.0, 0.0])]
-    first, second = node_advantages(group, by_turn, no_std)
-    assert first == {1: 0.5, 3: 0.0} and second == {1: -0.5, 3: 0.0}
-    assert has_signal([first, second])
-    assert not has_signal(node_advantages(group, by_rollout, no_std))
+    by_turn, by_rollout = (
+        GRPO(AlgorithmConfig(advantage="no_std", credit=credit)) for credit in ("turn", "rollout")
+    )
+    rewards = get_group_rewards(group)
+    assert by_turn.turn_advantages(rewards) == [[0.5, 0.0], [-0.5, 0.0]]
+    assert by_turn.has_signal(rewards) and not by_rollout.has_signal(rewards)
 
 
 def test_credit_by_turn_asks_for_rewards_by_turn() -> None:
     with pytest.raises(EnvironmentFailed, match="per turn"):
-        node_advantages([trace(0.0), trace(1.0)], by_turn, grpo)
+        judge(credit="turn").judge([trace(0.0), trace(1.0)], step=1)
 
 
 def test_grpo_has_unit_deviation_and_no_std_keeps_the_scale() -> None:

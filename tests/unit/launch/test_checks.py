@@ -133,12 +133,12 @@ def test_a_disk_that_cannot_hold_the_run_is_refused(tiny_model: Path, tmp_path: 
 @pytest.mark.parametrize(
     ("setting", "value", "problem"),
     [
-        ("algorithm.loss", "pppo", "is no built-in one"),
+        ("algorithm.loss", "pppo", "is not built in"),
         ("algorithm.loss_args.clip", "0.2", "cannot be called with"),
-        ("algorithm.loss", "json:dumps", "cannot be called with|failed on a small batch|gave"),
-        ("algorithm.aggregation", "mean", "is no built-in one"),
+        ("algorithm.loss", "json:dumps", "cannot be called with|failed on a small batch|returned"),
+        ("algorithm.aggregation", "mean", "is not built in"),
         ("algorithm.advantage", "nowhere:advantage", "nowhere"),
-        ("algorithm.credit", "tokens", "is no built-in one"),
+        ("algorithm.credit", "tokens", "is not built in"),
         ("filters.custom", '["json:dumps"]', "failed on a small batch"),
     ],
 )

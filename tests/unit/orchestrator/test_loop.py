@@ -7,9 +7,9 @@ from pathlib import Path
 
 import pytest
 
-from sightline.algo.advantages import grpo
-from sightline.algo.credit import by_rollout
+from sightline.algo.grpo import GRPO
 from sightline.algo.verdicts import GroupJudge, GroupVerdict
+from sightline.config import AlgorithmConfig
 from sightline.errors import MediaError, NoTrainableSamples
 from sightline.media.stored_file import open_blobs
 from sightline.message import assistant, user
@@ -64,9 +64,7 @@ class World:
             rollouts=self.rollouts,
             policy=self.policy,
             policies=PublishedPolicies("", self.run_dir.weights, owns_servers=True),
-            judge=GroupJudge(
-                self.max_lag, grpo, by_rollout, [], keep_without_signal=self.keeps_all
-            ),
+            judge=GroupJudge(self.max_lag, GRPO(AlgorithmConfig(kl_coef=0.1 * self.keeps_all)), []),
             run_state=self.run_state,
             observer=self,
             evaluator=Evaluator(self.rollouts, self.run_state, events, self.run_dir, 0, 1.0),
@@ -328,7 +326,7 @@ def test_groups_that_train_without_signal_are_not_replaced(run_dir: RunDir) -> N
     without_signal_below(2, world)
     steps = seen(world)
     orchestrator = world.build(max_resampled_groups=3)
-    orchestrator.judge.keep_without_signal = True
+    orchestrator.judge.algorithm = GRPO(AlgorithmConfig(kl_coef=0.1))
 
     async def both() -> None:
         adopting = asyncio.ensure_future(world.policy.keep_adopting())

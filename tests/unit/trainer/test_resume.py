@@ -50,7 +50,7 @@ def write_batches(run_dir: RunDir, model: Path) -> list[BatchReady]:
     store = MediaStore(run_dir.media)
     announced = []
     for step in range(1, STEPS + 1):
-        samples = making.samples(model, store, count=3, seed=step, version=step - 1)
+        samples = making.samples(model, store, count=5, seed=step, version=step - 1)
         data = Batch(step, samples).to_bytes()
         run_dir.batch(step).write_bytes(data)
         announced.append(BatchReady(step, digest_batch(data), data))
@@ -113,10 +113,14 @@ def run_dir(tmp_path: Path) -> RunDir:
     return made
 
 
+@pytest.mark.parametrize("updates", [1, 2])
 def test_resumed_is_bit_equal_to_never_killed(
-    tiny_model: Path, run_dir: RunDir, tmp_path: Path
+    tiny_model: Path, run_dir: RunDir, tmp_path: Path, updates: int
 ) -> None:
+    """`updates` epochs, and as many minibatches: a resumed run replays whole steps."""
     config = run_file(tiny_model)
+    algorithm = config.algorithm.model_copy(update={"epochs": updates, "minibatches": updates})
+    config = config.model_copy(update={"algorithm": algorithm})
     batches = write_batches(run_dir, tiny_model)
     train(config, run_dir, batches)
     whole = [weights_digest(run_dir, version) for version in range(1, STEPS + 1)]
