@@ -222,7 +222,7 @@ def test_a_setting_of_the_video_processor_changes_the_fingerprint_of_steps_alone
 def test_what_cannot_be_shown_is_refused_by_path(filming: Any, videos: list[VideoPart]) -> None:
     renderer = filming.renderer
     url = filming.refs[0].url
-    with pytest.raises(MessageError, match=r"messages\[0\]\.content\[1\].* samples no video"):
+    with pytest.raises(MessageError, match=r"messages\[0\]\.content\[1\].* cannot show a video"):
         renderer.render([Message("assistant", user("a", videos[0]).content)])
     with pytest.raises(MessageError, match=r"messages\[0\]\.content\[0\].*in the place of a video"):
         renderer.render([{"role": "user", "content": [{"type": "video_url", "video_url": url}]}])

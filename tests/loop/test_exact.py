@@ -33,7 +33,7 @@ def test_the_mismatch_is_exactly_0_with_windows_and_after_a_kill(home: Path) -> 
     job = Job(home, *words, "model.exact=true", "trainer.checkpoint_every=2", "eval.tasks=0")
     job.wait_for_step(3)
     job.kill("trainer")
-    assert "packing: several sequences in a row" in job.output(timeout_s=30)
+    assert "packing: flat" in job.output(timeout_s=30)
     sightline("rl", "--plain", "--resume", job.run_dir.path, cwd=home)
     trained = by_step(read_events(job.run_dir.metrics), "train")
     assert set(trained) == set(range(1, 7))

@@ -83,7 +83,7 @@ def test_a_recurrent_model_warms_up_and_trains(home: Path) -> None:
     sightline("model", "tiny", "models/tiny", "--type", "qwen3_5", cwd=home)
     sightline("sft", "warmup.toml", cwd=home)
     said = play(home, "model.path=models/warm")
-    assert re.search(r"packing: shared-prefix trees, .* carry a state", said)
+    assert re.search(r"packing: trees .* carry a state", said)
     assert "prefix cache: on, " in said
 
 
@@ -108,7 +108,7 @@ ON_TORCHVISION = [
 def test_a_type_of_the_generic_family_trains(home: Path, kind: str) -> None:
     write_kind(kind, home / "models" / "tiny")
     said = play(home)
-    assert ("rows that are padded" in said) == ("prefix cache: off, " in said)
+    assert ("packing: padded rows" in said) == ("prefix cache: off, " in said)
 
 
 # A square that each tower sees as few patches, none of them padded.

@@ -1,6 +1,6 @@
-"""One folder a model family: its layout, pixels, positions, chat format and forward pass.
+"""Model families, one folder each: layout, pixels, positions, chat format and forward pass.
 
-No file outside a family's folder names a family. `registry` finds them.
+No file outside a family's folder names the family. `registry` finds them.
 """
 
 from sightline.families.protocol import Family, Forward, ImageLayout, Packing

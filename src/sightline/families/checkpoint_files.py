@@ -1,4 +1,4 @@
-"""The files of a checkpoint folder."""
+"""Read the files of a checkpoint folder."""
 
 from __future__ import annotations
 
@@ -11,14 +11,14 @@ from sightline.render import Tokenizer
 
 
 def read_json(file: Path) -> dict[str, Any]:
-    """The object in a JSON file; FamilyError where the file is broken."""
+    """Return the object in a JSON file; FamilyError if the file is broken."""
     fix = "copy it again from the checkpoint"
     try:
         found = json.loads(file.read_text())
     except (ValueError, RecursionError) as error:
         raise FamilyError(f"{file} is broken: {error}", fix) from error
     if not isinstance(found, dict):
-        raise FamilyError(f"{file} is broken: it holds no JSON object", fix)
+        raise FamilyError(f"{file} is broken: it is not a JSON object", fix)
     return found
 
 
@@ -27,13 +27,13 @@ def write_json(file: Path, value: dict[str, Any]) -> None:
 
 
 def read_vocab_size(path: Path, tokenizer: Tokenizer) -> int:
-    """Rows of the model's head; the tokenizer is checked against them and the ids of the folder."""
+    """Return the number of rows of the model's head, after checking the tokenizer against it."""
     config = read_json(path / "config.json")
     vocab_size = int((config.get("text_config") or config)["vocab_size"])
     if tokenizer.vocab_size > vocab_size:
         raise FamilyError(
             f"{path}: the tokenizer has {tokenizer.vocab_size} tokens, the model {vocab_size}",
-            "use the tokenizer that belongs to the checkpoint",
+            "copy the tokenizer files from the same checkpoint",
         )
     file = path / "tokenizer_config.json"
     named = read_json(file).get("added_tokens_decoder") if file.is_file() else None
@@ -41,16 +41,16 @@ def read_vocab_size(path: Path, tokenizer: Tokenizer) -> int:
         found = tokenizer.find_token_id(token["content"])
         if found not in (None, int(token_id)):
             raise FamilyError(
-                f"{file} says that {token['content']!r} is token {token_id}; the tokenizer's is "
-                f"{found}",
-                "use the files that belong to the checkpoint",
+                f"{file} says that {token['content']!r} is token {token_id}, but in tokenizer.json "
+                f"it is {found}",
+                "copy both files from the same checkpoint",
             )
     return vocab_size
 
 
 def read_shapes(model: Path) -> dict[str, list[int]]:
-    """The shape of every tensor of a checkpoint; refuses files that are cut or missing."""
-    from safetensors import SafetensorError, safe_open  # which a worker does without
+    """Return the shape of every tensor; FamilyError for files that are truncated or missing."""
+    from safetensors import SafetensorError, safe_open  # not installed in environment workers
 
     shapes: dict[str, list[int]] = {}
     fix = "copy it again from the checkpoint"
@@ -58,11 +58,11 @@ def read_shapes(model: Path) -> dict[str, list[int]]:
     if index.is_file():
         for name in set(read_json(index).get("weight_map", {}).values()):
             if model / name not in files:
-                raise FamilyError(f"{model / name} is missing, which {index.name} names", fix)
+                raise FamilyError(f"{model / name} is missing, but {index.name} names it", fix)
     for path in files:
         try:
             with safe_open(path, framework="numpy") as file:
                 shapes |= {name: file.get_slice(name).get_shape() for name in file.keys()}
         except (SafetensorError, OSError) as error:
-            raise FamilyError(f"{path} is no whole file of weights: {error}", fix) from error
+            raise FamilyError(f"{path} is not a complete safetensors file: {error}", fix) from error
     return shapes

@@ -1,4 +1,4 @@
-"""What a chat format takes and refuses, and how that is told to people when a checkpoint loads."""
+"""What a chat format supports, and how it is described when a checkpoint is loaded."""
 
 from __future__ import annotations
 
@@ -8,32 +8,32 @@ from sightline.families.protocol import Family
 
 
 class FormatDescription:
-    """What a renderer declares of its chat format."""
+    """A renderer's declaration of its chat format."""
 
     format_name: ClassVar[str] = "the family's own"
-    """What people call the chat format."""
-    format_reason: str = "its family knows no other; the folder's chat template is not compared"
-    """Why it is taken to be the checkpoint's, in words."""
+    """The name of the chat format, for people."""
+    format_reason: str = "its family has no other (the folder's chat template is not compared)"
+    """Why the checkpoint is assumed to use it."""
     takes_tools: bool = True
-    tools_refusal: str = "this chat format has no place for tools"
-    """Why tools, calls and what tools say are refused, where the format takes none."""
+    tools_refusal: str = "this chat format has no tools"
+    """Why tools, calls and tool messages are refused, where they are."""
     takes_reasoning: bool = True
-    reasoning_refusal: str = "this chat format has no place for reasoning"
+    reasoning_refusal: str = "this chat format has no reasoning"
     image_roles: ClassVar[tuple[str, ...]] = ("user", "tool")
-    """The roles whose messages can show images; never the assistant."""
+    """The roles whose messages can show images. The assistant is never one of them."""
     video_refusal: str
-    """Why videos cannot be shown; empty where they can."""
+    """Why videos cannot be shown. Empty if they can."""
     _family: Family
 
     def describe(self) -> list[str]:
-        """What was found by trying, where it was; else what the format says of itself."""
+        """Return the probe's findings, or a description of the format, one line each."""
         if self._family.found:
             return list(self._family.found)
-        family, places = self._family, f"in messages of {', '.join(self.image_roles)}"
+        family, places = self._family, f"in messages of role {' or '.join(self.image_roles)}"
         no_images = "" if family.shows_media else "this checkpoint has no vision tower"
         tokens = "" if no_images else f"{family.describe_tokens()}, {places}"
         no_tools = "" if self.takes_tools else self.tools_refusal
-        calls = "written and read back as the chat format has them"
+        calls = "supported by the chat format"
         return [
             f"model: the family {family.name}",
             f"chat format: {self.format_name}, because {self.format_reason}",
@@ -47,11 +47,11 @@ class FormatDescription:
     def describe_reasoning(self) -> str:
         if not self.takes_reasoning:
             return _describe_refusal(self.reasoning_refusal)
-        return "written and read back as the chat format has it"
+        return "supported by the chat format"
 
     def describe_turns(self) -> str:
-        """When a bridge adds new turns to the tokens, in words."""
-        return "added to tokens, as the chat format keeps what stands before a new turn"
+        """Describe when new turns are appended to the existing tokens."""
+        return "appended to the existing tokens"
 
 
 def _describe_refusal(why: str) -> str:

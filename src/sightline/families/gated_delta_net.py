@@ -1,15 +1,14 @@
-"""Gated delta nets over a pack: a state begins with its sequence, and branches where its tree does.
+"""Gated delta nets over a pack of trees, in which states branch with the tree.
 
-transformers' layer carries one state along a row, whatever lies there. Here each token goes on from
-its parent. The pack is cut into chunks that lie on one path each; what happens inside of a chunk is
-computed for all of them at once, and states are handed on level by level: a chunk of level n begins
-with the state at the end of one of level n-1, the first of a tree with none. Sequences side by side
-are trees without branches. Plain torch; on a GPU, sequences side by side go through the kernels of
-flash-linear-attention, where it is installed (`sightline-rl[linear-attention]`) and gives the same
-on a trial.
+transformers' layer carries one state along a row. Here each token continues from its parent. The
+pack is cut into chunks, each on one path. Everything inside chunks is computed for all of them at
+once. States pass from level to level: a chunk of level n starts with the final state of one of
+level n-1, and the first chunk of a tree without a state. Flat packs are trees without branches. On
+a GPU they use the kernels of flash-linear-attention, if it is installed
+(`sightline-rl[linear-attention]`) and passes a trial. Everything else is plain torch.
 
-The arithmetic is that of the paper (Gated Delta Networks, arXiv 2412.06464, its chunked form), in
-float32 as in transformers.
+The arithmetic is the chunked form of the paper (Gated Delta Networks, arXiv 2412.06464), in float32
+like transformers.
 
 Letters: T tokens, C chunks, L tokens of a chunk, H heads, K and V widths of keys and values.
 """
@@ -32,38 +31,38 @@ from sightline.families.device_copy import copy_to_device
 from sightline.families.kernel_trial import take_trial_gradients
 
 MAX_CHUNK = 64
-"""Tokens of a chunk; transformers' own."""
+"""The maximum number of tokens in a chunk, as in transformers."""
 EPSILON = 1e-6
-"""Added to the square of the length by which queries and keys are divided; transformers' own."""
+"""Added to the squared norm of queries and keys, as in transformers."""
 
 TOLERANCE = 2e-2
-"""Of the norm of what plain torch gives in float32."""
+"""The allowed error of a kernel, relative to the norm of plain torch's float32 result."""
 HALF_DTYPES = (torch.bfloat16, torch.float16)
-"""What the kernels of the package take."""
+"""The dtypes that the kernels support."""
 SubtreeEnd = Int[np.ndarray, " tokens"]
 
 
 @dataclass(frozen=True, eq=False)
 class RecurrencePlan:
-    """What each token of a pack goes on from: the same for all layers."""
+    """What each token of a pack continues from. All layers share one plan."""
 
     ancestors: Int[Tensor, "window_less_1 tokens"]
-    """The places of a token's parent, its parent's parent and so on; T where there is none."""
+    """The indices of a token's parent, its parent's parent and so on; T for none."""
     chunks: Int[Tensor, "chunks length"]
-    """The tokens of each chunk, level after level; a short one is filled up with token 0."""
+    """The tokens of each chunk, level by level. Short chunks are padded with token 0."""
     is_real: Float[Tensor, "chunks length 1"]
-    """1 for a token, 0 for what fills up."""
+    """1 for a token, 0 for padding."""
     parents: list[Int[Tensor, " chunks_of_level"]]
-    """For each level after the first, which chunks of the level before it go on."""
+    """For each level after the first, the parent chunks in the level before it."""
     level_sizes: list[int]
     places: Int[Tensor, " tokens"]
-    """Where each token is among those of all chunks."""
+    """The index of each token among those of all chunks."""
     bounds: Int[Tensor, " sequences_and_1"] | None
-    """Where sequences side by side begin, and the last ends; None where paths branch."""
+    """The starts of the sequences of a flat pack, and its end. None if paths branch."""
 
 
 def find_parents(subtree_end: SubtreeEnd) -> Int[np.ndarray, " tokens"]:
-    """The place of the token before each on its path, -1 for none: the last that still sees it."""
+    """Return the index of each token's predecessor on its path; -1 for none."""
     parents = np.arange(-1, len(subtree_end) - 1)
     for leaf in np.flatnonzero(subtree_end[:-1] <= np.arange(1, len(subtree_end))).tolist():
         above = np.flatnonzero(subtree_end[:leaf] > leaf + 1)
@@ -74,9 +73,9 @@ def find_parents(subtree_end: SubtreeEnd) -> Int[np.ndarray, " tokens"]:
 def build_recurrence_plan(
     subtree_end: SubtreeEnd, window: int, device: torch.device
 ) -> RecurrencePlan:
-    """The plan of a pack for layers whose convolution sees `window` tokens."""
+    """Build the plan of a pack for layers whose convolution covers `window` tokens."""
     parents, total = find_parents(subtree_end), len(subtree_end)
-    # Runs of tokens that follow one another: one begins behind each fork, and where paths part.
+    # Runs of consecutive tokens start after each fork and where paths diverge.
     parts = np.flatnonzero(parents != np.arange(-1, total - 1))
     starts = np.unique([0, *parts, *(parents[parts] + 1)])
     ends = np.append(starts[1:], total)
@@ -84,7 +83,7 @@ def build_recurrence_plan(
     begins, stops, above = [], [], []
     levels: list[int] = []
     ending: dict[int, int] = {}
-    """Chunks by their last token: there, and nowhere else, another goes on."""
+    """Chunks by their last token, where another chunk may continue."""
     for start, end in zip(starts.tolist(), ends.tolist(), strict=True):
         for begin in range(start, end, size):
             parent = ending.get(int(parents[begin]), -1)
@@ -121,10 +120,10 @@ def build_recurrence_plan(
 
 
 def pack_delta_nets(text: nn.Module) -> int:
-    """Lets the gated delta nets of a text model go by a `recurrence`, where they are given one.
+    """Make a text model's gated delta nets follow a `recurrence` plan when they get one.
 
-    In place; parameters keep their names. Returns the tokens that their convolutions see, 0 where
-    there are no such layers.
+    The model is changed in place, and parameters keep their names. Return the number of tokens that
+    the convolutions cover; 0 if there are no such layers.
     """
     window = 0
     nets: list[Any] = [m for m in text.modules() if hasattr(m, "in_proj_qkv")]
@@ -134,7 +133,7 @@ def pack_delta_nets(text: nn.Module) -> int:
     return window
 
 
-@torch.compiler.disable  # a graph for each number of levels
+@torch.compiler.disable  # each number of levels would need its own graph
 def _forward(
     module: Any,
     forward: Callable[..., Tensor],
@@ -142,7 +141,7 @@ def _forward(
     recurrence: RecurrencePlan | None = None,
     **options: Any,
 ) -> Float[Tensor, "rows length hidden"]:
-    """The layer over a pack, which is one row; without a `recurrence`, as transformers has it."""
+    """Run the layer over a pack, or transformers' own layer without a `recurrence`."""
     if recurrence is None:
         return forward(hidden_states, **options)
     hidden = hidden_states[0]
@@ -165,7 +164,7 @@ def _forward(
 def _convolve(
     module: Any, x: Float[Tensor, "tokens channels"], plan: RecurrencePlan
 ) -> Float[Tensor, "tokens channels"]:
-    """Each token and the ones before it on its path, weighted channel by channel."""
+    """Convolve each token with the ones before it on its path."""
     weight = module.conv1d.weight.float().squeeze(1)
     padded = torch.cat([x, x.new_zeros(1, x.shape[1])])
     out = x * weight[:, -1]
@@ -185,10 +184,10 @@ def apply_delta_rule(
     beta: Float[Tensor, "tokens heads"],
     plan: RecurrencePlan,
 ) -> Float[Tensor, "tokens heads values"]:
-    """What each token reads from its state, which it has decayed and corrected before:
-    S' = exp(decay) S, and S = S' + k (beta (v - S' k)), keys and queries of length 1.
+    """Return what each token reads from its state after decaying and correcting it.
 
-    `decay` is in log space. What fills up a chunk has beta and decay 0, and changes no state.
+    S' = exp(decay) S, and S = S' + k (beta (v - S' k)), with normalized keys and queries. `decay`
+    is in log space. Padding has beta and decay 0, and changes no state.
     """
     if plan.bounds is not None and v.is_cuda and v.dtype in HALF_DTYPES:
         kernel = _find_kernel(q.shape[-1], v.shape[-1], v.device, v.dtype)
@@ -210,16 +209,16 @@ def apply_delta_rule(
     between = _sum_between(fades).exp()
     left = between[..., -1, :].unsqueeze(-1)
     whole = kept[..., -1:, :]
-    # What each token writes, less what the state and the tokens of the chunk before it have said.
+    # What each token writes, minus what its state and earlier tokens of its chunk predict.
     system = (k * rate) @ k.transpose(-1, -2) * between
     wanted = torch.cat([v * rate, k * rate * kept], dim=-1)
     solved = torch.linalg.solve_triangular(system, wanted, upper=False, unitriangular=True)
-    written, told = solved.split([v.shape[-1], k.shape[-1]], dim=-1)
+    written, predicted = solved.split([v.shape[-1], k.shape[-1]], dim=-1)
     within = q @ k.transpose(-1, -2) * between
-    parts = (q * kept, k * left, whole, written, told, within)
+    parts = (q * kept, k * left, whole, written, predicted, within)
     levels = zip(*(x.split(plan.level_sizes) for x in parts), strict=True)
     state, outs = None, []
-    for parents, (read, keys, remains, writes, says, sees) in zip(
+    for parents, (read, keys, remains, writes, predicts, sees) in zip(
         [None, *plan.parents], levels, strict=True
     ):
         if state is None:
@@ -227,7 +226,7 @@ def apply_delta_rule(
             state = keys.transpose(-1, -2) @ new
         else:
             state = state.index_select(0, parents)
-            new = writes - says @ state
+            new = writes - predicts @ state
             out = read @ state + sees @ new
             state = state * remains + keys.transpose(-1, -2) @ new
         outs.append(out)
@@ -245,8 +244,11 @@ def _run_kernel(
 
 @cache
 def _find_kernel(keys: int, values: int, device: torch.device, dtype: torch.dtype) -> Any:
-    """The chunked rule of flash-linear-attention; None where it is not installed, or where it does
-    not give the outputs and gradients of plain torch: some pairs of GPU and Triton do not."""
+    """Return flash-linear-attention's chunked rule, or None.
+
+    It is used only if its outputs and gradients equal plain torch's, which some combinations of GPU
+    and Triton do not reach.
+    """
     try:
         from fla.ops.gated_delta_rule import chunk_gated_delta_rule as kernel
     except ImportError:
@@ -255,7 +257,7 @@ def _find_kernel(keys: int, values: int, device: torch.device, dtype: torch.dtyp
     ends = np.repeat(np.cumsum(lengths), lengths)
     plan = build_recurrence_plan(ends, 1, device)
     problem = ""
-    # Drawn by a generator of its own: the random numbers of the run are to stay as they are.
+    # A separate generator leaves the run's random numbers unchanged.
     with take_trial_gradients():
         shapes = [(len(ends), 2, *width) for width in ((keys,), (keys,), (values,), (), ())]
         drawn = torch.Generator(device).manual_seed(0)
@@ -267,7 +269,7 @@ def _find_kernel(keys: int, values: int, device: torch.device, dtype: torch.dtyp
             rates = -inputs[3].exp(), inputs[4].sigmoid()
             found = _run_kernel(kernel, inputs[:3], *rates, plan.bounds)
             gradients = torch.autograd.grad(found.float().square().sum(), inputs)
-        except Exception as error:  # whatever a package of another version raises
+        except Exception as error:  # another version may raise anything
             problem = f"{type(error).__name__}: {error}"
         else:
             q, k, v, decay, beta = wide
@@ -278,25 +280,25 @@ def _find_kernel(keys: int, values: int, device: torch.device, dtype: torch.dtyp
             for name, x, y in zip(names, (found, *gradients), (plain, *expected), strict=True):
                 error_norm = float((x.float() - y).detach().norm() / y.detach().norm())
                 if not error_norm <= TOLERANCE:
-                    problem = f"its {name} differ from those of plain torch by {error_norm:.1%}"
+                    problem = f"its {name} differ from plain torch's by {error_norm:.1%}"
                     break
     if problem:
         print(
-            f"linear attention: plain torch, not flash-linear-attention: {problem}",
+            f"linear attention uses plain torch instead of flash-linear-attention: {problem}",
             file=sys.stderr,
         )
     return None if problem else kernel
 
 
 def _sum_between(decay: Float[Tensor, "chunks heads length"]) -> Tensor:
-    """What decays behind token j up to token i, at [i, j]; -inf where j is the later one.
+    """Return the total decay after token j up to token i at [i, j]; -inf if j is later.
 
-    Summed for each j by itself: the difference of two long sums would have lost its last digits.
+    Each j is summed separately, because the difference of two long sums would lose digits.
     """
     length = decay.shape[-1]
     mask = torch.ones(length, length, dtype=torch.bool, device=decay.device)
-    behind = decay.unsqueeze(-1).expand(*decay.shape, length).masked_fill(mask.triu(), 0.0)
-    return behind.cumsum(-2).masked_fill(mask.triu(1), -torch.inf)
+    later = decay.unsqueeze(-1).expand(*decay.shape, length).masked_fill(mask.triu(), 0.0)
+    return later.cumsum(-2).masked_fill(mask.triu(1), -torch.inf)
 
 
 def _normalize(x: Tensor) -> Tensor:

@@ -1,8 +1,7 @@
-"""A model is a folder, or an id of the hub: `owner/name`, or `owner/name@revision`.
+"""Resolve a model name: a folder, or an id of the Hugging Face hub (`owner/name[@revision]`).
 
-An id is looked for in the local cache first; then the few small files that a renderer needs are
-fetched, and the weights where they are wanted. What comes back is the folder of one commit, so a
-run file that names it names the revision.
+An id is looked up in the local cache first. Otherwise the small files that a renderer needs are
+downloaded, and the weights on demand.
 """
 
 from __future__ import annotations
@@ -24,7 +23,7 @@ _ID = re.compile(r"([\w.-]+/[\w.-]+)(?:@([\w./-]+))?")
 
 
 def resolve_checkpoint(model: str | Path, with_weights: bool = False) -> Path:
-    """The folder of a model; a path that is neither folder nor id comes back as it is."""
+    """Return the folder of a model. A path that is neither folder nor id is returned as it is."""
     path = Path(model)
     known = _ID.fullmatch(str(model))
     if path.exists() or known is None:
@@ -50,7 +49,7 @@ def resolve_checkpoint(model: str | Path, with_weights: bool = False) -> Path:
             return found
         problem = f"{found} lacks {', '.join(missing)}"
     raise FamilyError(
-        f"{str(model)!r} is no folder, and as a model of the hub it cannot be fetched: {problem}",
-        "make one with `sightline model tiny DIR`, name a folder, or put the files of the model "
-        f"into the cache: {', '.join(files)}",
+        f"{str(model)!r} is not a folder, and cannot be downloaded from the hub: {problem}",
+        "create a model with `sightline model tiny DIR`, name a folder, or put these files into "
+        f"the hub's cache: {', '.join(files)}",
     )

@@ -1,4 +1,4 @@
-"""Where a kernel is tried in the middle of a run, before it is used."""
+"""Try a kernel in the middle of a run, before it is used."""
 
 from __future__ import annotations
 
@@ -10,8 +10,10 @@ import torch
 
 @contextmanager
 def take_trial_gradients() -> Iterator[None]:
-    """Takes gradients inside, whatever is outside: an engine takes none, and a block whose
-    activations are computed again counts what is saved for them."""
+    """Enable gradients inside, whatever the state outside.
+
+    An engine runs without gradients, and checkpointed blocks count the tensors that are saved.
+    """
     with (
         torch.inference_mode(False),
         torch.enable_grad(),

@@ -1,4 +1,4 @@
-"""Messages and tools as their authors wrote them: where images and videos stand; tools as JSON."""
+"""Messages and tools as their authors wrote them: the paths of media, and tools as JSON."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from sightline.message import (
 )
 
 MAX_TOOL_DEPTH = 64
-"""Levels of objects and lists that the JSON of a tool may have."""
+"""The maximum nesting of a tool's JSON."""
 
 
 def get_field(message: Message | dict[str, Any], name: str) -> Any:
@@ -26,8 +26,10 @@ def get_field(message: Message | dict[str, Any], name: str) -> Any:
 
 
 def list_media_paths(message: Message | dict[str, Any], path: str) -> list[tuple[str, str]]:
-    """Where the images and videos of a message stand, as its author counts (joined texts shift
-    nothing), and which of the two is there, in words."""
+    """Return the path of every image and video of a message, with "an image" or "a video".
+
+    Paths count the author's parts, before texts are joined.
+    """
     content = get_field(message, "content")
     if not isinstance(content, (list, tuple)):
         return []
@@ -45,23 +47,23 @@ def _find_kind(part: Any) -> str | None:
 
 
 def check_shown(path: str, kind: str, family: Family, video_refusal: str) -> None:
-    """Raises MessageError for an image or a video that a checkpoint cannot show."""
+    """Raise MessageError for an image or a video that a checkpoint cannot show."""
     if not family.shows_media:
         raise MessageError.at(
             path,
-            f"{kind}, and this checkpoint has no vision tower",
+            f"{kind} cannot be shown: this checkpoint has no vision tower",
             "use a vision-language checkpoint",
         )
     if kind == "a video" and video_refusal:
         raise MessageError.at(
             path,
             f"a video cannot be shown: {video_refusal}",
-            "show some of its frames as images",
+            "send some of its frames as images",
         )
 
 
 def encode_tool(tool: Any, path: str) -> str:
-    """A tool as JSON; `path` is for errors."""
+    """Return a tool as JSON. `path` is for errors."""
     check_depth([tool], path)
     try:
         encoded = json.dumps(tool, ensure_ascii=False)
@@ -72,12 +74,12 @@ def encode_tool(tool: Any, path: str) -> str:
 
 
 def check_depth(value: Any, path: str, most: int = MAX_TOOL_DEPTH) -> None:
-    """Raises MessageError where JSON has more than `most` levels."""
+    """Raise MessageError for JSON with more than `most` levels."""
     level = [value]
     for _ in range(most + 1):
-        inner = [one.values() if isinstance(one, dict) else one for one in level]
-        boxes = (one for box in inner for one in box if isinstance(one, dict | list | tuple))
-        level = list({id(one): one for one in boxes}.values())  # each once, also in a circle
+        values = (v.values() if isinstance(v, dict) else v for v in level)
+        nested = (v for part in values for v in part if isinstance(v, dict | list | tuple))
+        level = list({id(v): v for v in nested}.values())  # each once, even in a cycle
         if not level:
             return
     raise MessageError.at(path, f"nested deeper than {most} levels", "flatten the schema")

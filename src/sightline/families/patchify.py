@@ -1,9 +1,9 @@
-"""One gather from an image to its patches: no floats, and no copy of the pixels on the way.
+"""Cut an image into patches with a single copy of its pixels.
 
-Pillow keeps RGB as four bytes a pixel; `split` writes each channel to a plane of its own, which
-numpy then reads in place, by Arrow's C interface. `np.asarray` would copy the plane once more: an
-image of 1920x1088 then took 11.1 ms instead of 8.1. The rows of a patch are copied as units of
-`patch` bytes: copied byte by byte, the same patches take about three times as long.
+Pillow stores RGB as four bytes per pixel. `split` writes each channel to its own plane, which numpy
+reads in place through Arrow's C interface. `np.asarray` would copy the plane again: 11.1 ms instead
+of 8.1 for an image of 1920x1088. Rows of a patch are copied as units of `patch` bytes, which is
+about three times as fast as byte by byte.
 """
 
 from __future__ import annotations
@@ -23,9 +23,9 @@ _get_capsule_pointer = ctypes.PYFUNCTYPE(ctypes.c_void_p, ctypes.py_object, ctyp
 
 
 def patchify(image: Image.Image, patch: int, merge: int = 1) -> np.ndarray:
-    """uint8 (patches, 3*patch*patch) of an RGB image: channel, row, column.
+    """Return the uint8 patches (patches, 3*patch*patch) of an RGB image: channel, row, column.
 
-    Patches come by blocks of `merge` x `merge`, the blocks row by row, and row by row within one.
+    Patches are grouped in blocks of `merge` x `merge`, in row order within and between blocks.
     """
     rows, columns = image.height // (patch * merge), image.width // (patch * merge)
     unit = np.dtype((np.void, patch))
@@ -34,13 +34,13 @@ def patchify(image: Image.Image, patch: int, merge: int = 1) -> np.ndarray:
         values, owner = _read_plane(plane)
         units = values.view(unit).reshape(rows, merge, patch, columns, merge)
         cut[:, :, :, :, channel] = units.transpose(0, 3, 1, 4, 2)
-        # `values` is memory of `owner`, which may go only now.
+        # `values` is memory of `owner`, which must live until here.
         del owner
     return cut.view(np.uint8).reshape(-1, 3 * patch * patch)
 
 
 class _ArrowArray(ctypes.Structure):
-    """The head of the struct that Arrow's C data interface passes."""
+    """The first fields of the struct of Arrow's C data interface."""
 
     _fields_ = [
         ("length", ctypes.c_int64),
@@ -53,12 +53,12 @@ class _ArrowArray(ctypes.Structure):
 
 
 def _read_plane(plane: Image.Image) -> tuple[np.ndarray, Any]:
-    """The values of an image of one channel, row by row, and the object that keeps them alive."""
+    """Return the values of a one-channel image, and the object that keeps them alive."""
     num = plane.width * plane.height
     try:
         _, capsule = plane.__arrow_c_array__()
     except ValueError:
-        # Pillow has no one piece of memory for a plane of more than 16 MB.
+        # Pillow stores a plane of more than 16 MB in several pieces.
         return np.asarray(plane).reshape(num), None
     array = _ArrowArray.from_address(_get_capsule_pointer(capsule, b"arrow_array"))
     assert (array.length, array.offset, array.num_buffers) == (num, 0, 2)

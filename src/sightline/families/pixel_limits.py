@@ -1,5 +1,4 @@
-"""Sizes whose sides are whole visual tokens and whose pixels are within limits, by the arithmetic
-of transformers' processors."""
+"""Resize images to whole visual tokens within pixel limits, by transformers' arithmetic."""
 
 from __future__ import annotations
 
@@ -13,10 +12,9 @@ MAX_ASPECT = 200
 def fit_area(
     width: int, height: int, factor: int, min_pixels: int, max_pixels: int
 ) -> tuple[int, int]:
-    """Height and width to resize an image to: multiples of `factor` whose area is within the
-    limits."""
+    """Return the height and width of a resized image: multiples of `factor` within the limits."""
     _check_aspect(width, height, f"{width}x{height}")
-    # A side under half a factor rounds to 0; the area is then 0 and the lower limit mends it.
+    # A side under half a factor rounds to 0; the area is then 0, and the lower limit corrects it.
     new_height, new_width = round(height / factor) * factor, round(width / factor) * factor
     if new_height * new_width > max_pixels:
         return _shrink(width, height, math.sqrt((height * width) / max_pixels), factor)
@@ -34,11 +32,13 @@ def fit_volume(
     min_pixels: int,
     max_pixels: int,
 ) -> tuple[int, int]:
-    """Height and width to resize each of `num_frames` to: multiples of `factor`, where limits are
-    those of all frames together, rounded to whole steps of `temporal`."""
+    """Return the height and width of resized frames: multiples of `factor`.
+
+    The limits apply to all frames together, rounded to whole steps of `temporal`.
+    """
     size = f"{width}x{height}"
     if min(width, height) < 1:
-        raise MediaRefused(f"an image of {size}", "pass an image that has pixels")
+        raise MediaRefused(f"an image of {size} has no pixels", "send another image")
     if height < factor or width < factor:
         scale = max(factor / height, factor / width)
         height, width = int(height * scale), int(width * scale)
@@ -57,7 +57,7 @@ def fit_volume(
 def _check_aspect(width: int, height: int, size: str) -> None:
     if min(width, height) < 1 or max(width, height) / min(width, height) > MAX_ASPECT:
         raise MediaRefused(
-            f"an image of {size}: one side is over {MAX_ASPECT} times the other",
+            f"an image of {size} is more than {MAX_ASPECT} times as long as wide",
             "crop it, or split it into several images",
         )
 

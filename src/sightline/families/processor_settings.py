@@ -1,6 +1,6 @@
-"""The processor settings of a checkpoint: all that changes a pixel or a token count.
+"""The processor settings of a checkpoint: everything that changes a pixel or a token count.
 
-A family keeps its own fields, key names and bounds; here is what all of them read and check.
+A family adds its own fields, key names and bounds to what is read and checked here.
 """
 
 from __future__ import annotations
@@ -18,10 +18,10 @@ from sightline.families.checkpoint_files import read_json
 
 @dataclass(frozen=True, kw_only=True)
 class BaseProcessorSettings:
-    """What the fingerprint of a family hashes."""
+    """The settings that a family's fingerprint hashes."""
 
     ALGORITHM: ClassVar[int] = 1
-    """Counts up when the same settings give other pixels or another number of tokens."""
+    """Increases when the same settings give other pixels or token counts."""
 
     patch: int
     """Pixels along a side of a patch."""
@@ -39,26 +39,25 @@ class BaseProcessorSettings:
 
 @dataclass(frozen=True, kw_only=True)
 class PixelSettings(BaseProcessorSettings):
-    """Settings of an image processor of transformers. Defaults are transformers' own, for keys
-    that a file leaves out."""
+    """Settings of a transformers image processor, with transformers' own defaults."""
 
     patch: int = 14
     merge: int = 2
     resample: int = 3
-    """Pillow's number of the filter; 3 is bicubic."""
+    """Pillow's number of the filter. 3 is bicubic."""
     rescale: float | None = 1 / 255
-    """None when the checkpoint does not rescale."""
+    """None if the checkpoint does not rescale."""
     mean: tuple[float, ...] = (0.5, 0.5, 0.5)
     std: tuple[float, ...] = (0.5, 0.5, 0.5)
 
 
 @dataclass(frozen=True, kw_only=True)
 class FrameSettings(PixelSettings):
-    """Settings of a processor for a tower that looks at several frames at once. Defaults of mean
-    and deviation are those of CLIP."""
+    """Settings for a tower that looks at several frames at once. Mean and deviation default to
+    CLIP's."""
 
     temporal: int = 2
-    """Frames of a patch. An image has one; it is repeated."""
+    """Frames of a patch. The one frame of an image is repeated."""
     min_pixels: int
     max_pixels: int
     mean: tuple[float, ...] = (0.48145466, 0.4578275, 0.40821073)
@@ -70,13 +69,13 @@ _LIMITS = ("min_pixels", "max_pixels")
 
 
 def override_limits(settings: Frames, overrides: dict[str, int]) -> Frames:
-    """The settings with the limits of a run; FamilyError for limits that cannot work."""
+    """Apply a run's pixel limits; FamilyError if they cannot work."""
     for key in overrides.keys() - set(_LIMITS):
-        raise FamilyError(f"no processor setting {key!r}", f"use {' or '.join(_LIMITS)}")
+        raise FamilyError(f"unknown processor setting {key!r}", f"use {' or '.join(_LIMITS)}")
     settings = dataclasses.replace(settings, **cast(Any, overrides))
     if not 0 < settings.min_pixels <= settings.max_pixels:
         raise FamilyError(
-            f"min_pixels {settings.min_pixels}, max_pixels {settings.max_pixels}",
+            f"[model] min_pixels is {settings.min_pixels} and max_pixels {settings.max_pixels}",
             "set 0 < min_pixels <= max_pixels",
         )
     return settings
@@ -88,21 +87,21 @@ def compute_fingerprint(description: dict[str, Any]) -> str:
 
 
 def read_processor_config(path: Path) -> dict[str, Any]:
-    """The image processor's own part of the files of a checkpoint folder."""
-    # transformers prefers the nested form of the one file to the other file.
+    """Return the image processor's settings in a checkpoint folder."""
+    # transformers prefers the section of processor_config.json to preprocessor_config.json.
     nested = path / "processor_config.json"
     found = read_json(nested).get("image_processor") if nested.is_file() else None
     file = path / "preprocessor_config.json"
     if found is None and not file.is_file():
         raise FamilyError(
             f"{path} has no preprocessor_config.json",
-            "copy it from the checkpoint: it says how images become tokens",
+            "copy it from the checkpoint",
         )
     return read_json(file) if found is None else dict(found)
 
 
 def read_video_config(path: Path) -> dict[str, Any]:
-    """The video processor's own part of the files of a folder; that of images where it has none."""
+    """Return the video processor's settings in a folder, or the image processor's."""
     nested = path / "processor_config.json"
     found = read_json(nested).get("video_processor") if nested.is_file() else None
     file = path / "video_preprocessor_config.json"
@@ -114,8 +113,11 @@ def read_video_config(path: Path) -> dict[str, Any]:
 def find_frame_difference(
     raw: dict[str, Any], images: FrameSettings, path: Path, patch: int
 ) -> str | None:
-    """Why the frames of a video cannot go through the tower as images do, in words: its processor
-    has other settings. `patch` is that processor's default."""
+    """Say which setting of the video processor differs from the image processor's.
+
+    Return None if frames can go through the tower as images do. `patch` is the video processor's
+    default.
+    """
     try:
         own = {
             "patch": read_int(raw, patch, "patch_size"),
@@ -127,17 +129,17 @@ def find_frame_difference(
         return error.problem
     for key, value in own.items():
         if value != (known := getattr(images, key)):
-            return f"its video processor has {key} = {value}, and its image processor {known}"
+            return f"its video processor has {key} = {value}, its image processor {known}"
     return "its vision tower looks at single frames" if images.temporal < 2 else None
 
 
 def read_pixel_settings(raw: dict[str, Any], default: PixelSettings, path: Path) -> dict[str, Any]:
-    """The fields by which pixels are resampled and normalized, as keywords of settings."""
+    """Return the fields for resampling and normalizing pixels, as keyword arguments."""
     for key in ("do_resize", "do_convert_rgb"):
         if not raw.get(key, True):
             raise FamilyError(
                 f"{path}: preprocessor_config.json sets {key} to false",
-                "set it to true: images of any size and mode become whole tokens only this way",
+                "set it to true, so that images of any size and mode fit",
             )
     rescales, normalizes = raw.get("do_rescale", True), raw.get("do_normalize", True)
     return {
@@ -149,12 +151,12 @@ def read_pixel_settings(raw: dict[str, Any], default: PixelSettings, path: Path)
 
 
 def read_int(raw: dict[str, Any], default: int, *keys: str) -> int:
-    """The first of `keys` that has a value: a number, or the same number for both sides."""
+    """Return the value of the first of `keys` that is set."""
     for key in keys:
         value = raw.get(key)
         if isinstance(value, (list, tuple)):
             if len(set(value)) != 1:
-                raise FamilyError(f"{key} = {value}", "use one number for both sides")
+                raise FamilyError(f"{key} is {value}", "use the same number for both sides")
             value = value[0]
         if value is not None:
             return int(value)
@@ -162,14 +164,14 @@ def read_int(raw: dict[str, Any], default: int, *keys: str) -> int:
 
 
 def check_vision_config(vision_config: dict[str, Any], path: Path, **expected: int) -> None:
-    """Raises when the processor cuts images in another way than the vision tower expects."""
+    """Raise if the processor cuts images differently from what the vision tower expects."""
     for key, ours in expected.items():
         theirs = vision_config.get(key, ours)
         if theirs not in (ours, [ours, ours]):
             raise FamilyError(
-                f"{path}: the processor settings say {ours} where config.json says "
+                f"{path}: the processor settings say {ours}, but config.json says "
                 f"vision_config.{key} = {theirs}",
-                "use the preprocessor_config.json that belongs to the checkpoint",
+                "copy preprocessor_config.json from the same checkpoint",
             )
 
 

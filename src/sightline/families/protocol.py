@@ -1,6 +1,6 @@
-"""What a model family gives to the rest of the system.
+"""The interface between a model family and the rest of the system.
 
-Two halves, so that a process loads only what it needs. `Family` is arithmetic on sizes and
+It has two halves, so that a process loads only what it needs. `Family` is arithmetic on sizes and
 uint8 pixels, without torch. `Forward` is the torch half, in the folder's `forward.py`.
 """
 
@@ -25,56 +25,56 @@ if TYPE_CHECKING:
 
 
 Grid = tuple[int, int, int]
-"""Patches of an image along time, height and width."""
+"""The number of patches of an image along time, height and width."""
 
 
 @dataclass(frozen=True, slots=True)
 class ImageLayout:
-    """How an image of some size is cut up."""
+    """How an image of one size is cut into patches."""
 
     grid: Grid
     num_tokens: int
     height: int
-    """Pixels after resizing, before padding."""
+    """In pixels, after resizing and before padding."""
     width: int
-    """Pixels after resizing, before padding."""
+    """In pixels, after resizing and before padding."""
 
 
 @dataclass(frozen=True, slots=True)
 class ShownStep:
-    """A step of a video, as a family shows it."""
+    """One step of a video, which has an item and a slot of its own."""
 
     item: MediaItem
     seconds: float
-    """When it is shown, as the family tells it: such as the middle of its frames."""
+    """The time that the prompt gives for it, such as the middle of its frames."""
 
 
 @dataclass(frozen=True, slots=True)
 class Packing:
-    """What a model's sequences can be packed into, and why."""
+    """How a model's sequences can be packed, and why."""
 
     kind: Literal["tree", "flat", "rows"]
-    """`tree`: nodes once, under a mask. `flat`: sequences side by side in one row. `rows`: so too,
-    and `Forward.hidden` takes them apart into padded rows, over which the model attends in its own
-    way; an engine keeps nothing of them."""
+    """`tree`: each node once, under a mask. `flat`: sequences next to each other in one row.
+    `rows`: the same, but `Forward.hidden` splits the row into padded rows for the model's own
+    attention, and an engine caches nothing."""
     reason: str
     carries_state: bool = False
-    """Whether an engine must keep, beside keys and values, a state for each sequence."""
+    """Whether an engine must keep a recurrent state for each sequence, besides keys and values."""
 
     @property
     def description(self) -> str:
-        """The packing in a sentence, with its reason."""
+        """The packing and its reason, in one sentence."""
         words = {
-            "tree": "shared-prefix trees, a prefix that samples share is computed once",
-            "flat": "several sequences in a row, each with its own prefix",
-            "rows": "several sequences a forward pass, as rows that are padded to the longest",
+            "tree": "trees (a prefix that samples share is computed once)",
+            "flat": "flat (several sequences in one row, each with its own prefix)",
+            "rows": "padded rows (several sequences per forward pass, padded to the longest)",
         }
         return f"packing: {words[self.kind]}, because {self.reason}"
 
 
-TREE_PACKING = Packing("tree", "every layer of this model takes an attention mask")
+TREE_PACKING = Packing("tree", "every layer takes an attention mask")
 EXACT_PACKING = Packing(
-    "flat", "[model] exact is on: a tree would sum up the keys of a token in another order"
+    "flat", "with [model] exact, a tree would sum a token's keys in another order"
 )
 
 
@@ -82,91 +82,95 @@ class Family(Protocol):
     name: str
     """The name of its folder."""
     fingerprint: str
-    """The hash of `settings`, by which items of other settings are refused."""
+    """The hash of `settings`. Items with another fingerprint are refused."""
     settings: dict[str, Any]
-    """What the fingerprint hashes: every setting that changes a pixel or a token count."""
+    """Every setting that changes a pixel or a token count."""
     num_axes: int
-    """Rows of a position array."""
+    """The number of rows of a position array."""
     modality: str
-    """What the generate protocol calls its images."""
+    """The generate protocol's name for its images."""
     shows_media: bool
     """False for a text-only checkpoint."""
     video_refusal: str
-    """Why videos cannot be shown; empty where they can."""
+    """Why videos cannot be shown. Empty if they can."""
     slot_token_ids: tuple[int, ...]
-    """The ids that fill slots: found there, and nowhere else."""
+    """The ids that fill slots and appear nowhere else."""
     packing: Packing
     found: Sequence[str]
-    """What was found out about the checkpoint by trying, a line each; none where it is known."""
+    """What a probe found out about the checkpoint, one line each. Empty for native families."""
 
     def layout(self, width: int, height: int) -> ImageLayout: ...
 
     def item(self, ref: MediaRef) -> MediaItem: ...
 
     def check_item(self, item: MediaItem) -> None:
-        """Raises FingerprintMismatch, with both settings, or Misaligned for a wrong grid."""
+        """Raise FingerprintMismatch with both settings, or Misaligned for a wrong grid."""
         ...
 
     def num_tokens(self, item: MediaItem) -> int:
-        """The length of its slot: from the first to the last token that a feature replaces."""
+        """Return the length of its slot: from the first to the last token that features replace."""
         ...
 
     def describe_tokens(self) -> str:
-        """How many tokens images have, in words."""
+        """Describe how many tokens images take."""
         ...
 
     def feature_offsets(self, item: MediaItem) -> np.ndarray:
-        """int64: the places in its slot that features fill, in their order. Others hold marks of
-        the chat format, such as those between the tiles of an image."""
+        """Return the offsets in its slot that features fill, as int64 in order.
+
+        The rest of a slot holds marks of the chat format, such as those between tiles.
+        """
         ...
 
     def patches(self, image: Image.Image, item: MediaItem) -> np.ndarray:
-        """uint8 (num_patches, values per patch), without the repeated frame."""
+        """Return uint8 patches (num_patches, values per patch), without the repeated frame."""
         ...
 
     def steps(self, video: VideoPart) -> Sequence[ShownStep]:
-        """The steps of a video: those frames that the family's rule takes of a file, or all images
-        of a list. MediaRefused for one that cannot be shown."""
+        """Return the steps of a video; MediaRefused if it cannot be shown.
+
+        Of a file these are the frames that the family samples; of a list, all images.
+        """
         ...
 
     def step_patches(self, frames: Sequence[Image.Image], item: MediaItem) -> np.ndarray:
-        """uint8 (num_patches, values of all frames of a patch) of a step of a video."""
+        """Return uint8 patches (num_patches, values of all frames) of one step of a video."""
         ...
 
     def repeat_frame(self, patches: np.ndarray) -> np.ndarray:
-        """Patches of an image, as wide as those of a step: to be stacked with some."""
+        """Return patches of an image as wide as those of a video step, to be stacked with them."""
         ...
 
     def positions(
         self, num_tokens: int, slots: Sequence[Slot], start: int = 0
     ) -> tuple[np.ndarray, int]:
-        """int32 (num_axes, num_tokens) that begin at `start`, and the position that comes next."""
+        """Return int32 positions (num_axes, num_tokens) from `start` on, and the next position."""
         ...
 
 
 class Forward(Protocol):
-    """The torch half: one object per loaded model."""
+    """The torch half of a family: one object per loaded model."""
 
     model: torch.nn.Module
 
     def vision_parameters(self) -> list[tuple[str, torch.nn.Parameter]]:
-        """The parameters of the vision tower, by their names in the model."""
+        """Return the vision tower's parameters with their names in the model."""
         ...
 
     def blocks(self) -> list[torch.nn.Module]:
-        """Decoder layers and vision blocks: each is sharded, and gathered, as a whole."""
+        """Return decoder layers and vision blocks. Each is sharded and gathered as a whole."""
         ...
 
     def blank_image(self) -> tuple[UInt8[Tensor, "patches values"], Grid] | None:
-        """The patches and the grid of the smallest image; None where there is no vision tower."""
+        """Return the patches and grid of the smallest image, or None without a vision tower."""
         ...
 
     def encode(
         self, patches: UInt8[Tensor, "patches values"], grids: list[Grid]
     ) -> Float[Tensor, "visual_tokens features"]:
-        """The features of images whose patches are stacked in order.
+        """Return the features of images whose patches are stacked in order.
 
-        They may be those of several layers side by side; `hidden` takes them apart again.
+        They may be those of several layers, concatenated. `hidden` splits them again.
         """
         ...
 
@@ -178,46 +182,46 @@ class Forward(Protocol):
         feature_indices: Int[Tensor, " visual_tokens"] | None,
         attention: Any,
     ) -> Float[Tensor, "rows length hidden"]:
-        """The last hidden states. `features` replace the embeddings at `feature_indices`, which
-        count the tokens of all rows.
+        """Return the last hidden states.
 
-        `attention` attends, by its `attend`, and has the `state` that recurrent layers carry along
-        a row, or None: then it is that of a pack, and has its `subtree_end`.
+        `features` replace the embeddings at `feature_indices`, which count the tokens of all rows.
+        `attention` has the method `attend`, and the `state` that recurrent layers carry along a
+        row. Where `state` is None, the row is a pack, and `attention` has its `subtree_end`.
         """
         ...
 
     def logits(self, hidden: Float[Tensor, "tokens hidden"]) -> Float[Tensor, "tokens vocab"]: ...
 
-    # A family that learns what its model does by trying has `check_model(build_pattern)` too: it is
-    # called once weights are loaded, with a function from `subtree_end` to an attention pattern.
+    # A family may also have `check_model(build_pattern)`, which is called once weights are loaded,
+    # with a function from `subtree_end` to an attention pattern.
 
 
 @dataclass(frozen=True, slots=True)
 class EngineField:
-    """One array of an image, as an engine that is not ours wants it."""
+    """One array of an image, as a foreign engine takes it."""
 
     data: np.ndarray
     is_flat: bool
-    """Whether the arrays of several images are laid end to end; else they are stacked."""
+    """Whether the arrays of several images are concatenated. Otherwise they are stacked."""
     axis: int = 0
-    """The axis along which they are laid end to end."""
+    """The axis along which they are concatenated."""
     stays_on_host: bool = False
     """Whether the engine reads the array on the CPU, such as the grid of an image."""
 
 
 @dataclass(frozen=True)
 class ParameterSlice:
-    """A part of one parameter of ours."""
+    """A part of one of our parameters."""
 
     name: str
     index: int | None = None
-    """The index along the first axis, which then falls away; None is all of it."""
+    """An index along the first axis, which is then dropped. None takes all of it."""
     rows: np.ndarray | None = None
-    """The indices along the first axis that is left, in this order; None is all of them."""
+    """Indices along the first remaining axis, in this order. None takes all of them."""
 
 
 class ServingSpec:
-    """How an engine that is not ours names a family's things: `Serving` in the folder's serving.py.
+    """How vLLM serves a family: the class `Serving` in the folder's serving.py.
 
     Plain data and arithmetic: it imports no engine. The defaults are those of a model that vLLM
     serves by itself, with one image grid per image.

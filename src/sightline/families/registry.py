@@ -1,14 +1,16 @@
-"""Finds the family of a checkpoint. It looks at folders and names none.
+"""Find the family of a checkpoint, without naming any family.
 
-A family is a folder of this package, or of `sightline_families`: a namespace that every folder on
-the Python path can add to. Its `__init__.py`, which imports neither torch nor transformers, offers
+A family is a folder of this package, or of the namespace package `sightline_families`, to which
+every folder on the Python path can contribute. Its `__init__.py` imports neither torch nor
+transformers, and defines
 
-    claims(config)                          whether a checkpoint with this config.json is its own
+    claims(config)                          whether the family handles this config.json
     load_family(path, overrides)            its `Family`
-    load_renderer(path, family, resolver)   its `Renderer`; with `number_images` as a keyword where
-                                            it has CAN_NUMBER_IMAGES = True
-    IS_DEFAULT = True                       where commands that are given no family take it
-    IS_FALLBACK = True                      where it is asked only if no other claims a checkpoint
+    load_renderer(path, family, resolver)   its `Renderer`; takes the keyword `number_images` if
+                                            CAN_NUMBER_IMAGES = True
+    IS_DEFAULT = True                       optional: commands use it when no family is given
+    IS_FALLBACK = True                      optional: tried only if no other family claims a
+                                            checkpoint
 """
 
 from __future__ import annotations
@@ -33,23 +35,23 @@ if TYPE_CHECKING:
 
 
 FAMILY_PACKAGES = (__name__.rpartition(".")[0], "sightline_families")
-"""The packages whose folders are families: our own, and the one of others."""
+"""The packages whose folders are families: ours, and the one for others."""
 
 
 def _find_modules() -> dict[str, str]:
-    """The module of every family, by the family's name."""
-    found: dict[str, str] = {}
+    """Return the module of every family, by name."""
+    modules: dict[str, str] = {}
     for place in FAMILY_PACKAGES:
         spec = importlib.util.find_spec(place)
         folders = (spec.submodule_search_locations if spec else None) or ()
         for name in (module.name for module in pkgutil.iter_modules(folders) if module.ispkg):
-            if name in found:
+            if name in modules:
                 raise FamilyError(
-                    f"{place}.{name} has the name of {found[name]}",
-                    "rename its folder: items and fingerprints name a family by it",
+                    f"{place}.{name} and {modules[name]} have the same name",
+                    "rename one of the folders: items and fingerprints contain the name",
                 )
-            found[name] = f"{place}.{name}"
-    return dict(sorted(found.items()))
+            modules[name] = f"{place}.{name}"
+    return dict(sorted(modules.items()))
 
 
 def _import_folders() -> dict[str, ModuleType]:
@@ -61,14 +63,14 @@ def family_names() -> list[str]:
 
 
 def get_default_family() -> str:
-    """The family that commands take when none is named: the folder that says so of itself."""
+    """Return the family that commands use when none is given."""
     folders = _import_folders()
     chosen = [name for name, folder in folders.items() if getattr(folder, "IS_DEFAULT", False)]
     return [*chosen, *folders][0]
 
 
 def _import_family_file(name: str, file: str) -> ModuleType:
-    """A file of a family that is loaded only where it is needed."""
+    """Import a file of a family that only some processes need."""
     return importlib.import_module(f"{_find_modules()[name]}.{file}")
 
 
@@ -80,15 +82,14 @@ def _get_folder(path: Path) -> ModuleType:
     kind = f"{path} is a {config.get('model_type')!r} checkpoint"
     if not claimed:
         raise FamilyError(
-            f"{kind}, which no family here knows",
-            "docs/models.md lists what loads: of models that see any whose config.json has a "
-            "vision_config, of those of text alone few. Use one of these, or add a folder for it: "
-            "see docs/adding_a_family.md",
+            f"{kind}, which no family supports",
+            "use a model listed in docs/models.md or any vision-language model with a "
+            "vision_config, or add a family for it (docs/adding_a_family.md)",
         )
     if len(claimed) > 1:
         raise FamilyError(
-            f"{kind}, which several families claim: {', '.join(claimed)}",
-            "take the folders of all but one off the Python path",
+            f"{kind}, and several families claim it: {', '.join(claimed)}",
+            "remove all but one of them from the Python path",
         )
     return next(iter(claimed.values()))
 
@@ -97,26 +98,29 @@ def read_config(path: Path) -> dict[str, Any]:
     file = path / "config.json"
     if not file.is_file():
         raise FamilyError(
-            f"{path} is no checkpoint: it has no config.json",
-            "make one with `sightline model tiny DIR`, or point [model] path at a checkpoint",
+            f"{path} is not a checkpoint: it has no config.json",
+            "create one with `sightline model tiny DIR`, or point [model] path at a checkpoint",
         )
     return read_json(file)
 
 
 def load_family(model: str | Path, exact: bool = False, /, **overrides: int) -> Family:
-    """The family of a checkpoint (a folder or an id of the hub); `overrides` win over its own.
-    Where arithmetic is `exact` it packs no trees, and is refused where it cannot be."""
+    """Load the family of a checkpoint, which is a folder or an id of the hub.
+
+    `overrides` replace its pixel limits. With `exact` arithmetic it packs no trees, and models
+    that cannot be exact are refused.
+    """
     path = resolve_checkpoint(model)
     family = cast(Family, _get_folder(path).load_family(path, overrides))
     if exact and family.found:
         raise ConfigError(
-            f"[model] exact = true, and the family {family.name} knows its layers by trying alone",
-            "choose a checkpoint of another family, or remove exact",
+            f"[model] exact is not supported by the generic family {family.name!r}",
+            "choose a checkpoint with a native family (docs/models.md), or remove exact",
         )
     if exact and family.packing.carries_state:
         raise ConfigError(
-            f"[model] exact = true, and {family.packing.reason}",
-            "choose a model that attends in every layer, or remove exact",
+            f"[model] exact is not supported for this model: {family.packing.reason}",
+            "choose a model without recurrent layers, or remove exact",
         )
     if exact and family.packing.kind == "tree":
         family.packing = EXACT_PACKING
@@ -131,18 +135,18 @@ def load_renderer(
     number_images: bool = False,
     max_model_len: int = 0,
 ) -> Renderer:
-    """The renderer of a checkpoint folder; it puts images into `store`.
+    """Load the renderer of a checkpoint, which puts images into `store`.
 
-    `family` is the checkpoint's own where it is left out. `resolver` says which sources of images
-    are allowed; without one, data: and media: urls only. `number_images` writes a number before
-    every image, where the chat format has a way to. A prompt that cannot fit into `max_model_len`
-    tokens is refused before it is tokenized; 0 is any length.
+    `family` defaults to the checkpoint's own. `resolver` says which image sources are allowed; by
+    default, only data: and media: URLs. `number_images` writes a number before every image, where
+    the chat format supports it. A prompt that cannot fit into `max_model_len` tokens is refused
+    before it is tokenized; 0 means no limit.
     """
     path = resolve_checkpoint(model)
     folder = _get_folder(path)
     if number_images and not getattr(folder, "CAN_NUMBER_IMAGES", False):
         raise FamilyError(
-            f"the chat format of {path} does not number images",
+            f"the chat format of {path} cannot number images",
             "remove [model] number_images from the run file",
         )
     family = family or folder.load_family(path, {})
@@ -156,28 +160,28 @@ def load_renderer(
 def load_forward(
     model: str | Path, family: Family, device: torch.device, dtype: torch.dtype, attention: str
 ) -> Forward:
-    """The model itself, with torch; `attention` is a name that transformers' registry knows."""
+    """Load the model itself. `attention` is a name in transformers' attention registry."""
     load = _import_family_file(family.name, "forward").load
     return cast(Forward, load(resolve_checkpoint(model, True), family, device, dtype, attention))
 
 
 def load_serving(model: str | Path, family: Family, takes_updates: bool = True) -> ServingSpec:
-    """How an engine that is not ours names the family's things, if it can serve the checkpoint."""
+    """Return how vLLM serves the checkpoint; FamilyError if it cannot."""
     try:
         serving = cast(ServingSpec, _import_family_file(family.name, "serving").Serving())
     except ModuleNotFoundError as error:
         if error.name != f"{_find_modules()[family.name]}.serving":
-            raise  # the file is there, and what it imports is not
+            raise  # serving.py exists, but a module that it imports does not
         raise FamilyError(
-            f"the family {family.name} does not say how vLLM names its images",
-            'set engine = "torch", or add serving.py to its folder: see docs/adding_a_family.md',
+            f"the family {family.name!r} cannot be served with vLLM: it has no serving.py",
+            'set [inference] engine = "torch", or add the file (docs/adding_a_family.md)',
         ) from error
     serving.check_servable(resolve_checkpoint(model), takes_updates)
     return serving
 
 
 def write_tiny(name: str, path: Path, seed: int, **options: Any) -> None:
-    """Writes the small random checkpoint of family `name`."""
+    """Write the small random checkpoint of family `name`."""
     if name not in family_names():
         raise FamilyError(f"no family {name!r}", f"choose one of {', '.join(family_names())}")
     _import_family_file(name, "tiny").write(path, seed=seed, **options)

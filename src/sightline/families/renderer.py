@@ -1,12 +1,12 @@
-"""What the renderers of all families share: reading messages, spans, bridging, parsing.
+"""Base classes for renderers: reading messages, spans, bridging and parsing.
 
     render   read and check all ---> head ---> each message, one span each ---> header
     bridge   the law of `render.bridge` ---> close the turn ---> each new message ---> header
-    parse    cut at the first stop token ---> `parse_turn` of the family
+    parse    cut at the first stop token ---> the family's `parse_turn`
 
-A family writes the hooks at the end of `BaseRenderer`; nothing above them is overridden. One that
-knows its chat format as a template alone extends `MessageRenderer`. What a chat format has no place
-for is refused with its path, never dropped.
+A family implements the hooks at the end of `BaseRenderer` and overrides nothing above them. A
+family that knows its chat format only as a template extends `MessageRenderer`. Content that a chat
+format cannot express is refused with its path, never dropped.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ from sightline.wire import MediaItem
 
 @dataclass(frozen=True, slots=True)
 class ParsedCompletion:
-    """A completion taken apart; its text without the tool calls that are well formed."""
+    """The parts of a completion. The content leaves out well-formed tool calls."""
 
     content: str
     reasoning: str | None = None
@@ -63,19 +63,19 @@ class ParsedCompletion:
 
 @dataclass(slots=True)
 class RenderContext:
-    """Messages that are being emitted, and what stands around them."""
+    """Messages that are being emitted, and their surroundings."""
 
     messages: Sequence[Message]
     is_new: bool = False
-    """Whether a history stands before the first of the messages."""
+    """Whether the messages follow a history."""
     history_end: int = -1
-    """Reasoning of the messages up to this index is dropped."""
+    """The index of the last message whose reasoning is dropped."""
     num_images: int = 0
-    """Images that were emitted so far, those of the history included."""
+    """The number of images emitted so far, including the history's."""
     num_calls: int = 0
-    """Tool calls that were emitted so far."""
+    """The number of tool calls emitted so far."""
     following: str | None = None
-    """The role whose turn is opened behind the last of the messages."""
+    """The role whose turn is opened after the last message."""
 
     def role(self, i: int) -> str | None:
         if i == len(self.messages):
@@ -84,28 +84,28 @@ class RenderContext:
 
 
 class MessageRenderer(FormatDescription, ABC):
-    """Renders, bridges and parses in one chat format. Stateless but for the family's caches.
+    """Renders, bridges and parses in one chat format. Its only state is the family's caches.
 
     A family's `__init__` sets `header`, `end_id`, `stop_token_ids` and `pad_token_ids`.
     """
 
     shows_names: ClassVar[bool] = False
-    """Whether a message's name is written; where not, it is left out as the template does."""
+    """Whether a message's name is written. Otherwise it is dropped, as the template does."""
 
     header: list[int]
-    """The ids that open the assistant's turn: a prompt ends with them."""
+    """The ids that open the assistant's turn. Every prompt ends with them."""
     end_id: int
     """The token that ends a turn."""
     openers: Mapping[str, int] = MappingProxyType({})
-    """Where the assistant's turn ends by the token that opens the next: that token of each role."""
+    """The token that opens each role's turn, where it also ends the assistant's turn before it."""
     stop_token_ids: tuple[int, ...]
     pad_token_ids: tuple[int, ...]
-    """Ids of media and of the marks around them: a policy that could sample the marks could write
-    a prompt that reads as if an image stood there."""
+    """Ids of media and of the marks around them. They are banned in sampling, because a policy
+    that could sample the marks could write a prompt that seems to contain an image."""
     max_model_len: int = 0
-    """Tokens that a prompt may have; what cannot fit is refused untokenized. 0 is any number."""
+    """The maximum length of a prompt. Longer ones are refused before tokenizing. 0 is no limit."""
     video_pad_id: int = -1
-    """The id that fills the slots of videos; -1 where they are not shown."""
+    """The id that fills the slots of videos. -1 if videos are not shown."""
 
     def __init__(
         self, tokenizer: Tokenizer, family: Family, resolver: ImageResolver, vocab_size: int
@@ -116,21 +116,21 @@ class MessageRenderer(FormatDescription, ABC):
         self.vocab_size = vocab_size
         self.video_refusal = family.video_refusal
 
-    # -- the same for all families
+    # -- shared by all families
 
     def read_conversation(self, messages: Messages) -> list[Message]:
         read = self.read_messages(messages)
         for i, message in enumerate(read[1:], start=1):
             if message.role == "system":
                 raise MessageError.at(
-                    f"messages[{i}].role", "a system message that is not the first", "put it first"
+                    f"messages[{i}].role", "the system message is not the first", "put it first"
                 )
         return read
 
     def read_messages(self, messages: Messages) -> list[Message]:
         check_message_list(messages, "messages")
         if not messages:
-            raise MessageError.at("messages", "empty", "pass one message or more")
+            raise MessageError.at("messages", "the list is empty", "pass at least one message")
         self._check_count("messages", len(messages), self.max_model_len)
         return [self._read(m, f"messages[{i}]") for i, m in enumerate(messages)]
 
@@ -151,10 +151,11 @@ class MessageRenderer(FormatDescription, ABC):
         new_messages: Messages,
         tools: Tools | None = None,
     ) -> Bridged | Refused:
-        """`tools` stand in the prompt already, so nothing is emitted for them.
+        """Return the tokens that continue a prompt and its completion with new messages.
 
-        A turn that was cut off, or that ended with another stop token, is closed first, and so
-        is reasoning that was cut off. One that ended by opening a turn of another role is refused.
+        Nothing is emitted for `tools`, which the prompt contains already. A turn or reasoning that
+        was cut off, or that ended with another stop token, is closed first. A completion that
+        opened a turn of another role is refused.
         """
         check_message_list(new_messages, "new_messages")
         reason = find_bridge_refusal(
@@ -180,10 +181,10 @@ class MessageRenderer(FormatDescription, ABC):
         return self.bridge_read(prompt_ids, completion_ids, read)
 
     def parse(self, completion_ids: Sequence[int], tools: Tools | None = None) -> AssistantMessage:
-        """The message up to the first stop token.
+        """Return the message up to the first stop token.
 
-        Tool calls are taken out of the content when all of them are well formed. If one is not,
-        everything stays in the content as it was sampled, and `malformed_calls` names what is not.
+        If all tool calls are well formed, they are removed from the content. Otherwise the content
+        stays as it was sampled, and `malformed_calls` lists the malformed ones.
         """
         ids = [int(token) for token in completion_ids]
         stop = next((i for i, token in enumerate(ids) if token in self.stop_token_ids), None)
@@ -198,22 +199,14 @@ class MessageRenderer(FormatDescription, ABC):
         )
 
     def get_turn_end(self, following: str) -> int:
-        """The token that ends the assistant's turn in front of a turn of this role."""
+        """Return the token that ends the assistant's turn before a turn of this role."""
         return self.openers.get(following, self.end_id)
 
     def decode(self, token_ids: Sequence[int]) -> str:
         return self._tokenizer.decode(token_ids)
 
-    def find_split(self, ours: list[int], theirs: list[int]) -> tuple[str, str, str]:
-        """Return the text before the first difference of two prompts, and how each continues."""
-        same = 0
-        while same < min(len(ours), len(theirs)) and ours[same] == theirs[same]:
-            same += 1
-        before = self.decode(ours[max(0, same - 6) : same])
-        return before, self.decode(ours[same : same + 12]), self.decode(theirs[same : same + 12])
-
     def find_token_ids(self, tokens: Sequence[str]) -> tuple[int, ...]:
-        """The ids of those of `tokens` that the tokenizer has."""
+        """Return the ids of those `tokens` that the tokenizer has."""
         found = (self._tokenizer.find_token_id(token) for token in tokens)
         return tuple(token_id for token_id in found if token_id is not None)
 
@@ -221,29 +214,26 @@ class MessageRenderer(FormatDescription, ABC):
         if self.max_model_len and count > most:
             raise PromptTooLong.at(
                 path,
-                f"{count} {unit}; with max_model_len = {self.max_model_len} it may have {most}",
+                f"{count} {unit}, but max_model_len = {self.max_model_len} allows {most}",
                 SHORTEN,
             )
 
     def _check_tools(self, tools: Tools) -> None:
-        """Before a format writes them: what it makes of them takes time, and is not bounded."""
+        """Bound the tools before a format writes them, which may take long."""
         self._check_count("tools", len(tools), self.max_model_len)
         size = sum(len(encode_tool(tool, f"tools[{i}]")) for i, tool in enumerate(tools))
         most = self.max_model_len * self._tokenizer.max_token_chars
         self._check_count("tools", size, most, "characters of JSON")
 
     def _read(self, message: Message | dict[str, Any], path: str) -> Message:
-        """The message in our form, with its images taken into the store; `path` is for errors."""
+        """Return the message in our form, with its images in the store. `path` is for errors."""
         paths, role = list_media_paths(message, path), get_field(message, "role")
         for where, kind in paths:
             check_shown(where, kind, self._family, self.video_refusal)
             if role in ROLES and role not in self.image_roles:
-                what = kind.partition(" ")[2]
-                is_sampled = role == "assistant"
-                why = f"samples no {what}" if is_sampled else "this chat format cannot show"
                 raise MessageError.at(
                     where,
-                    f"{kind} in a message of the role {role}, which {why}",
+                    f"this chat format cannot show {kind} in a message of role {role!r}",
                     "put it into a user message",
                 )
         read = to_message(message, self._resolver, path)
@@ -265,17 +255,17 @@ class MessageRenderer(FormatDescription, ABC):
             raise MessageError.at(f"{path}.reasoning", self.reasoning_refusal, "remove it")
         if message.reasoning is not None and message.role != "assistant":
             raise MessageError.at(
-                f"{path}.reasoning", f"reasoning of the role {message.role}", "remove it"
+                f"{path}.reasoning", f"role {message.role!r} cannot have reasoning", "remove it"
             )
         if message.tool_calls and message.role != "assistant":
             raise MessageError.at(
-                f"{path}.tool_calls", f"tool calls of the role {message.role}", "remove them"
+                f"{path}.tool_calls", f"role {message.role!r} cannot call tools", "remove them"
             )
         if not self.takes_tools and (message.tool_calls or message.role == "tool"):
             raise MessageError.at(
                 f"{path}.{'tool_calls' if message.tool_calls else 'role'}",
                 self.tools_refusal,
-                "tell of the tool in a user message",
+                "put the tool's answer into a user message",
             )
         check_unicode(message.text, f"{path}.content")
         check_unicode(message.reasoning or "", f"{path}.reasoning")
@@ -286,32 +276,35 @@ class MessageRenderer(FormatDescription, ABC):
             check_unicode(call.name + call.arguments, f"{path}.tool_calls[{k}].function")
             self.check_call(call, f"{path}.tool_calls[{k}]")
 
-    # -- what a family writes
+    # -- implemented by a family
 
     @abstractmethod
     def render_read(
         self, messages: list[Message], tools: Tools | None, generation_prompt: bool
     ) -> Rendered:
-        """Renders messages that were read and checked."""
+        """Render messages that were read and checked."""
 
     @abstractmethod
     def bridge_read(
         self, prompt_ids: Sequence[int], completion_ids: Sequence[int], new: list[Message]
     ) -> Bridged:
-        """Closes the turn of a completion where it is open, and renders the messages behind it."""
+        """Close the completion's turn if it is open, and render the messages after it."""
 
     @abstractmethod
     def parse_turn(self, ids: list[int], tools: Tools) -> ParsedCompletion:
-        """What ids without their stop token mean. Marks are found by id, never by spelling.
+        """Parse ids without their stop token. Marks are found by id, never by spelling.
 
-        `tools` were on offer: a format that does not write the types of arguments looks there.
+        `tools` are those of the prompt. A format that does not write the types of arguments looks
+        them up there.
         """
 
-    # -- what a family may write; the defaults are those of a format without reasoning
+    # -- optional hooks; the defaults are those of a format without reasoning
 
     def drop_unwritten(self, message: Message) -> Message:
-        """The message, less what the chat template writes as if it were not there: messages that
-        are written alike are then equal, and a history is found again."""
+        """Return the message without the parts that the chat template ignores.
+
+        Messages that are rendered alike are then equal, so that a history is recognized.
+        """
         return msgspec.structs.replace(
             message,
             content=join_texts(message.content),
@@ -320,24 +313,24 @@ class MessageRenderer(FormatDescription, ABC):
         )
 
     def check_conversation(self, messages: Sequence[Message]) -> None:
-        """Raises MessageError for what a whole conversation lacks; new messages may lack it."""
+        """Raise MessageError for what a whole conversation lacks. New messages may lack it."""
 
     def check_call(self, call: ToolCall, path: str) -> None:
-        """Raises MessageError for a call that the format cannot write."""
+        """Raise MessageError for a call that the format cannot write."""
 
     def is_reasoning_open(self, ids: list[int]) -> bool:
-        """Whether reasoning began in a completion and has not ended."""
+        """Return whether reasoning began in a completion and has not ended."""
         return False
 
     def rewrites_history(
         self, prompt_ids: Sequence[int], ids: list[int], new: Sequence[Message]
     ) -> bool:
-        """Whether the chat template, with `new` behind these ids, would write other ids."""
+        """Return whether the chat template would change these ids if `new` followed them."""
         return False
 
 
 class BaseRenderer(MessageRenderer):
-    """Emits a chat format that the family knows, message by message."""
+    """Emits a known chat format, message by message."""
 
     turn_separator: ClassVar[str] = ""
     """Text between the token that ends a turn and the next turn."""
@@ -357,13 +350,13 @@ class BaseRenderer(MessageRenderer):
             following="assistant" if generation_prompt else None,
         )
         emitter = Emitter(self._tokenizer, max_model_len=self.max_model_len)
-        # Where no message is part of the head, the first message's span holds it.
+        # If no message is part of the head, the first message's span includes it.
         first = self.emit_head(emitter, context, tools)
         for _ in range(first):
             emitter.end_message(0)
         self._emit_messages(emitter, context, first, emitter.position if first else 0)
         if generation_prompt:
-            # The end of a turn of the assistant may be the first token of the next one.
+            # The token that ends the assistant's turn may already open the next one.
             is_opened = bool(self.openers) and messages[-1].role == "assistant"
             emit_ids(emitter, self.header[int(is_opened) :])
         return emitter.rendered()
@@ -394,7 +387,7 @@ class BaseRenderer(MessageRenderer):
         return emitter.bridged()
 
     def emit_content(self, emitter: Emitter, context: RenderContext, i: int) -> None:
-        """The texts, images and videos of message `i`."""
+        """Emit the texts, images and videos of message `i`."""
         for part in self.get_parts(context.messages[i]):
             if isinstance(part, ImagePart):
                 context.num_images += 1
@@ -407,7 +400,7 @@ class BaseRenderer(MessageRenderer):
     def _emit_messages(
         self, emitter: Emitter, context: RenderContext, first: int, start: int
     ) -> None:
-        """Emits from `first` on; the first span begins at `start`, which may be behind us."""
+        """Emit messages from `first` on. The first span begins at `start`."""
         for i in range(first, len(context.messages)):
             self.emit_message(emitter, context, i)
             emitter.end_message(start)
@@ -415,15 +408,15 @@ class BaseRenderer(MessageRenderer):
 
     @abstractmethod
     def emit_head(self, emitter: Emitter, context: RenderContext, tools: Tools | None) -> int:
-        """Emits what precedes the messages; returns how many of them are part of it."""
+        """Emit what precedes the messages. Return how many messages are part of it."""
 
     @abstractmethod
     def emit_message(self, emitter: Emitter, context: RenderContext, i: int) -> None:
-        """Emits message `i`, from its header to the end of its turn."""
+        """Emit message `i`, from its header to the end of its turn."""
 
     @abstractmethod
     def emit_image(self, emitter: Emitter, context: RenderContext, item: MediaItem) -> None:
-        """Emits one image with the marks around it."""
+        """Emit one image with the marks around it."""
 
     def emit_video(self, emitter: Emitter, steps: Sequence[ShownStep]) -> None:
         """Emit a video's steps with the marks around them."""
@@ -434,22 +427,22 @@ class BaseRenderer(MessageRenderer):
         raise NotImplementedError
 
     def get_parts(self, message: Message) -> tuple[Part, ...]:
-        """The content of a message, less what the chat template strips of it."""
+        """Return the content of a message as the chat template strips it."""
         return message.content
 
     def find_history_end(self, messages: Sequence[Message]) -> int:
-        """The index of the last message whose reasoning is dropped; -1 for none."""
+        """Return the index of the last message whose reasoning is dropped; -1 for none."""
         return -1
 
     def count_images(self, prompt_ids: Sequence[int]) -> int:
-        """Images that a prompt shows, where the format numbers them; else 0."""
+        """Return the number of images in a prompt, if the format numbers them; otherwise 0."""
         return 0
 
     def close_reasoning(self, emitter: Emitter, ids: list[int]) -> None:
-        """Emits what ends the reasoning of a completion that was cut off inside it."""
+        """Emit the end of reasoning for a completion that was cut off inside it."""
 
     def close_calls(self, emitter: Emitter, ids: list[int]) -> None:
-        """Emits what ends the tool calls of a completion that was cut off inside them."""
+        """Emit the end of tool calls for a completion that was cut off inside them."""
 
 
 def emit_ids(emitter: Emitter, ids: Sequence[int]) -> None:

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from sightline.errors import FamilyError
-from sightline.families.renderer import BaseRenderer
+from sightline.families.renderer import BaseRenderer, MessageRenderer
 from sightline.media import MediaRef
 from sightline.message import (
     ImagePart,
@@ -192,8 +192,21 @@ class TemplateCheck:
         return [t for token in ids for t in [token] * (count if token == pad else 1)]
 
     def _describe_difference(self, ours: list[int], theirs: list[int]) -> str:
-        before, expected, written = self.renderer.find_split(ours, theirs)
+        before, expected, written = find_split(self.renderer, ours, theirs)
         return f"it writes {written!r} after {before!r}, where {expected!r} was expected"
+
+
+def find_split(
+    renderer: MessageRenderer, ours: list[int], theirs: list[int]
+) -> tuple[str, str, str]:
+    """Return the text before the first difference of two prompts, and how each continues."""
+    same = 0
+    while same < min(len(ours), len(theirs)) and ours[same] == theirs[same]:
+        same += 1
+    start, stop = max(0, same - 6), same + 12
+    parts = (ours[start:same], ours[same:stop], theirs[same:stop])
+    before, expected, written = map(renderer.decode, parts)
+    return before, expected, written
 
 
 def _to_template_message(message: Message, lists_tool_content: bool) -> dict[str, Any]:

@@ -1,4 +1,4 @@
-"""Tool calls between marks, and arguments in formats that do not write their types."""
+"""Parse tool calls between marks, and arguments whose types the format does not write."""
 
 from __future__ import annotations
 
@@ -18,8 +18,11 @@ def parse_calls(
     tokenizer: Tokenizer,
     parse_call: Callable[[list[int]], ToolCall | None],
 ) -> tuple[tuple[ToolCall, ...], tuple[str, ...]]:
-    """The calls between the two `marks`, and the raw text of everything from the first mark on that
-    is none. `parse_call` gets what stands between the marks of one; None is a malformed call."""
+    """Return the calls between the two `marks`, and the raw text of malformed ones.
+
+    `parse_call` gets the ids between the marks of a call, and returns None if it is malformed. Any
+    text between calls counts as malformed.
+    """
     calls: list[ToolCall] = []
     malformed: list[str] = []
     first, last = marks
@@ -38,7 +41,7 @@ def parse_calls(
 
 
 def _find_call_end(ids: list[int], at: int, marks: tuple[int, int]) -> int:
-    """Where the call that begins at `at` ends, or the text between two calls."""
+    """Return the end of the call, or of the text between two calls, that begins at `at`."""
     for i in range(at + 1, len(ids)):
         if ids[i - 1] == marks[1] or ids[i] == marks[0]:
             return i
@@ -46,31 +49,33 @@ def _find_call_end(ids: list[int], at: int, marks: tuple[int, int]) -> int:
 
 
 def check_arguments(call: ToolCall, path: str) -> None:
-    """Raises MessageError unless the arguments of a call are an object; `path` is the call's."""
+    """Raise MessageError unless a call's arguments are a JSON object. `path` is the call's."""
     path = f"{path}.function.arguments"
     try:
         arguments = json.loads(call.arguments)
     except (ValueError, RecursionError):
         arguments = None
     if not isinstance(arguments, dict):
-        raise MessageError.at(path, "not a JSON object", "pass an object of arguments")
+        raise MessageError.at(path, "the arguments are not a JSON object", "pass an object")
     check_unicode(json.dumps(arguments, ensure_ascii=False), path)
 
 
 def get_parameters(tools: Tools, name: str) -> dict[str, Any]:
-    """The schemas of a function's parameters; none where its declaration is of another shape."""
+    """Return the schemas of a function's parameters; empty if they are not declared."""
     for tool in tools:
         function = tool.get("function", tool) if isinstance(tool, dict) else None
         if isinstance(function, dict) and function.get("name") == name:
             parameters = function.get("parameters")
-            found = parameters.get("properties") if isinstance(parameters, dict) else None
-            return found if isinstance(found, dict) else {}
+            schemas = parameters.get("properties") if isinstance(parameters, dict) else None
+            return schemas if isinstance(schemas, dict) else {}
     return {}
 
 
 def parse_value(spelled: str, schema: Any, spell: Callable[[Any], str]) -> Any:
-    """The value that `spell` writes this way: a string where the schema of the parameter says so,
-    or where nothing else is spelled so."""
+    """Return the value that `spell` writes as `spelled`.
+
+    It is a string if the parameter's schema says so, or if no other value is spelled this way.
+    """
     kinds = _list_kinds(schema)
     if "string" in kinds and all(kind in ("string", "null") for kind in kinds):
         return None if spelled == spell(None) and "null" in kinds else spelled
@@ -83,17 +88,17 @@ def parse_value(spelled: str, schema: Any, spell: Callable[[Any], str]) -> Any:
         return spelled
     if isinstance(value, (dict, list, bool)):
         return value
-    # A number that would be spelled in another way was no number.
+    # A number that would be spelled differently is a string.
     is_number = isinstance(value, (int, float)) and spell(value) == spelled
     return value if is_number else spelled
 
 
 def _refuse_constant(name: str) -> NoReturn:
-    raise ValueError(f"{name} is no JSON")
+    raise ValueError(f"{name} is not JSON")
 
 
 def _list_kinds(schema: Any) -> list[Any]:
-    """The types that a schema lets a value have; `any` where it does not say."""
+    """Return the types that a schema allows; ["any"] if it does not say."""
     if not isinstance(schema, dict):
         return ["any"]
     if isinstance(options := schema.get("anyOf"), list):

@@ -1,8 +1,8 @@
 """The torch half of families whose model is in transformers.
 
-The parts of transformers' model are called one by one, so that images go where the slots say
-(its own forward pass searches for pad ids) and each distinct image is encoded once. What depends on
-the sizes of images is worked out on the host: asked of the device, each answer would be waited for.
+The parts of transformers' model are called one by one, so that images go where the slots say (its
+own forward pass searches for pad ids) and each distinct image is encoded once. Values that depend
+on image sizes are computed on the host, because reading them from the device would block.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from sightline.families.vision_family import PixelFamily
 
 
 class TextForward:
-    """A text-only model: no images come in, and none are looked for."""
+    """A text-only model."""
 
     def __init__(self, model: Any, text: Any) -> None:
         self.model: nn.Module = model
@@ -35,7 +35,7 @@ class TextForward:
         self._head: Any = model.get_output_embeddings()
         self._recurrent_window = pack_delta_nets(text)
         if hasattr(text, "_deepstack_process"):
-            # Features of inner layers come with indices, not with a mask that would be searched.
+            # Features of inner layers come with indices instead of a mask.
             text._deepstack_process = _add_deepstack_features
 
     def vision_parameters(self) -> list[tuple[str, nn.Parameter]]:
@@ -93,7 +93,7 @@ class TextForward:
 
 
 class VisionForward(TextForward):
-    """A model with a vision tower. A family says what the tower takes and what it gives."""
+    """A model with a vision tower. A family defines the tower's inputs and outputs."""
 
     def __init__(self, model: nn.Module, family: PixelFamily[Any], text: Any, tower: Any) -> None:
         super().__init__(model, text)
@@ -103,18 +103,18 @@ class VisionForward(TextForward):
         self._tower_inputs = lru_cache(maxsize=16)(self.compute_tower_inputs)
 
     def compute_tower_inputs(self, grids: tuple[Grid, ...]) -> dict[str, Any]:
-        """What the tower would ask of `grid_thw`, by the names under which it takes the answers.
+        """Return the keyword arguments that the tower would otherwise derive from `grid_thw`.
 
-        Arrays: a tensor that was made without gradients could not be used with them later.
+        They are arrays, because tensors created without gradients could not be used with them.
         """
         raise NotImplementedError
 
     def rows(self, patches: UInt8[Tensor, "patches values"]) -> Float[Tensor, "patches ..."]:
-        """The values of patches, as the tower takes them."""
+        """Return the normalized values of patches in the tower's shape."""
         raise NotImplementedError
 
     def get_features(self, output: Any) -> Float[Tensor, "visual_tokens features"]:
-        """The features in what the tower gave."""
+        """Return the features in the tower's output."""
         raise NotImplementedError
 
     def blank_image(self) -> tuple[UInt8[Tensor, "patches values"], Grid] | None:
@@ -124,13 +124,13 @@ class VisionForward(TextForward):
     def look_up(
         self, patches: UInt8[Tensor, "patches values"]
     ) -> Float[Tensor, "patches channels=3 pixels"]:
-        """The normalized values of patches.
+        """Return the normalized values of patches, from a table with one column per channel.
 
-        By table, one column a channel: arithmetic would round differently on other devices.
+        Arithmetic would round differently on other devices.
         """
         by_channel = patches.view(patches.shape[0], 3, -1).long()
         channel = torch.arange(3, device=patches.device).view(1, 3, 1)
-        self._table = self._table.to(patches.device)  # copied once: a model stays where it is
+        self._table = self._table.to(patches.device)  # copied once
         return self._table[by_channel, channel]
 
     def encode(
@@ -141,13 +141,12 @@ class VisionForward(TextForward):
             name: copy_to_device(value, rows.device) if isinstance(value, np.ndarray) else value
             for name, value in self._tower_inputs(tuple(grids)).items()
         }
-        sizes = {"grid_thw": torch.tensor(grids)}  # on the host, unless the family says otherwise
+        sizes = {"grid_thw": torch.tensor(grids)}  # on the host by default
         return self.get_features(self._tower(rows, **{**sizes, **inputs}))
 
 
 class VideoForward(VisionForward):
-    """A model `visual` and `language_model` are parts of, whose tower looks at several frames at
-    once."""
+    """A model with the parts `visual` and `language_model`, whose tower looks at several frames."""
 
     def __init__(self, model: nn.Module, family: VideoFamily[Any]) -> None:
         body: Any = model.model
@@ -161,7 +160,7 @@ class VideoForward(VisionForward):
         return [*super().blocks(), *self._tower.blocks]
 
     def rows(self, patches: UInt8[Tensor, "patches values"]) -> Float[Tensor, "patches row"]:
-        """All frames of a step of a video, or that of an image for each that the tower looks at."""
+        """Return all frames of a video step, or the one frame of an image, repeated."""
         values = self.look_up(patches)
         num, _, size = values.shape
         if size != self._family.patch**2:
@@ -182,18 +181,17 @@ class VideoForward(VisionForward):
 def join_layers(
     features: Float[Tensor, "visual_tokens hidden"], output: Any
 ) -> Float[Tensor, "visual_tokens features"]:
-    """The features in what a tower gave, with those of its inner layers behind them: only some
-    towers hand these to the text model."""
+    """Append the features of the tower's inner layers, which some text models also take."""
     deeper = getattr(output, "deepstack_features", None) or []
     return torch.cat([features, *map(join_images, deeper)], dim=-1)
 
 
 def join_images(features: Any) -> Float[Tensor, "visual_tokens hidden"]:
-    """Features as one row a token: models give them in one piece, or one for each image."""
+    """Return features with one row per token, from one tensor or one per image."""
     if isinstance(features, list | tuple):
-        return torch.cat([one.flatten(0, -2) for one in features])
-    found: Tensor = features.flatten(0, -2)
-    return found
+        return torch.cat([image.flatten(0, -2) for image in features])
+    flat: Tensor = features.flatten(0, -2)
+    return flat
 
 
 def _add_deepstack_features(
@@ -201,9 +199,9 @@ def _add_deepstack_features(
     places: Int[Tensor, " visual_tokens"],
     features: Float[Tensor, "visual_tokens hidden"],
 ) -> Float[Tensor, "rows length hidden"]:
-    """`features` added to `hidden` at `places`, which count the tokens of all rows."""
+    """Add `features` to `hidden` at `places`, which count the tokens of all rows."""
     features = features.to(hidden.dtype)
-    if len(hidden) == 1:  # no view, for which a compiler would make graphs of its own
+    if len(hidden) == 1:  # without a view, which would cost a compiler further graphs
         return hidden.index_add(1, places, features[None])
     return hidden.flatten(0, 1).index_add(0, places, features).view(hidden.shape)
 
@@ -211,9 +209,9 @@ def _add_deepstack_features(
 def load_model(
     auto: Any, path: Path, device: torch.device, dtype: torch.dtype, attention: str
 ) -> Any:
-    """The model of a checkpoint folder, with the attention that is registered under a name.
+    """Load the model of a checkpoint folder, with the attention registered as `attention`.
 
-    On the meta device its parameters have no values: they are read where they are sharded.
+    On the meta device its parameters have no values. They are read where they are sharded.
     """
     hide_pad_warning()
     if device.type == "meta":
@@ -227,18 +225,17 @@ def load_model(
             trust_remote_code=False,
         )
         move_to_device(model, device)
-    # Set afterwards: while loading, transformers takes a name with "flash" in it for a package.
+    # Set afterwards: while loading, transformers mistakes a name with "flash" for a package.
     model.config._attn_implementation = attention
     return model
 
 
 def _build_empty(auto: Any, path: Path, dtype: torch.dtype) -> Any:
-    """The model with its parameters on the meta device, and buffers as `from_pretrained` makes
-    them: those that no file stores are computed."""
+    """Build the model with parameters on the meta device and buffers like `from_pretrained`'s."""
     config = AutoConfig.from_pretrained(path, local_files_only=True, trust_remote_code=False)
     with torch.device("meta"):
         model = auto.from_config(config, dtype=dtype, attn_implementation="sdpa")
-    for part in model._get_dtype_plan(dtype):  # kept in float32, whatever the rest is
+    for part in model._get_dtype_plan(dtype):  # kept in float32
         for name, tensor in (*model.named_parameters(), *model.named_buffers()):
             if part in name:
                 tensor.data = tensor.data.float()
@@ -247,7 +244,7 @@ def _build_empty(auto: Any, path: Path, dtype: torch.dtype) -> Any:
 
 
 def fill_buffers(model: Any) -> None:
-    """Gives the buffers of a model on the meta device their values; parameters stay."""
+    """Give the buffers of a model on the meta device their values. Parameters stay."""
     for parameter in model.parameters():
         parameter._is_hf_initialized = True
     for module in model.modules():

@@ -1,4 +1,4 @@
-"""Keeps a warning of transformers from consoles and logs that says nothing of the checkpoint."""
+"""Suppress a transformers warning that is not about the checkpoint."""
 
 from __future__ import annotations
 
@@ -7,11 +7,14 @@ import logging
 _WARNING = "Model config: pad_token_id must be"
 
 
-def _is_told(record: logging.LogRecord) -> bool:
+def _is_wanted(record: logging.LogRecord) -> bool:
     return not record.getMessage().startswith(_WARNING)
 
 
 def hide_pad_warning() -> None:
-    """To read or write a config, transformers builds one of its class's defaults, and warns where
-    their `pad_token_id` is none of the vocabulary. No batch here is padded by that id."""
-    logging.getLogger("transformers.configuration_utils").addFilter(_is_told)
+    """Hide a warning about the `pad_token_id` of a config class's defaults.
+
+    transformers builds these defaults whenever it reads or writes a config. No batch here is padded
+    with that id.
+    """
+    logging.getLogger("transformers.configuration_utils").addFilter(_is_wanted)

@@ -1,11 +1,11 @@
-"""Families whose tower looks at several frames at once, of an image at the one it has.
+"""Families whose vision tower looks at several frames at once.
 
 The arithmetic is that of transformers' Pillow image processors, and the float rows are
-bit-identical to their `pixel_values`. torchvision takes no part, installed or not: transformers'
-video processors resize with it, and frames that keep their size are bit-identical to theirs.
+bit-identical to their `pixel_values`. transformers' video processors resize with torchvision, which
+is never used here, so only frames that keep their size are bit-identical to theirs.
 
-The tower looks at `temporal` frames of a video at once and at nothing beside them: each such step
-is an item and a slot of its own.
+The tower computes `temporal` frames of a video together, independently of all others. Each such
+step is an item with a slot of its own.
 """
 
 from __future__ import annotations
@@ -40,19 +40,19 @@ if TYPE_CHECKING:
     from PIL import Image
 
 VideoSettings = TypeVar("VideoSettings", bound="DataclassInstance")
-"""A frozen dataclass: what the fingerprint of a step hashes beside the settings of images."""
+"""A frozen dataclass of the video settings that a step's fingerprint hashes."""
 
 
 @dataclass(frozen=True, slots=True)
 class SampledFrames:
-    """What is shown of a video."""
+    """The frames of a video that are shown."""
 
     numbers: tuple[int, ...]
-    """Of a file's frames, or of a list's images."""
+    """Indices of a file's frames or of a list's images."""
     seconds: tuple[float, ...]
-    """When each is shown."""
+    """The time of each."""
     seconds_per_frame: float
-    """From one that is shown to the next, on average."""
+    """The average time between them."""
 
 
 class VideoFamily(PixelFamily[FrameSettings], Generic[VideoSettings]):
@@ -65,9 +65,9 @@ class VideoFamily(PixelFamily[FrameSettings], Generic[VideoSettings]):
         settings: FrameSettings,
         slot_token_ids: tuple[int, ...] = (),
         packing: Packing = TREE_PACKING,
-        video: VideoSettings | str = "its settings of videos were not read",
+        video: VideoSettings | str = "its video settings were not read",
     ) -> None:
-        """`video` is how videos are shown, or why they are not."""
+        """`video` holds the settings of videos, or says why they cannot be shown."""
         super().__init__(settings, slot_token_ids, packing)
         self.video = video
         self.video_refusal = video if isinstance(video, str) else ""
@@ -79,23 +79,23 @@ class VideoFamily(PixelFamily[FrameSettings], Generic[VideoSettings]):
     def __reduce__(self) -> tuple[Any, ...]:
         return type(self), (self._settings, self.slot_token_ids, self.packing, self.video)
 
-    # -- what a family writes
+    # -- implemented by a family
 
     @abstractmethod
     def fit_image_size(self, width: int, height: int) -> tuple[int, int]:
-        """Height and width to which an image is resized."""
+        """Return the height and width to which an image is resized."""
 
     @abstractmethod
     def fit_frame_size(self, width: int, height: int, num_frames: int) -> tuple[int, int]:
-        """Height and width to which each frame of a video is resized."""
+        """Return the height and width to which each frame of a video is resized."""
 
     @abstractmethod
     def sample_frames(self, num_frames: int, fps: float) -> list[int]:
-        """The numbers of the frames that are shown of a file."""
+        """Return the indices of a file's frames that are shown."""
 
     @abstractmethod
     def tell_time(self, seconds: Sequence[float]) -> float:
-        """When a step is shown whose frames are shown then."""
+        """Return the time that the prompt gives for a step with these frame times."""
 
     # -- images
 
@@ -104,8 +104,8 @@ class VideoFamily(PixelFamily[FrameSettings], Generic[VideoSettings]):
         return self._settings.temporal
 
     def compute_table(self) -> np.ndarray:
-        # The product is taken in float64 and rounded once, the rest is float32: any other order
-        # differs from transformers in the last bit of some values.
+        # The product is float64 and rounded once; the rest is float32. Any other order differs from
+        # transformers in the last bit of some values.
         values = np.arange(256, dtype=np.float64)
         if self._settings.rescale is not None:
             values = values * self._settings.rescale
@@ -122,14 +122,13 @@ class VideoFamily(PixelFamily[FrameSettings], Generic[VideoSettings]):
         return ImageLayout(grid, math.prod(grid) // self.merge**2, new_height, new_width)
 
     def cut_patches(self, image: Image.Image, layout: ImageLayout) -> np.ndarray:
-        """uint8 (patches, 3*patch*patch): channel, row, column; in the order of merged tokens."""
+        """Return uint8 (patches, 3*patch*patch), patches in the order of merged tokens."""
         size = (layout.width, layout.height)
         image = fit_image(image, size, size, self._settings.resample)
         return patchify(image, self.patch, self.merge)
 
     def shape_rows(self, values: np.ndarray) -> np.ndarray:
-        """(patches, 3*temporal*patch*patch): all frames of a step, or the one of an image for each
-        that the tower looks at."""
+        """Return (patches, 3*temporal*patch*patch), with the one frame of an image repeated."""
         num, _, size = values.shape
         if size != self.patch**2:
             return values.reshape(num, -1)
@@ -154,7 +153,7 @@ class VideoFamily(PixelFamily[FrameSettings], Generic[VideoSettings]):
         sampled, refs = self._sample(video), video.refs
         if len({(ref.width, ref.height) for ref in refs}) > 1:
             raise MediaRefused(
-                "a video whose images are not of one size", "resize them to the size of the first"
+                "the images of a video have different sizes", "resize them to the size of the first"
             )
         num = len(sampled.numbers)
         grid = self._lay_out_frames(refs[0].width, refs[0].height, num).grid
@@ -177,7 +176,7 @@ class VideoFamily(PixelFamily[FrameSettings], Generic[VideoSettings]):
         return tuple(shown)
 
     def _sample(self, video: VideoPart) -> SampledFrames:
-        """The frames of a file by the checkpoint's rule, and all images of a list."""
+        """Sample a file's frames by the checkpoint's rule. A list is shown whole."""
         self.get_video_settings()
         if video.ref is None:
             times = [frame.seconds for frame in video.frames]
@@ -191,20 +190,20 @@ class VideoFamily(PixelFamily[FrameSettings], Generic[VideoSettings]):
             sampled = SampledFrames(tuple(numbers), tuple(n / fps for n in numbers), per_frame)
         if len(sampled.numbers) < self.temporal:
             raise MediaRefused(
-                f"a video of {len(sampled.numbers)} frames; this model looks at {self.temporal} at "
-                "once",
-                "show it as an image",
+                f"the video has {len(sampled.numbers)} frames, and this model needs at least "
+                f"{self.temporal}",
+                "send it as an image",
             )
         if sampled.seconds_per_frame * self.temporal > MAX_STEP_S:
             raise MediaRefused(
-                f"a video with {sampled.seconds_per_frame:.1f} seconds from frame to frame",
-                "give times in seconds, or show its frames as images",
+                f"the video has {sampled.seconds_per_frame:.1f} seconds between frames, too many",
+                "give times in seconds, or send its frames as images",
             )
         return sampled
 
     def get_video_settings(self) -> VideoSettings:
         if isinstance(self.video, str):
-            raise FamilyError(f"no video can be shown: {self.video}", "show frames as images")
+            raise FamilyError(f"videos cannot be shown: {self.video}", "send frames as images")
         return self.video
 
     def _lay_out_frames(self, width: int, height: int, num_frames: int) -> ImageLayout:
@@ -228,29 +227,28 @@ class VideoFamily(PixelFamily[FrameSettings], Generic[VideoSettings]):
             )
         if not is_ours:
             raise Misaligned(
-                f"{item.name} with grid {item.grid} is none that this family makes",
-                "make items with family.steps",
+                f"{item.name} with grid {item.grid} is not an item that this family makes",
+                "create items with family.steps",
             )
 
     def step_patches(self, frames: Sequence[Image.Image], item: MediaItem) -> np.ndarray:
-        """uint8 (patches, 3*temporal*patch*patch): channel, frame, row, column."""
+        """Return uint8 (patches, 3*temporal*patch*patch): channel, frame, row, column."""
         ref, step = item.ref, item.step
         assert step is not None
         sizes = {frame.size for frame in frames}
         if len(frames) != self.temporal or sizes != {(ref.width, ref.height)}:
             raise Misaligned(
-                f"{item.name}: {len(frames)} frames of {sorted(sizes)}, its ref says "
-                f"{(ref.width, ref.height)}",
+                f"{item.name}: got {len(frames)} frames of {sorted(sizes)}, but it has "
+                f"{self.temporal} of {(ref.width, ref.height)}",
                 "read the frames that the item names",
             )
         layout = self._lay_out_frames(ref.width, ref.height, step.num_frames)
         cut = [self.cut_patches(frame, layout) for frame in frames]
-        return np.stack([one.reshape(len(one), 3, -1) for one in cut], axis=2).reshape(
-            len(cut[0]), -1
-        )
+        by_channel = [patches.reshape(len(patches), 3, -1) for patches in cut]
+        return np.stack(by_channel, axis=2).reshape(len(cut[0]), -1)
 
 
 def pair_frames(values: Sequence[Any], temporal: int) -> list[tuple[Any, ...]]:
-    """The frames of each step; the last is repeated where they do not come out even."""
+    """Return the frames of each step. The last frame is repeated to fill the last step."""
     padded = [*values, *[values[-1]] * (-len(values) % temporal)]
     return [tuple(padded[i : i + temporal]) for i in range(0, len(padded), temporal)]

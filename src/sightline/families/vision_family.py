@@ -1,6 +1,6 @@
-"""What the torch-free halves of families share: items, their checks, and positions on one axis.
+"""Base classes for the torch-free halves of families: items, their checks, and positions.
 
-Pixels are uint8 up to the place that uses them.
+Pixels stay uint8 until they are used.
 """
 
 from __future__ import annotations
@@ -26,14 +26,13 @@ if TYPE_CHECKING:
 
 MAX_CACHED_ITEMS = 8192
 EXAMPLE_SIZES = ((64, 64), (1280, 720))
-"""Of images whose tokens are told to people."""
+"""Image sizes whose token counts are shown to people."""
 
 Settings = TypeVar("Settings", bound=BaseProcessorSettings)
 
 
 class ImageFamily(ABC):
-    """Items of images by the layout of their size. It holds no state but caches, and is safe for
-    many threads."""
+    """A family of images. Its only state is caches, so it is safe for threads."""
 
     name: str
     num_axes: int = 1
@@ -42,7 +41,7 @@ class ImageFamily(ABC):
     found: Sequence[str] = ()
     video_refusal = "this model family shows no videos"
     settings_owner: str
-    """What both sides must have one of, for items of the same settings."""
+    """What server and trainer must share for equal settings, for errors."""
 
     def __init__(
         self, settings: dict[str, Any], slot_token_ids: tuple[int, ...], packing: Packing
@@ -51,17 +50,17 @@ class ImageFamily(ABC):
         self.fingerprint = compute_fingerprint(settings)
         self.slot_token_ids = slot_token_ids
         self.packing = packing
-        # A conversation asks for the items of its images again at every turn.
+        # Every turn of a conversation asks for the items of all its images.
         self._item = lru_cache(maxsize=MAX_CACHED_ITEMS)(self._make_item)
         self._layout = lru_cache(maxsize=MAX_CACHED_ITEMS)(self.compute_layout)
 
     @abstractmethod
     def compute_layout(self, width: int, height: int) -> ImageLayout:
-        """How an image of this size is cut up."""
+        """Return how an image of this size is cut into patches."""
 
     @abstractmethod
     def cut_patches(self, image: Image.Image, layout: ImageLayout) -> np.ndarray:
-        """uint8 (patches, values per patch) of an image that has the size of its ref."""
+        """Return uint8 patches (patches, values per patch) of an image of its ref's size."""
 
     def layout(self, width: int, height: int) -> ImageLayout:
         return self._layout(width, height)
@@ -81,37 +80,39 @@ class ImageFamily(ABC):
 
     def _make_item(self, ref: MediaRef) -> MediaItem:
         if ref.is_video:
-            raise MediaRefused(f"{ref!r} in the place of an image", "show it as a video")
+            raise MediaRefused(f"{ref!r} is a video, not an image", "send it as a video part")
         grid = self.layout(ref.width, ref.height).grid
         return MediaItem(ref=ref, family=self.name, grid=grid, fingerprint=self.fingerprint)
 
     def check_item(self, item: MediaItem) -> None:
-        """Raises unless this family would make the same item of that image."""
+        """Raise unless this family would make the same item of that image."""
         if item.step is not None:
             self._refuse_videos(item)
         self.check_settings(item, self.fingerprint, self.settings)
         grid = self.layout(item.ref.width, item.ref.height).grid
         if item.grid != grid:
             raise Misaligned(
-                f"the item of image {item.ref.digest[:12]} has grid {item.grid}; "
-                f"{item.ref.width}x{item.ref.height} gives {grid}",
-                "make items with family.item",
+                f"the item of image {item.ref.digest[:12]} has grid {item.grid}, but an image of "
+                f"{item.ref.width}x{item.ref.height} has grid {grid}",
+                "create items with family.item",
             )
 
     def check_settings(self, item: MediaItem, fingerprint: str, settings: dict[str, Any]) -> None:
-        """Raises FingerprintMismatch unless the item was made with these settings."""
+        """Raise FingerprintMismatch unless the item was made with these settings."""
         if item.family != self.name or item.fingerprint != fingerprint:
             raise FingerprintMismatch(
-                f"the item of {item.name} was made by {item.family} with settings "
-                f"{item.fingerprint}; here {self.name} has {fingerprint}: "
+                f"the item of {item.name} was made by family {item.family} with settings "
+                f"{item.fingerprint}; here family {self.name} has {fingerprint}: "
                 f"{json.dumps(settings, sort_keys=True)}",
-                f"give both sides one checkpoint folder and one {self.settings_owner}",
+                f"use the same checkpoint folder and {self.settings_owner} on both sides",
             )
 
     def _refuse_videos(self, *_: object) -> NoReturn:
-        raise MediaRefused(f"a video: {self.video_refusal}", "show some of its frames as images")
+        raise MediaRefused(
+            f"a video cannot be shown: {self.video_refusal}", "send some of its frames as images"
+        )
 
-    # A family that shows videos writes them.
+    # A family that shows videos overrides these.
     def steps(self, video: VideoPart) -> Sequence[ShownStep]:
         self._refuse_videos(video)
 
@@ -122,21 +123,21 @@ class ImageFamily(ABC):
         self._refuse_videos(patches)
 
     def patches(self, image: Image.Image, item: MediaItem) -> np.ndarray:
-        """uint8 (patches, values per patch) of the upright image that `store.image` gives."""
+        """Return uint8 patches (patches, values per patch) of the image from `store.image`."""
         ref = item.ref
         if image.size != (ref.width, ref.height):
             raise Misaligned(
-                f"image {ref.digest[:12]} decodes to {image.size}, its ref says "
+                f"image {ref.digest[:12]} has size {image.size}, but its ref says "
                 f"{(ref.width, ref.height)}",
-                "decode with store.image, which turns the image upright first",
+                "decode it with store.image, which applies the EXIF orientation",
             )
         return self.cut_patches(image, self.layout(ref.width, ref.height))
 
 
 class VisionFamily(ImageFamily, Generic[Settings]):
-    """The family of one checkpoint whose image processor's settings we know."""
+    """The family of a checkpoint whose image processor settings are known."""
 
-    settings_owner = "set of pixel limits"
+    settings_owner = "pixel limits"
 
     def __init__(
         self,
@@ -150,12 +151,12 @@ class VisionFamily(ImageFamily, Generic[Settings]):
         self.merge = settings.merge
 
     def __reduce__(self) -> tuple[Any, ...]:
-        # Another process gets a family of its own, with empty caches.
+        # Another process gets its own copy, with empty caches.
         return type(self), (self._settings, self.slot_token_ids, self.packing)
 
     def describe_tokens(self) -> str:
         side = self.patch * self.merge
-        return f"a token for {side}x{side} pixels once resized ({super().describe_tokens()})"
+        return f"one token per {side}x{side} pixels after resizing ({super().describe_tokens()})"
 
     def num_tokens(self, item: MediaItem) -> int:
         return math.prod(item.grid) // self.merge**2
@@ -166,37 +167,37 @@ class VisionFamily(ImageFamily, Generic[Settings]):
     def positions(
         self, num_tokens: int, slots: Sequence[Slot], start: int = 0
     ) -> tuple[np.ndarray, int]:
-        """One axis: a visual token counts as a token of text does."""
+        """Return positions on one axis, where visual tokens count like text tokens."""
         check_slots_fit(slots, self.merge, num_tokens)
         return compute_text_positions(num_tokens, start)
 
 
 class PixelFamily(VisionFamily[Settings]):
-    """A family whose vision tower takes normalized values of red, green and blue."""
+    """A family whose vision tower takes normalized RGB values."""
 
     @cached_property
     def table(self) -> np.ndarray:
-        """float32 (256, 3): what a uint8 value of a channel becomes in a row."""
+        """float32 (256, 3): the normalized value of each uint8 value, by channel."""
         table = self.compute_table()
         table.setflags(write=False)
         return table
 
     @abstractmethod
     def compute_table(self) -> np.ndarray:
-        """The `table`, rounded as transformers rounds."""
+        """Return the `table`, rounded as transformers rounds."""
 
     @abstractmethod
     def shape_rows(self, values: np.ndarray) -> np.ndarray:
-        """What the tower takes of (patches, 3, patch*patch) values, normalized or not."""
+        """Return (patches, 3, patch*patch) values in the shape that the tower takes."""
 
     def rows(self, patches: np.ndarray) -> np.ndarray:
-        """float32 rows of uint8 patches."""
+        """Return the normalized float32 rows of uint8 patches."""
         by_channel = patches.reshape(len(patches), 3, -1)
         return self.shape_rows(self.table[by_channel, np.arange(3)[None, :, None]])
 
 
 class TextOnlyFamily:
-    """The family `name` of a checkpoint without a vision tower: no grid, no pixels."""
+    """The family of a text-only checkpoint."""
 
     num_axes = 1
     modality = "image"
@@ -221,12 +222,15 @@ class TextOnlyFamily:
         self, num_tokens: int, slots: Sequence[Slot], start: int = 0
     ) -> tuple[np.ndarray, int]:
         if slots:
-            raise Misaligned("slots of a text-only checkpoint", "render with its own renderer")
+            raise Misaligned(
+                "image slots for a text-only checkpoint",
+                "render with the checkpoint's own renderer",
+            )
         return compute_text_positions(num_tokens, start)
 
 
 def compute_text_positions(num_tokens: int, start: int) -> tuple[np.ndarray, int]:
-    """int32 (1, num_tokens) from `start` on, and the position that comes next."""
+    """Return int32 positions (1, num_tokens) from `start` on, and the next position."""
     return np.arange(start, start + num_tokens, dtype=np.int32)[None], start + num_tokens
 
 
@@ -237,13 +241,13 @@ def compute_mrope_positions(
     start: int = 0,
     tokens_per_second: int = 0,
 ) -> tuple[np.ndarray, int]:
-    """int32 (3, num_tokens) from `start` on, and the position of the token that comes next.
+    """Return int32 MRoPE positions (3, num_tokens) from `start` on, and the next position.
 
-    Text advances time, height and width by one. An image begins where the text left off on all
-    three, its tokens take their place in the merged grid, and the text goes on behind the longer
-    side of that grid. So does a step of a video; but with `tokens_per_second` all steps of a video
-    begin where its first does, each as much later as it is in time, and the text goes on behind the
-    largest position of all.
+    Text advances time, height and width by one. An image starts at the current position on all
+    three axes, its tokens take their places in the merged grid, and the text continues after the
+    longer side of that grid. A video step is placed like an image. With `tokens_per_second`, all
+    steps of a video start where its first step does, shifted along time by their own time, and the
+    text continues after the largest position.
     """
     placed = np.empty((3, num_tokens), dtype=np.int32)
     done, position, begin, last = 0, start, start, -1
@@ -258,8 +262,8 @@ def compute_mrope_positions(
         number = -1 if step is None else step.number
         if number > 0 and (text or number != last + 1):
             raise Misaligned(
-                f"{slot.item.name} at token {slot.offset}, and not behind the step before it",
-                "keep the steps of a video together, from its first on",
+                f"{slot.item.name} at token {slot.offset} does not follow the step before it",
+                "keep the steps of a video together and in order",
             )
         begin, last = begin if number > 0 else position, number
         # In float32, as torch has it.
@@ -267,7 +271,7 @@ def compute_mrope_positions(
         if step is not None:
             later = int(np.float32(number) * (np.float32(step.seconds) * tokens_per_second))
         if begin + later >= 1 << 31:
-            raise Misaligned(f"{slot.item.name} is {later} positions late", "make steps shorter")
+            raise Misaligned(f"{slot.item.name} is {later} positions late", "use a shorter video")
         place = placed[:, slot.offset : done]
         place[:] = np.indices((t, h, w), dtype=np.int32).reshape(3, -1)
         place += begin
@@ -279,24 +283,25 @@ def compute_mrope_positions(
 
 
 def check_slots_fit(slots: Sequence[Slot], merge: int, num_tokens: int) -> None:
-    """Raises unless slots fill their grids, follow one another and lie inside the tokens."""
+    """Raise unless slots fill their grids, are in order and fit into the tokens."""
     lengths = [math.prod(slot.item.grid) // merge**2 for slot in slots]
     check_slots_order(slots, lengths, num_tokens)
 
 
 def check_slots_order(slots: Sequence[Slot], lengths: Sequence[int], num_tokens: int) -> None:
-    """Raises unless slots have these lengths, follow one another and lie inside the tokens."""
+    """Raise unless slots have these lengths, are in order and fit into the tokens."""
     done = 0
     for slot, length in zip(slots, lengths, strict=True):
         if slot.length != length:
             raise Misaligned(
-                f"a slot of {slot.length} tokens for grid {slot.item.grid}, which fills {length}",
-                "make slots with the renderer of the family",
+                f"a slot has {slot.length} tokens, but its grid {slot.item.grid} takes {length}",
+                "create slots with the family's renderer",
             )
         if slot.offset < done or slot.offset + slot.length > num_tokens:
             raise Misaligned(
-                f"a slot at {slot.offset} of {slot.length} tokens, after {done}, of {num_tokens}",
-                "slots must be sorted, apart and inside the tokens",
+                f"a slot of {slot.length} tokens at {slot.offset} overlaps the one before it, or "
+                f"ends after the last of {num_tokens} tokens",
+                "sort slots, keep them apart and inside the tokens",
             )
         done = slot.offset + slot.length
 
@@ -304,14 +309,14 @@ def check_slots_order(slots: Sequence[Slot], lengths: Sequence[int], num_tokens:
 def fit_image(
     image: Image.Image, size: tuple[int, int], padded: tuple[int, int], resample: int
 ) -> Image.Image:
-    """The image as RGB, resized to `size` and padded with black to `padded`, at the right and at
-    the bottom.
+    """Return the image as RGB, resized to `size` and padded with black to `padded`.
 
-    Modes other than RGB are converted as transformers converts them, which drops alpha.
+    Padding is at the right and at the bottom. Other modes are converted as transformers converts
+    them, which drops alpha.
     """
     if image.mode != "RGB":
         image = image.convert("RGB")
     if image.size != size:
         image = image.resize(size, resample)
-    # Beyond the image, a crop is black.
+    # A crop is black outside the image.
     return image if image.size == padded else image.crop((0, 0, *padded))

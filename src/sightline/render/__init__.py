@@ -1,7 +1,7 @@
-"""Messages to tokens and back. A renderer owns its images: there is no second path.
+"""Messages to tokens and back.
 
-`Renderer` is what the rest of the system knows; `families/*/render.py` implement it with the
-`Emitter` and the `Tokenizer` of this folder. Neither torch nor transformers is imported here.
+The rest of the system knows `Renderer`. `families/*/render.py` implement it with the `Emitter` and
+the `Tokenizer` of this folder, which imports neither torch nor transformers.
 """
 
 from sightline.render.emitter import Emitter

@@ -1,7 +1,7 @@
-"""When a prompt and its completion cannot be bridged to new messages: one law for all families.
+"""The reasons for which new messages cannot be appended to a prompt and its completion.
 
-The names are counted in metrics and listed in docs/chat_formats.md. A chat format itself decides
-two more, by hooks of `families.renderer.BaseRenderer`: stop_in_reasoning and history_rewritten.
+They are the same for all families, counted in metrics and listed in docs/chat_formats.md. Chat
+formats add two more by hooks of `families.renderer`: stop_in_reasoning and history_rewritten.
 """
 
 from __future__ import annotations
@@ -20,9 +20,9 @@ def find_bridge_refusal(
     stop_token_ids: Collection[int],
     media_token_ids: Collection[int],
 ) -> str | None:
-    """Why messages of `roles` cannot follow these ids in any chat format; None when they can.
+    """Return why messages of `roles` cannot follow these ids in any chat format, or None.
 
-    `header` is what every prompt ends with: it opens the assistant's turn.
+    `header` opens the assistant's turn. Every prompt ends with it.
     """
     if not roles:
         return "no_new_messages"

@@ -8,19 +8,19 @@ from sightline.render.tokenizer import Tokenizer
 from sightline.wire import MediaItem, Slot, Span
 
 MAX_OVERFLOW = 8
-"""Times `max_model_len` tokens are emitted, to be counted and refused; not more."""
-SHORTEN = "send less text, keep a window of the history, or raise max_model_len"
+"""The multiple of `max_model_len` at which emitting stops early."""
+SHORTEN = "send less text, keep a window of the history, or raise [inference] max_model_len"
 
 
 class Emitter:
     """Collects ids, slots and spans, starting at an absolute offset.
 
-    Text that follows text joins it, and the run is tokenized as one: BPE merges across the seam
-    between a role header and the content, and the reference templates emit them as one string.
+    Consecutive texts are tokenized as one, because BPE merges across the boundary between a role
+    header and the content, and templates write them as one string.
     """
 
     def __init__(self, tokenizer: Tokenizer, start: int = 0, max_model_len: int = 0) -> None:
-        """Text that could not fit into `max_model_len` tokens is not tokenized; 0 is any length."""
+        """Text that cannot fit into `max_model_len` tokens is not tokenized. 0 is no limit."""
         self._tokenizer = tokenizer
         self._max_model_len = max_model_len
         self._num_chars = 0
@@ -35,7 +35,7 @@ class Emitter:
 
     @property
     def position(self) -> int:
-        """The absolute offset of the next token. Ends the current text run."""
+        """The absolute offset of the next token. Reading it ends the current text."""
         self._flush()
         return self._start + len(self._ids)
 
@@ -55,8 +55,10 @@ class Emitter:
         self._spans.append(Span(start, self.position))
 
     def begin_trained(self) -> None:
-        """What follows is the assistant's own. Does not end the run: a token that straddles the
-        seam stays outside, since no sampler that was given the header can say it."""
+        """Mark what follows as the assistant's own, without ending the current text.
+
+        A token across the boundary is not trained, because a sampler cannot produce it.
+        """
         self._seam = sum(map(len, self._run))
         self._trained_start = self._start + len(self._ids)
 
@@ -73,7 +75,7 @@ class Emitter:
         return Bridged(self._ids, self._slots, self._spans)
 
     def _check_fits(self, run: str) -> None:
-        """Bounds what is tokenized and emitted; what is too long by less is counted in tokens."""
+        """Raise PromptTooLong for far too much text, before it is tokenized."""
         most, tokenizer = self._max_model_len, self._tokenizer
         if not most:
             return
@@ -81,14 +83,14 @@ class Emitter:
         if self._num_chars > most * tokenizer.max_token_chars:
             raise PromptTooLong.at(
                 "messages",
-                f"{self._num_chars} characters of text or more cannot fit into max_model_len = "
+                f"at least {self._num_chars} characters of text cannot fit into max_model_len = "
                 f"{most} tokens, each of at most {tokenizer.max_token_chars} characters",
                 SHORTEN,
             )
         if len(self._ids) > MAX_OVERFLOW * most:
             raise PromptTooLong.at(
                 "messages",
-                f"{len(self._ids)} tokens or more, max_model_len is {most}",
+                f"at least {len(self._ids)} tokens, but max_model_len is {most}",
                 SHORTEN,
             )
 

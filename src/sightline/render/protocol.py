@@ -1,4 +1,4 @@
-"""What a renderer promises."""
+"""The interface of a renderer."""
 
 from __future__ import annotations
 
@@ -20,52 +20,52 @@ class Rendered:
     token_ids: list[int]
     slots: list[Slot]
     spans: list[Span]
-    """One per message. They tile the tokens up to the header of the next assistant turn."""
+    """One per message. Together they cover the tokens up to the header of the next answer."""
     trained: list[Span]
-    """Per assistant message the tokens that the assistant itself would say, stop token included."""
+    """One per assistant message: the tokens that the assistant samples, with the stop token."""
 
 
 @dataclass(frozen=True, slots=True)
 class Bridged:
-    """Only what follows the last prompt and completion."""
+    """The tokens that follow a prompt and its completion."""
 
     token_ids: list[int]
     slots: list[Slot]
-    """At absolute offsets: counted from the start of the prompt."""
+    """At absolute offsets, counted from the start of the prompt."""
     spans: list[Span]
-    """One per new message, absolute. The first begins right behind the completion, so it holds
-    whatever closes the assistant's turn; the header of the next turn follows the last."""
+    """One per new message, absolute. The first begins right after the completion and includes the
+    tokens that close its turn. The header of the next turn follows the last."""
 
 
 @dataclass(frozen=True, slots=True)
 class Refused:
-    """The history cannot be extended token by token; render it whole, and fork."""
+    """The existing tokens cannot be extended. Render the whole conversation again."""
 
     reason: str
-    """A short stable name, counted in the metrics, such as `assistant_among_new`."""
+    """A stable name such as `assistant_among_new`, counted in the metrics."""
 
 
 class Renderer(Protocol):
     stop_token_ids: tuple[int, ...]
     pad_token_ids: tuple[int, ...]
-    """Ids of media and of the marks around them; banned in sampling by every engine and in the
-    trainer's softmax. The first fills slots."""
+    """Ids of media and of the marks around them, banned in sampling and in the trainer's softmax.
+    The first fills slots."""
     video_pad_id: int
-    """The id that fills slots of videos; -1 where they are not shown."""
+    """The id that fills slots of videos. -1 if videos are not shown."""
     vocab_size: int
     max_model_len: int
-    """Tokens that a prompt may have; what cannot fit raises PromptTooLong before it is tokenized.
-    0 is any number."""
+    """The maximum length of a prompt. Longer ones raise PromptTooLong before tokenizing. 0 is no
+    limit."""
 
     def read_conversation(self, messages: Messages) -> list[Message]:
-        """A whole conversation in our form, with its images taken into the store.
+        """Return a whole conversation in our form, with its images in the store.
 
-        Raises MessageError for what the chat format cannot express, an empty list included.
+        Raise MessageError for an empty list and for content that the chat format cannot express.
         """
         ...
 
     def read_messages(self, messages: Messages) -> list[Message]:
-        """A part of a conversation in our form: what only the whole can break is not checked."""
+        """Return a part of a conversation in our form, without checks of the whole."""
         ...
 
     def render(
@@ -81,13 +81,13 @@ class Renderer(Protocol):
     ) -> Bridged | Refused: ...
 
     def parse(self, completion_ids: Sequence[int], tools: Tools | None = None) -> AssistantMessage:
-        """What a completion says; `tools` are those of its prompt."""
+        """Parse a completion. `tools` are those of its prompt."""
         ...
 
     def decode(self, token_ids: Sequence[int]) -> str:
-        """The text of ids, special tokens spelled out; for people."""
+        """Return the text of ids, with special tokens, for people."""
         ...
 
     def describe(self) -> list[str]:
-        """Which chat format the checkpoint has and why, and what that takes; a line each."""
+        """Describe the checkpoint's chat format and what it supports, one line each."""
         ...

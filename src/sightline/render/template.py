@@ -1,4 +1,4 @@
-"""A checkpoint's own chat template, rendered as transformers renders it. By jinja2 alone."""
+"""A checkpoint's own chat template, rendered as transformers renders it, with jinja2 only."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ TemplateError = jinja2.TemplateError
 
 
 class ChatTemplate:
-    """Text of messages. A renderer is compared with it; nothing is sampled from it."""
+    """A chat template in a sandbox."""
 
     def __init__(self, source: str) -> None:
         environment = ImmutableSandboxedEnvironment(
@@ -30,7 +30,7 @@ class ChatTemplate:
 
     @classmethod
     def find(cls, path: Path) -> ChatTemplate | None:
-        """The template of a checkpoint folder: a file of its own, or in the tokenizer's."""
+        """Load the template of a checkpoint folder; None if it has none."""
         source = find_template_source(path)
         if source is None:
             return None
@@ -38,8 +38,8 @@ class ChatTemplate:
             return cls(source)
         except TemplateError as error:
             raise FamilyError(
-                f"{path}: the chat template is no template: {error}",
-                "use the chat template that the checkpoint was published with",
+                f"{path}: the chat template is not valid jinja: {error}",
+                "use the chat template that was published with the checkpoint",
             ) from error
 
     def render(
@@ -63,16 +63,16 @@ def find_template_source(path: Path) -> str | None:
         return file.read_text()
     for name in ("chat_template.json", "tokenizer_config.json"):
         file = path / name
-        found = json.loads(file.read_text()).get("chat_template") if file.is_file() else None
-        if isinstance(found, list):
-            found = {entry["name"]: entry["template"] for entry in found}.get("default")
-        if isinstance(found, str):
-            return found
+        source = json.loads(file.read_text()).get("chat_template") if file.is_file() else None
+        if isinstance(source, list):
+            source = {entry["name"]: entry["template"] for entry in source}.get("default")
+        if isinstance(source, str):
+            return source
     return None
 
 
 def _to_json(value: Any, **settings: Any) -> str:
-    # jinja2's own filter escapes what would be markup in a web page.
+    # jinja2's own filter escapes HTML.
     return json.dumps(value, **{"ensure_ascii": False, **settings})
 
 

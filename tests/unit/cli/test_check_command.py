@@ -81,7 +81,7 @@ def test_what_cannot_work_is_refused_with_its_fix(
 @pytest.mark.parametrize(
     ("name", "problem"),
     [
-        ("model.safetensors", "model.safetensors is no whole file of weights"),
+        ("model.safetensors", "model.safetensors is not a complete safetensors file"),
         ("tokenizer.json", "tokenizer.json is broken"),
         ("config.json", "config.json is broken"),
         ("preprocessor_config.json", "preprocessor_config.json is broken"),

@@ -79,7 +79,7 @@ def config_values(file: RunFile | SftFile) -> dict[str, Any]:
 @pytest.mark.parametrize("path", PUBLISHED, ids=lambda p: f"{p.parent.name}-{p.stem}")
 def test_a_model_that_is_not_there_is_named_with_the_cure(path: Path) -> None:
     file = config.load_config(detect_file_kind(path), path)
-    with pytest.raises(FamilyError, match=f"'{file.model.path}' is no folder"):
+    with pytest.raises(FamilyError, match=f"'{file.model.path}' is not a folder"):
         resolve_model(file)
 
 

@@ -68,7 +68,8 @@ def test_what_was_found_is_a_file_that_is_read_until_the_checkpoint_changes(fold
     family = load_family(folder)
     assert family.name == "anyvlm"
     assert [line.partition(":")[0] for line in family.found] == [
-        "model", "images", "pads", "stops", "positions", "tools", "reasoning", "turns",
+        "model", "images", "banned tokens", "stop tokens", "positions", "tools", "reasoning",
+        "turns",
     ]  # fmt: skip
     marked = json.loads((folder / FILE).read_text())
     marked["lines"] = ["as it was written down"]
@@ -97,7 +98,7 @@ def test_a_tiny_smolvlm_is_written_and_loaded_without_a_warning(tmp_path: Path) 
     words = [sys.executable, "-c", QUIET, str(tmp_path / "model")]
     done = subprocess.run(words, capture_output=True, text=True, check=True)
     assert done.stderr == ""
-    assert "20 to 68 of the image and 13 to 40 of the processor's marks" in done.stdout
+    assert "20 to 68 tokens and 13 to 40 marks" in done.stdout
 
 
 def test_a_tiny_gemma4_begins_with_no_table_of_one_value(tmp_path: Path) -> None:
@@ -165,7 +166,7 @@ def test_a_checkpoint_without_a_chat_template_is_refused_by_that(folder: Path) -
             "<|im_start|>now\\n",
             "an answer in a history does not begin with it",
         ),
-        ("part['text']", "'' if loop.first else ''", "writes this text not once"),
+        ("part['text']", "'' if loop.first else ''", "drops, repeats or moves"),
     ],
 )
 def test_a_template_that_cannot_be_followed_is_refused(
@@ -188,9 +189,9 @@ def test_calls_of_another_form_than_json_between_marks_are_refused_with_what_is_
     store = MediaStore(tmp_path / "media")
     assert load_renderer(tmp_path / "model", store).takes_tools
     for old, new, reason in (
-        ("call['function']['arguments'] | tojson", "'1'", "<tool_call>.*no JSON object"),
-        ("{%- if tools -%}", "{%- if false -%}", "has no place for tools"),
-        ("'\\n<tool_response>", "raise_exception('no') + '\\n<", "answers of tools: .*no"),
+        ("call['function']['arguments'] | tojson", "'1'", "<tool_call>.*not a JSON object"),
+        ("{%- if tools -%}", "{%- if false -%}", "does not write tools"),
+        ("'\\n<tool_response>", "raise_exception('no') + '\\n<", "tool messages: .*no"),
     ):
         assert old in text
         file.write_text(text.replace(old, new))
@@ -221,7 +222,9 @@ def test_sampled_calls_are_read_by_the_ids_of_their_marks(tmp_path: Path) -> Non
         assert found.tool_calls == () and found.malformed_calls and found.text == broken
     plain = renderer.parse(renderer._tokenizer.encode(called))
     assert plain.text == called and plain.tool_calls == plain.malformed_calls == ()
-    with pytest.raises(MessageError, match=r"^tools\[0\]: it spells the token <.im_end.>"):
+    with pytest.raises(
+        MessageError, match=r"^tools\[0\]: it contains the special token <.im_end.>"
+    ):
         renderer.render([user("a")], [{"name": "<|im_end|>"}])
 
 
@@ -314,7 +317,7 @@ def test_reasoning_is_read_by_its_marks_and_forks_where_a_new_question_drops_it(
     assert stray.text == "x</think>\ny" and stray.reasoning is None
     whole = renderer.render([user("a"), stray, user("b")])
     assert renderer.decode(whole.token_ids).count("assistant\ny<|im_end|>") == 1
-    with pytest.raises(MessageError, match="in a way that cannot be followed"):
+    with pytest.raises(MessageError, match="in an unknown way"):
         renderer.render([user("a"), stray], generation_prompt=False)
 
 
@@ -353,11 +356,11 @@ def test_reasoning_may_be_opened_by_the_prompt(reasoning_folder: Path, tmp_path:
 @pytest.mark.parametrize(
     ("old", "new", "reason"),
     [
-        ("'<think>\\n'", "'<thinking>\\n'", "no two tokens mark its beginning"),
-        ("message['reasoning_content'] or ''", "''", "has no place for reasoning"),
+        ("'<think>\\n'", "'<thinking>\\n'", "without one added token at each end"),
+        ("message['reasoning_content'] or ''", "''", "does not write reasoning"),
         ("{{- '<|im_end|>\\n' -}}\n{%- endif", "{{- thought + '<|im_end|>\\n' -}}\n{%- endif",
-         "does not take it: .* not once"),
-        ("'<think>\\n'", "'so <think>\\n'", "not read back"),
+         "does not accept it: .* drops"),
+        ("'<think>\\n'", "'so <think>\\n'", "cannot be parsed again"),
     ],
 )  # fmt: skip
 def test_reasoning_that_cannot_be_established_is_refused_with_what_is_written(
@@ -405,7 +408,7 @@ def test_a_text_behind_the_only_one_that_is_written_is_refused_by_path(
     renderer = load_renderer(folder, MediaStore(tmp_path / "media"))
     texts = [{"type": "text", "text": text} for text in ("be ", "brief")]
     assert renderer.render([{"role": "system", "content": texts[:1]}, user("a")])
-    with pytest.raises(MessageError, match=r"^messages\[0\]\.content: .* not once"):
+    with pytest.raises(MessageError, match=r"^messages\[0\]\.content: .* drops"):
         renderer.render([{"role": "system", "content": texts}, user("a")])
 
 
@@ -414,7 +417,7 @@ def test_a_template_that_rewrites_history_forks_and_says_so(folder: Path, tmp_pa
     late = "{%- if messages | length > 2 -%}{{- '<|im_start|>long\\n' -}}{%- endif -%}"
     file.write_text(late + file.read_text())
     family = load_family(folder)
-    assert any(line.startswith("turns: rendered anew, because") for line in family.found)
+    assert any(line.startswith("turns: rendered again, because") for line in family.found)
     renderer = load_renderer(folder, MediaStore(tmp_path / "media"), family)
     prompt = renderer.render([user("a")]).token_ids
     found = renderer.bridge(prompt, [renderer.stop_token_ids[0]], [user("b")])
@@ -547,7 +550,8 @@ def test_layers_that_no_setting_tells_of_are_padded_rows_by_trial(
     family = load_family(folder)
     assert family.packing.kind == "rows"
     assert re.match(
-        r"its layers do more .*: packed, their output is \S+ of the largest", family.packing.reason
+        r"its layers are more than causal attention: packed, their output differs",
+        family.packing.reason,
     )
     load_model(folder, family, "cpu", "float32")
     packed = AnyVLMFamily(folder, msgspec.structs.replace(family.findings, rows_reason=""))
@@ -564,7 +568,7 @@ def test_tokens_of_an_image_that_see_one_another_are_found_by_trial(tmp_path: Pa
     kinds = {"layer_types": ["full_attention"] * 2}
     edit(tmp_path / "model" / "config.json", lambda config: config["text_config"].update(kinds))
     family = load_family(tmp_path / "model")
-    assert family.packing.kind == "rows" and "do more than attend" in family.packing.reason
+    assert family.packing.kind == "rows" and "more than causal attention" in family.packing.reason
     assert family.findings.sees_ahead
     load_model(tmp_path / "model", family, "cpu", "float32")
 

@@ -20,7 +20,7 @@ SEES_NOTHING = ("Qwen3", "Llama 3", "Llama 3.1")
 
 def read_column(format_name: str) -> dict[str, str]:
     """The cells of a format, by the names of their rows."""
-    lines = PAGE.read_text().partition("## What each supports")[2].split("\n## ")[0].splitlines()
+    lines = PAGE.read_text().partition("## Supported features")[2].split("\n## ")[0].splitlines()
     table = [line.strip("| ").replace("\\|", "").split(" | ") for line in lines if line[:1] == "|"]
     names, _, *rows = table
     at = next(i for i, name in enumerate(names) if _is_of(format_name, name))

@@ -156,7 +156,7 @@ def install_package(rule: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     [
         (rule_of_a_package, ""),
         (refuse, "RuntimeError: this Triton computes wrong gradients"),
-        (without_gradient_of_values, "its gradients of v differ from those of plain torch by"),
+        (without_gradient_of_values, "its gradients of v differ from plain torch's by"),
     ],
 )
 def test_kernels_of_a_package_are_used_where_a_trial_shows_that_they_give_the_same(

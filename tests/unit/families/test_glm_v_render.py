@@ -244,7 +244,7 @@ def test_a_template_that_takes_strings_of_tools_shows_no_images_there(
     assert renderer.render(talk).token_ids == whole.render(talk).token_ids
     shown = [user("hi"), CALLS, Message("tool", user(REF).content)]
     assert whole.render(shown).slots
-    with pytest.raises(MessageError, match=r"messages\[2\]\.content\[0\].*role tool, which"):
+    with pytest.raises(MessageError, match=r"messages\[2\]\.content\[0\].*role 'tool'"):
         renderer.render(shown)
 
 

@@ -68,7 +68,10 @@ def test_positions_of_images_and_videos_are_those_of_the_model(
         ({"image_mean": [0.1, 0.2, 0.3]}, "its video processor has mean"),
         ({"patch_size": 16}, "its video processor has patch = 16"),
         ({"processor_class": "Glm4vProcessor"}, "its processors are Glm46VVideoProcessor and"),
-        ({"size": {"shortest_edge": 9, "longest_edge": 8}}, "its video processor has VideoSet"),
+        (
+            {"size": {"shortest_edge": 9, "longest_edge": 8}},
+            "its video processor has unusable settings",
+        ),
     ],
 )
 def test_a_video_processor_with_other_rules_refuses_videos_alone(

@@ -61,7 +61,7 @@ def test_an_id_is_found_in_the_cache_with_its_commit(cache: Path, tiny_model: Pa
 
 
 def test_offline_with_nothing_cached_is_an_error_that_names_the_files(cache: Path) -> None:
-    with pytest.raises(FamilyError, match="is no folder") as caught:
+    with pytest.raises(FamilyError, match="is not a folder") as caught:
         resolve_checkpoint("lab/tiny")
     for name in ("config.json", "tokenizer.json", "preprocessor_config.json"):
         assert name in caught.value.fix

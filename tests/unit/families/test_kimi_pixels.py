@@ -107,7 +107,7 @@ def test_a_bound_on_pixels_shrinks_images(tmp_path: Path) -> None:
     family = KimiK25Family(read_processor_settings(tmp_path, {"max_pixels": 196 * 100}))
     assert family.layout(1400, 1400).num_tokens == 25
     assert family.fingerprint != FAMILY.fingerprint
-    with pytest.raises(FamilyError, match="never enlarged"):
+    with pytest.raises(FamilyError, match="never enlarges"):
         read_processor_settings(tmp_path, {"min_pixels": 1000})
     with pytest.raises(FamilyError, match="max_pixels"):
         read_processor_settings(tmp_path, {"max_pixels": 100})

@@ -59,7 +59,7 @@ def test_a_model_that_cannot_see_is_refused_for_an_environment_that_shows(
     unknown = tmp_path / "text"
     unknown.mkdir()
     (unknown / "config.json").write_text(json.dumps({"model_type": "parrot"}))
-    assert "is a 'parrot' checkpoint, which no family here knows" in refuse(model=unknown)
+    assert "is a 'parrot' checkpoint, which no family supports" in refuse(model=unknown)
     text_only = tmp_path / "text_only"
     write_tiny("qwen_vl", text_only, seed=0, type="qwen3")
     said = refuse(model=text_only)

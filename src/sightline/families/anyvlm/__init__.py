@@ -1,12 +1,10 @@
-"""Any image-and-text checkpoint of the installed transformers that no other family claims.
+"""The generic family: any image-and-text checkpoint of transformers that no other family claims.
 
-Nothing of it is known beforehand. `probe` asks the checkpoint's own processor, template and model
-code at the first load, in a process that has transformers, and leaves what it found as data in the
-folder (`findings`, which `load` reads), or refuses the checkpoint with the probe that failed.
-`layout` has the rules by which a size becomes tokens, `vision` the family, `render` the template
-as data, `calls` its tool calls, `processor` and `forward` the halves that import transformers,
-`tiny` small checkpoints.
-This file loads without torch and transformers.
+At the first load, `probe` runs trials on the checkpoint's own processor, chat template and model
+code, in a process that has transformers. It writes its `findings` into the folder, or refuses the
+checkpoint with the trial that failed. `load` reads the findings. `image_tokens` chooses one of the
+rules in `layout` by which an image size becomes tokens. `vision` is the family, `render` the
+renderer, and `processor` and `forward` import transformers. This file does not.
 """
 
 from __future__ import annotations
@@ -19,7 +17,7 @@ from sightline.families.anyvlm.render import AnyVLMRenderer
 __all__ = ["claims", "load_family", "load_renderer"]
 
 IS_FALLBACK = True
-"""It is asked only where no other family claims a checkpoint."""
+"""It is used only if no other family claims a checkpoint."""
 
 
 def claims(config: dict[str, Any]) -> bool:

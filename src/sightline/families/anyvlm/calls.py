@@ -1,7 +1,7 @@
-"""Tool calls of a chat template, as far as trying establishes them: a JSON object between marks.
+"""Tool calls of a chat template, where they are JSON objects between marks.
 
-A known call is rendered; where it comes back as JSON with its name and arguments, and fixed text
-stands around it, sampled calls can be read. Other forms are refused, with what the template wrote.
+A trial renders a known call. If the template writes its name and arguments as JSON with fixed text
+around it, sampled calls can be parsed. Other forms are refused with what the template wrote.
 """
 
 from __future__ import annotations
@@ -36,18 +36,18 @@ TRIED_ANSWER = Message(role="tool", content=text("n"))
 
 @dataclass(frozen=True)
 class CallFormat:
-    """How a call is written: `opening`, a JSON object, `closing`."""
+    """The form of a call: `opening`, a JSON object, `closing`."""
 
     opening: str
     closing: str
     lead: str
-    """What stands between a content and the first call."""
+    """The whitespace between the content and the first call."""
     arguments: str
     """The key of a call's arguments."""
 
     @classmethod
     def find(cls, written: str) -> CallFormat | None:
-        """The format of what a template wrote for the tried call, behind its content."""
+        """Derive the format from what a template wrote for the known call, or return None."""
         start = written.find("{")
         try:
             made, end = json.JSONDecoder().raw_decode(written, start)
@@ -67,7 +67,7 @@ class CallFormat:
         return re.compile(f"({re.escape(self.opening)}|{re.escape(self.closing)})")
 
     def parse(self, parts: Sequence[str]) -> ParsedCompletion:
-        """What a completion says: its texts, with a mark between each and the next."""
+        """Parse a completion, given as texts and marks in turn."""
         calls, malformed = [], []
         at = 1
         while at < len(parts):

@@ -1,4 +1,4 @@
-"""What a template makes of a conversation, and its tokens with the places that they come from."""
+"""A conversation as the chat template writes it, and its tokens with their places in the text."""
 
 from __future__ import annotations
 
@@ -15,22 +15,21 @@ from sightline.wire import MediaItem
 
 @dataclass
 class Composed:
-    """What the template makes of a conversation, with what each part of it is."""
+    """The text of a conversation, and where its parts are."""
 
     text: str
-    """All of it, each image as the template writes it."""
+    """The whole text, with each image as the template writes it."""
     pieces: list[tuple[str, bool]]
-    """Its parts in order, and whether the template wrote them itself."""
+    """Its parts in order, and whether the template wrote each of them itself."""
     ends: list[int]
-    """For each message where it ends in `text`."""
+    """The end of each message in `text`."""
     answers: list[tuple[int, int]]
-    """For each message of the assistant where it begins and ends, behind its header and before the
-    token that ends its turn."""
+    """The start and end of each answer, without its header and the token that ends its turn."""
 
 
 @dataclass
 class TokenRun:
-    """Tokens, for each the index in the composed text of what it begins with."""
+    """Tokens, each with the index of its first character in the composed text."""
 
     tokenizer: Tokenizer
     max_model_len: int
@@ -60,16 +59,16 @@ class TokenRun:
         if self.max_model_len and self._num_chars > most:
             raise PromptTooLong.at(
                 "messages",
-                f"{self._num_chars} characters of text or more cannot fit into max_model_len = "
+                f"at least {self._num_chars} characters of text cannot fit into max_model_len = "
                 f"{self.max_model_len} tokens",
                 SHORTEN,
             )
         ids, starts = self.tokenizer.encode_with_starts(text)
         self.ids += ids
-        # A normalizer may shorten a text: what is behind its end belongs to its last character.
-        found = (places[min(start, len(places) - 1)] for start in starts)
-        self.starts += accumulate(found, max)
+        # A normalizer may change the length: starts after the end belong to the last character.
+        starts_in_text = (places[min(start, len(places) - 1)] for start in starts)
+        self.starts += accumulate(starts_in_text, max)
 
     def find(self, place: int) -> int:
-        """The index of the first token that begins at `place` or behind it."""
+        """Return the index of the first token that begins at `place` or later."""
         return bisect_left(self.starts, place)

@@ -1,4 +1,4 @@
-"""Conversations as the checkpoint's own chat template writes them, with what is whose in it."""
+"""Compose conversations with the checkpoint's chat template, and locate messages in the text."""
 
 from __future__ import annotations
 
@@ -22,27 +22,27 @@ from sightline.render import ChatTemplate, TemplateError
 from sightline.render.protocol import Tools
 
 _MARKS = "\ue000\ue001\ue002\ue003"
-"""Characters of which one, that no text has, stands around the number of a text."""
+"""Candidates for the character around the number of a text. One that no text contains is used."""
 FORMS: tuple[Callable[[str], str], ...] = (
     str, str.strip, lambda text: text.strip("\n"), lambda text: text.lstrip("\n"),
 )  # fmt: skip
-"""What templates do to texts."""
+"""The ways in which templates change texts."""
 
 
 class TemplateComposer(MessageRenderer):
-    """A renderer whose text a template writes."""
+    """A renderer whose text is written by a template."""
 
     _template: ChatTemplate
     _findings: Findings
     _part_roles: frozenset[str]
-    """The roles whose contents are given as parts; else, where they show nothing, as strings, which
-    some templates want."""
+    """The roles whose contents are passed as parts. Other contents without images are passed as
+    strings, which some templates require."""
     _header_text: str = ""
-    """What opens an answer."""
+    """The text that opens an answer."""
     _answer_prefix: str = ""
-    """What stands behind it before an answer in a history."""
+    """The text between `_header_text` and an answer in a history."""
     _closing: str
-    """What ends one."""
+    """The text that ends an answer."""
     reasoning_format: ReasoningFormat | None = None
     call_format: CallFormat | None = None
 
@@ -52,20 +52,20 @@ class TemplateComposer(MessageRenderer):
             return self._template.render(forms, tools, prompt, **values)
         except TemplateError as error:
             raise MessageError.at(
-                "messages", f"the chat template fails: {error}", "send what it has a place for"
+                "messages", f"the chat template fails: {error}", "send what the template accepts"
             ) from error
 
     def _is_in_parts(self, message: Message) -> bool:
         return bool(message.images) or message.role in self._part_roles
 
     def drop_unwritten(self, message: Message) -> Message:
-        """Of a content in parts the template is to say what it makes of texts side by side."""
-        less = super().drop_unwritten(message)
-        is_whole = len(message.content) > 1 and self._is_in_parts(message)
-        return msgspec.structs.replace(less, content=message.content) if is_whole else less
+        """Keep adjacent texts of a content in parts: the template decides how to join them."""
+        reduced = super().drop_unwritten(message)
+        keeps = len(message.content) > 1 and self._is_in_parts(message)
+        return msgspec.structs.replace(reduced, content=message.content) if keeps else reduced
 
     def _form(self, message: Message, texts: Sequence[str]) -> dict[str, Any]:
-        """The message as the template gets it, with these texts in the place of its own."""
+        """Return the message for the template, with `texts` in place of its own."""
         left = list(texts)
         thought = {"reasoning_content": left.pop(0)} if message.reasoning else {}
         content: str | list[dict[str, Any]] = left[0] if left else ""
@@ -79,17 +79,17 @@ class TemplateComposer(MessageRenderer):
         return {"role": message.role, "content": content, **thought, **form_calls(message)}
 
     def _write(self, messages: Sequence[Message], prompt: bool, tools: Tools | None) -> str:
-        """What the template makes of messages, and nothing of where it comes from."""
+        """Return the text of messages, without locating them in it."""
         return self._apply([self._form(m, list_texts(m)) for m in messages], prompt, tools)
 
     def _compose(
         self, messages: Sequence[Message], prompt: bool, tools: Tools | None = None
     ) -> Composed:
         texts = list(map(list_texts, messages))
-        spoken = [text for own in texts for text in own]
+        spoken = [text for of_message in texts for text in of_message]
         mark = next((m for m in _MARKS if not any(m in text for text in spoken)), "")
         if not mark:
-            raise MessageError.at("messages", f"a text with all of {_MARKS!r}", "remove one")
+            raise MessageError.at("messages", f"the texts contain all of {_MARKS!r}", "remove one")
         firsts = list(accumulate(map(len, texts), initial=0))
         marked = [
             self._form(m, [f"{mark}{n}{mark}" for n in range(firsts[i], firsts[i + 1])])
@@ -98,7 +98,7 @@ class TemplateComposer(MessageRenderer):
         written = self._apply(marked, prompt, tools)
         cut = re.split(f"{mark}(\\d+){mark}", written)
         found = [int(n) for n in cut[1::2]]
-        # Of these a template writes those that it does not drop.
+        # A template may drop reasoning, but no other text.
         thoughts = {n for n, m in zip(firsts, messages, strict=False) if m.reasoning}
         dropped = thoughts.difference(found)
         if found != [n for n in range(len(spoken)) if n not in dropped]:
@@ -110,9 +110,8 @@ class TemplateComposer(MessageRenderer):
         if pieces is None:
             raise MessageError.at(
                 "messages",
-                "the chat template changes texts in a way that cannot be followed",
-                "send them as the template leaves them, without blanks at their ends, and "
-                "reasoning as reasoning_content",
+                "the chat template changes texts in an unknown way",
+                "send texts without whitespace at their ends, and reasoning as reasoning_content",
             )
         edges = list(accumulate((len(text) for text, _ in pieces), initial=0))
         raw = list(accumulate(map(len, restore_marks(cut, mark)), initial=0))
@@ -126,12 +125,12 @@ class TemplateComposer(MessageRenderer):
         for i, message in enumerate(messages):
             if message.role != "assistant":
                 continue
-            first, behind = counts[i], counts[i + 1]
-            if behind > first:
+            first, end_count = counts[i], counts[i + 1]
+            if end_count > first:
                 is_thought = found[first] in thoughts
                 start = self._find_start(true, edges[2 * first + 1], is_thought)
-                end = edges[2 * behind]
-            else:  # calls without a content
+                end = edges[2 * end_count]
+            else:  # calls without content
                 most = edges[2 * first + 1] if first < len(found) else len(true)
                 start = end = self._find_call(true, ends[i - 1] if i else 0, most, i)
             if message.tool_calls:
@@ -140,14 +139,14 @@ class TemplateComposer(MessageRenderer):
         return Composed(true, pieces, ends, answers)
 
     def _find_start(self, true: str, start: int, is_thought: bool) -> int:
-        """Where an answer begins whose first text begins at `start`."""
+        """Return the start of an answer whose first text begins at `start`."""
         lead = self._answer_prefix
         if is_thought:
             lead = self.reasoning_format.opening if self.reasoning_format else ""
         return start - len(lead) * true.endswith(self._header_text + lead, 0, start)
 
     def _find_call(self, true: str, least: int, most: int, i: int) -> int:
-        """Where an answer begins that is calls alone."""
+        """Return the start of an answer that consists of calls only."""
         begin = true.find(self._header_text, least, most)
         if begin >= 0:
             return begin + len(self._header_text)
@@ -155,8 +154,8 @@ class TemplateComposer(MessageRenderer):
         if begin < 0:
             raise MessageError.at(
                 f"messages[{i}].tool_calls",
-                "the chat template writes these calls where they are not found",
-                "say something with them",
+                "these calls cannot be located in the chat template's text",
+                "add a text to the message",
             )
         return begin
 
@@ -165,8 +164,8 @@ class TemplateComposer(MessageRenderer):
         i = next(i for i in range(len(counts) - 1) if counts[i] <= lost < counts[i + 1])
         raise MessageError.at(
             f"messages[{i}].content",
-            "the chat template writes this text not once, or not in its place",
-            "send what the template has a place for",
+            "the chat template drops, repeats or moves this text",
+            "send content that the template writes",
         )
 
     def _find_ends(
@@ -176,9 +175,11 @@ class TemplateComposer(MessageRenderer):
         written: str,
         tools: Tools | None,
     ) -> Iterator[int | None]:
-        """Where messages end: where the template stops when it is given no more of them, or, if it
-        then writes what is before otherwise, behind what it writes behind their last text; None
-        where that is something else, too."""
+        """Yield the end of each message, or None if it cannot be determined.
+
+        That is where the template stops when it gets no further messages. If it then writes earlier
+        text differently, it is the end of what it writes after the message's last text.
+        """
         for i, last in enumerate(last_marks):
             try:
                 alone = self._apply(marked[: i + 1], False, tools)
@@ -188,10 +189,10 @@ class TemplateComposer(MessageRenderer):
             if written.startswith(alone):
                 yield len(alone)
                 continue
-            behind = alone.rpartition(last)[2] if last and last in alone else None
+            ending = alone.rpartition(last)[2] if last and last in alone else None
             place = written.find(last) + len(last) if last in written else -1
-            is_same = behind is not None and place >= 0 and written.startswith(behind, place)
-            yield place + len(behind or "") if is_same else None
+            is_same = ending is not None and place >= 0 and written.startswith(ending, place)
+            yield place + len(ending or "") if is_same else None
 
     def _find_lasts(
         self,
@@ -200,64 +201,67 @@ class TemplateComposer(MessageRenderer):
         edges: list[int],
         counts: list[int],
     ) -> list[int]:
-        """Where the last text or image of each message ends."""
-        shown = [
-            edges[i] + found.end()
+        """Return the end of the last text or image of each message."""
+        image_ends = [
+            edges[i] + match.end()
             for i, (text, is_template) in enumerate(pieces)
             if is_template
-            for found in re.finditer(re.escape(self._findings.image_token), text)
+            for match in re.finditer(re.escape(self._findings.image_token), text)
         ]
         lasts, num_images = [], 0
         for i, message in enumerate(messages):
             num_images += len(message.images)
-            is_shown = bool(message.images) and num_images <= len(shown)
+            is_shown = bool(message.images) and num_images <= len(image_ends)
             texts = edges[2 * counts[i + 1]] if counts[i + 1] > counts[i] else 0
-            lasts.append(max(texts, shown[num_images - 1] if is_shown else 0))
+            lasts.append(max(texts, image_ends[num_images - 1] if is_shown else 0))
         return lasts
 
 
 def list_texts(message: Message) -> list[str]:
-    """The texts of a message in the order in which it is to be written, reasoning first."""
-    said = [part.text for part in message.content if isinstance(part, TextPart)]
+    """Return the texts of a message in order, reasoning first."""
+    texts = [part.text for part in message.content if isinstance(part, TextPart)]
     if not message.content and not message.tool_calls:
-        said = [""]
-    return [message.reasoning, *said] if message.reasoning else said
+        texts = [""]
+    return [message.reasoning, *texts] if message.reasoning else texts
 
 
 def form_calls(message: Message) -> dict[str, Any]:
-    """What a message has beside its content, as templates take it."""
-    found: dict[str, Any] = {}
+    """Return a message's tool calls and call id, as templates take them."""
+    fields: dict[str, Any] = {}
     if message.tool_calls:
-        found["tool_calls"] = [
-            {"type": "function", "id": c.id, "function": {"name": c.name, "arguments": made}}
+        fields["tool_calls"] = [
+            {"type": "function", "id": c.id, "function": {"name": c.name, "arguments": arguments}}
             for c in message.tool_calls
-            for made in [json.loads(c.arguments)]
+            for arguments in [json.loads(c.arguments)]
         ]
     if message.tool_call_id is not None:
-        found["tool_call_id"] = message.tool_call_id
-    return found
+        fields["tool_call_id"] = message.tool_call_id
+    return fields
 
 
 def restore_marks(cut: Sequence[str], mark: str) -> list[str]:
-    """The parts of a text that was cut at marks, each mark whole again."""
+    """Return the parts of a text that was cut at marks, with the marks restored."""
     return [part if i % 2 == 0 else f"{mark}{part}{mark}" for i, part in enumerate(cut)]
 
 
 def restore_texts(
     cut: list[str], spoken: list[str], true: str, ways: Sequence[Callable[[str], str]]
 ) -> list[tuple[str, bool]] | None:
-    """The parts of a text that was cut at marks, each mark as the template writes its text, and
-    whether they are the template's own; None where it does something else than one of `ways`."""
+    """Return the parts of a text that was cut at marks, with texts in place of the marks.
+
+    Each part says whether it is the template's own. Return None if the template changes a text in
+    another way than one of `ways`.
+    """
     pieces, at = [(cut[0], True)], len(cut[0])
-    for number, behind in zip(cut[1::2], cut[2::2], strict=True):
+    for number, following in zip(cut[1::2], cut[2::2], strict=True):
         forms = [way(spoken[int(number)]) for way in ways]
-        text = next((t for t in forms if true.startswith(t + behind, at)), forms[0])
-        pieces += [(text, False), (behind, True)]
-        at += len(text) + len(behind)
+        text = next((t for t in forms if true.startswith(t + following, at)), forms[0])
+        pieces += [(text, False), (following, True)]
+        at += len(text) + len(following)
     return pieces if "".join(text for text, _ in pieces) == true else None
 
 
 def move_place(place: int, raw: list[int], edges: list[int]) -> int:
-    """A place of the text with marks, in the text with what the marks stand for."""
+    """Translate a place in the text with marks to one in the text without them."""
     i = bisect_right(raw, place) - 1
     return edges[i] + place - raw[i]

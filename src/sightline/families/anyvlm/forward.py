@@ -1,9 +1,9 @@
-"""The torch half: the checkpoint's own class of transformers, called part by part.
+"""The torch half: the checkpoint's own transformers class, called part by part.
 
-Features come from its `get_image_features`; its text model gets embeddings in which they stand in
-their places, and attends by our patterns, or as the model does where layers do more than attend to
-what is before: then sequences are padded rows. That this is what the model itself computes is tried
-on its weights, once they are loaded: a conversation through both, alone, packed and as a tree.
+`get_image_features` computes features, which replace embeddings of the text model. It attends by
+our patterns, or by its own attention over padded rows if its layers are more than causal attention.
+When the weights are loaded, a conversation goes through the whole model and through its parts,
+alone, packed and as a tree, and the results must agree.
 """
 
 from __future__ import annotations
@@ -46,11 +46,11 @@ from sightline.message import Message, assistant, user
 from sightline.render import Rendered
 
 TOLERANCES = {torch.float32: 1e-4, torch.bfloat16: 5e-2}
-"""How far logits may be from those of the model itself, of their largest, by dtype."""
+"""The allowed difference from the model's own logits, relative to the largest, by dtype."""
 TOKEN_TYPES = ("token_type_ids", "mm_token_type_ids")
-"""What models call the numbers that say which tokens are those of an image."""
+"""The names of the argument that tells models which tokens are image tokens."""
 _NO_RESOLVER: Any = None
-"""Messages of the probe hold refs already."""
+"""The messages of the trial hold refs already."""
 
 
 class AnyVLMForward(TextForward):
@@ -68,25 +68,25 @@ class AnyVLMForward(TextForward):
         self._set_attention(self._attention)
 
     def _set_attention(self, name: str) -> None:
-        """Of the text model: the tower keeps transformers' own."""
+        """Set the attention of the text model. The tower keeps transformers' own."""
         for module in self._text.modules():
             if hasattr(module, "config"):
                 module.config._attn_implementation = name
 
     def vision_parameters(self) -> list[tuple[str, nn.Parameter]]:
-        # Asked of the model as it is: ranks that share it have put others into their places.
+        # Computed on each call, because sharding replaces parameters.
         own = {id(parameter) for parameter in self._text.parameters()}
         own |= {id(parameter) for parameter in self._head.parameters()}
         return [(n, p) for n, p in self.model.named_parameters() if id(p) not in own]
 
     def blocks(self) -> list[nn.Module]:
-        """Decoder layers, and the layers of the tower: its longest list of modules."""
+        """Return decoder layers and the tower's layers, which are its longest list of modules."""
         own = {id(parameter) for parameter in self._text.parameters()}
         lists = [
-            found
-            for found in self.model.modules()
-            if isinstance(found, nn.ModuleList)
-            and not any(id(parameter) in own for parameter in found.parameters())
+            module
+            for module in self.model.modules()
+            if isinstance(module, nn.ModuleList)
+            and not any(id(parameter) in own for parameter in module.parameters())
         ]
         return [*self._text.layers, *max(lists, key=len, default=[])]
 
@@ -100,20 +100,20 @@ class AnyVLMForward(TextForward):
     ) -> Float[Tensor, "visual_tokens features"]:
         findings = self._family.findings
         if findings.rule == "lines" and len(patches) == findings.merge**2:
-            # transformers squeezes the axis of a lone token away.
+            # transformers squeezes away the axis of a single token.
             return self.encode(patches.repeat(2, 1), grids * 2)[:1]
         given = self.read_arrays(patches, grids)
         model: Any = self.model
         output = model.get_image_features(**given, return_dict=True)
-        found = output.pooler_output
-        if found is None:  # what the tower says, which the model projects itself
-            found = model.multi_modal_projector(output.last_hidden_state)
-        return join_layers(join_images(found), output)
+        features = output.pooler_output
+        if features is None:  # the model projects the tower's output itself
+            features = model.multi_modal_projector(output.last_hidden_state)
+        return join_layers(join_images(features), output)
 
     def read_arrays(
         self, patches: UInt8[Tensor, "patches values"], grids: list[Grid]
     ) -> dict[str, Tensor]:
-        """The arrays that the checkpoint's processor made of these images, by their names."""
+        """Return the arrays that the checkpoint's processor made of these images, by name."""
         findings = self._family.findings
         given: dict[str, Tensor] = {}
         dtype = self.vision_parameters()[0][1].dtype
@@ -157,7 +157,7 @@ class AnyVLMForward(TextForward):
         ends = np.unique(attention.subtree_end)
         starts = np.concatenate([[0], ends[:-1]])
         along = np.arange(int((ends - starts).max()))
-        # Padding is behind a row, whose tokens do not see it.
+        # Padding follows a row, so its tokens do not attend to it.
         places = np.minimum(starts[:, None] + along, ends[:, None] - 1)
         index = torch.from_numpy(places).to(token_ids.device)
         is_real = torch.from_numpy(along < (ends - starts)[:, None]).to(token_ids.device)
@@ -186,9 +186,9 @@ class AnyVLMForward(TextForward):
 
     @torch.no_grad()
     def check_model(self, build_pattern: Callable[[np.ndarray], Any]) -> None:
-        """Raises unless the parts, alone, packed and as a tree, compute what the model does.
+        """Raise FamilyError unless the parts compute what the model does: alone, packed, as a tree.
 
-        `build_pattern` makes the attention of a micro-batch of its `subtree_end`.
+        `build_pattern` returns the attention pattern for a `subtree_end`.
         """
         messages, images = _draw_conversation()
         renderer = AnyVLMRenderer.load(self._family.path, self._family, _NO_RESOLVER)
@@ -204,7 +204,7 @@ class AnyVLMForward(TextForward):
         fork = rendered.slots[-1].end
         tail = length - fork
         tried = {
-            # One sequence; two of them in a row; and one whose end stands twice, side by side.
+            # One sequence; the same one twice in a row; and one with its end twice, as branches.
             "alone": (np.arange(length), [length] * length),
             "packed": (
                 np.tile(np.arange(length), 2),
@@ -219,8 +219,8 @@ class AnyVLMForward(TextForward):
             del tried["a tree"]
         scale = float(whole.abs().max())
         for kind, (tokens, ends) in tried.items():
-            found = self._run_parts(rendered, features, tokens, build_pattern(np.array(ends)))
-            difference = float((found - whole[tokens]).abs().max()) / scale
+            logits = self._run_parts(rendered, features, tokens, build_pattern(np.array(ends)))
+            difference = float((logits - whole[tokens]).abs().max()) / scale
             if not difference <= TOLERANCES[whole.dtype]:
                 raise FamilyError(
                     f"{self._family.path}: the weights trial failed: computed {kind}, logits "
@@ -232,7 +232,7 @@ class AnyVLMForward(TextForward):
     def _run_model(
         self, token_ids: list[int], images: list[Image.Image], messages: list[Message]
     ) -> Tensor:
-        """The logits of the whole model, given what its own processor makes."""
+        """Return the logits of the whole model, with its own processor's inputs."""
         processor = load_processor(self._family.path)
         talk = [{"role": m.role, "content": to_template_parts(m, images)} for m in messages]
         made = apply_template(
@@ -256,7 +256,7 @@ class AnyVLMForward(TextForward):
             for name, a in arrays.items()
         }
         self._set_attention("eager")
-        ours = vars(self._text).pop("_deepstack_process", None)  # the model is to use its own
+        ours = vars(self._text).pop("_deepstack_process", None)  # the model must use its own
         try:
             logits: Tensor = self.model(**given, use_cache=False).logits[0]
         except FOREIGN as error:
@@ -274,7 +274,7 @@ class AnyVLMForward(TextForward):
     def _run_parts(
         self, rendered: Rendered, features: Tensor, tokens: np.ndarray, pattern: Any
     ) -> Tensor:
-        """The logits of these tokens of the prompt, laid out in one row under a pattern."""
+        """Return the logits of these tokens of the prompt, in one row under a pattern."""
         device, slots = features.device, rendered.slots
         along, _ = self._family.positions(len(rendered.token_ids), slots)
         pads = np.concatenate([s.offset + self._family.feature_offsets(s.item) for s in slots])
@@ -295,7 +295,7 @@ class AnyVLMForward(TextForward):
 def _join_patches(
     patches: Float[Tensor, "patches channels patch patch"], grids: list[Grid]
 ) -> Float[Tensor, "images channels height width"]:
-    """The images, each padded to the largest sides, as the processor pads them."""
+    """Return the images, padded to the largest sides like the processor's."""
     size = patches.shape[-1]
     images = []
     for part, (_, rows, columns) in zip(

@@ -1,8 +1,7 @@
-"""Sizes to layouts: the rules of image processors, as arithmetic. None of them is assumed.
+"""The rules by which image processors lay out sizes, as arithmetic without transformers.
 
-The probe tries each rule on the checkpoint's own processor and keeps the one that gives what the
-processor gives for every size that is tried. A rule turns a size into rows and columns; what these
-mean in tokens was written down by the probe.
+A rule turns a size into rows and columns. `image_tokens` compares the rules with the checkpoint's
+own processor, keeps the one that agrees, and records the text of each layout.
 """
 
 from __future__ import annotations
@@ -14,22 +13,24 @@ from functools import cache
 import numpy as np
 
 MAX_EDGE = 4096
-"""Pixels of a side to which processors of tiles by edge limit an image."""
+"""The longest side of an image for `tiles_by_edge`, in pixels."""
 MAX_ASPECT = 200
 
 Size = tuple[int, int]
 Rule = Callable[[int, int, dict[str, int]], Size | None]
-"""Width, height and settings to rows and columns; None for an image that is refused."""
+"""Returns rows and columns for width, height and settings; None if the size is refused."""
 
 
 def count_fixed(width: int, height: int, settings: dict[str, int]) -> Size | None:
-    """Every image is resized to one size."""
+    """Resize every image to one size."""
     return 1, 1
 
 
 def count_tiles_by_edge(width: int, height: int, settings: dict[str, int]) -> Size | None:
-    """The longer side is brought to `longest_edge`, both are rounded up to whole tiles, and what
-    is larger than a tile is cut; 0 rows of tiles stand for an image that is not."""
+    """Resize the longer side to `longest_edge`, and round both sides up to whole tiles.
+
+    Return (0, 0) for an image that fits into one tile and is not cut.
+    """
     tile, aspect = settings["tile"], width / height
     longest = min(settings["longest_edge"], MAX_EDGE)
     if width >= height:
@@ -52,8 +53,10 @@ def _make_even(side: int) -> int:
 
 
 def count_tiles_by_aspect(width: int, height: int, settings: dict[str, int]) -> Size | None:
-    """The arrangement of at most `max_tiles` tiles whose aspect ratio is nearest; among equals one
-    with more tiles, while the image has more than half of their pixels."""
+    """Choose the arrangement of at most `max_tiles` tiles with the nearest aspect ratio.
+
+    Among equal ones, prefer more tiles while the image has more than half of their pixels.
+    """
     fitting = _list_shapes(settings["min_tiles"], settings["max_tiles"])
     area = settings["tile_height"] * settings["tile_width"]
     return _find_nearest_aspect(width, height, fitting, area)
@@ -61,7 +64,7 @@ def count_tiles_by_aspect(width: int, height: int, settings: dict[str, int]) -> 
 
 @cache
 def _list_shapes(least: int, most: int) -> tuple[Size, ...]:
-    """Columns and rows of every arrangement of so many tiles."""
+    """Return columns and rows of every arrangement of `least` to `most` tiles."""
     sides = range(1, most + 1)
     return tuple((c, r) for c in sides for r in sides if least <= c * r <= most)
 
@@ -77,8 +80,10 @@ def _find_nearest_aspect(width: int, height: int, shapes: Iterable[Size], area: 
 
 
 def count_tiles_of_large(width: int, height: int, settings: dict[str, int]) -> Size | None:
-    """An image of more than `large_area` pixels is cut into tiles in the nearest aspect ratio;
-    one row and column stand for an image that is not. Both are shown as a whole, too."""
+    """Cut an image of more than `large_area` pixels into tiles in the nearest aspect ratio.
+
+    Return (1, 1) for a smaller image. Both are also shown as a whole.
+    """
     whole, factor = count_whole(width, height, settings), settings["patch"] * settings["merge"]
     if math.prod(whole) * settings["merge"] ** 2 > settings["max_patches"]:
         return None
@@ -86,7 +91,7 @@ def count_tiles_of_large(width: int, height: int, settings: dict[str, int]) -> S
     most, least = settings["max_tiles"], settings["min_tiles"]
     if math.prod(sides) <= settings["large_area"] or least == most == 1:
         return 1, 1
-    # A set, in whose order transformers leaves arrangements of as many tiles.
+    # A set, because transformers keeps equal numbers of tiles in the order of a set.
     shapes = {
         (columns, rows)
         for number in range(least, most + 1)
@@ -98,8 +103,7 @@ def count_tiles_of_large(width: int, height: int, settings: dict[str, int]) -> S
 
 
 def count_whole(width: int, height: int, settings: dict[str, int]) -> Size:
-    """Rows and columns of the tokens of an image as a whole, whose sides are rounded to tokens
-    within limits of their number."""
+    """Return rows and columns of the tokens of the whole image, within limits of their number."""
     factor = settings["patch"] * settings["merge"]
     rows, columns = (max(1, round(side / factor)) for side in (height, width))
     least, most = (settings[name] * factor**2 for name in ("min_tokens", "max_tokens"))
@@ -113,8 +117,11 @@ def count_whole(width: int, height: int, settings: dict[str, int]) -> Size:
 
 
 def count_tiles_in_canvas(width: int, height: int, settings: dict[str, int]) -> Size | None:
-    """The canvas of at most `max_tiles` tiles that enlarges the image least, or shrinks it least
-    where it fits into none; among equals the smallest. Scales are compared in float32."""
+    """Choose the canvas of at most `max_tiles` tiles that enlarges the image least.
+
+    If it fits into none, choose the one that shrinks it least; among equal ones, the smallest.
+    Scales are compared in float32.
+    """
     tile, most = settings["tile"], settings["max_tiles"]
     scales = {
         (rows, columns): min(
@@ -127,14 +134,14 @@ def count_tiles_in_canvas(width: int, height: int, settings: dict[str, int]) -> 
     enlarging = {shape: scale for shape, scale in scales.items() if scale >= 1}
     if enlarging and not settings["largest"]:
         return min(enlarging, key=lambda shape: (enlarging[shape], math.prod(shape)))
-    found = enlarging or scales
-    return min(found, key=lambda shape: (-found[shape], math.prod(shape)))
+    fitting = enlarging or scales
+    return min(fitting, key=lambda shape: (-fitting[shape], math.prod(shape)))
 
 
 def count_patches(width: int, height: int, settings: dict[str, int]) -> Size | None:
-    """Both sides are rounded to whole visual tokens, within limits of the area.
+    """Round both sides to whole visual tokens, within limits of the area.
 
-    Where an image counts as several `frames`, a side that is less than a token is brought to one.
+    If an image counts as several `frames`, sides shorter than a token are enlarged to one.
     """
     patch, factor = settings["patch"], settings["patch"] * settings["merge"]
     frames = settings.get("frames", 1)
@@ -155,8 +162,7 @@ def count_patches(width: int, height: int, settings: dict[str, int]) -> Size | N
 
 
 def count_lines(width: int, height: int, settings: dict[str, int]) -> Size | None:
-    """An image whose longer side is more than `longest_edge` is brought to it, and both sides are
-    rounded up to whole visual tokens."""
+    """Shrink the longer side to `longest_edge`, and round both sides up to whole visual tokens."""
     factor, longest = settings["patch"] * settings["merge"], settings["longest_edge"]
     ratio = max(height / longest, width / longest)
     if ratio > 1:
@@ -166,8 +172,10 @@ def count_lines(width: int, height: int, settings: dict[str, int]) -> Size | Non
 
 
 def count_patches_in_budget(width: int, height: int, settings: dict[str, int]) -> Size | None:
-    """The image is brought to as many pixels as `max_tokens` visual tokens have, and both sides are
-    rounded down to whole ones; a side that would have none gets one."""
+    """Resize to the area of `max_tokens` visual tokens, and round both sides down to whole ones.
+
+    A side has at least one token.
+    """
     merge, factor = settings["merge"], settings["patch"] * settings["merge"]
     most = settings["max_tokens"]
     scale = math.sqrt(most * factor**2 / (width * height))
@@ -182,13 +190,13 @@ def count_patches_in_budget(width: int, height: int, settings: dict[str, int]) -
 
 
 RULES: dict[str, tuple[Rule, str]] = {
-    "fixed": (count_fixed, "the same number of tokens for every size"),
-    "tiles_by_edge": (count_tiles_by_edge, "tiles along the resized edges, and a thumbnail"),
+    "fixed": (count_fixed, "a fixed number of tokens for every size"),
+    "tiles_by_edge": (count_tiles_by_edge, "tiles along the resized edges and a thumbnail"),
     "tiles_by_aspect": (count_tiles_by_aspect, "tiles in the nearest aspect ratio"),
     "patches": (count_patches, "a grid of patches"),
-    "patches_in_budget": (count_patches_in_budget, "a grid of patches of about one number"),
-    "lines": (count_lines, "lines of patches, and a mark behind each"),
-    "tiles_of_large": (count_tiles_of_large, "tiles of large images, and a grid of the whole"),
+    "patches_in_budget": (count_patches_in_budget, "a grid with a budget of patches"),
+    "lines": (count_lines, "lines of patches with a mark after each"),
+    "tiles_of_large": (count_tiles_of_large, "tiles of large images and a grid of the whole"),
     "tiles_in_canvas": (count_tiles_in_canvas, "tiles in the canvas that fits best"),
 }
-"""By name: the rule, and what it is in words."""
+"""By name: the rule, and its description."""

@@ -1,8 +1,7 @@
-"""Reads what was found about a checkpoint, or has it found out.
+"""Load the findings about a checkpoint, or run the probe.
 
-It is found out anew when a file of the folder that it was found from has changed, or when another
-transformers is installed, or another torchvision, where that makes the pixels. Where the folder
-cannot be written to, each process asks for itself.
+The probe runs again when a file of the folder or the installed transformers has changed, or
+torchvision where it makes the pixels. If the folder is read-only, each process probes for itself.
 """
 
 from __future__ import annotations
@@ -31,52 +30,48 @@ TIMEOUT_S = 600
 def load_family(path: Path, overrides: dict[str, int]) -> AnyVLMFamily:
     if overrides:
         raise FamilyError(
-            f"{', '.join(sorted(overrides))} for {path}, whose images the checkpoint's own "
-            "processor lays out",
-            "remove them from [model] of the run file, and set what the processor knows in "
-            "preprocessor_config.json",
+            f"[model] {', '.join(sorted(overrides))} cannot be set for {path}, whose own processor "
+            "decides image sizes",
+            "remove the setting, and change preprocessor_config.json instead",
         )
     return AnyVLMFamily(path, load_findings(path))
 
 
 def load_findings(path: Path) -> Findings:
-    """What is written down about the checkpoint; where nothing is, it is asked for."""
+    """Return the findings in the folder, or those of a new probe."""
     for name in ("tokenizer.json", "preprocessor_config.json"):
         nested = name == "preprocessor_config.json" and (path / "processor_config.json").is_file()
         if not (path / name).is_file() and not (nested and _has_nested_processor(path)):
-            raise FamilyError(
-                f"{path} has no {name}", "copy it from the checkpoint: a probe needs whole folders"
-            )
+            raise FamilyError(f"{path} has no {name}", "copy it from the checkpoint")
     source, installed = digest_sources(path), find_version("transformers")
     with suppress(OSError, msgspec.MsgspecError):
-        found = msgspec.json.decode((path / FILE).read_bytes(), type=Findings)
-        is_same = installed in ("", found.transformers)
-        if found.torchvision:
-            is_same = is_same and find_version("torchvision") in ("", found.torchvision)
-        if found.source == source and is_same:
-            return found
+        findings = msgspec.json.decode((path / FILE).read_bytes(), type=Findings)
+        is_same = installed in ("", findings.transformers)
+        if findings.torchvision:
+            is_same = is_same and find_version("torchvision") in ("", findings.torchvision)
+        if findings.source == source and is_same:
+            return findings
     if not installed:
         raise FamilyError(
-            f"{path}: nothing is known about this checkpoint, and transformers, which has its code,"
-            " is not installed here",
-            "run `sightline check` on a run file that names the folder, where transformers is "
-            f"installed: it leaves {FILE} there",
+            f"{path} has not been probed yet, and transformers is not installed here",
+            "run `sightline check` with this [model] path where transformers is installed; it "
+            f"writes {FILE} into the folder",
         )
-    return _ask(path)
+    return _probe(path)
 
 
 def _has_nested_processor(path: Path) -> bool:
     return b'"image_processor"' in (path / "processor_config.json").read_bytes()
 
 
-def _ask(path: Path) -> Findings:
-    """Asks the probe, whose answer is written down where the folder can be written to."""
+def _probe(path: Path) -> Findings:
+    """Run the probe, and write its findings into the folder if that is possible."""
     if "transformers" in sys.modules:
         from sightline.families.anyvlm.probe import run_trials
 
         answer = run_trials(path)
     else:
-        answer = _ask_process(path)
+        answer = _probe_in_process(path)
     if answer.findings is None:
         raise FamilyError(f"{path}: {answer.problem}", answer.fix)
     with suppress(OSError):
@@ -86,20 +81,20 @@ def _ask(path: Path) -> Findings:
     return answer.findings
 
 
-def _ask_process(path: Path) -> ProbeAnswer:
-    """Asks a process that imports torch and transformers, which this one does not."""
+def _probe_in_process(path: Path) -> ProbeAnswer:
+    """Run the probe in a process that imports torch and transformers, unlike this one."""
     words = [sys.executable, "-m", "sightline.families.anyvlm.probe", str(path)]
     try:
         done = subprocess.run(words, capture_output=True, text=True, timeout=TIMEOUT_S)
     except subprocess.TimeoutExpired as error:
         raise FamilyError(
-            f"{path}: the probe of the checkpoint gave no answer within {TIMEOUT_S} s",
-            f"run `{' '.join(words)}` to see where it hangs",
+            f"{path}: the probe did not finish within {TIMEOUT_S} s",
+            f"run `{' '.join(words)}` to see where it stalls",
         ) from error
     try:
         return msgspec.json.decode(done.stdout.rpartition("\n\n")[2], type=ProbeAnswer)
     except msgspec.MsgspecError as error:
         raise FamilyError(
-            f"{path}: the probe of the checkpoint failed: {done.stderr[-2000:]}",
-            f"run `{' '.join(words)}` to see all of it",
+            f"{path}: the probe crashed: {done.stderr[-2000:]}",
+            f"run `{' '.join(words)}` to see the whole output",
         ) from error

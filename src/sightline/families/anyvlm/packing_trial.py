@@ -1,9 +1,9 @@
-"""Whether sequences may share a row, found by trying layers of the model's own code.
+"""The packing trial: whether sequences may share a row.
 
-Layers with random weights, one of each kind, compute two sequences with an image each: alone, side
-by side as padded rows by the model's own attention, packed into one row in which a token attends
-to what is before in its sequence, and as a tree. No weight of the checkpoint is read. Windows and
-chunks are shortened, so that sequences are longer than what a layer reaches.
+Layers of the model's own code with random weights, one of each kind, compute two sequences with an
+image each: alone, as padded rows with the model's own attention, packed into one row with causal
+attention, and as a tree. No weight of the checkpoint is read. Windows and chunks are shortened, so
+that the sequences exceed them.
 """
 
 from __future__ import annotations
@@ -32,31 +32,31 @@ from sightline.families.transformers_forward import fill_buffers
 
 ATTENTION_NAME = "sightline_trial"
 REACH = 8
-"""Tokens that windows and chunks are shortened to."""
+"""The length to which windows and chunks are shortened."""
 NUM_IDS = 64
-"""Rows of embeddings, in place of the vocabulary's."""
+"""The number of embeddings, instead of the whole vocabulary."""
 MAX_PARAMETERS = 1_500_000_000
-"""Of the layers that are tried; larger ones are tried where their weights are loaded."""
+"""Larger layers are tried only when their weights are loaded."""
 TOLERANCE = 1e-3
-"""How far hidden states may be from those of a sequence alone, of their largest."""
+"""The allowed difference of hidden states, relative to the largest."""
 
-_SAME = "packed and as a tree its layers compute what they do of each sequence alone"
-_LATER = "and its weights are tried when they are loaded"
+_SAME = "packed and as a tree, its layers compute the same as for each sequence alone"
+_LATER = "and its weights will be tried when they are loaded"
 
 
 @dataclass(frozen=True)
 class PackingTrial:
     rows_reason: str = ""
-    """Why sequences are padded rows; empty where they may share one."""
+    """Why sequences are padded rows. Empty if they may share one."""
     trees_reason: str = ""
-    """Why they may, where they do."""
+    """Why they may share one, where they may."""
     sees_ahead: bool = False
-    """Whether a token of an image sees those of the image that are behind it."""
+    """Whether an image token attends to later tokens of its image."""
 
 
 @dataclass(frozen=True)
 class TriedPattern:
-    """What may see what in one row, by `subtree_end`."""
+    """An attention pattern for one row, given by `subtree_end`."""
 
     subtree_end: np.ndarray
     state: Any = None
@@ -68,10 +68,7 @@ class TriedPattern:
 
 
 def try_packing(path: Path, config: Any, findings: Findings) -> PackingTrial:
-    """What was found about layers of the model, in words.
-
-    Layers that cannot be tried are what the configuration says of them, until their weights are.
-    """
+    """Try the model's layers. If that fails, trust the configuration until weights are loaded."""
     words, is_more = describe_layers(config)
     try:
         model = build_tried_model(config)
@@ -83,22 +80,24 @@ def try_packing(path: Path, config: Any, findings: Findings) -> PackingTrial:
         return PackingTrial(words, f"its layers are too large for a trial of their own, {_LATER}")
     if difference > TOLERANCE:
         return PackingTrial(
-            f"{words or 'its layers do more than attend to what is before'}: packed, their output "
-            f"is {difference:.1g} of the largest away from that of each sequence alone",
+            f"{words or 'its layers are more than causal attention'}: packed, their output differs "
+            f"from that of each sequence alone by {difference:.1g} of the largest value",
             sees_ahead=finds_ahead(path, model, findings),
         )
     return PackingTrial(words if is_more else "", _SAME)
 
 
 def build_tried_model(config: Any) -> Any:
-    """The model with a layer of each kind, the text model alone with values; None for one whose
-    layers are too large to be tried."""
+    """Build the model with one layer of each kind, with values for the text model only.
+
+    Return None if its layers are too large.
+    """
     config = copy.deepcopy(config)
     text_config = config.get_text_config()
     for name in REACHES.values():
         if isinstance(getattr(text_config, name, None), int):
             setattr(text_config, name, min(getattr(text_config, name), REACH))
-    for part in (config, text_config):  # none of these tokens is in the sequences
+    for part in (config, text_config):  # the sequences contain none of these tokens
         names = [n for n in vars(part) if n.endswith(("token_id", "token_index"))]
         vars(part).update(dict.fromkeys(names, NUM_IDS - 1))
     with torch.device("meta"):
@@ -124,7 +123,7 @@ def build_tried_model(config: Any) -> Any:
 
 
 def count_kinds(text: Any) -> int:
-    """How many of the first layers hold one of each kind."""
+    """Return how many of the first layers include one of each kind."""
     types = getattr(text.config, "layer_types", None) or [""] * len(text.layers)
     kinds = [
         (kind, tuple((name, part.shape) for name, part in layer.named_parameters()))
@@ -134,18 +133,18 @@ def count_kinds(text: Any) -> int:
 
 
 def _draw(shape: torch.Size) -> Tensor:
-    if len(shape) < 2:  # a norm's, or a bias
+    if len(shape) < 2:  # a norm or a bias
         return 1 + 0.1 * torch.randn(shape)
     return torch.randn(shape) * shape[-1] ** -0.5
 
 
 @torch.no_grad()
 def measure_difference(path: Path, model: Any, findings: Findings) -> float:
-    """How far packed output is from that of each sequence alone, of the largest."""
+    """Return how far packed output is from that of each sequence alone, relative to the largest."""
     run = _TriedModel(model, findings).run
     rows = AnyVLMForward(model, _build_family(path, findings, "tried"), ATTENTION_NAME)
-    alone = {name: run(rows, *one) for name, one in draw_sequences()}
-    scale = max(float(found.abs().max()) for found in alone.values())
+    alone = {name: run(rows, *sequence) for name, sequence in draw_sequences()}
+    scale = max(float(output.abs().max()) for output in alone.values())
     first, second = alone["first"], alone["second"]
     layouts = list(draw_layouts())
     padded = run(rows, *layouts[0][:3])
@@ -164,7 +163,7 @@ def measure_difference(path: Path, model: Any, findings: Findings) -> float:
 
 @torch.no_grad()
 def finds_ahead(path: Path, model: Any, findings: Findings) -> bool:
-    """Whether another last token of an image changes what the model computes of those before."""
+    """Return whether changing the last token of an image changes the output of earlier ones."""
     tried = _TriedModel(model, findings)
     rows = AnyVLMForward(model, _build_family(path, findings, "tried"), ATTENTION_NAME)
     _, (tokens, at, ends) = next(draw_sequences())
@@ -176,7 +175,7 @@ def finds_ahead(path: Path, model: Any, findings: Findings) -> bool:
 
 
 class _TriedModel:
-    """Runs tokens of two sequences whose ids, and features, are those of their numbers."""
+    """Runs tokens of two sequences. A token's number is also its id and its feature."""
 
     def __init__(self, model: Any, findings: Findings) -> None:
         AttentionInterface.register(ATTENTION_NAME, _attend)
@@ -194,18 +193,18 @@ class _TriedModel:
 
 
 FORK = 26
-"""Tokens that the two sequences have in common."""
+"""The number of tokens that the two sequences share."""
 LENGTHS = (40, 34)
 
 
 def _number(which: int) -> np.ndarray:
-    """A sequence as numbers of its tokens."""
+    """Return the token numbers of a sequence."""
     own = np.arange(FORK, LENGTHS[which]) + (LENGTHS[0] - FORK) * which
     return np.concatenate([np.arange(FORK), own])
 
 
 def _is_image(tokens: np.ndarray) -> np.ndarray:
-    """An image before the fork, and one behind it in each sequence."""
+    """Mask image tokens: one image before the fork, and one after it in each sequence."""
     return ((tokens >= 4) & (tokens < 18)) | ((tokens >= 28) & (tokens < 34)) | (tokens >= 42)
 
 
@@ -216,8 +215,10 @@ def draw_sequences() -> Iterator[tuple[str, tuple[np.ndarray, np.ndarray, list[i
 
 
 def draw_layouts() -> Iterator[tuple[np.ndarray, np.ndarray, list[int], int]]:
-    """Both sequences in one row, one behind the other and as a tree: tokens, their positions and
-    ends, and how many of the second are not there twice."""
+    """Yield both sequences in one row, flat and as a tree.
+
+    Each layout has tokens, positions, subtree ends, and the number of shared tokens.
+    """
     one, two = LENGTHS
     both = np.concatenate([_number(0), _number(1)])
     yield both, np.concatenate([np.arange(one), np.arange(two)]), [one] * one + [one + two] * two, 0

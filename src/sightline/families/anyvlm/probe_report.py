@@ -1,4 +1,4 @@
-"""The conversations that a probe tries, and what it found, in words."""
+"""The conversations of the chat template trial, and a probe's findings in words."""
 
 from __future__ import annotations
 
@@ -8,12 +8,13 @@ from sightline.families.anyvlm.findings import Findings
 from sightline.families.anyvlm.layout import RULES
 from sightline.families.anyvlm.render import AnyVLMRenderer
 from sightline.families.anyvlm.vision import GRID_RULES
+from sightline.families.template_check import find_split
 from sightline.media import MediaRef
 from sightline.message import Message, TextPart, assistant, system, user
 
 
 def draw_conversations() -> Iterator[tuple[list[Message], bool]]:
-    """Conversations that are rendered in both ways, each with or without a generation prompt."""
+    """Yield conversations to render in both ways, with or without a generation prompt."""
     sizes = ((64, 64), (300, 20), (33, 95))
     one, two, three = (MediaRef(f"{i}" * 64, "image/png", *s, 1) for i, s in enumerate(sizes))
     yield [user("hi")], True
@@ -26,39 +27,38 @@ def draw_conversations() -> Iterator[tuple[list[Message], bool]]:
 
 
 def describe_difference(ours: list[int], theirs: list[int], renderer: AnyVLMRenderer) -> str:
-    before, we_write, they_write = renderer.find_split(ours, theirs)
+    before, we_write, they_write = find_split(renderer, ours, theirs)
     return f"after {before!r} transformers writes {they_write!r}, and our renderer {we_write!r}"
 
 
 def describe_tools(renderer: AnyVLMRenderer) -> str:
-    found = renderer.call_format
-    if found is None:
+    form = renderer.call_format
+    if form is None:
         return f"refused, because {renderer.tools_refusal}"
-    return f"calls are JSON between {found.opening} and {found.closing}, read back as written"
+    return f"calls are JSON between {form.opening} and {form.closing}"
 
 
 def describe_reasoning(renderer: AnyVLMRenderer) -> str:
-    found = renderer.reasoning_format
-    if found is None:
+    form = renderer.reasoning_format
+    if form is None:
         return f"refused, because {renderer.reasoning_refusal}"
-    opens = found.opening_mark or "the end of a prompt"
-    return f"between {opens} and {found.closing_mark}, read back as written"
+    opening = form.opening_mark or "the end of a prompt"
+    return f"between {opening} and {form.closing_mark}"
 
 
 def describe_turns(renderer: AnyVLMRenderer) -> str:
     differences = list(filter(None, renderer.bridge_differences.values()))
     if not differences:
-        return "added to tokens, as the template keeps what stands before a new turn"
+        return "appended to the existing tokens"
     if len(differences) == len(renderer.bridge_differences):
-        return f"rendered anew, because {differences[0]}"
+        return f"rendered again, because {differences[0]}"
     return (
-        f"added to tokens, or rendered anew where reasoning before them changes: {differences[0]}"
+        f"appended to the existing tokens, or rendered again if reasoning changes: {differences[0]}"
     )
 
 
 def describe_images(findings: Findings, renderer: AnyVLMRenderer) -> str:
-    """The rule of images, their own tokens and, apart, the marks that the processor writes around
-    and between these; a template may write more."""
+    """Describe the rule for image tokens, with the numbers of pads and of the processor's marks."""
     rule, words = findings.rule, RULES[findings.rule][1]
     counts = [sum(n for p, n in e.pieces if p == findings.pad) for e in findings.expansions]
     tokens = _describe_range(counts)
@@ -66,14 +66,15 @@ def describe_images(findings: Findings, renderer: AnyVLMRenderer) -> str:
         limits = findings.rule_settings
         tokens = f"{limits['min_tokens']} to {max(counts) + limits['max_tokens']}"
     if rule in GRID_RULES:
-        tokens = "one for each merged patch"
-    if rule == "lines":  # whose words tell of the marks
+        tokens = "one token per merged patch"
+    if rule == "lines":  # its description includes the marks
         return f"{words}, {tokens}"
     marks = [
         sum(n * renderer.count_tokens(p) for p, n in e.pieces if p != findings.pad)
         for e in findings.expansions
     ]
-    return f"{words}, {tokens} of the image and {_describe_range(marks)} of the processor's marks"
+    unit = "" if rule in GRID_RULES else " tokens"
+    return f"{words}, {tokens}{unit} and {_describe_range(marks)} marks"
 
 
 def _describe_range(counts: Sequence[int]) -> str:
@@ -82,16 +83,15 @@ def _describe_range(counts: Sequence[int]) -> str:
 
 
 def describe_findings(findings: Findings, renderer: AnyVLMRenderer, num_sizes: int) -> list[str]:
-    """A line for each thing that was found, with its reason."""
+    """Return one line for each finding, with its reason."""
     images = describe_images(findings, renderer)
     stops = ", ".join(renderer.decode([i]) for i in renderer.stop_token_ids)
     return [
         f"model: {findings.model_class} of transformers {findings.transformers}",
-        f"images: {images}, as the processor does for {num_sizes} sizes",
-        f"pads: {findings.pad} holds a feature; {len(renderer.pad_token_ids) - 1} kinds of marks "
-        "are banned with it",
-        f"stops: {stops}",
-        f"positions: {'one axis' if findings.num_axes == 1 else 'time, height and width'}",
+        f"images: {images}; verified on {num_sizes} sizes",
+        f"banned tokens: the pad {findings.pad} and {len(renderer.pad_token_ids) - 1} marks",
+        f"stop tokens: {stops}",
+        f"positions: {'one axis' if findings.num_axes == 1 else 'MRoPE'}",
         f"tools: {describe_tools(renderer)}",
         f"reasoning: {describe_reasoning(renderer)}",
         f"turns: {describe_turns(renderer)}",

@@ -1,5 +1,7 @@
-"""The checkpoint's own processor, of transformers; images only. It runs on Pillow, and on
-torchvision where transformers has it for nothing else."""
+"""The checkpoint's own transformers processor, for images only.
+
+It runs on Pillow, or on torchvision if transformers has no other implementation.
+"""
 
 from __future__ import annotations
 
@@ -28,10 +30,10 @@ FOREIGN = (
     ArithmeticError, AttributeError, ImportError, LookupError, OSError, RuntimeError, TypeError,
     ValueError,
 )  # fmt: skip
-"""What code that is not ours raises for a checkpoint that it cannot work with."""
+"""What foreign code raises for a checkpoint that it cannot handle."""
 UNSUPPORTED = "add a family for it (docs/adding_a_family.md), or use another checkpoint"
 UNUSED = ("video_processor", "feature_extractor")
-"""Parts of a processor for what is not shown: videos and sounds."""
+"""Parts of a processor for videos and audio, which are not shown."""
 TORCHVISION = (
     "torchvision", "torchvision.transforms", "torchvision.transforms.v2",
     "torchvision.transforms.v2.functional",
@@ -41,10 +43,10 @@ OPTIONS = {"local_files_only": True, "trust_remote_code": False}
 
 @lru_cache(maxsize=4)
 def load_processor(path: Path) -> Any:
-    """The processor of a checkpoint folder.
+    """Load the processor of a checkpoint folder.
 
-    Processors of videos need torchvision; one that cannot be had is left out, as no video is shown.
-    Likewise where a processor's file imports torchvision and its images are made on Pillow.
+    Video processors need torchvision. A processor that cannot be loaded because of it is built
+    without its video part, and so is one whose module imports torchvision for images on Pillow.
     """
     hide_pad_warning()
     try:
@@ -65,7 +67,7 @@ def load_processor(path: Path) -> Any:
 
     tokenizer = AutoTokenizer.from_pretrained(path, **OPTIONS)
     taken = inspect.signature(kind.__init__).parameters
-    made = ImagesOnly(
+    processor = ImagesOnly(
         image_processor=AutoImageProcessor.from_pretrained(path, backend="pil", **OPTIONS),
         tokenizer=tokenizer,
         **{name: None for name in UNUSED if name in taken},
@@ -73,8 +75,8 @@ def load_processor(path: Path) -> Any:
         **{name: value for name, value in settings.items() if name in taken},
     )
     if "video_processor" in taken:
-        made.video_processor = _NoVideos()
-    return made
+        processor.video_processor = _NoVideos()
+    return processor
 
 
 def check_processor(processor: Any, path: Path) -> None:
@@ -101,36 +103,35 @@ def uses_torchvision(processor: Any) -> bool:
 
 
 def _read_processor_settings(path: Path) -> dict[str, Any]:
-    """What the folder says of its processor. Folders of older releases name the class of it, and no
-    more, in another file."""
+    """Return the processor settings of a folder. Older folders only name the class, elsewhere."""
     if (file := path / "processor_config.json").is_file():
         return read_json(file)
-    named = (path / name for name in ("preprocessor_config.json", "tokenizer_config.json"))
-    read = [read_json(file) for file in named if file.is_file()]
-    found = next((settings for settings in read if "processor_class" in settings), {})
-    return {key: found[key] for key in found if key == "processor_class"}
+    for name in ("preprocessor_config.json", "tokenizer_config.json"):
+        settings = read_json(path / name) if (path / name).is_file() else {}
+        if "processor_class" in settings:
+            return {"processor_class": settings["processor_class"]}
+    return {}
 
 
 class _NoVideos:
-    """Has no setting of any name: some processors ask for those of videos when none is shown."""
+    """A video processor without settings: some processors read them even without videos."""
 
     def __getattr__(self, name: str) -> None:
         return None
 
 
 class _Absent:
-    """Anything of a package that is not installed: files that import it can be read."""
+    """Stands in for any name of a package that is not installed."""
 
     def __getattr__(self, name: str) -> _Absent:
         return self
 
 
 def _import_processor(name: str) -> Any:
-    """The class of this name. Its file may import torchvision, in whose place there is a stand-in,
-    unless torchvision is installed: nothing is computed with it."""
+    """Import a processor class. If torchvision is not installed, stand-ins satisfy its imports."""
     models = [model for model, names in PROCESSOR_MAPPING_NAMES.items() if name in names]
     model = model_type_to_module_name(models[0]) if models else name
-    # Not by what can be imported: another thread may be here, with stand-ins of its own.
+    # Checked by metadata: another thread may have put stand-ins into sys.modules.
     missing = () if any(metadata.distributions(name="torchvision")) else TORCHVISION
     for part in missing:
         sys.modules[part] = stand_in = ModuleType(part)
@@ -144,7 +145,7 @@ def _import_processor(name: str) -> Any:
 
 
 def process(processor: Any, image: Image.Image) -> tuple[dict[str, np.ndarray], str]:
-    """The arrays of one image, and the text that stands for it in a prompt."""
+    """Return the arrays of one image, and the text that represents it in a prompt."""
     made = processor(
         images=[[image]],
         text=[processor.image_token],
@@ -157,18 +158,18 @@ def process(processor: Any, image: Image.Image) -> tuple[dict[str, np.ndarray], 
     sides = set(arrays["pixel_values"].shape) if "pixel_values" in arrays else set()
     for name, array in arrays.items():
         if name.endswith("mask") and not set(array.shape) <= sides:
-            raise ValueError(f"the processor makes {name} of a shape that its pixels do not have")
+            raise ValueError(f"the shape of {name} does not match the pixels")
     return arrays, replaced["replacement"]
 
 
 def to_array(made: Any) -> np.ndarray:
-    """An array of what a processor makes; bfloat16, which numpy does not have, as float32."""
+    """Return a processor's output as a numpy array, bfloat16 as float32."""
     is_narrow = str(getattr(made, "dtype", "")) == "torch.bfloat16"
     return np.asarray(made.float() if is_narrow else made)
 
 
 def to_template_parts(message: Message, images: list[Image.Image]) -> list[dict[str, Any]]:
-    """The content of a message as `apply_chat_template` takes it; `images` have their sizes."""
+    """Return a message's content for `apply_chat_template`, with `images` matched by size."""
     if not message.content:
         return [{"type": "text", "text": ""}]
     by_size = {image.size: image for image in images}
@@ -177,27 +178,27 @@ def to_template_parts(message: Message, images: list[Image.Image]) -> list[dict[
         if isinstance(part, TextPart)
         else {"type": "image", "image": by_size[part.ref.width, part.ref.height]}
         for part in message.content
-        if not isinstance(part, VideoPart)  # which the renderer has refused
+        if not isinstance(part, VideoPart)  # refused by the renderer
     ]
 
 
 def apply_template(processor: Any, messages: list[dict[str, Any]], **options: Any) -> Any:
-    """What the processor makes of a conversation: its text, or its ids and arrays."""
-    # The padding is what it is anyway. Without settings, SmolVLM's processor adds some of its own
-    # in a way of which transformers warns.
+    """Return the text of a conversation, or its ids and arrays."""
+    # Padding is off anyway. Without any settings, SmolVLM's processor adds its own, and
+    # transformers warns about it.
     settings = {"padding": False}
     return processor.apply_chat_template(messages, processor_kwargs=settings, **options)
 
 
 def cut_patches(pixels: np.ndarray, patch: int) -> np.ndarray:
-    """(patches, channels, patch, patch) of (channels, height, width), line by line."""
+    """Cut (channels, height, width) into (patches, channels, patch, patch), line by line."""
     channels, height, width = pixels.shape
     lines = pixels.reshape(channels, height // patch, patch, width // patch, patch)
     return lines.transpose(1, 3, 0, 2, 4).reshape(-1, channels, patch, patch)
 
 
 def make_rows(path: Path, findings: Findings, image: Image.Image) -> np.ndarray:
-    """uint8 (rows, bytes of a row): for each entry its part of all arrays that are kept."""
+    """Return uint8 (rows, bytes of a row): each row has one entry of every kept array."""
     if image.mode != "RGB":
         image = image.convert("RGB")
     arrays, _ = process(load_processor(path), image)
@@ -212,16 +213,15 @@ def make_rows(path: Path, findings: Findings, image: Image.Image) -> np.ndarray:
             array = array[: shape[0] * shape[1]]
         if array.shape[1:] != spec.shape or array.dtype.name != spec.dtype:
             raise Misaligned(
-                f"the processor made {spec.name} of {array.dtype} {array.shape}; its entries were "
-                f"{spec.dtype} {spec.shape} when it was probed",
-                "use one transformers everywhere",
+                f"the processor made {spec.name} of {array.dtype} {array.shape}, but the probe "
+                f"found {spec.dtype} {spec.shape} for each entry",
+                "install the same transformers in every environment of the run",
             )
         if not spec.is_ones:
             parts.append(np.ascontiguousarray(array).reshape(len(array), -1).view(np.uint8))
         elif not (array == 1).all():
             raise FamilyError(
-                f"the processor masks a part of this image in {spec.name}, which no image of the "
-                "probe had",
+                f"the processor masks a part of this image in {spec.name}, which is not supported",
                 "resize the image before it is put into the store",
             )
     return np.ascontiguousarray(np.concatenate(parts, axis=1))

@@ -1,8 +1,8 @@
-"""Reasoning of a chat template, as far as trying establishes it: between marks, before a content.
+"""Reasoning of a chat template, where it is between marks before the content.
 
-A known answer with reasoning is rendered. Where its reasoning stands first in the turn, and each of
-the marks around it is one added token, sampled reasoning can be read. What a template does to
-reasoning of earlier turns shows when turns are added to them: `AnyVLMRenderer` tries that.
+A trial renders a known answer with reasoning. If the reasoning comes first in the turn, and each
+mark around it is one added token, sampled reasoning can be parsed. `AnyVLMRenderer` tries what a
+template does to the reasoning of earlier turns.
 """
 
 from __future__ import annotations
@@ -15,35 +15,35 @@ from sightline.message import Message, assistant
 
 TRIED_THOUGHT = assistant("b", reasoning="r")
 BlockKind = Literal["none", "empty", "full", "stray"]
-"""What a completion has of reasoning; "stray" is a mark where none begins."""
+"""The reasoning of a completion. "stray" is a mark in another place than at the start."""
 Answer = tuple[BlockKind, str, Message]
-"""A completion as it is sampled, and as it is read."""
+"""The kind of a completion, its text as sampled, and the message that it means."""
 
 
 @dataclass(frozen=True)
 class ReasoningFormat:
-    """How reasoning is written: `opening`, the reasoning, `closing`, a content."""
+    """The form of reasoning: `opening`, the reasoning, `closing`, the content."""
 
     opening: str
-    """Empty where the prompt for an answer opens it already."""
+    """Empty if the prompt opens it already."""
     closing: str
     opening_mark: str
-    """The added token in it; empty for none."""
+    """The added token in `opening`; empty for none."""
     closing_mark: str
     opening_id: int | None
     closing_id: int
     decode: Callable[[list[int]], str]
 
     def split(self, ids: list[int], prefix: str) -> tuple[str, str, list[int]]:
-        """The reasoning of a completion, what stands between it and the content, and the ids of
-        both; `prefix` is what the template writes before an answer without reasoning."""
+        """Return the reasoning of a completion, the text between it and the content, and the ids
+        of both. `prefix` is what the template writes before an answer without reasoning."""
         block = self._find_block(ids)
         if block is None:
             return "", "" if self.closing_mark in prefix else prefix, ids
-        behind = self.opening[self.opening.find(self.opening_mark) + len(self.opening_mark) :]
+        after = self.opening[self.opening.find(self.opening_mark) + len(self.opening_mark) :]
         before, _, lead = self.closing.partition(self.closing_mark)
-        said = self.decode(ids[block]).removeprefix(behind).removesuffix(before)
-        return said, lead, ids[block.stop + 1 :]
+        reasoning = self.decode(ids[block]).removeprefix(after).removesuffix(before)
+        return reasoning, lead, ids[block.stop + 1 :]
 
     def find_kind(self, ids: list[int]) -> BlockKind:
         if self._find_block(ids) is None:
@@ -54,12 +54,12 @@ class ReasoningFormat:
         return self._find_block(ids) is not None and self.closing_id not in ids
 
     def find_end(self, ids: list[int]) -> str:
-        """What ends reasoning that was cut off."""
+        """Return the text that ends reasoning that was cut off."""
         before = self.closing.partition(self.closing_mark)[0]
         return self.closing.removeprefix(before if self.decode(ids).endswith(before) else "")
 
     def list_answers(self, prefix: str) -> list[Answer]:
-        """Completions of every kind; `prefix` as for `split`."""
+        """Return completions of every kind. `prefix` is as in `split`."""
         is_block = self.closing_mark in prefix
         empty = prefix if is_block else self.opening + self.closing
         answers: list[Answer] = [
@@ -73,11 +73,11 @@ class ReasoningFormat:
         return answers
 
     def cut_content(self, content: str) -> str:
-        """What templates leave of a content in which they look for reasoning, once they drop it."""
+        """Return what templates keep of a content after they removed reasoning from it."""
         return content.rpartition(self.closing_mark)[2].lstrip("\n")
 
     def _find_block(self, ids: list[int]) -> slice | None:
-        """Where reasoning stands between its marks; None where a completion begins with none."""
+        """Return the slice of the reasoning; None if a completion does not begin with any."""
         start = 0
         if self.opening_id is not None:
             start = ids.index(self.opening_id) + 1 if self.opening_id in ids else 0

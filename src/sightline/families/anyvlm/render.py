@@ -1,12 +1,12 @@
-"""Renders by the checkpoint's own chat template, which is data here: jinja in a sandbox.
+"""Render with the checkpoint's own chat template, which is data here: jinja in a sandbox.
 
-    messages, their texts replaced by marks ---> template ---> cut at the marks
-        what the template wrote: its added tokens become tokens, its image marks what the probe
-            found to stand for an image of that size
-        what messages say: text, whatever it spells
+    messages, with texts replaced by marks ---> template ---> cut at the marks
+        the template's own text: added tokens become tokens, and image tokens the text that the
+            probe found for an image of that size
+        texts of messages: text, whatever they spell
 
-The template is also given the true texts: where the two do not come to the same string, it does
-something to them that cannot be followed, and the conversation is refused.
+The template is also given the real texts. If the two results do not match, it changes texts in an
+unknown way, and the conversation is refused.
 """
 
 from __future__ import annotations
@@ -47,12 +47,12 @@ from sightline.render.protocol import Tools
 from sightline.wire import MediaItem, Slot, Span
 
 _SPEAKERS = frozenset({"system", "user", "assistant"})
-_FIX = "use a checkpoint whose chat template is known, or add a family: docs/adding_a_family.md"
+_FIX = "add a family for it (docs/adding_a_family.md), or use another checkpoint"
 
 
 Addition = tuple[bool, BlockKind, bool]
-"""Turns that are added to tokens: whether the prompt shows reasoning, what the completion has of
-it, and whether a user speaks behind it."""
+"""A kind of bridge: whether the prompt shows reasoning, what reasoning the completion has, and
+whether a user message follows."""
 
 
 def _asks(new: Sequence[Message]) -> bool:
@@ -90,7 +90,7 @@ class AnyVLMRenderer(TemplateComposer):
             raise FamilyError(f"{path} has no chat template", "copy it from the checkpoint")
         return cls(tokenizer, family, resolver, template)
 
-    # -- what the template is like, found by trying
+    # -- trials of the template
 
     def _find_part_roles(self) -> frozenset[str]:
         for roles in (_SPEAKERS, frozenset[str]()):
@@ -103,7 +103,7 @@ class AnyVLMRenderer(TemplateComposer):
         raise FamilyError(problem, _FIX)
 
     def _find_marks(self) -> list[int]:
-        """Added tokens that stand where an image does, and nowhere else."""
+        """Return added tokens that appear only around images."""
         ref = MediaRef("0" * 64, "image/png", 64, 64, 1)
         shown, plain = (
             set(self._added.findall(self._compose([message], True).text))
@@ -113,7 +113,7 @@ class AnyVLMRenderer(TemplateComposer):
         return sorted((around | set(self._findings.mark_ids)) - {self._findings.pad_id})
 
     def _read_turns(self) -> None:
-        """How an assistant's turn is opened and closed."""
+        """Find out how an answer is opened and closed."""
         asked = self._compose([user("a")], True)
         self._header_text = asked.text[asked.ends[-1] :]
         said = self._compose([user("a"), assistant("b")], False)
@@ -138,12 +138,12 @@ class AnyVLMRenderer(TemplateComposer):
         self.end_id = self._tokenizer.added_tokens[self._closing]
         self.stop_token_ids = (self.end_id, *(i for i in stops if i != self.end_id))
         run = self._encode(asked, [user("a")])
-        # Where nothing opens an answer, what closes the question does.
+        # If nothing opens an answer, the end of the question does.
         self.header = run.ids[run.find(len(asked.text) - len(opening)) :]
 
     def _find_bridge_differences(self) -> dict[Addition, str]:
-        """What adding turns changes in what stands before them, or what depends on that; empty for
-        additions to tokens that change nothing."""
+        """Return for each kind of bridge how the template would change earlier text; empty if it
+        would not."""
         ref = MediaRef("0" * 64, "image/png", 64, 64, 1)
         histories = [[user("a")], [user("a"), assistant("b"), user("c", ref)]]
         added_turns = [[user("n")], [user(ref, "n")], [user("n", ref)]]
@@ -174,29 +174,29 @@ class AnyVLMRenderer(TemplateComposer):
                 known = differences.setdefault(addition, "")
                 if whole != prompt + written + added and not known:
                     end = f"{prompt}{written}"[-40:]
-                    differences[addition] = f"behind {end!r} it does not write {added[:40]!r}"
+                    differences[addition] = f"after {end!r} it does not write {added[:40]!r}"
         return differences
 
     def _find_reasoning_format(self) -> tuple[ReasoningFormat | None, str]:
-        """How reasoning is written, or why it is refused."""
+        """Return the form of reasoning, or why it is refused."""
         messages = [user("a"), TRIED_THOUGHT]
         try:
             said = self._compose(messages, False)
         except MessageError as error:
-            return None, f"the chat template does not take it: {error.problem}"
+            return None, f"the chat template does not accept it: {error.problem}"
         if len(said.pieces) != 7:
-            return None, "the chat template has no place for reasoning"
+            return None, "the chat template does not write reasoning"
         start, end = said.answers[0]
         closing = said.pieces[4][0]
         turn = said.text[said.ends[0] : start]
         form = f"the chat template writes {turn + closing!r} around reasoning"
         if not turn.startswith(self._header_text):
-            return None, f"{form}, and a prompt for an answer ends with {self._header_text!r}"
+            return None, f"{form}, but a prompt ends with {self._header_text!r}"
         opening = turn.removeprefix(self._header_text)
         opens, closes = self._added.findall(opening), self._added.findall(closing)
         is_opened = not opening and closes and closes[0] in self._answer_prefix
         if len(closes) != 1 or not (is_opened or len(opens) == 1):
-            return None, f"{form}, where no two tokens mark its beginning and its end"
+            return None, f"{form}, without one added token at each end"
         marks, ids = ("".join(opens), closes[0]), self._tokenizer.added_tokens
         found = ReasoningFormat(
             opening, closing, *marks, ids.get(marks[0]), ids[marks[1]], self.decode
@@ -205,15 +205,15 @@ class AnyVLMRenderer(TemplateComposer):
         own = run.ids[run.find(said.ends[0] + len(self._header_text)) : run.find(end)]
         reasoning, lead, rest = found.split(own, "")
         if (reasoning, self.decode(rest)) != ("r", f"{lead}b"):
-            return None, f"{form}, and what is between is not read back"
+            return None, f"{form}, and the reasoning between cannot be parsed again"
         return found, ""
 
     def _find_call_format(self) -> tuple[CallFormat | None, str]:
-        """How calls are written, or why tools are refused."""
+        """Return the form of calls, or why tools are refused."""
         try:
             offered = self._compose([user("a")], True, TRIED_TOOLS).text
             if offered == self._compose([user("a")], True).text:
-                return None, "the chat template has no place for tools"
+                return None, "the chat template does not write tools"
             said = self._compose([user("a"), TRIED_CALL], False, TRIED_TOOLS)
             written = said.text[slice(*said.answers[0])].removeprefix(self._answer_prefix)
             written = written.removeprefix(TRIED_CALL.text)
@@ -221,11 +221,14 @@ class AnyVLMRenderer(TemplateComposer):
             as_string = self._compose(answered, True, TRIED_TOOLS).text
             self._compose_new([TRIED_ANSWER])
         except MessageError as error:
-            return None, f"the chat template takes no calls and answers of tools: {error.problem}"
+            return (
+                None,
+                f"the chat template does not accept calls and tool messages: {error.problem}",
+            )
         found = CallFormat.find(written)
         if found is None:
             form = f"the chat template writes a call as {written!r}"
-            return None, f"{form}, which is no JSON object of name and arguments between marks"
+            return None, f"{form}, which is not a JSON object with name and arguments between marks"
         roles, self._part_roles = self._part_roles, self._part_roles | {"tool"}
         try:
             is_same = self._compose(answered, True, TRIED_TOOLS).text == as_string
@@ -243,18 +246,18 @@ class AnyVLMRenderer(TemplateComposer):
         return True
 
     def _compose_new(self, new: Sequence[Message]) -> tuple[Composed, list[Message]]:
-        """The new messages behind a turn of which nothing but its end is used."""
+        """Compose the new messages after a turn of which only the end is used."""
         messages = [user("a"), assistant("b"), *new]
         return self._compose(messages, True), messages
 
     # -- tokens
 
     def count_tokens(self, text: str) -> int:
-        """Of a text of the template, marks included."""
+        """Count the tokens of a template's text, with its marks."""
         return len(self._tokenizer.encode_marked(text))
 
     def _encode(self, composed: Composed, messages: Sequence[Message], start: int = 0) -> TokenRun:
-        """The tokens of what stands from `start` on in the composed text."""
+        """Tokenize the composed text from `start` on."""
         run = TokenRun(self._tokenizer, self.max_model_len)
         items = [self._family.item(ref) for m in messages for ref in m.images]
         shown, at = 0, 0
@@ -276,8 +279,8 @@ class AnyVLMRenderer(TemplateComposer):
         if shown != len(items):
             raise MessageError.at(
                 "messages",
-                f"{len(items)} images, of which the chat template writes {shown}",
-                "put them into user messages",
+                f"there are {len(items)} images, but the chat template writes {shown}",
+                "put images into user messages",
             )
         return run
 
@@ -332,10 +335,10 @@ class AnyVLMRenderer(TemplateComposer):
         if self.reasoning_format is not None and self.is_reasoning_open(list(completion_ids)):
             unclosed = self.reasoning_format.find_end(list(completion_ids))
             closing = self._tokenizer.encode_marked(unclosed)
-        behind = start + len(closing)
-        stops = [behind + run.find(end) for end in composed.ends[2:]]
+        offset = start + len(closing)
+        stops = [offset + run.find(end) for end in composed.ends[2:]]
         spans = [Span(a, b) for a, b in zip([start, *stops[:-1]], stops, strict=True)]
-        slots = [Slot(behind + first, length, item) for first, length, item in run.slots]
+        slots = [Slot(offset + first, length, item) for first, length, item in run.slots]
         return Bridged([*closing, *run.ids], slots, spans)
 
     def check_call(self, call: ToolCall, path: str) -> None:
@@ -345,13 +348,15 @@ class AnyVLMRenderer(TemplateComposer):
         except (ValueError, RecursionError):
             made = None
         if not isinstance(made, dict):
-            raise MessageError.at(f"{path}.arguments", "not a JSON object", "pass an object")
+            raise MessageError.at(
+                f"{path}.arguments", "the arguments are not a JSON object", "pass an object"
+            )
         self._refuse_marks(call.name + json.dumps(made, ensure_ascii=False), path)
 
     def _refuse_marks(self, said: str, path: str) -> None:
-        """The template writes this itself, where an added token that is spelled becomes one."""
-        if found := self._added.search(said):
-            raise MessageError.at(path, f"it spells the token {found[0]}", "leave it out")
+        """Refuse special tokens in JSON that the template writes, where they become tokens."""
+        if match := self._added.search(said):
+            raise MessageError.at(path, f"it contains the special token {match[0]}", "remove it")
 
     def rewrites_history(
         self, prompt_ids: Sequence[int], ids: list[int], new: Sequence[Message]
@@ -359,7 +364,7 @@ class AnyVLMRenderer(TemplateComposer):
         found = self.reasoning_format
         is_shown = found is not None and found.closing_id in prompt_ids
         kind = "none" if found is None else found.find_kind(ids)
-        # What was not tried is not known to stay as it is.
+        # A kind of bridge that was not tried counts as a change.
         return self.bridge_differences.get((is_shown, kind, _asks(new))) != ""
 
     def is_reasoning_open(self, ids: list[int]) -> bool:
@@ -376,8 +381,7 @@ class AnyVLMRenderer(TemplateComposer):
         return replace(self.call_format.parse(parts), reasoning=reasoning or None)
 
     def _cut_calls(self, ids: list[int]) -> list[str]:
-        """The texts of a completion, with the marks of calls between them: by their ids, where they
-        are tokens of their own."""
+        """Split a completion at the marks of calls, by their ids if they are added tokens."""
         if self.call_format is None:
             return [self._tokenizer.decode(ids)]
         marks = (self.call_format.opening, self.call_format.closing)

@@ -1,8 +1,7 @@
-"""The family of a checkpoint that was probed: layouts by the rule that was found.
+"""The family of a probed checkpoint, which lays out images by the rule that the probe found.
 
-What is kept of an image are the arrays of the checkpoint's own processor, byte for byte: a row for
-each entry, with its part of every array behind the other. Only where pixels are made is
-transformers imported, and torchvision where the processor is made of it.
+An image is kept as the arrays of the checkpoint's own processor, byte for byte: one row per entry,
+with the entry's bytes of every array in turn. transformers is imported only to make pixels.
 """
 
 from __future__ import annotations
@@ -38,7 +37,7 @@ MAX_CACHED_OFFSETS = 1024
 
 
 class AnyVLMFamily(ImageFamily):
-    """The family of one checkpoint, by what a probe has found of it."""
+    """The family of one checkpoint, by the findings of a probe."""
 
     name = "anyvlm"
     settings_owner = "transformers"
@@ -71,12 +70,12 @@ class AnyVLMFamily(ImageFamily):
         return self.findings.rule in GRID_RULES
 
     def expansion(self, width: int, height: int) -> Expansion:
-        """What stands in a prompt for an image of this size."""
+        """Return the text of a prompt for an image of this size; MediaRefused if there is none."""
         count, words = RULES[self.findings.rule]
         shape = count(width, height, self.findings.rule_settings) if min(width, height) else None
         if shape is None:
             raise MediaRefused(
-                f"an image of {width}x{height}, which the checkpoint's processor does not take",
+                f"the checkpoint's processor does not accept an image of {width}x{height}",
                 "crop it, or split it into several images",
             )
         if self.has_grid:
@@ -85,30 +84,30 @@ class AnyVLMFamily(ImageFamily):
                 return Expansion(*shape, 0, fill_lines(only.pieces, *shape))
             num = math.prod(shape) // self.findings.merge**2
             return Expansion(*shape, 0, [(text, times or num) for text, times in only.pieces])
-        found = self._expansions.get(shape)
-        if found is None:
+        expansion = self._expansions.get(shape)
+        if expansion is None:
             raise MediaRefused(
-                f"an image of {width}x{height}: {words} make {shape[0]} rows of {shape[1]}, which "
-                "no image of the probe had",
+                f"an image of {width}x{height} becomes {shape[0]}x{shape[1]} ({words}), a layout "
+                "that the probe did not see",
                 "crop it, or split it into several images",
             )
         if self.findings.rule == "tiles_of_large":
             num = math.prod(count_whole(width, height, self.findings.rule_settings))
-            pieces = [(text, times or num) for text, times in found.pieces]
-            return msgspec.structs.replace(found, pieces=pieces)
-        return found
+            pieces = [(text, times or num) for text, times in expansion.pieces]
+            return msgspec.structs.replace(expansion, pieces=pieces)
+        return expansion
 
     def compute_layout(self, width: int, height: int) -> ImageLayout:
-        found = self.expansion(width, height)
+        expansion = self.expansion(width, height)
         if self.has_grid:
             patch, merge = self.findings.rule_settings["patch"], self.findings.merge
-            rows, columns = found.rows, found.columns
+            rows, columns = expansion.rows, expansion.columns
             num_tokens = rows * columns // merge**2
             if self.findings.rule == "lines":
                 num_tokens = rows * (columns + 1) - 1
                 rows, columns = rows * merge, columns * merge
             return ImageLayout((1, rows, columns), num_tokens, rows * patch, columns * patch)
-        num, num_tokens = found.num_rows, int(self._pad_offsets(found)[-1]) + 1
+        num, num_tokens = expansion.num_rows, int(self._pad_offsets(expansion)[-1]) + 1
         settings = self.findings.rule_settings
         if self.findings.rule == "tiles_of_large":
             factor = settings["patch"] * settings["merge"]
@@ -123,20 +122,17 @@ class AnyVLMFamily(ImageFamily):
     def feature_offsets(self, item: MediaItem) -> np.ndarray:
         if self.has_grid:
             offsets = np.arange(self.num_tokens(item))
-            if self.findings.rule == "lines":  # the mark behind the last line is outside the slot
+            if self.findings.rule == "lines":  # the mark after the last line is outside the slot
                 columns = item.grid[2] // self.findings.merge
                 offsets = offsets[(offsets + 1) % (columns + 1) > 0]
             return offsets
         return self._pad_offsets(self.expansion(item.ref.width, item.ref.height))
 
-    def _pad_offsets(self, found: Expansion) -> np.ndarray:
-        return self._offsets(tuple(found.pieces))
+    def _pad_offsets(self, expansion: Expansion) -> np.ndarray:
+        return self._offsets(tuple(expansion.pieces))
 
     def _find_offsets(self, pieces: tuple[tuple[str, int], ...]) -> np.ndarray:
-        """The places of pads, counted from the first of them.
-
-        Other pieces of an expansion that stand between pads are tokens of their own.
-        """
+        """Return the offsets of pads, counted from the first one."""
         places: list[int] = []
         at = 0
         for text, times in _join_plain(pieces, self.findings.pad):
@@ -156,15 +152,15 @@ class AnyVLMFamily(ImageFamily):
         return Tokenizer(self.path)
 
     def cut_patches(self, image: Image.Image, layout: ImageLayout) -> np.ndarray:
-        """uint8 (rows, bytes of a row), by the checkpoint's own processor."""
+        """Return uint8 (rows, bytes of a row), made by the checkpoint's own processor."""
         from sightline.families.anyvlm.processor import make_rows
 
         rows = make_rows(self.path, self.findings, image)
         if len(rows) != math.prod(layout.grid):
             raise Misaligned(
-                f"the processor made {len(rows)} rows of an image of {image.width}x{image.height}; "
-                f"the rule that was found says {math.prod(layout.grid)}",
-                f"delete {self.path / FILE} and report the size",
+                f"the processor made {len(rows)} rows of an image of {image.width}x{image.height}, "
+                f"but the probe's rule says {math.prod(layout.grid)}",
+                f"delete {self.path / FILE}, and report the size as a bug",
             )
         return rows
 
@@ -178,7 +174,7 @@ class AnyVLMFamily(ImageFamily):
 
 
 def fill_lines(pieces: list[tuple[str, int]], rows: int, columns: int) -> list[tuple[str, int]]:
-    """The pieces of two lines, for so many of them; none where they are no lines."""
+    """Expand the pieces of two lines to `rows` lines; empty if there are not four pieces."""
     if len(pieces) != 4:
         return []
     first, mark, last, end = pieces
@@ -187,7 +183,7 @@ def fill_lines(pieces: list[tuple[str, int]], rows: int, columns: int) -> list[t
 
 
 def _join_plain(pieces: Sequence[tuple[str, int]], pad: str) -> list[tuple[str, int]]:
-    """Neighbouring texts as one: they are tokenized together."""
+    """Join adjacent texts, which are tokenized together."""
     joined: list[tuple[str, int]] = []
     for text, times in pieces:
         if text != pad and joined and joined[-1][0] != pad:

@@ -1,4 +1,4 @@
-"""The torch half of GLM's vision models: patches to features, tokens to hidden states."""
+"""The torch half of GLM's vision models."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ class GlmVForward(VideoForward):
         return features
 
     def compute_tower_inputs(self, grids: tuple[Grid, ...]) -> dict[str, Any]:
-        # Where position embeddings are stretched, grids are looked up on the device.
+        # The tower interpolates position embeddings from grids on the device.
         return {**super().compute_tower_inputs(grids), "grid_thw": np.array(grids)}
 
 

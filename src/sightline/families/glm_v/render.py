@@ -1,9 +1,9 @@
-"""The chat formats of GLM-4.5V and GLM-4.6V, token for token those of their published templates.
+"""The chat formats of GLM-4.5V and GLM-4.6V, with exactly the tokens of the published templates.
 
 A turn is `<|user|>`, `<|observation|>` or `<|assistant|>`, a newline and the content. It has no end
-of its own: the assistant's ends by the token that opens the next, which is sampled and trains. The
-last answer of a conversation, behind which the template writes nothing, is ended as if a user's
-turn followed, or a tool's where it calls some.
+token. The assistant's turn ends with the token that opens the next turn, which is sampled and
+trained. The template writes nothing after the last answer of a conversation; here it ends as if a
+user's turn followed, or a tool's turn if it calls tools.
 """
 
 from __future__ import annotations
@@ -58,7 +58,7 @@ _TOOLS_TAIL = (
 _CALL_MARK = re.compile(r"(</?(?:tool_call|arg_key|arg_value)>)")
 _ARGUMENT_MARKS = ("<arg_key>", "</arg_key>", "<arg_value>", "</arg_value>")
 _VIDEO_PAD = "<|video|>"
-# Marks of media that a policy may not sample, behind the pad.
+# Marks of media that a policy may not sample, besides the pad.
 _MEDIA_MARKS = (
     _VIDEO_PAD, "<|begin_of_image|>", "<|end_of_image|>", "<|begin_of_video|>",
     "<|end_of_video|>", "<|begin_of_audio|>", "<|end_of_audio|>",
@@ -66,8 +66,8 @@ _MEDIA_MARKS = (
 
 
 class Glm46V(BaseRenderer):
-    """`thinking` says whether the model reasons before it answers; else every question ends with
-    `/nothink`, and the header of a turn closes an empty block of reasoning."""
+    """`thinking` says whether the model reasons before it answers. Otherwise every question ends
+    with `/nothink`, and a turn's header contains empty reasoning."""
 
     format_name = "GLM-4.6V"
     image_roles: ClassVar[tuple[str, ...]] = ("system", "user", "tool")
@@ -125,7 +125,7 @@ class Glm46V(BaseRenderer):
         return 0
 
     def _emit_marked(self, emitter: Emitter, text: str) -> None:
-        """Text of the format itself: the tokenizer makes single tokens of the marks in it."""
+        """Emit text of the format itself, in which call marks become single tokens."""
         for piece in _CALL_MARK.split(text):
             if _CALL_MARK.fullmatch(piece):
                 emitter.special(self._tokenizer.token_id(piece))
@@ -133,7 +133,7 @@ class Glm46V(BaseRenderer):
                 emitter.text(piece)
 
     def find_history_end(self, messages: Sequence[Message]) -> int:
-        """The last message of a user."""
+        """Return the index of the last user message."""
         return max((i for i, m in enumerate(messages) if m.role == "user"), default=-1)
 
     def emit_message(self, emitter: Emitter, context: RenderContext, i: int) -> None:
@@ -170,7 +170,7 @@ class Glm46V(BaseRenderer):
         reasoning, content = split_told_reasoning(message.reasoning, message.text)
         reasoning = reasoning.strip() if i > context.history_end else ""
         content = content.strip()
-        # The header has an empty block where nothing is thought.
+        # Empty reasoning belongs to the header.
         is_own = self.thinking or bool(reasoning)
         if is_own:
             emitter.begin_trained()
@@ -216,7 +216,7 @@ class Glm46V(BaseRenderer):
         emitter.special(self._image_end)
 
     def emit_video(self, emitter: Emitter, steps: Sequence[ShownStep]) -> None:
-        """Each step as an image, and its time behind it."""
+        """Emit each step as an image, followed by its time."""
         assert isinstance(self._family, GlmVFamily)
         emitter.special(self._video_start)
         for step in steps:
@@ -236,13 +236,13 @@ class Glm46V(BaseRenderer):
     # -- bridging
 
     def describe_reasoning(self) -> str:
-        asked = "" if self.thinking else ', and not asked for ("thinking": false)'
-        return super().describe_reasoning() + asked
+        note = "" if self.thinking else ', but turned off ("thinking": false)'
+        return super().describe_reasoning() + note
 
     def describe_turns(self) -> str:
         return (
-            "added to tokens, or rendered anew where a new question drops reasoning before it, or "
-            "an answer opened the turn of another role"
+            "appended to the existing tokens, or rendered again if a new question drops reasoning "
+            "or an answer opened another role's turn"
         )
 
     def drop_unwritten(self, message: Message) -> Message:
@@ -251,7 +251,7 @@ class Glm46V(BaseRenderer):
     def rewrites_history(
         self, prompt_ids: Sequence[int], ids: list[int], new: Sequence[Message]
     ) -> bool:
-        # The template writes one block for each turn, an empty one where nothing was thought.
+        # The template writes one block of reasoning per turn, which may be empty.
         if self.thinking != (ids[:1] == [self._think]):
             return True
         if not any(message.role == "user" for message in new):
@@ -259,8 +259,7 @@ class Glm46V(BaseRenderer):
         return bool(self._split_reasoning(ids)[0]) or self._has_reasoning(prompt_ids)
 
     def _has_reasoning(self, prompt_ids: Sequence[int]) -> bool:
-        """Whether a turn of the assistant in the prompt begins with reasoning that is not empty: it
-        is one since the last question."""
+        """Return whether an answer in the prompt begins with reasoning that is not empty."""
         ids = np.asarray(prompt_ids)
         opening = [*self._opening, self._think]
         num = len(ids) - len(opening)
@@ -294,7 +293,7 @@ class Glm46V(BaseRenderer):
         return (reasoning or "").strip() or None, rest
 
     def _parse_call(self, inner: list[int], tools: Tools) -> ToolCall | None:
-        """A name, and between marks of their own each argument's name and value."""
+        """Parse a name, followed by each argument's name and value between their marks."""
         marks = [token for token in inner if token in self._argument_marks]
         num = len(marks) // len(self._argument_marks)
         if marks != self._argument_marks * num:
@@ -316,7 +315,7 @@ class Glm46V(BaseRenderer):
 
 
 class Glm45V(Glm46V):
-    """What a tool says is text alone, and given to the template as a string."""
+    """Tool messages are text only, which the template takes as a string."""
 
     format_name = "GLM-4.5V"
     image_roles = ("system", "user")
@@ -324,7 +323,7 @@ class Glm45V(Glm46V):
 
 
 FORMATS = (Glm46V, Glm45V)
-"""In the order in which they are tried; the first is that of a folder without a template."""
+"""In the order in which they are tried. A folder without a template speaks the first."""
 
 
 def load_renderer(path: Path, family: GlmVFamily, resolver: ImageResolver) -> Glm46V:
@@ -345,7 +344,7 @@ def _spell(value: Any) -> str:
 
 
 def _split(ids: list[int], marks: Sequence[int]) -> list[list[int]]:
-    """The ids before the first of the marks, between them and behind the last."""
+    """Split ids at marks."""
     pieces: list[list[int]] = [[]]
     for token in ids:
         if token in marks:

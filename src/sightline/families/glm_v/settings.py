@@ -1,4 +1,4 @@
-"""The processor settings of GLM's vision models, of images and of videos."""
+"""GLM's processor settings for images and videos."""
 
 from __future__ import annotations
 
@@ -17,19 +17,19 @@ from sightline.families.processor_settings import (
 )
 
 GLM_46V, GLM_45V = "Glm46V", "Glm4v"
-"""What the names of transformers' processors begin with, of GLM-4.6V and of the ones before it."""
+"""The prefixes of transformers' processor names, for GLM-4.6V and for earlier models."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class ProcessorSettings(FrameSettings):
     min_pixels: int = 112 * 112
-    """Of an image and its repetitions, together."""
+    """Counts an image once for each of its repetitions."""
     max_pixels: int = 28 * 28 * 15000
-    """Of an image and its repetitions, together."""
+    """Counts an image once for each of its repetitions."""
 
 
 def read_processor_settings(path: Path, overrides: dict[str, int]) -> ProcessorSettings:
-    """The settings in a checkpoint folder; `overrides` win."""
+    """Read the settings of a checkpoint folder. `overrides` win."""
     raw, default = read_processor_config(path), ProcessorSettings()
     size = raw.get("size") or {}
     settings = ProcessorSettings(
@@ -45,25 +45,25 @@ def read_processor_settings(path: Path, overrides: dict[str, int]) -> ProcessorS
 
 @dataclass(frozen=True, kw_only=True)
 class VideoSettings:
-    """What the fingerprint of a step hashes beside the settings of images."""
+    """The video settings that a step's fingerprint hashes."""
 
     is_dynamic: bool
-    """Whether frames are taken by the rule of GLM-4.6V, denser the shorter a video is, and times
-    are told in tenths of a second. Else `fps` frames a second, and times in whole seconds."""
+    """Whether frames are sampled by GLM-4.6V's rule, which is denser for shorter videos, with times
+    in tenths of a second. Otherwise `fps` frames per second, with times in whole seconds."""
     fps: float = 2.0
-    """Frames that are shown of a second, where the rule is not GLM-4.6V's."""
+    """Sampled frames per second, unless the rule is GLM-4.6V's."""
     max_duration: float = 300.0
-    """Seconds from which on a video has no more frames, where the rule is not GLM-4.6V's."""
+    """The length in seconds after which frames get sparser, unless the rule is GLM-4.6V's."""
     min_pixels: int
-    """Of all frames of a video, together."""
+    """For all frames of a video together."""
     max_pixels: int
-    """Of all frames of a video, together."""
+    """For all frames of a video together."""
 
 
 def read_video_settings(
     path: Path, config: dict[str, Any], images: ProcessorSettings
 ) -> VideoSettings | str:
-    """The settings in a checkpoint folder; or why its videos cannot be shown."""
+    """Read the video settings of a checkpoint folder, or say why videos cannot be shown."""
     raw = read_video_config(path)
     named = [raw.get(key) for key in ("video_processor_type", "processor_class")]
     names = [name for name in named if name] or [
@@ -71,7 +71,7 @@ def read_video_settings(
     ]
     is_dynamic = names[0].startswith(GLM_46V)
     if not all(name.startswith(GLM_46V if is_dynamic else GLM_45V) for name in names):
-        return f"its processors are {' and '.join(names)}, whose rules were not tried together"
+        return f"its processors are {' and '.join(names)}, an untested combination"
     if difference := find_frame_difference(raw, images, path, patch=14):
         return difference
     size = raw.get("size") or {}
@@ -83,5 +83,5 @@ def read_video_settings(
         max_pixels=read_int(size, 28 * 28 * 2 * 30000, "longest_edge"),
     )
     if settings.fps <= 0 or not 0 < settings.min_pixels <= settings.max_pixels:
-        return f"its video processor has {settings}"
+        return f"its video processor has unusable settings: {settings}"
     return settings

@@ -1,4 +1,4 @@
-"""Which frames of a video file are shown: the rules of transformers' video processors."""
+"""Sample the frames of a video file by the rules of transformers' video processors."""
 
 from __future__ import annotations
 
@@ -8,14 +8,16 @@ import numpy as np
 
 from sightline.families.glm_v.settings import VideoSettings
 
-# GLM-4.6V: up to so many seconds, steps of frames a second.
+# GLM-4.6V: maximum length in seconds, and steps per second.
 STEPS_PER_SECOND = ((30, 3.0), (300, 1.0), (2400, 0.5))
 MAX_FRAMES = 640
 
 
 def sample_frames(total: int, fps: float, settings: VideoSettings, temporal: int) -> list[int]:
-    """The numbers of the frames that are shown of a file of `total` frames: each once, but the last
-    of an odd number, which is shown twice."""
+    """Return the indices of the frames to show, of a file with `total` frames.
+
+    The last of an odd number of frames is shown twice.
+    """
     if settings.is_dynamic:
         numbers = _sample_densely(total, fps, temporal)
     else:
@@ -44,7 +46,7 @@ def _sample_densely(total: int, fps: float, temporal: int) -> list[int]:
     if total < num:
         return _spread(0, total - 1, num)
     numbers = []
-    # Sums of floats, as the processor has them: the next frame is the first from `due` on.
+    # A sum of floats, like the processor's. The next frame is the first one from `due` on.
     due = 0.0
     for number in range(total):
         if number * (1 / fps) >= due:

@@ -1,4 +1,4 @@
-"""Sizes to grids, and frames of videos to steps."""
+"""Image sizes to grids, and video frames to steps."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ class GlmVFamily(VideoFamily[VideoSettings]):
             spatial_merge_size=settings.merge,
             temporal_patch_size=settings.temporal,
         )
-        pad = config.get("image_token_id")  # which fills the slots of videos, too
+        pad = config.get("image_token_id")  # also fills the slots of videos
         return cls(
             settings,
             slot_token_ids=() if pad is None else (int(pad),),
@@ -39,7 +39,7 @@ class GlmVFamily(VideoFamily[VideoSettings]):
         )
 
     def fit_image_size(self, width: int, height: int) -> tuple[int, int]:
-        """As a video of one step."""
+        """Fit an image like a video of one step."""
         limits = (self._settings.min_pixels, self._settings.max_pixels)
         return self._fit(width, height, self.temporal, limits)
 
@@ -57,10 +57,10 @@ class GlmVFamily(VideoFamily[VideoSettings]):
         return sample_frames(num_frames, fps, self.get_video_settings(), self.temporal)
 
     def tell_time(self, seconds: Sequence[float]) -> float:
-        """That of the first frame."""
+        """Return the time of the first frame."""
         return seconds[0]
 
     def spell_time(self, seconds: float) -> str:
-        """The text behind a step."""
+        """Return the text after a step."""
         is_dynamic = self.get_video_settings().is_dynamic
         return f"{seconds:.1f} seconds" if is_dynamic else str(int(seconds))

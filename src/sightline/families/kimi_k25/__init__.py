@@ -1,9 +1,8 @@
 """Kimi K2.5: a MoonViT tower, and a text model with latent attention and experts.
 
-`vision` has layout and pixels, `render` the chat format, `tool_declaration` its way to write tools
-down, `tokenizer` the published tokenizer, `forward` the torch half and `tiny` a small random
-checkpoint.
-This file loads without torch and transformers.
+`vision` has layout and pixels, `render` the chat format, `tool_declaration` its declaration of
+tools, `tokenizer` the published tokenizer, and `forward` the torch half. This file imports neither
+torch nor transformers.
 """
 
 from __future__ import annotations

@@ -1,8 +1,4 @@
-"""The torch half of Kimi K2.5: patches to features, tokens to hidden states.
-
-Latent attention and experts are transformers' own; attention itself is the function that is
-registered.
-"""
+"""The torch half of Kimi K2.5. Latent attention and experts are transformers' own."""
 
 from __future__ import annotations
 
@@ -26,7 +22,7 @@ class KimiK25Forward(VisionForward):
         self._projector = body.mm_projector
 
     def vision_parameters(self) -> list[tuple[str, nn.Parameter]]:
-        """The tower's and the projector's: all that the features of an image depend on."""
+        """Return the tower's and the projector's parameters, on which image features depend."""
         parts = {"vision_tower": self._tower, "mm_projector": self._projector}
         return [
             (f"model.{part}.{name}", p)

@@ -1,7 +1,7 @@
-"""The chat format of Kimi K2.5, token for token that of its published template.
+"""The chat format of Kimi K2.5, with exactly the tokens of its published template.
 
-Reasoning in front of the last answer that calls no tool is left out, as the template leaves it
-out: a bridge that would have to take back such tokens is refused.
+Like the template, it drops reasoning before the last answer that calls no tool. A bridge that would
+have to remove such tokens is refused.
 """
 
 from __future__ import annotations
@@ -29,14 +29,14 @@ from sightline.render.protocol import Tools
 from sightline.wire import MediaItem
 
 THINK, END_THINK = "<think>", "</think>"
-# Stop tokens beside the end of a turn, where a tokenizer has them.
+# Further stop tokens, if the tokenizer has them.
 _OTHER_STOPS = ("[EOS]", "<|endoftext|>")
 _VIDEO_PAD = "<|kimi_k25_video_placeholder|>"
 
 
 class KimiK25Renderer(BaseRenderer):
-    """`thinking` says whether a turn of the assistant is opened for reasoning, or with reasoning
-    that is closed and empty, which then every turn's is."""
+    """`thinking` says whether an answer's header opens reasoning. Otherwise the header contains
+    empty reasoning."""
 
     format_name = "Kimi K2.5"
     image_roles = ("system", "user", "tool")
@@ -71,7 +71,7 @@ class KimiK25Renderer(BaseRenderer):
         self.header = [*assistant, *self._think, *([] if thinking else self._end_think)]
         self.stop_token_ids = (self.end_id, *self.find_token_ids(_OTHER_STOPS))
         self._end_think_id = tokenizer.find_token_id(END_THINK)
-        """The token that ends reasoning; where there is none, the mark is text."""
+        """The token that ends reasoning. None if the mark is text."""
         self._calls_begin = token_id("<|tool_calls_section_begin|>")
         self._calls_end = token_id("<|tool_calls_section_end|>")
         self._call_begin = token_id("<|tool_call_begin|>")
@@ -81,10 +81,9 @@ class KimiK25Renderer(BaseRenderer):
         self.pad_token_ids = (self._media_pad, *marks, *self.find_token_ids((_VIDEO_PAD,)))
 
     def _encode_mark(self, mark: str) -> Sequence[int]:
-        """A mark of reasoning: a token where the tokenizer has one, else a text of its own.
+        """Return the ids of a reasoning mark, which is a token or separately encoded text.
 
-        It never joins the text beside it: a sampler is given the mark that opens a turn, and
-        what it samples next cannot merge with it.
+        It never merges with the text around it, because a sampler is given the opening mark.
         """
         return self.find_token_ids((mark,)) or self._tokenizer.encode(mark)
 
@@ -110,7 +109,7 @@ class KimiK25Renderer(BaseRenderer):
         emitter.special(self._im_middle)
 
     def find_history_end(self, messages: Sequence[Message]) -> int:
-        """The last answer that calls no tool."""
+        """Return the index of the last answer that calls no tool."""
         answers = (i for i, m in enumerate(messages) if m.role == "assistant" and not m.tool_calls)
         return max(answers, default=-1)
 
@@ -161,10 +160,10 @@ class KimiK25Renderer(BaseRenderer):
     def describe_reasoning(self) -> str:
         if self.thinking:
             return super().describe_reasoning()
-        return 'left out, because tokenizer_config.json says "thinking": false'
+        return 'turned off, because tokenizer_config.json has "thinking": false'
 
     def describe_turns(self) -> str:
-        return "added to tokens, or rendered anew behind an answer with reasoning"
+        return "appended to the existing tokens, or rendered again after an answer with reasoning"
 
     def close_reasoning(self, emitter: Emitter, ids: list[int]) -> None:
         emit_ids(emitter, self._end_think)
@@ -183,9 +182,9 @@ class KimiK25Renderer(BaseRenderer):
         return not parsed.tool_calls and (bool(parsed.reasoning) or self._has_reasoning(prompt_ids))
 
     def _has_reasoning(self, prompt_ids: Sequence[int]) -> bool:
-        """Whether a turn of the assistant in the prompt, under any name, holds reasoning.
+        """Return whether an answer in the prompt, under any name, has reasoning.
 
-        A policy can sample the first tokens of a header; what is no whole one opens no turn.
+        A policy can sample the first tokens of a header. An incomplete header opens no turn.
         """
         ids = np.asarray(prompt_ids)
         starts = np.flatnonzero(ids == self._roles["assistant"])[:-1]
@@ -195,7 +194,7 @@ class KimiK25Renderer(BaseRenderer):
             if ids[own - len(self._think) : own].tolist() != list(self._think):
                 continue
             if ids[own : own + len(self._end_think)].tolist() != list(self._end_think):
-                # Sampled letter by letter, an empty reasoning has other ids.
+                # Empty reasoning that was sampled letter by letter has other ids.
                 follows = self._tokenizer.decode(ids[own : own + len(END_THINK)].tolist())
                 if not follows.startswith(END_THINK):
                     return True
@@ -217,12 +216,12 @@ class KimiK25Renderer(BaseRenderer):
         return self._calls_begin not in ids and self._find_reasoning_end(ids) is None
 
     def _split_reasoning(self, ids: list[int]) -> tuple[str, str, list[int]]:
-        """The reasoning, what a token beyond its end mark begins of the content, and the rest."""
+        """Return the reasoning, any content in the token that ends its mark, and the rest."""
         if not self.thinking:
             return "", "", ids
         end = self._find_reasoning_end(ids)
         if end is None:
-            # A section of tool calls ends reasoning that was not closed.
+            # Tool calls end reasoning that was not closed.
             end = ids.index(self._calls_begin) if self._calls_begin in ids else len(ids)
             return self._tokenizer.decode(ids[:end]), "", ids[end:]
         if self._end_think_id is not None:
@@ -231,7 +230,7 @@ class KimiK25Renderer(BaseRenderer):
         return reasoning, content, ids[end:]
 
     def _find_reasoning_end(self, ids: list[int]) -> int | None:
-        """How many tokens it takes up to the end of the mark that ends reasoning."""
+        """Return the number of tokens up to the end of the closing mark of reasoning."""
         if self._end_think_id is not None:
             return ids.index(self._end_think_id) + 1 if self._end_think_id in ids else None
         if END_THINK not in self._tokenizer.decode(ids):
@@ -241,9 +240,9 @@ class KimiK25Renderer(BaseRenderer):
         )
 
     def _parse_calls(self, section: list[int]) -> tuple[ToolCall, ...]:
-        """The tool calls of a section, or none when any part of it is no complete call.
+        """Return the tool calls of a section, or none if any of them is incomplete.
 
-        A section that was cut off behind a complete call needs no end.
+        A section that was cut off after a complete call needs no end.
         """
         calls: list[ToolCall] = []
         at, end = 1, len(section) - (section[-1:] == [self._calls_end])

@@ -1,8 +1,8 @@
-"""How vLLM names what it takes of an image, and how it stores parameters. It is not imported.
+"""How vLLM serves Kimi K2.5.
 
-Its model reads the layout of the published checkpoint: experts are stored one by one there,
-queries, keys and values of the vision tower as one matrix, and rotated pairs lie side by side in
-it, where transformers keeps the halves of a head apart.
+It reads the layout of the published checkpoint: one matrix per expert, and the vision tower's
+queries, keys and values as one matrix, in which rotated pairs are adjacent. transformers keeps the
+two halves of a head apart.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ RENAMES = (
     ),
     (r"model\.vision_tower\.", "vision_tower."),
 )
-"""The beginning of transformers' name, and of the published one. The first that fits counts."""
+"""Prefixes of transformers' names and of the published ones. The first match applies."""
 
 QUERIES = re.compile(r"model\.vision_tower\.layers\.(\d+)\.attn\.q_proj\.(weight|bias)")
 KEYS_VALUES = re.compile(r"model\.vision_tower\.layers\.\d+\.attn\.[kv]_proj\.(weight|bias)")
@@ -128,7 +128,7 @@ def _split_experts(
 
 
 def interleave_rows(num_rows: int, heads: int) -> np.ndarray:
-    """Which row of transformers' each published one is: both of a rotated pair, then the next."""
+    """Return transformers' row for each published row, in which rotated pairs are adjacent."""
     rows = np.arange(num_rows).reshape(heads, 2, -1)
     return rows.transpose(0, 2, 1).reshape(-1)
 

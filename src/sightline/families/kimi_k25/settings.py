@@ -1,7 +1,7 @@
-"""The processor settings of Kimi K2.5.
+"""Kimi K2.5's processor settings.
 
-The published folder nests them under `media_proc_cfg`; transformers writes the same values flat,
-under names of its own. Both are read.
+The published folder nests them under `media_proc_cfg`. transformers writes the same values flat,
+under other names. Both forms are read.
 """
 
 from __future__ import annotations
@@ -23,10 +23,10 @@ from sightline.families.processor_settings import (
 @dataclass(frozen=True, kw_only=True)
 class ProcessorSettings(PixelSettings):
     max_patches: int = 16384
-    """Patches of an image before it is padded."""
+    """The maximum number of patches of an image before padding."""
     max_patches_per_side: int = 512
     max_pixels: int | None = None
-    """A bound of the run's own, beside `max_patches`."""
+    """The run's own limit, in addition to `max_patches`."""
 
     @property
     def patch_limit(self) -> int:
@@ -36,7 +36,7 @@ class ProcessorSettings(PixelSettings):
 
 
 def read_processor_settings(path: Path, overrides: dict[str, int]) -> ProcessorSettings:
-    """The settings in a checkpoint folder; `overrides` win."""
+    """Read the settings of a checkpoint folder. `overrides` win."""
     raw = read_processor_config(path)
     raw = raw.get("media_proc_cfg") or raw
     default = ProcessorSettings()
@@ -54,12 +54,12 @@ def read_processor_settings(path: Path, overrides: dict[str, int]) -> ProcessorS
 
 def _apply_overrides(settings: ProcessorSettings, overrides: dict[str, int]) -> ProcessorSettings:
     for key in overrides.keys() - {"max_pixels"}:
-        why = "an image is never enlarged here" if key == "min_pixels" else "no such setting"
-        raise FamilyError(f"processor setting {key!r}: {why}", "use max_pixels, or nothing")
+        why = "Kimi never enlarges images" if key == "min_pixels" else "it is unknown"
+        raise FamilyError(f"[model] {key} cannot be set: {why}", "use max_pixels, or none")
     settings = dataclasses.replace(settings, **cast(Any, overrides))
     if settings.max_pixels is not None and settings.max_pixels < settings.factor**2:
         raise FamilyError(
-            f"max_pixels {settings.max_pixels} is less than one visual token",
+            f"[model] max_pixels = {settings.max_pixels} is less than one visual token",
             f"set max_pixels to {settings.factor**2} or more",
         )
     return settings
@@ -69,13 +69,13 @@ def _check_settings(settings: ProcessorSettings, raw: dict[str, Any], path: Path
     if raw.get("fixed_output_tokens") is not None:
         raise FamilyError(
             f"{path}: preprocessor_config.json sets fixed_output_tokens",
-            "set it to null: the number of visual tokens follows from the size of an image",
+            "set it to null, so that the number of tokens depends on the image size",
         )
     if min(settings.patch, settings.merge, settings.max_patches) < 1:
-        raise FamilyError(f"{path}: processor settings {settings}", "use positive numbers")
+        raise FamilyError(f"{path}: invalid processor settings {settings}", "use positive numbers")
     if settings.max_patches_per_side % settings.merge:
         raise FamilyError(
-            f"{path}: {settings.max_patches_per_side} patches on one side, merged by "
-            f"{settings.merge}",
-            "use a multiple: a padded image would exceed the limit",
+            f"{path}: the limit of {settings.max_patches_per_side} patches per side is not a "
+            f"multiple of {settings.merge}, so that a padded image would exceed it",
+            "use a multiple",
         )

@@ -1,7 +1,7 @@
-"""The published tokenizer: a file of BPE ranks, and special tokens in a JSON beside it.
+"""The published tokenizer: a file of BPE ranks, and special tokens in a JSON file.
 
-The release tokenizes with Python code of its own; none of it runs here. The ranks say which
-pairs may merge, and in which order: with those the `tokenizers` library makes the same tokens.
+The release tokenizes with its own Python code, which is not run here. The ranks say which pairs
+merge and in which order, so the `tokenizers` library produces the same tokens from them.
 """
 
 from __future__ import annotations
@@ -22,9 +22,9 @@ from sightline.render.tokenizer import split_words
 
 RANKS_FILE = "tiktoken.model"
 NUM_SPECIAL_TOKENS = 256
-"""Ids behind the ranks that are kept for special tokens, named or not."""
+"""The number of ids after the ranks that are reserved for special tokens."""
 
-# How the tokenizer cuts text into words before BPE. Chinese characters keep to themselves.
+# How the tokenizer splits text into words before BPE. Chinese characters are words of their own.
 _LOWER = r"[\p{Ll}\p{Lm}\p{Lo}\p{M}&&[^\p{Han}]]"
 _UPPER = r"[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}&&[^\p{Han}]]"
 _ENDING = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)?"
@@ -43,20 +43,20 @@ WORD_PATTERN = "|".join(
 
 
 def load_tokenizer(path: Path) -> Tokenizer:
-    """From tokenizer.json where there is one, else from the published files."""
+    """Load tokenizer.json if it exists, otherwise the published files."""
     if (path / "tokenizer.json").is_file() or not (path / RANKS_FILE).is_file():
         return Tokenizer(path)
     return Tokenizer(path, _build_tokenizer_json(path))
 
 
 def _build_tokenizer_json(path: Path) -> str:
-    """The published files in the form of tokenizer.json."""
+    """Return the published files in the format of tokenizer.json."""
     ranks = read_ranks(path / RANKS_FILE)
     letters = _byte_letters()
     spelled = {token: "".join([letters[value] for value in token]) for token in ranks}
     words = {spelled[token]: rank for token, rank in ranks.items()}
     merges = [(spelled[a], spelled[b]) for a, b in find_merges(ranks)]
-    # A word that is a token needs no merges to be one, in the published code as here.
+    # Like the published code, keep a word that is a token without merging its parts.
     tokenizer = Library(BPE(vocab=words, merges=merges, fuse_unk=False, ignore_merges=True))
     tokenizer.pre_tokenizer = split_words(WORD_PATTERN)
     tokenizer.decoder = decoders.ByteLevel()
@@ -66,20 +66,22 @@ def _build_tokenizer_json(path: Path) -> str:
 
 
 def read_ranks(file: Path) -> dict[bytes, int]:
-    """The tokens of a rank file, each with its id. Ids count from 0 without a gap."""
+    """Return the tokens of a rank file with their ids, which count from 0 without gaps."""
     try:
         pairs = [line.split() for line in file.read_bytes().splitlines() if line]
         ranks = {base64.b64decode(token, validate=True): int(rank) for token, rank in pairs}
     except ValueError as error:
-        raise FamilyError(f"{file} is no file of ranks: {error}", "fetch it again") from error
+        raise FamilyError(
+            f"{file} is not a file of BPE ranks: {error}", "download it again"
+        ) from error
     is_gapless = sorted(ranks.values()) == list(range(len(pairs)))
     if not is_gapless or any(bytes([value]) not in ranks for value in range(256)):
-        raise FamilyError(f"{file} has gaps among its {len(pairs)} ranks", "fetch it again")
+        raise FamilyError(f"{file} has gaps among its {len(pairs)} ranks", "download it again")
     return ranks
 
 
 def find_merges(ranks: dict[bytes, int]) -> list[tuple[bytes, bytes]]:
-    """All pairs of tokens that make a token, in the order of its rank: BPE by ranks joins any."""
+    """Return all pairs of tokens that form a token, in the order of its rank."""
     return [
         (token[:i], token[i:])
         for token, _ in sorted(ranks.items(), key=lambda pair: pair[1])
@@ -89,7 +91,7 @@ def find_merges(ranks: dict[bytes, int]) -> list[tuple[bytes, bytes]]:
 
 
 def _added_tokens(path: Path, first: int) -> list[dict[str, Any]]:
-    """Every id behind the ranks, so that those with a name keep theirs."""
+    """Return a token for every id after the ranks, so that named tokens keep their ids."""
     file = path / "tokenizer_config.json"
     if not file.is_file():
         raise FamilyError(f"{path} has no tokenizer_config.json", "copy it from the checkpoint")
@@ -98,9 +100,9 @@ def _added_tokens(path: Path, first: int) -> list[dict[str, Any]]:
     for token_id in named:
         if not first <= token_id < first + NUM_SPECIAL_TOKENS:
             raise FamilyError(
-                f"{file}: token {token_id} is not among the {NUM_SPECIAL_TOKENS} behind {first} "
-                "ranks",
-                "use the tokenizer_config.json that belongs to the checkpoint",
+                f"{file}: token {token_id} is not among the {NUM_SPECIAL_TOKENS} ids after the "
+                f"{first} ranks",
+                "copy tokenizer_config.json from the same checkpoint",
             )
     flags = {"single_word": False, "lstrip": False, "rstrip": False, "normalized": False}
     return [
@@ -115,7 +117,7 @@ def _added_tokens(path: Path, first: int) -> list[dict[str, Any]]:
 
 
 def _byte_letters() -> list[str]:
-    """For each byte the character that stands for it in a byte-level vocabulary."""
+    """Return the character that represents each byte in a byte-level vocabulary."""
     printable = {*range(33, 127), *range(161, 173), *range(174, 256)}
     others = (chr(256 + i) for i in range(256))
     return [chr(value) if value in printable else next(others) for value in range(256)]

@@ -1,8 +1,8 @@
-"""Tools as the model was shown them: a namespace of TypeScript types, made from JSON schemas.
+"""Declare tools as the model was trained on them: TypeScript types made from JSON schemas.
 
-The release sorts all keys first, and writes the tools as JSON where it knows no type for one of
-their schemas: one with `oneOf` or `const` alone, or an enum of other values than its type's. Values
-in comments and enums are spelled by Python: `True`, `None`.
+Like the release, this sorts all keys first, and writes the tools as JSON if one of their schemas
+has no TypeScript type: a schema with only `oneOf` or `const`, or an enum with values of another
+type. Values in comments and enums are spelled in Python: `True`, `None`.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ _BOUNDS = {
     "integer": ("maximum", "minimum"),
     "array": ("maxItems", "minItems"),
 }
-"""What a comment tells of a value, by the type of its schema."""
+"""The bounds that a comment states, by the type of the schema."""
 _UNIONS = {
     "string": "string",
     "number": "number",
@@ -42,25 +42,27 @@ _DEFINITIONS = "#/$defs/"
 
 
 def declare_tools(tools: Tools) -> str:
-    """The text of the declaration; what is no function with a name is refused by its path."""
+    """Return the declaration; MessageError with its path for anything but a named function."""
     read = [_read_tool(tool, f"tools[{i}]") for i, tool in enumerate(tools)]
     try:
         written = "\n".join(_declare_function(tool["function"]) for tool in read)
     except (AttributeError, KeyError, TypeError, ValueError):
-        # As in the release: whatever its types cannot say, or is no schema at all.
+        # Like the release, for schemas without a type and for invalid schemas.
         return json.dumps(read, ensure_ascii=False, separators=(",", ":"))
     return "# Tools\n\n## functions\nnamespace functions {\n" + written + "\n}\n"
 
 
 def _read_tool(tool: Any, path: str) -> dict[str, Any]:
-    """The tool as plain JSON with sorted keys, its function under `function`."""
+    """Return the tool as plain JSON with sorted keys, its function under `function`."""
     if not isinstance(tool, dict) or tool.get("type", "function") != "function":
-        raise MessageError.at(path, "not a function", "pass dicts of type function")
+        raise MessageError.at(
+            path, "the tool is not a function", 'pass dicts with "type": "function"'
+        )
     if "function" not in tool:
         tool = {"function": {key: value for key, value in tool.items() if key != "type"}}
     function = tool["function"]
     if not isinstance(function, dict) or not isinstance(function.get("name"), str):
-        raise MessageError.at(path, "a function without a name", "give it a name")
+        raise MessageError.at(path, "the function has no name", "give it a name")
     plain = json.loads(encode_tool({"type": "function", **tool}, path))
     return dict(json.loads(json.dumps(plain, sort_keys=True)))
 
@@ -86,10 +88,10 @@ def _declare_function(function: dict[str, Any]) -> str:
 
 
 class _Schemas:
-    """The schemas of one function, and the definitions that they refer to by name.
+    """The schemas of one function, and the definitions that they refer to.
 
-    A schema is read before it is written: a reference must follow what it refers to, in the order
-    in which the release reads. Errors of Python are those of schemas that have no type.
+    Schemas are read before they are written, in the release's order, because a reference must
+    follow its definition. A schema without a type raises one of Python's errors.
     """
 
     def __init__(self) -> None:
@@ -97,7 +99,7 @@ class _Schemas:
         self.names_root = False
 
     def read(self, schema: Any) -> None:
-        """Takes in definitions and follows references; ValueError where there is no type."""
+        """Collect definitions and follow references; ValueError for a schema without a type."""
         if isinstance(schema, bool) or schema == {}:
             return
         if "$ref" in schema:
@@ -136,7 +138,7 @@ class _Schemas:
         if "anyOf" in schema:
             return " | ".join(self.write(value, indent) for value in schema["anyOf"])
         if "enum" in schema:
-            # Strings stand between quotes as they are, without escapes.
+            # Strings are quoted without escapes.
             return " | ".join(f'"{v}"' if isinstance(v, str) else str(v) for v in schema["enum"])
         kind = schema["type"]
         if isinstance(kind, list):
@@ -158,7 +160,7 @@ class _Schemas:
         return "{\n" + ",\n".join(fields) + f"\n{indent}}}" if fields else "{}"
 
     def write_root_fields(self, schema: dict[str, Any]) -> str:
-        """The fields of the function's own parameters; required ones stand among the others."""
+        """Return the fields of the function's own parameters, in alphabetical order."""
         fields = self._write_fields(schema, _INDENT, is_sorted=False)
         return "\n" + ",\n".join(fields) + "\n" if fields else ""
 
@@ -193,10 +195,10 @@ def _write_union(kinds: list[str]) -> str:
 
 
 def _check_enum(schema: dict[str, Any]) -> None:
-    """ValueError for values of another type than the schema's own, null apart."""
+    """Raise ValueError for values, other than null, of another type than the schema's."""
     kind: Any = schema.get("type")
     if isinstance(kind, list):
-        others = [one for one in kind if one != "null"]
+        others = [name for name in kind if name != "null"]
         if not 0 < len(kind) < 3 or len(others) > 1:
             raise ValueError(kind)
         kind = others[0] if others else "null"
@@ -206,7 +208,7 @@ def _check_enum(schema: dict[str, Any]) -> None:
 
 
 def _write_comments(schema: Any, indent: str) -> str:
-    """The lines of comment above a value, each with its newline."""
+    """Return the comment lines above a value, each with its newline."""
     if not isinstance(schema, dict):
         return ""
     lines = []

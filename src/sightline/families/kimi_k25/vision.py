@@ -1,8 +1,8 @@
-"""Sizes to grids, and images to patches.
+"""Image sizes to grids, and images to patches.
 
-An image keeps its size, or shrinks to the limits, and is padded with black at the right and at
-the bottom to whole visual tokens. The arithmetic is that of transformers' processor, which runs
-on torchvision; here Pillow resizes, so pixels are the same wherever no resize takes place.
+An image keeps its size or shrinks to the limits, and is padded with black at the right and at the
+bottom to whole visual tokens. The arithmetic is that of transformers' processor. It resizes with
+torchvision and we resize with Pillow, so pixels are equal only where no resizing takes place.
 """
 
 from __future__ import annotations
@@ -33,9 +33,7 @@ class KimiK25Family(PixelFamily[ProcessorSettings]):
     def load(cls, path: Path, overrides: dict[str, int]) -> KimiK25Family:
         config = read_json(path / "config.json")
         if config.get("vision_config") is None:
-            raise FamilyError(
-                f"{path}: the checkpoint has no vision tower", "use a vision-language checkpoint"
-            )
+            raise FamilyError(f"{path} has no vision tower", "use a vision-language checkpoint")
         settings = read_processor_settings(path, overrides)
         check_vision_config(
             config["vision_config"],
@@ -47,7 +45,7 @@ class KimiK25Family(PixelFamily[ProcessorSettings]):
         return cls(settings, () if pad is None else (int(pad),))
 
     def compute_table(self) -> np.ndarray:
-        # Rescaling is folded into mean and deviation, in float32, as transformers folds it.
+        # Like transformers, fold rescaling into mean and deviation, in float32.
         mean = np.array(self._settings.mean, np.float32)
         std = np.array(self._settings.std, np.float32)
         if self._settings.rescale is not None:
@@ -64,20 +62,19 @@ class KimiK25Family(PixelFamily[ProcessorSettings]):
         return ImageLayout(grid, rows * columns, new_height, new_width)
 
     def cut_patches(self, image: Image.Image, layout: ImageLayout) -> np.ndarray:
-        """uint8 (patches, 3*patch*patch): channel, row, column; the patches row by row."""
+        """Return uint8 (patches, 3*patch*patch): channel, row, column; patches in row order."""
         padded = (layout.grid[2] * self.patch, layout.grid[1] * self.patch)
         size = (layout.width, layout.height)
         return patchify(fit_image(image, size, padded, self._settings.resample), self.patch)
 
     def shape_rows(self, values: np.ndarray) -> np.ndarray:
-        """(patches, 3, patch, patch)."""
         return values.reshape(len(values), 3, self.patch, self.patch)
 
 
 def fit_size(width: int, height: int, settings: ProcessorSettings) -> tuple[int, int]:
-    """Height and width to shrink to, before padding; the image's own where it is small enough."""
+    """Return the height and width before padding, which shrink only if they exceed limits."""
     if min(width, height) < 1:
-        raise MediaRefused(f"an image of {width}x{height}", "pass an image that has pixels")
+        raise MediaRefused(f"an image of {width}x{height} has no pixels", "send another image")
     patch, longest = settings.patch, settings.max_patches_per_side * settings.patch
     num_patches = max(1.0, width // patch) * max(1.0, height // patch)
     scale = min(

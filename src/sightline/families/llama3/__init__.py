@@ -1,7 +1,6 @@
-"""Llama 3, text alone: checkpoints of transformers' `llama` with a chat format of Llama 3.
+"""Text-only Llama 3: checkpoints of transformers' `llama` with Llama 3's chat format.
 
-`render` has the chat formats, `forward` the torch half, `serving` what vLLM is told and `tiny` a
-small random checkpoint. This file loads without torch and transformers.
+This file imports neither torch nor transformers.
 """
 
 from __future__ import annotations
@@ -24,7 +23,7 @@ def claims(config: dict[str, Any]) -> bool:
 def load_family(path: Path, overrides: dict[str, int]) -> Family:
     for key in overrides:
         raise FamilyError(
-            f"{key} for {path}, which has no vision tower",
+            f"[model] {key} is set, but {path} has no vision tower",
             f"remove [model] {key} from the run file",
         )
     return TextOnlyFamily("llama3")

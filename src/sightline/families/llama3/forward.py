@@ -1,4 +1,4 @@
-"""The torch half of Llama 3: transformers' model, called part by part."""
+"""The torch half of Llama 3."""
 
 from __future__ import annotations
 

@@ -1,10 +1,9 @@
-"""The chat formats of Llama 3, token for token those of their templates.
+"""The chat formats of Llama 3, with exactly the tokens of their templates.
 
 A turn is `<|start_header_id|>role<|end_header_id|>`, two newlines, the stripped content and
-`<|eot_id|>`. From Llama 3.1 on a system turn with two dates always comes first.
+`<|eot_id|>`. Since Llama 3.1, a system turn with two dates always comes first.
 
-Tools are refused. A call is JSON in place of an answer, without a mark: nothing tells it from an
-answer that is JSON.
+Tools are refused: a call is plain JSON, which cannot be told from an answer that is JSON.
 """
 
 from __future__ import annotations
@@ -27,8 +26,8 @@ from sightline.render.protocol import Tools
 from sightline.wire import MediaItem
 
 DATE = "26 Jul 2024"
-"""The date of every prompt: Llama 3.1 and 3.3 say it, and Llama 3.2 where it cannot ask a clock.
-With the day of the rollout, a run would train on other prompts after midnight."""
+"""The date in every prompt, which is the templates' default. With the current date, a run would
+train on other prompts after midnight."""
 _MARKS = ("<|begin_of_text|>", "<|start_header_id|>", "<|end_header_id|>", "<|eot_id|>")
 
 
@@ -37,7 +36,7 @@ class Llama3(BaseRenderer):
     template_settings = MappingProxyType({"bos_token": _MARKS[0], "date_string": DATE})
     takes_tools = False
     takes_reasoning = False
-    tools_refusal = "a tool call of Llama 3 has no mark that tells it from an answer"
+    tools_refusal = "a tool call of Llama 3 has no mark to distinguish it from an answer"
 
     def __init__(
         self, tokenizer: Tokenizer, family: Family, resolver: ImageResolver, vocab_size: int
@@ -74,14 +73,14 @@ class Llama3(BaseRenderer):
             emitter.end_trained()
 
     def emit_image(self, emitter: Emitter, context: RenderContext, item: MediaItem) -> None:
-        raise NotImplementedError  # a text-only family refuses images when it reads them
+        raise NotImplementedError  # images are refused when messages are read
 
     def parse_turn(self, ids: list[int], tools: Tools) -> ParsedCompletion:
         return ParsedCompletion(self._tokenizer.decode(ids))
 
 
 class Llama31(Llama3):
-    """Llama 3.1, 3.2 and 3.3: the system turn, also an empty one, tells of dates."""
+    """Llama 3.1, 3.2 and 3.3: the system turn states dates, even if it is otherwise empty."""
 
     format_name = "Llama 3.1"
 

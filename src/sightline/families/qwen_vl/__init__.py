@@ -1,8 +1,7 @@
-"""Qwen-VL: Qwen2.5-VL, Qwen3-VL, Qwen3.5 and text-only Qwen3, dense and with experts.
+"""Qwen2.5-VL, Qwen3-VL, Qwen3.5 and text-only Qwen3, dense and with experts.
 
-`vision` has layout, pixels and the MRoPE arithmetic, `formats/` the chat formats and `render` what
-they share, `forward` the torch half and `tiny` small random checkpoints. This file loads without
-torch and transformers.
+`vision` has layout, pixels and MRoPE positions, `formats/` the chat formats, `render` their common
+part, and `forward` the torch half. This file imports neither torch nor transformers.
 """
 
 from __future__ import annotations
@@ -18,7 +17,7 @@ from sightline.families.qwen_vl.vision import QwenVLFamily
 from sightline.families.vision_family import TextOnlyFamily
 
 IS_DEFAULT = True
-"""Commands that are given no family take this one."""
+"""Commands use this family when none is given."""
 CAN_NUMBER_IMAGES = True
 
 __all__ = ["claims", "load_family", "load_renderer"]
@@ -34,7 +33,7 @@ def load_family(path: Path, overrides: dict[str, int]) -> Family:
         return QwenVLFamily.load(path, overrides)
     for key in overrides:
         raise FamilyError(
-            f"{key} for {path}, which has no vision tower",
+            f"[model] {key} is set, but {path} has no vision tower",
             f"remove [model] {key} from the run file",
         )
     return TextOnlyFamily(QwenVLFamily.name)

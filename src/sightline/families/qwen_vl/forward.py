@@ -1,4 +1,4 @@
-"""The torch half of Qwen-VL: patches to features, tokens to hidden states."""
+"""The torch half of Qwen's models."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ class QwenVLForward(VideoForward):
 
     def compute_tower_inputs(self, grids: tuple[Grid, ...]) -> dict[str, Any]:
         tower, sizes = self._tower, torch.tensor(grids)
-        found: dict[str, Any] = super().compute_tower_inputs(grids)
+        inputs: dict[str, Any] = super().compute_tower_inputs(grids)
         if hasattr(tower, "pos_embed"):
             indices, weights = vision_utils.get_vision_interpolation_indices_and_weights(
                 sizes,
@@ -36,14 +36,14 @@ class QwenVLForward(VideoForward):
                 align_corners=tower.interpolation_align_corners,
                 spatial_merge_size=tower.spatial_merge_size,
             )
-            found |= {"interp_indices": indices, "interp_weights": weights}
+            inputs |= {"interp_indices": indices, "interp_weights": weights}
         if hasattr(tower, "window_size"):
             order, ends = vision_utils.get_vision_window_index(
                 sizes, tower.spatial_merge_size, tower.window_size, tower.patch_size
             )
-            found |= {"window_index": order, "cu_window_seqlens": ends}
-            found["max_window_seqlen"] = int(ends.diff().max())
-        return {n: v.numpy() if isinstance(v, torch.Tensor) else v for n, v in found.items()}
+            inputs |= {"window_index": order, "cu_window_seqlens": ends}
+            inputs["max_window_seqlen"] = int(ends.diff().max())
+        return {n: v.numpy() if isinstance(v, torch.Tensor) else v for n, v in inputs.items()}
 
 
 def load(
@@ -57,8 +57,8 @@ def load(
         kinds is None and getattr(text_config, "sliding_window", None)
     ):
         raise FamilyError(
-            f"{path}: layers with a sliding window, which are not supported",
-            "set use_sliding_window to false in config.json, if the model was trained that way",
+            f"{path}: layers with a sliding window are not supported",
+            "set use_sliding_window to false in config.json if the model was trained without it",
         )
     if isinstance(family, QwenVLFamily):
         return QwenVLForward(model, family)

@@ -1,8 +1,8 @@
-"""The turns that all of Qwen's chat formats share, token for token those of their templates.
+"""What all of Qwen's chat formats share, with exactly the tokens of their templates.
 
 A turn is `<|im_start|>role`, a newline, the content, `<|im_end|>` and a newline. Marks of the
-format are emitted as tokens; text of a message is emitted as text, whatever it spells. `formats/`
-has what each format says differently.
+format are emitted as tokens. Text of a message is emitted as text, whatever it spells. `formats/`
+has the differences.
 """
 
 from __future__ import annotations
@@ -28,15 +28,15 @@ _MEDIA_MARKS = (
 
 
 class QwenRenderer(BaseRenderer):
-    """Emits, checks and parses the messages of one chat format of Qwen."""
+    """A renderer of one of Qwen's chat formats."""
 
     default_system: ClassVar[str | None] = None
-    """The system message of a conversation that has none."""
+    """The system message of conversations that have none."""
     takes_reasoning = False
     turn_separator = "\n"
     video_mark = "<|vision_start|><|video_pad|><|vision_end|>"
     requires_question: ClassVar[bool] = False
-    """Whether a conversation in which no user message asks cannot be written."""
+    """Whether a conversation needs a user message that is a question."""
 
     def __init__(
         self, tokenizer: Tokenizer, family: Family, resolver: ImageResolver, vocab_size: int
@@ -59,26 +59,26 @@ class QwenRenderer(BaseRenderer):
             self._response_start, self._response_end = map(token_id, _RESPONSE_EDGES)
         self.header = self.make_header()
 
-    # -- what a format says in its own way
+    # -- what differs between formats
 
     def make_header(self) -> list[int]:
-        """The ids before the first token that is sampled."""
+        """Return the ids before the first sampled token."""
         return [self.im_start, *self._tokenizer.encode("assistant\n")]
 
     def emit_tools(self, emitter: Emitter, tools: Tools, first: Message) -> None:
-        """The system turn that offers `tools`, with the text of a `first` system message."""
+        """Emit the system turn that offers `tools`, with the text of a `first` system message."""
         raise NotImplementedError
 
     def emit_call(self, emitter: Emitter, call: ToolCall) -> None:
-        """What stands between the marks of a call."""
+        """Emit the text between the marks of a call."""
         raise NotImplementedError
 
     def parse_call(self, inner: str, tools: Tools) -> ToolCall | None:
-        """The call of one of `tools` that `emit_call` wrote; None when it is malformed."""
+        """Parse what `emit_call` writes; None if it is malformed."""
         raise NotImplementedError
 
     def emit_assistant(self, emitter: Emitter, context: RenderContext, i: int) -> None:
-        """The assistant's turn, from its header up to its stop token."""
+        """Emit the assistant's turn, from its header up to its stop token."""
         message = context.messages[i]
         self.open_turn(emitter, message.role)
         emitter.begin_trained()
@@ -86,18 +86,18 @@ class QwenRenderer(BaseRenderer):
         self.emit_calls(emitter, message.tool_calls, "\n" if message.content else "")
 
     def split_reasoning(self, ids: list[int]) -> tuple[str | None, list[int]]:
-        """The reasoning of a completion, and the ids behind it."""
+        """Return the reasoning of a completion, and the ids after it."""
         return None, ids
 
     def strip_content(self, content: str) -> str:
-        """Content behind reasoning, without what the format itself puts around it."""
+        """Return the content after reasoning, without the format's own whitespace."""
         return content
 
     def opens_tool_turn(self, context: RenderContext, i: int) -> bool:
-        """Whether tool message `i` begins a user turn: neighbouring ones share one."""
+        """Return whether tool message `i` opens a user turn. Adjacent tool messages share one."""
         return context.role(i - 1) != "tool"
 
-    # -- what they share
+    # -- what formats share
 
     def emit_head(self, emitter: Emitter, context: RenderContext, tools: Tools | None) -> int:
         first = context.messages[0]
@@ -119,13 +119,12 @@ class QwenRenderer(BaseRenderer):
         emitter.text("\n")
 
     def find_history_end(self, messages: Sequence[Message]) -> int:
-        """The last user message that asks; the last message where none does."""
+        """Return the index of the last question, or of the last message if there is none."""
         asking = (i for i in reversed(range(len(messages))) if self.is_question(messages[i]))
         return next(asking, len(messages) - 1)
 
     def is_question(self, message: Message) -> bool:
-        """Whether a user asks: not in a message that spells what a tool returned, as some
-        programs write it."""
+        """Return whether a message is a user's question, not a tool response spelled as text."""
         if message.role != "user":
             return False
         parts = self.get_parts(message)
@@ -137,9 +136,9 @@ class QwenRenderer(BaseRenderer):
         if self.requires_question and not any(map(self.is_question, messages)):
             raise MessageError.at(
                 "messages",
-                f"the chat format of {self.format_name} needs a user message that is no tool "
+                f"the chat format of {self.format_name} needs a user message that is not a tool "
                 "response",
-                "add one",
+                "add a user message",
             )
 
     def emit_message(self, emitter: Emitter, context: RenderContext, i: int) -> None:
@@ -177,7 +176,7 @@ class QwenRenderer(BaseRenderer):
         emitter.special(self._vision_end)
 
     def emit_video(self, emitter: Emitter, steps: Sequence[ShownStep]) -> None:
-        """Each step behind its time; steps that stand side by side are one block without times."""
+        """Emit each step after its time, or joined steps as one block without times."""
         joins = getattr(self._family, "joins_steps", False)
         for i, step in enumerate(steps):
             if not joins:
@@ -199,14 +198,13 @@ class QwenRenderer(BaseRenderer):
         )
 
     def count_images(self, prompt_ids: Sequence[int]) -> int:
-        """Nothing but an image puts its mark into a prompt: where they are numbered no video is
-        shown."""
+        """Count the images' marks. Where images are numbered, prompts contain no videos."""
         if not (self.numbers_images and self._family.shows_media):
             return 0
         return list(prompt_ids).count(self._vision_start)
 
     def emit_calls(self, emitter: Emitter, calls: Sequence[ToolCall], before: str) -> None:
-        """`before` separates the first call from the content; a newline separates the others."""
+        """Emit calls. `before` separates the first from the content, a newline the others."""
         for call in calls:
             emitter.text(before)
             emitter.special(self._call_start)
@@ -215,7 +213,7 @@ class QwenRenderer(BaseRenderer):
             before = "\n"
 
     def emit_marked(self, emitter: Emitter, text: str) -> None:
-        """Text of the format itself: the tokenizer makes single tokens of the marks in it."""
+        """Emit text of the format itself, in which call marks become single tokens."""
         for piece in _CALL_MARKS.split(text):
             if _CALL_MARKS.fullmatch(piece):
                 emitter.special(self._call_start if piece[1] != "/" else self._call_end)

@@ -1,4 +1,4 @@
-"""The processor settings of Qwen-VL, of images and of videos."""
+"""Qwen's processor settings for images and videos."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ class ProcessorSettings(FrameSettings):
 
 
 def read_processor_settings(path: Path, overrides: dict[str, int]) -> ProcessorSettings:
-    """The settings in a checkpoint folder; `overrides` win."""
+    """Read the settings of a checkpoint folder. `overrides` win."""
     raw, default = read_processor_config(path), ProcessorSettings()
     size = raw.get("size") or {}
     min_pixels = read_int(size, default.min_pixels, "shortest_edge")
@@ -42,28 +42,28 @@ def read_processor_settings(path: Path, overrides: dict[str, int]) -> ProcessorS
 
 @dataclass(frozen=True, kw_only=True)
 class VideoSettings:
-    """What the fingerprint of a step hashes beside the settings of images."""
+    """The video settings that a step's fingerprint hashes."""
 
     is_joined: bool
-    """Whether the steps of a video stand side by side in one slot's place, as Qwen2.5-VL has them,
-    limits are those of a frame and frames are taken at one stride. Else each step stands behind its
-    time, limits are those of the whole video and frames are taken from its first to its last."""
+    """Whether a video is one block without times, as in Qwen2.5-VL. Limits then apply to a frame,
+    and frames are sampled at one stride. Otherwise each step follows its time, limits apply to the
+    whole video, and frames are sampled from the first to the last."""
     fps: float = 2.0
-    """Frames that are shown of a second."""
+    """Sampled frames per second."""
     min_frames: int = 4
     max_frames: int = 768
     min_pixels: int
     max_pixels: int
     max_video_tokens: int = 0
-    """The share of a frame is capped by so many tokens, where the checkpoint says so; else 0."""
+    """A cap on the tokens of a frame, if the checkpoint has one; otherwise 0."""
     tokens_per_second: int = 0
-    """Positions in time of a second, where steps are joined; else 0."""
+    """Temporal positions per second if steps are joined; otherwise 0."""
 
 
 def read_video_settings(
     path: Path, config: dict[str, Any], images: ProcessorSettings
 ) -> VideoSettings | str:
-    """The settings in a checkpoint folder; or why its videos cannot be shown."""
+    """Read the video settings of a checkpoint folder, or say why videos cannot be shown."""
     raw, is_joined = read_video_config(path), config.get("model_type") == "qwen2_5_vl"
     size = raw.get("size") or {}
     side = 28 if is_joined else 32
@@ -87,5 +87,5 @@ def read_video_settings(
     )
     numbers = (settings.fps, settings.min_frames, settings.max_frames, settings.min_pixels)
     if min(numbers) <= 0 or settings.min_pixels > settings.max_pixels:
-        return f"its video processor has {settings}"
+        return f"its video processor has unusable settings: {settings}"
     return settings

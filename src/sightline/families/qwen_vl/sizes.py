@@ -1,4 +1,4 @@
-"""Sizes of images and of frames of videos, by the arithmetic of transformers' processors."""
+"""Sizes of video frames, by the arithmetic of transformers' processors."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from sightline.families.qwen_vl.settings import VideoSettings
 def fit_frames(
     width: int, height: int, num_frames: int, settings: VideoSettings, images: FrameSettings
 ) -> tuple[int, int]:
-    """Height and width to which each frame of a video is resized."""
+    """Return the height and width to which each frame of a video is resized."""
     factor, largest = images.factor, settings.max_pixels
     floor = int(settings.min_pixels * 1.05)
     most_tokens = settings.max_video_tokens

@@ -1,4 +1,4 @@
-"""Which frames of a video file are shown: the rules of transformers' video processors."""
+"""Sample the frames of a video file by the rules of transformers' video processors."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from sightline.families.qwen_vl.settings import VideoSettings
 
 
 def sample_frames(total: int, fps: float, settings: VideoSettings, temporal: int) -> list[int]:
-    """The numbers of the frames that are shown of a file of `total` frames."""
+    """Return the indices of the frames to show, of a file with `total` frames."""
     least, most = settings.min_frames, settings.max_frames
     if not settings.is_joined:
         wanted = min(max(int(total / fps * settings.fps), least), most, total)
@@ -21,5 +21,5 @@ def sample_frames(total: int, fps: float, settings: VideoSettings, temporal: int
     if not wanted:
         return []
     stride = total / wanted
-    # In float32, as torch.arange has it, which may round its last place past the end.
+    # In float32 like torch.arange, which may round the last index past the end.
     return [min(int(np.float32(i * stride)), total - 1) for i in range(wanted)]

@@ -1,4 +1,4 @@
-"""Sizes to grids, frames of videos to steps, and the three positions a token of MRoPE."""
+"""Image sizes to grids, video frames to steps, and MRoPE positions."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ class QwenVLFamily(VideoFamily[VideoSettings]):
 
     @property
     def joins_steps(self) -> bool:
-        """Whether the steps of a video stand side by side, with no marks between them."""
+        """Whether a video is one block, with no marks between its steps."""
         return isinstance(self.video, VideoSettings) and self.video.is_joined
 
     def fit_image_size(self, width: int, height: int) -> tuple[int, int]:
@@ -63,7 +63,7 @@ class QwenVLFamily(VideoFamily[VideoSettings]):
         return sample_frames(num_frames, fps, self.get_video_settings(), self.temporal)
 
     def tell_time(self, seconds: Sequence[float]) -> float:
-        """The middle of a step."""
+        """Return the middle of a step."""
         return (seconds[0] + seconds[-1]) / 2
 
     def positions(
@@ -79,8 +79,8 @@ def _find_packing(text_config: dict[str, Any]) -> Packing:
     if recurrent:
         return Packing(
             "tree",
-            f"{recurrent} linear-attention layers carry a state that begins with each sequence and "
-            "branches with the tree, and the others take an attention mask",
+            f"{recurrent} linear-attention layers carry a state that branches with the tree, and "
+            "the others take an attention mask",
             carries_state=True,
         )
     return TREE_PACKING

@@ -34,7 +34,7 @@ class Qwen3VL(JsonCallFormat):
     format_name = "Qwen3-VL"
 
     def drop_unwritten(self, message: Message) -> Message:
-        """A newline stands before a call if there is a content, even one that is empty."""
+        """Keep an empty content: with it, the template writes a newline before a call."""
         less = super().drop_unwritten(message)
         has_calls = message.role == "assistant" and message.tool_calls
         content = less.content or message.content[:1]
@@ -42,7 +42,7 @@ class Qwen3VL(JsonCallFormat):
 
 
 class Qwen3(ReasoningFormat, JsonCallFormat):
-    """The model itself opens a block of reasoning: the header does not."""
+    """The model itself opens a block of reasoning, not the header."""
 
     format_name = "Qwen3"
 
@@ -53,7 +53,7 @@ class Qwen3VLThinking(Qwen3):
 
 
 class Qwen35(ReasoningFormat, TaggedCallFormat):
-    """Every content is stripped, and every turn since the last question shows its block."""
+    """Contents are stripped, and every turn since the last question shows its reasoning."""
 
     format_name = "Qwen3.5"
     requires_question = True
@@ -74,12 +74,12 @@ class Qwen35(ReasoningFormat, TaggedCallFormat):
         return join_texts(parts)
 
     def opens_tool_turn(self, context: RenderContext, i: int) -> bool:
-        # Its template opens none for a tool message that comes first of all.
+        # Its template opens no turn for a tool message at the start of a conversation.
         return (i > 0 or context.is_new) and super().opens_tool_turn(context, i)
 
 
 class Qwen35NonThinking(Qwen35):
-    """The smallest sizes: the header of a turn closes an empty block, and the model answers."""
+    """The smallest models: a turn's header contains an empty block of reasoning."""
 
     format_name = "Qwen3.5 non-thinking"
     opens_reasoning = False

@@ -1,4 +1,4 @@
-"""How formats write the tools on offer and the calls of them: as JSON, or as tags."""
+"""How formats write tools and calls: as JSON, or as tags."""
 
 from __future__ import annotations
 
@@ -70,7 +70,7 @@ class JsonCallFormat(QwenRenderer):
 
 
 class TaggedCallFormat(QwenRenderer):
-    """A call is a function tag around one parameter tag for each argument."""
+    """A call is a function tag around one parameter tag per argument."""
 
     def emit_tools(self, emitter: Emitter, tools: Tools, first: Message) -> None:
         self.open_turn(emitter, "system")

@@ -1,7 +1,7 @@
-"""Formats that think: reasoning between `<think>` and `</think>`, and its fate in history.
+"""Formats with reasoning between `<think>` and `</think>`.
 
-A template shows the reasoning of the turns since the last user who asked, and drops what came
-before. So a new question rewrites history, and the bridge refuses it.
+A template shows the reasoning of turns since the last question and drops older reasoning. A new
+question therefore rewrites history, and the bridge refuses it.
 """
 
 from __future__ import annotations
@@ -24,20 +24,19 @@ from sightline.render import Emitter, Tokenizer
 
 
 class ReasoningFormat(QwenRenderer):
-    """Reasoning by the rule of Qwen3: a turn that is not the last shows its block only when it
-    holds something."""
+    """Qwen3's rule: a turn that is not the last shows its reasoning only if it is not empty."""
 
     takes_reasoning = True
     opens_reasoning: ClassVar[bool] = False
-    """Whether the header of a turn already opens the block."""
+    """Whether a turn's header opens the reasoning."""
     closes_reasoning: ClassVar[bool] = False
-    """Whether the header of a turn has the whole block, empty."""
+    """Whether a turn's header contains empty reasoning."""
     keeps_empty_reasoning: ClassVar[bool] = False
-    """Whether a turn since the last question shows its block even when it is empty."""
+    """Whether turns since the last question show even empty reasoning."""
     stripped: ClassVar[str | None] = "\n"
-    """Characters that are stripped of reasoning; None is all white space."""
+    """The characters that are stripped from reasoning. None is all whitespace."""
     call_separator: ClassVar[str] = "\n"
-    """Text between the content and the first call."""
+    """The text between the content and the first call."""
 
     def __init__(
         self, tokenizer: Tokenizer, family: Family, resolver: ImageResolver, vocab_size: int
@@ -95,14 +94,16 @@ class ReasoningFormat(QwenRenderer):
     ) -> bool:
         has_block = self.opens_reasoning or self._think in ids or self._think_end in ids
         if any(map(self.is_question, new)):
-            # Blocks in the prompt are of turns since the last question: older ones are dropped.
+            # Reasoning in the prompt belongs to turns since the last question.
             return has_block or self._think in prompt_ids
-        if self.closes_reasoning:  # which the template then writes in place of the empty block
+        if self.closes_reasoning:  # the template would replace the empty block
             return has_block
         return has_block and not self.keeps_empty_reasoning and not self.split_reasoning(ids)[0]
 
     def describe_turns(self) -> str:
-        return "added to tokens, or rendered anew where a new question drops reasoning before it"
+        return (
+            "appended to the existing tokens, or rendered again if a new question drops reasoning"
+        )
 
     def is_reasoning_open(self, ids: list[int]) -> bool:
         opened = self.opens_reasoning or self._think in ids
