@@ -70,6 +70,7 @@ def main() -> int:
             "OMP_NUM_THREADS": "1",
             "PYTHONPATH": os.pathsep.join([str(ROOT), str(ROOT / "src"), folder]),
         }
+        sys.path.append(str(ROOT))  # where forked processes find `benchmarks`
         FORKS.set_forkserver_preload(["sightline.bench.step"])
         Path(folder, ".venv-trl").symlink_to(ROOT / ".venv-trl")
         passed = [run_command(first, folder)]

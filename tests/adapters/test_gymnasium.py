@@ -124,7 +124,7 @@ def register_dark() -> None:
         ({"id": "MountainCarContinuous-v0"}, "name a parser"),
         ({"id": "CliffWalking-v1", "kwargs": {"no_such": 1}}, "kwargs"),
         ({"id": "Dark-v0"}, "draws no picture"),
-        ({"id": "CartPole-v1", "actions": "no_such_module:Parser"}, "there is no module"),
+        ({"id": "CartPole-v1", "actions": "no_such_module:Parser"}, "no module named"),
         ({"id": "CartPole-v1", "actions": []}, "name each action"),
         ({"id": "CartPole-v1", "on_malformed": "shout"}, "use one of"),
     ],

@@ -60,7 +60,7 @@ def test_an_override_wins_over_the_file(run_file: Path) -> None:
     [
         ("seed=3", "seed=3", "section.key=value"),
         ("run.seed", "run.seed", "section.key=value"),
-        ("model.path.deep.er=1", "path is a value", "section"),
+        ("model.path.deep.er=1", "path is not a section", "section"),
         ("run.sed=3", "[run] sed", "'seed'"),
         ("run.seed=many", "[run] seed = 'many'", "value"),
         ("orchestrator.group_size=0", "[orchestrator] group_size = 0", "value"),
@@ -92,7 +92,7 @@ def test_a_name_of_another_framework_is_refused_with_ours(name: str, here: str) 
     for section in ("trainer", "rollout"):
         with pytest.raises(ConfigError, match=rf"unknown key \[{section}\] {name}") as refused:
             validate_config(RunFile, values(**{section: {name: 1}}), "run.toml")
-        assert refused.value.fix == f"it is [{'.'.join(sections)}] {key} here"
+        assert refused.value.fix == f"use [{'.'.join(sections)}] {key}"
     found: Any = RunFile.model_validate(values())
     for section in sections:
         found = getattr(found, section)

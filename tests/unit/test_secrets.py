@@ -61,7 +61,7 @@ def values(**args: Any) -> dict[str, Any]:
 def test_a_secret_in_a_run_file_is_refused_and_not_repeated(args: dict[str, Any]) -> None:
     mixed = {"model": {"path": "m"}, "env": {"mix": [{"name": JUDGED, "args": args}]}}
     for given in (values(**args), mixed):
-        with pytest.raises(ConfigError, match="secret itself") as refused:
+        with pytest.raises(ConfigError, match="this is a secret") as refused:
             validate_config(RunFile, given, "run.toml")
         assert "env:NAME" in str(refused.value) and KEY not in str(refused.value)
 
@@ -107,7 +107,7 @@ def test_what_is_no_reference_is_refused_with_the_form_of_one(value: str, sectio
         ({"servers": ["127.0.0.1:8000"]}, "http://127.0.0.1:8000"),
         ({"servers": [f"me:{KEY}@host:1"]}, "http://HOST:PORT"),
         ({"servers": [f"http://me:{KEY}@host:1"]}, "[inference] token"),
-        ({"servers": ["http://a:1", "http://a:1"]}, "name each once"),
+        ({"servers": ["http://a:1", "http://a:1"]}, "list each server once"),
     ],
 )
 def test_the_fix_of_settings_that_do_not_go_together_is_their_own(section: Any, fix: str) -> None:
@@ -120,7 +120,7 @@ def test_the_fix_of_settings_that_do_not_go_together_is_their_own(section: Any, 
 def test_the_setting_of_a_secret_is_refused_with_what_to_do(kind: Any) -> None:
     given = {**values(), "trainer": {"secret": KEY}}
     given |= {"sft": {"output_dir": "o"}} if kind is SftFile else {}
-    with pytest.raises(ConfigError, match=r"\[trainer\] secret is no setting any more") as refused:
+    with pytest.raises(ConfigError, match=r"\[trainer\] secret no longer exists") as refused:
         validate_config(kind, given, "run.toml")
     assert "SIGHTLINE_SECRET" in refused.value.fix and KEY not in str(refused.value)
 
@@ -151,7 +151,7 @@ def test_the_address_of_a_server_or_collector_holds_no_password() -> None:
 )  # fmt: skip
 def test_an_address_with_a_secret_in_it_is_refused_and_not_repeated(url: str) -> None:
     for args in ({"judges": url}, {"judges": [{"url": url}]}, {"judges": {"urls": [url]}}):
-        with pytest.raises(ConfigError, match="address has a secret in it") as refused:
+        with pytest.raises(ConfigError, match="URL contains a secret") as refused:
             validate_config(RunFile, values(**args), "run.toml")
         assert "env:NAME" in str(refused.value) and KEY not in str(refused.value)
     old = f'[env.args]\nurl = "{url}"\nother = "https://judge.example/v1"\n'
@@ -365,7 +365,7 @@ def test_what_holds_a_key_does_not_show_it() -> None:
 
 def test_a_table_of_a_loss_takes_no_secret_either() -> None:
     given = {**values(), "trainer": {"loss_args": {"key": KEY}}}
-    with pytest.raises(ConfigError, match="secret itself"):
+    with pytest.raises(ConfigError, match="this is a secret"):
         validate_config(RunFile, given, "run.toml")
 
 

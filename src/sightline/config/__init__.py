@@ -1,9 +1,9 @@
 """The settings of a run file, checked at load.
 
-A setting stands in the section of the part that it belongs to; a part that needs another's setting
-is given its section, and holds no copy. Unknown keys are refused with the nearest known one. A
-setting of type `Mutable` may change when a run is resumed; any other would break exactness, and is
-refused by name.
+Each setting has one place, in the section of the component that it configures. A component that
+needs another's setting receives that section and keeps no copy. Unknown keys are refused with the
+nearest known one. A setting of type `Mutable` may change when a run resumes; a change of any other
+is refused by name.
 """
 
 from sightline.config.files import (

@@ -1,4 +1,4 @@
-"""The files that commands read, and what may change between the halves of a run."""
+"""The run files of `sightline rl` and `sightline sft`, and which settings a resume may change."""
 
 from __future__ import annotations
 
@@ -16,14 +16,14 @@ from sightline.config.section import ConfigSection, get_section_class
 from sightline.errors import ResumeRefused
 
 SERVERS_SHARE = 0.3
-"""Of the memory of a GPU on which the servers of a run sample and its trainer trains."""
+"""Fraction of a GPU's memory for a run's servers if its trainer uses the same GPU."""
 CONTEXTS_SHARE = 0.03
-"""What the processes take beside what they allocate."""
+"""Fraction of the memory that CUDA contexts take."""
 MIN_TRAINER_SHARE = 0.1
 
 
 class _TrainingFile(ConfigSection):
-    """What both commands that train read."""
+    """The sections that both commands share."""
 
     model: sections.ModelConfig
     run: sections.RunConfig = sections.RunConfig()
@@ -33,41 +33,43 @@ class _TrainingFile(ConfigSection):
     lora: sections.LoraConfig = sections.LoraConfig()
 
     @model_validator(mode="after")
-    def _trains_what_it_adapts(self) -> Self:
+    def _check_lora(self) -> Self:
         if self.lora.vision_targets and not (self.lora.rank and self.model.train_vision):
             raise InvalidSetting(
-                "[lora] vision_targets needs a rank, and [model] train_vision = true",
+                "[lora] vision_targets requires [lora] rank and [model] train_vision = true",
                 "set both, or remove vision_targets",
             )
         if self.lora.publish == "adapter" and not self.lora.rank:
             raise InvalidSetting(
-                '[lora] publish = "adapter" needs a rank', 'set [lora] rank, or publish = "merged"'
+                '[lora] publish = "adapter" requires [lora] rank',
+                'set [lora] rank, or publish = "merged"',
             )
         return self
 
     @model_validator(mode="after")
-    def _can_be_exact(self) -> Self:
-        for name, why in self._inexact().items() if self.model.exact else ():
+    def _check_exact(self) -> Self:
+        for setting, reason in self._find_inexact().items() if self.model.exact else ():
             raise InvalidSetting(
-                f"[model] exact = true with {name}: {why}", "change one of the two settings"
+                f"[model] exact = true does not work with {setting}: {reason}",
+                "change one of the two settings",
             )
         return self
 
-    def _inexact(self) -> dict[str, str]:
-        """Settings with which sampler and trainer cannot be equal bit for bit, and why."""
-        found = {}
+    def _find_inexact(self) -> dict[str, str]:
+        """Return the settings that rule out bit-identical logprobs, each with the reason."""
+        reasons = {}
         if self.lora.rank:
-            found["[lora] rank"] = "a sampler adds the adapters up before it multiplies"
+            reasons["[lora] rank"] = "the sampler merges the adapters into the weights"
         if self.model.dtype != "float32" and self.trainer.master_dtype == "float32":
-            found['[trainer] master_dtype = "float32"'] = (
-                "weights that are rounded as they are gathered give other bits; with "
-                f'dtype = "{self.model.dtype}", which is for GPUs, it takes master_dtype = "model"'
+            reasons['[trainer] master_dtype = "float32"'] = (
+                "the trainer rounds its weights while it gathers them. With "
+                f'dtype = "{self.model.dtype}", use master_dtype = "model"'
             )
-        return found
+        return reasons
 
 
 class RunFile(_TrainingFile):
-    """What `sightline rl` reads."""
+    """The run file of `sightline rl`."""
 
     env: sections.EnvConfig
     rollout: sections.RolloutConfig = sections.RolloutConfig()
@@ -80,20 +82,20 @@ class RunFile(_TrainingFile):
 
     @property
     def server_names(self) -> tuple[str, ...]:
-        """The processes that are servers of the run's own."""
+        """Names of the server processes that the run starts."""
         numbers = range(0 if self.inference.servers else self.launch.num_servers)
         return tuple(f"server-{number}" if number else "server" for number in numbers)
 
     @property
     def server_memory_share(self) -> float:
-        """Share of its GPU's memory that each server may take; 0 is what its engine takes alone."""
+        """Fraction of its GPU's memory for each server; 0 leaves it to the engine."""
         given = self.inference.gpu_memory_utilization
         if given or not any(map(self._has_servers_gpu, range(self.trainer.ranks))):
             return given
         return SERVERS_SHARE / self._num_servers
 
     def get_trainer_memory_share(self, rank: int) -> float:
-        """Share of its GPU's memory that a rank may take; 0 is all of it."""
+        """Return the fraction of its GPU's memory that a rank may use; 0 means all of it."""
         if not self._has_servers_gpu(rank):
             return 0.0
         left = 1 - CONTEXTS_SHARE - self.server_memory_share * self._num_servers
@@ -104,42 +106,42 @@ class RunFile(_TrainingFile):
         return len(self.server_names) + bool(self.eval.every)
 
     def _has_servers_gpu(self, rank: int) -> bool:
-        """Whether a rank has the GPU of the run's own servers, where there is one."""
+        """Return whether a rank shares a GPU with servers that the run starts."""
         if not self.server_names or self.launch.has_other_machines:
             return False
-        of_servers, of_trainer = self.inference.device, self.trainer.device
-        if "cpu" in (of_servers, of_trainer):
+        if "cpu" in (self.inference.device, self.trainer.device):
             return False
-        return (of_servers.partition(":")[2] or "0") == (of_trainer.partition(":")[2] or str(rank))
+        server_gpu = self.inference.device.partition(":")[2] or "0"
+        return server_gpu == (self.trainer.device.partition(":")[2] or str(rank))
 
-    def _inexact(self) -> dict[str, str]:
-        found, inference = super()._inexact(), self.inference
+    def _find_inexact(self) -> dict[str, str]:
+        reasons, inference = super()._find_inexact(), self.inference
         if inference.keep_kv_over_updates:
-            found["[inference] keep_kv_over_updates"] = (
-                "tokens are sampled on keys and values of other weights"
+            reasons["[inference] keep_kv_over_updates"] = (
+                "it samples with a KV cache of old weights"
             )
         kinds = {d.split(":")[0] for d in (inference.device, self.trainer.device)} - {"auto"}
         if len(kinds) > 1:
-            found["[inference] device and [trainer] device of two kinds"] = "each rounds as it does"
-        return found
+            reasons["different [inference] device and [trainer] device"] = "they round differently"
+        return reasons
 
 
 class SftFile(_TrainingFile):
-    """What `sightline sft` reads."""
+    """The run file of `sightline sft`."""
 
     sft: sections.SftConfig
     env: sections.EnvConfig | None = None
     data: sections.DataConfig | None = None
 
-    def _inexact(self) -> dict[str, str]:
-        return {"sft": "nothing is sampled", **super()._inexact()}
+    def _find_inexact(self) -> dict[str, str]:
+        return {"`sightline sft`": "it samples nothing", **super()._find_inexact()}
 
     @model_validator(mode="after")
     def _one_source(self) -> Self:
         if (self.env is None) == (self.data is None):
             raise InvalidSetting(
-                "conversations come from [env] or from [data], one of them",
-                "remove one of the sections, or add one",
+                "conversations must come from either [env] or [data]",
+                "keep one of the two sections",
             )
         return self
 
@@ -152,41 +154,42 @@ _PATHS = (
 
 
 def resolve_paths(file: AnyRun) -> AnyRun:
-    """The run file with absolute paths, for code of an environment may change its folder."""
+    """Return the run file with absolute paths, because environments may change the directory."""
     update: dict[str, ConfigSection] = {}
-    for section, name in _PATHS:
-        found = getattr(file, section, None)
-        path = getattr(found, name, "")
+    for section_name, name in _PATHS:
+        section = getattr(file, section_name, None)
+        path = getattr(section, name, "")
         is_hub_id = name in ("path", "teacher") and not Path(path).exists()
-        is_place = bool(path) and not is_hub_id and "://" not in path
-        if isinstance(found, ConfigSection) and is_place:
+        is_local = bool(path) and not is_hub_id and "://" not in path
+        if isinstance(section, ConfigSection) and is_local:
             absolute = str(Path(path).expanduser().absolute())
-            update[section] = update.get(section, found).model_copy(update={name: absolute})
+            section = update.get(section_name, section)
+            update[section_name] = section.model_copy(update={name: absolute})
     return file.model_copy(update=update)
 
 
 def iter_settings(kind: type[ConfigSection]) -> Iterator[tuple[str, str, Any]]:
-    """Each setting as (section, name, field)."""
+    """Yield each setting as (section, name, field)."""
     for section, outer in kind.model_fields.items():
         for name, field in get_section_class(outer.annotation).model_fields.items():
             yield section, name, field
 
 
 def check_resume(old: AnyRun, new: AnyRun) -> None:
-    """Refuses, by name, what cannot change between the halves of a run."""
+    """Raise if a setting changed that a resume may not change."""
     for section, name, field in iter_settings(type(old)):
         before = getattr(getattr(old, section), name, None)
         after = getattr(getattr(new, section), name, None)
         if before == after:
             continue
-        why, schedule = "", old.trainer.lr_schedule
+        reason, schedule = "", old.trainer.lr_schedule
         if (section, name) == ("run", "steps") and schedule != "constant":
-            why = (
+            reason = (
                 ", and the learning rate of every step depends on it "
                 f"([trainer] lr_schedule = {schedule!r})"
             )
-        if why or not (field.json_schema_extra or {}).get("mutable"):
+        if reason or not (field.json_schema_extra or {}).get("mutable"):
             raise ResumeRefused(
-                f"[{section}] {name} was {before!r} and is now {after!r}{why}",
+                f"[{section}] {name} was {before!r} and is now {after!r}{reason}",
                 "resume with the old value, or start a new run",
             )

@@ -1,4 +1,4 @@
-"""`[launch]` of a run file: what starts the processes of a run, where, and with which resources."""
+"""The section `[launch]` of a run file: where a run's processes start, with which resources."""
 
 from __future__ import annotations
 
@@ -18,60 +18,59 @@ RESOURCES = ("cpus", "gpus", "memory_gb", "slurm")
 
 
 class LaunchConfig(ConfigSection):
-    """How the processes of a run are started, and where."""
-
     on: Mutable[Literal["local", "ray", "slurm", "kubernetes"]] = "local"
     """Where the trainer, servers and workers run: on this machine (and `hosts`), on a Ray cluster,
     in a Slurm job, or in Kubernetes pods, which Kubernetes itself starts."""
     num_servers: Mutable[int] = Field(1, ge=1)
-    """Number of inference servers that the run starts; more than one on other machines alone."""
+    """Number of inference servers that the run starts. More than one requires other machines."""
     resources: Mutable[Keywords] = {}
-    """What a process asks a cluster for, by patterns of process names (trainer, server*, worker-*,
-    and on Slurm and Kubernetes orchestrator, for the launcher's job): tables with cpus, gpus,
-    memory_gb (of 10^9 bytes), and slurm, the options of a component of its own."""
+    """Resources that a process requests from a cluster, by patterns of process names (trainer,
+    server*, worker-*; on Slurm and Kubernetes also orchestrator, for the launcher's job). Each is a
+    table with cpus, gpus, memory_gb (10^9 bytes) and slurm, the options of its own component."""
     slurm: Mutable[Keywords] = {}
-    """Options of sbatch for the job, by their long names: partition, account, time."""
+    """sbatch options of the job, by their long names: partition, account, time."""
     kubernetes: Mutable[Keywords] = {}
-    """What the manifests name: image, namespace, volume_claim, node_selector, env_from."""
+    """Values for the manifests: image, namespace, volume_claim, node_selector, env_from."""
     hosts: Mutable[Keywords] = {}
     """Processes that run on other machines, by patterns of their names (trainer, worker-*,
-    server*), each with the words that run a command there, such as "ssh gpu-1"."""
+    server*). Each value is the command prefix that runs a command there, such as "ssh gpu-1"."""
     address: Mutable[str] = "127.0.0.1"
-    """Address of this machine at which processes on others find the orchestrator; on a cluster
-    127.0.0.1 is the one that the network is reached from."""
+    """Address of this machine at which other machines reach the orchestrator. On a cluster,
+    127.0.0.1 stands for the address of this machine's network interface."""
     port: Mutable[int] = Field(0, ge=0, le=65535)
-    """Port of the orchestrator there; 0 takes a free one."""
+    """Port of the orchestrator at `address`. 0 chooses a free one."""
     python: Mutable[str] = "python3"
-    """Interpreter on other machines, with Sightline installed."""
+    """Python interpreter on other machines, with Sightline installed."""
     scratch: Mutable[str] = "/tmp"
-    """Folder on other machines under which a process has its copy of what it needs of the run."""
+    """Folder on other machines for a process's copy of the run's files."""
     restart: Mutable[int] = Field(0, ge=0)
-    """How often a trainer that ends with an error is started again, from its last checkpoint. On
+    """How often to restart a trainer that ends with an error, from its last checkpoint. On
     Kubernetes, the manifests decide."""
 
     @field_validator("hosts")
     @classmethod
-    def _hosts_are_commands(cls, hosts: Keywords) -> Keywords:
-        for name, words in hosts.items():
-            if not isinstance(words, str) or not words.split():
+    def _check_hosts(cls, hosts: Keywords) -> Keywords:
+        for pattern, command in hosts.items():
+            if not isinstance(command, str) or not command.split():
                 raise InvalidSetting(
-                    f"hosts: {name} = {words!r} is no command",
-                    'write the words that run a command there, such as "ssh gpu-1"',
+                    f"hosts: {pattern} = {command!r} is not a command",
+                    'write the command prefix of that machine, such as "ssh gpu-1"',
                 )
-            if beside := [one for one in BESIDE_LAUNCHER if fnmatch(one, name)]:
-                raise InvalidSetting(
-                    f"hosts: {name} names the {beside[0]}, which is beside the launcher",
-                    "write patterns of the others: trainer, server*, worker-*",
-                )
+            for name in BESIDE_LAUNCHER:
+                if fnmatch(name, pattern):
+                    raise InvalidSetting(
+                        f"hosts: {pattern} matches the {name}, which runs next to the launcher",
+                        "use patterns of the other processes: trainer, server*, worker-*",
+                    )
         return hosts
 
     @field_validator("resources")
     @classmethod
-    def _resources_are_numbers(cls, resources: Keywords) -> Keywords:
+    def _check_resources(cls, resources: Keywords) -> Keywords:
         for pattern, table in resources.items():
             if not isinstance(table, dict) or not table.keys() <= set(RESOURCES):
                 raise InvalidSetting(
-                    f"resources: {pattern} = {table!r} is no table of {', '.join(RESOURCES)}",
+                    f"resources: {pattern} = {table!r} is not a table of {', '.join(RESOURCES)}",
                     "write {cpus = 8, gpus = 1, memory_gb = 64}",
                 )
             for key, value in table.items():
@@ -83,39 +82,38 @@ class LaunchConfig(ConfigSection):
         return resources
 
     def find_host(self, name: str) -> list[str]:
-        """The words that run a command on the machine of the process, where `hosts` has some."""
+        """Return the command prefix that `hosts` has for the process, or an empty list."""
         return shlex.split(self._find(self.hosts, name) or "")
 
     def find_resources(self, name: str) -> dict[str, Any]:
-        """What `resources` asks for the process."""
+        """Return the resources that the process requests."""
         return self._find(self.resources, name) or {}
 
     def is_elsewhere(self, name: str) -> bool:
-        """Whether the process does not see the run directory."""
+        """Return whether the process runs where it cannot see the run directory."""
         is_placed = self.on != "local" or bool(self.find_host(name))
         return is_placed and name not in BESIDE_LAUNCHER
 
     def check_patterns(self, names: Iterable[str]) -> None:
-        """Refuses what names none of these processes of the run."""
+        """Raise if a pattern matches none of these process names."""
         placed = [name for name in names if name not in BESIDE_LAUNCHER]
-        # Where the launcher is a job itself, it asks for what the orchestrator does.
-        asking = [*placed, *(["orchestrator"] if self.on in ("slurm", "kubernetes") else [])]
+        # If the launcher is a job itself, the orchestrator's resources are the job's.
+        requesting = [*placed, *(["orchestrator"] if self.on in ("slurm", "kubernetes") else [])]
         resources = self.resources if self.on != "local" else {}
         for setting, table, known in (
             ("hosts", self.hosts, placed),
-            ("resources", resources, asking),
+            ("resources", resources, requesting),
         ):
             for pattern in table:
                 if not any(fnmatch(name, pattern) for name in known):
                     raise ConfigError(
-                        f"[launch] {setting} has {pattern!r}, which names no process that runs "
-                        "elsewhere",
-                        f"the run has {', '.join(known)}",
+                        f"[launch] {setting}: {pattern!r} matches no process of this run",
+                        f"use a pattern for one of {', '.join(known)}",
                     )
 
     @property
     def cluster_starts_processes(self) -> bool:
-        """Whether the cluster starts the processes, and not the launcher."""
+        """Whether the cluster, not the launcher, starts the processes."""
         return self.on == "kubernetes"
 
     @property

@@ -1,7 +1,7 @@
-"""Settings that had another name: a run file is refused with the new one, a stored one is read.
+"""Renamed and removed settings.
 
-The run directories of earlier versions hold a `config.toml` in the old names. What only reads a
-run translates them (`translate_old_names`); a run file of today is refused, with the new name.
+A run file with an old name is refused, and the error gives the new name. The `config.toml` in run
+directories of earlier versions is still readable: `translate_old_names` translates it.
 """
 
 from __future__ import annotations
@@ -56,7 +56,7 @@ RENAMED = {
     "trainer.schedule": "trainer.lr_schedule",
     "trainer.stuck_after_s": "trainer.stall_timeout_s",
 }
-"""The old `section.key`, and what it is called now."""
+"""The new name of each renamed setting, by its old `section.key`."""
 
 OF_OTHER_FRAMEWORKS = {
     "beta": "algorithm.kl_coef",
@@ -74,20 +74,20 @@ OF_OTHER_FRAMEWORKS = {
     "rollouts_per_example": "orchestrator.group_size",
     "save_steps": "trainer.checkpoint_every",
 }
-"""What TRL, verl and prime-rl call a setting, in whichever section, and what it is called here."""
+"""Names of settings in TRL, verl and prime-rl, in any section, and their names here."""
 COST_MODEL_FIX = "remove it: ranks are balanced by counting the model's operations"
 REMOVED = {
     "launch.skypilot": "remove it: SkyPilot is no longer supported",
     "trainer.micro_batch_cost_model": COST_MODEL_FIX,
     "trainer.micro_batch_price": COST_MODEL_FIX,
-    "trainer.secret": "remove it: a run makes a secret of its own; where ranks of other machines "
-    "cannot read the run directory, set SIGHTLINE_SECRET in the environment of all",
+    "trainer.secret": "remove it: a run creates its own secret. If ranks on other machines cannot "
+    "read the run directory, set SIGHTLINE_SECRET in the environment of all ranks",
 }
-"""Settings that are gone, and what to do."""
+"""Removed settings, each with a fix."""
 
 
 def find_new_name(names: list[str]) -> str | None:
-    """How the setting at this path is called now; None where it never had another name."""
+    """Return the new name of a renamed setting, or None."""
     key = ".".join(names)
     if key in RENAMED:
         return spell_setting(RENAMED[key].split("."))
@@ -98,7 +98,7 @@ def find_new_name(names: list[str]) -> str | None:
 
 
 def translate_old_names(values: dict[str, Any]) -> dict[str, Any]:
-    """The values of a stored `config.toml` under today's names."""
+    """Return the values of a stored `config.toml` under today's names."""
     values = copy.deepcopy(values)
     for old, new in RENAMED.items():
         section, key = old.split(".")
@@ -109,7 +109,7 @@ def translate_old_names(values: dict[str, Any]) -> dict[str, Any]:
         value, target = table.pop(key), values
         for name in path:
             target = target.setdefault(name, {}) if isinstance(target, dict) else target
-        if isinstance(target, dict):  # a plain value in its place is for the checks to refuse
+        if isinstance(target, dict):  # validation refuses a plain value here
             target.setdefault(last, value)
     for old in REMOVED:
         section, key = old.split(".")
@@ -121,5 +121,5 @@ def translate_old_names(values: dict[str, Any]) -> dict[str, Any]:
 
 
 def spell_setting(names: list[str]) -> str:
-    """A setting as people write it: `[section] key`."""
+    """Format a setting as `[section] key`."""
     return f"[{names[0]}]" if len(names) == 1 else f"[{'.'.join(names[:-1])}] {names[-1]}"

@@ -1,8 +1,7 @@
-"""Secrets of settings: a reference stands where a secret would, and is read where it is used.
+"""References to secrets in settings: `env:NAME` is an environment variable, `file:PATH` a file.
 
-`env:NAME` is a variable of the environment, `file:PATH` a file. What is written, shown or handed to
-another process is the reference; a secret itself is refused at load. What was read is masked in
-whatever text of a failure holds it.
+Run files, logs and messages between processes hold references only; a run file with a secret in it
+is refused. A secret is read where it is used, and masked in every error text from then on.
 """
 
 from __future__ import annotations
@@ -14,7 +13,7 @@ from typing import Any
 
 from sightline.errors import ConfigError, mask_from_now_on
 
-FORM = "write env:NAME for a variable of the environment, or file:PATH for a file that holds it"
+FORM = "write env:NAME for an environment variable, or file:PATH for a file"
 _MISSPELLED = re.compile(r"(?i:env|file):.*|\$\{?\w+\}?")
 _REFERENCE = re.compile(r"env:[A-Za-z_]\w*|file:(?!//).+")
 _NAME = (
@@ -22,7 +21,7 @@ _NAME = (
     r"|\w*[a-z](?:Key|Token|Secret|Password))"
 )
 _ADDRESS = rf"""\w://(?:[^\s/?#"']*@|[^\s"']*[?&](?:{_NAME}|(?i:[\w-]*sig(?:nature)?))=[^\s&"'])"""
-"""An address with a name or a password before its host, or with a key in its query."""
+"""A URL with a user name or password before its host, or with a key in its query."""
 _ASSIGNED_ADDRESS = re.compile(rf"""("[^"\n]*{_ADDRESS}[^"\n]*"|'[^'\n]*{_ADDRESS}[^'\n]*')""")
 _ASSIGNED = re.compile(
     rf"""(?<![\w-])("?{_NAME}"?\s*=\s*)(?!["'](?:env|file):)("[^"\n]+"|'[^'\n]+')"""
@@ -30,7 +29,7 @@ _ASSIGNED = re.compile(
 
 
 class InvalidSetting(ValueError):
-    """A setting that a validator refuses, with what to do."""
+    """The error of a validator that refuses a setting, with a fix."""
 
     def __init__(self, problem: str, fix: str) -> None:
         super().__init__(problem)
@@ -38,7 +37,7 @@ class InvalidSetting(ValueError):
 
 
 def is_secret_name(name: str) -> bool:
-    """Whether a value of this name is a secret: api_key, hf_token, password and the like."""
+    """Return whether values of this name are secrets: api_key, hf_token, password and similar."""
     return re.fullmatch(_NAME, name) is not None
 
 
@@ -47,49 +46,45 @@ def is_reference(value: str) -> bool:
 
 
 def check_reference(value: str) -> str:
-    """Refuses, without showing it, a secret that is not a reference."""
+    """Raise if a secret is not a reference, without showing it."""
     if value and not is_reference(value):
         if _MISSPELLED.fullmatch(value):
             raise InvalidSetting(
-                "this is no reference to a secret", f"{FORM}, in small letters and without $"
+                "this is not a reference to a secret", f"{FORM}, in lower case and without $"
             )
-        raise InvalidSetting("this is a secret itself, and settings are written and shown", FORM)
+        raise InvalidSetting("this is a secret, but settings are stored and shown", FORM)
     return value
 
 
 def read_reference(word: str) -> str:
-    """An option that names where a secret is; the commands of others can be seen, and so its words
-    are no place for the secret."""
+    """Check an option that takes a reference. Other users can see a command line's words."""
     try:
         return check_reference(word)
     except ValueError:
-        raise ConfigError("a secret on the command line can be seen by others", FORM) from None
+        raise ConfigError("other users can see a secret on the command line", FORM) from None
 
 
 def check_table(table: dict[str, Any]) -> dict[str, Any]:
-    """Refuses a table that holds a secret under a name that says so, or an address with one in it,
-    at any depth."""
+    """Raise if a table holds, at any depth, a secret under a telling name or in a URL."""
     for name, value in table.items():
-        inner = value if isinstance(value, list) else [value]
-        for one in inner:
-            if isinstance(one, dict):
-                check_table(one)
-            elif isinstance(one, str) and re.search(_ADDRESS, one):
-                raise ValueError(
-                    f"{name}: this address has a secret in it, and settings are written and shown: "
-                    f"give the key apart, or all of the address, as a reference; {FORM}"
+        for item in value if isinstance(value, list) else [value]:
+            if isinstance(item, dict):
+                check_table(item)
+            elif isinstance(item, str) and re.search(_ADDRESS, item):
+                raise InvalidSetting(
+                    f"{name}: this URL contains a secret, but settings are stored and shown",
+                    f"pass the key separately, or make the whole URL a reference: {FORM}",
                 )
-            elif isinstance(one, str) and is_secret_name(name):
+            elif isinstance(item, str) and is_secret_name(name):
                 try:
-                    check_reference(one)
+                    check_reference(item)
                 except InvalidSetting as error:
                     raise InvalidSetting(f"{name}: {error}", error.fix) from None
     return table
 
 
 def resolve_references(value: Any, setting: str) -> Any:
-    """`value` of `setting` with what its references name in their places, at any depth of tables
-    and lists."""
+    """Replace references by their secrets, at any depth of tables and lists."""
     if isinstance(value, dict):
         return {
             name: resolve_references(inner, f"{setting}.{name}") for name, inner in value.items()
@@ -101,10 +96,10 @@ def resolve_references(value: Any, setting: str) -> Any:
 
 
 def resolve_secret(reference: str, setting: str) -> str:
-    """What the `reference` in `setting` names; a text that is no reference is the secret itself."""
-    found = _read_secret(reference, setting) if is_reference(reference) else reference
-    mask_from_now_on(found)
-    return found
+    """Return the secret that `reference` names; any other text is the secret itself."""
+    secret = _read_secret(reference, setting) if is_reference(reference) else reference
+    mask_from_now_on(secret)
+    return secret
 
 
 def _read_secret(reference: str, setting: str) -> str:
@@ -112,19 +107,19 @@ def _read_secret(reference: str, setting: str) -> str:
     where = f"{setting} = {reference!r}"
     if kind == "env":
         if name not in os.environ:
-            fix = f"export {name} where the command is started"
+            fix = f"export {name} before you start the command"
             raise ConfigError(f"{where}: the variable is not set", fix)
-        found, fix = os.environ[name], f"set {name} to the secret"
+        secret, fix = os.environ[name], f"set {name} to the secret"
     else:
         try:
-            found, fix = Path(name).read_text().strip(), "write the secret into it"
+            secret, fix = Path(name).read_text().strip(), "write the secret into it"
         except (OSError, UnicodeDecodeError) as error:
             raise ConfigError(f"{where} cannot be read: {error}", "check the path") from error
-    if not found:
+    if not secret:
         raise ConfigError(f"{where}: the {'variable' if kind == 'env' else 'file'} is empty", fix)
-    return found
+    return secret
 
 
 def hide_secrets(text: str) -> str:
-    """The text of a `config.toml` of an earlier version, which may hold secrets, without them."""
+    """Hide secrets in the text of a `config.toml` that an earlier version wrote."""
     return _ASSIGNED_ADDRESS.sub('"env:HIDDEN"', _ASSIGNED.sub(r'\1"env:HIDDEN"', text))

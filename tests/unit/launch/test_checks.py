@@ -49,7 +49,7 @@ def refuse(
 def test_an_unknown_key_is_refused_with_the_nearest_known_one(refuse) -> None:
     said = refuse("[trainer]\nlearning_rat = 1.0\n")
     assert "unknown key [trainer] learning_rat" in said
-    assert "did you mean 'max_grad_norm'" in said or "known here" in said
+    assert "did you mean 'max_grad_norm'" in said or "known keys" in said
     assert "did you mean 'group_size'?" in refuse("", "orchestrator.groupsize=3")
 
 
@@ -240,7 +240,7 @@ def test_a_model_that_vllm_cannot_train_with_is_refused(refuse, tmp_path: Path) 
 def test_adapters_are_refused_where_nobody_could_take_them(
     refuse, tiny_model: Path, tmp_path: Path
 ) -> None:
-    assert "needs a rank" in refuse('[lora]\npublish = "adapter"\n')
+    assert "requires [lora] rank" in refuse('[lora]\npublish = "adapter"\n')
     adapters = '[lora]\nrank = 2\npublish = "adapter"\n'
     said = refuse(f"{adapters}[eval]\nevery = 2\n")
     assert "checkpoints/best" in said and 'publish = "merged"' in said
@@ -268,7 +268,7 @@ def test_the_command_finds_an_environment_beside_the_run_file(tmp_path: Path) ->
 
 def test_settings_of_a_section_that_do_not_go_together_are_named(refuse) -> None:
     said = refuse("", "inference.servers=['127.0.0.1:8000']")
-    assert "[inference]: servers has an address without http://" in said
+    assert "[inference]: servers has a URL without http://" in said
     assert "max_model_len" not in said, "the section is not spelled out"
 
 
@@ -299,4 +299,4 @@ def test_the_address_of_a_store_stays_as_it_is_and_holds_no_password(refuse) -> 
         values = {"model": {"path": "m"}, "env": {"name": "e"}, "media": {"root": root}}
         assert resolve_paths(RunFile.model_validate(values)).media.root == root
     said = refuse("", "media.root=http://me:word@host:8100")
-    assert "an address with a password" in said and "word@" not in said
+    assert "a URL with a password" in said and "word@" not in said

@@ -94,15 +94,15 @@ def test_patterns_name_processes_that_can_be_elsewhere(
     text = file.read_text()
     for pattern in ("*", "orchestrator", "evaluator"):
         file.write_text(f'{text}[launch.hosts]\n"{pattern}" = "ssh box"\n')
-        assert "is beside the launcher" in refuse(capsys, str(file))
+        assert "runs next to the launcher" in refuse(capsys, str(file))
     for pattern in ("trainr", "worker-2", "server-2"):
         file.write_text(f'{text}[launch.hosts]\n"{pattern}" = "ssh box"\n')
         said = refuse(capsys, str(file), "launch.num_servers=1")
-        assert f"hosts has '{pattern}'" in said and "server, trainer, worker-0, worker-1" in said
+        assert f"hosts: '{pattern}'" in said and "server, trainer, worker-0, worker-1" in said
     file.write_text(text.replace("trainer = {", "trainr = {"))
-    assert "resources has 'trainr'" in refuse(capsys, str(file), "--on", "ray")
+    assert "resources: 'trainr'" in refuse(capsys, str(file), "--on", "ray")
     file.write_text(text.replace("trainer = {", "orchestrator = {"))
-    assert "resources has 'orchestrator'" in refuse(capsys, str(file), "--on", "ray")
+    assert "resources: 'orchestrator'" in refuse(capsys, str(file), "--on", "ray")
     assert "#SBATCH --cpus-per-task=16\n" in dry_run(capsys, str(file), "--on", "slurm")
 
 

@@ -118,7 +118,7 @@ def test_adapters_in_a_tower_that_does_not_train_are_refused_at_load(kind: Any) 
     }
     if kind is SftFile:
         values["sft"] = {"output_dir": "y"}
-    with pytest.raises(ConfigError, match="vision_targets needs"):
+    with pytest.raises(ConfigError, match="vision_targets requires"):
         validate_config(kind, values, "run.toml")
 
 
