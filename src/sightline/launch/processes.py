@@ -1,11 +1,11 @@
-"""Starts, watches and stops the processes of a run, and servers that a command needs for a while.
+"""Start, watch and stop the processes of a run, and temporary servers for other commands.
 
     launcher --starts--> server, trainer, worker-0.., orchestrator
       waits for: the orchestrator's end      unblocked by: the last step, a signal, a failure
 
-One process that dies, and is not started again (`restarts`, `worker_supervisor`), ends all, and the
-launcher says which and why. The first Ctrl-C or SIGTERM
-ends the run in order, a second one at once.
+A process that dies and is not restarted (`restarts`, `worker_supervisor`) ends the run, and the
+launcher names it and the cause. The first Ctrl-C or SIGTERM stops the run cleanly, a second one
+kills it.
 """
 
 from __future__ import annotations
@@ -38,16 +38,16 @@ from sightline.wire.rank_messages import EXIT_OTHER_RANK_FAILED
 
 POLL_S = 0.2
 STOP_TIMEOUT_S = 10.0
-"""How long a process may take to end after it was told to."""
+"""Time for a process to end after SIGTERM."""
 STARTUP_GRACE_S = 120.0
-"""How much longer than later ones a trainer's first heartbeat may take."""
+"""Additional time for a trainer's first heartbeat."""
 NUM_TAIL_BYTES = 1 << 16
 NUM_SHOWN_CHARS = 500
-"""The end of a log that is looked at for its last line, and what is shown of that."""
+"""The end of a log that is searched for its last line, and how much of that line is shown."""
 MAX_CHECK_GAP_S = 5.0
-"""The longest pause between two looks at heartbeats that counts as their silence."""
+"""Longest time between two checks of the heartbeats that counts as silence."""
 FULL_BYTES = 1 << 20
-"""With less than this on its disk a process cannot even say why it ended."""
+"""With less free space than this, a process cannot write why it failed."""
 
 
 @dataclass(frozen=True)
@@ -57,8 +57,7 @@ class ThreadBudget:
 
 
 def split_threads(config: RunFile, cores: int) -> ThreadBudget:
-    """Compute threads of server and trainer on this machine; together they do not exceed its
-    cores."""
+    """Divide this machine's cores between the threads of server and trainer."""
     server, trainer = config.inference.threads, config.trainer.threads
     has_server = not (config.inference.servers or config.launch.is_elsewhere("server"))
     has_trainer = not config.launch.is_elsewhere("trainer")
@@ -73,7 +72,7 @@ def split_threads(config: RunFile, cores: int) -> ThreadBudget:
         raise ConfigError(
             f"[inference] threads = {server} and [trainer] threads = {trainer} exceed the "
             f"{cores} cores of this machine",
-            "lower them, or leave both at 0",
+            "lower them, or set both to 0",
         )
     return ThreadBudget(server, trainer)
 
@@ -83,27 +82,27 @@ def num_cores() -> int:
 
 
 def reserve_port(host: str, port: int, setting: str) -> int:
-    """`port` if it is free, or for 0 any free one, which stays reserved.
+    """Return `port` if it is free, or for 0 any free port, which stays reserved.
 
-    Bound and never listened on, until this process ends: the system gives the port to nobody, and a
-    server that is told it can bind it.
+    The socket stays bound without listening until this process ends, so that the system gives the
+    port to nobody else, and a server can still bind it.
     """
-    probe = socket.socket()
-    probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    reservation = socket.socket()
+    reservation.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
     try:
-        probe.bind((host, port))
+        reservation.bind((host, port))
     except OSError as error:
-        probe.close()
+        reservation.close()
         raise ConfigError(
             f"{setting}{f' = {port}' if port else ''} on {host}: {error.strerror}",
             choose_listen_fix(error),
         ) from error
-    found = int(probe.getsockname()[1])
+    reserved_port = int(reservation.getsockname()[1])
     if port:
-        probe.close()
+        reservation.close()
     else:
-        probe.detach()
-    return found
+        reservation.detach()
+    return reserved_port
 
 
 @dataclass
@@ -112,7 +111,7 @@ class Processes:
 
     run_dir: RunDir
     command: str = "rl"
-    """The command that goes on with the run."""
+    """The command that resumes the run."""
     _running: dict[str, subprocess.Popen[bytes]] = field(default_factory=dict)
     _restarting: set[str] = field(default_factory=set)
 
@@ -135,11 +134,11 @@ class Processes:
                 env=build_environ(spec.threads)
                 | spec.variables
                 | {MARK_VARIABLE: build_mark(self.run_dir.path, spec.name)},
-                # A session of its own: Ctrl-C goes to the launcher, which ends the run in order.
+                # Its own session: Ctrl-C reaches only the launcher, which stops the run cleanly.
                 start_new_session=True,
             )
         if process.stdin is not None:
-            # It stays open for as long as the launcher lives, and the process ends with it.
+            # It stays open as long as the launcher lives, and the process ends with it.
             with suppress(BrokenPipeError):
                 rights = derive_rights(read_secret(self.run_dir), spec.name)
                 process.stdin.write(rights.encode().encode() + b"\n")
@@ -152,23 +151,24 @@ class Processes:
         return self._running[name].pid
 
     def list_pids(self) -> dict[str, int]:
-        """The processes that run."""
+        """Return the running processes by name."""
         running = self._running.items()
         return {name: process.pid for name, process in running if process.poll() is None}
 
     def expect_restart(self, names: Iterable[str]) -> None:
-        """What ends of these is no failure until they are started again."""
+        """Do not count the end of these processes as a failure until they are started again."""
         self._restarting.update(names)
 
     def failed(self) -> list[tuple[str, int]]:
-        """Processes that ended with an error: killed by a signal, by themselves, by another's."""
-        running = [item for item in self._running.items() if item[0] not in self._restarting]
-        codes = [(name, process.poll()) for name, process in running]
-        ended = [(name, exit_code) for name, exit_code in codes if exit_code]
-        return sorted(ended, key=lambda found: (found[1] == EXIT_OTHER_RANK_FAILED, found[1]))
+        """Return processes that ended with an error. Those killed by a signal come first, and those
+        that ended because another rank failed come last."""
+        codes = {name: process.poll() for name, process in self._running.items()}
+        failed = [(name, code) for name, code in codes.items() if code]
+        failed = [entry for entry in failed if entry[0] not in self._restarting]
+        return sorted(failed, key=lambda entry: (entry[1] == EXIT_OTHER_RANK_FAILED, entry[1]))
 
     def signal(self, name: str, number: int) -> None:
-        self._running[name].send_signal(number)  # one that has ended hears nothing
+        self._running[name].send_signal(number)  # does nothing if it has ended
 
     def kill_process(self, name: str) -> None:
         kill_marked(self.run_dir.path, [name])
@@ -176,7 +176,7 @@ class Processes:
         self._running[name].wait()
 
     def resident_bytes(self, name: str) -> int:
-        """Memory that a process holds; 0 when it has just ended."""
+        """Return a process's memory; 0 if it has just ended."""
         try:
             pages = Path(f"/proc/{self._running[name].pid}/statm").read_text().split()[1]
         except (OSError, IndexError):
@@ -184,8 +184,7 @@ class Processes:
         return int(pages) * os.sysconf("SC_PAGE_SIZE")
 
     def stop(self) -> None:
-        """Ends all: SIGTERM, or the end of its input for one on another machine, then SIGKILL for
-        what does not listen."""
+        """Stop all processes: SIGTERM, or the end of input on other machines, then SIGKILL."""
         for name, process in self._running.items():
             if process.stdin is None:
                 self.signal(name, signal.SIGTERM)
@@ -201,17 +200,17 @@ class Processes:
                 process.wait()
 
     def kill(self) -> None:
-        """Kills all, and whatever they have started."""
-        # First, while what has cleared its environment still has a parent.
+        """Kill all processes and everything they started."""
+        # First: children that cleared their environment are found by their parent.
         kill_marked(self.run_dir.path, self._running)
         for process in self._running.values():
             process.kill()
             process.wait()
-        for file in self.run_dir.logs.glob(".*.reserved"):  # of those that were killed
+        for file in self.run_dir.logs.glob(".*.reserved"):  # of killed processes
             file.unlink(missing_ok=True)
 
     def explain_exit(self, name: str, exit_code: int) -> ProcessFailed:
-        """Why a process ended, in its own words where it left some."""
+        """Return why a process ended, from the error file that it may have written."""
         how = (
             f"was killed by {signal.Signals(-exit_code).name}"
             if exit_code < 0
@@ -220,23 +219,23 @@ class Processes:
         file = self.run_dir.error_file(name)
         log = self.run_dir.logs / f"{name}.log"
         can_resume = self.run_dir.progress.parent.is_dir()
-        resume = f"then go on with `{self.resume_command}`" * can_resume
-        with suppress(OSError, ValueError):  # none, or a half: the disk may have been full
-            left = json.loads(file.read_text())
-            fix = "; ".join(part for part in (left["fix"], resume) if part)
-            return ProcessFailed(f"{name} {how}: {left['problem']}", fix)
+        resume = f"then resume with `{self.resume_command}`" * can_resume
+        with suppress(OSError, ValueError):  # it may be missing, or incomplete on a full disk
+            error = json.loads(file.read_text())
+            fix = "; ".join(part for part in (error["fix"], resume) if part)
+            return ProcessFailed(f"{name} {how}: {error['problem']}", fix)
         if (free := measure_free_bytes(file)) < FULL_BYTES:
             return ProcessFailed(
                 f"{name} {how}; the disk of {file.parent} has {free} bytes free", FIX
             )
-        words = _find_last_line(log)
-        last = f"; the last line of its log: {words}" if words and exit_code > 0 else ""
+        line = _find_last_line(log)
+        last = f"; the last line of its log: {line}" if line and exit_code > 0 else ""
         fix = ", ".join(part for part in (f"see {log}", resume) if part)
         return ProcessFailed(f"{name} {how}{last}", fix)
 
 
 def _find_last_line(log: Path) -> str:
-    """The last words of a log, which may be huge, and a line of any length."""
+    """Return the end of a log's last line. The log and the line may be huge."""
     with suppress(OSError), open(log, "rb") as file:
         file.seek(max(0, os.fstat(file.fileno()).st_size - NUM_TAIL_BYTES))
         lines = file.read().replace(b"\0", b"").decode(errors="replace").strip().splitlines()
@@ -246,23 +245,22 @@ def _find_last_line(log: Path) -> str:
 
 @dataclass
 class TrainerWatchdog:
-    """Notices a trainer whose process cannot run: stopped, or held by code that never lets go.
+    """Detects a trainer process that cannot run: it is stopped, or never releases the interpreter.
 
-    Such a process cannot find that out itself. Its heartbeat stands still: a file that a thread of
-    it touches every second, whatever it computes or waits for.
+    Its heartbeat then stops. A thread of the trainer touches that file every second.
     """
 
     processes: Processes
     names: list[str]
     stall_timeout_s: float
-    """How long a heartbeat may stand still; 0 watches nothing."""
+    """Longest silence of a heartbeat; 0 disables the check."""
     clock: Callable[[], float] = time.monotonic
 
     def __post_init__(self) -> None:
         self.reset()
 
     def reset(self) -> None:
-        """Begins anew, with processes that are about to start."""
+        """Start over, before the processes start."""
         self._last_check = self.clock()
         self._heartbeats = dict.fromkeys(self.names, 0)
         self._silent_s = dict.fromkeys(self.names, -STARTUP_GRACE_S)
@@ -270,8 +268,8 @@ class TrainerWatchdog:
             self.processes.run_dir.heartbeat(name).unlink(missing_ok=True)
 
     def check(self) -> None:
-        """Raises for a trainer whose heartbeat stands still."""
-        # Time in which the launcher itself did not run says nothing about the others.
+        """Raise if a trainer's heartbeat has stopped."""
+        # Time in which the launcher itself did not run does not count.
         passed_s = min(self.clock() - self._last_check, MAX_CHECK_GAP_S)
         self._last_check = self.clock()
         for name in self.names:
@@ -280,14 +278,14 @@ class TrainerWatchdog:
             if is_silent and self.processes.exit_code(name) is None:
                 raise ProcessFailed(
                     f"{name} gave no heartbeat for {silent_s:.0f} s: its process is stopped, or "
-                    "never lets go of the interpreter",
-                    f"go on with `{self.processes.resume_command}`",
+                    "never releases the interpreter",
+                    f"resume with `{self.processes.resume_command}`",
                 )
 
     def _measure_silence(self, name: str, passed_s: float) -> float:
-        """How long the file's time has not changed; the system's clock may step meanwhile."""
+        """Return how long the file's time has not changed, independent of the system clock."""
         self._silent_s[name] += passed_s
-        with suppress(FileNotFoundError):  # it has yet to import what it needs
+        with suppress(FileNotFoundError):  # it is still importing
             heartbeat = self.processes.run_dir.heartbeat(name).stat().st_mtime_ns
             if heartbeat != self._heartbeats[name]:
                 self._heartbeats[name], self._silent_s[name] = heartbeat, 0.0
@@ -295,7 +293,7 @@ class TrainerWatchdog:
 
 
 def start_sightline(words: Sequence[str], threads: int) -> subprocess.Popen[str]:
-    """`sightline WORDS`, with its output to be read."""
+    """Start `sightline WORDS` with its output in a pipe."""
     return subprocess.Popen(
         [sys.executable, "-m", "sightline", *words],
         stdout=subprocess.PIPE,
@@ -308,7 +306,7 @@ def start_sightline(words: Sequence[str], threads: int) -> subprocess.Popen[str]
 def temporary_server(
     model: Path, media: Path | str, more: Sequence[str] = (), threads: int = 1
 ) -> Iterator[str]:
-    """The address of a server; `more` are options of `sightline serve`."""
+    """Yield the address of a server; `more` are options of `sightline serve`."""
     with temporary_server_process(model, media, more, threads) as (address, _):
         yield address
 
@@ -317,15 +315,15 @@ def temporary_server(
 def temporary_server_process(
     model: Path, media: Path | str, more: Sequence[str] = (), threads: int = 1
 ) -> Iterator[tuple[str, subprocess.Popen[str]]]:
-    """The address of a server, and its process."""
+    """Yield the address of a server, and its process."""
     words = ["serve", str(model), "--media", str(media), "--port", "0", "--threads", str(threads)]
     process = start_sightline([*words, *more], threads)
     try:
         assert process.stdout is not None
-        # An engine that is not ours may have something to say before.
+        # An engine may print other lines first.
         listening = next((line for line in process.stdout if line.startswith("serving ")), "")
         if not listening:
-            raise ProcessFailed("the server ended while it started", "see its output above")
+            raise ProcessFailed("the server exited while starting", "see its output above")
         yield listening.split()[-1], process
     finally:
         process.terminate()
@@ -333,8 +331,8 @@ def temporary_server_process(
 
 
 class SignalCounter:
-    """Notes Ctrl-C, SIGTERM and a lost terminal, instead of dying of them; under `nohup`, a lost
-    terminal stays ignored."""
+    """Counts SIGINT, SIGTERM and SIGHUP instead of dying of them. Under `nohup`, SIGHUP stays
+    ignored."""
 
     NUMBERS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
@@ -362,10 +360,10 @@ def watch_processes(
     signals: SignalCounter,
     supervise: Callable[[], None] = lambda: None,
 ) -> bool:
-    """Waits until `leader` has ended well, and returns whether a signal asked for it.
+    """Wait until `leader` ends, and return whether a signal stopped it.
 
-    `supervise` replaces what may be replaced, before anything that ended counts as a failure.
-    Raises ProcessFailed, with all processes ended, when one fails or a second signal comes.
+    `supervise` restarts processes before their end counts as a failure. If a process fails, or
+    after a second signal, all processes are killed and ProcessFailed is raised.
     """
     stop_requested = False
     try:
@@ -374,20 +372,20 @@ def watch_processes(
             update_view = call_view(update_view)
             supervise()
             if processes.failed():
-                # What one death causes in the others follows within a moment; see them all.
+                # One death causes others within a moment; collect them all.
                 time.sleep(2 * POLL_S)
                 _wait_for_cause(processes)
                 break
             if signals.count > 1:
                 raise ProcessFailed(
-                    "ended at once by a second signal",
-                    f"go on with `{processes.resume_command}`",
+                    "killed by a second signal",
+                    f"resume with `{processes.resume_command}`",
                 )
             if signals.count and not stop_requested:
                 stop_requested = True
                 processes.signal(leader, signal.SIGTERM)
         if stop_requested and processes.exit_code(leader) == -signal.SIGTERM:
-            # It was told before it could listen: it had nothing to bring to an end yet.
+            # The signal came before it could handle it: it has not started anything yet.
             processes.kill()
             return True
         if processes.failed():
@@ -400,7 +398,7 @@ def watch_processes(
 
 
 def _wait_for_cause(processes: Processes) -> None:
-    """A rank that ends because another failed may be gone before that one is."""
+    """Wait for the rank that failed first: ranks that end because of it may be faster."""
     deadline = time.monotonic() + STOP_TIMEOUT_S
     while {exit_code for _, exit_code in processes.failed()} == {EXIT_OTHER_RANK_FAILED}:
         if time.monotonic() > deadline:
@@ -409,10 +407,9 @@ def _wait_for_cause(processes: Processes) -> None:
 
 
 def call_view(update_view: Callable[[], None]) -> Callable[[], None]:
-    """Calls `update_view`, and returns what to call next time: nothing, once a view has failed (on
-    a closed pipe, say)."""
+    """Call `update_view`, and return what to call next time: nothing after it has failed."""
     try:
         update_view()
-    except Exception:  # a view may fail, and never ends a run
+    except Exception:  # a view, such as one on a closed pipe, must not end a run
         return lambda: None
     return update_view

@@ -1,12 +1,9 @@
 """Images and videos by reference: a `MediaRef` names one, a `MediaStore` keeps its bytes, and an
-`ImageIngestor` turns the urls of messages into refs (a `UrlRefCache` those that come again).
+`ImageIngestor` turns urls of messages into refs.
 
-`open_store` opens the store at a folder or an address: an object store, or the media service of
-another machine.
-
-This package knows bytes, headers and files. It knows no model family, no tensor and no message
-beyond its urls, and imports `sightline.errors` alone. Pillow is loaded by `decode`, when the
-first image is decoded, PyAV by `video` and obstore by `object_remote`.
+`open_store` opens the store at a folder, an object store or a media service. This package knows
+bytes, headers and files, but no model family, tensor or message. It imports only
+`sightline.errors`. Pillow, PyAV and obstore are imported when they are first used.
 """
 
 from sightline.media.decode import is_image_source

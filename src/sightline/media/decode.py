@@ -1,11 +1,10 @@
 """From bytes to pixels: the one place where Pillow opens an image.
 
-The rule, the same for bytes and for PIL images: turn by EXIF orientation, then do what
-`image.convert("RGB")` does. Alpha is dropped, not blended with a background; a palette is looked
-up; grey becomes three equal channels. transformers' Pillow image processors convert the same way.
-16-bit grey is the exception: Pillow would cut every value above 255 to white, so it keeps the
-high byte of each value, as Pillow itself does with 16-bit colour. Colour profiles are ignored.
-Of an animation, the first frame counts.
+Bytes and PIL images are rotated by their EXIF orientation, then converted as
+`image.convert("RGB")` does, like the Pillow image processors of transformers: alpha is dropped, not
+blended with a background. 16-bit grey is an exception. Pillow would turn every value above 255
+white, so the high byte of each value is used, as Pillow does with 16-bit colour. Colour profiles
+are ignored, and only the first frame of an animation counts.
 """
 
 from __future__ import annotations
@@ -25,11 +24,10 @@ if TYPE_CHECKING:
 
 DEFAULT_LIMITS = ImageLimits()
 
-# zlib level of PNGs made from PIL images: within 1% of the smallest for screenshots, at a
-# fraction of the time. One Pillow build gives one digest for one picture; another may not.
 PNG_COMPRESS_LEVEL = 3
+"""zlib level: screenshots are within 1% of the smallest size, at a fraction of the time."""
 
-# All that Pillow's readers raise on bytes that they cannot make sense of.
+# Everything that Pillow's readers raise on broken bytes.
 _DECODER_ERRORS = (
     OSError,
     SyntaxError,
@@ -46,7 +44,7 @@ _DECODER_ERRORS = (
 
 
 def inspect_image(data: bytes, limits: ImageLimits = DEFAULT_LIMITS) -> ImageHeader:
-    """Mime and size as seen, for a whole image within `limits`; no pixel is decoded."""
+    """Return the header of a complete image within `limits`, without decoding a pixel."""
     limits.check_bytes(len(data))
     header = read_header(data)
     limits.check_header(header)
@@ -54,20 +52,20 @@ def inspect_image(data: bytes, limits: ImageLimits = DEFAULT_LIMITS) -> ImageHea
 
 
 def open_rgb(data: bytes, limits: ImageLimits = DEFAULT_LIMITS) -> Image:
-    """The picture as an RGB image of exactly the size that `inspect_image` says."""
+    """Decode an image to RGB, in exactly the size that `inspect_image` reports."""
     header = inspect_image(data, limits)
-    fix = "save the image again with a program that can open it, and put that"
+    fix = "save the image again with a program that can open it"
     reader = _get_reader(header.mime)
     try:
         with reader(io.BytesIO(data)) as image:
             image.load()
-            image.info.pop("transparency", None)  # or a copy would be made without it
+            image.info.pop("transparency", None)  # avoids a copy
             rgb = _convert_rgb(image)
-        del image  # three pictures at once would be over the limit on memory
+        del image  # three images at once would exceed the memory limit
         rgb = _rotate_upright(rgb, header.orientation)
     except _DECODER_ERRORS as error:
         what = f"{type(error).__name__}: {error}"
-        raise MediaUndecodable(f"{header.mime} that does not decode ({what})", fix) from error
+        raise MediaUndecodable(f"{header.mime} cannot be decoded ({what})", fix) from error
     if rgb.size != (header.width, header.height):
         raise MediaUndecodable(
             f"{header.mime} decodes to {rgb.width}x{rgb.height}, "
@@ -78,7 +76,7 @@ def open_rgb(data: bytes, limits: ImageLimits = DEFAULT_LIMITS) -> Image:
 
 
 def encode_png(image: Image) -> bytes:
-    """The picture as an RGB PNG without metadata, as `open_rgb` would show it."""
+    """Encode an image as an RGB PNG without metadata, with the pixels of `open_rgb`."""
     try:
         image.load()
         upright = _rotate_upright(
@@ -86,8 +84,8 @@ def encode_png(image: Image) -> bytes:
         )
     except _DECODER_ERRORS as error:
         raise MediaRefused(
-            f"a PIL image of mode {image.mode} cannot be made RGB ({error})",
-            'convert it to mode "RGB" before it is put',
+            f"a PIL image of mode {image.mode} cannot be converted to RGB ({error})",
+            'convert it to mode "RGB" before you put it',
         ) from error
     out = io.BytesIO()
     upright.save(out, "PNG", compress_level=PNG_COMPRESS_LEVEL)
@@ -95,15 +93,14 @@ def encode_png(image: Image) -> bytes:
 
 
 def warm_up() -> Image:
-    """A small picture that was encoded and decoded, so that the first real one does not wait for
-    the codecs to load."""
+    """Encode and decode a small image, so that the first real one does not wait for codecs."""
     from PIL import Image as images
 
     return open_rgb(encode_png(images.new("RGB", (64, 64))))
 
 
 def is_image_source(source: object) -> bool:
-    """Whether this is something that `MediaStore.put` takes."""
+    """Return whether `MediaStore.put` accepts this."""
     return isinstance(source, bytes | bytearray | memoryview | Path) or is_pil_image(source)
 
 
@@ -121,19 +118,19 @@ def _convert_rgb(image: Image) -> Image:
         high_bytes = image.tobytes("raw", "I;16B")[::2]
         return images.frombytes("L", image.size, high_bytes).convert("RGB")
     if image.mode in ("I", "F"):
-        raise ValueError("its values have no range to scale from")
+        raise ValueError("its values have no known range")
     if "transparency" in image.info:
-        # Beside the pixels Pillow would convert the transparent colour too, and warn or fail.
+        # Pillow would convert the transparent colour too, and warn or fail.
         image = image.copy()
         del image.info["transparency"]
     rgb = image.convert("RGB")
-    # An orientation left in here would turn the picture again when it is put back.
+    # An orientation left here would rotate the image again when it is put back.
     rgb.info = {}
     return rgb
 
 
 def _rotate_upright(image: Image, orientation: int) -> Image:
-    """Upright, for an image stored with this EXIF orientation."""
+    """Rotate an image with this EXIF orientation upright."""
     from PIL.Image import Transpose
 
     method = {
@@ -149,14 +146,14 @@ def _rotate_upright(image: Image, orientation: int) -> Image:
 
 
 def _get_reader(mime: str) -> type[ImageFile]:
-    # Not Image.open: it would guess the format anew, read a JPEG with an index of further
-    # pictures as another format, and apply a pixel limit that any library may have changed.
+    # Not Image.open: it guesses the format again, reads a JPEG with an index of further images as
+    # another format, and applies a pixel limit that any library may have changed.
     from PIL import GifImagePlugin, ImageFile, JpegImagePlugin, PngImagePlugin, WebPImagePlugin
 
     if ImageFile.LOAD_TRUNCATED_IMAGES:
         raise MediaError(
-            "PIL.ImageFile.LOAD_TRUNCATED_IMAGES is on: images that were cut would decode silently",
-            "leave it off in every module that this process imports",
+            "PIL.ImageFile.LOAD_TRUNCATED_IMAGES is on: truncated images would decode silently",
+            "do not set it in any module that this process imports",
         )
     return {
         "image/png": PngImagePlugin.PngImageFile,

@@ -1,8 +1,7 @@
-"""One GET of an image from a host on the allow-list, and nothing else.
+"""Download an image from a host on the allow-list.
 
-No redirect is followed and no proxy of the environment is used, because both would lead to a
-place that nobody allowed. The host's name is looked up once, and the connection goes to the
-address that was checked.
+Redirects are not followed and proxies are not used: both could lead to a host that is not allowed.
+The host's name is looked up once, and the connection goes to the address that was checked.
 """
 
 from __future__ import annotations
@@ -25,11 +24,11 @@ _LEAST_S = 0.001
 _NAT64 = ipaddress.ip_network("64:ff9b::/96")
 
 HostResolver = Callable[[str, int], Sequence[str]]
-"""The addresses of a host and port, the first of which is used; OSError when there is none."""
+"""Returns the addresses of a host and port, of which the first is used. Raises OSError."""
 
 
 def resolve_host(host: str, port: int) -> list[str]:
-    return [str(found[4][0]) for found in socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)]
+    return [str(info[4][0]) for info in socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)]
 
 
 def fetch(
@@ -39,17 +38,16 @@ def fetch(
     timeout_s: float,
     resolve: HostResolver = resolve_host,
 ) -> bytes:
-    """The body behind `url`; `MediaRefused` when it may not, or cannot, be had in time.
+    """Return the body at `url`, or raise `MediaRefused`.
 
-    Of a body above `max_bytes` one byte more comes back, so that a store refuses it as too large.
-
-    An allowed host is written as `name`, for the scheme's own port, or as `name:port`. An address
-    in a private network is taken only when the address itself is on the list.
+    A body above `max_bytes` is cut after one byte more, so that a store refuses it as too large.
+    An allowed host is `name`, with the scheme's default port, or `name:port`. A private address is
+    used only if the address itself is on the list.
     """
     try:
         parts = urlsplit(url)
         host, port = (parts.hostname or "").lower(), parts.port or _PORTS[parts.scheme]
-    except (ValueError, KeyError) as error:  # KeyError: `https` without a colon has no scheme
+    except (ValueError, KeyError) as error:  # KeyError: no scheme
         raise MediaRefused(
             f"not a url: {url[:80]!r} ({error})", "write it as https://host/path"
         ) from error
@@ -71,7 +69,7 @@ def fetch(
             # The certificate is checked against the host's name, not the address.
             wire = ssl.create_default_context().wrap_socket(wire, server_hostname=host)
         connection.sock = wire
-        # A timeout of the socket begins anew with every byte; this one covers the whole exchange.
+        # A socket's timeout restarts with every byte; this one covers the whole exchange.
         watchdog = threading.Timer(_left_s(deadline), _shut_down, [wire])
         watchdog.daemon = True
         watchdog.start()
@@ -84,7 +82,7 @@ def fetch(
         if time.monotonic() >= deadline:
             what = f"no answer within {timeout_s} s"
         raise MediaRefused(
-            f"fetching an image from {host} failed: {what}", "send the image as a data: url"
+            f"cannot fetch an image from {host}: {what}", "send the image as a data: url"
         ) from error
     finally:
         if watchdog is not None:
@@ -98,7 +96,7 @@ def fetch(
     if response.status != 200:
         raise MediaRefused(
             f"{host} answered {response.status} {response.reason}, not 200",
-            "give the final address of the image: redirects are not followed",
+            "use the final address of the image: redirects are not followed",
         )
     return body
 
@@ -122,44 +120,44 @@ def _get_public_address(
     lookup = _start_lookup(host, port, resolve)
     if not wait([lookup], timeout_s).done:
         raise MediaRefused(
-            f"the address of {host} was not found within {timeout_s} s",
-            "send the image as a data: url, or check the name server of this machine",
+            f"looking up {host} took more than {timeout_s} s",
+            "send the image as a data: url, or check this machine's name server",
         )
     try:
         address = next(iter(lookup.result()))
     except (OSError, UnicodeError, StopIteration) as error:
-        raise MediaRefused(f"the host {host} is not known: {error}", "check its name") from error
+        raise MediaRefused(f"unknown host {host}: {error}", "check its name") from error
     is_listed = address in allowed_hosts or f"{address}:{port}" in allowed_hosts
     if not is_listed and not _is_public(address):
         raise MediaRefused(
-            f"the host {host} is at the private address {address}",
-            f"add {address} itself to [media] http_hosts if images may come from there",
+            f"the host {host} has the private address {address}",
+            f"add {address} itself to [media] http_hosts to allow it",
         )
     return address
 
 
 def _start_lookup(host: str, port: int, resolve: HostResolver) -> Future[Sequence[str]]:
-    """In a thread: the system's own lookup can be neither given a limit nor broken off."""
-    found: Future[Sequence[str]] = Future()
+    """Look a host up in a thread: the system's lookup has no timeout."""
+    lookup: Future[Sequence[str]] = Future()
 
     def look_up() -> None:
         try:
-            found.set_result(resolve(host, port))
-        except BaseException as error:  # raised where the answer is waited for
-            found.set_exception(error)
+            lookup.set_result(resolve(host, port))
+        except BaseException as error:  # raised by `result`
+            lookup.set_exception(error)
 
     threading.Thread(target=look_up, name=f"look up {host}", daemon=True).start()
-    return found
+    return lookup
 
 
 def _is_public(address: str) -> bool:
-    """Whether an address is one of the open internet, also when it wraps another."""
-    found = ipaddress.ip_address(address.partition("%")[0])
-    if not found.is_global or found.is_multicast:
+    """Return whether an address, and the one that it may wrap, is public."""
+    ip = ipaddress.ip_address(address.partition("%")[0])
+    if not ip.is_global or ip.is_multicast:
         return False
-    if isinstance(found, ipaddress.IPv4Address):
+    if isinstance(ip, ipaddress.IPv4Address):
         return True
-    inner = found.ipv4_mapped or found.sixtofour or (found.teredo or (None, None))[1]
-    if inner is None and found in _NAT64:
-        inner = ipaddress.IPv4Address(found.packed[-4:])
+    inner = ip.ipv4_mapped or ip.sixtofour or (ip.teredo or (None, None))[1]
+    if inner is None and ip in _NAT64:
+        inner = ipaddress.IPv4Address(ip.packed[-4:])
     return inner is None or _is_public(str(inner))

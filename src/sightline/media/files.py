@@ -1,9 +1,8 @@
-"""Files of a store: written whole or not at all, and never removed while being put.
+"""Files of a store: written completely or not at all, and never removed while being put.
 
-Every process that puts holds a shared lock on `<root>/.lock` for the moment in which a file
-appears or has its time renewed; the sweep holds it alone while it looks at a file's time and
-removes it. Neither holds it while data is written. Nothing is removed by itself: only a person's
-command goes through a whole store, to `verify` it or to collect garbage (`gc`).
+A writer holds a shared lock on `<root>/.lock` while a file appears or its time is renewed. `gc`
+holds it exclusively while it compares a file's time and removes the file. Neither holds it while
+data is written.
 """
 
 from __future__ import annotations
@@ -28,32 +27,28 @@ import msgspec
 from sightline.errors import MediaCorrupt, MediaError
 from sightline.media.ref import is_digest
 
-# How old the recorded last use may be before another use renews it: far below any age at which gc
-# removes, and rare enough to cost nothing.
 RENEW_AFTER_S = 600.0
-
-# A lease that nobody renewed for so long is that of a run whose processes were killed.
+"""A use renews a file's time if it is older than this, which is far below the ages of gc."""
 LEASE_S = 1800.0
-
+"""A lease that was not renewed for this long belongs to a killed run."""
 LOCK_NAME = ".lock"
 LEASES_NAME = ".leases"
 BLOBS = "blobs"
-"""Where a store of images has the parts of files; a run's lease of its images is one of those."""
+"""The folder for parts of files. A run's lease on the images covers it."""
 TEMPORARY_PREFIX = ".tmp-"
 
-# Files looked at under one exclusive lock: writers wait for no more than these.
 _BATCH = 256
-
-# A younger temporary file may belong to a writer that is alive, whatever age images may go at.
+"""Files that gc looks at under one lock, for which writers wait."""
 _TEMPORARY_MIN_AGE_S = 60.0
+"""A younger temporary file may belong to a writer that is alive."""
 
 Progress = Callable[[int], None]
-"""Called now and then with the number of files seen so far."""
+"""Called from time to time with the number of files seen."""
 
 
 @contextmanager
 def lock_store(root: Path, *, exclusive: bool = False) -> Iterator[None]:
-    # A lock belongs to an open file, so each use opens its own: threads do not free one another.
+    # A lock belongs to an open file: each use opens its own, or threads would release each other's.
     fd = os.open(root / LOCK_NAME, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666)
     try:
         fcntl.flock(fd, fcntl.LOCK_EX if exclusive else fcntl.LOCK_SH)
@@ -74,29 +69,29 @@ def is_regular(path: Path) -> bool:
 
 
 def open_image(path: Path) -> BinaryIO:
-    """Opens a regular file; a link is not followed, and the writer of a pipe not waited for."""
+    """Open a regular file, without following a link or waiting for a pipe's writer."""
     try:
         fd = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
         mode = os.fstat(fd).st_mode
         if stat.S_ISREG(mode):
             return open(fd, "rb")
         os.close(fd)
-        if stat.S_ISDIR(mode):  # read as any other would be
+        if stat.S_ISDIR(mode):
             raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR))
     except OSError as error:
         if error.errno not in (errno.ELOOP, errno.ENXIO):  # a link, a socket
             raise
     raise MediaCorrupt(
-        f"image {path.name[:12]} is no regular file",
-        "find out who put a link, a pipe or a device there; putting the image again replaces it",
+        f"image {path.name[:12]} is not a regular file",
+        "put the image again, which replaces the link, pipe or device",
     )
 
 
 def write(root: Path, path: Path, data: bytes) -> bool:
-    """Have `data` at `path`, durably; True when it was not there before.
+    """Write `data` to `path` durably; return whether it was new.
 
-    Bytes that are there already only have their time renewed. Other bytes under the same name
-    are damage, and are replaced.
+    The same bytes only have their time renewed. Other bytes at this path are damage, and are
+    replaced.
     """
     _make_directory(path.parent, root)
     with lock_store(root):
@@ -110,7 +105,7 @@ def write(root: Path, path: Path, data: bytes) -> bool:
 def write_atomic(
     path: Path, data: bytes, while_renamed: AbstractContextManager[None] | None = None
 ) -> None:
-    """Have `data` at `path`, durably: the new file takes the old one's place in one step."""
+    """Replace the file at `path` durably and in one step."""
     temporary = path.with_name(f"{TEMPORARY_PREFIX}{os.getpid()}-{secrets.token_hex(8)}")
     try:
         with open(temporary, "xb") as file:
@@ -125,9 +120,9 @@ def write_atomic(
 
 
 def renew_last_use(root: Path, path: Path) -> bool:
-    """Set the file's last use to now; False when it is gone.
+    """Set the file's last use to now; return False if it is gone.
 
-    Where this process may read and not write, the time stays as it is.
+    A process without write access leaves the time unchanged.
     """
     try:
         with lock_store(root):
@@ -140,14 +135,14 @@ def renew_last_use(root: Path, path: Path) -> bool:
 
 
 def read_disk_clock(root: Path) -> float:
-    """The clock that file times come from, which on a network disk is not ours."""
+    """Return the time by the disk's clock, which differs from ours on a network disk."""
     lock = root / LOCK_NAME
     os.utime(lock)
     return lock.stat().st_mtime
 
 
 def renew_lease(root: Path, name: str) -> None:
-    """A file that holds when the run began, and was last written when it was known to go on."""
+    """Write a file with the start of the run. Its time is that of the last renewal."""
     path = root / LEASES_NAME / check_lease_name(name)
     path.parent.mkdir(parents=True, exist_ok=True)
     if (began := _read_lease(path)) is None:
@@ -162,7 +157,7 @@ def end_lease(root: Path, name: str) -> None:
 
 def check_lease_name(name: str) -> str:
     if not re.fullmatch(r"\w[\w.-]{0,200}", name, re.ASCII):
-        raise MediaError(f"not the name of a lease: {name[:80]!r}", "name it by the id of a run")
+        raise MediaError(f"{name[:80]!r} cannot name a lease", "use the id of a run")
     return name
 
 
@@ -174,9 +169,9 @@ def _read_lease(path: Path) -> float | None:
 
 
 def find_lease_start(leases: Iterable[tuple[float, float]], now: float) -> float:
-    """When the first run began that goes on, less the time for which a use may go unrecorded.
+    """Return when the oldest live lease began, less the time for which a use may go unrecorded.
 
-    A lease is when its run began and when it was renewed, by the store's own clock, as `now` is.
+    `leases` are pairs of start and renewal times, by the store's clock, as is `now`.
     """
     began = (began for began, renewed in leases if now - renewed < LEASE_S)
     return min(began, default=math.inf) - RENEW_AFTER_S
@@ -191,7 +186,7 @@ def _iter_leases(root: Path) -> Iterator[tuple[float, float]]:
 
 
 def iter_files(root: Path) -> Iterator[os.DirEntry[str]]:
-    """Every file in the two levels of directories below `root`, images and leftovers alike."""
+    """Yield every file in the two levels of directories below `root`."""
     for first in _directories(root):
         for second in _directories(first.path):
             with suppress(FileNotFoundError), os.scandir(second.path) as entries:
@@ -240,15 +235,14 @@ def _sync_directory(path: Path) -> None:
 
 
 def remove_of_dead(folder: Path, prefix: str) -> None:
-    """Removes what processes of this machine have left that are gone: PREFIX, the id of a process,
-    and nothing or what follows a `_`."""
+    """Remove the folders PREFIX<pid> and PREFIX<pid>_... of processes that no longer exist."""
     for path in folder.glob(f"{prefix}*"):
         try:
             os.kill(int(path.name.removeprefix(prefix).partition("_")[0]), 0)
         except ProcessLookupError:
             shutil.rmtree(path, ignore_errors=True)
         except (ValueError, OverflowError, PermissionError):
-            continue  # not ours
+            continue
 
 
 class VerifyReport(msgspec.Struct, frozen=True):
@@ -257,18 +251,18 @@ class VerifyReport(msgspec.Struct, frozen=True):
     corrupt: list[str]
     """Digests whose bytes hash to something else, or cannot be read."""
     leftovers: list[str]
-    """Paths, relative to the root, that are no image: temporary files and strays."""
+    """Other files, as paths relative to the root."""
 
 
 class GcReport(msgspec.Struct, frozen=True):
     removed: list[str]
-    """Digests that were removed; in a dry run, that would be."""
+    """Digests that were removed, or would be without `dry_run`."""
     removed_bytes: int
     num_in_use: int
     num_young: int
     """Not in use, but used within the last `min_age_s` seconds."""
     num_temporary: int
-    """Half-written files of dead writers, removed as well."""
+    """Temporary files of dead writers, which are removed too."""
     dry_run: bool
 
 
@@ -282,14 +276,14 @@ def verify(root: Path, progress: Progress | None = None) -> VerifyReport:
             continue
         try:
             with open(entry.path, "rb") as file:
-                found = hashlib.file_digest(file, "sha256").hexdigest()
+                digest = hashlib.file_digest(file, "sha256").hexdigest()
                 size_bytes += file.tell()
         except FileNotFoundError:
             continue
         except OSError:
-            found = "unreadable"
+            digest = "unreadable"
         num_files += 1
-        if found != entry.name:
+        if digest != entry.name:
             corrupt.append(entry.name)
         if progress:
             progress(num_files)
@@ -305,7 +299,7 @@ def gc(
     progress: Progress | None = None,
 ) -> GcReport:
     if not root.is_dir():
-        raise MediaError(f"no store at {root}", "name the directory of an existing store")
+        raise MediaError(f"there is no store at {root}", "pass the directory of a store")
     removed: list[str] = []
     removed_bytes = num_in_use = num_young = num_temporary = num_seen = 0
     entries = iter_files(root)
@@ -315,7 +309,7 @@ def gc(
             newest = min(now - min_age_s, find_lease_start(_iter_leases(root), now))
             for entry in batch:
                 try:
-                    # Not entry.stat(), which may be from before the lock.
+                    # Not entry.stat(), which may date from before the lock.
                     status = os.stat(entry.path)
                 except FileNotFoundError:
                     continue

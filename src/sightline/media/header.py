@@ -1,10 +1,9 @@
-"""What an image's bytes say about themselves, read without decoding a pixel.
+"""Read an image's type and size from its bytes without decoding a pixel.
 
-Each `_walk_*` function goes through the structure of one format from its first byte to its end
-mark, so that a file cut anywhere is refused here, and returns the width and height in which the
-pixels are stored, the EXIF block, empty where there is none, and what decoding takes in memory.
-Bytes after the end mark are ignored, as decoders do. What costs decoders time out of proportion to
-its bytes has a budget, and is refused here: the parts of a file, fill bytes, scans, comments.
+Each `_walk_*` function reads the structure of one format up to its end mark, so that a truncated
+file is refused. It returns the stored width and height, the EXIF block, and the memory that
+decoding needs. Bytes after the end mark are ignored, as decoders do. Whatever takes decoders too
+much time for its size has a limit: parts of a file, fill bytes, scans, comments.
 """
 
 from __future__ import annotations
@@ -19,50 +18,48 @@ import msgspec
 
 from sightline.errors import ConfigError, MediaRefused
 
-# Above this Pillow's own decompression-bomb warning begins; ours come first, from the header.
 PILLOW_MAX_PIXELS = 89_000_000
-
-# Pillow reads the parts of a file one by one, in Python. Encoders write chunks of 8 KiB and more.
+"""Pillow warns of decompression bombs above this."""
 MAX_PARTS = 20_000
+"""Chunks or segments, which Pillow reads one by one. Encoders write 8 KiB and more at a time."""
 MAX_FILL_BYTES = 65_536
-"""Of JPEG: Pillow reads each of them alone."""
+"""JPEG fill bytes, which Pillow reads one by one."""
 MAX_SCANS = 100
-"""Of JPEG: each goes through the whole image. Progressive ones have about ten."""
+"""JPEG scans, each over the whole image. A progressive JPEG has about ten."""
 MAX_JPEG_METADATA_BYTES = 16 * 1024**2
-"""Segments outside of scans: Pillow joins EXIF blocks one by one."""
+"""JPEG segments outside of scans. Pillow joins EXIF blocks one by one."""
 MAX_GIF_BLOCKS = 300_000
-"""Blocks of at most 255 bytes: 64 MiB fill 262,144."""
+"""GIF blocks of at most 255 bytes: 64 MiB fill 262,144."""
 MAX_GIF_COMMENT_BYTES = 1024**2
-"""Extensions before the first frame, which Pillow joins block by block."""
-
+"""GIF extensions before the first frame, which Pillow joins block by block."""
 DECODER_BYTES = 8
-"""Memory of decoding a pixel, as measured: four bytes of the decoder's image and four of RGB."""
+"""Measured memory per pixel: four bytes of the decoder's image and four of RGB."""
 WEBP_DECODER_BYTES = 17
-"""libwebp has two canvases, and hands out a third."""
+"""libwebp uses two canvases, and returns a third."""
 
 
 class ImageLimits(msgspec.Struct, frozen=True):
-    """What a store takes. Checked from the header, before anything is decoded."""
+    """What a store accepts, checked from the header before anything is decoded."""
 
     max_bytes: int = 64 * 1024 * 1024
     max_pixels: int = 64_000_000
     max_side: int = 32_768
     max_decoder_bytes: int = 512 * 1024 * 1024
-    """Memory that decoding may take at its peak."""
+    """Peak memory of decoding."""
     max_frames: int = 36_000
-    """Frames of a video; all of them are decoded when it is put."""
+    """Frames of a video, which are all decoded when it is put."""
     max_duration_s: float = 3600.0
     """Seconds of a video."""
 
     def __post_init__(self) -> None:
         if min(msgspec.structs.astuple(self)) < 1:
             raise ConfigError(
-                f"limits must be above 0: {self}", "leave a limit out to keep its default"
+                f"limits must be positive: {self}", "omit a limit to keep its default"
             )
         if self.max_pixels > PILLOW_MAX_PIXELS:
             raise ConfigError(
                 f"max_pixels {self.max_pixels} is above {PILLOW_MAX_PIXELS}",
-                "choose a smaller limit and scale larger images down before they are put",
+                "choose a smaller limit, and scale larger images down",
             )
 
     def check_bytes(self, num_bytes: int) -> None:
@@ -77,7 +74,7 @@ class ImageLimits(msgspec.Struct, frozen=True):
         needed = header.width * header.height * header.decoder_bytes
         if needed > self.max_decoder_bytes:
             raise MediaRefused(
-                f"{header.mime} of {header.width}x{header.height} takes {needed} bytes of memory "
+                f"{header.mime} of {header.width}x{header.height} needs {needed} bytes of memory "
                 f"to decode, above the limit of {self.max_decoder_bytes}",
                 "scale it down, or raise the limit on the decoder's memory",
             )
@@ -87,13 +84,13 @@ class ImageLimits(msgspec.Struct, frozen=True):
             raise MediaRefused(
                 f"video of {num_frames} frames and {duration_s:.1f} seconds or more, above the "
                 f"limits of {self.max_frames} and {self.max_duration_s:g}",
-                "cut it into shorter videos, or encode it with fewer frames a second",
+                "split it, or encode it with fewer frames per second",
             )
 
     def check_size(self, width: int, height: int) -> None:
         if width < 1 or height < 1:
             raise MediaRefused(
-                f"image of {width}x{height} pixels has none", "send an image with pixels in it"
+                f"image of {width}x{height} has no pixels", "send an image with pixels"
             )
         if max(width, height) > self.max_side:
             raise MediaRefused(
@@ -112,15 +109,15 @@ class ImageHeader(NamedTuple):
     mime: str
     width: int
     height: int
-    """As seen: after EXIF orientation."""
+    """Size after EXIF orientation."""
     orientation: int = 1
-    """EXIF's number for how the stored pixels are turned: 1 is upright, 5 to 8 swap the sides."""
+    """EXIF orientation of the stored pixels: 1 is upright, 5 to 8 swap the sides."""
     decoder_bytes: int = DECODER_BYTES
-    """Memory that decoding takes a pixel, at its peak."""
+    """Peak memory of decoding, per pixel."""
 
 
 def read_header(data: bytes) -> ImageHeader:
-    """The header of a whole PNG, JPEG, WebP or GIF; `MediaRefused` for anything else."""
+    """Return the header of a complete PNG, JPEG, WebP or GIF; raise `MediaRefused` otherwise."""
     for mime, begins, walk in _FORMATS:
         if begins(data):
             width, height, exif, decoder_bytes = walk(data)
@@ -129,17 +126,14 @@ def read_header(data: bytes) -> ImageHeader:
                 width, height = height, width
             return ImageHeader(mime, width, height, orientation, decoder_bytes)
     raise MediaRefused(
-        f"{len(data)} bytes that begin with {data[:12]!r} are no PNG, JPEG, WebP or GIF, "
-        "and no MP4 or WebM",
-        "convert it to one of these formats; what counts is its bytes, not its name",
+        f"{len(data)} bytes that begin with {data[:12]!r} are not a PNG, JPEG, WebP, GIF, MP4 or "
+        "WebM",
+        "convert it to one of these formats; the bytes count, not the name",
     )
 
 
 def exif_orientation(exif: bytes) -> int:
-    """The orientation, 1 to 8, in the first directory of an EXIF block; 1 when it says none.
-
-    Only EXIF is asked. A block that cannot be read says nothing, as in every image viewer.
-    """
+    """Return the orientation, 1 to 8, in an EXIF block; 1 if it has none or cannot be read."""
     while exif.startswith(b"Exif\0\0"):
         exif = exif[6:]
     order = {b"II*\0": "<", b"MM\0*": ">"}.get(exif[:4])
@@ -170,7 +164,7 @@ def _check_follow(data: bytes, at: int, num_bytes: int, format_name: str, what: 
 def _truncated(format_name: str, where: str) -> MediaRefused:
     return MediaRefused(
         f"truncated {format_name}: {where}",
-        "send the whole file; this one was cut while being sent or written",
+        "send the whole file",
     )
 
 
@@ -183,23 +177,23 @@ def _broken(format_name: str, where: str) -> MediaRefused:
 def _over_budget(format_name: str, what: str, limit: int) -> MediaRefused:
     return MediaRefused(
         f"{format_name} with more than {limit} {what}, the limit",
-        "save the image again with a program that writes it in fewer parts",
+        "save the image again with another program",
     )
 
 
 _Walked = tuple[int, int, bytes, int]
-"""Width, height, EXIF block, and bytes of memory that decoding a pixel takes."""
+"""Width, height, EXIF block, and decoding memory per pixel."""
 
 # --- PNG
 
-# Bit depths that the standard allows for each colour type.
+# Valid bit depths for each colour type.
 _PNG_DEPTHS = {0: (1, 2, 4, 8, 16), 2: (8, 16), 3: (1, 2, 4, 8), 4: (8, 16), 6: (8, 16)}
 
 
 def _walk_png(data: bytes) -> _Walked:
     _check_follow(data, 8, 25, "PNG", "its first chunk")
     if data[8:16] != b"\0\0\0\x0dIHDR":
-        raise _broken("PNG", f"its first chunk begins {data[8:16]!r}, not as IHDR of 13 bytes")
+        raise _broken("PNG", f"its first chunk is {data[8:16]!r}, not an IHDR of 13 bytes")
     width, height, depth, colour = struct.unpack_from(">IIBB", data, 16)
     if depth not in _PNG_DEPTHS.get(colour, ()):
         raise _broken("PNG", f"colour type {colour} with {depth} bits does not exist")
@@ -221,14 +215,14 @@ def _walk_png(data: bytes) -> _Walked:
         seen.add(kind)
         at = end
     if b"IDAT" not in seen:
-        raise _broken("PNG", "it has no IDAT chunk, so no pixels")
+        raise _broken("PNG", "it has no IDAT chunk")
     return width, height, exif, DECODER_BYTES
 
 
 # --- JPEG
 
-# In the coded data of a scan, 0xFF is followed by 0x00 (a stuffed byte), by a restart mark or by
-# another 0xFF (fill). Anything else is the marker that ends the scan.
+# In a scan's data, 0xFF is followed by 0x00 (stuffing), a restart mark or another 0xFF (fill).
+# Anything else is the marker that ends the scan.
 _JPEG_AFTER_SCAN = re.compile(rb"\xff[^\x00\xd0-\xd7\xff]")
 _JPEG_FILL = re.compile(rb"\xff+")
 _JPEG_ALONE = {0x01, *range(0xD0, 0xD8)}
@@ -274,18 +268,18 @@ def _walk_jpeg(data: bytes) -> _Walked:
                 raise _over_budget("JPEG", "scans", MAX_SCANS)
             match = _JPEG_AFTER_SCAN.search(data, end)
             if match is None:
-                raise _truncated("JPEG", f"the scan at byte {at - 2} has no end mark behind it")
+                raise _truncated("JPEG", f"the scan at byte {at - 2} has no end mark")
             end = match.start()
         at = end
     if not size or not num_scans:
         raise _broken("JPEG", "it ends before any pixels")
-    # Of several scans the decoder keeps the coefficients, two bytes a channel.
+    # With several scans the decoder keeps the coefficients, two bytes per channel.
     decoder_bytes = 4 + 2 * channels if num_scans > 1 else DECODER_BYTES
     return size[0], size[1], exif, max(decoder_bytes, DECODER_BYTES)
 
 
 def _jpeg_marker(data: bytes, at: int) -> tuple[int, int]:
-    """The marker at `at` and the offset behind it."""
+    """Return the offset after the marker at `at`, and the marker."""
     start = at
     if fill := _JPEG_FILL.match(data, at):
         at = fill.end()
@@ -297,7 +291,7 @@ def _jpeg_marker(data: bytes, at: int) -> tuple[int, int]:
 
 
 def _jpeg_size(frame: bytes) -> tuple[int, int, int]:
-    """Width, height and channels."""
+    """Return width, height and channels."""
     if len(frame) < 6:
         raise _broken("JPEG", f"a frame header of {len(frame)} bytes")
     bits, height, width, channels = struct.unpack_from(">BHHB", frame)
@@ -324,7 +318,7 @@ def _walk_webp(data: bytes) -> _Walked:
         if (num_chunks := num_chunks + 1) > MAX_PARTS:
             raise _over_budget("WebP", "chunks", MAX_PARTS)
         if at + 8 > end:
-            raise _broken("WebP", f"{end - at} bytes at byte {at} are no chunk")
+            raise _broken("WebP", f"{end - at} bytes at byte {at} are not a chunk")
         kind, length = struct.unpack_from("<4sI", data, at)
         body, stop = at + 8, at + 8 + length
         if stop > end:
@@ -333,7 +327,7 @@ def _walk_webp(data: bytes) -> _Walked:
             size = _webp_size(kind, data[body : min(stop, body + 10)])
             says_exif = kind == b"VP8X" and bool(data[body] & 0x08)
         has_pixels |= kind in (b"VP8 ", b"VP8L", b"ANMF")
-        # Decoders read the chunk only when the flag in VP8X announces it.
+        # Decoders read the chunk only if the flag in VP8X announces it.
         if kind == b"EXIF" and says_exif and not exif:
             exif = data[body:stop]
         at = stop + (length & 1)
@@ -354,7 +348,7 @@ def _webp_size(kind: bytes, body: bytes) -> tuple[int, int]:
     if kind == b"VP8 " and len(body) == 10 and body[3:6] == b"\x9d\x01\x2a":
         width, height = struct.unpack_from("<HH", body, 6)
         return width & 0x3FFF, height & 0x3FFF
-    raise _broken("WebP", f"its first chunk {kind!r} is no image header")
+    raise _broken("WebP", f"its first chunk {kind!r} is not an image header")
 
 
 # --- GIF
@@ -383,12 +377,12 @@ def _walk_gif(data: bytes) -> _Walked:
         elif introducer == 0x2C:
             _check_follow(data, at, 10, "GIF", f"the frame header at byte {at}")
             left, top, across, down, flags = struct.unpack_from("<HHHHB", data, at + 1)
-            if first:  # a frame larger than the canvas widens it, as decoders do
+            if first:  # a frame larger than the canvas extends it, as in decoders
                 width, height = max(width, left + across), max(height, top + down)
             first = False
             at, num_blocks = _gif_blocks(data, at + 11 + _gif_table(flags), num_blocks)
         else:
-            raise _broken("GIF", f"byte {at} is {introducer:#x}, which begins no block")
+            raise _broken("GIF", f"byte {at} is {introducer:#x}, which starts no block")
     if first:
         raise _broken("GIF", "it has no frame")
     return width, height, b"", DECODER_BYTES
@@ -399,7 +393,7 @@ def _gif_table(flags: int) -> int:
 
 
 def _gif_blocks(data: bytes, at: int, num_blocks: int) -> tuple[int, int]:
-    """The offset behind a row of data blocks, which ends with an empty one, and their number."""
+    """Return the offset after a sequence of data blocks, and their number."""
     start = at
     while at < len(data):
         if data[at] == 0:

@@ -1,14 +1,14 @@
-"""The remote of a store that is our media service (`sightline media serve`), over HTTP.
+"""The remote of a media service (`sightline media serve`), over HTTP.
 
 GET, HEAD, PUT /media/DIGEST      the bytes of an image
-POST /media/DIGEST/renew          counts as a use of it
-GET  /media                       every digest and its bytes, as JSON
-PUT, DELETE /leases/NAME          of a run
-POST /gc                          removes what is not in use
+POST /media/DIGEST/renew          count this as a use
+GET  /media                       every digest with its size, as JSON
+PUT, DELETE /leases/NAME          a run's lease
+POST /gc                          remove what is not in use
 
-The same below /blobs, for parts of files: those may be any bytes, and DELETE removes one.
-A service with a control token asks for it before it removes anything, and below /blobs for all but
-reading what one can name.
+The same routes below /blobs are for parts of files: any bytes, which DELETE removes. A control
+token, if the service has one, is required for removing anything, and below /blobs for everything
+except reading a known digest.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ class GcRequest(msgspec.Struct, forbid_unknown_fields=True):
 
 
 class HttpRemote:
-    """Keeps connections for the next request; safe for many threads."""
+    """Reuses connections. Thread-safe."""
 
     def __init__(
         self, address: str, token: str, max_bytes: int, timeout_s: float, deadline_s: float
@@ -53,7 +53,7 @@ class HttpRemote:
         parts = urlsplit(address)
         if parts.username or parts.query or not parts.hostname:
             raise MediaError(
-                f"not the address of a media service: {parts.scheme}://{parts.hostname}",
+                f"{parts.scheme}://{parts.hostname} is not the address of a media service",
                 "write http://HOST:PORT, and set [media] token to env:NAME or file:PATH",
             )
         self.address, self._parts = address, parts
@@ -89,7 +89,7 @@ class HttpRemote:
         try:
             return msgspec.json.decode(body, type=list[tuple[str, int]])
         except msgspec.DecodeError as error:
-            problem = f"{self.address} is no media service: it lists no images at /media"
+            problem = f"{self.address} is not a media service: it lists no images at /media"
             raise MediaError(problem, _NO_SERVICE_FIX) from error
 
     def renew_lease(self, name: str) -> None:
@@ -127,7 +127,7 @@ class HttpRemote:
         timeout_s: float | None = None,
         max_bytes: int | None = None,
     ) -> tuple[int, bytes]:
-        """Status and body of an answer in `ok`; any other raises, and so does none."""
+        """Return status and body of an answer whose status is in `ok`; raise otherwise."""
         headers = {"content-type": kind}
         if self._token:
             headers["authorization"] = f"Bearer {self._token}"
@@ -153,7 +153,7 @@ class HttpRemote:
                 if not is_kept or isinstance(error, TimeoutError):
                     problem = f"{method} {path[:24]}: {type(error).__name__} {error}"
                     raise Unavailable(problem) from error
-                # The service has closed it, and so the others that were kept.
+                # The service has closed this connection, and probably the other kept ones.
                 _close_all(self._kept)
                 connection = self._connect()
             except BaseException:
@@ -167,11 +167,11 @@ class HttpRemote:
             problem = f"{self.address} answered {method} {path[:24]} with more than {limit} bytes"
             raise MediaError(problem, _NO_SERVICE_FIX)
         if num_lacking:
-            raise Unavailable(f"{method} {path[:24]}: the body lacks {num_lacking} bytes")
+            raise Unavailable(f"{method} {path[:24]}: {num_lacking} bytes of the body are missing")
         if status in ok:
             return status, data
         if status in _NO_SERVICE and method != "DELETE" and not _read_refusal(data):
-            problem = f"{self.address} is no media service: it answered {status} to {method} "
+            problem = f"{self.address} is not a media service: it answered {status} to {method} "
             raise MediaError(problem + path[:24], _NO_SERVICE_FIX)
         raise self._build_error(status, data)
 
@@ -194,16 +194,16 @@ class HttpRemote:
             connection.close()
 
     def _build_error(self, status: int, data: bytes) -> Exception:
-        problem, fix = data[:_NUM_SHOWN].decode(errors="replace"), "look at the service's log"
-        if said := _read_refusal(data):
-            problem, fix = said
+        problem, fix = data[:_NUM_SHOWN].decode(errors="replace"), "see the service's log"
+        if refusal := _read_refusal(data):
+            problem, fix = refusal
         if status in (TOO_SLOW, TOO_MANY) or (status >= 500 and status != FULL):
             return Unavailable(f"{status} {problem}")
         if status in (401, 403):
             name = "token" if status == 401 else "control_token"
-            problem = f"it asks for a {name}, and none was given"
+            problem = f"it requires its {name}"
             if self._token:
-                problem = f"the token that was given is not its {name}"
+                problem = f"the token is not its {name}"
             fix = (
                 f"set [media] {name} (or --token) to env:NAME or file:PATH of the service's {name}"
             )
@@ -212,10 +212,10 @@ class HttpRemote:
 
 
 def _read_refusal(data: bytes) -> tuple[str, str] | None:
-    """Problem and fix as the service words them; None where something else has answered."""
+    """Return the service's problem and fix; None if something else has answered."""
     try:
-        said = msgspec.json.decode(data)["error"]
-        return str(said["message"]), str(said["fix"])
+        error = msgspec.json.decode(data)["error"]
+        return str(error["message"]), str(error["fix"])
     except (msgspec.DecodeError, KeyError, TypeError):
         return None
 

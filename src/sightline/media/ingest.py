@@ -1,11 +1,11 @@
-"""From the url in a message to a ref in the store.
+"""Turn the url in a message into a ref in the store.
 
-    data:image/...;base64,...    always: the bytes are put; likewise data:video/...
-    media:sha256:<hex>           always: the store must have it
-    file:///absolute/path        under an allowed root; none by default
+    data:image/...;base64,...    always, as is data:video/...
+    media:sha256:<hex>           always; the store must have it
+    file:///absolute/path        below an allowed root; none by default
     http(s)://host/path          from an allowed host; none by default
 
-What the bytes are is found by looking at them; the type that a url declares is not trusted.
+The type that a url declares is not trusted: the bytes decide.
 """
 
 from __future__ import annotations
@@ -37,10 +37,10 @@ _MAX_SEEN_URLS = 8_192
 
 
 class UrlRefCache:
-    """Asks `resolve` for a url, of whatever scheme, once; holds a hash and a ref for each.
+    """Remembers the ref of each url, and resolves a url once.
 
-    An address whose image changes later keeps its first meaning: history does not change by being
-    sent again. Past `max_urls` those used longest ago are forgotten. Safe among threads.
+    A url keeps its first image, so that sending a history again does not change it. Above
+    `max_urls`, the least recently used are forgotten. Thread-safe.
     """
 
     def __init__(
@@ -55,18 +55,18 @@ class UrlRefCache:
         self._lock = threading.Lock()
 
     def resolve(self, url: str, path: str) -> MediaRef:
-        """The ref of the image at `url`; errors name `path`, and nothing is kept of them."""
+        """Return the ref of the image at `url`; errors name `path`, and are not remembered."""
         key = sha256(url.encode("utf-8", "surrogatepass")).digest()
         with self._lock:
-            seen = self._refs.get(key)
-        # An image that was swept from the store meanwhile must be had again.
-        if seen is not None and self._store.touch(seen.digest):
-            return seen
-        found = self._resolve(url, path)
+            known = self._refs.get(key)
+        # An image that gc removed is resolved again.
+        if known is not None and self._store.touch(known.digest):
+            return known
+        ref = self._resolve(url, path)
         with self._lock:
-            # Of two requests that bring a new url at the same time, the first says what it shows.
-            if self._refs.get(key) is seen:
-                self._refs[key] = found
+            # If two requests bring the same new url, the first decides.
+            if self._refs.get(key) is known:
+                self._refs[key] = ref
             return self._refs[key]
 
     def __len__(self) -> int:
@@ -74,7 +74,7 @@ class UrlRefCache:
 
 
 class ImageIngestor:
-    """Takes images from the sources that the run allows. Blocks while it reads or fetches."""
+    """Puts images from the sources that the run allows. Blocks while it reads or downloads."""
 
     def __init__(
         self,
@@ -85,15 +85,14 @@ class ImageIngestor:
         resolve: HostResolver = resolve_host,
         takes_addresses: bool = True,
     ) -> None:
-        """`timeout_s` is for one fetch, and `resolve` looks hosts up. Without `takes_addresses`
-        nobody can allow file:// and http(s):// urls, and errors do not tell how."""
+        """`timeout_s` limits one download, and `resolve` looks hosts up. Without `takes_addresses`,
+        file:// and http(s):// urls cannot be allowed, and errors do not mention them."""
         self.store = store
         self.http_hosts = frozenset(host.lower() for host in http_hosts)
         self.timeout_s = timeout_s
         self._resolve = resolve
         self.file_roots = tuple(_resolve_root(Path(root)) for root in file_roots)
-        # Conversations that begin with the same images share their data urls: one that was seen
-        # before costs its hash, no decoding and no write.
+        # A data url that was seen before costs its hash, but no decoding and no write.
         data_urls = UrlRefCache(self._put_data, store, _MAX_SEEN_URLS)
         self._sources: dict[str, Callable[[str], MediaRef]] = {
             "data": lambda url: data_urls.resolve(url, ""),
@@ -107,17 +106,17 @@ class ImageIngestor:
             self._sources |= dict.fromkeys(("file", "http", "https"), self._refuse)
 
     def resolve(self, url: str, path: str) -> MediaRef:
-        """The ref of the image at `url`. Every error names `path`, the url's JSON path."""
+        """Return the ref of the image at `url`. Errors name `path`, the url's JSON path."""
         try:
             if not isinstance(url, str) or not url:
-                what = "an empty url" if url == "" else f"a {type(url).__name__} in place of a url"
+                what = "an empty url" if url == "" else f"a {type(url).__name__} instead of a url"
                 raise MessageError(what, self._fix)
             source = self._sources.get(url.partition(":")[0].lower())
             if source is None:
-                raise MessageError(f"no image comes from {url[:60]!r}", self._fix)
+                raise MessageError(f"{url[:60]!r} is not a url of an image", self._fix)
             return source(url)
         except (MediaError, MessageError) as error:
-            # The first cause stays the cause: by an OSError a server knows that it may heal.
+            # Keep the first cause: an OSError tells a server that a retry may help.
             cause = error.__cause__ or error
             raise type(error)(f"{path}: {error.problem}", error.fix) from cause
 
@@ -135,7 +134,7 @@ class ImageIngestor:
         return self._put(data)
 
     def _put(self, data: bytes) -> MediaRef:
-        """What others send is taken while there is room for it, and for what a run writes."""
+        """Put an image of an outside client, if there is room."""
         self.store.check_room(len(data))
         return self.store.put(data)
 
@@ -145,9 +144,10 @@ class ImageIngestor:
         except MediaError as error:
             raise MessageError(error.problem, error.fix) from error
         ref = self.store.get_ref(digest)
-        if not self.store.touch(digest):  # this machine has kept it, and no other could have it
+        if not self.store.touch(digest):  # only this machine's cache has it
             raise MediaMissing(
-                f"image {digest[:12]} is no more in the store {self.store.places}", "put it again"
+                f"image {digest[:12]} is no longer in the store {self.store.places}",
+                "put it again",
             )
         return ref
 
@@ -163,17 +163,17 @@ class ImageIngestor:
                 "write it as file:///absolute/path",
             )
         try:
-            # Links and `..` are followed first, so that the place that is read is the one checked.
+            # Resolve links and `..` first, so that the path that is checked is the one read.
             path = Path(name).resolve()
         except (OSError, RuntimeError) as error:
             raise MediaRefused(f"cannot follow {name}: {error}", _FIX_FILE) from error
         root = next((root for root in self.file_roots if path.is_relative_to(root)), None)
         if root is None:
-            raise MediaRefused(f"{name} is under no allowed file root", _FIX_FILE)
+            raise MediaRefused(f"{name} is not below an allowed file root", _FIX_FILE)
         return self._put(self._read(root, path))
 
     def _refuse(self, url: str) -> MediaRef:
-        raise MediaRefused(f"no image is fetched here: {url[:60]!r}", self._fix)
+        raise MediaRefused(f"images are not fetched from {url[:60]!r}", self._fix)
 
     def _from_http(self, url: str) -> MediaRef:
         data = fetch(
@@ -187,7 +187,7 @@ class ImageIngestor:
             try:
                 status = os.fstat(fd)
                 if not stat.S_ISREG(status.st_mode):
-                    raise MediaRefused(f"{path} is no regular file", _FIX_FILE)
+                    raise MediaRefused(f"{path} is not a regular file", _FIX_FILE)
                 self.store.limits.check_bytes(status.st_size)
                 with open(fd, "rb", closefd=False) as file:
                     return file.read(self.store.limits.max_bytes + 1)
@@ -198,10 +198,9 @@ class ImageIngestor:
 
 
 def _open_below(root: Path, path: Path) -> int:
-    """A descriptor of the file at `path`, whose way from `root` holds no link.
+    """Open the file at `path`, folder by folder from `root`.
 
-    It is walked folder by folder: a link that was put there since it was looked at is refused,
-    wherever on the way it stands.
+    A link that appeared anywhere on the way since the path was checked is refused.
     """
     if path == root:
         return os.open(path, _FILE)
@@ -217,7 +216,7 @@ def _open_below(root: Path, path: Path) -> int:
         os.close(folder)
 
 
-# A folder that may be passed through need not be one that may be listed.
+# O_PATH: a folder on the way need not be readable.
 _FOLDER = getattr(os, "O_PATH", os.O_RDONLY) | os.O_DIRECTORY | os.O_NOFOLLOW
 # Opening a pipe must not wait for its writer.
 _FILE = os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK
@@ -226,14 +225,12 @@ _FILE = os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK
 def _resolve_root(root: Path) -> Path:
     if not root.is_absolute():
         raise ConfigError(
-            f"[media] file_roots has the relative path {root}", "write it as an absolute path"
+            f"[media] file_roots contains the relative path {root}", "write an absolute path"
         )
     return root.resolve()
 
 
-_FIX_SENT = (
-    "give the image as a data:image/...;base64, url or as the media:sha256: url of a stored image"
-)
+_FIX_SENT = "send a data:image/...;base64, url, or the media:sha256: url of a stored image"
 _FIX_SHAPE = f"{_FIX_SENT}; file:// and http(s):// urls need [media] file_roots or http_hosts"
-_FIX_DATA = "write it as data:image/png;base64,<the image's bytes in base64>"
+_FIX_DATA = "write it as data:image/png;base64,<the bytes in base64>"
 _FIX_FILE = "send the image as a data: url, or add its directory to [media] file_roots"

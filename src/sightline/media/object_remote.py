@@ -1,14 +1,13 @@
-"""The remote of a store that is an object store (S3, GCS, Azure), through obstore.
+"""The remote of an object store (S3, GCS, Azure), through obstore.
 
-    PREFIX/ab/cd/abcd...     one object an image, named as the files of a folder are
-    PREFIX/.leases/RUN       when a run began; it was last written when the run was known to go on
-    PREFIX/.gc               there while gc removes a number of images
+    PREFIX/ab/cd/abcd...     one object per image, named like the files of a folder
+    PREFIX/.leases/RUN       the start of a run; written again at every renewal
+    PREFIX/.gc               exists while gc removes a batch of images
 
-Every time is the store's own: that at which it took an object. An object store has no lock that gc
-and writers could hold. So who finds an image already there writes it again, waits for the removal
-that is going on, if there is one, and looks whether the image is there; and gc, after it has
-announced itself, looks again at the age of what it is about to remove. An old announcement is that
-of a gc that was killed.
+All times are the store's own. An object store has no locks for gc and writers. A writer that finds
+its image in the store therefore writes it again, waits for a removal in progress, and checks that
+the image exists. gc announces itself, and then compares the age of each image again before it
+removes it. An old announcement belongs to a killed gc.
 """
 
 from __future__ import annotations
@@ -30,11 +29,11 @@ from sightline.media.remote import Unavailable, read_checked, retry
 GC_NAME, CLOCK_NAME = ".gc", ".clock"
 _GC_BATCH = 1000
 _GC_BATCH_S = 60.0
-"""In which a removal that has been announced is over; one that is not has been killed."""
+"""Time limit of an announced removal."""
 _YOUNG_S = files.RENEW_AFTER_S / 2
-"""Age of an image whose last use is not set again; half, for who asked remembers the answer."""
+"""The last use of a younger image is not renewed; half, because the caller caches the answer."""
 _CLOCK_S = 60.0
-"""For which the store's time is told from an earlier answer."""
+"""How long the store's time is extrapolated from its last answer."""
 _NUM_THREADS = 16
 _POLL_S = 0.2
 _NO_BUCKET = ("NoSuchBucket", "ContainerNotFound", "specified bucket does not exist")
@@ -52,13 +51,13 @@ class ObjectRemote:
             from obstore.store import from_url
         except ImportError as error:
             raise MediaError(
-                f"the store {address} needs obstore, which is not installed",
-                "install it: pip install 'sightline-rl[object-store]'",
+                f"the store {address} requires obstore, which is not installed",
+                "run: pip install 'sightline-rl[object-store]'",
             ) from error
         self.address, self._timeout_s, self.deadline_s = address, timeout_s, deadline_s
         self._obstore, self._errors = obstore, exceptions
         self._clock = (-math.inf, 0.0)
-        # An endpoint without TLS is one that somebody has named; `retry` tries again.
+        # An endpoint without TLS was configured on purpose. `retry` does the retries.
         seconds = {"timeout": f"{timeout_s}s", "connect_timeout": f"{min(10, timeout_s)}s"}
         options: Any = {
             "client_options": {**seconds, "allow_http": True},
@@ -66,11 +65,11 @@ class ObjectRemote:
         }
         try:
             self._store: Any = from_url(address, **options)
-        except Exception as error:  # obstore's own, ValueError, and those of its parsers
+        except Exception as error:  # of obstore, ValueError, or of its parsers
             raise MediaError(
-                f"the store {address} cannot be opened: {_get_first_line(error)}",
+                f"cannot open the store {address}: {_get_first_line(error)}",
                 "write s3://BUCKET/PREFIX, gs://BUCKET/PREFIX or az://CONTAINER/PREFIX, and set "
-                "the variables of its credentials",
+                "the environment variables of its credentials",
             ) from error
 
     def __reduce__(self) -> tuple[type[ObjectRemote], tuple[Any, ...]]:
@@ -98,7 +97,7 @@ class ObjectRemote:
         used_at = self._get_time(_get_key(digest))
         if used_at and self._estimate_now() - used_at < _YOUNG_S:
             return True
-        # Checked: a read that was damaged on its way would replace what is sound for everyone.
+        # Verified: a read that the network damaged would replace an intact image.
         if not used_at or (data := read_checked(self, digest)) is None:
             return False
         self._write_again(digest, data)
@@ -115,7 +114,7 @@ class ObjectRemote:
 
     def _write_again(self, digest: str, data: bytes) -> None:
         while True:
-            # Each by itself: all of them together may never pass a way that often fails.
+            # Each with its own retries: together they might never pass an unreliable network.
             self._retry(lambda: self._put(_get_key(digest), data))
             began, gc = time.monotonic(), self._retry(lambda: self._head(GC_NAME))
             if gc is not None:
@@ -124,7 +123,7 @@ class ObjectRemote:
                 while not is_over and self._has_gc(gc["e_tag"]):
                     is_over = time.monotonic() - began > _GC_BATCH_S
                     time.sleep(_POLL_S)
-            # A removal that begins later finds the image young.
+            # A removal that starts later finds the image young.
             if self._retry(lambda: self.has(digest)):
                 return
 
@@ -168,73 +167,73 @@ class ObjectRemote:
         )
 
     def _remove(self, batch: list[tuple[str, int]], min_age_s: float) -> list[tuple[str, int]]:
-        """Removes those of `batch` that are old still, and returns them."""
+        """Remove the images of `batch` that are still old, and return them."""
         with self._announced_gc() as is_in_time, ThreadPoolExecutor(_NUM_THREADS) as pool:
             newest = self._find_newest(min_age_s)
             keys = [_get_key(digest) for digest, _ in batch]
             times = pool.map(lambda key: self._retry(lambda: self._get_time(key)), keys)
-            old = [one for one, used_at in zip(batch, times, strict=True) if 0 < used_at <= newest]
+            old = [entry for entry, time in zip(batch, times, strict=True) if 0 < time <= newest]
             if old and is_in_time():
-                gone = [_get_key(digest) for digest, _ in old]
-                self._once(lambda: self._obstore.delete(self._store, gone))
+                old_keys = [_get_key(digest) for digest, _ in old]
+                self._once(lambda: self._obstore.delete(self._store, old_keys))
                 return old
         return []
 
     @contextmanager
     def _announced_gc(self) -> Iterator[Callable[[], bool]]:
-        """Keeps others from collecting garbage; yields whether there is time to remove anything."""
-        began, word = time.monotonic(), secrets.token_hex(16).encode()
+        """Announce a removal, which excludes other gcs; yield whether its time is left."""
+        began, token = time.monotonic(), secrets.token_hex(16).encode()
         put = self._obstore.put
         try:
             mode = self._choose_gc_mode()
-            own = self._once(lambda: put(self._store, GC_NAME, word, mode=mode))["e_tag"]
+            e_tag = self._once(lambda: put(self._store, GC_NAME, token, mode=mode))["e_tag"]
         except (self._errors.AlreadyExistsError, self._errors.PreconditionError):
             raise MediaError(
-                f"another gc of {self.address} is going on",
-                f"wait for its end, or {2 * _GC_BATCH_S:g} s where it was killed",
+                f"another gc of {self.address} is running",
+                f"wait until it ends, or {2 * _GC_BATCH_S:g} s if it was killed",
             ) from None
         try:
-            # The removal itself takes no longer than one request may.
+            # The removal takes at most one request's timeout.
             yield lambda: time.monotonic() - began < _GC_BATCH_S - self._timeout_s
         finally:
-            if self._has_gc(own):
+            if self._has_gc(e_tag):
                 self._retry(lambda: self._call(lambda: self._obstore.delete(self._store, GC_NAME)))
 
     def _choose_gc_mode(self) -> Any:
-        """How an announcement is written: where none is, or in the place of that of a gc that was
-        killed, which only one of several can take."""
-        found = self._retry(lambda: self._head(GC_NAME))
-        if found is not None:
-            age_s = self._retry(self._read_clock) - found["last_modified"].timestamp()
+        """Return obstore's mode to create an announcement, or to replace exactly the one of a
+        killed gc."""
+        head = self._retry(lambda: self._head(GC_NAME))
+        if head is not None:
+            age_s = self._retry(self._read_clock) - head["last_modified"].timestamp()
             if age_s > 2 * _GC_BATCH_S:
-                return {name: found[name] for name in ("e_tag", "version") if found[name]}
+                return {name: head[name] for name in ("e_tag", "version") if head[name]}
         return "create"
 
     def _has_gc(self, e_tag: str | None) -> bool:
-        """Whether the announcement that is there is the one with this tag."""
-        found = self._retry(lambda: self._head(GC_NAME))
-        return found is not None and found["e_tag"] == e_tag
+        """Return whether the current announcement has this tag."""
+        head = self._retry(lambda: self._head(GC_NAME))
+        return head is not None and head["e_tag"] == e_tag
 
     def _find_newest(self, min_age_s: float) -> float:
-        """The last use at which an unused image may go."""
+        """Return the newest last use at which an unused image may be removed."""
         now = self._retry(self._read_clock)
         remotes = [self]
         if urlsplit(self.address).path.endswith(f"/{files.BLOBS}"):
             images = self.address.removesuffix(f"/{files.BLOBS}")
             remotes += [ObjectRemote(images, self._timeout_s, self.deadline_s)]
-        leases = [lease for one in remotes for lease in one._retry(one._list_leases)]
+        leases = [lease for remote in remotes for lease in remote._retry(remote._list_leases)]
         return min(now - min_age_s, files.find_lease_start(leases, now))
 
     def _list_leases(self) -> list[tuple[float, float]]:
-        found = self._list(files.LEASES_NAME + "/")
-        return [(float(self._get(key) or renewed), renewed) for key, _, renewed in found]
+        leases = self._list(files.LEASES_NAME + "/")
+        return [(float(self._get(key) or renewed), renewed) for key, _, renewed in leases]
 
     def _read_clock(self) -> float:
         self._put(CLOCK_NAME, b"")
         return self._get_time(CLOCK_NAME)
 
     def _estimate_now(self) -> float:
-        """The store's time, by our clock since it was last read."""
+        """Return the store's time, extrapolated by our clock."""
         read_at, then = self._clock
         if time.monotonic() - read_at > _CLOCK_S:
             read_at, then = self._clock = time.monotonic(), self._read_clock()
@@ -243,25 +242,25 @@ class ObjectRemote:
     # --- objects
 
     def _list_images(self) -> list[tuple[str, int, float]]:
-        """Digest, bytes and last use of every image."""
+        """Return digest, size and last use of every image."""
         return self._list(None, _find_digest)
 
     def _list(
         self, prefix: str | None, select: Callable[[str], str] = str
     ) -> list[tuple[str, int, float]]:
-        """Name, bytes and time of every object that `select` has a name for."""
+        """Return name, size and time of every object for which `select` returns a name."""
         return self._call(
             lambda: [
-                (name, found["size"], found["last_modified"].timestamp())
-                for many in self._obstore.list(self._store, prefix)
-                for found in many
-                if (name := select(found["path"]))
+                (name, meta["size"], meta["last_modified"].timestamp())
+                for page in self._obstore.list(self._store, prefix)
+                for meta in page
+                if (name := select(meta["path"]))
             ]
         )
 
     def _get_time(self, key: str) -> float:
-        found = self._head(key)
-        return 0.0 if found is None else found["last_modified"].timestamp()
+        head = self._head(key)
+        return 0.0 if head is None else head["last_modified"].timestamp()
 
     def _head(self, key: str) -> Any | None:
         try:
@@ -299,13 +298,12 @@ class ObjectRemote:
             if any(code in str(error) for code in _NO_BUCKET):
                 raise MediaError(
                     f"no such bucket: {self.address}",
-                    "check the name in [media] root or --store; a bucket that is not there yet is "
-                    "made with the tools of its store",
+                    "check the name in [media] root or --store, or create the bucket",
                 ) from error
             if isinstance(error, refusals):
                 raise MediaError(
-                    f"the store {self.address} refuses: {_get_first_line(error)}",
-                    "check its name, and the credentials in the environment of this process",
+                    f"the store {self.address} refused: {_get_first_line(error)}",
+                    "check its name, and the credentials in this process's environment",
                 ) from error
             answers = (FileNotFoundError, errors.AlreadyExistsError, errors.PreconditionError)
             if isinstance(error, answers):
@@ -318,7 +316,7 @@ def _get_key(digest: str) -> str:
 
 
 def _find_digest(key: str) -> str:
-    """The digest of the image at `key`; empty where it is none of the store's images."""
+    """Return the digest of the image at `key`; empty for other objects."""
     digest = key.rpartition("/")[2]
     return digest if is_digest(digest) and key == _get_key(digest) else ""
 

@@ -1,4 +1,4 @@
-"""Opens the store at a root, which is a folder or an address."""
+"""Open the store at a root: a folder or an address."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ OBJECT_STORES = ("s3", "gs", "az")
 
 
 def is_address(root: str | Path) -> bool:
-    """Whether a root is no folder of this machine."""
+    """Return whether a root is an address, not a folder of this machine."""
     return "://" in str(root)
 
 
@@ -40,19 +40,19 @@ def open_store(
     timeout_s: float = TIMEOUT_S,
     deadline_s: float = DEADLINE_S,
 ) -> MediaStore:
-    """The store at `root`, which looks for what it lacks at `fallback_roots`.
+    """Open the store at `root`, which also reads from `fallback_roots`.
 
-    `token` is what media services ask for; the stores elsewhere keep images at `cache_dir`.
+    `token` is for media services. Remote stores cache images at `cache_dir`.
     """
     cache = DiskCache(Path(cache_dir or DEFAULT_CACHE_DIR), cache_bytes)
 
-    def open_one(one: str | Path, fallbacks: list[MediaStore]) -> MediaStore:
-        if not is_address(one):
-            return MediaStore(one, fallbacks, limits, max_bytes)
-        remote = _open_remote(str(one).rstrip("/"), token, limits, timeout_s, deadline_s)
+    def open_single(place: str | Path, fallbacks: list[MediaStore]) -> MediaStore:
+        if not is_address(place):
+            return MediaStore(place, fallbacks, limits, max_bytes)
+        remote = _open_remote(str(place).rstrip("/"), token, limits, timeout_s, deadline_s)
         return RemoteStore(remote, cache, fallbacks, limits, max_bytes)
 
-    return open_one(root, [open_one(one, []) for one in fallback_roots])
+    return open_single(root, [open_single(place, []) for place in fallback_roots])
 
 
 def _open_remote(
@@ -68,7 +68,7 @@ def _open_remote(
 
         return ObjectRemote(address, timeout_s, deadline_s)
     raise MediaError(
-        f"no kind of store is called {parts.scheme!r}: {address}",
+        f"{address} is not a store: {parts.scheme}:// is unknown",
         "write a folder, s3://BUCKET/PREFIX, gs://BUCKET/PREFIX, az://CONTAINER/PREFIX or "
         "https://HOST:PORT",
     )

@@ -14,27 +14,27 @@ IMAGE_MIMES = ("image/png", "image/jpeg", "image/webp", "image/gif")
 VIDEO_MIMES = ("video/mp4", "video/webm")
 MIMES = IMAGE_MIMES + VIDEO_MIMES
 MIN_FPS, MAX_FPS = 0.001, 1000.0
-"""Frames of a video a second."""
+"""Limits on a video's frames per second."""
 URL_PREFIX = "media:sha256:"
 
 _DIGEST = re.compile(r"[0-9a-f]{64}", re.ASCII)
 
 
 class MediaRef(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=True):
-    """One image or video, named by the SHA-256 of its bytes. Refs travel; bytes stay."""
+    """The name of one image or video: the SHA-256 of its bytes, and what layout needs."""
 
     digest: str
     """64 lowercase hex characters."""
     mime: str
-    """What the bytes are, found by looking at them; one of `MIMES`."""
+    """The type of the bytes, detected from them; one of `MIMES`."""
     width: int
     height: int
-    """Pixels as seen, after EXIF orientation: with `width`, enough to lay out the token grid."""
+    """Size in pixels after EXIF orientation, which determines the token grid."""
     nbytes: int
     num_frames: int = 0
-    """Frames of a video, as many as decode; 0 for an image."""
+    """Frames of a video that decode; 0 for an image."""
     fps: float = 0.0
-    """Frames of a video a second, on average; 0 for an image."""
+    """Average frames per second of a video; 0 for an image."""
 
     def __post_init__(self) -> None:  # msgspec runs this on decode as well
         check_digest(self.digest)
@@ -50,9 +50,9 @@ class MediaRef(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_def
         if self.mime not in MIMES or not (is_whole and has_rate and is_still):
             raise MediaError(
                 f"not a media ref: {msgspec.structs.asdict(self)}",
-                "take refs from MediaStore.put or get_ref; their mime is one of "
-                f"{', '.join(MIMES)}, their width, height and nbytes are whole numbers above "
-                "0, and so are num_frames and fps of a video, which an image has not",
+                "use refs from MediaStore.put or get_ref; they have a mime of "
+                f"{', '.join(MIMES)}, a positive width, height and nbytes, and, for a video only, "
+                "num_frames and fps",
             )
 
     def __repr__(self) -> str:
@@ -66,15 +66,15 @@ class MediaRef(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_def
 
     @property
     def url(self) -> str:
-        """The form a ref takes as a url in a message."""
+        """The ref as a url in a message."""
         return URL_PREFIX + self.digest
 
     def data_url(self, data: bytes) -> str:
-        """The bytes themselves as a url, for a server that cannot read the store."""
+        """Return the bytes as a url, for a server that cannot read the store."""
         return f"data:{self.mime};base64,{base64.b64encode(data).decode()}"
 
     def verify(self, data: bytes) -> bytes:
-        """Return `data` if it is the image this ref names; raise `MediaCorrupt` if not."""
+        """Return `data` if it has this ref's digest; raise `MediaCorrupt` if not."""
         return verify_bytes(self.digest, data)
 
 
@@ -91,7 +91,7 @@ def check_digest(text: object) -> None:
 
 
 def digest_of_url(url: str) -> str:
-    """The digest in a `media:sha256:<hex>` url."""
+    """Return the digest in a `media:sha256:<hex>` url."""
     if not url.startswith(URL_PREFIX):
         raise MediaError(
             f"not a media url: {url[:80]!r}",
@@ -108,6 +108,6 @@ def verify_bytes(digest: str, data: bytes) -> bytes:
         return data
     raise MediaCorrupt(
         f"image {digest[:12]} holds {len(data)} bytes that hash to {found[:12]}",
-        "put the image again, which replaces the damaged file; "
-        "`sightline media verify` lists every damaged file of a store",
+        "put the image again to replace the damaged file; `sightline media verify` lists all "
+        "damaged files of a store",
     )

@@ -1,8 +1,8 @@
-"""A store without a shared disk: what a remote must do, and the store on top of it.
+"""A store without a shared disk: the protocol of a remote, and the store on top of it.
 
-put --> remote, acknowledged --> cache
-get --> cache --absent--> remote --checked--> cache
-  either waits for: the remote, again after a growing pause   unblocked by: its answer, a deadline
+put --> remote, confirmed --> cache
+get --> cache --miss--> remote --verified--> cache
+  both wait for: the remote, with retries   unblocked by: its answer, a deadline
 """
 
 from __future__ import annotations
@@ -27,53 +27,53 @@ from sightline.media.ref import MediaRef, check_digest, verify_bytes
 from sightline.media.store import MediaStore
 
 DEADLINE_S = 60.0
-"""Seconds from the first failure on in which a request is tried again."""
+"""Seconds after its first failure in which a request is retried."""
 START_DEADLINE_S = 10.0
-"""The same before a run or a command has begun: a wrong address does not heal."""
+"""The same at the start of a run or a command: a wrong address does not fix itself."""
 TIMEOUT_S = 30.0
-"""Longest time of one try."""
-SAY_AFTER_S = 1.0
-"""Seconds of failures after which a person is told of them, once in SAY_EVERY_S."""
-SAY_EVERY_S = 60.0
+"""Timeout of one attempt."""
+WARN_AFTER_S = 1.0
+"""Seconds of failures before a warning, which is printed once in WARN_EVERY_S."""
+WARN_EVERY_S = 60.0
 DEFAULT_CACHE_BYTES = 10 * 10**9
 DEFAULT_CACHE_DIR = "~/.cache/sightline/media"
 
 _FIRST_PAUSE_S = 0.05
 _LONGEST_PAUSE_S = 5.0
-_NUM_READS = 3  # of bytes that do not hash to their digest: the way here may have damaged them
+_NUM_READS = 3  # attempts if the bytes do not match their digest: the network may have damaged them
 _NUM_PREFETCH_THREADS = 16
 _MAX_CONFIRMED = 262_144
-_said_at: dict[str, float] = {}
+_warned_at: dict[str, float] = {}
 
 Value = TypeVar("Value")
 
 
 class Unavailable(OSError):
-    """The remote did not answer, or not now: the same request may be answered later."""
+    """The remote did not answer, but may answer the same request later."""
 
 
 class Remote(Protocol):
-    """The service or object store that has the bytes. Every call is one try, and raises
-    `Unavailable` for what may heal."""
+    """A service or an object store. Every call is one attempt, and raises `Unavailable` if a retry
+    may help."""
 
     address: str
     deadline_s: float
 
     def read(self, digest: str) -> bytes | None:
-        """The bytes under this name, which nobody has checked; None when there are none."""
+        """Return the bytes, unverified, or None."""
 
     def write(self, digest: str, data: bytes) -> bool:
-        """Has the bytes, durably, and their last use at now; False when they were there before."""
+        """Store the bytes durably, with their last use now; return whether they were new."""
 
     def has(self, digest: str) -> bool: ...
 
     def renew(self, digest: str) -> bool:
-        """Sets the last use to now, by the remote's clock; False when it has no such image."""
+        """Set the last use to now, by the remote's clock; return False if it has no such image."""
 
     def remove(self, digest: str) -> None: ...
 
     def list_sizes(self) -> list[tuple[str, int]]:
-        """Every digest, and its bytes."""
+        """Return every digest with its size in bytes."""
 
     def renew_lease(self, name: str) -> None: ...
 
@@ -86,13 +86,13 @@ class Remote(Protocol):
         dry_run: bool,
         progress: files.Progress | None,
     ) -> files.GcReport:
-        """As `MediaStore.gc`. It tries again by itself."""
+        """Collect garbage as `MediaStore.gc` does, with its own retries."""
 
     def check_writable(self) -> None: ...
 
 
 def retry(call: Callable[[], Value], address: str, deadline_s: float) -> Value:
-    """What `call` returns, tried again after `Unavailable` for `deadline_s` seconds."""
+    """Return what `call` returns; retry it after `Unavailable` for `deadline_s` seconds."""
     give_up, pause_s = float("inf"), _FIRST_PAUSE_S
     while True:
         try:
@@ -100,30 +100,30 @@ def retry(call: Callable[[], Value], address: str, deadline_s: float) -> Value:
         except Unavailable as error:
             now = time.monotonic()
             give_up = min(give_up, now + deadline_s)
-            # Spread out, so that many who were refused together do not come back together.
+            # Jitter, so that many clients do not retry at the same moment.
             wait_s = pause_s * random.Random().uniform(0.75, 1.25)
             if now + wait_s > give_up:
                 raise MediaError(
-                    f"the store {address} is not available, after {deadline_s:g} s of trying: "
+                    f"the store {address} is not available after {deadline_s:g} s of retries: "
                     f"{error}",
-                    "check [media] root (or --store), and that the store can be reached from here",
+                    "check [media] root (or --store) and the connection to the store",
                 ) from error
-            if now > give_up - deadline_s + SAY_AFTER_S:
-                _say_unavailable(address, error, give_up)
+            if now > give_up - deadline_s + WARN_AFTER_S:
+                _warn(address, error, give_up)
         time.sleep(wait_s)
         pause_s = min(pause_s * 2, _LONGEST_PAUSE_S)
 
 
-def _say_unavailable(address: str, error: Unavailable, give_up: float) -> None:
+def _warn(address: str, error: Unavailable, give_up: float) -> None:
     now = time.monotonic()
-    if now > _said_at.get(address, -SAY_EVERY_S) + SAY_EVERY_S:
-        _said_at[address] = now
-        words = f"the store {address} does not answer ({error}): it is tried again"
-        print(f"{words} for {give_up - now:.0f} s at most", file=sys.stderr, flush=True)
+    if now > _warned_at.get(address, -WARN_EVERY_S) + WARN_EVERY_S:
+        _warned_at[address] = now
+        text = f"the store {address} does not answer ({error}); retrying for {give_up - now:.0f} s"
+        print(text, file=sys.stderr, flush=True)
 
 
 def read_checked(remote: Remote, digest: str) -> bytes | None:
-    """The bytes at `remote`, read again where they do not hash to their digest."""
+    """Return the remote's bytes; read them again if they do not match their digest."""
     num_reads = 0
     while True:
         num_reads += 1
@@ -146,10 +146,10 @@ class RemoteStore(MediaStore):
         limits: ImageLimits = decode.DEFAULT_LIMITS,
         max_bytes: int | None = None,
     ) -> None:
-        super().__init__(os.devnull, fallbacks, limits, max_bytes)  # it has no folder
+        super().__init__(os.devnull, fallbacks, limits, max_bytes)  # there is no folder
         self.root = remote.address
         self.remote, self.cache = remote, cache
-        # Images whose last use this process has set within that time; half, for answers are late.
+        # Images whose last use this process renewed recently; half, because answers come late.
         self._confirmed: TTLCache[str, bool] = TTLCache(_MAX_CONFIRMED, files.RENEW_AFTER_S / 2)
 
     def __reduce__(self) -> tuple[Callable[..., MediaStore], tuple[object, ...]]:
@@ -178,13 +178,12 @@ class RemoteStore(MediaStore):
         try:
             return read_checked(self.remote, digest)
         except MediaCorrupt:
-            self._forget(digest)  # so that a put replaces it
+            self._forget(digest)  # the next put replaces it
             raise
 
     def prefetch(self, refs: Iterable[MediaRef]) -> None:
-        kept = (ref for ref in refs if self.cache.can_keep(ref.nbytes))
-        wanted = {ref.digest for ref in kept if not self.cache.has(ref.digest)}
-
+        cacheable = (ref for ref in refs if self.cache.can_keep(ref.nbytes))
+        missing = {ref.digest for ref in cacheable if not self.cache.has(ref.digest)}
         has_given_up = threading.Event()
 
         def fetch(digest: str) -> None:
@@ -192,12 +191,12 @@ class RemoteStore(MediaStore):
                 if not has_given_up.is_set():
                     self._find(digest, renew=False)
             except MediaError as error:
-                if isinstance(error.__cause__, OSError):  # the others would wait as long
+                if isinstance(error.__cause__, OSError):  # the others would wait just as long
                     has_given_up.set()
 
-        if wanted:
-            with ThreadPoolExecutor(min(len(wanted), _NUM_PREFETCH_THREADS)) as pool:
-                list(pool.map(fetch, wanted))
+        if missing:
+            with ThreadPoolExecutor(min(len(missing), _NUM_PREFETCH_THREADS)) as pool:
+                list(pool.map(fetch, missing))
 
     def _has(self, digest: str) -> bool:
         return self._ask(lambda: self.remote.has(digest))
@@ -214,8 +213,8 @@ class RemoteStore(MediaStore):
     def path(self, digest: str) -> Path:
         check_digest(digest)
         raise MediaError(
-            f"image {digest[:12]} is at {self.root}, and no file of this machine",
-            'read its bytes with get; for engine = "stock_vllm" set inline_images = true',
+            f"image {digest[:12]} is at {self.root}, not in a file of this machine",
+            'read its bytes with get; with engine = "stock_vllm", set inline_images = true',
         )
 
     def remove(self, digest: str) -> None:
@@ -227,7 +226,7 @@ class RemoteStore(MediaStore):
         yield from self._ask(self.remote.list_sizes)
 
     def verify(self, progress: files.Progress | None = None) -> files.VerifyReport:
-        """Read every image from the remote, past the cache, and report the damaged ones."""
+        """Read every image from the remote, without the cache, and report damaged ones."""
         num_files = size_bytes = 0
         corrupt: list[str] = []
         for digest, _ in self.iter_sizes():

@@ -1,7 +1,7 @@
-"""Where images and videos are kept: a directory of files named by their digests.
+"""The media store: a directory of files that are named by their digests.
 
-    <root>/ab/cd/abcd...    one file an image, its bytes as they came
-    <root>/.lock            held for a moment by writers, and alone by gc
+    <root>/ab/cd/abcd...    the bytes of one image, unchanged
+    <root>/.lock            writers hold it shared and briefly, gc exclusively
 
 Any number of processes on any number of machines may share a root.
 """
@@ -39,26 +39,22 @@ from sightline.media.video import VideoHeader
 if TYPE_CHECKING:
     from sightline.media.decode import Image
 
-# Free space that `check_room` keeps for everything else that a run writes beside its images.
 DEFAULT_RESERVE_BYTES = 1024**3
-
-# A new count of all files starts this long after the last, or, in a large store, when the last
-# one's own duration makes up 2% of the time.
+"""Free space that `check_room` leaves for everything else that a run writes."""
 _SURVEY_EVERY_S = 60.0
 _SURVEY_SHARE = 0.02
-
+"""Files are counted again after a minute, or later if counting would take over 2% of the time."""
 _MAX_REFS = 65_536
 
 
 class MediaStore:
     """Images by digest, in a folder.
 
-    `put` and the reads look after `root`. `fallback_roots` are other stores, or their folders, that
-    are only read: a digest that `root` lacks is looked for there, in order.
+    `fallback_roots` are further stores that are only read, in order, for digests that `root` lacks.
     """
 
     root: Path | str
-    """The folder, or the address of a store that is elsewhere."""
+    """The folder, or the address of a remote store."""
 
     def __init__(
         self,
@@ -68,10 +64,11 @@ class MediaStore:
         max_bytes: int | None = None,
         reserve_bytes: int = DEFAULT_RESERVE_BYTES,
     ) -> None:
-        # Absolute: an environment may change the folder of its process.
+        # Absolute: an environment may change the working directory.
         self.root = self._folder = Path(root).absolute()
         self.fallbacks = tuple(
-            one if isinstance(one, MediaStore) else MediaStore(one) for one in fallback_roots
+            store if isinstance(store, MediaStore) else MediaStore(store)
+            for store in fallback_roots
         )
         self.limits = limits
         self.max_bytes = max_bytes
@@ -85,22 +82,21 @@ class MediaStore:
         return f"{type(self).__name__}({str(self.root)!r})"
 
     def __reduce__(self) -> tuple[Callable[..., MediaStore], tuple[object, ...]]:
-        # Worker processes get a store of their own on the same files.
+        # Worker processes open the same files again.
         settings = (self.fallbacks, self.limits, self.max_bytes, self.reserve_bytes)
         return MediaStore, (self.root, *settings)
 
     @property
     def places(self) -> str:
-        """Every root that is searched, in words."""
+        """All roots that are searched, for error messages."""
         return " or ".join(str(store.root) for store in (self, *self.fallbacks))
 
-    # --- in
+    # --- writing
 
     def put(self, source: bytes | Path | Image) -> MediaRef:
-        """The ref of these bytes, which the store holds from now on.
+        """Store an image or a video and return its ref.
 
-        Bytes are kept as they are, those of an image or of a video. A path is read, a PIL image is
-        encoded as PNG.
+        Bytes are stored unchanged, a path is read, and a PIL image is encoded as PNG.
         """
         ref, data = self.identify(source)
         self.put_bytes(data, ref.digest)
@@ -123,7 +119,7 @@ class MediaStore:
         return digest
 
     def _write(self, digest: str, data: bytes) -> bool:
-        """Have these bytes in the store, durably; True when they were not there before."""
+        """Store bytes durably; return whether they were new."""
         with self._disk_errors():
             return files.write(self._folder, self.path(digest), data)
 
@@ -135,37 +131,34 @@ class MediaStore:
                 self.limits.check_bytes(source.stat().st_size)
                 return source.read_bytes()
             except OSError as error:
-                raise MediaError(
-                    f"cannot read {source}: {error.strerror}",
-                    "put the path of a readable file",
-                ) from error
+                problem = f"cannot read {source}: {error.strerror}"
+                raise MediaError(problem, "pass the path of a readable file") from error
         if isinstance(source, str):
             raise MediaRefused(
-                f"put was given the text {source[:60]!r}",
-                "give a path as pathlib.Path; a url goes through ImageIngestor(store).resolve, "
-                "which knows which sources are allowed",
+                f"put does not accept the str {source[:60]!r}",
+                "pass a path as pathlib.Path; resolve a url with ImageIngestor(store).resolve",
             )
         if decode.is_pil_image(source):
             image: Image = source  # type: ignore[assignment]
             self.limits.check_size(image.width, image.height)
             return decode.encode_png(image)
         raise MediaRefused(
-            f"put was given a {type(source).__name__}",
-            "give bytes, a PIL image or a pathlib.Path",
+            f"put does not accept a {type(source).__name__}",
+            "pass bytes, a PIL image or a pathlib.Path",
         )
 
-    # --- out
+    # --- reading
 
     def get(self, ref: MediaRef) -> bytes:
-        """The bytes that `ref` names, checked against its digest."""
+        """Return the ref's bytes, verified against its digest."""
         return self._read(ref.digest)
 
     def get_bytes(self, digest: str) -> bytes:
-        """The bytes of a digest, checked against it."""
+        """Return the bytes of a digest, verified against it."""
         return self._read(digest)
 
     def image(self, ref: MediaRef) -> Image:
-        """The picture in RGB, of the ref's size, by the rule in `decode`."""
+        """Return the image in RGB and in the ref's size, converted as `decode` describes."""
         if ref.is_video:
             raise MediaError(
                 f"{ref.digest[:12]} is a video", "read its frames with media.video.VideoReaders"
@@ -179,12 +172,12 @@ class MediaStore:
             raise MediaError(
                 f"image {ref.digest[:12]} is {image.width}x{image.height}, "
                 f"its ref says {ref.width}x{ref.height}",
-                "take refs from MediaStore.put or get_ref",
+                "use refs from MediaStore.put or get_ref",
             )
         return image
 
     def get_ref(self, digest: str) -> MediaRef:
-        """The ref of a stored digest, from its header; `MediaMissing` when there is none."""
+        """Return the ref of a stored digest, from the file's header."""
         with self._refs_lock:
             ref = self._refs.get(digest)
         if ref is not None and self.touch(digest):
@@ -215,33 +208,32 @@ class MediaStore:
         return files.is_regular(files.get_image_path(self._folder, digest))
 
     def touch(self, digest: str) -> bool:
-        """Count this as a use of the image; False when no root holds it."""
+        """Count this as a use of the image; return False if no root has it."""
         path = self.path(digest)
         try:
-            found = path.lstat()
+            status = path.lstat()
         except (FileNotFoundError, NotADirectoryError):
             return self.has(digest)
-        if not stat.S_ISREG(found.st_mode):
+        if not stat.S_ISREG(status.st_mode):
             return self.has(digest)
-        if not _is_stale(found.st_mtime):
+        if not _is_stale(status.st_mtime):
             return True
         return files.renew_last_use(self._folder, path) or self.has(digest)
 
     def prefetch(self, refs: Iterable[MediaRef]) -> None:
-        """Have these images at hand for the reads that follow; what cannot be had now is left to
-        those reads. A folder has nothing to do."""
+        """Fetch these images ahead of their reads. A folder has nothing to do."""
 
     def path(self, digest: str) -> Path:
-        """Where `root` keeps this digest, whether it is there or not."""
+        """Return the path of this digest in `root`, which need not exist."""
         check_digest(digest)
         return files.get_image_path(self._folder, digest)
 
     def digests(self) -> Iterator[str]:
-        """Every digest in `root`."""
+        """Yield every digest in `root`."""
         return (name for name, _ in self.iter_sizes())
 
     def iter_sizes(self) -> Iterator[tuple[str, int]]:
-        """Every digest in `root`, and its bytes."""
+        """Yield every digest in `root` with its size in bytes."""
         for entry in filter(files.is_image_file, files.iter_files(self._folder)):
             with suppress(FileNotFoundError):
                 yield entry.name, entry.stat().st_size
@@ -261,31 +253,31 @@ class MediaStore:
             raise damage
         raise MediaMissing(
             f"image {digest[:12]} is not in the store {self.places}",
-            "name the store that the image was put into ([media] root of a run, --media of a "
-            "server), or put it again",
+            "use the store that has the image ([media] root of a run, --media of a server), or "
+            "put it again",
         )
 
     def _find(self, digest: str, renew: bool) -> bytes | None:
-        """The bytes in `root`, checked; None when it has none. `renew` counts it as a use."""
+        """Return the verified bytes in `root`, or None. `renew` counts it as a use."""
         path = files.get_image_path(self._folder, digest)
         try:
             with files.open_image(path) as file:
-                found = os.fstat(file.fileno())
-                self.limits.check_bytes(found.st_size)
-                data = verify_bytes(digest, file.read(found.st_size + 1))
+                status = os.fstat(file.fileno())
+                self.limits.check_bytes(status.st_size)
+                data = verify_bytes(digest, file.read(status.st_size + 1))
         except (FileNotFoundError, NotADirectoryError):
             return None
         except (MediaCorrupt, MediaRefused) as error:
             raise type(error)(f"{error.problem}, in {path}", error.fix) from None
-        except OSError as error:  # the cause, by which a server knows that it may heal
-            fix = "let this user read the store, and check the disk under it"
+        except OSError as error:  # as the cause, it tells a server that a retry may help
+            fix = "let this user read the store, and check its disk"
             raise MediaError(f"cannot read {path}: {error.strerror}", fix) from error
-        if renew and _is_stale(found.st_mtime) and not files.renew_last_use(self._folder, path):
-            return None  # gc removed it while it was read
+        if renew and _is_stale(status.st_mtime) and not files.renew_last_use(self._folder, path):
+            return None  # gc removed it during the read
         return data
 
     def remove(self, digest: str) -> None:
-        """Removes what nobody refers to any more, whatever its age; absent is as good."""
+        """Remove an image that nothing refers to, regardless of its age. It may be missing."""
         path = self.path(digest)
         with self._disk_errors(), suppress(FileNotFoundError):
             num_bytes = path.stat().st_size
@@ -294,10 +286,10 @@ class MediaStore:
                 if self._survey:
                     self._survey.add(-num_bytes, num_files=-1)
 
-    # --- looking after it
+    # --- maintenance
 
     def verify(self, progress: files.Progress | None = None) -> files.VerifyReport:
-        """Read every file of `root` and report the damaged ones; nothing is removed."""
+        """Read every file of `root` and report damaged ones; nothing is removed."""
         return files.verify(self._folder, progress)
 
     def gc(
@@ -308,12 +300,12 @@ class MediaStore:
         dry_run: bool = False,
         progress: files.Progress | None = None,
     ) -> files.GcReport:
-        """Remove images of `root` that are not `in_use` and had no use for `min_age_s` seconds.
+        """Remove images of `root` that are not `in_use` and were unused for `min_age_s` seconds.
 
-        Images of a rollout in progress are in no file yet: what was put or used since a run took
-        its lease stays until the lease ends.
+        Images of a rollout in progress are in no file yet. A run's lease therefore protects
+        everything that was put or used since it began.
         """
-        # A set of refs or urls matches no digest, and would remove everything.
+        # A set of refs or urls would match no digest, and everything would be removed.
         for digest in in_use:
             check_digest(digest)
         report = self._gc(in_use, min_age_s, dry_run, progress)
@@ -332,8 +324,8 @@ class MediaStore:
             return files.gc(self._folder, in_use, min_age_s, dry_run=dry_run, progress=progress)
 
     def renew_lease(self, name: str) -> None:
-        """Say that the run called `name` goes on. What was put or used since the first call stays
-        until `end_lease`, or until nobody has renewed the lease for half an hour."""
+        """Protect what was put or used since the first call with this name, until `end_lease` or
+        until half an hour without a renewal."""
         with self._disk_errors():
             files.renew_lease(self._folder, name)
 
@@ -342,42 +334,40 @@ class MediaStore:
             files.end_lease(self._folder, name)
 
     def size_bytes(self) -> int:
-        """Bytes of all images in `root`; cheap enough to ask at every step.
+        """Return the bytes of all images in `root`; cheap enough for every step.
 
-        The files are counted anew when the last count is a minute old, or older where counting
-        takes long (it gets at most 2% of the time). In between, what this process puts is added;
-        what others put shows at the next count.
+        Files are counted about once a minute. In between, only this process's puts are added.
         """
         return self._get_survey().size_bytes
 
     def count(self) -> int:
-        """Number of images in `root`; as fresh as `size_bytes`."""
+        """Return the number of images in `root`, as of the count behind `size_bytes`."""
         return self._get_survey().num_files
 
     def check_room(self, num_bytes: int = 0, beside: Iterable[MediaStore] = ()) -> None:
-        """Raise `StoreFull` if `num_bytes` more would be above `max_bytes`, which also holds for
-        the stores `beside` this one, or leave the disk with less than the reserve."""
+        """Raise `StoreFull` if `num_bytes` more would exceed `max_bytes`, including the stores
+        `beside` this one, or would leave the disk with less than the reserve."""
         if self.max_bytes is not None:
             size = sum(store.size_bytes() for store in (self, *beside))
             if size + num_bytes > self.max_bytes:
                 raise StoreFull(
                     f"the store {self.root} holds {size} bytes, its limit is {self.max_bytes}",
-                    "free space with `sightline media gc`, or raise the limit: [media] max_gb of "
-                    "a run, --max-media-gb of a server, --max-gb of a media service",
+                    "free space with `sightline media gc`, or raise the limit ([media] max_gb of "
+                    "a run, --max-media-gb of a server, --max-gb of a media service)",
                 )
         if isinstance(self.root, str):
-            return  # its disk, if it has one, is looked at where it is
+            return  # a remote store checks its own disk
         existing = next(path for path in (self.root, *self.root.parents) if path.exists())
         if (free := shutil.disk_usage(existing).free) < self.reserve_bytes + num_bytes:
             raise StoreFull(
-                f"the disk under {self.root} has {free} bytes left, {self.reserve_bytes} are "
-                "kept in reserve",
-                "free space on this disk, for instance with `sightline media gc`; a new run or "
-                "server can have its images elsewhere: [media] root, --media",
+                f"the disk of {self.root} has {free} bytes left, and {self.reserve_bytes} stay in "
+                "reserve",
+                "free space, for instance with `sightline media gc`, or use another disk for a "
+                "new run ([media] root) or server (--media)",
             )
 
     def check_writable(self) -> None:
-        """Raise `MediaError` unless images can be put here; makes the root if it is not there."""
+        """Raise `MediaError` unless images can be put here; create the root if it is missing."""
         probe = (
             self._folder / f"{files.TEMPORARY_PREFIX}probe-{os.getpid()}-{threading.get_ident()}"
         )
@@ -390,7 +380,7 @@ class MediaStore:
     def _get_survey(self) -> _StoreSurvey:
         survey = self._survey
         if survey is None or survey.is_old():
-            # Outside the lock: it may take long, and put must not wait.
+            # Outside the lock: counting may take long, and put must not wait.
             survey = _StoreSurvey(self.iter_sizes())
             with self._survey_lock:
                 self._survey = survey
@@ -413,12 +403,12 @@ class MediaStore:
 
 
 def _is_stale(last_use: float) -> bool:
-    # In both directions, because the clock of a network disk may be ahead of ours.
+    # In both directions: a network disk's clock may be ahead.
     return abs(time.time() - last_use) > RENEW_AFTER_S
 
 
 class _StoreSurvey:
-    """How much the images of a root were, at one moment, plus what is added after it."""
+    """A count of a root's images at one moment, plus what was added since."""
 
     def __init__(self, sizes: Iterator[tuple[str, int]]) -> None:
         began = time.monotonic()

@@ -1,11 +1,10 @@
-"""Files of any size in a store, such as weights and checkpoints: each is cut into parts, and a part
-is stored once, by its digest.
+"""Large files in a store, such as weights and checkpoints, in parts that are stored by digest.
 
-    file --parts, several at a time--> store --parts that are not here--> file
+    file --parts, several at a time--> store --missing parts--> file
 
-A part that breaks off is sent again alone, and every part is checked. Versions of weights share the
-parts that did not change: those are neither sent nor fetched again. Of one that changed the store
-may have a delta, too: who has the part before it fetches that.
+A failed part is sent again by itself, and every part is verified. Versions of weights share
+unchanged parts, which are neither sent nor fetched again. For a changed part the store may also
+have a delta, for readers that have the previous part.
 """
 
 from __future__ import annotations
@@ -30,39 +29,38 @@ from sightline.media.store import MediaStore
 PART_BYTES = 16 << 20
 NUM_CONNECTIONS = 8
 MAX_DELTA_FRACTION = 0.75
-"""Of a part's bytes; a larger delta is not kept."""
+"""Largest size of a delta, as a fraction of its part."""
 
 
 class StoredFile(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """A file whose bytes are in a store."""
+    """A file in a store."""
 
     nbytes: int
     parts: tuple[str, ...]
-    """Digests of its parts, in order; all but the last have `PART_BYTES`."""
+    """Digests of its parts, in order. All but the last have `PART_BYTES`."""
     salt: bytes = b""
-    """Stands before the bytes of every part: those of two uploads then differ, and who has fetched
-    one may remove it."""
+    """Prefix of every part. It makes uploads distinct, so that a reader may remove its own."""
 
 
 class PartDelta(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """How a part differs from another: zlib over the XOR of their bytes, the first bytes of all
-    4-byte words before the second ones and so on, since high bytes seldom change."""
+    """The difference of two parts: zlib over the XOR of their bytes. The first bytes of all 4-byte
+    words come first, then the second ones, and so on, because high bytes seldom change."""
 
     base: str
-    """Digest of the part that it is applied to."""
+    """Digest of the part to apply it to."""
     stored: str
-    """Digest of the delta itself."""
+    """Digest of the delta."""
 
 
 KnownParts = Mapping[str, tuple[Path, int]]
-"""Files of this machine that have a part, and where it begins in them."""
+"""Local files that contain a part, and its offset in them."""
 Deltas = Mapping[str, PartDelta]
-"""By the digest of the part that a delta makes."""
+"""Deltas by the digest of the part that they produce."""
 NO_DELTAS: Deltas = MappingProxyType({})
 
 
 def open_blobs(root: str | Path, token: str = "", max_bytes: int | None = None) -> MediaStore:
-    """The store for parts of files beside the images of `root`; nothing of it is cached."""
+    """Open the store for parts of files next to the images of `root`, without a cache."""
     where = f"{str(root).rstrip('/')}/{BLOBS}" if is_address(root) else Path(root) / BLOBS
     return open_store(where, token=token, max_bytes=max_bytes, cache_bytes=0)
 
@@ -70,8 +68,7 @@ def open_blobs(root: str | Path, token: str = "", max_bytes: int | None = None) 
 def store_file(
     store: MediaStore, path: Path, sent: Iterable[str] = (), salt: bytes = b""
 ) -> StoredFile:
-    """Returns when the store has the file; parts that were `sent` before, or that it has, are not
-    sent again."""
+    """Store a file. Parts that were `sent` before, or that the store has, are not sent again."""
     known, nbytes = set(sent), path.stat().st_size
     handle = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
 
@@ -92,7 +89,7 @@ def store_file(
 def store_deltas(
     store: MediaStore, path: Path, parts: Iterable[str], base: Path, base_parts: Iterable[str]
 ) -> dict[str, PartDelta]:
-    """Has the store keep deltas of the parts of `path`, each to the one at its place in `base`."""
+    """Store deltas of the parts of `path` to the parts at the same offsets of `base`."""
     here = list_parts(path, parts) | (bases := list_parts(base, base_parts))
 
     def put(pair: tuple[str, str]) -> tuple[str, PartDelta] | None:
@@ -107,22 +104,24 @@ def store_deltas(
 
     changed = [(new, old) for new, old in zip(parts, base_parts, strict=False) if new not in bases]
     with ThreadPoolExecutor(NUM_CONNECTIONS, "deltas") as pool:
-        return dict(found for found in pool.map(put, changed) if found)
+        return dict(delta for delta in pool.map(put, changed) if delta)
 
 
 def _count_planes(size: int) -> int:
-    return 1 if size % 4 else 4  # one for the end of a file with odd bytes
+    return 1 if size % 4 else 4
 
 
 def fetch_file(
     store: MediaStore, file: StoredFile, path: Path, here: KnownParts, deltas: Deltas = NO_DELTAS
 ) -> None:
-    """Makes `path`, which appears when all of it is there; what other files have is copied, or
-    changed by its delta."""
+    """Fetch a file to `path`, atomically. Parts are copied from local files, or made from deltas,
+    where possible."""
     starts = range(0, file.nbytes, PART_BYTES)
     sizes = [min(PART_BYTES, file.nbytes - start) for start in starts]
     if len(sizes) != len(file.parts):
-        raise MediaError(f"{path}: {len(file.parts)} parts of {file.nbytes} bytes", "send it again")
+        raise MediaError(
+            f"{path}: {len(file.parts)} parts for {file.nbytes} bytes", "send it again"
+        )
     temporary = path.with_name(f".{path.name}.fetched")
     temporary.parent.mkdir(parents=True, exist_ok=True)
     handle = os.open(temporary, os.O_RDWR | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o600)
@@ -150,7 +149,7 @@ def fetch_file(
 
 
 def _apply_delta(store: MediaStore, digest: str, delta: PartDelta, base: bytes) -> bytes:
-    """The part that has this digest; empty where its base is not here."""
+    """Return the part with this digest; empty without its base."""
     if not base:
         return b""
     inflate = zlib.decompressobj()
@@ -159,19 +158,19 @@ def _apply_delta(store: MediaStore, digest: str, delta: PartDelta, base: bytes) 
     except zlib.error:
         planes = b""
     if len(planes) != len(base):
-        problem = f"the delta of part {digest[:12]} is none of {len(base)} bytes"
+        problem = f"the delta of part {digest[:12]} does not have {len(base)} bytes"
         raise MediaCorrupt(problem, "publish the version again")
     changes = np.frombuffer(planes, np.uint8).reshape(_count_planes(len(base)), -1).T.reshape(-1)
     return verify_bytes(digest, (changes ^ np.frombuffer(base, np.uint8)).tobytes())
 
 
 def list_parts(path: Path, parts: Iterable[str]) -> dict[str, tuple[Path, int]]:
-    """The parts that the file at `path` has."""
+    """Return where the parts of the file at `path` are."""
     return {digest: (path, number * PART_BYTES) for number, digest in enumerate(parts)}
 
 
 def _find_here(digest: str, size: int, here: KnownParts) -> bytes:
-    """The part, from another file; empty where none has it, or not any more."""
+    """Return the part from a local file; empty if no file has it."""
     if digest not in here:
         return b""
     path, offset = here[digest]

@@ -1,8 +1,7 @@
-"""From the bytes of a video file to its frames: the one place where PyAV opens one.
+"""From the bytes of a video file to its frames: the one place where PyAV opens a video.
 
-A file is decoded whole when it is put, so that its ref names frames that are there: their number
-is counted, not believed. Frames are RGB as FFmpeg converts them, without scaling; no turning is
-applied, and a file that asks for it is refused. Sound is not looked at.
+A file is decoded completely when it is put, so that its ref has the true number of frames. FFmpeg
+converts frames to RGB without scaling. Files with a rotation are refused. Sound is ignored.
 """
 
 from __future__ import annotations
@@ -27,7 +26,7 @@ MAX_OPEN_READERS = 4
 _CODECS = ("h264", "hevc", "vp8", "vp9", "av1", "mpeg4")
 _FORMATS = {"video/mp4": "mp4", "video/webm": "webm"}
 _EBML, _SEGMENT = b"\x1a\x45\xdf\xa3", b"\x18\x53\x80\x67"
-_FIX_SAVE = "save the video again as MP4 or WebM with a program that can play it, and put that"
+_FIX_SAVE = "save the video again as MP4 or WebM with a program that can play it"
 
 
 class VideoHeader(NamedTuple):
@@ -39,7 +38,7 @@ class VideoHeader(NamedTuple):
 
 
 def find_video_mime(data: bytes) -> str | None:
-    """The mime of bytes that begin as a video file does; None for all else."""
+    """Return the mime type of a video's bytes; None for anything else."""
     if data[4:8] == b"ftyp":
         return "video/mp4"
     return "video/webm" if data[:4] == _EBML else None
@@ -48,7 +47,7 @@ def find_video_mime(data: bytes) -> str | None:
 def inspect_video(
     data: bytes, mime: str, limits: ImageLimits = decode.DEFAULT_LIMITS
 ) -> VideoHeader:
-    """Size, frames and rate of a whole file within `limits`, every frame of which decodes."""
+    """Decode a complete file within `limits`, and return its size, frames and rate."""
     limits.check_bytes(len(data))
     (_check_boxes if mime == "video/mp4" else _check_segment)(data)
     num_frames, size = 0, (0, 0)
@@ -61,16 +60,15 @@ def inspect_video(
             limits.check_video(num_frames, num_frames / fps)
     if not num_frames or announced not in (0, num_frames):
         raise MediaRefused(
-            f"{mime} of {num_frames} frames; its header says {announced}",
-            "send the whole file; this one was cut, or is broken",
+            f"{mime} has {num_frames} frames; its header says {announced}",
+            "send the whole file",
         )
     return VideoHeader(mime, *size, num_frames, fps)
 
 
 class VideoReader:
-    """Frames of one file. It goes forwards, and begins again for one that it has passed: who reads
-    a video from its beginning decodes it once. Safe for many threads, of which the one that wants
-    the earliest frame goes first."""
+    """Frames of one file. It reads forwards, and starts again for an earlier frame, so that reading
+    in order decodes the file once. Thread-safe: the earliest requested frame comes first."""
 
     def __init__(self, data: bytes, ref: MediaRef, limits: ImageLimits) -> None:
         self._data, self._ref, self._limits = data, ref, limits
@@ -79,11 +77,11 @@ class VideoReader:
         self._is_busy = False
         self._frames: Iterator[Any] = iter(())
         self._last: tuple[int, Any] = (-1, None)
-        """The frame that was decoded last, and its number."""
+        """The number of the last decoded frame, and the frame."""
         self.num_starts = 0
 
     def read(self, numbers: Sequence[int]) -> list[Image]:
-        """The frames of these numbers, which ascend, in RGB and of the ref's size."""
+        """Return the frames with these ascending numbers, in RGB and in the ref's size."""
         first = numbers[0]
         with self._turn:
             self._waiting.append(first)
@@ -105,7 +103,7 @@ class VideoReader:
             frame = next(self._frames, None)
             if frame is None:
                 raise MediaUndecodable(
-                    f"no frame {number}: it ends with frame {self._last[0]}", _FIX_SAVE
+                    f"there is no frame {number}: the last is {self._last[0]}", _FIX_SAVE
                 )
             self._last = (self._last[0] + 1, frame)
         return self._last[1].to_image()
@@ -116,7 +114,7 @@ class VideoReader:
 
 
 class VideoReaders:
-    """A few open readers of a store's videos; that of a video that comes again is kept."""
+    """A few open readers of a store's videos, by digest."""
 
     def __init__(self, get: Callable[[MediaRef], bytes], limits: ImageLimits) -> None:
         self._get_bytes, self._limits = get, limits
@@ -136,22 +134,21 @@ class VideoReaders:
         with self._lock:
             reader = self._readers.get(ref.digest)
         if reader is None:
-            made = VideoReader(self._get_bytes(ref), ref, self._limits)
+            new_reader = VideoReader(self._get_bytes(ref), ref, self._limits)
             with self._lock:
-                reader = self._readers.setdefault(ref.digest, made)
+                reader = self._readers.setdefault(ref.digest, new_reader)
         return reader
 
 
 class _VideoFile:
-    """An open file with one kind of error: what PyAV raises becomes ours."""
+    """An open file, which turns PyAV's errors into `MediaUndecodable`."""
 
     def __init__(self, data: bytes, mime: str, limits: ImageLimits) -> None:
         self._data, self._mime, self._limits = data, mime, limits
 
     def __enter__(self) -> _VideoFile:
         av = import_av()
-        # Nothing but the bytes is read: a container that names other files, or a codec that is
-        # seldom tried, is refused before it is opened.
+        # Only these bytes are read: containers that name other files and rare codecs are refused.
         options = {"codec_whitelist": ",".join((*_CODECS, "libdav1d", "aac", "opus", "vorbis"))}
         try:
             self._container = av.open(
@@ -172,16 +169,16 @@ class _VideoFile:
     def _open_stream(self) -> None:
         streams = self._container.streams.video
         if len(streams) != 1:
-            raise MediaRefused(f"{self._mime} with {len(streams)} pictures at once", _FIX_SAVE)
+            raise MediaRefused(f"{self._mime} with {len(streams)} video streams", _FIX_SAVE)
         self.stream = streams[0]
         codec = self.stream.codec_context
         name = None if codec is None else codec.codec.canonical_name
         if name not in _CODECS:
             raise MediaRefused(
-                f"{self._mime} of the codec {name}", f"encode it as one of {', '.join(_CODECS)}"
+                f"{self._mime} with the codec {name}", f"encode it as one of {', '.join(_CODECS)}"
             )
         self._limits.check_size(codec.width, codec.height)
-        # One thread each: the pool that decodes has its own. What is damaged is not made up.
+        # One thread each: the decoding pool has several. Damage is reported, not concealed.
         codec.thread_count = 1
         codec.options = {
             "err_detect": "crccheck+bitstream+buffer+explode",
@@ -191,23 +188,23 @@ class _VideoFile:
     def read_fps(self) -> float:
         fps = float(self.stream.average_rate or self.stream.guessed_rate or 0)
         if not MIN_FPS <= fps <= MAX_FPS:
-            raise MediaRefused(f"{self._mime} of {fps:g} frames a second", _FIX_SAVE)
+            raise MediaRefused(f"{self._mime} with {fps:g} frames per second", _FIX_SAVE)
         return fps
 
     def decode(self, size: tuple[int, int] | None = None) -> Iterator[Any]:
-        """The frames in the order in which they are shown, all of one size."""
+        """Yield the frames in display order, all in one size."""
         av = import_av()
         try:
             for frame in self._container.decode(self.stream):
                 size = size or (frame.width, frame.height)
                 if frame.is_corrupt or (frame.width, frame.height) != size:
                     what = "is damaged" if frame.is_corrupt else f"is not {size[0]}x{size[1]}"
-                    raise MediaRefused(f"{self._mime}, a frame of which {what}", _FIX_SAVE)
+                    raise MediaRefused(f"{self._mime}: a frame {what}", _FIX_SAVE)
                 self._limits.check_size(frame.width, frame.height)
                 if frame.rotation % 360:
                     raise MediaRefused(
-                        f"{self._mime} that is to be turned by {frame.rotation} degrees",
-                        "encode it upright: ffmpeg -i FILE, without -noautorotate, does",
+                        f"{self._mime} with a rotation of {frame.rotation} degrees",
+                        "encode it upright, as ffmpeg does by default",
                     )
                 yield frame
         except (av.FFmpegError, ValueError) as error:
@@ -217,23 +214,23 @@ class _VideoFile:
 
     def _build_error(self, error: Exception) -> MediaUndecodable:
         what = f"{type(error).__name__}: {getattr(error, 'strerror', None) or error}"
-        return MediaUndecodable(f"{self._mime} that does not decode ({what})", _FIX_SAVE)
+        return MediaUndecodable(f"{self._mime} cannot be decoded ({what})", _FIX_SAVE)
 
 
 def import_av() -> Any:
-    """PyAV, which an installation has that decodes videos."""
+    """Import PyAV, or raise with the command that installs it."""
     try:
         import av
     except ImportError as error:
         raise MediaError(
-            "videos are decoded by PyAV, which is not installed",
-            "install it: pip install 'sightline-rl[video]'",
+            "videos require PyAV, which is not installed",
+            "run: pip install 'sightline-rl[video]'",
         ) from error
     return av
 
 
 def _check_boxes(data: bytes) -> None:
-    """The boxes of an MP4 end where its bytes end."""
+    """Raise if the boxes of an MP4 do not end where its bytes end."""
     at, kinds = 0, set()
     while at < len(data):
         size, head = int.from_bytes(data[at : at + 4], "big"), 8
@@ -243,25 +240,25 @@ def _check_boxes(data: bytes) -> None:
         if size < head or at + size > len(data):
             raise MediaRefused(
                 f"truncated MP4: the box at byte {at} says {size} bytes, {len(data) - at} are left",
-                "send the whole file; this one was cut while being sent or written",
+                "send the whole file",
             )
         kinds.add(data[at + 4 : at + 8])
         at += size
     if b"moov" not in kinds:
-        raise MediaRefused("MP4 without a header of its tracks", _FIX_SAVE)
+        raise MediaRefused("MP4 without a moov box", _FIX_SAVE)
 
 
 def _check_segment(data: bytes) -> None:
-    """The segment of a WebM ends where its bytes end, or says nothing of its end."""
+    """Raise if the segment of a WebM is longer than its bytes."""
     start = data.find(_SEGMENT, 0, 1024)
     if start < 0 or b"webm" not in data[:start]:
-        raise MediaRefused("Matroska that is no WebM", _FIX_SAVE)
+        raise MediaRefused("a Matroska file that is not WebM", _FIX_SAVE)
     at = start + len(_SEGMENT)
     num = 9 - data[at].bit_length() if at < len(data) and data[at] else 9
     size = int.from_bytes(data[at : at + num], "big") & ((1 << 7 * num) - 1)
     is_open = size == (1 << 7 * num) - 1
     if num > 8 or (not is_open and at + num + size > len(data)):
         raise MediaRefused(
-            f"truncated WebM: its segment says {size} bytes, {len(data) - at - num} are there",
-            "send the whole file; this one was cut while being sent or written",
+            f"truncated WebM: its segment says {size} bytes, {len(data) - at - num} follow",
+            "send the whole file",
         )

@@ -85,7 +85,7 @@ def test_an_address_of_the_open_internet_may_be_tried(
     store: MediaStore, connections: list[Any], address: str
 ) -> None:
     ingest = ImageIngestor(store, http_hosts=["pictures.example"], resolve=Resolver([address]))
-    assert "failed" in refused(ingest, "http://pictures.example/a.png")
+    assert "cannot fetch an image" in refused(ingest, "http://pictures.example/a.png")
     assert {tried[0] for tried in connections} == {address}
 
 
@@ -115,7 +115,7 @@ def test_a_name_is_looked_up_once_and_the_address_that_was_checked_is_used(
     """A name that changes its answer between the check and the connection gains nothing."""
     resolver = Resolver([PUBLIC, "127.0.0.1"], ["127.0.0.1"])
     ingest = ImageIngestor(store, http_hosts=["rebinding.example"], resolve=resolver)
-    assert "failed" in refused(ingest, "http://rebinding.example/a.png")
+    assert "cannot fetch an image" in refused(ingest, "http://rebinding.example/a.png")
     assert len(resolver.asked) == 1
     assert [tried[0] for tried in connections] == [PUBLIC]
     # Asked again, the name now leads inside: refused, and nothing was kept of the first answer.
@@ -129,7 +129,7 @@ def test_a_name_that_nobody_knows_is_refused(store: MediaStore, connections: lis
 
     for resolver in (unknown, Resolver([])):
         ingest = ImageIngestor(store, http_hosts=["gone.example"], resolve=resolver)
-        assert "not known" in refused(ingest, "http://gone.example/a.png")
+        assert "unknown host" in refused(ingest, "http://gone.example/a.png")
     assert connections == []
 
 
@@ -145,7 +145,7 @@ def test_a_lookup_that_takes_too_long_is_given_up(
 
     ingest = ImageIngestor(store, http_hosts=["slow.example"], timeout_s=0.05, resolve=slow)
     said = refused(ingest, "http://slow.example/a.png")
-    assert "the address of slow.example was not found within 0.05 s" in said
+    assert "looking up slow.example took more than 0.05 s" in said
     may_answer.set()
     assert answered.wait(30) and connections == [], "an answer that comes too late is not used"
 

@@ -86,7 +86,7 @@ def test_a_store_that_stays_away_is_named_with_the_last_cause(
         lambda: store.count(),
         lambda: store.renew_lease("run"),
     ):
-        with pytest.raises(MediaError, match="not available, after 0.3 s of trying") as caught:
+        with pytest.raises(MediaError, match="not available after 0.3 s of retries") as caught:
             ask()
         assert str(store.root) in caught.value.problem
         assert isinstance(caught.value.__cause__, OSError)  # by which a server says 503
@@ -102,7 +102,7 @@ def test_a_store_that_is_waited_for_is_named_on_stderr(capsys: pytest.CaptureFix
 
     told = retry(ask, "s3://waited-for", 600.0)
     assert told.startswith("the store s3://waited-for does not answer (refused)")
-    assert "it is tried again for 59" in told and told.count("\n") == 1
+    assert "retrying for 59" in told and told.count("\n") == 1
 
 
 def test_a_store_that_takes_requests_and_never_answers_is_given_up(
@@ -164,7 +164,7 @@ def test_the_service_takes_only_what_the_name_names(tmp_path: Path, pictures: li
         remote = kind.store.remote
         with pytest.raises(MediaError, match="the bytes hash to"):
             remote.write("0" * 64, pictures[0])
-        with pytest.raises(MediaError, match="are no PNG"):
+        with pytest.raises(MediaError, match="are not a PNG"):
             remote.write(sha256(b"no image").hexdigest(), b"no image")
         with pytest.raises(MediaError, match="not a media digest"):
             remote.read("A" * 64)
@@ -175,7 +175,7 @@ def test_the_service_takes_only_what_the_name_names(tmp_path: Path, pictures: li
 def test_an_address_with_a_password_or_of_no_kind_is_refused() -> None:
     with pytest.raises(MediaError, match="not the address"):
         open_store("http://me:secret@127.0.0.1:8100")
-    with pytest.raises(MediaError, match="no kind of store is called 'ftp'"):
+    with pytest.raises(MediaError, match="ftp:// is unknown"):
         open_store("ftp://host/images")
 
 
@@ -183,7 +183,7 @@ def test_an_object_store_without_obstore_says_what_to_install(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setitem(sys.modules, "obstore", None)
-    with pytest.raises(MediaError, match="needs obstore") as caught:
+    with pytest.raises(MediaError, match="requires obstore") as caught:
         open_store("s3://bucket/images")
     assert "sightline-rl[object-store]" in caught.value.fix
 
@@ -195,7 +195,7 @@ def test_an_image_that_only_this_machine_has_kept_is_no_longer_referred_to(
     other = kind.elsewhere()
     assert other.get(ref) == pictures[0]
     kind.backing.clear()
-    with pytest.raises(MediaMissing, match="no more in the store"):
+    with pytest.raises(MediaMissing, match="no longer in the store"):
         ImageIngestor(other).resolve(ref.url, "url")
 
 
@@ -232,7 +232,6 @@ def test_the_cache_stays_within_its_bytes_and_drops_what_was_used_least_recently
     held = list((tmp_path / "ab").glob("ab*"))
     assert sum(path.stat().st_size for path in held) <= 1000
     assert len(held) == 2
-    assert (tmp_path / "ab" / ".size").read_text() == "800"
     cache.add(digest[d], d * 3)  # more than the share of its folder
     assert set(held) == set((tmp_path / "ab").glob("ab*"))
 

@@ -202,7 +202,7 @@ def test_check_room_raises_above_the_limit_of_the_store(tmp_path: Path, picture:
 def test_check_room_raises_when_the_disk_is_nearly_full(tmp_path: Path) -> None:
     free = shutil.disk_usage(tmp_path).free
     MediaStore(tmp_path / "a" / "b", reserve_bytes=free // 2).check_room()
-    with pytest.raises(StoreFull, match="kept in reserve") as full:
+    with pytest.raises(StoreFull, match="stay in reserve") as full:
         MediaStore(tmp_path / "a" / "b", reserve_bytes=free * 2).check_room()
     assert "max_gb" not in full.value.fix, "a higher limit would not help"
 

@@ -93,8 +93,8 @@ def test_a_delta_that_makes_another_part_is_refused(tmp_path: Path) -> None:
     others = [
         (zlib.compress(bytes(1000)), "hash to"),
         (zlib.compress(bytes(1 << 20)), "hash to"),  # of which 1000 bytes are inflated
-        (zlib.compress(bytes(999)), "none of 1000 bytes"),
-        (b"no zlib", "none of 1000 bytes"),
+        (zlib.compress(bytes(999)), "does not have 1000 bytes"),
+        (b"no zlib", "does not have 1000 bytes"),
     ]
     for data, said in others:
         wrong = {part: PartDelta(delta.base, store.put_bytes(data))}
@@ -121,7 +121,7 @@ def test_a_list_of_parts_that_does_not_fit_is_refused(tmp_path: Path) -> None:
     store = MediaStore(tmp_path / "blobs")
     stored = store_file(store, write(tmp_path / "in", os.urandom(2500)))
     wrong = structs.replace(stored, parts=stored.parts[:-1])
-    with pytest.raises(MediaError, match="2 parts of 2500 bytes"):
+    with pytest.raises(MediaError, match="2 parts for 2500 bytes"):
         fetch_file(store, wrong, tmp_path / "out", {})
     swapped = structs.replace(stored, parts=stored.parts[::-1])
     with pytest.raises(MediaError, match="has 500 bytes, not 1000"):

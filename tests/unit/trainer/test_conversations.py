@@ -133,7 +133,10 @@ def bad_row(content: Any, images: int = 0) -> dict[str, Any]:
         (bad_row([{"text": "no type"}]), r"messages\[0\].content\[0\].type: missing"),
         (bad_row([{"type": "image", "image": 3}]), r"content\[0\].image: a int in place of a url"),
         (bad_row([{"type": "image_url", "image_url": {"url": "http://x/y.png"}}]), "not allowed"),
-        (bad_row([{"type": "image_url", "image_url": {"url": "ftp://x"}}]), "no image comes from"),
+        (
+            bad_row([{"type": "image_url", "image_url": {"url": "ftp://x"}}]),
+            "is not a url of an image",
+        ),
         (bad_row([{"type": "image"}]), r"content\[0\]: image part 1 without a source.* 0 images"),
         (bad_row("no part", images=2), "0 image parts take an image of the row, which has 2"),
         (bad_row([{"type": "text"}]), r"messages\[0\].content\[0\].text"),
