@@ -56,7 +56,7 @@ def test_a_run_on_ray_outlives_the_node_of_its_server_and_its_worker(
         assert told["bad_media"] == 0 and told["mismatch_kl"] < 1e-6
         events = job.run_dir.metrics.read_text()
         assert "was lost with its node" in (job.run_dir.logs / "server.log").read_text()
-        assert "it is started again" in events and '"reason":"crash' in events.replace(" ", "")
+        assert "restarting it" in events and '"reason":"crash' in events.replace(" ", "")
         assert not list((tmp_path / "scratch").rglob("config.toml"))
 
 

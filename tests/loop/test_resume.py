@@ -52,8 +52,8 @@ def test_a_killed_server_and_a_killed_trainer_are_started_again_and_the_run_goes
     job.kill("trainer")
     said = job.output(timeout_s=300)
     assert job.process.returncode == 0, said
-    assert "server was killed by SIGKILL; it is started again, 1 of 8 times" in said
-    again = "trainer was killed by SIGKILL; the trainer is started again from its last checkpoint"
+    assert "server was killed by SIGKILL; restarting it, 1 of 8 times" in said
+    again = "trainer was killed by SIGKILL; restarting the trainer from its last checkpoint"
     assert again in said
     assert [step for step, _ in ledger(job.run_dir)] == list(range(1, STEPS + 1))
     assert not list(job.run_dir.weights.glob("*.1")), "replayed weights are bit-equal"

@@ -112,8 +112,8 @@ def write_run(home: Path, module: str, code: str, name: str) -> None:
         ("crash", "Trouble", "crash: worker-0 ended with 7"),
         ("exit", "Trouble", "crash: worker-0 ended with 0"),
         ("fault", "Trouble", "crash: worker-0 was killed by SIGSEGV"),
-        ("hang", "Trouble", "hang: its event loop stood still"),
-        ("leak", "Trouble", "leak: it held"),
+        ("hang", "Trouble", "hang: its event loop was blocked"),
+        ("leak", "Trouble", "leak: "),
         ("stuck", "Stuck", "hang: user code has outlived its rollout"),
     ], 1),
 )  # fmt: skip

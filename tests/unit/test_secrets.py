@@ -210,7 +210,7 @@ def test_the_secret_of_a_run_is_its_owners_and_stays(
     monkeypatch.delenv(SECRET_VARIABLE, raising=False)
     run_dir = claim_run_dir(str(tmp_path / "runs"), "r")
     assert stat.S_IMODE(run_dir.path.stat().st_mode) == 0o700
-    with pytest.raises(ConfigError, match="cannot be read"):
+    with pytest.raises(ConfigError, match="cannot read"):
         read_secret(run_dir)
     before = os.umask(0)
     try:
@@ -222,7 +222,7 @@ def test_the_secret_of_a_run_is_its_owners_and_stays(
     other = claim_run_dir(str(tmp_path / "runs"), "r")
     assert make_secret(other) != made
     monkeypatch.setenv(SECRET_VARIABLE, "short")
-    with pytest.raises(ConfigError, match="could be guessed"):
+    with pytest.raises(ConfigError, match="only .* characters"):
         make_secret(run_dir)
     monkeypatch.setenv(SECRET_VARIABLE, KEY)
     assert read_secret(RunDir(tmp_path / "of another machine")) == KEY

@@ -1,4 +1,4 @@
-"""One launcher a run directory, and one checkpoint a run."""
+"""Claim a run directory, its lock and its secret, and record the model's digests."""
 
 from __future__ import annotations
 
@@ -20,18 +20,18 @@ from sightline.run.rights import Rights, derive_rights
 from sightline.wire.file import add_checksum, read_checked, write_atomic
 
 SECRET_VARIABLE = "SIGHTLINE_SECRET"
-"""Gives the secret of a run to ranks of other machines that cannot read its directory."""
+"""Passes a run's secret to ranks on machines that cannot read its directory."""
 MIN_SECRET_CHARS = 16
 MODEL_FILES = ("*.safetensors", "*.json", "*.jinja", "*.txt", "*.model")
 MAX_THREADS = 8
 PART_BYTES = 1 << 26
-"""Parts of a larger file are hashed at the same time; its digest is that of their digests."""
+"""Parts of a larger file are hashed in parallel, and its digest is the hash of their digests."""
 PARTS_MARK = "parts:"
-"""Before such a digest; what was recorded before there were any has none."""
+"""Prefix of such a digest, which records of older versions do not have."""
 
 
 def claim_run_dir(base: str, name: str) -> RunDir:
-    """Makes the next free `base/name-NNN`; two launchers never get the same."""
+    """Create the next free `base/name-NNN`. Two launchers never get the same directory."""
     number, folder = 1, (Path(base) / name).parent
     try:
         folder.mkdir(parents=True, exist_ok=True)
@@ -46,30 +46,30 @@ def claim_run_dir(base: str, name: str) -> RunDir:
 
 
 def check_run_folder(path: Path) -> Path:
-    """The folder, there already, in which `[run] dir` is or would be made; refuses one that cannot
-    be written to."""
-    there = next(one for one in (path, *path.parents) if os.path.lexists(one))
+    """Return the existing folder in which `[run] dir` would be created; raise if it is not
+    writable."""
+    existing = next(folder for folder in (path, *path.parents) if os.path.lexists(folder))
     try:
-        with tempfile.TemporaryDirectory(dir=there, prefix=".check-"):
-            return there
+        with tempfile.TemporaryDirectory(dir=existing, prefix=".check-"):
+            return existing
     except OSError as error:
         raise _build_folder_error(path, error) from error
 
 
 def _build_folder_error(path: Path, error: OSError) -> ConfigError:
     return ConfigError(
-        f"[run] dir: no run directory can be made in {path}: {error.strerror}",
+        f"[run] dir: cannot create a run directory in {path}: {error.strerror}",
         "set it to a folder that this user can write to",
     )
 
 
 def make_secret(run_dir: RunDir) -> str:
-    """The secret of a run: the one that it has, or a new one; SIGHTLINE_SECRET takes its place."""
+    """Return the run's secret; create it if it is missing. SIGHTLINE_SECRET replaces it."""
     given = os.environ.get(SECRET_VARIABLE, "").strip()
     if given and len(given) < MIN_SECRET_CHARS:
         raise ConfigError(
-            f"{SECRET_VARIABLE} has {len(given)} characters, and could be guessed",
-            f"take {MIN_SECRET_CHARS} or more, such as `openssl rand -hex 32` gives",
+            f"{SECRET_VARIABLE} has only {len(given)} characters",
+            f"use {MIN_SECRET_CHARS} or more, for instance from `openssl rand -hex 32`",
         )
     if given or not run_dir.secret.is_file():
         write_private(run_dir.secret, given or secrets.token_hex(32))
@@ -77,7 +77,7 @@ def make_secret(run_dir: RunDir) -> str:
 
 
 def write_private(path: Path, text: str) -> None:
-    """Writes a file that its owner alone may read, whatever was there."""
+    """Write or replace a file that only its owner may read."""
     part = path.with_name(f".{path.name}.part")
     part.unlink(missing_ok=True)
     with open(os.open(part, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "w") as file:
@@ -86,22 +86,22 @@ def write_private(path: Path, text: str) -> None:
 
 
 def read_secret(run_dir: RunDir) -> str:
-    """The secret of a run that was started, on whichever machine."""
+    """Return the secret of a run that was started."""
     try:
-        found = (os.environ.get(SECRET_VARIABLE, "") or run_dir.secret.read_text()).strip()
+        secret = (os.environ.get(SECRET_VARIABLE, "") or run_dir.secret.read_text()).strip()
     except OSError as error:
         raise ConfigError(
-            f"the secret of the run cannot be read: {error}",
-            f"let this machine read the run directory, or set {SECRET_VARIABLE} on all",
+            f"cannot read the run's secret: {error}",
+            f"let this machine read the run directory, or set {SECRET_VARIABLE} on all machines",
         ) from error
-    if not found:
-        raise ConfigError(f"{run_dir.secret} is empty", "remove it, and resume the run")
-    mask_from_now_on(found)
-    return found
+    if not secret:
+        raise ConfigError(f"{run_dir.secret} is empty", "delete it, and resume the run")
+    mask_from_now_on(secret)
+    return secret
 
 
 def read_rights(run_dir: RunDir, name: str) -> Rights:
-    """What the process called `name` may do; a copy of a run directory has that alone."""
+    """Return the rights of the process `name`. A copied run directory holds only those."""
     rights = derive_rights(read_secret(run_dir), name)
     for key in (rights.channel, rights.token, rights.control_token, rights.ranks):
         mask_from_now_on(key)
@@ -110,15 +110,15 @@ def read_rights(run_dir: RunDir, name: str) -> Rights:
 
 @contextmanager
 def lock_run_dir(run_dir: RunDir) -> Iterator[None]:
-    """Locks the directory for as long as the launcher lives, whose process and machine stand in the
-    file; the system lets go of the lock, however that ends."""
+    """Lock the directory while the launcher lives. The file names its process and machine, and the
+    system releases the lock however the launcher ends."""
     with open(run_dir.lock, "a") as file:
         try:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except OSError as error:
             raise ResumeRefused(
-                f"{run_dir.path} is in use by another launcher",
-                f"wait for it, or end it first: `sightline stop {run_dir.path}`",
+                f"another launcher is using {run_dir.path}",
+                f"wait for it, or stop it first: `sightline stop {run_dir.path}`",
             ) from error
         file.truncate(0)
         print(os.getpid(), socket.gethostname(), end="", file=file, flush=True)
@@ -126,15 +126,15 @@ def lock_run_dir(run_dir: RunDir) -> Iterator[None]:
 
 
 def record_model_digests(run_dir: RunDir, model: Path, part_bytes: int = PART_BYTES) -> None:
-    """Remembers what the checkpoint of a new run holds."""
+    """Record the digests of a new run's checkpoint."""
     data = json.dumps(_hash_model(model, part_bytes), indent=1).encode()
     write_atomic(_get_digest_file(run_dir), add_checksum(data))
 
 
 def check_model_unchanged(run_dir: RunDir, model: Path, part_bytes: int = PART_BYTES) -> None:
-    """Refuses to go on from another checkpoint than the run began with: it is the reference of the
-    KL, and version 0 of the policy."""
-    fix = "put it back from a copy: it alone says which checkpoint the run began with"
+    """Raise if the checkpoint is not the one that the run began with: it is the KL reference, and
+    version 0 of the policy."""
+    fix = "restore it from a copy: it records which checkpoint the run began with"
     before = read_checked(_get_digest_file(run_dir), dict[str, str], fix)
     plain = {name for name, digest in before.items() if not digest.startswith(PARTS_MARK)}
     now = _hash_model(model, part_bytes, plain)
@@ -144,7 +144,7 @@ def check_model_unchanged(run_dir: RunDir, model: Path, part_bytes: int = PART_B
         how = "is gone" if name not in now else "has changed" if name in before else "is new"
         what = f"{model / name} {how}" if model.is_dir() else f"the folder {model} is gone"
         raise ResumeRefused(
-            f"{what} since the run began, by {_get_digest_file(run_dir)}",
+            f"{what} since the run began, according to {_get_digest_file(run_dir)}",
             "restore the checkpoint, or start a new run",
         )
 
@@ -154,7 +154,7 @@ def _get_digest_file(run_dir: RunDir) -> Path:
 
 
 def _hash_model(model: Path, part_bytes: int, plain: Collection[str] = ()) -> dict[str, str]:
-    """Digests by file; those of `plain` of the whole file, however large."""
+    """Return digests by file. Those of `plain` cover the whole file, however large."""
     files = sorted({file for pattern in MODEL_FILES for file in model.glob(pattern)})
     with ThreadPoolExecutor(MAX_THREADS, "digests") as pool:
         parts = {
@@ -165,7 +165,10 @@ def _hash_model(model: Path, part_bytes: int, plain: Collection[str] = ()) -> di
             ]
             for file in files
         }
-        return {name: _join_digests([one.result() for one in own]) for name, own in parts.items()}
+        return {
+            name: _join_digests([digest.result() for digest in digests])
+            for name, digests in parts.items()
+        }
 
 
 def _hash_part(file: Path, start: int, size: int) -> bytes:

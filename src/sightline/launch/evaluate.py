@@ -1,4 +1,4 @@
-"""Scores a model on an environment's held-out tasks: `sightline eval`, and `evaluate` in Python."""
+"""Evaluate a model on held-out tasks: `sightline eval`, and `evaluate` in Python."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ _TAKEN = {
     "model": ("dtype", "max_pixels"),
 }
 SECTION_OF = {name: section for section, names in _TAKEN.items() for name in names}
-"""The settings of a run file that an evaluation takes by their bare names, with their sections."""
+"""The sections of the run file settings that `evaluate` takes by their bare names."""
 
 
 def evaluate(
@@ -42,11 +42,11 @@ def evaluate(
     tasks: int = 256,
     **options: Any,
 ) -> EvalSummary:
-    """What `model`, a checkpoint or the url of an OpenAI endpoint, earns on held-out tasks.
+    """Evaluate `model`, a checkpoint or the url of an OpenAI endpoint, on held-out tasks.
 
-    The environment is played in this process, so that it may be defined anywhere, in a notebook
-    too. `options` are settings of a run file (temperature, max_tokens, max_turns, max_model_len,
-    timeout_s, seed, device, dtype, max_pixels), and the keyword arguments of `play_evaluation`.
+    The environment runs in this process, so that a notebook may define it. `options` are run file
+    settings (temperature, max_tokens, max_turns, max_model_len, timeout_s, seed, device, dtype,
+    max_pixels) and the keyword arguments of `play_evaluation`.
     """
     if isinstance(env, str):
         env = load_environment(env, {})
@@ -57,11 +57,11 @@ def evaluate(
     values: dict[str, Any] = {"env": {"name": env.name}}
     config = build_eval_config(values, "" if is_url else str(model), settings)
     played = play_evaluation(env, config, endpoint=str(model) if is_url else "", **options)
-    return EvalSummary([one.trace for one in played])
+    return EvalSummary([rollout.trace for rollout in played])
 
 
 def build_eval_config(values: dict[str, Any], checkpoint: str, settings: dict[str, Any]) -> RunFile:
-    """The settings of an evaluation: `values` of a run file, with `settings` in their places."""
+    """Return the settings of an evaluation: a run file's `values`, updated with `settings`."""
     values.setdefault("model", {})["path"] = checkpoint
     inference = values.setdefault("inference", {})
     if not load_engine(inference.get("engine", DEFAULT_ENGINE)).can_start:
@@ -72,7 +72,7 @@ def build_eval_config(values: dict[str, Any], checkpoint: str, settings: dict[st
         values.setdefault(SECTION_OF[name], {})[name] = value
     config = validate_config(RunFile, values, "evaluation")
     if config.eval.tasks < 1:
-        raise ConfigError(f"tasks = {config.eval.tasks}", "take 1 or more")
+        raise ConfigError(f"tasks = {config.eval.tasks} is too small", "set 1 or more")
     return config
 
 
@@ -89,14 +89,14 @@ def play_evaluation(
     threads: int = 1,
     player_kind: Callable[..., RolloutPlayer] = RolloutPlayer,
 ) -> list[PlayedRollout]:
-    """Plays `[eval] tasks` of the split as a run evaluates: the same player, seeds and limits.
+    """Play `[eval] tasks` of the split as a run does: with the same player, seeds and limits.
 
-    Asks `endpoint`, or serves the checkpoint of `config` meanwhile, with so many `threads`. `media`
-    keeps the images, which an endpoint that reads it too is sent by reference. `api_key` is the key
-    of the endpoint, or where it is: env:NAME or file:PATH.
+    Without `endpoint`, a temporary server with `threads` threads serves the checkpoint. `media` is
+    a folder for the images; an endpoint that reads it too gets references. `api_key` is the
+    endpoint's key, or its place: env:NAME or file:PATH.
     """
     if max_concurrent < 1:
-        raise ConfigError(f"max_concurrent = {max_concurrent}", "take 1 or more")
+        raise ConfigError(f"max_concurrent = {max_concurrent} is too small", "set 1 or more")
 
     async def play_all() -> list[PlayedRollout]:
         seed, temperature = config.run.seed, config.eval.temperature
@@ -130,14 +130,14 @@ def play_evaluation(
         else:
             if not Path(config.model.path).is_dir():
                 raise ConfigError(
-                    f"{config.model.path!r} is no folder of a checkpoint",
-                    "name one, or the url of an endpoint; `sightline model tiny DIR` writes one",
+                    f"{config.model.path!r} is not a checkpoint's folder",
+                    "name one, or an endpoint's url; `sightline model tiny DIR` writes one",
                 )
             server = temporary_server(
                 Path(config.model.path), folder, _list_server_options(config), threads
             )
             chats = build_policy_chats(config, [stack.enter_context(server)], store)
-        # In a thread, for the event loop of a notebook is taken.
+        # In a thread: a notebook already runs an event loop in this one.
         pool = stack.enter_context(ThreadPoolExecutor(1))
         return pool.submit(asyncio.run, play_all()).result()
 

@@ -22,7 +22,7 @@ from sightline.run.rights import derive_rights
 
 HUB_PORT = 7000
 HOME = "/sightline"
-"""Where pods of the launcher have the volume: relative paths of a run file begin there."""
+"""Mount point of the volume, and the launcher's working directory."""
 RUN_FILE = "/etc/sightline/run.toml"
 LAUNCHER = "launcher"
 RESTARTS = 20
@@ -36,8 +36,8 @@ def get_port(file: RunFile) -> int:
 
 
 def build_secrets(file: RunFile) -> str:
-    """A line for each process with its rights in the run, and one with the secret for the launcher,
-    as `kubectl create secret --from-env-file` reads them."""
+    """Return a line with each process's rights, and one with the run's secret for the launcher, for
+    `kubectl create secret --from-env-file`."""
     secret = secrets.token_hex(32)
     names = filter(file.launch.is_elsewhere, list_names(file))
     rights = {name: derive_rights(secret, name).encode() for name in names}
@@ -45,24 +45,24 @@ def build_secrets(file: RunFile) -> str:
 
 
 def build_kubernetes(file: RunFile, text: str, overrides: Sequence[str]) -> list[Table]:
-    """The manifests of a run whose run file has `text`."""
-    given = file.launch.kubernetes
-    if unknown := given.keys() - set(KUBERNETES_KEYS):
+    """Return the manifests of a run whose run file has this `text`."""
+    settings = file.launch.kubernetes
+    if unknown := settings.keys() - set(KUBERNETES_KEYS):
         raise ConfigError(
-            f"[launch.kubernetes] has {sorted(unknown)[0]}",
-            f"it takes {', '.join(KUBERNETES_KEYS)}",
+            f"[launch.kubernetes] has the unknown key {sorted(unknown)[0]}",
+            f"use {', '.join(KUBERNETES_KEYS)}",
         )
     for key in ("image", "volume_claim"):
-        if not given.get(key):
+        if not settings.get(key):
             raise ConfigError(
                 f"[launch.kubernetes] has no {key}",
-                "name the image that docker/Dockerfile builds, and the claim of a volume for "
-                "the run directory",
+                "set the image that docker/Dockerfile builds, and the volume claim for the run "
+                "directory",
             )
     name = make_name(file.run.name)
     specs = plan_run(file, Path(), name, Endpoints(f"tcp://{name}:{get_port(file)}"))
     run = {"name": "run", "configMap": {"name": f"{name}-run"}}
-    home = {"name": "home", "persistentVolumeClaim": {"claimName": given["volume_claim"]}}
+    home = {"name": "home", "persistentVolumeClaim": {"claimName": settings["volume_claim"]}}
     command = [file.launch.python, "-m", "sightline", "rl", "--plain", RUN_FILE, *overrides]
     command += [f"rollout.workers={file.rollout.workers}", f"launch.port={get_port(file)}"]
     launcher = ProcessSpec(LAUNCHER, [], 1, resources=specs[-1].resources)
@@ -88,7 +88,7 @@ def build_kubernetes(file: RunFile, text: str, overrides: Sequence[str]) -> list
 
 
 def _build_scratch(file: RunFile) -> tuple[list[Table], list[Table]]:
-    """Volumes of a process that has its own copy of the run; its ranks share memory."""
+    """Return volumes and mounts for a process's copy of the run, and for shared memory."""
     volumes: list[Table] = [
         {"name": "scratch", "emptyDir": {}},
         {"name": "shm", "emptyDir": {"medium": "Memory"}},
@@ -122,17 +122,16 @@ def _build_job(
     volumes: list[Table],
     mounts: list[Table],
 ) -> Table:
-    given, name = file.launch.kubernetes, make_name(file.run.name)
-    asked = spec.resources
-    limits: Table = {"cpu": str(asked.cpus)}
-    if asked.memory_gb:
-        limits["memory"] = f"{ceil(asked.memory_gb * 1000)}M"
-    if asked.gpus:
-        limits["nvidia.com/gpu"] = str(ceil(asked.gpus))
+    settings, name, resources = file.launch.kubernetes, make_name(file.run.name), spec.resources
+    limits: Table = {"cpu": str(resources.cpus)}
+    if resources.memory_gb:
+        limits["memory"] = f"{ceil(resources.memory_gb * 1000)}M"
+    if resources.gpus:
+        limits["nvidia.com/gpu"] = str(ceil(resources.gpus))
     source = {"secretKeyRef": {"name": f"{name}-secret", "key": spec.name}}
     container: Table = {
         "name": "sightline",
-        "image": given["image"],
+        "image": settings["image"],
         "command": list(command),
         "env": [{"name": SECRET_VARIABLE, "valueFrom": source}],
         "resources": {"requests": limits, "limits": limits},
@@ -140,15 +139,15 @@ def _build_job(
     }
     if spec.name == LAUNCHER:
         container |= {"workingDir": HOME, "ports": [{"containerPort": get_port(file)}]}
-    if given.get("env_from"):
-        container["envFrom"] = [{"secretRef": {"name": given["env_from"]}}]
+    if settings.get("env_from"):
+        container["envFrom"] = [{"secretRef": {"name": settings["env_from"]}}]
     pod: Table = {
         "restartPolicy": "OnFailure" if restarts else "Never",
         "containers": [container],
         "volumes": volumes,
     }
-    if given.get("node_selector"):
-        pod["nodeSelector"] = given["node_selector"]
+    if settings.get("node_selector"):
+        pod["nodeSelector"] = settings["node_selector"]
     metadata = _build_metadata(file, f"{name}-{spec.name}", spec.name)
     template = {"metadata": {"labels": metadata["labels"]}, "spec": pod}
     return {
@@ -160,6 +159,6 @@ def _build_job(
 
 
 def make_name(name: str) -> str:
-    """The name as Kubernetes takes it for a Service: a letter first, a letter or digit last."""
+    """Return a valid name of a Kubernetes Service: it starts with a letter."""
     cut = re.sub(r"[^a-z0-9]+", "-", name.lower()).strip("-")[:40].strip("-")
     return cut if cut[:1].isalpha() else f"run-{cut}".strip("-")

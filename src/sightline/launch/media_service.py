@@ -1,7 +1,7 @@
 """The media service: a folder of images for machines that do not share its disk.
 
-`media/http_remote.py` lists what is asked. Every answer comes from the `MediaStore` of the folder,
-which checks what it takes and what it gives.
+`media/http_remote.py` lists the routes. The folder's `MediaStore` verifies everything that it
+stores and returns.
 """
 
 from __future__ import annotations
@@ -44,17 +44,16 @@ _STATUSES: dict[type[MediaError], int] = {MediaMissing: MISSING, MediaCorrupt: C
 
 
 def is_control(method: str, path: str) -> bool:
-    """Whether a request removes something, or is about weights and checkpoints; who knows the
-    digest of a part may read it, as workers read the tokenizer."""
+    """Return whether a request requires the control token: it removes something, or concerns
+    weights and checkpoints. Reading a part by its digest does not."""
     name, is_blob = path.removeprefix(f"/{BLOBS}"), path.startswith(f"/{BLOBS}/")
-    uses = method in SAFE_METHODS or (method == "POST" and name.endswith("/renew"))
-    is_used = uses and name.startswith("/media/")
-    return method == "DELETE" or name == "/gc" or (is_blob and not is_used)
+    is_read = method in SAFE_METHODS or (method == "POST" and name.endswith("/renew"))
+    reads_part = is_read and name.startswith("/media/")
+    return method == "DELETE" or name == "/gc" or (is_blob and not reads_part)
 
 
 def build_media_app(store: MediaStore, guard: RequestGuard) -> Starlette:
-    """An ASGI application that serves `store`, and the parts of files beside its images, to whom
-    `guard` lets in."""
+    """Return the ASGI application that serves the images and the parts of files in `store`."""
     blobs = MediaStore(Path(store.root) / BLOBS)
     check_room = partial(store.check_room, beside=[blobs])
     return Starlette(
@@ -67,14 +66,13 @@ def build_media_app(store: MediaStore, guard: RequestGuard) -> Starlette:
 def _build_routes(
     store: MediaStore, check_room: Callable[..., None], any_bytes: bool
 ) -> list[Route]:
-    """`check_room`: whether so many bytes more may be put; `any_bytes`: whether more than
-    images."""
+    """Return the routes of one store, which takes only images unless `any_bytes`."""
 
     async def read(http: Request) -> Response:
         digest = _get_digest(http)
         if http.method == "HEAD":
-            found = await run_in_threadpool(store.has, digest)
-            return Response(status_code=200 if found else MISSING)
+            has_image = await run_in_threadpool(store.has, digest)
+            return Response(status_code=200 if has_image else MISSING)
         data = await run_in_threadpool(store.get_bytes, digest)
         return Response(data, media_type="application/octet-stream")
 
@@ -83,8 +81,8 @@ def _build_routes(
         data = await read_body(http, store.limits.max_bytes)
 
         def put() -> bool:
-            if (found := sha256(data).hexdigest()) != digest:
-                raise MediaError(f"the bytes hash to {found}", "send the bytes that the name names")
+            if (actual := sha256(data).hexdigest()) != digest:
+                raise MediaError(f"the bytes hash to {actual}", "send the bytes of this digest")
             is_new = not store.has(digest)
             if is_new:
                 check_room(len(data))
@@ -97,8 +95,8 @@ def _build_routes(
         return Response(status_code=201 if await run_in_threadpool(put) else 200)
 
     async def renew(http: Request) -> Response:
-        found = await run_in_threadpool(store.touch, _get_digest(http))
-        return Response(status_code=200 if found else MISSING)
+        has_image = await run_in_threadpool(store.touch, _get_digest(http))
+        return Response(status_code=200 if has_image else MISSING)
 
     async def remove(http: Request) -> Response:
         await run_in_threadpool(store.remove, _get_digest(http))
@@ -113,11 +111,8 @@ def _build_routes(
         return Response()
 
     async def check(http: Request) -> Response:
-        def look() -> None:
-            store.check_writable()
-            check_room()
-
-        await run_in_threadpool(look)
+        await run_in_threadpool(store.check_writable)
+        await run_in_threadpool(check_room)
         return Response()
 
     async def health(http: Request) -> Response:
@@ -127,7 +122,7 @@ def _build_routes(
         return Route(path, answer_errors(_answer_media_errors(handler)), methods=list(methods))
 
     return [
-        # An image may be in use by whoever has its digest: gc removes those.
+        # Images may be in use by others: only gc removes them.
         *([route("/media/{digest}", remove, "DELETE")] if any_bytes else []),
         route("/media/{digest}", read, "GET", "HEAD"),
         route("/media/{digest}", write, "PUT"),
@@ -142,13 +137,13 @@ def _build_routes(
 
 async def _gc(store: MediaStore, http: Request) -> Response:
     try:
-        asked = msgspec.json.decode(await read_body(http, MAX_GC_BYTES), type=GcRequest)
+        request = msgspec.json.decode(await read_body(http, MAX_GC_BYTES), type=GcRequest)
     except msgspec.DecodeError as error:
-        raise EngineError(str(error), "send what GcRequest describes", "schema", 400) from error
+        raise EngineError(str(error), "send a GcRequest", "schema", 400) from error
 
     def collect() -> GcReport:
-        store.check_writable()  # parts may never have been put: their folder is made
-        return store.gc(asked.in_use, asked.min_age_s, dry_run=asked.dry_run)
+        store.check_writable()  # creates the folder of parts
+        return store.gc(request.in_use, request.min_age_s, dry_run=request.dry_run)
 
     return json_response(await run_in_threadpool(collect))
 
@@ -163,7 +158,7 @@ def _get_digest(http: Request) -> str:
 
 
 def _answer_media_errors(handler: Handler) -> Handler:
-    """`handler`, with the status of each error of the store."""
+    """Return `handler` with a status for each error of the store."""
 
     async def handle(http: Request) -> Response:
         try:
@@ -174,14 +169,14 @@ def _answer_media_errors(handler: Handler) -> Handler:
                 status = FULL
             elif isinstance(error.__cause__, OSError):
                 status = 503
-            shown = EngineError(error.problem, error.fix, type(error).__name__, status)
-            return Response(encode_refusal(shown), status, media_type="application/json")
+            refusal = EngineError(error.problem, error.fix, type(error).__name__, status)
+            return Response(encode_refusal(refusal), status, media_type="application/json")
 
     return handle
 
 
 def serve_media(store: MediaStore, guard: RequestGuard, port: int, cert: str, key: str) -> None:
-    """Serves until SIGTERM or SIGINT; `cert` and `key` are the files of TLS."""
+    """Serve until SIGTERM or SIGINT, with TLS if `cert` and `key` name files."""
     host = guard.host
     check_address(host, guard.token, "--token")
     tls = check_tls(cert, key, host)

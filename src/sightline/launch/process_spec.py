@@ -1,4 +1,4 @@
-"""A process of a run, as every launcher starts it or prints it."""
+"""A process of a run, for every launcher."""
 
 from __future__ import annotations
 
@@ -9,14 +9,14 @@ from dataclasses import dataclass, field
 
 @dataclass(frozen=True)
 class Resources:
-    """What a process asks a cluster for."""
+    """What a process requests from a cluster."""
 
     cpus: int = 1
     gpus: float = 0
     memory_gb: float = 0
-    """0 asks for nothing."""
+    """0 requests no specific amount."""
     component: str = ""
-    """Options of a component of its own in a job of Slurm."""
+    """Options of its own component in a Slurm job."""
 
 
 @dataclass(frozen=True)
@@ -28,9 +28,9 @@ class ProcessSpec:
     threads: int
     variables: dict[str, str] = field(default_factory=dict)
     python: str = ""
-    """The interpreter; empty is the launcher's own."""
+    """The interpreter; empty for the launcher's."""
     host: Sequence[str] = ()
-    """The words that run a command on the machine of the process; none for this one."""
+    """The command prefix that runs a command on the process's machine; empty for this one."""
     resources: Resources = Resources()
 
     @property

@@ -1,11 +1,11 @@
-"""Runs a command on a node of a Ray cluster: `python -m sightline.launch.ray_run -- COMMAND`.
+"""Run a command on a node of a Ray cluster: `python -m sightline.launch.ray_run -- COMMAND`.
 
     launcher --stdin--> this command --calls--> an actor with the resources --stdin--> COMMAND
              <--output, exit code--            <--output, exit code--
 
-The bundles of a run stand in one placement group, which the launcher holds. A node that is lost
-ends this command, and the launcher starts it again, on another. COMMAND ends with its standard
-input: it outlives neither the actor nor, by more than LEASE_S, the last call of this command.
+The launcher holds one placement group with a bundle for each process. If a node is lost, this
+command ends, and the launcher restarts it on another node. COMMAND ends when its standard input
+closes: with the actor, or at most LEASE_S after the last call of this command.
 """
 
 from __future__ import annotations
@@ -27,33 +27,33 @@ from sightline.errors import ConfigError
 from sightline.launch.process_spec import ProcessSpec, Resources
 
 LEASE_S = 30.0
-"""A command whose caller is silent for so long ends: its node may be cut off, and another started
-in its place."""
+"""A command ends if its caller is silent for this long: its node may be cut off, and its successor
+may be running elsewhere."""
 POLL_S = 0.5
 CONNECT_TIMEOUT_S = 10.0
 PLACE_TIMEOUT_S = 600.0
 SAY_AFTER_S = 5.0
-"""For which a run waits for room before it says so."""
+"""A run that waits longer than this for room prints a message."""
 START_FIX = "start one with `ray start --head`, or set RAY_ADDRESS to HOST:PORT of its head"
 FORWARDED = ("_NUM_THREADS", "TOKENIZERS_PARALLELISM", "OMP_WAIT_POLICY", "MALLOC_ARENA_MAX")
-"""Ends of the names of variables that COMMAND has from here; all others are its node's."""
+"""Suffixes of variables that are passed to COMMAND; all others come from its node."""
 
 
-def build_command_prefix(name: str, asked: Resources, run_id: str, bundle: int) -> list[str]:
-    """The words that run a command on the cluster, in a bundle of the run's placement group."""
+def build_command_prefix(name: str, resources: Resources, run_id: str, bundle: int) -> list[str]:
+    """Return the command prefix that runs a command in a bundle of the run's placement group."""
     words = [sys.executable, "-m", "sightline.launch.ray_run", "--run", run_id, "--name", name]
     words += ["--bundle", str(bundle)]
-    words += ["--cpus", str(asked.cpus), "--gpus", f"{asked.gpus:g}"]
-    words += ["--memory-gb", f"{asked.memory_gb:g}"] if asked.memory_gb else []
+    words += ["--cpus", str(resources.cpus), "--gpus", f"{resources.gpus:g}"]
+    words += ["--memory-gb", f"{resources.memory_gb:g}"] if resources.memory_gb else []
     return [*words, "--"]
 
 
 class Command:
-    """An actor: a command on its node, for as long as somebody asks about it."""
+    """An actor that runs a command on its node as long as a caller polls it."""
 
     def __init__(self, words: list[str], variables: Mapping[str, str]) -> None:
         self._output: queue.Queue[bytes] = queue.Queue()
-        self._asked = time.monotonic()
+        self._polled_at = time.monotonic()
         self._process = subprocess.Popen(
             words,
             stdin=subprocess.PIPE,
@@ -67,7 +67,7 @@ class Command:
         threading.Thread(target=self._fence, daemon=True).start()
 
     def write(self, data: bytes) -> None:
-        """Hands `data` to the command; none is the end of its input."""
+        """Pass `data` to the command; empty data closes its input."""
         assert self._process.stdin is not None
         with contextlib.suppress(OSError, ValueError):  # it has ended, or its input has
             self._process.stdin.write(data)
@@ -77,22 +77,21 @@ class Command:
                 self._process.stdin.close()
 
     def poll(self) -> tuple[bytes, int | None]:
-        """What the command has said since it was last asked, and how it ended; what it started may
-        hold its output open."""
-        self._asked = time.monotonic()
-        exit_code, said = self._process.poll(), b""
+        """Return the command's new output, and its exit code once there is no more output."""
+        self._polled_at = time.monotonic()
+        exit_code, output = self._process.poll(), b""
         with contextlib.suppress(queue.Empty):
-            said = self._output.get(timeout=POLL_S)
+            output = self._output.get(timeout=POLL_S)
             while True:
-                said += self._output.get_nowait()
-        return said, None if said else exit_code
+                output += self._output.get_nowait()
+        return output, None if output else exit_code
 
     def kill(self) -> None:
         with contextlib.suppress(ProcessLookupError):
             os.killpg(self._process.pid, signal.SIGKILL)
 
     def close(self) -> None:
-        """Ends the command, and all that it started."""
+        """Kill the command and everything it started."""
         self.kill()
         self._process.wait()
         self._reading.join()
@@ -107,7 +106,7 @@ class Command:
     def _fence(self) -> None:
         while self._process.poll() is None:
             time.sleep(POLL_S)
-            if time.monotonic() - self._asked > LEASE_S:
+            if time.monotonic() - self._polled_at > LEASE_S:
                 self.kill()
 
 
@@ -116,9 +115,9 @@ def get_address() -> str:
 
 
 def check_address(address: str) -> None:
-    """Refuses a cluster that nobody is at: Ray itself would try for minutes, and hear no signal."""
+    """Raise if no cluster answers: Ray would retry for minutes and ignore signals."""
     host, _, port = address.rpartition("://")[2].rpartition(":")
-    if not host or not port.isdigit():  # "auto": Ray knows at once
+    if not host or not port.isdigit():  # "auto": Ray fails at once
         return
     try:
         socket.create_connection((host, int(port)), CONNECT_TIMEOUT_S).close()
@@ -127,7 +126,7 @@ def check_address(address: str) -> None:
 
 
 def connect(run_id: str) -> Any:
-    """Ray, connected to the cluster of RAY_ADDRESS, or the one that this machine is part of."""
+    """Connect to the cluster of RAY_ADDRESS, or the one that this machine belongs to."""
     address = get_address()
     check_address(address)
     import ray
@@ -136,29 +135,29 @@ def connect(run_id: str) -> Any:
         print(f"connecting to the Ray cluster at {address}", file=sys.stderr, flush=True)
         try:
             ray.init(address, namespace=run_id, log_to_driver=False, logging_level="error")
-        except (ConnectionError, RuntimeError) as error:  # RuntimeError: of another version
+        except (ConnectionError, RuntimeError) as error:  # RuntimeError: another version
             raise ConfigError(f"no Ray cluster is at {address}: {error}", START_FIX) from error
     return ray
 
 
-def build_bundle(asked: Resources) -> dict[str, float]:
-    memory = {"memory": asked.memory_gb * 1e9} if asked.memory_gb else {}
-    return {"CPU": asked.cpus, **({"GPU": asked.gpus} if asked.gpus else {}), **memory}
+def build_bundle(resources: Resources) -> dict[str, float]:
+    memory = {"memory": resources.memory_gb * 1e9} if resources.memory_gb else {}
+    return {"CPU": resources.cpus, **({"GPU": resources.gpus} if resources.gpus else {}), **memory}
 
 
 @contextlib.contextmanager
 def reserve(run_id: str, placed: Sequence[ProcessSpec]) -> Iterator[None]:
-    """Has room on the cluster for all processes of a run at once, while it lasts."""
+    """Reserve room on the cluster for all processes of a run."""
     from ray.util import placement_group, remove_placement_group
 
     ray = connect(run_id)
-    asked = [build_bundle(one.resources) for one in placed]
-    group = placement_group(asked, name=run_id)
+    bundles = [build_bundle(spec.resources) for spec in placed]
+    group = placement_group(bundles, name=run_id)
     try:
         if not group.wait(SAY_AFTER_S):
-            room = f"it asks for {asked}, and the cluster has {ray.cluster_resources()}"
-            words = f"waiting for room for the run, {PLACE_TIMEOUT_S:.0f} s at most: {room}"
-            print(words, file=sys.stderr, flush=True)
+            room = f"the run requests {bundles}, the cluster has {ray.cluster_resources()}"
+            text = f"waiting up to {PLACE_TIMEOUT_S:.0f} s for room for the run: {room}"
+            print(text, file=sys.stderr, flush=True)
             if not group.wait(PLACE_TIMEOUT_S):
                 problem = f"the Ray cluster had no room within {PLACE_TIMEOUT_S:.0f} s: {room}"
                 raise ConfigError(problem, "add nodes, or lower [launch.resources]")
@@ -168,16 +167,16 @@ def reserve(run_id: str, placed: Sequence[ProcessSpec]) -> Iterator[None]:
         ray.shutdown()
 
 
-def run(run_id: str, name: str, bundle: int, asked: Resources, words: list[str]) -> int:
-    """Runs the command on the cluster with the standard input of this process, and returns its exit
-    code; 1 where its node was lost."""
+def run(run_id: str, name: str, bundle: int, resources: Resources, words: list[str]) -> int:
+    """Run the command on the cluster with this process's standard input, and return its exit code;
+    1 if its node was lost."""
     ray = connect(run_id)
     from ray.exceptions import RayError
     from ray.util import get_placement_group
     from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
-    options = {"num_cpus": asked.cpus, "num_gpus": asked.gpus, "max_concurrency": 4}
-    options |= {"memory": asked.memory_gb * 1e9} if asked.memory_gb else {}
+    options = {"num_cpus": resources.cpus, "num_gpus": resources.gpus, "max_concurrency": 4}
+    options |= {"memory": resources.memory_gb * 1e9} if resources.memory_gb else {}
     group = PlacementGroupSchedulingStrategy(get_placement_group(run_id), bundle)
     variables = {key: value for key, value in os.environ.items() if key.endswith(FORWARDED)}
     actor = (
@@ -191,20 +190,20 @@ def run(run_id: str, name: str, bundle: int, asked: Resources, words: list[str])
             ray.get(actor.write.remote(b""))
 
     threading.Thread(target=feed, daemon=True).start()
-    asked_at = time.monotonic()
+    polled_at = time.monotonic()
     try:
         while True:
             began = time.monotonic()
-            said, exit_code = ray.get(actor.poll.remote())
-            asked_at = began
-            sys.stdout.buffer.write(said)
+            output, exit_code = ray.get(actor.poll.remote())
+            polled_at = began
+            sys.stdout.buffer.write(output)
             sys.stdout.buffer.flush()
             if exit_code is not None:
                 return int(exit_code) if exit_code >= 0 else 128 - int(exit_code)
     except RayError as error:
         print(f"{error}\n{name} was lost with its node ({type(error).__name__})", flush=True)
-        # Nobody is to be in its place while it may still run.
-        time.sleep(max(0.0, asked_at + LEASE_S + 2 * POLL_S - time.monotonic()))
+        # No successor may start while the lost command may still run.
+        time.sleep(max(0.0, polled_at + LEASE_S + 2 * POLL_S - time.monotonic()))
         return 1
     finally:
         ray.kill(actor)
@@ -220,9 +219,9 @@ def main() -> int:
     parser.add_argument("--memory-gb", type=float, default=0)
     parser.add_argument("words", nargs="+", metavar="COMMAND")
     args = parser.parse_args()
-    asked = Resources(args.cpus, args.gpus, args.memory_gb)
+    resources = Resources(args.cpus, args.gpus, args.memory_gb)
     try:
-        exit_code = run(args.run, args.name, args.bundle, asked, args.words)
+        exit_code = run(args.run, args.name, args.bundle, resources, args.words)
     except ConfigError as error:
         print(error, file=sys.stderr)
         exit_code = 1

@@ -1,4 +1,4 @@
-"""A process of a run on a machine that does not see the run directory: its copy of it."""
+"""Run a process on a machine that does not see the run directory, in a copy of what it needs."""
 
 from __future__ import annotations
 
@@ -44,17 +44,17 @@ PREFIX = "sightline-run-"
 def run_elsewhere(
     name: str, hub: str, scratch: Path, arguments: Sequence[str], threads: int
 ) -> int:
-    """Runs the process called `name` in a copy of what it needs of the run at `hub`, and returns
-    its exit code.
+    """Run the process `name` in a copy of what it needs from the run at `hub`, and return its exit
+    code.
 
-    The process is a child of this one, which has nothing else to do: whatever the child is stuck
-    in, its end and that of all it has started come when the launcher lets go.
+    The process is a child of this one, which only watches it. When the launcher ends, the child and
+    everything it started are killed.
     """
     given = sys.stdin.readline().strip() if sys.stdin is not None else ""
     secret = os.environ.pop(SECRET_VARIABLE, "").strip()
     if not given and not secret:
         raise ConfigError(
-            f"{name} was given no rights in the run",
+            f"{name} got no rights in the run",
             f"write them to standard input, or set {SECRET_VARIABLE}",
         )
     scratch.mkdir(parents=True, exist_ok=True)
@@ -69,34 +69,33 @@ def run_elsewhere(
         kill_marked(run_dir.path, [name])
         shutil.rmtree(run_dir.path, ignore_errors=True)
 
-    def look() -> None:
+    def wait_for_launcher() -> None:
         sys.stdin.read()
         clean_up()
         os._exit(1)
 
-    if given:  # by a launcher, which keeps its end open
-        threading.Thread(target=look, daemon=True, name="parent").start()
+    if given:  # by a launcher, which keeps standard input open
+        threading.Thread(target=wait_for_launcher, daemon=True, name="parent").start()
     try:
         make_copy(name, hub, run_dir, given or derive_rights(secret, name).encode())
         return _run_child(name, hub, run_dir, arguments, threads)
     except Exception as error:
         traceback.print_exc()
-        words = {"problem": clean_text(f"{type(error).__name__}: {error}")}
-        words["fix"] = f"see logs/{name}.log"
+        problem, fix = clean_text(f"{type(error).__name__}: {error}"), f"see logs/{name}.log"
         if isinstance(error, SightlineError):
-            words = {"problem": error.problem, "fix": error.fix}
-        run_dir.error_file(name).write_text(json.dumps(words))
+            problem, fix = error.problem, error.fix
+        run_dir.error_file(name).write_text(json.dumps({"problem": problem, "fix": fix}))
         return 1
     finally:
         kill_marked(run_dir.path, [name])
         if run_dir.error_file(name).exists():
-            _send_last_words(name, hub, run_dir)
+            _send_error(name, hub, run_dir)
         clean_up()
         mark.close()
 
 
 def _remove_left_copies(scratch: Path) -> None:
-    """Those whose process was killed: nobody has them locked."""
+    """Remove the copies of killed processes, which nobody has locked."""
     for path in scratch.glob(f"{PREFIX}*/{COPIED}"):
         with suppress(OSError), open(path) as mark:
             fcntl.flock(mark, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -104,8 +103,8 @@ def _remove_left_copies(scratch: Path) -> None:
 
 
 def make_copy(name: str, hub: str, run_dir: RunDir, rights: str) -> None:
-    """Fills `run_dir` with what the process called `name` needs of the run at `hub`; in the place
-    of the run's secret it has the `rights` of that process."""
+    """Fill `run_dir` with what the process `name` needs from the run at `hub`. It contains the
+    process's `rights` instead of the run's secret."""
     run_dir.make()
     with open(os.open(run_dir.secret, os.O_WRONLY | os.O_CREAT, 0o600), "w") as file:
         file.write(rights)
@@ -113,11 +112,11 @@ def make_copy(name: str, hub: str, run_dir: RunDir, rights: str) -> None:
     for first in ("config.toml", "run_id"):
         write_file(run_dir.path, files.pop(first), None)
     config = load_config(RunFile, run_dir.config)
-    # What only the trainer fetches is removed when it has come.
+    # The trainer removes what only it fetches.
     is_trainer = name.startswith("trainer")
     blobs = open_blobs(config.media.root, config.media.read_token(for_control=is_trainer))
-    for one in files.values():
-        write_file(run_dir.path, one, blobs)
+    for file in files.values():
+        write_file(run_dir.path, file, blobs)
     folder = run_dir.path / "model" / Path(config.model.path).name
     config = config.model_copy(
         update={"model": config.model.model_copy(update={"path": str(folder)})}
@@ -126,7 +125,7 @@ def make_copy(name: str, hub: str, run_dir: RunDir, rights: str) -> None:
 
 
 def start_other_ranks(config: RunFile | SftFile, run_dir: RunDir, threads: int) -> Rendezvous:
-    """Starts all ranks of the trainer but the first on this machine, and ends with any of them."""
+    """Start all ranks of the trainer except rank 0 on this machine. If one fails, exit."""
     at, ranks = open_rendezvous(config.trainer), config.trainer.ranks
     words = ["process", "trainer", str(run_dir.path), "--threads", str(threads)]
     trainer = ProcessSpec("trainer", [*words, "--parent", str(os.getpid())], threads)
@@ -137,7 +136,7 @@ def start_other_ranks(config: RunFile | SftFile, run_dir: RunDir, threads: int) 
     def watch() -> None:
         while not (failed := processes.failed()):
             time.sleep(POLL_S)
-        time.sleep(2 * POLL_S)  # this process may hear of it, and has its own words then
+        time.sleep(2 * POLL_S)  # this rank may report the failure itself
         print(processes.explain_exit(*failed[0]), file=sys.stderr, flush=True)
         os._exit(1)
 
@@ -145,18 +144,18 @@ def start_other_ranks(config: RunFile | SftFile, run_dir: RunDir, threads: int) 
     return at
 
 
-def _send_last_words(name: str, hub: str, run_dir: RunDir) -> None:
-    """Has the words in which the process ended in the run directory, if anybody listens."""
+def _send_error(name: str, hub: str, run_dir: RunDir) -> None:
+    """Send the process's error file to the run directory, if the orchestrator listens."""
     with suppress(OSError, SightlineError):
         file = run_dir.error_file(name)
         spoke = Spoke(hub, name, read_rights(run_dir, name).channel)
-        sent = FileChanges((FileChange(f"logs/{file.name}", file.read_bytes()),))
-        spoke.send(control.encode(sent))
+        change = FileChange(f"logs/{file.name}", file.read_bytes())
+        spoke.send(control.encode(FileChanges((change,))))
         spoke.close()
 
 
 def _run_child(name: str, hub: str, run_dir: RunDir, words: Sequence[str], threads: int) -> int:
-    """Runs the process until it ends. A server says where it is, and ends when the run does."""
+    """Run the process until it ends. A server reports its address, and ends with the run."""
     is_server = name.startswith("server")
     address = _choose_address(name, hub, run_dir) if is_server else None
     words = ["process", name, str(run_dir.path), "--hub", hub, *words]
@@ -190,7 +189,7 @@ def _run_child(name: str, hub: str, run_dir: RunDir, words: Sequence[str], threa
 
 
 def _choose_address(name: str, hub: str, run_dir: RunDir) -> Path:
-    """The file that says where the server of this name is, as others reach this machine."""
+    """Write the address at which others reach this server, and return the file."""
     inference = load_config(RunFile, run_dir.config).inference
     host = find_own_address(urlsplit(hub).hostname or "")
     port = reserve_port(host, inference.port, "[inference] port")

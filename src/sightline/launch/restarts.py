@@ -1,11 +1,11 @@
-"""Starts processes of a run again that ended, with a growing pause and a limit.
+"""Restart processes of a run, with a growing pause and a limit.
 
-    ended --> pause --> started again       the run goes on meanwhile
-      |--its limit is reached, or it never worked--> the run ends, with its cause
-      |--its limit is reached, and another server is there--> left out, and tried again now and then
+    ended --> pause --> restarted           the run continues in the meantime
+      |--limit reached, or it never worked--> the run ends with its cause
+      |--limit reached, but another server is there--> left out, and retried from time to time
 
-Servers hold nothing that the run would miss: they adopt the newest version when they are back. A
-trainer goes back to its last checkpoint; where one rank of it dies, all are started again.
+Servers hold no state: they adopt the newest version after a restart. A trainer returns to its last
+checkpoint. If one of its ranks dies, all are restarted.
 """
 
 from __future__ import annotations
@@ -19,26 +19,26 @@ from sightline.launch.processes import Processes, ProcessSpec, TrainerWatchdog
 
 MAX_RESTARTS = 8
 STEADY_S = 300.0
-"""A process that has run for so long is counted anew."""
+"""A process that has run for this long starts with a new count."""
 LONGEST_PAUSE_S = 30.0
 
 
 @dataclass
 class RestartBudget:
-    """How often in a row something is started again, and after which pause."""
+    """Counts restarts in a row, and plans the pause before each."""
 
     max_restarts: int = MAX_RESTARTS
     steady_s: float = STEADY_S
     clock: Callable[[], float] = time.monotonic
     num_restarts: int = 0
     due: float | None = None
-    """When it is started again, by the clock; None while it runs."""
+    """Time of the next restart; None while the process runs."""
 
     def __post_init__(self) -> None:
         self._started = self.clock()
 
     def plan(self, first_pause_s: float = 0.0) -> bool:
-        """Plans the next start; False where it was started often enough."""
+        """Plan the next restart; return False if the limit is reached."""
         now = self.clock()
         if now - self._started > self.steady_s:
             self.num_restarts = 0
@@ -50,11 +50,11 @@ class RestartBudget:
         return True
 
     def leave_out(self) -> None:
-        """Plans a start beyond the limit, as late as counts for nothing."""
+        """Plan a restart beyond the limit, after `steady_s`."""
         self.due = self.clock() + self.steady_s
 
     def take_due(self) -> bool:
-        """Whether it is to be started now, which then counts as done."""
+        """Return whether a restart is due now, and count it as done."""
         if self.due is None or self.clock() < self.due:
             return False
         self.due, self._started = None, self.clock()
@@ -63,8 +63,8 @@ class RestartBudget:
 
 @dataclass
 class ServerSupervisor:
-    """Starts the servers of a run again. One that never worked ends the run, and so does the limit
-    of the last that is there; when none was ready for too long, the orchestrator ends it."""
+    """Restarts the run's servers. A server that never worked ends the run, and so does the last
+    server at its limit."""
 
     processes: Processes
     specs: Sequence[ProcessSpec]
@@ -91,17 +91,17 @@ class ServerSupervisor:
             has_worked = self.processes.run_dir.heartbeat(spec.name).exists()
             if not has_worked:
                 raise how
-            what = "it is started again"
+            what = "restarting it"
             if not budget.plan():
                 if not any(self._is_there(other) for other in self.specs if other is not spec):
                     raise how
                 budget.leave_out()
-                what = f"the run goes on without it, and tries again in {budget.steady_s:.0f} s"
+                what = f"the run continues without it and retries in {budget.steady_s:.0f} s"
             self.processes.expect_restart([spec.name])
             self.tell(f"{how.problem}; {what}, {_count(budget)}")
 
     def _is_there(self, spec: ProcessSpec) -> bool:
-        """Whether the server samples for the run, or will again within its limit."""
+        """Return whether the server is running, or may still be restarted."""
         is_left = self._budgets[spec.name].num_restarts < self.max_restarts
         is_running = self.processes.exit_code(spec.name) is None
         return spec.name.startswith("server") and (is_running or is_left)
@@ -109,7 +109,7 @@ class ServerSupervisor:
 
 @dataclass
 class TrainerSupervisor:
-    """Starts all ranks of the trainer again, from the last checkpoint, where one has ended."""
+    """Restarts all ranks of the trainer from the last checkpoint after one has ended."""
 
     processes: Processes
     specs: Sequence[ProcessSpec]
@@ -137,16 +137,16 @@ class TrainerSupervisor:
                 self.processes.start(spec)
 
     def _plan(self, silence: ProcessFailed | None) -> None:
-        # The pause is long enough for all ranks to end, and say why.
+        # The pause lets all ranks end and report why.
         if not self._budget.plan(first_pause_s=1.0):
             if silence is not None:
                 raise silence
-            return  # whoever watches the processes says which rank failed, and why
-        failed = [found for found in self.processes.failed() if found[0] in self._names]
+            return  # `watch_processes` reports which rank failed, and why
+        failed = [entry for entry in self.processes.failed() if entry[0] in self._names]
         how = silence or self.processes.explain_exit(*failed[0])
         self.processes.expect_restart(self._names)
         self.tell(
-            f"{how.problem}; the trainer is started again from its last checkpoint, "
+            f"{how.problem}; restarting the trainer from its last checkpoint, "
             f"{_count(self._budget)}"
         )
 

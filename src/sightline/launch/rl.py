@@ -45,12 +45,12 @@ from sightline.view.summary import print_summary, summarize
 
 @dataclass(frozen=True)
 class RlJob(TrainingJob[RunFile]):
-    """What `sightline rl` runs."""
+    """The job of `sightline rl`."""
 
     plain: bool = False
-    """Whether plain lines take the place of the live view."""
+    """Whether to print plain lines instead of the live view."""
     is_job: bool = False
-    """Whether a job of the cluster is what starts this."""
+    """Whether a cluster's job starts this."""
     file_kind = RunFile
     command = "rl"
     leader = LEADER
@@ -60,7 +60,7 @@ class RlJob(TrainingJob[RunFile]):
         on = file.launch.on
         if on not in ("local", "ray") and not self.is_job:
             raise ConfigError(
-                f'[launch] on = "{on}", and this is no job of it',
+                f'[launch] on = "{on}", but this process is not inside a {on} job',
                 f"start it with `sightline rl FILE --on {on}`, or here with --on local",
             )
         file, why = resolve_workers(file, num_cores())
@@ -79,7 +79,7 @@ class RlJob(TrainingJob[RunFile]):
             servers = (f"{scheme}://{host}:{port}",)
         evaluator = ""
         if has_evaluator(file):
-            evaluator = f"{scheme}://{host}:{reserve_port(host, 0, 'port of the evaluator')}"
+            evaluator = f"{scheme}://{host}:{reserve_port(host, 0, 'the port of the evaluator')}"
         at = Endpoints(hub, servers, evaluator)
         specs = plan_run(file, run_dir.path, run_dir.read_id(), at)
         if file.launch.cluster_starts_processes:
@@ -117,7 +117,7 @@ class RlJob(TrainingJob[RunFile]):
         if file.launch.on != "ray":
             return nullcontext()
         placed = list_placed(file)
-        return ray_run.reserve(run_dir.read_id(), [one for one in specs if one.name in placed])
+        return ray_run.reserve(run_dir.read_id(), [spec for spec in specs if spec.name in placed])
 
     def count_restarts(self, file: RunFile) -> int:
         return file.launch.restart
@@ -131,7 +131,7 @@ class RlJob(TrainingJob[RunFile]):
         if servers and load_engine(file.inference.engine).takes_leases:
             token = file.inference.read_control_token()
             leases = give_back_leases(servers, token, run_dir.read_id())
-            # In a thread, for the event loop of a notebook is taken.
+            # In a thread: a notebook already runs an event loop in this one.
             with ThreadPoolExecutor(1) as pool:
                 pool.submit(asyncio.run, leases).result()
 
@@ -139,10 +139,10 @@ class RlJob(TrainingJob[RunFile]):
         return LiveView(run_dir, self.plain)
 
     def print_outcome(self, file: RunFile, run_dir: RunDir, stopped_by: str) -> None:
-        """Prints the summary and writes the report, whichever way the run ended."""
+        """Print the summary and write the report."""
         extra = {"stopped_by": stopped_by} if stopped_by else {}
         print_summary(summarize(run_dir, **extra), Console())
         report = write_report(run_dir)
-        # The last lines, bare, so that scripts can read them.
+        # Plain last lines, for scripts.
         print(f"run: {show_path(run_dir.path)}")
         print(f"report: {show_path(report)}", flush=True)

@@ -1,10 +1,10 @@
-"""What a run is made of: its processes, what each asks for, its command and what follows its end.
+"""The processes of a run: their resources, commands, and what happens when they fail.
 
-    run file --> plan --> started here, by ssh, as actors of Ray, as steps of Slurm
+    run file --> plan --> started here, over ssh, as Ray actors or as Slurm steps
                       |--> printed: `--dry-run`, Kubernetes manifests
 
-Every launcher takes this plan. The orchestrator is beside the launcher and owns the run directory;
-all others reach it at one address.
+Every launcher uses this plan. The orchestrator runs next to the launcher and owns the run
+directory; all other processes reach it at one address.
 """
 
 from __future__ import annotations
@@ -31,17 +31,17 @@ LEADER, TRAINER = "orchestrator", "trainer"
 
 @dataclass(frozen=True)
 class Endpoints:
-    """Where the processes of a run find one another."""
+    """Where a run's processes find each other."""
 
     hub: str
     """Address of the orchestrator's channel."""
     servers: tuple[str, ...] = ()
-    """Servers whose addresses are known before they start; others say where they are."""
+    """Servers whose addresses are known before they start; others report theirs."""
     evaluator: str = ""
 
 
 def find_address(file: RunFile) -> str:
-    """The address of this machine at which processes of the run find the orchestrator."""
+    """Return the address of this machine at which processes find the orchestrator."""
     address = file.launch.address
     return find_own_address() if file.launch.on != "local" and is_loopback(address) else address
 
@@ -51,8 +51,8 @@ def has_evaluator(file: RunFile) -> bool:
 
 
 def find_resources(file: RunFile, name: str) -> Resources:
-    """What the process asks a cluster for."""
-    given, kind = file.launch.find_resources(name), name.partition("-")[0]
+    """Return what the process requests from a cluster."""
+    settings, kind = file.launch.find_resources(name), name.partition("-")[0]
     threads, gpus, why = 1, 0, ""
     if kind in ("trainer", "server"):
         count, device, threads = file.trainer.ranks, file.trainer.device, file.trainer.threads
@@ -63,33 +63,33 @@ def find_resources(file: RunFile, name: str) -> Resources:
             count = tensor * data
             why = f'[inference] device = "{device}", tensor_parallel_size = {tensor} and '
             why += f"data_parallel_size = {data}"
-        if device == "auto" and "gpus" not in given and file.launch.on != "local":
+        if device == "auto" and "gpus" not in settings and file.launch.on != "local":
             raise ConfigError(
-                f'device = "auto" of the {kind} on {file.launch.on}: nobody knows how many GPUs to '
-                "ask for",
-                f'set it to "cuda" or "cpu", or gpus for {name} in [launch.resources]',
+                f'device = "auto" of the {kind} does not say how many GPUs to request on '
+                f"{file.launch.on}",
+                f'set it to "cuda" or "cpu", or set gpus for {name} in [launch.resources]',
             )
         threads, gpus = threads or 4, count if device.startswith("cuda") else 0
-    asked = given.get("gpus", gpus)
-    if file.launch.on != "local" and ceil(asked) < gpus:
+    requested = settings.get("gpus", gpus)
+    if file.launch.on != "local" and ceil(requested) < gpus:
         raise ConfigError(
-            f"[launch.resources] has gpus = {asked:g} for {name}, which needs {gpus} on its node "
-            f"({why})",
-            f'write gpus = {gpus}, lower those, or set device = "cpu"',
+            f"[launch.resources] has gpus = {requested:g} for {name}, which needs {gpus} on its "
+            f"node ({why})",
+            f'set gpus = {gpus}, lower those settings, or set device = "cpu"',
         )
     return Resources(
-        cpus=int(given.get("cpus", threads)),
-        gpus=asked,
-        memory_gb=given.get("memory_gb", 0),
-        component=str(given.get("slurm", "")),
+        cpus=int(settings.get("cpus", threads)),
+        gpus=requested,
+        memory_gb=settings.get("memory_gb", 0),
+        component=str(settings.get("slurm", "")),
     )
 
 
 def find_command_prefix(
     file: RunFile, name: str, resources: Resources, run_id: str, components: Sequence[Resources]
 ) -> list[str]:
-    """The words that run a command where the process is to be; none for this machine, and where
-    the cluster starts it by itself."""
+    """Return the command prefix that runs a command where the process is placed. It is empty for
+    this machine, and if the cluster starts the process itself."""
     if words := file.launch.find_host(name):
         return words
     if not file.launch.is_elsewhere(name) or file.launch.cluster_starts_processes:
@@ -100,36 +100,41 @@ def find_command_prefix(
 
 
 def list_placed(file: RunFile) -> list[str]:
-    """The processes that the cluster places."""
+    """Return the processes that the cluster places."""
     launch = file.launch
     return [n for n in list_names(file) if launch.is_elsewhere(n) and not launch.find_host(n)]
 
 
 def count_components(file: RunFile) -> Counter[Resources]:
-    """The components of a job of Slurm: what its processes ask for, and how many ask for it, the
-    batch script (launcher and orchestrator) first. All of a job on one node are one component."""
-    asked = [find_resources(file, name) for name in (LEADER, *list_placed(file))]
+    """Return the components of a Slurm job: resources, and how many processes request them. The
+    batch script (launcher and orchestrator) comes first. A job on one node is one component."""
+    resources = [find_resources(file, name) for name in (LEADER, *list_placed(file))]
     if str(file.launch.slurm.get("nodes")) != "1":
-        return Counter(asked)
-    if any(one.component for one in asked):
+        return Counter(resources)
+    if any(request.component for request in resources):
         raise ConfigError(
-            "[launch.slurm] nodes = 1, and [launch.resources] has components of their own",
-            "remove nodes, or slurm from the resources: each component has nodes of its own",
+            "[launch.slurm] nodes = 1 conflicts with slurm in [launch.resources]: each component "
+            "has its own nodes",
+            "remove nodes, or slurm from the resources",
         )
-    cpus, gpus = sum(one.cpus for one in asked), sum(ceil(one.gpus) for one in asked)
-    return Counter([Resources(cpus, gpus, sum(one.memory_gb for one in asked))])
+    return Counter([_add_up(resources)])
+
+
+def _add_up(resources: Sequence[Resources]) -> Resources:
+    cpus, gpus = sum(r.cpus for r in resources), sum(ceil(r.gpus) for r in resources)
+    return Resources(cpus, gpus, sum(r.memory_gb for r in resources))
 
 
 def list_names(file: RunFile) -> list[str]:
-    """The processes of the run, in the order of their start."""
+    """Return the run's processes in starting order."""
     workers = [f"worker-{number}" for number in range(file.rollout.workers or 1)]
     evaluator = ["evaluator"] if has_evaluator(file) else []
     return [*file.server_names, *evaluator, TRAINER, *workers, LEADER]
 
 
 def plan_run(file: RunFile, path: Path, run_id: str, at: Endpoints) -> list[ProcessSpec]:
-    """The processes of the run in the directory `path`, in the order of their start; one trainer
-    for all its ranks."""
+    """Return the processes of the run in `path` in starting order, with one trainer for all its
+    ranks."""
     budget = split_threads(file, num_cores())
     threads = {"server": budget.server, TRAINER: max(1, budget.trainer // file.trainer.ranks)}
     words = ["--hub", at.hub, *(["--server", *at.servers] if at.servers else [])]
@@ -137,73 +142,72 @@ def plan_run(file: RunFile, path: Path, run_id: str, at: Endpoints) -> list[Proc
     components = list(count_components(file)) if file.launch.on == "slurm" else []
 
     def plan(name: str) -> ProcessSpec:
-        asked = find_resources(file, name)
+        resources = find_resources(file, name)
         python = file.rollout.python if name.startswith("worker-") else ""
         if file.launch.is_elsewhere(name):
             scratch = file.launch.scratch
-            count = max(1, asked.cpus // (file.trainer.ranks if name == TRAINER else 1))
+            count = max(1, resources.cpus // (file.trainer.ranks if name == TRAINER else 1))
             arguments = ["process", name, scratch, "--join", *words, "--threads", str(count)]
-            host = find_command_prefix(file, name, asked, run_id, components)
+            host = find_command_prefix(file, name, resources, run_id, components)
             python = python or file.launch.python
-            return ProcessSpec(name, arguments, count, {}, python, host, asked)
+            return ProcessSpec(name, arguments, count, {}, python, host, resources)
         count = threads.get(name.partition("-")[0], 1)
         parent = ["--parent", str(os.getpid()), "--threads", str(count)]
         arguments = ["process", name, str(path), *words, *parent]
-        return ProcessSpec(name, arguments, count, {}, python, (), asked)
+        return ProcessSpec(name, arguments, count, {}, python, (), resources)
 
     return [plan(name) for name in list_names(file)]
 
 
 def describe_plan(file: RunFile, specs: list[ProcessSpec]) -> str:
-    """A paragraph for each process: where it runs, what it asks for, and its command."""
+    """Describe each process: where it runs, what it requests, and its command."""
     lines = []
     for spec in specs:
-        asked = spec.resources
         where = f"on {file.launch.on}" if file.launch.is_elsewhere(spec.name) else "here"
         if file.launch.on == "slurm" and where == "here":
             where = "in the job's batch script"
         if file.launch.find_host(spec.name):
             where = f"by `{shlex.join(spec.host)}`"
-        asked = asked if where != "here" else replace(asked, cpus=spec.threads)
-        lines.append(f"{spec.name} ({where}): {_describe(asked)}; {_describe_end(file, spec)}")
+        here = replace(spec.resources, cpus=spec.threads)
+        resources = _describe(here if where == "here" else spec.resources)
+        lines.append(f"{spec.name} ({where}): {resources}; {_describe_end(file, spec)}")
         lines.append(f"    {shlex.join(spec.command)}")
     return "\n".join(lines)
 
 
-def _describe(asked: Resources) -> str:
-    memory = f", {asked.memory_gb:g} GB" if asked.memory_gb else ""
-    return f"{asked.cpus} CPU, {asked.gpus:g} GPU{memory}"
+def _describe(resources: Resources) -> str:
+    memory = f", {resources.memory_gb:g} GB" if resources.memory_gb else ""
+    return f"{resources.cpus} CPU, {resources.gpus:g} GPU{memory}"
 
 
 def describe_total(file: RunFile) -> str:
-    """What the cluster is asked for in all."""
-    # The launcher is a job of these itself, with the orchestrator.
+    """Describe everything that the cluster is asked for."""
+    # On these clusters, the launcher and the orchestrator are a job too.
     names = [*([LEADER] if file.launch.on in ("slurm", "kubernetes") else []), *list_placed(file)]
-    asked = [find_resources(file, name) for name in names]
-    # Ray alone shares a GPU.
-    gpus = sum(one.gpus if file.launch.on == "ray" else ceil(one.gpus) for one in asked)
-    cpus = sum(one.cpus for one in asked)
-    total = _describe(Resources(cpus, gpus, sum(one.memory_gb for one in asked)))
+    resources = [find_resources(file, name) for name in names]
+    total = _add_up(resources)
+    if file.launch.on == "ray":  # only Ray shares a GPU between processes
+        total = replace(total, gpus=sum(r.gpus for r in resources))
     parts = f"{len(names)} {'pods' if file.launch.on == 'kubernetes' else 'processes'}"
     if file.launch.on == "slurm":
         parts += f", {len(count_components(file))} nodes or more"
-    return f"in all on {file.launch.on}: {total}; {parts}"
+    return f"total on {file.launch.on}: {_describe(total)}; {parts}"
 
 
 def _describe_end(file: RunFile, spec: ProcessSpec) -> str:
-    """What follows when the process ends with an error."""
+    """Describe what happens when the process fails."""
     if spec.name == LEADER:
-        return "its end is that of the run"
+        return "its end ends the run"
     if file.launch.cluster_starts_processes and file.launch.is_elsewhere(spec.name):
-        return f"{file.launch.on} starts it again"
+        return f"restarted by {file.launch.on}"
     restarts = file.launch.restart
     if spec.name == TRAINER:
-        return f"started again {restarts} times" if restarts else "its failure ends the run"
+        return f"restarted {restarts} times" if restarts else "its failure ends the run"
     if not spec.name.startswith("worker-") and find_transport(file).is_sent_once:
         return "its failure ends the run"
-    return "started again"
+    return "restarted"
 
 
 def describe_address(file: RunFile) -> str:
-    """Where the hub would be, for a plan that is only shown."""
+    """Return the hub's address for a plan that is only printed."""
     return f"tcp://{find_address(file)}:{file.launch.port or 'PORT'}"

@@ -1,4 +1,4 @@
-"""Supervised training, in one process with all cores, or in several ranks that share them."""
+"""Supervised fine-tuning, in one process or in several ranks that share the cores."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from sightline.view.summary import summarize
 
 
 class SftJob(TrainingJob[SftFile]):
-    """What `sightline sft` runs."""
+    """The job of `sightline sft`."""
 
     file_kind = SftFile
     command = leader = trainer = "sft"

@@ -1,7 +1,7 @@
-"""A run on a cluster: what is written and submitted from outside, and what goes on inside.
+"""A run on a cluster: what is submitted from outside, and what runs inside the job.
 
-outside   plan --> a file for sbatch, manifests, or nothing but the words of `--dry-run`
-inside    the launcher, which a job of the cluster starts, and starts again: the same run
+outside   plan --> a batch script, manifests, or the output of `--dry-run`
+inside    the launcher, which the cluster's job starts and restarts with the same run
 """
 
 from __future__ import annotations
@@ -37,30 +37,28 @@ from sightline.run import RunDir
 from sightline.view.run_status import STOPPED, get_status
 
 RUN_ID = "RUN-ID"
-"""Stands for the id of a run that has not begun."""
-
-
+"""Placeholder for the id of a run that has not started."""
 SECRETS = "secrets.env"
 
 
 class Preempted(Exception):
-    """The job is to end before its run has begun."""
+    """Raised if the job is preempted before its run has started."""
 
 
 @dataclass(frozen=True)
 class Request:
-    """What `sightline rl` was asked to run on a cluster."""
+    """A run to submit to a cluster."""
 
     path: Path
-    """The run file, or the settings of the run to go on with."""
+    """The run file, or the settings of the run to resume."""
     overrides: Sequence[str]
     resume: Path | None = None
-    """The run to go on with."""
+    """The run to resume."""
     seeds: str = ""
 
     @property
     def words(self) -> list[str]:
-        """The words of the launcher inside, behind `sightline rl`."""
+        """The arguments of the launcher inside the job."""
         what = (
             [str(self.path)] if self.resume is None else ["--resume", str(self.resume.absolute())]
         )
@@ -68,39 +66,39 @@ class Request:
 
 
 def submit_run(request: Request, dry_run: bool, output: Path | None) -> None:
-    """Writes what the cluster is to start, and submits it where that is a job of Slurm."""
+    """Write the cluster's files, and submit them if that is a Slurm job."""
     file, seeds = load_config(RunFile, request.path, list(request.overrides)), request.seeds
     slurm.check_seeds(seeds)
     on = file.launch.on
     _check_output(on, output)
     if seeds and on != "slurm":
-        raise ConfigError("--seeds is for --on slurm", "elsewhere write run.seed=0,1,2,3")
+        raise ConfigError("--seeds requires --on slurm", "elsewhere use run.seed=0,1,2,3")
     file, _ = resolve_workers(file, num_cores())
     check_hosts(file)
     if seeds and len(count_components(file)) > 1:
         for seed in slurm.expand_seeds(seeds):
-            own = (f"run.seed={seed}", f"run.name={file.run.name}-seed{seed}")
-            one = replace(request, overrides=(*request.overrides, *own), seeds="")
-            submit_run(one, dry_run, output)
+            seed_overrides = (f"run.seed={seed}", f"run.name={file.run.name}-seed{seed}")
+            overrides = (*request.overrides, *seed_overrides)
+            submit_run(replace(request, overrides=overrides, seeds=""), dry_run, output)
         return
     folder = Path(file.run.dir).absolute()
     at = Endpoints(describe_address(file), file.inference.servers)
     specs = plan_run(file, folder / f"{file.run.name}-001", RUN_ID, at)
     files = _build_files(file, request)
     if dry_run or output is not None or on != "slurm":
-        opinion = slurm.check_script(*files.values()) if on == "slurm" else ""
+        sbatch_result = slurm.check_script(*files.values()) if on == "slurm" else ""
         _show(files, output)
         if not file.launch.cluster_starts_processes:
             print(describe_plan(file, specs))
         if on != "local":
-            # A comment, for what stands before it may be read as YAML.
+            # As a comment: the output may be parsed as YAML.
             print(f"# {describe_total(file)}")
         if on == "slurm":
-            print(f"# {opinion}")
+            print(f"# {sbatch_result}")
         elif file.launch.cluster_starts_processes and output is not None:
             _write_secrets(file, output)
         elif file.launch.cluster_starts_processes:
-            print(f"# -o DIR writes it there, and {SECRETS} with the secrets that it names")
+            print(f"# -o DIR writes these files and {SECRETS}")
         return
     folder.mkdir(parents=True, exist_ok=True)
     (script := folder / f"{file.run.name}.sbatch").write_text(files[script.name])
@@ -113,13 +111,13 @@ def submit_run(request: Request, dry_run: bool, output: Path | None) -> None:
 def _check_output(on: str, output: Path | None) -> None:
     if output is not None and on in ("local", "ray"):
         raise ConfigError(
-            f'-o {output} with [launch] on = "{on}", which is given no files',
-            "leave it out, or name a cluster: --on slurm or kubernetes",
+            f'-o {output} has no effect: [launch] on = "{on}" needs no files',
+            "remove -o, or choose a cluster: --on slurm or kubernetes",
         )
 
 
 def _build_files(file: RunFile, request: Request) -> dict[str, str]:
-    """What is given to the cluster, by the names of the files."""
+    """Return the cluster's files by name."""
     if file.launch.on == "slurm":
         words = replace(request, path=request.path.absolute()).words
         words += [f"rollout.workers={file.rollout.workers}"]
@@ -138,9 +136,9 @@ def _build_files(file: RunFile, request: Request) -> dict[str, str]:
 
 
 def _write_secrets(file: RunFile, output: Path) -> None:
-    """Writes the secrets that the files name, and prints how a run is started with them."""
+    """Write the secrets that the manifests refer to, and print how to start the run."""
     write_private(output / SECRETS, build_secrets(file))
-    print(f"wrote {output / SECRETS}: remove it when the cluster has it")
+    print(f"wrote {output / SECRETS}: delete it once the cluster has it")
     space = file.launch.kubernetes.get("namespace")
     name, space = make_name(file.run.name), f" -n {space}" if space else ""
     print(
@@ -162,37 +160,36 @@ def _show(files: dict[str, str], output: Path | None) -> None:
 def run_job(
     job: RlJob, path: Path, overrides: Sequence[str], key: str, resume: Path | None
 ) -> None:
-    """Runs as a job of the cluster, called `key`: from the first step, or on with the run of this
-    name that it began when it was started before, or `resume`. Where the cluster takes the machine
-    back (SIGUSR1), the run is stopped in order and the job is queued again."""
+    """Run as the cluster's job `key`: start a run, or resume the run that this job started before,
+    or resume `resume`. On preemption (SIGUSR1), stop the run cleanly and requeue the job."""
     file = load_config(RunFile, path, overrides)
-    began = Path(file.run.dir).absolute() / ".jobs" / f"{file.launch.on}-{key}-{file.run.name}"
+    record = Path(file.run.dir).absolute() / ".jobs" / f"{file.launch.on}-{key}-{file.run.name}"
     was_preempted = False
 
     def preempt(number: int, frame: FrameType | None) -> None:
         nonlocal was_preempted
         was_preempted = True
-        if signal.getsignal(signal.SIGTERM) == signal.SIG_DFL:  # nothing has started yet
+        if signal.getsignal(signal.SIGTERM) == signal.SIG_DFL:  # no process has started yet
             raise Preempted
         os.kill(os.getpid(), signal.SIGTERM)
 
-    def note(run_dir: RunDir) -> None:
-        began.parent.mkdir(parents=True, exist_ok=True)
-        began.write_text(str(run_dir.path))
+    def record_run(run_dir: RunDir) -> None:
+        record.parent.mkdir(parents=True, exist_ok=True)
+        record.write_text(str(run_dir.path))
 
     before = signal.signal(signal.SIGUSR1, preempt)
     try:
         if resume:
             run_dir = resume_run(job, resume, overrides)
-        elif began.exists() and Path(began.read_text()).is_dir():  # and was not refused since
-            run_dir = resume_run(job, Path(began.read_text()), [], file)
+        elif record.exists() and Path(record.read_text()).is_dir():
+            run_dir = resume_run(job, Path(record.read_text()), [], file)
         else:
-            run_dir = start_run(job, file, note)
+            run_dir = start_run(job, file, record_run)
         was_preempted = was_preempted and get_status(run_dir).state == STOPPED
     except Preempted:
         pass
     finally:
         signal.signal(signal.SIGUSR1, before)
     if was_preempted and file.launch.on == "slurm" and file.launch.slurm.get("requeue", True):
-        print("the job is queued again, and goes on with the run", flush=True)
+        print("requeueing the job, which will resume the run", flush=True)
         slurm.requeue()

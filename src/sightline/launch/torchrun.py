@@ -1,12 +1,12 @@
-"""The ranks of a trainer, one process each; on one machine, or as torchrun starts them:
+"""The ranks of a trainer: one process each on this machine, or started by torchrun with
 `torchrun --standalone --nproc-per-node N -m sightline rl FILE`, or `sft FILE`.
 
     torchrun ── sightline rl (rank 0) ── server · trainer · worker-0.. · orchestrator
              ── sightline rl (rank k) ── trainer-k
-      rank k waits for: the run directory and where to meet    unblocked by: rank 0
+      rank k waits for: the run directory and the rendezvous    unblocked by: rank 0
 
-Rank 0 is the launcher of the run; every other one starts its own rank of the trainer and nothing
-else. What ends one ends its `sightline rl`, and torchrun ends the others.
+Rank 0 launches the run. Every other process starts only its rank of the trainer. If one ends,
+torchrun ends the others.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class TorchrunContext:
-    """What torchrun told this process."""
+    """What torchrun passes to this process."""
 
     rank: int
     size: int
@@ -38,13 +38,13 @@ class TorchrunContext:
     host: str
     port: int
     has_store: bool
-    """Whether torchrun keeps a store there; otherwise rank 0 does."""
+    """Whether torchrun hosts the store; otherwise rank 0 does."""
 
     def apply_to(self, config: AnyRun) -> AnyRun:
-        """The run file, for as many ranks as torchrun started."""
+        """Return the run file with the number of ranks that torchrun started."""
         if self.local_size < self.size and is_loopback(config.trainer.address):
             raise ConfigError(
-                f"{self.size} ranks on several machines, and [trainer] address = "
+                f"{self.size} ranks on several machines cannot reach [trainer] address = "
                 f"{config.trainer.address!r}",
                 "set it to an address of rank 0's machine that the others reach",
             )
@@ -53,7 +53,7 @@ class TorchrunContext:
 
 
 def find_context() -> TorchrunContext | None:
-    """None where torchrun did not start this process."""
+    """Return torchrun's settings; None if torchrun did not start this process."""
     variables = os.environ
     if "TORCHELASTIC_RUN_ID" not in variables:
         return None
@@ -69,7 +69,7 @@ def find_context() -> TorchrunContext | None:
 
 @cache
 def get_rendezvous_store(context: TorchrunContext) -> RendezvousStore:
-    """The store of torchrun; kept as long as this process lives, for it may be the store itself."""
+    """Return torchrun's store. It lives as long as this process, which may host it."""
     from sightline.compute.tcp_store import RendezvousStore
 
     return RendezvousStore(context.host, context.port, not context.has_store and context.rank == 0)
@@ -82,20 +82,20 @@ def open_rendezvous(settings: TrainerConfig, run_dir: str = "") -> Rendezvous:
 
 
 def build_rank_spec(trainer: ProcessSpec, rank: int, ranks: int, at: Rendezvous) -> ProcessSpec:
-    """One rank of `trainer`, whose own name is rank 0's; NAME-1 and so on are the others'."""
+    """Return the spec of one rank: NAME for rank 0, then NAME-1 and so on."""
     name = rank_process_name(rank, trainer.name)
     words = [trainer.arguments[0], name, *trainer.arguments[2:]]
     words += ["--rank", str(rank), "--ranks", str(ranks)]
     words += ["--rendezvous", at.address, "--channel", at.channel]
     is_local = is_loopback(at.address.rpartition(":")[0])
-    # By itself each would listen at an address of the network, too.
+    # By default each would also listen on a network address.
     names = ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME") if is_local else ()
     variables = {name: "lo" for name in names if name not in os.environ}
     return replace(trainer, name=name, arguments=words, variables=variables)
 
 
 def build_trainer_specs(trainer: ProcessSpec, settings: TrainerConfig) -> list[ProcessSpec]:
-    """All ranks of `trainer`, on this machine."""
+    """Return all ranks of `trainer` on this machine."""
     if settings.ranks == 1:
         return [trainer]
     at = open_rendezvous(settings)
@@ -105,7 +105,7 @@ def build_trainer_specs(trainer: ProcessSpec, settings: TrainerConfig) -> list[P
 def build_local_specs(
     trainer: ProcessSpec, settings: TrainerConfig, run_dir: RunDir, context: TorchrunContext | None
 ) -> list[ProcessSpec]:
-    """The ranks that this launcher starts; torchrun starts the others, and is told where."""
+    """Return the ranks that this launcher starts, and post the rendezvous for torchrun's."""
     if context is None or context.size == 1:
         return build_trainer_specs(trainer, settings)
     at = open_rendezvous(settings, str(run_dir.path.resolve()))

@@ -1,4 +1,4 @@
-"""A run started from Python: `train` takes a run file, a dict or settings, and returns the run."""
+"""Start a run from Python: `train` takes a run file, a dict or settings, and returns the run."""
 
 from __future__ import annotations
 
@@ -16,12 +16,11 @@ from sightline.view.notebook import Run, open_run
 
 
 def train(file: str | Path | dict[str, Any] | RunFile | SftFile, **overrides: Any) -> Run:
-    """Runs a run file to its end and returns the run: `sightline sft` where it has [sft], else
+    """Train to the end and return the run: like `sightline sft` if the file has [sft], else like
     `sightline rl`.
 
-    Overrides are sections, `run={"steps": 5}`, or settings, `**{"run.steps": 5}`; `env` may be
-    the class of an environment that lies in a module. In a notebook the curves are drawn as the run
-    goes on.
+    Overrides are sections, `run={"steps": 5}`, or settings, `**{"run.steps": 5}`. `env` may be an
+    environment class that a module defines. A notebook shows the curves while the run trains.
     """
     if isinstance(file, dict):
         values, where = copy.deepcopy(file), "train"

@@ -1,9 +1,9 @@
-"""Starts, watches and resumes a training run, in one way for `sightline rl` and `sightline sft`.
+"""Start, watch and resume a training run, for `sightline rl` and `sightline sft`.
 
-    resolve --> check: every refusal --> claim and lock the directory --> record --> processes
+    resolve --> check --> claim and lock the directory --> record --> processes
       waits for: the end of the leading process     unblocked by: the last step, a signal, a failure
 
-A job says what is particular to a command; nothing else claims, locks, records or starts.
+A `TrainingJob` holds what differs between the two commands.
 """
 
 from __future__ import annotations
@@ -70,17 +70,17 @@ from sightline.wire.file import write_atomic
 
 
 class TrainingJob(ABC, Generic[AnyRun]):
-    """What is particular to one command that trains."""
+    """What differs between the commands that train."""
 
     file_kind: type[AnyRun]
     command: str
     leader: str
-    """The process whose end is the run's end."""
+    """The process whose end ends the run."""
     trainer: str
     """The name of the trainer's rank 0."""
 
     def resolve(self, file: AnyRun) -> AnyRun:
-        """The run file with what this machine decides."""
+        """Return the run file with the settings that this machine decides."""
         return file
 
     def check(self, file: AnyRun, run_dir: RunDir, report: Report = ignore) -> None:
@@ -93,41 +93,41 @@ class TrainingJob(ABC, Generic[AnyRun]):
 
     @abstractmethod
     def count_trainer_threads(self, file: AnyRun) -> int:
-        """Compute threads of all ranks on this machine."""
+        """Return the compute threads of all ranks on this machine."""
 
     @abstractmethod
     def build_specs(self, file: AnyRun, run_dir: RunDir) -> list[ProcessSpec]:
-        """The processes of the run, in the order of their start; one trainer for all its ranks."""
+        """Return the run's processes in starting order, with one trainer for all its ranks."""
 
     def build_supervisor(
         self, file: AnyRun, processes: Processes, specs: list[ProcessSpec], events: EventLog
     ) -> Callable[[], None]:
-        """What replaces processes that may be replaced; called again and again."""
+        """Return a function that restarts processes; it is called repeatedly."""
         return lambda: None
 
     def count_restarts(self, file: AnyRun) -> int:
-        """How often a trainer that ends is started again."""
+        """Return how often a trainer that ends is restarted."""
         return 0
 
     def reserve(
         self, file: AnyRun, run_dir: RunDir, specs: list[ProcessSpec]
     ) -> AbstractContextManager[None]:
-        """Has room for the processes where they are to run, while it lasts."""
+        """Reserve room for the processes on a cluster."""
         return contextlib.nullcontext()
 
     def get_logging(self, file: AnyRun) -> LoggingConfig:
         return LoggingConfig()
 
     def release(self, file: AnyRun, run_dir: RunDir) -> None:
-        """Lets go of what outlasts the processes of the run, whichever way they ended."""
+        """Release what would outlast the run's processes."""
 
     @abstractmethod
     def open_view(self, file: AnyRun, run_dir: RunDir) -> LiveView | SftProgress:
-        """What a person sees while the run goes on."""
+        """Return the view of the running run."""
 
     @abstractmethod
     def print_outcome(self, file: AnyRun, run_dir: RunDir, stopped_by: str) -> None:
-        """Says where the results are; `stopped_by` is empty for a run that reached its end."""
+        """Print where the results are. `stopped_by` is empty for a finished run."""
 
 
 def start_run(
@@ -135,8 +135,7 @@ def start_run(
     file: AnyRun,
     on_recorded: Callable[[RunDir], object] = lambda run_dir: None,
 ) -> RunDir:
-    """Runs `file` from its first step, in a directory of its own, of which `on_recorded` hears when
-    the run could be resumed."""
+    """Run `file` in a new directory. `on_recorded` gets the directory once it can be resumed."""
     context = find_context()
     run_checks(Facts(RunDir(Path(file.run.dir)), file), SETTINGS)
     file = resolve_paths(_resolve(job, resolve_model(file), context))
@@ -147,7 +146,7 @@ def start_run(
         with disk_errors(run_dir.path), lock_run_dir(run_dir):
             return _run(job, file, run_dir, record_model_digests, context, on_recorded)
     except (SightlineError, KeyboardInterrupt, SystemExit):
-        if not any(run_dir.logs.glob("*.log")):  # nothing was started
+        if not any(run_dir.logs.glob("*.log")):  # no process was started
             shutil.rmtree(run_dir.path, ignore_errors=True)
         raise
 
@@ -155,15 +154,14 @@ def start_run(
 def resume_run(
     job: TrainingJob[AnyRun], path: Path, overrides: Sequence[str], file: AnyRun | None = None
 ) -> RunDir:
-    """Goes on with a run that was stopped or killed, from its last checkpoint; with the settings of
-    `file`, where it is given."""
+    """Resume a run from its last checkpoint, with the settings of `file` if given."""
     run_dir = RunDir(path.absolute())
     if not run_dir.config.is_file():
-        raise ResumeRefused(f"{path} is no run directory", "name the folder that holds config.toml")
+        raise ResumeRefused(f"{path} is not a run directory", "name the folder with config.toml")
     context, status = find_context(), get_status(run_dir)
     if status.command != job.command:
         raise ResumeRefused(
-            f"{path} is a run of `sightline {status.command}`", f"write `{status.resume_command}`"
+            f"{path} is a run of `sightline {status.command}`", f"use `{status.resume_command}`"
         )
     old = load_config(job.file_kind, run_dir.config)
     new = load_config(job.file_kind, run_dir.config, overrides)
@@ -181,7 +179,7 @@ def resume_run(
 
 
 def check_unchanged(run_dir: RunDir, model: Path) -> None:
-    """Refuses to go on with another checkpoint, or as another run, than before."""
+    """Raise if the checkpoint or the run's progress is not the recorded one."""
     check_model_unchanged(run_dir, model)
     if run_dir.progress.exists():
         read_progress(run_dir)
@@ -195,17 +193,17 @@ def _run(
     job: TrainingJob[AnyRun],
     file: AnyRun,
     run_dir: RunDir,
-    look_at_model: Callable[[RunDir, Path], None],
+    check_or_record_model: Callable[[RunDir, Path], None],
     context: TorchrunContext | None,
     on_recorded: Callable[[RunDir], object] = lambda run_dir: None,
 ) -> RunDir:
     run_checks(Facts(run_dir, file), STORE)
-    look_at_model(run_dir, Path(file.model.path))
+    check_or_record_model(run_dir, Path(file.model.path))
     run_dir.make()
     make_secret(run_dir)
     write_atomic(run_dir.config, dump_checked_toml(file).encode())
     on_recorded(run_dir)
-    run_dir.summary.unlink(missing_ok=True)  # of the run as it was before this resume
+    run_dir.summary.unlink(missing_ok=True)  # from before this resume
     specs = []
     for spec in job.build_specs(file, run_dir):
         is_trainer = spec.name == job.trainer and not spec.host
@@ -221,7 +219,7 @@ def _run(
     view = find_notebook_view(run_dir) or job.open_view(file, run_dir)
     failure, was_stopped = None, False
     try:
-        # What is left where an earlier launcher was killed.
+        # Left by an earlier launcher that was killed.
         kill_marked(run_dir.path, [spec.name for spec in specs])
         with job.reserve(file, run_dir, specs), sinks, SignalCounter() as signals:
             for spec in specs:
@@ -235,15 +233,15 @@ def _run(
         call_view(view.update)
         call_view(view.close)
     stopped_by = failure.problem if failure else SIGNAL if was_stopped else ""
-    # A second signal ends the processes by an error, and is a signal all the same.
+    # A second signal raises an error, but counts as a signal.
     was_stopped = was_stopped or (failure is not None and signals.count > 1)
     outcome = "stopped" if was_stopped else "failed" if failure else "finished"
     events.write("end", outcome=outcome, problem=stopped_by, fix=failure.fix if failure else "")
     try:
         job.print_outcome(file, run_dir, stopped_by)
-    except Exception as error:  # a view may fail, and never fails a run
-        words = str(error).partition("\n")[0]
-        print(f"no summary: {type(error).__name__}: {words}", file=sys.stderr)
+    except Exception as error:  # a view must not fail a run
+        reason = str(error).partition("\n")[0]
+        print(f"no summary: {type(error).__name__}: {reason}", file=sys.stderr)
     if was_stopped:
         print(f"resume: {processes.resume_command}", flush=True)
     if failure is not None:
@@ -259,16 +257,15 @@ def _build_supervision(
     events: EventLog,
     context: TorchrunContext | None,
 ) -> Callable[[], None]:
-    """What looks after the processes while the run goes on; called again and again."""
+    """Return the function that supervises the processes; it is called repeatedly."""
     replace_broken = job.build_supervisor(file, processes, specs, events)
     ranks = [spec.name for spec in specs if spec.name.partition("-")[0] == job.trainer]
     watchdog = TrainerWatchdog(processes, ranks, file.trainer.stall_timeout_s)
     restarts = job.count_restarts(file)
     if restarts and context is not None and context.size > 1:
         raise ConfigError(
-            f"[launch] restart = {restarts} with ranks that torchrun started, which cannot be "
-            "started again one by one",
-            "set it to 0, and let torchrun start the run again with --resume",
+            f"[launch] restart = {restarts} cannot restart ranks that torchrun started",
+            "set it to 0, and let torchrun restart the run with --resume",
         )
     trainer = TrainerSupervisor(
         processes,
@@ -292,8 +289,8 @@ def _build_supervision(
 
 
 def run_as_follower(job: TrainingJob[AnyRun]) -> bool:
-    """Runs one rank of the trainer until the run ends, where torchrun started this process as
-    another than rank 0."""
+    """Run one rank of the trainer if torchrun started this process as a rank other than 0; return
+    whether it did."""
     context = find_context()
     if context is None or context.rank == 0:
         return False
@@ -301,12 +298,11 @@ def run_as_follower(job: TrainingJob[AnyRun]) -> bool:
     run_dir = RunDir(Path(at.run_dir))
     file = load_config(job.file_kind, run_dir.config)
     threads = max(1, job.count_trainer_threads(file) // context.local_size)
-    words = ["process", job.trainer, str(run_dir.path), "--threads", str(threads)]
-    words += ["--parent", str(os.getpid())]
-    trainer = ProcessSpec(job.trainer, words, threads)
+    arguments = ["process", job.trainer, str(run_dir.path), "--threads", str(threads)]
+    trainer = ProcessSpec(job.trainer, [*arguments, "--parent", str(os.getpid())], threads)
     spec = build_rank_spec(trainer, context.rank, context.size, at)
     processes = Processes(run_dir, job.command)
-    # The rank ends when rank 0 says so; a signal to the whole run is for rank 0's launcher.
+    # Rank 0 ends this rank. Signals to the whole group are for rank 0's launcher.
     for number in (signal.SIGINT, signal.SIGHUP):
         signal.signal(number, signal.SIG_IGN)
     try:

@@ -1,13 +1,13 @@
-"""Watches the environment workers and replaces those that user code has broken.
+"""Watch the environment workers, and replace those that user code has broken.
 
-    crash     the process has ended, with whatever code, and was not told to
-    hang      its event loop stands still for `hang_timeout_s`, or user code goes on for as long
-              after its rollout is over; or its heartbeat stands still
+    crash     the process ended without being told to
+    hang      its event loop, or user code after the end of its rollout, is stuck for
+              `hang_timeout_s`; or its heartbeat has stopped
     leak      its memory is above the limit
 
-A worker that breaks costs the rollouts that it was playing. Its successor has the same name and
-tells the orchestrator so; the orchestrator counts what was lost. One that breaks again and again is
-replaced after a growing pause, and in the end ends the run.
+A broken worker costs the rollouts that it was playing. Its successor has the same name, and the
+orchestrator counts what was lost. A worker that breaks repeatedly is replaced after a growing
+pause, and finally ends the run.
 """
 
 from __future__ import annotations
@@ -28,36 +28,35 @@ from sightline.rollout.heartbeat import find_heartbeat
 
 ROLLOUTS_PER_WORKER = 128
 MEMORY_SHARE = 0.5
-"""The share of the machine's memory that all workers together may take."""
+"""The share of the machine's memory for all workers together."""
 SILENCE_TIMEOUT_S = 60.0
-"""A thread that cannot run for so long has a process that is stopped, or that never lets go of
-the interpreter."""
+"""After this, a silent process is stopped, or never releases the interpreter."""
 CHECK_EVERY_S = 1.0
 FIRST_PAUSE_S = 5.0
-"""Before a worker on another machine is started again."""
+"""Pause before a worker on another machine is restarted."""
 
 
 def count_in_flight(config: RunFile) -> int:
-    """Rollouts that may be under way at the same time."""
+    """Return how many rollouts may run at the same time."""
     settings = config.orchestrator
     at_once = settings.groups_per_step * settings.group_size * max(1, settings.max_lag)
     return min(at_once, config.rollout.max_in_flight or at_once)
 
 
 def resolve_workers(config: RunFile, cores: int) -> tuple[RunFile, str]:
-    """The run file with its number of workers, and the line that says why that many."""
-    asked, in_flight = config.rollout.workers, count_in_flight(config)
-    if asked:
-        return config, f"workers: {asked} ([rollout] workers)"
+    """Return the run file with its number of workers, and a line that explains it."""
+    workers, in_flight = config.rollout.workers, count_in_flight(config)
+    if workers:
+        return config, f"workers: {workers} ([rollout] workers)"
     wanted = math.ceil(in_flight / ROLLOUTS_PER_WORKER)
     number = max(1, min(cores, wanted))
     rollout = config.rollout.model_copy(update={"workers": number})
-    why = f"{in_flight} rollouts in flight, up to {ROLLOUTS_PER_WORKER} a worker; {cores} cores"
+    why = f"{in_flight} rollouts in flight, up to {ROLLOUTS_PER_WORKER} per worker; {cores} cores"
     return config.model_copy(update={"rollout": rollout}), f"workers: {number} ({why})"
 
 
 def get_memory_limit(config: RunFile) -> int:
-    """Bytes that one worker may have."""
+    """Return the memory limit of one worker in bytes."""
     if config.rollout.worker_max_memory_gb:
         return int(config.rollout.worker_max_memory_gb * 1e9)
     total = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
@@ -66,14 +65,14 @@ def get_memory_limit(config: RunFile) -> int:
 
 @dataclass
 class WorkerSupervisor:
-    """Call `supervise` often; it looks once a second."""
+    """Call `supervise` often; it checks once a second."""
 
     processes: Processes
     specs: list[ProcessSpec]
     hang_timeout_s: float
     max_bytes: int
     on_lost: Callable[[str, str], object]
-    """Hears the name of a worker that was replaced, and why."""
+    """Called with the name of a replaced worker, and the reason."""
     silence_timeout_s: float = SILENCE_TIMEOUT_S
 
     def __post_init__(self) -> None:
@@ -81,7 +80,7 @@ class WorkerSupervisor:
         self._budgets = {spec.name: RestartBudget() for spec in self.specs}
         self._why: dict[str, str] = {}
         self._beats: dict[str, tuple[float, float]] = {}
-        """The time in each heartbeat, by the worker's clock, and when it came, by our own."""
+        """The time in each heartbeat by the worker's clock, and its arrival by our clock."""
         for spec in self.specs:
             self._heartbeat_file(spec).unlink(missing_ok=True)
 
@@ -111,7 +110,7 @@ class WorkerSupervisor:
             if not heartbeat.told_to_quit:
                 self._replace(spec, f"crash: {how.problem}")
         elif exit_code == 0:
-            # It never worked: that ends the run, as it does for one that ended with an error.
+            # It never worked, which ends the run.
             raise how
 
     def _find_fault(self, spec: ProcessSpec, now: float) -> str:
@@ -123,26 +122,25 @@ class WorkerSupervisor:
         silent_s = now - self._beats[spec.name][1]
         size = 0 if spec.host else self.processes.resident_bytes(spec.name)
         if size > self.max_bytes:
-            return f"leak: it held {size / 1e9:.2f} GB, its limit is {self.max_bytes / 1e9:.2f}"
+            return f"leak: {size / 1e9:.2f} GB, above its limit of {self.max_bytes / 1e9:.2f} GB"
         if silent_s > self.silence_timeout_s:
             return f"hang: no heartbeat for {silent_s:.0f} s"
         if heartbeat.time_s - heartbeat.loop_s > self.hang_timeout_s:
             return (
-                f"hang: its event loop stood still for {heartbeat.time_s - heartbeat.loop_s:.0f} s"
+                f"hang: its event loop was blocked for {heartbeat.time_s - heartbeat.loop_s:.0f} s"
             )
         if heartbeat.stuck_s > self.hang_timeout_s:
             return f"hang: user code has outlived its rollout by {heartbeat.stuck_s:.0f} s"
         return ""
 
     def _replace(self, spec: ProcessSpec, why: str) -> None:
-        """Replaces a worker that has ended, at once or, where its predecessors lasted no longer,
-        after a pause."""
-        # That one elsewhere was told to end is heard late, or where the run has ended too, never.
+        """Replace a worker, after a pause if its predecessors broke too."""
+        # On another machine, the news that it was told to end arrives late, or never.
         if not self._budgets[spec.name].plan(FIRST_PAUSE_S if spec.host else 0.0):
             raise ProcessFailed(
-                f"{spec.name} was replaced {MAX_RESTARTS} times in a row, the last time for a "
+                f"{spec.name} was replaced {MAX_RESTARTS} times in a row, the last time after a "
                 f"{why}",
-                f"repair what breaks it (logs/{spec.name}.log), then go on with "
+                f"fix the cause (logs/{spec.name}.log), then resume with "
                 f"`{self.processes.resume_command}`",
             )
         self.processes.expect_restart([spec.name])
@@ -153,7 +151,7 @@ class WorkerSupervisor:
     def _start_successor(self, spec: ProcessSpec) -> None:
         why = self._why.pop(spec.name)
         self._heartbeat_file(spec).unlink(missing_ok=True)
-        # A shell elsewhere may read the words, of which a log has written some.
+        # A remote shell may interpret the text, which can contain lines of a log.
         words = why.partition(":")[0] if spec.host else why
         self.processes.start(replace(spec, arguments=[*spec.arguments, "--replaces", words]))
         self.on_lost(spec.name, why)

@@ -68,7 +68,7 @@ def test_a_model_that_cannot_see_is_refused_for_an_environment_that_shows(
 
 
 def test_a_run_dir_that_is_a_file_is_refused(refuse) -> None:
-    assert "no run directory can be made in" in refuse("", "run.dir=run.toml")
+    assert "cannot create a run directory in" in refuse("", "run.dir=run.toml")
 
 
 def test_a_folder_without_weights_is_refused(refuse, tiny_model: Path, tmp_path: Path) -> None:

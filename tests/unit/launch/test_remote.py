@@ -89,7 +89,7 @@ def test_without_rights_nothing_starts(tmp_path: Path) -> None:
         [sys.executable, "-m", "sightline", *words],
         stdin=subprocess.DEVNULL, capture_output=True, text=True, timeout=60, check=False,
     )  # fmt: skip
-    assert ended.returncode == 2 and "was given no rights" in ended.stderr
+    assert ended.returncode == 2 and "got no rights" in ended.stderr
     assert not (tmp_path / "scratch").exists()
 
 

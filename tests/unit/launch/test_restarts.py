@@ -109,7 +109,7 @@ def test_a_server_at_its_limit_is_left_out_while_another_is_there(tmp_path: Path
         fail("server", 1)
         until(lambda: count_starts(tmp_path, "server") == 2, supervise)
         fail("server", 2)
-        assert "the run goes on without it" in told[1] and not processes.failed()
+        assert "the run continues without it" in told[1] and not processes.failed()
         supervise()
         assert count_starts(tmp_path, "server") == 2
         clock.now += 301
@@ -146,7 +146,7 @@ def test_a_rank_that_dies_starts_all_ranks_again_as_often_as_the_run_file_says(
         assert not processes.failed(), "it is no failure of the run"
         until(lambda: all(count_starts(tmp_path, n) == 2 for n in names), trainer.supervise)
         (line,) = told
-        assert line.startswith("trainer-1 ended with 5; the trainer is started again")
+        assert line.startswith("trainer-1 ended with 5; restarting the trainer")
         end(tmp_path, "trainer", 6)
         until(lambda: processes.failed())
         trainer.supervise()

@@ -69,9 +69,9 @@ def test_a_plan_says_of_each_process_where_it_runs_and_what_it_asks_for(
     file: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     said = dry_run(capsys, str(file), "launch.num_servers=1", "--on", "ray")
-    assert "server (on ray): 8 CPU, 1 GPU, 64 GB; started again\n" in said
+    assert "server (on ray): 8 CPU, 1 GPU, 64 GB; restarted\n" in said
     assert "trainer (on ray): 16 CPU, 2 GPU; its failure ends the run\n" in said
-    assert "worker-1 (on ray): 1 CPU, 0 GPU; started again\n" in said
+    assert "worker-1 (on ray): 1 CPU, 0 GPU; restarted\n" in said
     assert "orchestrator (here): 1 CPU, 0 GPU; its end is that of the run\n" in said
     assert "--bundle 3 --cpus 1 --gpus 0 -- python3 -m sightline process worker-1" in said
     assert not (file.parent / "runs").exists()
@@ -178,7 +178,7 @@ def test_a_job_asks_for_what_its_processes_do_and_no_more(
     assert cpus == 1 + 2 * 8 + 32 + 32 * 2 and memory == [0, 128, 400, 128]
     steps = [line for line in said.splitlines() if "srun" in line]
     assert "--mem=381469M" in next(line for line in steps if "process trainer" in line)
-    assert "# in all on slurm: 113 CPU, 10 GPU, 656 GB; 36 processes, 4 nodes or more\n" in said
+    assert "# total on slurm: 113 CPU, 10 GPU, 656 GB; 36 processes, 4 nodes or more\n" in said
     assert "orchestrator (in the job's batch script): 1 CPU" in said and "(here)" not in said
 
 
@@ -229,7 +229,7 @@ def test_fewer_gpus_than_a_process_uses_are_refused(
             file.write_text(text.replace(own, f'"{process}" = {{gpus = {gpus}}}\n'))
             said = refuse(capsys, str(file), "--on", on, *words)
             assert f"gpus = {gpus}" in said and f"which needs {needed} on its node" in said
-            assert f"write gpus = {needed}" in said
+            assert f"set gpus = {needed}" in said
 
 
 def test_a_dry_run_asks_sbatch_for_its_opinion(
@@ -318,4 +318,4 @@ def test_a_process_without_a_secret_says_so(tmp_path: Path) -> None:
         [sys.executable, "-m", "sightline", *words],
         stdin=subprocess.DEVNULL, capture_output=True, text=True, timeout=120, check=False,
     )  # fmt: skip
-    assert done.returncode == 2 and "was given no rights" in done.stderr, shlex.join(words)
+    assert done.returncode == 2 and "got no rights" in done.stderr, shlex.join(words)
