@@ -27,7 +27,7 @@ def describe_node(number: int, num_cpus: int, memory: int) -> dict[str, Any]:
 
 
 def main() -> None:
-    # Room for the trainer alone: it asks for memory, and the others do not fit beside it.
+    # Room for the trainer only: it requests memory, and no other process fits next to it.
     head = describe_node(0, 2, 4_000_000_000)
     head |= {"include_dashboard": False, "_system_config": LOST}
     cluster = Cluster(initialize_head=True, head_node_args=head)

@@ -57,7 +57,7 @@ def namespace() -> Iterator[list[str]]:
         # Not `ip netns exec`, which hides control groups.
         enter = ["nsenter", f"--net=/var/run/netns/{name}"]
         link = ["link", "add", "own0", "type", "veth", "peer", "name", "own1"]
-        # An address beside loopback: without any, names are not resolved.
+        # An address in addition to loopback: without one, names are not resolved.
         address = ["address", "add", "10.78.0.1/24", "dev", "own0"]
         up = [["link", "set", one, "up"] for one in ("lo", "own0", "own1")]
         for words in (link, address, *up):
@@ -101,7 +101,7 @@ class Slurm:
 
     def wait_for_steps(self, timeout_s: float = 120.0) -> None:
         """Returns when nothing runs on the nodes any more, the controller has heard of it, and what
-        it starts now is told by its second from what has ended."""
+        it starts now is distinguished by its second from what has ended."""
         deadline = time.monotonic() + timeout_s
         while subprocess.run(["pgrep", "-f", "^slurmstepd: "], capture_output=True).stdout or set(
             self.call("sinfo", "--noheader", "--Node", "--format=%T").split()

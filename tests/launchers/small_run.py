@@ -1,4 +1,4 @@
-"""A run file for every launcher, and what its run needs: model, task and media service."""
+"""A run file for every launcher, with its model, task and media service."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A run whose processes Ray places goes on where a node with its server and worker is lost."""
+"""A run on Ray continues after the node with its server and worker is lost."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A run as a job of Slurm: it is submitted, preempted, queued again, and goes on."""
+"""A run as a Slurm job: it is submitted, preempted, requeued, and resumes."""
 
 from __future__ import annotations
 

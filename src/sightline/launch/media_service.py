@@ -55,7 +55,7 @@ def is_control(method: str, path: str) -> bool:
 def build_media_app(store: MediaStore, guard: RequestGuard) -> Starlette:
     """Return the ASGI application that serves the images and the parts of files in `store`."""
     blobs = MediaStore(Path(store.root) / BLOBS)
-    check_room = partial(store.check_room, beside=[blobs])
+    check_room = partial(store.check_room, also=[blobs])
     return Starlette(
         routes=[Mount(f"/{BLOBS}", routes=_build_routes(blobs, check_room, any_bytes=True)),
                 *_build_routes(store, check_room, any_bytes=False)],

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 
 @dataclass(frozen=True)
 class Resources:
-    """What a process requests from a cluster."""
+    """The resources that a process requests from a cluster."""
 
     cpus: int = 1
     gpus: float = 0

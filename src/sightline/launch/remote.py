@@ -115,8 +115,8 @@ def make_copy(name: str, hub: str, run_dir: RunDir, rights: str) -> None:
     # The trainer removes what only it fetches.
     is_trainer = name.startswith("trainer")
     blobs = open_blobs(config.media.root, config.media.read_token(for_control=is_trainer))
-    for file in files.values():
-        write_file(run_dir.path, file, blobs)
+    for change in files.values():
+        write_file(run_dir.path, change, blobs)
     folder = run_dir.path / "model" / Path(config.model.path).name
     config = config.model_copy(
         update={"model": config.model.model_copy(update={"path": str(folder)})}

@@ -31,7 +31,7 @@ LEADER, TRAINER = "orchestrator", "trainer"
 
 @dataclass(frozen=True)
 class Endpoints:
-    """Where a run's processes find each other."""
+    """The addresses at which a run's processes find each other."""
 
     hub: str
     """Address of the orchestrator's channel."""

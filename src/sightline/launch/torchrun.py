@@ -30,7 +30,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class TorchrunContext:
-    """What torchrun passes to this process."""
+    """The settings that torchrun passes to this process."""
 
     rank: int
     size: int

@@ -39,7 +39,7 @@ WEBP_DECODER_BYTES = 17
 
 
 class ImageLimits(msgspec.Struct, frozen=True):
-    """What a store accepts, checked from the header before anything is decoded."""
+    """The limits of a store, checked from the header before anything is decoded."""
 
     max_bytes: int = 64 * 1024 * 1024
     max_pixels: int = 64_000_000

@@ -344,11 +344,11 @@ class MediaStore:
         """Return the number of images in `root`, as of the count behind `size_bytes`."""
         return self._get_survey().num_files
 
-    def check_room(self, num_bytes: int = 0, beside: Iterable[MediaStore] = ()) -> None:
+    def check_room(self, num_bytes: int = 0, also: Iterable[MediaStore] = ()) -> None:
         """Raise `StoreFull` if `num_bytes` more would exceed `max_bytes`, including the stores
-        `beside` this one, or would leave the disk with less than the reserve."""
+        in `also`, or would leave the disk with less than the reserve."""
         if self.max_bytes is not None:
-            size = sum(store.size_bytes() for store in (self, *beside))
+            size = sum(store.size_bytes() for store in (self, *also))
             if size + num_bytes > self.max_bytes:
                 raise StoreFull(
                     f"the store {self.root} holds {size} bytes, its limit is {self.max_bytes}",

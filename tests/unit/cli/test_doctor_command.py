@@ -18,7 +18,6 @@ from sightline.launch.checks.check import Finding
 from sightline.launch.checks.table import examine_run
 from sightline.launch.claim import lock_run_dir
 from sightline.launch.process_watch import MARK_VARIABLE, build_mark
-from sightline.orchestrator.run_state import RunState
 from sightline.run import EventLog, RunDir
 from sightline.view.summary import summarize
 from sightline.wire.file import SUMS, write_sums
@@ -178,19 +177,6 @@ def test_a_damaged_line_of_metrics_is_named(finished: RunDir) -> None:
     finished.metrics.write_bytes(b"?" + finished.metrics.read_bytes()[1:])
     [found] = find_problems(finished)
     assert "metrics.jsonl has 1 damaged lines" in found.text and not found.blocks
-
-
-def test_an_image_that_only_traces_show_is_named(finished: RunDir) -> None:
-    run_state = RunState.open(finished)
-    run_state.progress.step = tiny_run.TRAINED
-    run_state.save()
-    finished.batch(tiny_run.STEP).unlink()
-    assert find_problems(finished) == [], "no batch waits"
-    image = next(path for path in finished.media.rglob("*") if len(path.name) == 64)
-    image.unlink()
-    [found] = find_problems(finished)
-    assert found.text.startswith("1 of 2 images of traces are not in ")
-    assert image.name[:12] in found.text and not found.blocks
 
 
 def test_what_prune_removed_is_not_missed(finished: RunDir) -> None:

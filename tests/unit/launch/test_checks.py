@@ -1,4 +1,4 @@
-"""What cannot work is refused before anything starts, with a fix."""
+"""A run that cannot work is refused before anything starts, with a fix."""
 
 from __future__ import annotations
 

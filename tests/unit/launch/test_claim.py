@@ -19,7 +19,7 @@ from sightline.view.run_status import find_launcher
 
 def test_a_directory_in_use_is_refused(tmp_path: Path) -> None:
     run_dir = claim_run_dir(str(tmp_path), "r")
-    with lock_run_dir(run_dir), pytest.raises(ResumeRefused, match="in use"), lock_run_dir(run_dir):
+    with lock_run_dir(run_dir), pytest.raises(ResumeRefused, match="is using"), lock_run_dir(run_dir):
         pass
     with lock_run_dir(run_dir):
         pass
@@ -29,7 +29,7 @@ def test_a_second_launcher_does_not_hide_who_holds_the_directory(tmp_path: Path)
     run_dir = claim_run_dir(str(tmp_path), "r")
     assert find_launcher(run_dir) is None
     with lock_run_dir(run_dir):
-        with pytest.raises(ResumeRefused, match="in use"), lock_run_dir(run_dir):
+        with pytest.raises(ResumeRefused, match="is using"), lock_run_dir(run_dir):
             pass
         found = find_launcher(run_dir)
         assert found is not None and (found.pid, found.is_here) == (os.getpid(), True)

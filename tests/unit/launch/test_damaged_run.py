@@ -1,4 +1,4 @@
-"""A file of a run that is damaged or missing is refused by its name; nothing else is touched."""
+"""A damaged or missing file of a run is refused by name, and no other file changes."""
 
 from __future__ import annotations
 
@@ -143,7 +143,7 @@ def test_a_file_that_is_gone_or_cut_off_is_refused_by_its_name(run_dir: RunDir, 
             path.write_bytes(data[: len(data) // 2] if harm == "cut off" else b"")
         problem = find_problem(run_dir, read)
         if name == "weights/history.jsonl" and harm != "cut off":
-            continue  # what no line speaks of was never published
+            continue  # a version without a line was never published
         if name == "weights/history.jsonl" or (name == "ledger.jsonl" and harm == "cut off"):
             # A torn last line is what a kill leaves.
             assert not problem or path.name in problem

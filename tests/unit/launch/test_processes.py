@@ -1,4 +1,4 @@
-"""What a process of a run is started with."""
+"""The environment in which a run's processes start."""
 
 from __future__ import annotations
 

@@ -41,7 +41,7 @@ def test_a_command_that_nobody_asks_about_ends() -> None:
         """Its caller's last call is long ago."""
 
         def cut_off(self) -> None:
-            self._asked -= 2 * ray_run.LEASE_S
+            self._polled_at -= 2 * ray_run.LEASE_S
 
     with closing(Cut([sys.executable, "-c", "import time; time.sleep(60)"], {})) as command:
         command.cut_off()

@@ -1,4 +1,4 @@
-"""What ends of a run is started again, with a growing pause and a limit."""
+"""Processes of a run are restarted, with a growing pause and a limit."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a run is made of, as each launcher would start it: `sightline rl --dry-run`."""
+"""The processes of a run, as each launcher would start them: `sightline rl --dry-run`."""
 
 from __future__ import annotations
 
@@ -72,7 +72,7 @@ def test_a_plan_says_of_each_process_where_it_runs_and_what_it_asks_for(
     assert "server (on ray): 8 CPU, 1 GPU, 64 GB; restarted\n" in said
     assert "trainer (on ray): 16 CPU, 2 GPU; its failure ends the run\n" in said
     assert "worker-1 (on ray): 1 CPU, 0 GPU; restarted\n" in said
-    assert "orchestrator (here): 1 CPU, 0 GPU; its end is that of the run\n" in said
+    assert "orchestrator (here): 1 CPU, 0 GPU; its end ends the run\n" in said
     assert "--bundle 3 --cpus 1 --gpus 0 -- python3 -m sightline process worker-1" in said
     assert not (file.parent / "runs").exists()
 

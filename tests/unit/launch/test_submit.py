@@ -1,4 +1,4 @@
-"""The launcher as a job of a cluster: started again, it goes on with the run that it began."""
+"""The launcher as a cluster's job: after a restart it resumes the run that it started."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""How many workers there are, and what one may take."""
+"""The number of workers, and the limits of each."""
 
 from __future__ import annotations
 

@@ -21,7 +21,7 @@ Call = tuple[str, ...]
 
 @pytest.fixture
 def calls(monkeypatch: pytest.MonkeyPatch) -> list[Call]:
-    """What is synced, with the bytes of a file by then, and what is renamed; all of it happens."""
+    """Record which files are synced, with their bytes at that time, and which are renamed."""
     made: list[Call] = []
     fsync, replace = os.fsync, os.replace
 

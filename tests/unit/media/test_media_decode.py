@@ -234,7 +234,7 @@ print((after - before) * 1024 / (size[0] * size[1]))
 def test_decoding_takes_the_memory_that_was_counted(
     tmp_path: Path, encode: Encode, python: Callable[..., subprocess.Popen[str]]
 ) -> None:
-    """Of a picture that is turned and has a transparent colour, where three copies are tempting."""
+    """Decode a rotated image with a transparent colour, which invites three copies."""
     flat = Image.new("RGB", (3000, 3000), (3, 4, 5))
     data = encode(flat, "PNG", exif=with_orientation(6), transparency=(3, 4, 5))
     assert len(data) < 100_000

@@ -1,4 +1,4 @@
-"""What ingest refuses, it refuses before a connection. Names are looked up by a test resolver,
+"""Ingest refuses a url before it connects. A test resolver looks names up,
 and every connection of the process is watched."""
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ PUBLIC = "93.184.216.34"
 
 
 class Resolver:
-    """Answers each question with the next of its answers; the last one again when all are told."""
+    """Return the next answer to each question, and the last one again at the end."""
 
     def __init__(self, *answers: list[str]) -> None:
         self.answers = list(answers)
@@ -39,7 +39,7 @@ class Resolver:
 
 @pytest.fixture
 def connections(monkeypatch: pytest.MonkeyPatch) -> list[tuple[Any, ...]]:
-    """Where connections were tried; none leaves this machine."""
+    """Addresses that were connected to; no connection leaves this machine."""
     tried: list[tuple[Any, ...]] = []
     connect = socket.socket.connect
 

@@ -167,7 +167,7 @@ def test_every_other_url_is_a_message_error(store: MediaStore, url: str) -> None
 
 @pytest.fixture
 def roots(tmp_path: Path, png: bytes) -> Path:
-    """An allowed root with an image, beside a place that is not allowed."""
+    """An allowed root with an image, next to a folder that is not allowed."""
     (tmp_path / "allowed" / "deep").mkdir(parents=True)
     (tmp_path / "allowed" / "deep" / "a b.png").write_bytes(png)
     (tmp_path / "allowed-not").mkdir()

@@ -71,7 +71,7 @@ for _ in range(30):
 )
 
 # Old images are put again while a sweep removes old images: put must never answer with a ref
-# to a file that the sweep then takes away. The sweep is told to take what is a minute old.
+# to a file that the sweep then takes away. gc removes what is a minute old.
 REUSE = (
     MAKE
     + """

@@ -1,4 +1,4 @@
-"""Stores elsewhere when the way to them is bad, and the cache before them."""
+"""Remote stores with a bad connection, and their cache."""
 
 from __future__ import annotations
 

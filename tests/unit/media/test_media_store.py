@@ -1,4 +1,4 @@
-"""Ages, sweeping, room and rights of a store on disk."""
+"""Ages, garbage collection, room and permissions of a store on disk."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Files of videos: what a store takes, what it refuses, and frames in RGB."""
+"""Video files: accepted and refused ones, and frames in RGB."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Files in a store: cut into parts that are sent once, checked, and taken from what is here."""
+"""Files in a store: split into parts that are sent once, verified, and copied from local files."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def test_a_file_comes_out_as_it_went_in(tmp_path: Path, size: int) -> None:
         assert stored.nbytes == size and len(stored.parts) == -(-size // 1000)
         fetch_file(store, stored, tmp_path / "out", {})
         assert (tmp_path / "out").read_bytes() == data
-    assert not list((tmp_path / "images").glob("??"))  # beside the images, not among them
+    assert not list((tmp_path / "images").glob("??"))  # next to the images, not among them
 
 
 def test_parts_that_did_not_change_are_neither_sent_nor_fetched(tmp_path: Path) -> None:

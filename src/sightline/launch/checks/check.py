@@ -1,4 +1,4 @@
-"""What a check is, and what it reports."""
+"""The definition of a check, and its findings."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ class Finding(NamedTuple):
     text: str
     """A figure, a file that is intact, or the problem."""
     fix: str = ""
-    """What to do about a problem; empty if all is well."""
+    """The solution of a problem; empty if all is well."""
     blocks: bool = False
     """Whether the problem prevents a resume."""
 

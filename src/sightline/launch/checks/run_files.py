@@ -16,11 +16,10 @@ from sightline.launch.checks.check import Finding
 from sightline.launch.checks.machine import SPARE_BYTES
 from sightline.launch.claim import MIN_SECRET_CHARS, check_model_unchanged
 from sightline.launch.process_watch import find_marked
-from sightline.media import MediaRef, MediaStore
+from sightline.media import MediaStore
 from sightline.orchestrator.best_checkpoint import BestCheckpoint
 from sightline.orchestrator.run_state import RunState, read_progress
 from sightline.run import RunDir
-from sightline.trace import read_traces
 from sightline.trainer.checkpoint import ResumePoint
 from sightline.trainer.ledger import read_ledger
 from sightline.view.events import EventTail
@@ -88,13 +87,9 @@ def read_waiting_batches(run_dir: RunDir, checkpoints: ResumePoint) -> list[Batc
     return [Batch.from_bytes(ready.data) for ready in announcements]
 
 
-def collect_refs(batches: list[Batch]) -> set[MediaRef]:
-    items = (item for batch in batches for sample in batch.samples for item in sample.items)
-    return {ref for item in items for ref in item.refs}
-
-
 def check_batches(batches: list[Batch], store: MediaStore) -> str:
-    refs = collect_refs(batches)
+    items = (item for batch in batches for sample in batch.samples for item in sample.items)
+    refs = {ref for item in items for ref in item.refs}
     for ref in refs:
         store.get(ref)
     return f"{len(batches)} waiting batches, with their {len(refs)} images"
@@ -117,53 +112,29 @@ def check_history(run_dir: RunDir) -> str:
     return f"the history of {len(read_history(run_dir.weights))} versions"
 
 
-def check_traces(
-    run_dir: RunDir, store: MediaStore, waiting_refs: set[MediaRef]
-) -> Iterator[Finding]:
-    """Report traces that are missing or damaged, and missing images that only traces show."""
-    for problem in _find_damaged_traces(run_dir, store, waiting_refs):
-        yield Finding(problem, f"{RESTORE}; a resume does not read it")
-
-
-def _find_damaged_traces(
-    run_dir: RunDir, store: MediaStore, checked: set[MediaRef]
-) -> Iterator[str]:
+def check_traces(run_dir: RunDir) -> Iterator[Finding]:
+    """Report trace files that are missing, or differ from the digests in `verdicts.jsonl`."""
+    fix = f"{RESTORE}; a resume does not read it"
     digests: dict[Path, str] = {}
-    last_step, evals = None, list[str]()
-    with suppress(SightlineError):  # `check_batches` reports damaged progress
-        progress = read_progress(run_dir)
-        last_step, evals = progress.step, list(progress.evals)
+    progress = read_progress(run_dir)
     for number, line in enumerate(read_lines(run_dir.verdicts), 1):
         try:
             values = json.loads(line)
             step, digest = int(values["step"]), values.get("traces", "")
         except (ValueError, TypeError, KeyError, OverflowError):
-            yield f"{run_dir.verdicts}, line {number}, is damaged"
+            yield Finding(f"{run_dir.verdicts}, line {number}, is damaged", fix)
             continue
         # A step that a kill interrupted has verdicts before it has traces, and is repeated.
-        if last_step is None or step <= last_step:
+        if step <= progress.step:
             digests[run_dir.traces_of(step)] = digest
-    digests |= {run_dir.eval_traces(name): "" for name in evals}
+    digests |= {run_dir.eval_traces(name): "" for name in progress.evals}
     pruned = {run_dir.inside(line.decode(errors="replace")) for line in read_lines(run_dir.pruned)}
     if missing := [file for file in digests if not file.is_file() and file not in pruned]:
-        yield f"{len(missing)} of {len(digests)} trace files are missing, the first is {missing[0]}"
-    files_by_ref: dict[MediaRef, Path] = {}
+        problem = f"{len(missing)} of {len(digests)} trace files are missing, the first is "
+        yield Finding(f"{problem}{missing[0]}", fix)
     for file in filter(Path.is_file, digests):
         if digests[file] and digest_batch(file.read_bytes()) != digests[file]:
-            yield f"{file} is damaged: its digest is not the recorded one"
-            continue
-        try:
-            for trace in read_traces(file):
-                slots = (slot for node in trace.nodes for slot in node.slots)
-                files_by_ref |= dict.fromkeys((ref for s in slots for ref in s.item.refs), file)
-        except SightlineError as error:
-            yield f"{file} is damaged: {error.problem}"
-    if lost := [ref for ref in files_by_ref.keys() - checked if not store.has(ref)]:
-        first = min(lost, key=lambda ref: files_by_ref[ref])
-        yield (
-            f"{len(lost)} of {len(files_by_ref)} images of traces are not in {store.root}, the "
-            f"first is {first.digest[:12]} of {files_by_ref[first]}"
-        )
+            yield Finding(f"{file} is damaged", fix)
 
 
 def check_identity(run_dir: RunDir) -> Iterator[Finding]:

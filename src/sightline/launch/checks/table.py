@@ -17,7 +17,7 @@ from sightline.errors import SightlineError
 from sightline.families import Family
 from sightline.launch.checks import machine, model, rehearsal, run_files, servers, settings
 from sightline.launch.checks.check import Check, Finding
-from sightline.media import MediaRef, MediaStore, open_store
+from sightline.media import MediaStore, open_store
 from sightline.run import RunDir
 from sightline.trainer.checkpoint import CheckpointStore, ResumePoint
 from sightline.view.run_status import FINISHED, RUNNING, TRIAL, RunStatus, get_status
@@ -25,11 +25,11 @@ from sightline.wire.sample import Batch
 
 SETTINGS, RL, SFT, REHEARSAL, STORE = "settings", "rl", "sft", "rehearsal", "store"
 FILES, RUN, TRAINED_RUN, RL_RUN = "files", "run", "trained run", "rl run"
-"""Of a run directory: before anything is read, of every run, of runs that train, of rl runs."""
+"""Stages of a run directory: before anything is read, every run, runs that train, rl runs."""
 
 
 class Facts:
-    """What checks look at. Each fact is read when the first check needs it."""
+    """The input of checks. Each fact is read when the first check needs it."""
 
     def __init__(self, run_dir: RunDir, config: RunFile | SftFile | None = None) -> None:
         self.run_dir = run_dir
@@ -65,13 +65,6 @@ class Facts:
     def batches(self) -> list[Batch]:
         return run_files.read_waiting_batches(self.run_dir, self.checkpoints)
 
-    @cached_property
-    def waiting_refs(self) -> set[MediaRef]:
-        try:
-            return run_files.collect_refs(self.batches)
-        except SightlineError:  # the check of the batches reports it
-            return set()
-
 
 def describe_model(config: RunFile | SftFile, family: Family) -> str:
     return f"{family.name}: {config.model.path}"
@@ -101,7 +94,7 @@ CHECKS = (
     Check("checkpoints", (RUN,), "run_dir status checkpoints", run_files.check_checkpoints),
     Check("ledger", (RL_RUN,), "run_dir checkpoints", run_files.check_ledger),
     Check("history", (RL_RUN,), "run_dir", run_files.check_history),
-    Check("traces", (RL_RUN,), "run_dir store waiting_refs", run_files.check_traces),
+    Check("traces", (RL_RUN,), "run_dir", run_files.check_traces),
     Check("identity", (TRAINED_RUN,), "run_dir", run_files.check_identity),
     Check("metrics", (TRAINED_RUN,), "run_dir status", run_files.check_metrics),
     Check("export", (RUN,), "status checkpoints", run_files.check_export),
@@ -127,7 +120,7 @@ def run_checks(facts: Facts, stage: str, report: Report = ignore) -> None:
 
 @dataclass
 class Diagnosis:
-    """What `sightline doctor` says about a run."""
+    """The result of `sightline doctor RUN`."""
 
     state: str
     problems: list[Finding] = field(default_factory=list)
