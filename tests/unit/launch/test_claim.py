@@ -19,7 +19,11 @@ from sightline.view.run_status import find_launcher
 
 def test_a_directory_in_use_is_refused(tmp_path: Path) -> None:
     run_dir = claim_run_dir(str(tmp_path), "r")
-    with lock_run_dir(run_dir), pytest.raises(ResumeRefused, match="is using"), lock_run_dir(run_dir):
+    with (
+        lock_run_dir(run_dir),
+        pytest.raises(ResumeRefused, match="is using"),
+        lock_run_dir(run_dir),
+    ):
         pass
     with lock_run_dir(run_dir):
         pass
