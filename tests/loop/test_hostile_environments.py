@@ -101,16 +101,16 @@ def test_what_an_environment_does_to_its_process_stays_there(tmp_path: Path) -> 
         events = read_events(job.run_dir.metrics)
         return any(words in e.values["words"] for e in events if e.kind == "process")
 
-    job.wait_until(lambda: is_named(f"server (process {stopped}) is stopped"), 60)
+    job.wait_until(lambda: is_named(f"a signal stopped server (process {stopped})"), 60)
     job.wait_until(lambda: is_named("has not answered for"), 60)
     print(f"named after {time.monotonic() - began:.1f} s")
     os.kill(stopped, signal.SIGCONT)
     job.wait_until(lambda: is_named("answers again, after"), 60)
     said = job.output()
     assert job.process.returncode == 0, said
-    assert f"server (process {stopped}) is stopped by a signal" in said, "on the console too"
+    assert f"a signal stopped server (process {stopped})" in said, "on the console too"
     run_dir: RunDir = job.run_dir
-    assert is_named("goes on, after") and is_named("answers again, after")
+    assert is_named("continues after") and is_named("answers again, after")
     assert not any(is_alive(int(pid)) for pid in pids.read_text().split())
     events = list(read_events(run_dir.metrics))
     assert not [event for event in events if event.kind == "lost"], "no worker was lost"

@@ -18,7 +18,7 @@ import yaml
 from sightline.config import RunFile, load_config
 from sightline.errors import ConfigError
 from sightline.launch import slurm
-from sightline.launch.checks.settings import check_hosts
+from sightline.launch.checks.settings import check_compatible_settings
 from sightline.launch.claim import write_private
 from sightline.launch.manifests import build_kubernetes, build_secrets, make_name
 from sightline.launch.processes import num_cores
@@ -74,7 +74,7 @@ def submit_run(request: Request, dry_run: bool, output: Path | None) -> None:
     if seeds and on != "slurm":
         raise ConfigError("--seeds requires --on slurm", "elsewhere use run.seed=0,1,2,3")
     file, _ = resolve_workers(file, num_cores())
-    check_hosts(file)
+    check_compatible_settings(file)
     if seeds and len(count_components(file)) > 1:
         for seed in slurm.expand_seeds(seeds):
             seed_overrides = (f"run.seed={seed}", f"run.name={file.run.name}-seed{seed}")

@@ -298,7 +298,7 @@ def run_as_follower(job: TrainingJob[AnyRun]) -> bool:
     run_dir = RunDir(Path(at.run_dir))
     file = load_config(job.file_kind, run_dir.config)
     threads = max(1, job.count_trainer_threads(file) // context.local_size)
-    words = ["process", job.trainer, str(run_dir.path), "--threads", str(threads)]
+    words: list[str] = ["process", job.trainer, str(run_dir.path), "--threads", str(threads)]
     trainer = ProcessSpec(job.trainer, [*words, "--parent", str(os.getpid())], threads)
     spec = build_rank_spec(trainer, context.rank, context.size, at)
     processes = Processes(run_dir, job.command)

@@ -383,7 +383,7 @@ def test_what_is_no_media_service_is_called_so(tmp_path: Path) -> None:
     with serve(app) as address:
         for root in (address, f"{address}/page"):
             store = open_store(root, cache_dir=tmp_path / "cache")
-            with pytest.raises(MediaError, match=f"{root} is no media service"):
+            with pytest.raises(MediaError, match=f"{root} is not a media service"):
                 store.count()
             with pytest.raises(MediaError, match="it answered 404 to POST /check"):
                 store.check_writable()

@@ -83,7 +83,7 @@ def test_the_media_service_over_https_has_two_rights(
             lambda: worker.end_lease("a-run"),
         ):
             with pytest.raises(
-                MediaError, match="403: the token that was given is not its control_token"
+                MediaError, match="403: the token is not its control_token"
             ) as refused:
                 forbidden()
             assert "[media] control_token" in refused.value.fix
