@@ -298,8 +298,9 @@ def run_as_follower(job: TrainingJob[AnyRun]) -> bool:
     run_dir = RunDir(Path(at.run_dir))
     file = load_config(job.file_kind, run_dir.config)
     threads = max(1, job.count_trainer_threads(file) // context.local_size)
-    words: list[str] = ["process", job.trainer, str(run_dir.path), "--threads", str(threads)]
-    trainer = ProcessSpec(job.trainer, [*words, "--parent", str(os.getpid())], threads)
+    words = ["process", job.trainer, str(run_dir.path), "--threads", str(threads)]
+    words += ["--parent", str(os.getpid())]
+    trainer = ProcessSpec(job.trainer, words, threads)
     spec = build_rank_spec(trainer, context.rank, context.size, at)
     processes = Processes(run_dir, job.command)
     # Rank 0 ends this rank. Signals to the whole group are for rank 0's launcher.
