@@ -24,19 +24,6 @@ from sightline.inference.vllm_plugin.command import check_python
 from sightline.message import user
 from sightline.wire.generate import GenerateRequest, SamplingParams
 
-MOVED = """
-from sightline.inference.vllm_plugin import symbols
-symbols.PUBLIC[symbols.EngineClient.pause_generation] = ("mode", "no_such_parameter")
-symbols.INSTANCE_ATTRIBUTES[symbols.FusedMoEMethodBase] = ("moe_kernel", "no_such_kernel")
-symbols.check()
-"""
-LACKING = """
-from types import SimpleNamespace
-from sightline.inference.vllm_plugin import symbols
-state = SimpleNamespace(engine_client=SimpleNamespace(), server=SimpleNamespace(should_exit=False))
-symbols.check_app(SimpleNamespace(state=state))
-"""
-
 
 def run(python: str, code: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run(
@@ -44,23 +31,9 @@ def run(python: str, code: str) -> subprocess.CompletedProcess[str]:
     )
 
 
-def test_every_name_of_vllm_is_where_the_plugin_expects_it(python: str) -> None:
-    code = "from sightline.inference.vllm_plugin import symbols; print(symbols.check())"
-    done = run(python, code)
+def test_every_name_of_vllm_can_be_imported(python: str) -> None:
+    done = run(python, "import sightline.inference.vllm_plugin.symbols")
     assert done.returncode == 0, done.stderr
-    assert done.stdout.split()[-1].startswith("0.32.")
-
-
-def test_a_name_that_moved_is_named(python: str) -> None:
-    done = run(python, MOVED)
-    assert done.returncode and "pause_generation" in done.stderr
-    assert "no_such_parameter" in done.stderr and "has no no_such_kernel" in done.stderr
-
-
-def test_what_a_loaded_vllm_lacks_is_named(python: str) -> None:
-    done = run(python, LACKING)
-    assert done.returncode and "app.state.engine_client.errored is not there" in done.stderr
-    assert "vllm:generation_tokens_total" in done.stderr and "should_exit" not in done.stderr
 
 
 def test_no_request_reaches_the_application_of_vllm(

@@ -129,7 +129,7 @@ def test_other_ids_are_an_error_that_shows_both(
     tokens = [*request.token_ids[: shorter.end], *request.token_ids[slots[0].end :]]
     moved = [shorter, *(slot.shift(-1) for slot in slots[1:])]
     wrong = GenerateRequest.of(tokens, moved, request.sampling_params)
-    with pytest.raises(EngineError, match="expanded the prompt in another way") as caught:
+    with pytest.raises(EngineError, match="expanded the prompt differently") as caught:
         ask(stock(address, media, reference, True), wrong)
     assert str(len(tokens)) in caught.value.problem
     assert str(len(request.token_ids)) in caught.value.problem

@@ -1,10 +1,11 @@
 """PROCESS: the inference server. References in, tokens out.
 
-    client --HTTP--> server (event loop) --EngineRequest--> engine (a thread or loop of its own)
+    client --HTTP--> server (event loop) --EngineRequest--> engine (its own thread or loop)
                         validator: checks                    pixels, prefill, decode, sample
            <--JSON--    errors: types          <--done--
 
-`server`, `chat_endpoint`, `validator`, `errors` and `engine` speak the generate protocol and know
-no torch. `torch_engine` computes; `vllm_plugin` has vLLM compute. A request is complete in itself;
-every cache only makes it faster.
+`server`, `chat_endpoint`, `validator`, `errors` and `engine` implement the generate protocol and do
+not import torch. `torch_engine` is the embedded engine, `vllm_plugin` runs inside vLLM, and
+`stock_vllm` calls a vLLM without the plugin. A request is complete in itself; caches only make it
+faster.
 """

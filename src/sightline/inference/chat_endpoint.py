@@ -1,11 +1,11 @@
-"""The OpenAI-compatible endpoint of an inference server, whichever engine is behind it.
+"""The OpenAI-compatible endpoint of an inference server, for every engine.
 
     POST /v1/chat/completions --> images into the store --> render --> generate --> parse
     GET  /v1/models
 
-Prompts are made and answers read by the family's renderer, and images become references here: the
-engine gets the request that a rollout would send, and its own template and processor never run.
-A request brings its whole conversation, and all of it is rendered.
+The family's renderer builds prompts and parses answers, and images become references here. The
+engine gets the same request as from a rollout; its own template and processor never run. A request
+carries its whole conversation, and all of it is rendered.
 """
 
 from __future__ import annotations
@@ -51,18 +51,18 @@ from sightline.wire.generate import Choice, GenerateRequest, GenerateResponse, S
 SAMPLING_TYPES: dict[str, type] = {
     "temperature": float, "top_p": float, "min_p": float, "top_k": int, "seed": int, "n": int,
 }  # fmt: skip
-"""Sampling parameters of a chat request; their bounds are checked with those of every request."""
+"""Sampling parameters of a chat request. The request validator checks their bounds."""
 
 TokenIds = tuple[int, ...]
 GenerateFunction = Callable[[GenerateRequest, Request], Awaitable[GenerateResponse]]
-"""The engine's own path: checks the request, samples, and gives up when the client has gone."""
+"""Validates the request, samples, and cancels if the client disconnects."""
 
 
 @dataclass(frozen=True)
 class ChatEndpoint:
     renderer: Renderer
     images: ImageResolver
-    """Takes the images of requests into the store."""
+    """Puts the images of requests into the store."""
     modality: str
     model: str
     """Name of the served checkpoint."""
@@ -84,42 +84,44 @@ class ChatEndpoint:
 
     async def _complete(self, http: Request, generate: GenerateFunction) -> Response:
         body = await read_body(http, self.max_body_bytes)
-        # In threads: base64 is decoded, files are written and long texts tokenized.
-        asked, rendered = await asyncio.to_thread(self._read_request, body)
+        # In a thread: it decodes base64, writes files and tokenizes long texts.
+        chat_request, rendered = await asyncio.to_thread(self._read_request, body)
         name = f"chatcmpl-{secrets.token_hex(12)}"
         request = GenerateRequest.of(
             rendered.token_ids,
             rendered.slots,
-            self._build_sampling_params(asked, len(rendered.token_ids)),
+            self._build_sampling_params(chat_request, len(rendered.token_ids)),
             self.modality,
             request_id=name,
-            model=asked.model,
+            model=chat_request.model,
         )
         response = await generate(request, http)
-        answer = await asyncio.to_thread(self._build_response, asked, request, response)
-        if not asked.stream:
+        answer = await asyncio.to_thread(self._build_response, chat_request, request, response)
+        if not chat_request.stream:
             return json_response(completion_body(answer))
         return StreamingResponse(
-            (chunk for chunk in stream_events(answer, asked.include_usage)),
+            (chunk for chunk in stream_events(answer, chat_request.include_usage)),
             media_type="text/event-stream",
             headers={"cache-control": "no-cache"},
         )
 
     def _read_request(self, body: bytes) -> tuple[ChatRequest, Rendered]:
-        asked = read_chat_request(body, SERVER_RULES, self.max_model_len)
-        messages = resolve_images(asked.messages, self.images.resolve)
-        return asked, self.renderer.render(messages, _get_tools(asked))
+        chat_request = read_chat_request(body, SERVER_RULES, self.max_model_len)
+        messages = resolve_images(chat_request.messages, self.images.resolve)
+        return chat_request, self.renderer.render(messages, _get_tools(chat_request))
 
-    def _build_sampling_params(self, asked: ChatRequest, num_prompt_tokens: int) -> SamplingParams:
-        extra = asked.extra
+    def _build_sampling_params(
+        self, chat_request: ChatRequest, num_prompt_tokens: int
+    ) -> SamplingParams:
+        extra = chat_request.extra
         given = {
             name: _read_field(extra, name, kind)
             for name, kind in SAMPLING_TYPES.items()
             if name in extra
         }
         return SamplingParams(
-            # Without a cap an answer may fill its row; a prompt that leaves no room is refused.
-            max_tokens=asked.max_tokens or max(1, self.max_model_len - num_prompt_tokens),
+            # Without a cap, an answer may fill the sequence.
+            max_tokens=chat_request.max_tokens or max(1, self.max_model_len - num_prompt_tokens),
             stop_token_ids=(
                 *self.renderer.stop_token_ids,
                 *_read_field(extra, "stop_token_ids", TokenIds, ()),
@@ -130,16 +132,16 @@ class ChatEndpoint:
         )
 
     def _build_response(
-        self, asked: ChatRequest, request: GenerateRequest, response: GenerateResponse
+        self, chat_request: ChatRequest, request: GenerateRequest, response: GenerateResponse
     ) -> ChatCompletion:
-        with_ids = _read_field(asked.extra, "return_token_ids", bool, False)
+        with_ids = _read_field(chat_request.extra, "return_token_ids", bool, False)
         reported = response.sightline
         return ChatCompletion(
             name=request.request_id,
-            model=asked.model or self.model,
+            model=chat_request.model or self.model,
             created=int(time.time()),
             choices=[
-                self._build_choice(choice, with_ids, _get_tools(asked))
+                self._build_choice(choice, with_ids, _get_tools(chat_request))
                 for choice in response.choices
             ],
             num_prompt_tokens=len(request.token_ids),
@@ -169,23 +171,23 @@ class ChatEndpoint:
         }
 
 
-def _get_tools(asked: ChatRequest) -> Tools | None:
-    """The tools that a model is offered."""
-    choice = _read_field(asked.extra, "tool_choice", Literal["auto", "none"], "auto")
-    return None if choice == "none" else asked.tools
+def _get_tools(chat_request: ChatRequest) -> Tools | None:
+    """Return the tools that the model may call."""
+    choice = _read_field(chat_request.extra, "tool_choice", Literal["auto", "none"], "auto")
+    return None if choice == "none" else chat_request.tools
 
 
 def _read_field(extra: dict[str, Any], name: str, kind: Any, default: Any = None) -> Any:
-    """The field `name` of a chat request, which must be of `kind`."""
+    """Return a field of a chat request; raise unless it is of `kind`."""
     try:
         return msgspec.convert(extra.get(name, default), kind)
     except msgspec.ValidationError as error:
-        fix = "pass a value that can be honoured, or leave it out"
+        fix = "pass a supported value, or leave it out"
         raise MessageError.at(name, str(error), fix) from error
 
 
 def _use_openai_field_names(error: EngineError) -> EngineError:
-    """`error` with fields of the generate request under the names of OpenAI's API."""
+    """Return `error` with the field names of OpenAI's API."""
     problem = error.problem.removeprefix("sampling_params.")
     if problem.startswith("token_ids:"):
         problem = "messages" + problem.removeprefix("token_ids")
@@ -193,11 +195,9 @@ def _use_openai_field_names(error: EngineError) -> EngineError:
 
 
 def chat_error_response(error: SightlineError) -> Response:
-    """An error as OpenAI's SDKs read it."""
-    # Messages have a code of their own in this dialect; everything else has the protocol's.
-    own = isinstance(error, (MessageError, StoreFull))
-    refusal = OpenAIErrorResponse.of(
-        error if own else _use_openai_field_names(to_engine_error(error))
-    )
+    """Return an error as OpenAI's SDKs read it."""
+    if not isinstance(error, (MessageError, StoreFull)):  # these have codes of their own
+        error = _use_openai_field_names(to_engine_error(error))
+    refusal = OpenAIErrorResponse.of(error)
     body = msgspec.json.encode(refusal.body)
     return Response(body, refusal.status, refusal.headers, media_type=JSON)

@@ -1,7 +1,7 @@
-"""What both engines are: requests, counters, refusals, and the shape that the server asks of them.
+"""The interface between the server and an engine that computes: requests, counters, weights.
 
-An engine knows nothing of HTTP. It takes requests, delivers each when it is done, and changes its
-weights between two steps.
+An engine does not know about HTTP. It takes requests, delivers each when it is done, and changes
+its weights between two steps.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ MAX_INTERVALS = 20_000
 
 @dataclass(slots=True)
 class RequestTimeline:
-    """The stages that a request has been through: each begins where the one before it ended."""
+    """The stages of a request so far. Each begins where the one before it ended."""
 
     since: float = field(default_factory=time.time)
     stages: list[tuple[str, float, float]] = field(default_factory=list)
@@ -46,39 +46,39 @@ class RequestTimeline:
 
 @dataclass(slots=True, eq=False)
 class EngineRequest(ValidatedRequest):
-    """One choice of a request. The caller fills the first part, and reads the rest when done."""
+    """One choice of a request. The caller sets the fields up to `client` and reads the rest."""
 
     seed: int | None
-    """Seed of this choice; None lets the engine draw as it likes."""
+    """Seed of this choice; None lets the engine choose."""
     owner: Any = None
-    """Whatever the caller needs to find its client again; the choices of a call have the same."""
+    """The HTTP call that this choice belongs to. All choices of a call have the same owner."""
     client: str = ""
-    """Whom the call comes from; clients share the engine evenly."""
+    """Address of the client. Clients share the engine evenly."""
 
     digests: dict[str, str] = field(default_factory=dict)
     """Pixel digests of the request's images, by key."""
     cached_tokens: int = 0
     prompt_logprobs: np.ndarray | None = None
-    """float32 (tokens,), where they are asked for; NaN where a token has none."""
+    """float32 (tokens,) if requested; NaN for tokens without a logprob."""
     tokens: list[int] = field(default_factory=list)
     logprobs: list[float] = field(default_factory=list)
     spans: list[VersionSpan] = field(default_factory=list)
     finish_reason: str = ""
-    """stop or length; abort for a request that was cancelled."""
+    """`stop`, `length`, or `abort` if the request was cancelled."""
     error: EngineError | None = None
     timeline: RequestTimeline = field(default_factory=RequestTimeline)
 
     @property
     def nbytes(self) -> int:
-        """Memory of the request while it waits: its ids, and its images once decoded."""
-        shown = {slot.item.key: slot.item for slot in self.slots}
-        sizes = (i.ref.width * i.ref.height * i.patch_frames for i in shown.values())
+        """Memory of a waiting request: its token ids and its decoded images."""
+        items = {slot.item.key: slot.item for slot in self.slots}
+        sizes = (i.ref.width * i.ref.height * i.patch_frames for i in items.values())
         return self.prompt.nbytes + 3 * sum(sizes)
 
 
 @dataclass
 class EngineCounters:
-    """What an engine has done since its start; written on the engine's own thread or loop alone."""
+    """Counters since the start. Only the engine's own thread or loop writes them."""
 
     requests: int = 0
     finished: int = 0
@@ -87,23 +87,25 @@ class EngineCounters:
     prompt_tokens: int = 0
     cached_tokens: int = 0
     tokens_on_old_kv: int = 0
-    """Tokens sampled over a KV cache of an older version; see keep_kv_over_updates."""
+    """Tokens sampled with a KV cache of an older version: see `keep_kv_over_updates`."""
     adopted: int = 0
     prefilled_again: int = 0
-    """Requests whose KV cache a weight update threw away."""
+    """Requests whose KV cache a weight update invalidated."""
 
 
 @dataclass
 class BusyIntervals:
-    """Wall-clock intervals in which the engine computed or took weights, or vLLM had requests to
-    compute; short gaps are bridged. One thread adds, any may read."""
+    """Wall-clock intervals in which the engine was busy, with short gaps joined.
+
+    One thread adds intervals. Any thread may read them.
+    """
 
     seconds: float = 0.0
     _intervals: deque[list[float]] = field(default_factory=lambda: deque(maxlen=MAX_INTERVALS))
     _lock: Lock = field(default_factory=Lock)
 
     def add(self, began: float) -> float:
-        """The engine computed from `began` (seconds since 1970) until now; so many seconds."""
+        """Add the interval from `began` (seconds since 1970) to now, and return its seconds."""
         now = time.time()
         self.seconds += now - began
         with self._lock:
@@ -114,17 +116,17 @@ class BusyIntervals:
         return now - began
 
     def since(self, moment: float) -> list[list[float]]:
-        """Intervals that end after `moment`."""
+        """Return the intervals that end after `moment`."""
         with self._lock:
             return [list(pair) for pair in self._intervals if pair[1] > moment]
 
 
 Deliver = Callable[[list[Any]], None]
-"""Takes requests that are done, on whatever thread the engine has."""
+"""Receives finished requests, on the engine's thread."""
 
 
 class Engine(ABC):
-    """Engines submit and deliver requests of a class of their own, which `build_requests` makes."""
+    """What the server calls. `build_requests` creates instances of `request_class`."""
 
     request_class: type[EngineRequest]
 
@@ -135,7 +137,7 @@ class Engine(ABC):
         self.counters = counters
         self.materializer = materializer
         self.on_fatal_error: Callable[[], None] = lambda: None
-        """Called when the engine has failed beyond repair."""
+        """Called when the engine has failed and cannot continue."""
         self._spec = spec
         self._is_stopping = False
         self._deliver: Deliver = lambda requests: None
@@ -155,24 +157,24 @@ class Engine(ABC):
 
     @property
     def step_s(self) -> float:
-        """Seconds that the step under way has taken; 0 where none is, or nobody knows."""
+        """Seconds that the current step has taken; 0 if there is none or it is unknown."""
         return 0.0
 
     @property
     @abstractmethod
     def waiting_bytes(self) -> int:
-        """Memory of the requests that wait."""
+        """Memory of the waiting requests."""
 
     @abstractmethod
     def start(self, deliver: Deliver) -> None:
-        """Begins to compute; `deliver` gets requests when they are done."""
+        """Start to compute. `deliver` receives finished requests."""
 
     @abstractmethod
     def stop(self) -> None:
-        """Refuses what is unfinished, and ends."""
+        """Refuse unfinished requests, and end."""
 
     def join(self, timeout_s: float) -> None:
-        """Returns when the engine has ended, and has given back its threads."""
+        """Wait until the engine and its threads have ended."""
         self.materializer.close()
 
     @abstractmethod
@@ -182,7 +184,7 @@ class Engine(ABC):
     def cancel(self, request: Any) -> None: ...
 
     def build_requests(self, checked: ValidatedRequest) -> list[EngineRequest]:
-        """The engine's own requests for a checked one, one for each choice."""
+        """Return one engine request for each choice of a validated request."""
         params = self._prepare_params(checked.params)
         return [
             self.request_class(
@@ -197,39 +199,41 @@ class Engine(ABC):
         ]
 
     def _prepare_params(self, params: SamplingParams) -> SamplingParams:
-        """The parameters as this engine needs them."""
+        """Return the sampling parameters as this engine needs them."""
         return params
 
     def _count_waiting_with(self, num_more: int) -> int:
-        """Requests that would wait if `num_more` were submitted."""
+        """Return how many requests would wait if `num_more` were submitted."""
         return self.num_waiting + num_more
 
     def _check_accepts(self, requests: Sequence[EngineRequest]) -> None:
-        """Raises where the engine ends or is full; a request that would wait alone is taken."""
+        """Raise if the engine is stopping or full. A request that would wait alone is accepted."""
         if self._is_stopping:
             raise stopping_error()
         most, most_bytes = self._spec.max_waiting, self._spec.max_waiting_bytes
         more = sum(request.nbytes for request in requests)
         if self.num_waiting and self._count_waiting_with(len(requests)) > most:
-            full = f"{self.num_waiting} requests wait, {most} may"
+            problem = f"{self.num_waiting} requests are waiting, the limit is {most}"
         elif self.num_waiting and self.waiting_bytes + more > most_bytes:
-            full = f"requests of {self.waiting_bytes} bytes wait, {most_bytes} may"
+            problem = (
+                f"{self.waiting_bytes} bytes of requests are waiting, the limit is {most_bytes}"
+            )
         else:
             return
-        raise build_engine_error("overloaded", full, "try again, or send fewer at once")
+        raise build_engine_error("overloaded", problem, "retry later, or send fewer at once")
 
     def adopt(self, path: Path, check: Callable[[Manifest], None] = lambda m: None) -> Manifest:
-        """Takes the weights of a manifest between two steps, and returns when it has.
+        """Adopt the weights of a manifest between two steps, and return when done.
 
-        What is torn, does not fit or fails `check` is refused, and the weights stay. Not on the
-        event loop.
+        If the files are incomplete, do not fit or fail `check`, this raises and the weights stay.
+        Do not call it on the event loop.
         """
         try:
             manifest = read_manifest(path)
             check(manifest)
             if manifest != self.manifest:
                 with self._open_update(path.parent, manifest) as update:
-                    check(manifest)  # again: to read them takes time
+                    check(manifest)  # again, because reading takes time
                     if self._is_stopping:
                         raise stopping_error()
                     self._take_update(update)
@@ -240,20 +244,20 @@ class Engine(ABC):
         except SightlineError as error:
             raise build_engine_error("weights", error.problem, error.fix) from error
         except OSError as error:
-            fix = "let the server read the weights"
+            fix = "give the server read access to the weights"
             raise build_engine_error("weights", str(error), fix) from error
         return manifest
 
     @abstractmethod
     def _open_update(self, folder: Path, manifest: Manifest) -> AbstractContextManager[Any]:
-        """Reads and checks the weights of a manifest in `folder`, and holds them."""
+        """Read and check the weights of a manifest in `folder`, and keep them open."""
 
     @abstractmethod
     def _take_update(self, update: Any) -> None:
-        """Returns when the engine computes with the new weights."""
+        """Switch to the new weights, and return when the engine computes with them."""
 
     def totals(self) -> dict[str, float]:
-        """Counters since the start, by the names of metrics."""
+        """Return counters since the start, by metric name."""
         return {
             **asdict(self.counters),
             "busy_seconds": self.busy.seconds,
@@ -261,7 +265,7 @@ class Engine(ABC):
         }
 
     def now(self) -> dict[str, float]:
-        """Gauges, by the names of metrics."""
+        """Return gauges, by metric name."""
         return {
             "running": self.num_running,
             "waiting": self.num_waiting,
@@ -272,7 +276,7 @@ class Engine(ABC):
         }
 
     def stats(self, since: float) -> dict[str, Any]:
-        """What the server tells a run: counters, gauges, and when it was busy after `since`."""
+        """Return counters, gauges, and the busy intervals after `since`."""
         return {
             "time": time.time(),
             "version": self.manifest.label,
@@ -284,5 +288,5 @@ class Engine(ABC):
 
 
 def derive_choice_seed(seed: int, choice: int) -> int:
-    """The seed of a choice: the first draws as the request's seed does alone, the others apart."""
+    """Return the seed of a choice. The first choice keeps the request's seed."""
     return (seed + choice * 0x9E3779B97F4A7C15) % 2**64

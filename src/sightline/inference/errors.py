@@ -1,6 +1,6 @@
-"""Errors as the wire shows them: a stable type, a status, and whether trying again may help.
+"""Errors on the wire: a stable type, an HTTP status, and whether a retry may help.
 
-Also bodies: of requests, read up to a size, and of answers, in JSON."""
+Also reads request bodies up to a size, and writes JSON answers."""
 
 from __future__ import annotations
 
@@ -64,9 +64,9 @@ STATUS_BY_TYPE = {
     WEIGHTS_UNAVAILABLE: 503,
     "stopping": 503,
 }
-"""Every type, with its status; docs/serving.md says what they mean."""
+"""Every error type with its status. docs/serving_api.md explains them."""
 
-# The first class that fits decides, so the narrow ones stand before `MediaError`.
+# The first match decides, so subclasses come before `MediaError`.
 _TYPE_BY_CLASS: tuple[tuple[type[SightlineError], str], ...] = (
     (FingerprintMismatch, "fingerprint"),
     (MediaMissing, "media_missing"),
@@ -86,11 +86,11 @@ def build_engine_error(kind: str, problem: str, fix: str) -> EngineError:
 
 
 def to_engine_error(error: BaseException) -> EngineError:
-    """`error` with its place in the table; what nobody foresaw becomes a 500, with a traceback."""
+    """Convert any error. An unexpected one becomes a 500, with its traceback in the log."""
     if isinstance(error, EngineError):
         return error
-    # The store says so when a file cannot be read just now. The exact class: decoders, too, raise
-    # an OSError for a file that is damaged for good.
+    # The store raises exactly this class if a file is temporarily unreadable. Decoders raise
+    # subclasses, also with an OSError as cause, for files that are damaged for good.
     if type(error) is MediaError and isinstance(error.__cause__, OSError):
         return build_engine_error("media_unavailable", error.problem, error.fix)
     for cls, kind in _TYPE_BY_CLASS:
@@ -104,16 +104,16 @@ def to_engine_error(error: BaseException) -> EngineError:
 
 def stopping_error() -> EngineError:
     fix = "send the request to another server"
-    return build_engine_error("stopping", "the server is ending", fix)
+    return build_engine_error("stopping", "the server is shutting down", fix)
 
 
 def not_finite_error() -> EngineError:
-    fix = "check the weights that were published last"
-    return build_engine_error("not_finite", "the model's logits are not numbers", fix)
+    fix = "check the last published weights for NaN"
+    return build_engine_error("not_finite", "the model's logits are not finite", fix)
 
 
 def encode_error(error: EngineError) -> tuple[int, bytes, dict[str, str]]:
-    """Status, body and headers."""
+    """Return status, body and headers."""
     path = error.path if error.status == 400 else ""
     body = ErrorBody(error.short_problem, error.kind, error.status, error.fix, path)
     headers = {"retry-after": str(RETRY_AFTER_S)} if error.status == 503 else {}
@@ -134,7 +134,7 @@ async def read_body(http: Request, max_bytes: int) -> bytes:
 
 
 def _too_large(max_bytes: int) -> EngineError:
-    return build_engine_error("too_large", f"the body has more than {max_bytes} bytes", "send less")
+    return build_engine_error("too_large", f"the body exceeds {max_bytes} bytes", "send less")
 
 
 def json_response(value: object) -> Response:
@@ -142,7 +142,7 @@ def json_response(value: object) -> Response:
 
 
 def error_response(error: SightlineError) -> Response:
-    """An error as the generate protocol shows it."""
+    """Return an error in the format of the generate protocol."""
     status, body, headers = encode_error(to_engine_error(error))
     return Response(body, status, headers, media_type=JSON)
 
@@ -150,7 +150,7 @@ def error_response(error: SightlineError) -> Response:
 def answer_errors(
     handler: Handler, respond: Callable[[SightlineError], Response] = error_response
 ) -> Handler:
-    """`handler`, whose errors `respond` turns into answers: a bug costs one request."""
+    """Wrap `handler` so that `respond` answers its errors. A bug fails one request only."""
 
     async def handle(http: Request) -> Response:
         try:
@@ -159,7 +159,7 @@ def answer_errors(
             return Response(status_code=CLIENT_CLOSED)
         except SightlineError as error:
             return respond(error)
-        except Exception as error:  # at the edge of the server, which goes on
+        except Exception as error:  # the server continues
             return respond(to_engine_error(error))
 
     return handle

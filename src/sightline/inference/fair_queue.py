@@ -1,9 +1,8 @@
-"""Who is admitted next: requests wait by client and by call, and who holds least goes first.
+"""A fair queue: the client, and then the call, with the fewest choices in flight goes first.
 
-A call is one HTTP request, a client the machine that it comes from. Of the clients that wait, the
-one with the fewest choices in flight is served, of its calls likewise, and of equals the first to
-come. A call of 64 choices, or a client of 1,000 calls, so takes what others leave, and a small
-request waits for the next sequence that ends.
+A call is one HTTP request, and a client is the machine that sent it. Ties go to the first that
+arrived. A call with 64 choices, or a client with 1,000 calls, therefore cannot starve others: a
+small request waits only until the next sequence ends.
 """
 
 from __future__ import annotations
@@ -14,17 +13,17 @@ from collections.abc import Iterator
 from sightline.inference.engine import EngineRequest
 
 _Level = dict[int, deque[EngineRequest]]
-"""Calls that have equally many choices in flight, each with its choices that wait."""
+"""The waiting choices of each call, for calls with the same number of choices in flight."""
 
 
 class FairQueue:
-    """Requests that wait for a place among those in flight. For one thread."""
+    """Requests that wait to be admitted. Not thread-safe."""
 
     def __init__(self) -> None:
         self._levels: dict[str, dict[int, _Level]] = {}
-        """Of each client that waits, its calls by their number of choices in flight."""
+        """Each waiting client's calls, by their number of choices in flight."""
         self._num_held: Counter[tuple[str, int | None]] = Counter()
-        """Choices in flight of each client and of each of its calls."""
+        """Choices in flight, by client and by call."""
         self._num_waiting = 0
 
     def __len__(self) -> int:
@@ -43,14 +42,14 @@ class FairQueue:
         self._num_waiting += 1
 
     def find_next(self) -> EngineRequest | None:
-        """The request that is due; it stays until it is taken."""
+        """Return the next request without removing it."""
         if not self._levels:
             return None
         levels = self._levels[min(self._levels, key=lambda client: self._num_held[client, None])]
         return next(iter(levels[min(levels)].values()))[0]
 
     def remove(self, request: EngineRequest) -> bool:
-        """Takes a request out; False when it does not wait."""
+        """Remove a request; return False if it does not wait."""
         client, call = request.client, id(request.owner)
         choices = self._levels.get(client, {}).get(self._num_held[client, call], {}).get(call, ())
         if request not in choices:
@@ -62,7 +61,7 @@ class FairQueue:
         return True
 
     def take(self, request: EngineRequest) -> None:
-        """The request is in flight from now on, until it is released."""
+        """Move a request from waiting to in flight, until it is released."""
         if self.remove(request):
             self._hold(request, 1)
 
@@ -79,7 +78,7 @@ class FairQueue:
         self._move(client, call, before)
 
     def _move(self, client: str, call: int, before: int) -> None:
-        """Puts a call behind those with as many in flight as it has; forgets what is empty."""
+        """Move a call behind those with as many choices in flight; drop what is empty."""
         levels = self._levels.get(client, {})
         choices = levels.get(before, {}).pop(call, None)
         if choices:

@@ -1,6 +1,6 @@
-"""The HTTP side: reads requests, waits for the engine, answers.
+"""The HTTP server: reads requests, waits for the engine, answers.
 
-The event loop decodes, checks and encodes; it never computes, decodes an image or reads a file.
+The event loop parses, validates and encodes. It never computes, decodes images or reads files.
 """
 
 from __future__ import annotations
@@ -54,12 +54,12 @@ from sightline.wire.weights import Manifest, resolve_manifest
 if TYPE_CHECKING:
     from sightline.inference.engine import Engine, EngineRequest
 
-Asked = TypeVar("Asked")
+Body = TypeVar("Body")
 
 
 @dataclass(slots=True, eq=False)
 class _PendingCall:
-    """One HTTP request, and the choices of it that the engine still owes."""
+    """One HTTP request that waits for its choices."""
 
     requests: list[EngineRequest]
     num_unfinished: int
@@ -68,42 +68,42 @@ class _PendingCall:
 
 @dataclass
 class ServerLease:
-    """The one run whose weights a server takes; another may take the lease when it has expired."""
+    """The one run whose weights a server adopts, until its lease expires."""
 
     run: str = ""
     until: float = 0.0
-    """By the monotonic clock."""
+    """When the lease expires, on the monotonic clock."""
 
     @property
     def holder(self) -> str:
-        """The run that has the lease; empty for none."""
+        """The run that holds the lease; empty for none."""
         return self.run if time.monotonic() < self.until else ""
 
-    def take(self, asked: LeaseRequest) -> None:
-        if self.holder not in ("", asked.run):
-            raise self._refusal(asked.run)
-        self.run = asked.run if asked.seconds else ""
-        self.until = time.monotonic() + asked.seconds
+    def take(self, request: LeaseRequest) -> None:
+        if self.holder not in ("", request.run):
+            raise self._refusal(request.run)
+        self.run = request.run if request.seconds else ""
+        self.until = time.monotonic() + request.seconds
 
     def check(self, run: str) -> None:
-        """Raises unless weights of `run` may be adopted: those of no run, while none holds it."""
+        """Raise unless `run` may change the weights. No run may, while nobody holds the lease."""
         if run != self.run and (run or self.holder):
             raise self._refusal(run)
 
     def _refusal(self, run: str) -> EngineError:
-        asks = f"run {run}" if run else "a manifest of no run"
+        requester = f"run {run}" if run else "a manifest without a run"
         if not self.holder:
             return build_engine_error(
                 "leased",
-                f"{asks} has no lease of this server",
-                "POST its id to /sightline/v1/lease first, and again before it expires",
+                f"{requester} has no lease of this server",
+                "POST its id to /sightline/v1/lease first, and renew it before it expires",
             )
         left_s = math.ceil(self.until - time.monotonic())
         return build_engine_error(
             "leased",
-            f"this server is leased to run {self.holder}, and {asks} asks for it; the lease "
-            f"expires in {left_s} s unless that run renews it",
-            "end the other run, which `sightline ls --ids` names, or use another server",
+            f"this server is leased to run {self.holder}, not to {requester}; the lease expires in "
+            f"{left_s} s unless that run renews it",
+            "end the other run (find it with `sightline ls --ids`), or use another server",
         )
 
 
@@ -113,14 +113,14 @@ class InferenceServer:
     validator: RequestValidator
     chat: ChatEndpoint
     identity: dict[str, Any]
-    """What /health says about the model."""
+    """What /health reports about the model."""
     max_body_bytes: int
     guard: RequestGuard
     stages: StageRecorder = NO_STAGE_RECORDER
     weights_root: Path | None = None
-    """Weights are adopted from under this folder alone."""
+    """The only folder from which weights are adopted."""
     fetcher: WeightFetcher | None = None
-    """Brings weights of the store to this disk."""
+    """Downloads weights from the store."""
     lease: ServerLease = field(default_factory=lambda: ServerLease())
 
     def __post_init__(self) -> None:
@@ -145,7 +145,7 @@ class InferenceServer:
         loop = asyncio.get_running_loop()
 
         def deliver(requests: list[EngineRequest]) -> None:
-            with contextlib.suppress(RuntimeError):  # the event loop has ended
+            with contextlib.suppress(RuntimeError):  # the event loop is closed
                 loop.call_soon_threadsafe(self._on_delivered, requests)
 
         self.engine.start(deliver)
@@ -165,7 +165,7 @@ class InferenceServer:
             return json_response(await self._run_request(checked, http, stage))
 
     async def _generate_for_chat(self, request: GenerateRequest, http: Request) -> GenerateResponse:
-        """Answers a request that was made in this process, for the client at `http`."""
+        """Answer a request that the chat endpoint built for the client at `http`."""
         with self.stages.begin("serve", http.headers) as stage:
             return await self._run_request(self.validator.check_request(request), http, stage)
 
@@ -179,16 +179,16 @@ class InferenceServer:
             request.owner = call
             request.client = http.client.host if http.client else ""
         self.engine.submit(requests)
-        # The body is read: what comes next is that the client has gone.
-        gone = asyncio.ensure_future(http.receive())
-        gone.add_done_callback(lambda over: None if over.cancelled() else self._cancel(call))
+        # The body has been read, so the next message means that the client disconnected.
+        disconnect = asyncio.ensure_future(http.receive())
+        disconnect.add_done_callback(lambda task: None if task.cancelled() else self._cancel(call))
         try:
             await finished
         except asyncio.CancelledError:
             self._cancel(call)
             raise
         finally:
-            gone.cancel()
+            disconnect.cancel()
             _note_stage(stage, checked, requests)
         return build_response(checked, requests)
 
@@ -203,20 +203,22 @@ class InferenceServer:
         for request in call.requests:
             self.engine.cancel(request)
 
-    # --- the rest
+    # --- weights and metrics
 
     async def _lease(self, http: Request) -> Response:
-        asked = await self._read(http, LeaseRequest, "send run, its id, and seconds, 0 to 3600")
-        self.lease.take(asked)
-        return json_response({"run": self.lease.holder, "seconds": asked.seconds})
+        request = await self._read(
+            http, LeaseRequest, "send the id of a run, and 0 to 3600 seconds"
+        )
+        self.lease.take(request)
+        return json_response({"run": self.lease.holder, "seconds": request.seconds})
 
     async def _adopt(self, http: Request) -> Response:
-        asked = await self._read(http, AdoptRequest, "send the path of a manifest as manifest")
+        request = await self._read(http, AdoptRequest, "send the path of a manifest")
 
         def adopt() -> Manifest:
-            if asked.content is not None:
-                return self._adopt_from_store(asked.content)
-            path = resolve_manifest(asked.manifest, self.weights_root)
+            if request.content is not None:
+                return self._adopt_from_store(request.content)
+            path = resolve_manifest(request.manifest, self.weights_root)
             return self.engine.adopt(path, self._check_lease)
 
         async with self._adopting:
@@ -229,21 +231,21 @@ class InferenceServer:
         try:
             path = self.fetcher.fetch(manifest)
         except SightlineError as error:
-            # A store that is away may come back; what it has not, or has otherwise, stays so.
-            is_away = type(error) is MediaError and isinstance(error.__cause__, OSError)
-            kind = WEIGHTS_UNAVAILABLE if is_away else "weights"
+            # An unreachable store may come back. Missing or corrupt data does not heal.
+            is_unreachable = type(error) is MediaError and isinstance(error.__cause__, OSError)
+            kind = WEIGHTS_UNAVAILABLE if is_unreachable else "weights"
             raise build_engine_error(kind, error.problem, error.fix) from error
         except OSError as error:
-            fix = "give the server's disk room, or mend it"
+            fix = "free space on the server's disk, or repair it"
             raise build_engine_error(WEIGHTS_UNAVAILABLE, str(error), fix) from error
-        adopted = self.engine.adopt(path, self._check_lease)  # the fetch may have taken long
+        adopted = self.engine.adopt(path, self._check_lease)  # again: the fetch takes time
         self.fetcher.keep_only(path, manifest)
         return adopted
 
     def _check_lease(self, manifest: Manifest) -> None:
         self.lease.check(manifest.run)
 
-    async def _read(self, http: Request, kind: type[Asked], fix: str) -> Asked:
+    async def _read(self, http: Request, kind: type[Body], fix: str) -> Body:
         body = await read_body(http, self.max_body_bytes)
         try:
             return msgspec.json.decode(body, type=kind)
@@ -263,7 +265,7 @@ class InferenceServer:
     async def _health(self, http: Request) -> Response:
         guard, manifest = self.guard, self.engine.manifest
         if guard.token and not guard.is_token(read_bearer(http.headers)):
-            return json_response({"status": "ok"})  # all that a load balancer needs
+            return json_response({"status": "ok"})  # enough for a load balancer
         return json_response(
             {
                 "status": "ok",
@@ -286,12 +288,12 @@ class InferenceServer:
 
 
 async def _answer_unserved(http: Request, error: Exception) -> Response:
-    """A path or a method that is not served, in the shape of every error."""
+    """Answer a path or method that is not served."""
     is_method = isinstance(error, HTTPException) and error.status_code == 405
     refusal = build_engine_error(
         "method" if is_method else "unknown_url",
         f"{http.method} {http.url.path[:80]!r} is not served here",
-        "POST /v1/chat/completions or /inference/v1/generate; docs/serving.md has all paths",
+        "POST /v1/chat/completions or /inference/v1/generate; docs/serving_api.md lists all paths",
     )
     is_chat = http.url.path.startswith("/v1/")
     return chat_error_response(refusal) if is_chat else error_response(refusal)
@@ -337,7 +339,7 @@ def _build_choice(index: int, request: EngineRequest, wants_logprobs: bool) -> C
 
 
 def _build_prompt_logprobs(request: EngineRequest) -> list[dict[int, PromptLogprob] | None] | None:
-    """One entry per token; None where there is no logprob, or none that JSON could hold."""
+    """Return one entry per token; None if it has no finite logprob."""
     if request.prompt_logprobs is None:
         return None
     pairs = zip(request.prompt.tolist(), request.prompt_logprobs.tolist(), strict=True)

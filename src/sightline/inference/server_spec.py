@@ -1,7 +1,7 @@
-"""What a server process is built from: two sections of a run file, and what the process adds.
+"""The settings of a server process: two sections of a run file, and its own.
 
-A run passes its own `[model]` and `[inference]`; `sightline serve` makes the same two from options
-that carry the names of the settings.
+A run passes its `[model]` and `[inference]`. `sightline serve` builds the same sections from its
+options, which have the names of the settings.
 """
 
 from __future__ import annotations
@@ -31,57 +31,55 @@ class ServerSpec(ConfigSection):
     media_roots: tuple[Annotated[str, BeforeValidator(str)], ...] = Field(
         ...,
         min_length=1,
-        description="Roots of the store, folders or addresses, in the order in which they are "
-        "asked.",
+        description="Roots of the store, folders or addresses, in search order.",
     )
     media_token: SecretRef = Field(
         "",
-        description="Where the token is that a media service asks for: env:NAME or file:PATH.",
+        description="Token of the media service: env:NAME or file:PATH.",
     )
     media_cache_dir: str = Field(
         "",
-        description="Folder that keeps images of a store elsewhere; ~/.cache/sightline/media if "
+        description="Folder that caches images of a remote store; ~/.cache/sightline/media if "
         "empty.",
     )
-    media_cache_gb: float = Field(10.0, ge=0, description="Most GB of that folder.")
+    media_cache_gb: float = Field(10.0, ge=0, description="Maximum size of that folder in GB.")
     max_media_gb: float = Field(
         50.0,
         gt=0,
-        description="Most GB of the first store root; an image of a chat request that would exceed "
-        "them, or leave less than 1 GiB on the disk, is answered with 507.",
+        description="Maximum GB of the first store root. A chat request whose images exceed it, "
+        "or leave less than 1 GiB on the disk, is answered with 507.",
     )
     weights: Path | None = Field(
-        None, description="Manifest of the weights to begin with, in place of the checkpoint's own."
+        None, description="Manifest of the first weights, instead of the checkpoint's."
     )
     weights_root: Path | None = Field(
         None,
-        description="Folder under which weights may be adopted, such as that of the runs which use "
-        "this server; none are adopted without one.",
+        description="Folder from which weights may be adopted, such as the folder of the runs that "
+        "use this server. Without it the server adopts no weights from files.",
     )
-    run_id: str = Field("", description="Id of the run that starts the server for itself.")
+    run_id: str = Field("", description="Id of the run that starts the server.")
     enable_prefix_caching: bool = Field(
         True,
-        description="Whether a finished sequence keeps its KV cache for the next turn, where its "
-        "model has no other state.",
+        description="Whether a finished sequence keeps its KV cache for the next turn.",
     )
     max_waiting: int = Field(
-        4096, ge=0, description="Requests that may wait; one more is answered with 503."
+        4096, ge=0, description="Maximum number of waiting requests. More are answered with 503."
     )
     max_waiting_mb: float = Field(
         4096,
         ge=0,
-        description="Memory for prompts and decoded images of requests that wait; a request for "
-        "which there is none is answered with 503.",
+        description="MB for the prompts and decoded images of waiting requests. A request that "
+        "exceeds it is answered with 503.",
     )
     max_body_bytes: int = Field(
-        64 * MEBIBYTE, ge=1, description="Size of the largest body that a request may have."
+        64 * MEBIBYTE, ge=1, description="Maximum size of a request body in bytes."
     )
     otel: str = Field(
         "",
-        description="Where stages go as OpenTelemetry spans: the address of an OTLP/HTTP "
-        "collector, or the path of a file; nowhere if empty.",
+        description="Destination of OpenTelemetry spans: the address of an OTLP/HTTP collector, or "
+        "the path of a file. Empty turns them off.",
     )
-    name: str = Field("server", description="What the spans call this process.")
+    name: str = Field("server", description="Name of this process in the spans.")
 
     @model_validator(mode="after")
     def _engine_reads_settings(self) -> ServerSpec:
@@ -90,8 +88,7 @@ class ServerSpec(ConfigSection):
 
     @classmethod
     def of(cls, path: str | Path, **values: Any) -> ServerSpec:
-        """The spec of a checkpoint with flat `values`, each of which goes to the section that has a
-        setting of its name."""
+        """Build the spec of a checkpoint. Each of the flat `values` goes to its section."""
         values["path"] = str(path)
         sections = {
             section: {key: values.pop(key) for key in kind.model_fields if key in values}
@@ -100,12 +97,12 @@ class ServerSpec(ConfigSection):
         return validate_config(cls, {**values, **sections}, "the server's settings")
 
     def replace(self, **values: Any) -> ServerSpec:
-        """A copy with other flat `values`, checked as those of a new one are."""
+        """Return a validated copy with other flat `values`."""
         flat = self.model_dump()
         return ServerSpec.of(**{**flat.pop("model"), **flat.pop("inference"), **flat, **values})
 
     def open_store(self) -> MediaStore:
-        """The images that requests name."""
+        """Open the store that holds the images of requests."""
         return open_store(
             self.media_roots[0],
             self.media_roots[1:],
@@ -116,7 +113,7 @@ class ServerSpec(ConfigSection):
         )
 
     def open_blobs(self) -> MediaStore:
-        """The parts of files beside those images: weights that are published there."""
+        """Open the part of the store that holds published weights."""
         token = resolve_secret(self.media_token, "--media-token")
         return open_blobs(self.media_roots[0], token)
 
@@ -126,13 +123,12 @@ class ServerSpec(ConfigSection):
 
     @property
     def num_threads(self) -> int:
-        """Compute threads; one where the setting leaves them to a launcher and there is none, and
-        where arithmetic is exact: more would divide sums."""
+        """Compute threads. Exact arithmetic takes one, because more threads would split sums."""
         return 1 if self.model.exact else self.inference.threads or 1
 
     @property
     def num_pixel_threads(self) -> int:
-        """Threads that decode images; by default half of the cores, to keep up with a device."""
+        """Threads that decode images; by default half of the cores, at most 8."""
         return self.inference.pixel_threads or max(1, min(8, (os.cpu_count() or 1) // 2))
 
     @property
@@ -145,17 +141,16 @@ class ServerSpec(ConfigSection):
 
 
 def describe_prefix_reuse(family: Family, keeps_kv: bool = True) -> str:
-    """What a turn finds of the one before it, and why."""
+    """Describe what a turn reuses from the turn before it, and why."""
     if family.packing.kind == "rows":
-        return (
-            f"prefix cache: off, each token computes its whole row, because {family.packing.reason}"
-        )
+        reason = family.packing.reason
+        return f"prefix cache: off, each token recomputes its sequence, because {reason}"
     if not keeps_kv:
         return "prefix cache: off, the engine keeps no KV cache between requests"
-    line = "prefix cache: on, a turn prefills only what is new since the turn before it"
+    line = "prefix cache: on, a turn prefills only what the turn before it did not compute"
     if family.packing.carries_state:
         line += (
-            ", and all of a prompt that does not go on from there, because the state that layers "
-            "carry along a sequence cannot be cut back to what two prompts share"
+            ". A prompt that does not continue the last turn is prefilled from the start, because "
+            "the recurrent state cannot be rewound to a shared prefix"
         )
     return line

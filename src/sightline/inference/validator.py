@@ -1,4 +1,4 @@
-"""What a generate request must be before the engine sees it. Every refusal names its field."""
+"""Validates generate requests before the engine sees them. Every error names its field."""
 
 from __future__ import annotations
 
@@ -18,15 +18,15 @@ from sightline.wire.generate import GenerateRequest, SamplingParams
 
 MAX_CHOICES = 64
 MAX_LISTED_IDS = 256
-"""Ids that a request may name to stop at, or to ban."""
+"""Maximum number of stop ids, and of banned ids, in a request."""
 MAX_NAME_CHARS = 256
-"""Characters of a request id, and of a model's name."""
+"""Maximum length of a request id, and of a model name in an error."""
 BODY_BYTES_PER_TOKEN = 1024
-"""Room in the body of a request for each token: for its id, and for the item of an image."""
+"""Bytes of a request body per token: its id, and its share of an image's item."""
 MAX_SEED = 2**64
-# Logits divided by less, or by more, leave what float32 can tell apart.
+# Logits divided by less or by more leave the range of float32.
 MIN_TEMPERATURE, MAX_TEMPERATURE = 1e-3, 1e6
-_SEE_DOCS = "see docs/serving.md for the fields of a request"
+_SEE_DOCS = "see docs/serving_api.md for the fields of a request"
 _ERROR_PATH = re.compile(r"(.*) - at `\$\.?([^`]*)`", re.DOTALL)
 _DECODER = msgspec.json.Decoder(GenerateRequest)
 _WORD = re.compile(r"\w+")
@@ -35,13 +35,13 @@ _ERROR_FIELD = re.compile(r"Object (?:contains unknown|missing required) field `
 
 @dataclass(slots=True, eq=False)
 class ValidatedRequest:
-    """A request that can be computed."""
+    """A request that the engine can compute."""
 
     prompt: np.ndarray
     """int32 (tokens,)."""
     slots: list[Slot]
     keys: list[str]
-    """For each slot the key of its item: what the item's pixels are a function of."""
+    """The key of each slot's item. Equal keys mean equal pixels."""
     params: SamplingParams
     request_id: str = field(default="", kw_only=True)
 
@@ -50,17 +50,17 @@ class ValidatedRequest:
 class RequestValidator:
     family: Family
     pad_id: int
-    """The id that fills slots; -1, which no prompt has, where there is none."""
+    """The pad id of images; -1 if the model has none."""
     vocab_size: int
     max_model_len: int
     models: frozenset[str]
-    """Names under which a request may ask for the checkpoint."""
+    """Names of the checkpoint that a request may use."""
     video_pad_id: int = -1
-    """The id that fills slots of videos, likewise."""
+    """The pad id of videos; -1 if the model has none."""
 
     @property
     def max_body_bytes(self) -> int:
-        """Size of the largest body that can be a request for `max_model_len` tokens."""
+        """Maximum size of a request body, given `max_model_len`."""
         return BODY_BYTES_PER_TOKEN * max(self.max_model_len, 1024)
 
     def check(self, body: bytes) -> ValidatedRequest:
@@ -77,7 +77,7 @@ class RequestValidator:
             raise build_engine_error(
                 "model",
                 f"model: {request.model[:MAX_NAME_CHARS]!r} is not served here",
-                f"leave it out, or name {', '.join(sorted(self.models))}",
+                f"leave it out, or send one of: {', '.join(sorted(self.models))}",
             )
         prompt = self._check_tokens(request.token_ids, request.sampling_params)
         self._check_sampling(request.sampling_params)
@@ -93,9 +93,9 @@ class RequestValidator:
         try:
             return _DECODER.decode(body)
         except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
-            # The decoder writes `[...]` for any key of a mapping; a family has one modality.
-            found = str(error).replace("[...]", f".{self.family.modality}")
-            raise build_engine_error("schema", _describe_schema_error(found), _SEE_DOCS) from error
+            # msgspec writes `[...]` for any key of a mapping; a family has one modality.
+            text = str(error).replace("[...]", f".{self.family.modality}")
+            raise build_engine_error("schema", _describe_schema_error(text), _SEE_DOCS) from error
 
     def _check_tokens(self, token_ids: list[int], params: SamplingParams) -> np.ndarray:
         if not token_ids:
@@ -107,9 +107,9 @@ class RequestValidator:
         if len(token_ids) + params.max_tokens > self.max_model_len:
             raise build_engine_error(
                 "too_long",
-                f"token_ids: {len(token_ids)} tokens, and {params.max_tokens} asked for, are more "
-                f"than the {self.max_model_len} of a sequence",
-                "shorten one of them, or serve with a larger max_model_len",
+                f"token_ids: {len(token_ids)} tokens plus max_tokens = {params.max_tokens} exceed "
+                f"max_model_len = {self.max_model_len}",
+                "shorten the prompt, lower max_tokens, or serve with a larger max_model_len",
             )
         try:
             wide = np.array(token_ids, dtype=np.int64)
@@ -146,7 +146,7 @@ class RequestValidator:
             raise build_engine_error(
                 "slots",
                 f"features.kwargs_data: {num} items for {len(request.token_ids)} tokens",
-                "send one entry a slot",
+                "send one item per slot",
             )
         slots = request.slots()
         for i, slot in enumerate(slots):
@@ -165,13 +165,13 @@ class RequestValidator:
         if slot.length != length:
             raise build_engine_error(
                 "slots",
-                f"features.mm_placeholders.{modality}[{i}]: {slot.length} tokens, its grid "
-                f"{slot.item.grid} fills {length}",
-                "expand every image into as many pads as its grid fills",
+                f"features.mm_placeholders.{modality}[{i}]: {slot.length} tokens, but its grid "
+                f"{slot.item.grid} needs {length}",
+                "expand every image into as many pads as its grid needs",
             )
 
     def _check_pads(self, prompt: np.ndarray, slots: list[Slot]) -> None:
-        """The pads of the prompt are exactly the tokens that the slots cover."""
+        """Raise unless the pads of the prompt are exactly the tokens in the slots."""
         pads = np.where(np.isin(prompt, (self.pad_id, self.video_pad_id)), prompt, -1)
         wanted = np.full(len(prompt), -1, dtype=prompt.dtype)
         for slot in slots:
@@ -180,32 +180,31 @@ class RequestValidator:
         if np.array_equal(pads, wanted):
             return
         at = int(np.flatnonzero(pads != wanted)[0])
-        inside = f"in a slot, where {int(wanted[at])} belongs"
-        where = "outside every slot" if wanted[at] < 0 else inside
+        inside = f"is in a slot, where {int(wanted[at])} is expected"
+        where = "is outside every slot" if wanted[at] < 0 else inside
         raise build_engine_error(
             "pads",
-            f"token_ids[{at}]: {int(prompt[at])} stands {where}",
-            "send the slots that the renderer gave with these tokens",
+            f"token_ids[{at}]: {int(prompt[at])} {where}",
+            "send the slots that the renderer returned with these tokens",
         )
 
 
-def _describe_schema_error(found: str) -> str:
-    """What the decoder found, with the path of the field in front."""
-    at = _ERROR_PATH.fullmatch(found)
-    what, path = (at[1], at[2]) if at else (found, "")
+def _describe_schema_error(text: str) -> str:
+    """Return msgspec's message with the path of the field first."""
+    at = _ERROR_PATH.fullmatch(text)
+    what, path = (at[1], at[2]) if at else (text, "")
     if (field := _ERROR_FIELD.match(what)) and _WORD.fullmatch(field[1]):
         path = f"{path}.{field[1]}" if path else field[1]
     return f"{path}: {what}" if path else f"not a generate request: {what}"
 
 
 def item_key(item: MediaItem) -> str:
-    """The item's key and its size: an item that lies about the size of its image must not find
-    what was made for the true one."""
+    """Return the cache key of an item. It includes the size, which a client could misstate."""
     return f"{item.key}/{item.ref.width}x{item.ref.height}"
 
 
 def _find_faults(params: SamplingParams, vocab_size: int) -> Iterator[tuple[str, str]]:
-    """The name of each parameter that cannot be honoured, and what is allowed."""
+    """Yield the name of each invalid parameter, and what is allowed."""
     if params.temperature and not MIN_TEMPERATURE <= params.temperature <= MAX_TEMPERATURE:
         yield "temperature", f"0, or {MIN_TEMPERATURE:g} to {MAX_TEMPERATURE:g}"
     if not 0 < params.top_p <= 1:
@@ -223,10 +222,10 @@ def _find_faults(params: SamplingParams, vocab_size: int) -> Iterator[tuple[str,
         if len(ids) > MAX_LISTED_IDS:
             yield name, f"at most {MAX_LISTED_IDS} ids"
     if params.logprobs not in (None, 0):
-        yield "logprobs", "0 for the sampled token's, or null for none"
+        yield "logprobs", "0 for the sampled tokens, or null for none"
     if params.prompt_logprobs not in (None, 0):
-        yield "prompt_logprobs", "0 for those of the prompt's own tokens, or null for none"
+        yield "prompt_logprobs", "0 for the prompt's tokens, or null for none"
     if not 1 <= params.n <= MAX_CHOICES:
         yield "n", f"1 to {MAX_CHOICES}"
     if params.detokenize:
-        yield "detokenize", "false: requests and answers are token ids"
+        yield "detokenize", "false: requests and answers hold token ids"

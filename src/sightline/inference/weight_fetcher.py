@@ -1,8 +1,8 @@
-"""Weights that are in the store, brought to this machine's disk for an engine that reads files.
+"""Downloads published weights from the store to this machine's disk, for engines that read files.
 
-    CACHE_DIR/weights-HOST-PID_.../DIGEST/    a version; the newest, and the next while it comes
+    CACHE_DIR/weights-HOST-PID_.../DIGEST/    one version: the newest, and the next while it loads
 
-Who makes such a folder removes those of processes of its machine that are gone.
+Creating such a folder removes the folders of this machine's dead processes.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from sightline.wire.weights import MANIFEST, Manifest, fetch_files
 
 
 class WeightFetcher:
-    """Keeps the files of the newest version: the next one takes from them what did not change."""
+    """Keeps the newest version's files, from which the next one copies what did not change."""
 
     def __init__(self, blobs: MediaStore, cache_dir: str = "") -> None:
         self.blobs = blobs
@@ -36,23 +36,23 @@ class WeightFetcher:
 
     @cached_property
     def root(self) -> Path:
-        """The folder of this process, made when it is first needed."""
-        prefix = f"weights-{socket.gethostname()}-"  # homes may be shared by machines
+        """The folder of this process, created on first use."""
+        prefix = f"weights-{socket.gethostname()}-"  # machines may share a home folder
         try:
             self._parent.mkdir(parents=True, exist_ok=True)
             remove_of_dead(self._parent, prefix)
             root = Path(tempfile.mkdtemp(prefix=f"{prefix}{os.getpid()}_", dir=self._parent))
         except OSError as error:
             raise WeightsError(
-                f"no folder for weights can be made in {self._parent}: {error.strerror}",
-                "set [media] cache_dir, or --media-cache-dir of a server, to a folder of this "
-                "machine that this user can write to",
+                f"cannot create a folder for weights in {self._parent}: {error.strerror}",
+                "set [media] cache_dir, or the server's --media-cache-dir, to a writable folder of "
+                "this machine",
             ) from error
         weakref.finalize(self, shutil.rmtree, root, ignore_errors=True)
         return root
 
     def fetch(self, manifest: Manifest) -> Path:
-        """The path of the manifest on this disk, with its files beside it."""
+        """Download a version, and return the path of its manifest on this disk."""
         data = msgspec.json.encode(manifest)
         folder = self.root / sha256(data).hexdigest()[:16]
         folder.mkdir(parents=True, exist_ok=True)
@@ -61,7 +61,7 @@ class WeightFetcher:
         return folder / MANIFEST
 
     def keep_only(self, manifest_path: Path, manifest: Manifest) -> None:
-        """Called when the engine has taken the version: the files of others go."""
+        """Remove the files of other versions. Called when the engine has adopted this one."""
         folder = manifest_path.parent
         self._here = {}
         for file in manifest.files:

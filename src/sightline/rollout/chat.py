@@ -1,4 +1,4 @@
-"""The chat of a policy: messages to tokens, tokens to the server, the answer to the trace."""
+"""The chat of a policy: renders messages, samples an answer, and commits it to the trace."""
 
 from __future__ import annotations
 
@@ -34,27 +34,27 @@ from sightline.wire.generate import (
 
 @dataclass(frozen=True, slots=True)
 class CompletedTurn:
-    """A model call that is in the trace."""
+    """A model call that is committed to the trace."""
 
     node: Node
     message: AssistantMessage
     num_prompt_tokens: int
     num_cached_tokens: int
-    """Tokens of the prompt that the engine still had in its KV cache."""
+    """Prompt tokens that the engine had in its KV cache."""
 
 
 @dataclass(kw_only=True)
 class RolloutChat(ModelChat):
-    """One conversation. Its leaf is the last thing said; `ask` may move it to another branch."""
+    """One conversation. `leaf` is its last message; `ask` may move it to another branch."""
 
     renderer: Renderer
     client: GenerateClient | RoutedClient
     modality: str
     max_model_len: int = 0
-    """Longest sequence that the server takes, prompt and answer; 0 is not known."""
+    """Maximum length of prompt and answer; 0 if unknown."""
     leaf: int = ROOT
     trace_lock: asyncio.Lock = field(default_factory=asyncio.Lock)
-    """Held while a thread reads the trace: nothing may be committed meanwhile."""
+    """Held while a thread reads the trace, so that nothing is committed meanwhile."""
 
     @property
     def history(self) -> list[Message]:
@@ -94,7 +94,7 @@ class RolloutChat(ModelChat):
     async def answer(
         self, messages: Messages, tools: Tools | None, max_tokens: int
     ) -> CompletedTurn:
-        """The call that follows a whole history, at most `max_tokens` long."""
+        """Sample the answer to a whole history, at most `max_tokens` long."""
         with self._begin_turn() as stage:
             turn = await self._prepare(
                 lambda: self.trace.prepare(self.put_images(messages), self.renderer, tools), stage
@@ -106,7 +106,7 @@ class RolloutChat(ModelChat):
             with stage.begin("render"):
                 await self.finish_writes()
                 async with self.trace_lock:
-                    # In a thread: a long text takes the tokenizer a while, and others go on.
+                    # In a thread, because tokenizing a long text takes time.
                     return await self.run_in_pool(make)
         except PromptTooLong as error:
             self._truncate(RolloutTruncated(error.problem, error.fix))
@@ -115,7 +115,7 @@ class RolloutChat(ModelChat):
             raise
 
     def _check_limits(self, turn: Turn) -> None:
-        """Ends the rollout before a request that cannot be served; nothing is committed."""
+        """End the rollout if its next request cannot be served. Nothing is committed."""
         self._check_turn_limit()
         needed = len(turn.prompt_ids) + self.max_tokens
         if 0 < self.max_model_len < needed:
@@ -125,19 +125,18 @@ class RolloutChat(ModelChat):
                     f"{len(turn.prompt_ids)} tokens{_describe_images(turn)}, and with [rollout] "
                     f"max_tokens = {self.max_tokens} needs {needed}; the limit is [inference] "
                     f"max_model_len = {self.max_model_len}",
-                    f"raise max_model_len to {needed}, keep a window of the history "
+                    f"raise max_model_len to {needed}, send a window of the history "
                     f"(docs/environments.md), or {SMALLER_IMAGES}",
                 )
             )
 
     def _check_swapped(self, turn: Turn) -> None:
-        """Images that did not come through `put` cannot be swapped, and would go unnoticed."""
-        shown = (ref for slot in turn.slots for ref in slot.item.refs)
-        if any(ref not in self.swapped_images for ref in shown):
+        """Raise if an image was not swapped because it did not go through `put`."""
+        refs = (ref for slot in turn.slots for ref in slot.item.refs)
+        if any(ref not in self.swapped_images for ref in refs):
             raise EnvironmentFailed(
-                "an image of this environment does not come through chat.put, so that it cannot "
-                "be swapped",
-                "put images with chat.put and send the refs, or set [eval] tasks = 0",
+                "the environment sends an image without chat.put, so that it cannot be swapped",
+                "send the refs that chat.put returns, or set [eval] tasks = 0",
             )
 
     async def _call(self, turn: Turn, max_tokens: int, stage: Stage) -> CompletedTurn:
@@ -166,8 +165,8 @@ class RolloutChat(ModelChat):
         choice = response.choices[0]
         if choice.logprobs is None or choice.weight_versions is None:
             raise EngineError(
-                "the server gave no logprobs or no weight versions",
-                "train against a server started by sightline",
+                "the server returned no logprobs or no weight versions",
+                "train with a Sightline server",
                 kind="incomplete",
             )
         message = await self.run_in_pool(self.renderer.parse, choice.token_ids)
@@ -194,14 +193,14 @@ class RolloutChat(ModelChat):
 
 
 def _describe_images(turn: Turn) -> str:
-    """How many tokens of a prompt are images', and how many the largest image has."""
+    """Describe how many tokens of a prompt belong to images."""
     if not turn.slots:
         return ""
     largest = max(turn.slots, key=lambda slot: slot.length)
     of_images, ref = sum(slot.length for slot in turn.slots), largest.item.ref
     if len(turn.slots) == 1:
-        return f", {of_images} of them of one image of {ref.width}x{ref.height} pixels"
+        return f", {of_images} of them for one image of {ref.width}x{ref.height} pixels"
     return (
-        f", {of_images} of them of {len(turn.slots)} images or steps of videos (the largest, "
+        f", {of_images} of them for {len(turn.slots)} images or video steps (the largest, "
         f"{ref.width}x{ref.height} pixels, has {largest.length})"
     )

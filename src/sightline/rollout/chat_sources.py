@@ -1,7 +1,6 @@
-"""Where the chats of rollouts come from: a policy that trains, or anybody's OpenAI endpoint.
+"""Builds the chats of rollouts, with the policy or with any OpenAI endpoint.
 
-A player knows neither; what a rollout is given beyond the conversation (threads, limits, images)
-is the same for both.
+Threads, limits and images are the same for both, and the player knows neither.
 """
 
 from __future__ import annotations
@@ -34,37 +33,37 @@ from sightline.wire.control import RolloutRequest
 
 @dataclass(kw_only=True)
 class ChatSource(ABC):
-    """What the rollouts of a process share, whoever samples."""
+    """What the rollouts of a process share."""
 
     store: MediaStore
     max_tokens: int
-    """Most tokens that a turn may sample."""
+    """Maximum number of tokens that a turn may sample."""
     max_turns: int = 0
-    """Model calls that a rollout may make; 0 is any number."""
+    """Maximum number of model calls of a rollout; 0 for no limit."""
     resolver: ImageResolver | None = None
-    """Takes images of messages in; left out, one that knows data: and media: only."""
+    """Resolves the images of messages; by default only data: and media: URLs."""
 
     def __post_init__(self) -> None:
-        # Not the loop's own executor, which is user code's: what hangs there holds up nobody else.
+        # Not the loop's default executor, where user code may hang.
         self._pool = ThreadPoolExecutor(thread_name_prefix="chat")
         self._resolver = self.resolver or ImageIngestor(self.store)
 
     @abstractmethod
     def build(self, request: RolloutRequest, trace: Trace, stage: Stage) -> ModelChat:
-        """The chat of one rollout."""
+        """Return the chat of one rollout."""
 
     def serve_agent(self, chat: ModelChat) -> AbstractAsyncContextManager[None]:
-        """While it lasts, an agent of the environment's own may ask at `chat.base_url`."""
+        """Serve `chat.base_url` to the environment's own agent within this context."""
         return nullcontext()
 
     @property
     def memory_bytes(self) -> int:
-        """What is held for rollouts under way, beside their chats."""
+        """Memory of running rollouts in addition to their chats."""
         return 0
 
     @property
     def wire_counts(self) -> dict[str, int]:
-        """Requests and bytes so far, to all servers and from all agents."""
+        """Requests and bytes since the start, to all servers and from all agents."""
         return {}
 
     async def close(self) -> None:
@@ -87,20 +86,20 @@ class ChatSource(ABC):
 
 @dataclass(kw_only=True)
 class PolicyChats(ChatSource):
-    """Chats whose every token ends up in the trace: they train, and evaluate a checkpoint."""
+    """Chats that commit every token to the trace, for training and for evaluating checkpoints."""
 
     renderer: Renderer
     client: GenerateClient
-    """How the servers are spoken to."""
+    """The template of all clients."""
     modality: str
     servers: tuple[str, ...] = ()
-    """Addresses where there are several servers; `client` has the first of them."""
+    """Addresses of all servers; empty if `client` has the only one."""
     max_model_len: int = 0
-    """Longest sequence that the servers take, prompt and answer; 0 is not known."""
+    """Maximum length of prompt and answer; 0 if unknown."""
     added_token: str = field(default="", repr=False)
-    """Token of servers that a run is given while it goes on."""
+    """Token of servers that are added during the run."""
     own_token: str = field(default="", repr=False)
-    """Token of servers that the run starts beside `servers`."""
+    """Token of servers that the run starts in addition to `servers`."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -141,7 +140,7 @@ class PolicyChats(ChatSource):
 
 @dataclass(kw_only=True)
 class OpenAIChats(ChatSource):
-    """Chats with somebody's endpoint, which evaluate; nothing of them is committed to a trace."""
+    """Chats with an OpenAI endpoint, for evaluation. They commit no tokens to the trace."""
 
     client: OpenAIClient
     shares_store: bool = False
@@ -164,7 +163,7 @@ class OpenAIChats(ChatSource):
 def build_policy_chats(
     config: RunFile, servers: Sequence[str], store: MediaStore, own_token: str = ""
 ) -> PolicyChats:
-    """Chats as a run file describes them, for workers and for `sightline eval`."""
+    """Build the chats of a run file, for workers and for `sightline eval`."""
     model, media, inference = config.model, config.media, config.inference
     family = load_family(model.path, **model.overrides())
     resolver = ImageIngestor(store, media.file_roots, media.http_hosts)

@@ -1,4 +1,4 @@
-"""Speaks the generate protocol: references out, tokens back. Retries only what may heal."""
+"""The client of the generate protocol: sends references, receives tokens, and retries."""
 
 from __future__ import annotations
 
@@ -29,31 +29,31 @@ from sightline.wire.weights import read_manifest
 
 @dataclass
 class GenerateClient(RetryingClient):
-    """One for each server that a process asks; a generation that is under way has no time limit."""
+    """The client of one server. A generation that is running has no time limit."""
 
     settings: dict[str, Any] = field(default_factory=dict, kw_only=True)
-    """The processor settings of this side, to show beside the server's where they differ."""
+    """Our processor settings, which errors show next to the server's."""
     unreachable_fix: str = field(
-        default="look at the log of the inference server (logs/server.log where the run started "
-        "it), and start it again",
+        default="look at the inference server's log (logs/server.log if the run started it), and "
+        "restart it",
         kw_only=True,
     )
     vocab_size: int = field(default=0, kw_only=True)
-    """Ids of answers are below it; 0 is not known."""
+    """Upper bound of the ids in answers; 0 if unknown."""
     banned_token_ids: tuple[int, ...] = field(default=(), kw_only=True)
-    """Ids that no answer may have: the renderer's pads."""
+    """Ids that no answer may contain: the renderer's pads."""
     max_model_len: int = field(default=0, kw_only=True)
-    """Longest sequence that the server takes, prompt and answer; 0 is not known."""
+    """Maximum length of prompt and answer; 0 if unknown."""
     pacer: LoopPacer = field(default_factory=LoopPacer, kw_only=True)
-    """Shared by the clients of all servers: what they do on the event loop takes turns."""
+    """Shared by the clients of all servers, so that their work on the event loop takes turns."""
 
     def for_server(self, base_url: str, token: str) -> Self:
-        """A client of one server among many, with counts of its own and this one's pacer. It asks
-        once: the next try may go elsewhere."""
+        """Return a client of one of many servers, with its own counts. It does not retry, because
+        the router may choose another server."""
         return replace(self, base_url=base_url, token=token, max_tries=1, counts=RequestCounts())
 
     async def generate(self, request: GenerateRequest, turn: Stage = NO_STAGE) -> GenerateResponse:
-        """`turn` is the stage that the request is a part of."""
+        """Send a request, and return the checked answer. `turn` is its parent stage."""
         if request.features is not None:
             self.counts.reference_bytes += sum(
                 len(raw) for raws in request.features.kwargs_data.values() for raw in raws
@@ -81,28 +81,30 @@ class GenerateClient(RetryingClient):
         return answer
 
     async def adopt(self, manifest: str) -> None:
-        """Returns when the server samples from the weights that `manifest` lists."""
+        """Make the server adopt the weights of `manifest`, and return when it samples with them."""
         path = Path(manifest).absolute()  # the server may run in another folder
         content = read_manifest(path)
         sends = load_transport(content.transport).sends_manifest
-        asked = AdoptRequest(str(path), content if sends else None)
-        await self.request("POST", "/sightline/v1/adopt", msgspec.json.encode(asked))
+        body = AdoptRequest(str(path), content if sends else None)
+        await self.request("POST", "/sightline/v1/adopt", msgspec.json.encode(body))
 
     async def lease(self, run: str, seconds: float) -> None:
-        """Lets `run` alone change the server's weights; raises where another may."""
+        """Let only `run` change the server's weights; raise if another run holds the lease."""
         body = msgspec.json.encode(LeaseRequest(run, seconds))
         await self.request("POST", "/sightline/v1/lease", body)
 
     async def wait_healthy(self) -> None:
-        """Returns when the server answers; the launcher ends the run if it never will. A server of
-        another version is refused."""
+        """Wait until the server answers; raise if it has another version of Sightline.
+
+        The launcher ends the run if it never answers.
+        """
         try:
             health = json.loads(await self.wait_reachable("/health"))
         except ValueError:
             health = {}
-        if health == {"status": "ok"}:  # all that it tells who does not have its token
-            fix = "give it with [inference] token, or --token"
-            problem = f"the server at {self.base_url} has another token"
+        if health == {"status": "ok"}:  # all that it returns without its token
+            fix = "set [inference] token, or --token"
+            problem = f"the server at {self.base_url} requires another token"
             raise EngineError(problem, fix, "unauthorized", 401)
         check_release(str(health.get("release", "")), f"the server at {self.base_url}")
 
@@ -115,5 +117,5 @@ class GenerateClient(RetryingClient):
         if body.type == "fingerprint" and self.settings:
             problem += f"; ours: {json.dumps(self.settings, sort_keys=True)}"
         return EngineError(
-            problem, body.fix or "see docs/serving.md", kind=body.type, status=status
+            problem, body.fix or "see docs/serving_api.md", kind=body.type, status=status
         )

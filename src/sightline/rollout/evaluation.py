@@ -1,4 +1,4 @@
-"""Plays held-out tasks and sums them up, for a run's own evaluation and for `sightline eval`."""
+"""Plays held-out tasks and summarizes them, for a run's evaluation and for `sightline eval`."""
 
 from __future__ import annotations
 
@@ -20,13 +20,13 @@ T = TypeVar("T")
 
 
 def derive_seed(seed: int, rollout_id: str) -> int:
-    """The seed of one rollout of a run that has `seed`."""
+    """Return the seed of one rollout of a run with `seed`."""
     digest = hashlib.blake2b(f"{seed}:{rollout_id}".encode(), digest_size=6)
     return int.from_bytes(digest.digest(), "big")
 
 
 def open_trace(request: RolloutRequest, **values: Any) -> Trace:
-    """A trace without turns of what `request` asks for."""
+    """Return an empty trace for a request."""
     return Trace(
         id=request.rollout_id,
         group_id=request.group_id,
@@ -47,7 +47,7 @@ def build_eval_request(
     server: str = "",
     min_version: int = 0,
 ) -> RolloutRequest:
-    """One rollout outside any group; `seed` is the run's, and the task draws its own from it."""
+    """Return the request of one rollout outside any group. `seed` is the run's seed."""
     rollout_id = f"{split}{'.exchanged' if swapped_images else ''}.{task}"
     return RolloutRequest(
         rollout_id=rollout_id,
@@ -65,7 +65,7 @@ def build_eval_request(
 async def play_tasks(
     play: Callable[[int], Awaitable[T]], tasks: Iterable[int], max_concurrent: int
 ) -> list[T]:
-    """Plays each task once, at most `max_concurrent` at a time; the results in their order."""
+    """Play each task once, at most `max_concurrent` at a time; return results in order."""
     gate = asyncio.Semaphore(max_concurrent)
 
     async def play_one(task: int) -> T:
@@ -77,7 +77,7 @@ async def play_tasks(
 
 @dataclass(frozen=True)
 class EvalSummary:
-    """What evaluation rollouts earned; those that broke count in no mean."""
+    """Rewards of evaluation rollouts. Means leave out rollouts that failed."""
 
     traces: list[Trace]
 
@@ -93,7 +93,7 @@ class EvalSummary:
 
     @property
     def scored(self) -> list[Trace]:
-        """Rollouts that came to a reward."""
+        """Rollouts with a reward."""
         return [trace for trace in self.traces if trace.reward is not None]
 
     @property
@@ -106,7 +106,7 @@ class EvalSummary:
 
     @property
     def first_error(self) -> str:
-        """The last line of what broke a rollout first, or else of what cut one short."""
+        """The last line of the first error, or else of the first truncation."""
         for text in (*(t.error for t in self.traces), *(t.limit for t in self.traces)):
             if text.strip():
                 return summarize_traceback(text)
@@ -127,7 +127,7 @@ class EvalSummary:
 
     @property
     def parts(self) -> dict[str, list[float]]:
-        """By the name of a part, its value in each rollout that has it."""
+        """Values of each reward component, by its name."""
         names = dict.fromkeys(part for trace in self.scored for part in trace.rewards)
         return {
             name: [trace.rewards[name] for trace in self.scored if name in trace.rewards]
@@ -136,7 +136,7 @@ class EvalSummary:
 
     @property
     def event_values(self) -> dict[str, Any]:
-        """What an event says of it."""
+        """The fields of an `eval` event."""
         return {
             "tasks": len(self.traces),
             "broken": self.num_broken,
@@ -145,12 +145,12 @@ class EvalSummary:
             "reward": self.reward,
             "interval": list(self.interval),
             "parts": {part: fmean(values) for part, values in sorted(self.parts.items())},
-            "envs": {env: one.reward for env, one in self.by_env.items()},
+            "envs": {env: summary.reward for env, summary in self.by_env.items()},
         }
 
     @property
     def by_env(self) -> dict[str, EvalSummary]:
-        """The rollouts of each environment apart, where several were played."""
+        """A summary for each environment."""
         names = sorted({trace.env for trace in self.scored})
         return {
             name: EvalSummary([trace for trace in self.traces if trace.env == name])

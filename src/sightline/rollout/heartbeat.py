@@ -1,11 +1,10 @@
-"""A worker's heartbeat: a small file that a thread of its own writes, whatever user code does.
+"""A worker's heartbeat: a small file that a separate thread writes.
 
 worker: thread --writes--> logs/worker-N.beat <--reads-- launcher
-  the thread waits for: nothing but its clock     the launcher waits for: nothing
+  the thread waits for: its timer     the launcher waits for: nothing
 
-The launcher reads two things from it. That the process lives: the file is young. That its event
-loop turns: the loop's own time in the file is young. User code that never gives the loop back,
-or a thread that never returns, shows in the second and not in the first.
+The file's own time shows that the process lives. The loop's time in it shows that the event loop
+runs: user code that blocks the loop stops only the second.
 """
 
 from __future__ import annotations
@@ -25,20 +24,20 @@ INTERVAL_S = 0.5
 
 
 class HeartbeatRecord(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """Times are of the worker's monotonic clock, and say nothing on another machine's."""
+    """Times are on the worker's monotonic clock, which only its machine can compare."""
 
     time_s: float
-    """When this was written."""
+    """When the record was written."""
     loop_s: float
-    """When the event loop last had a turn."""
+    """When the event loop last ran."""
     stuck_s: float
-    """For how long the oldest thread or task of user code has outlived its rollout."""
+    """How long the oldest thread or task of user code has outlived its rollout."""
     told_to_quit: bool = False
-    """Whether this is the last heartbeat of a worker that ends in order."""
+    """Whether this is the last heartbeat of an orderly shutdown."""
 
 
 def find_heartbeat(path: Path) -> HeartbeatRecord | None:
-    """The last heartbeat that was written; None before the first."""
+    """Return the last heartbeat; None before the first."""
     try:
         return msgspec.json.decode(path.read_bytes(), type=HeartbeatRecord)
     except FileNotFoundError:
@@ -47,7 +46,7 @@ def find_heartbeat(path: Path) -> HeartbeatRecord | None:
 
 @dataclass
 class Heartbeat:
-    """Writes the file of one worker, from a thread that nothing holds up."""
+    """Writes the heartbeat file of one worker from a thread."""
 
     path: Path
     stuck_s: Callable[[], float]
@@ -55,14 +54,14 @@ class Heartbeat:
     _stop: threading.Event = field(default_factory=threading.Event)
 
     def start(self) -> None:
-        """Called in the event loop."""
+        """Start the thread. Call it in the event loop."""
         self._loop_s = time.monotonic()
         self._loop_task = asyncio.ensure_future(self._mark_loop())
         self._thread = threading.Thread(target=self._write, daemon=True, name="heartbeat")
         self._thread.start()
 
     def stop(self) -> None:
-        """Returns when the last heartbeat is written, which tells an orderly end from any other."""
+        """Write the last heartbeat, which marks an orderly shutdown."""
         self._stop.set()
         self._loop_task.cancel()
         self._thread.join()
@@ -76,9 +75,9 @@ class Heartbeat:
         while True:
             is_last = self._stop.is_set()
             record = HeartbeatRecord(time.monotonic(), self._loop_s, self.stuck_s(), is_last)
-            # Not synced: one that outlasts the machine is of no use to anyone.
+            # Not synced: a heartbeat is useless after the machine has crashed.
             part = self.path.with_name(f".{self.path.name}.part")
-            with contextlib.suppress(OSError):  # a full disk is for those to say who need it
+            with contextlib.suppress(OSError):  # whoever needs the disk reports that it is full
                 part.write_bytes(msgspec.json.encode(record))
                 os.replace(part, self.path)
             if is_last:

@@ -1,15 +1,16 @@
-"""The interception server: any program with an OpenAI SDK talks to the model that is trained.
+"""The interception server: any program with an OpenAI SDK can call the model in training.
 
-One port a worker process, one key a rollout; each request becomes a turn of its trace.
+Each worker process has one port, and each rollout one key. Each request becomes a turn of the
+rollout's trace.
 
     agent --POST /v1/chat/completions--> images into the store --> messages
           <--answer or typed error-- commit <-- generate <-- the trace's next turn
 
-      a request waits for: its turn at the trace, the server      unblocked by: both
-      the end of a rollout waits for: its requests, cancelled     unblocked by: at once
+      a request waits for: the trace's lock, the server           unblocked by: both
+      the end of a rollout waits for: its cancelled requests      unblocked by: cancellation
 
-Everything runs on the worker's event loop; what takes a while runs in threads. A program that
-blocks that loop would wait for itself.
+Everything runs on the worker's event loop, and slow work in threads. An agent that blocks the loop
+would deadlock.
 """
 
 from __future__ import annotations
@@ -61,31 +62,31 @@ from sightline.transport.http_server import (
 )
 
 MAX_BODY_BYTES = 1 << 28
-"""A history of hundreds of screenshots, each in base64."""
+"""Room for a history of hundreds of screenshots in base64."""
 MODEL_NAME = "policy"
-"""The one model here; a request may call it by any name."""
+"""Name of the only model. A request may use any name."""
 _HOST = "127.0.0.1"
 _CLOSE_S = 1.0
 _KEEP_ALIVE_S = 600
 _BACKLOG = 1024
 
 _Reply = tuple[ChatRequest, CompletedTurn] | OpenAIErrorResponse
-"""What an agent asked for, and the turn that answers it; or why there is none."""
+"""A request and its turn, or an error."""
 
 
 @dataclass
 class _AgentSession:
-    """A rollout in play, and the requests of its agent that are under way."""
+    """A running rollout, and its agent's requests in flight."""
 
     chat: RolloutChat
     urls: UrlRefCache
-    """Images that its agent has shown: a history comes with every request."""
+    """Images that the agent has sent, because it repeats its history in every request."""
     requests: set[asyncio.Task[Any]] = field(default_factory=set)
 
 
 @dataclass
 class AgentCounts:
-    """Bytes of HTTP bodies that agents sent and were sent: a history comes with every request."""
+    """Requests of agents, and the bytes of their HTTP bodies."""
 
     agent_requests: int = 0
     agent_sent_bytes: int = 0
@@ -93,23 +94,22 @@ class AgentCounts:
 
 
 class _RequestBody:
-    """The bytes of one request, from its first chunk until they are parsed.
+    """The bytes of one request until they are parsed.
 
-    A history of screenshots in base64 is far larger than anything else that a rollout holds, and an
-    answer may take minutes. So nothing else keeps it, and its bytes count while it is here.
+    A history of screenshots in base64 is by far the largest data of a rollout. Nothing else holds
+    it, so that it is freed before the answer is sampled.
     """
 
     def __init__(self) -> None:
         self.num_bytes = 0
-        """Bytes received; they count on once taken, as what they are parsed into is as large."""
+        """Bytes received. They count until parsing ends, because the parsed form is as large."""
         self._parts: list[bytes] = []
 
     async def receive(self, http: Request, max_bytes: int) -> None:
-        """Raises EngineError, before it reads on, when the body has more than `max_bytes` bytes."""
+        """Read the body; raise EngineError as soon as it exceeds `max_bytes`."""
         if int(http.headers.get("content-length", 0)) > max_bytes:
             raise _too_large_error(max_bytes)
-        # Not http.body(): the request would keep what it returns until it is answered, and the
-        # event loop would put it together.
+        # Not http.body(), which would keep the bytes until the answer, and join them on the loop.
         async for part in http.stream():
             self._parts.append(part)
             self.num_bytes += len(part)
@@ -117,22 +117,22 @@ class _RequestBody:
                 raise _too_large_error(max_bytes)
 
     def take(self) -> bytes:
-        """The bytes, which are the caller's from here on."""
+        """Return the bytes, and drop them here."""
         parts, self._parts = self._parts, []
         return b"".join(parts)
 
 
 def _too_large_error(max_bytes: int) -> EngineError:
     return EngineError(
-        f"the body has more than the {max_bytes} bytes that this server reads",
-        "send fewer or smaller images: a window of the history, or media: urls of stored ones",
+        f"the body exceeds {max_bytes} bytes",
+        "send fewer or smaller images, a window of the history, or media: URLs of stored images",
         kind="request_too_large",
         status=413,
     )
 
 
 class InterceptionServer:
-    """Listens from the first `open_base_url` on. `resolver` takes the images of requests in."""
+    """Listens after the first `open_base_url`. `resolver` stores the images of requests."""
 
     def __init__(self, resolver: ImageResolver) -> None:
         self.max_body_bytes = MAX_BODY_BYTES
@@ -140,7 +140,7 @@ class InterceptionServer:
         self._resolver = resolver
         self._bodies: set[_RequestBody] = set()
         self.counts = AgentCounts()
-        """Requests and bytes since the start, of all rollouts."""
+        """Counts of all rollouts since the start."""
         self._sessions: dict[str, _AgentSession] = {}
         self._loop: asyncio.AbstractEventLoop | None = None
         self._socket: socket.socket | None = None
@@ -149,26 +149,26 @@ class InterceptionServer:
         self._server: LoopServer | None = None
 
     def open_base_url(self) -> str:
-        """The address; starts to listen at the first call, in any thread, of a rollout in play."""
+        """Return the address, and listen from the first call on. Thread-safe."""
         with self._start_lock:
             if self._socket is None:
                 if self._loop is None:
                     raise EnvironmentFailed(
-                        "no rollout is in play", "use chat.base_url inside of rollout()"
+                        "no rollout is running", "use chat.base_url inside rollout()"
                     )
-                # Connections that come before the server is up wait in the socket.
+                # Connections before the server is up wait in the socket's backlog.
                 self._socket = socket.create_server((_HOST, 0), backlog=_BACKLOG)
                 self._started = asyncio.run_coroutine_threadsafe(self._serve(), self._loop)
             return f"http://{_HOST}:{self._socket.getsockname()[1]}/v1"
 
     @property
     def memory_bytes(self) -> int:
-        """Bytes of requests that were not turned into messages with refs yet."""
+        """Bytes of requests that are not parsed yet."""
         return sum(body.num_bytes for body in self._bodies)
 
     @asynccontextmanager
     async def serve_rollout(self, chat: RolloutChat) -> AsyncIterator[None]:
-        """Requests with `chat.api_key` reach `chat` while this lasts, and none afterwards."""
+        """Route requests with `chat.api_key` to `chat` within this context."""
         self._loop = asyncio.get_running_loop()
         session = _AgentSession(chat, UrlRefCache(self._resolver.resolve, chat.store))
         key = f"sk-{secrets.token_urlsafe(24)}"
@@ -196,7 +196,7 @@ class InterceptionServer:
         ]
         app = Starlette(routes=routes, exception_handlers={HTTPException: self._unknown})
         self._server = LoopServer(
-            # Keys are those of rollouts: the guard has none.
+            # Rollouts have keys, so the guard needs no token.
             GuardMiddleware(app, RequestGuard(_HOST)),
             self.limits,
             backlog=_BACKLOG,
@@ -230,7 +230,7 @@ class InterceptionServer:
             response = _json_response(completion_body(answer))
             self.counts.agent_received_bytes += len(response.body)
             return response
-        # The turn is in the trace: an agent that hangs up now has the rest of its rollout for it.
+        # The turn is committed. An agent that disconnects now does not undo it.
         return StreamingResponse(
             self._stream(answer, request.include_usage),
             media_type="text/event-stream",
@@ -245,10 +245,10 @@ class InterceptionServer:
     def _find_session(self, http: Request) -> _AgentSession | None:
         return self._sessions.get(read_bearer(http.headers))
 
-    # -- the work
+    # -- requests
 
     async def _answer_request(self, session: _AgentSession, http: Request) -> _Reply:
-        """Answers a request; whatever goes wrong is answered too, and kept on the trace."""
+        """Answer a request. Errors are answered too, and recorded in the trace."""
         chat, body = session.chat, _RequestBody()
         self._bodies.add(body)
         try:
@@ -256,13 +256,13 @@ class InterceptionServer:
             self.counts.agent_requests += 1
             self.counts.agent_sent_bytes += body.num_bytes
             with _cancelled_when_gone(http):
-                await chat.finish_writes()  # the agent may name an image that was just put
+                await chat.finish_writes()  # the agent may refer to an image that was just put
                 request, messages = await chat.run_in_pool(self._read_request, session, body)
         except SightlineError as error:
             chat.record_refusal(error)
             return OpenAIErrorResponse.of(error)
         except ClientDisconnect:
-            return ROLLOUT_OVER  # which nobody hears
+            return ROLLOUT_OVER  # nobody receives it
         finally:
             self._bodies.discard(body)
         try:
@@ -272,16 +272,16 @@ class InterceptionServer:
         except SightlineError as error:
             refusal = OpenAIErrorResponse.of(error)
             if refusal.status == 500:
-                # A promise is broken. The agent may go on; its rollout may not train.
+                # The agent may continue, but the rollout must not train.
                 chat.failures.append(error)
             elif isinstance(error, EngineError):
                 chat.record_refusal(error)
             return refusal
-        except Exception as error:  # an endpoint: the agent is told, and the rollout ends
+        except Exception as error:  # answer the agent, and fail the rollout
             chat.failures.append(
                 EnvironmentFailed(
-                    f"a request of the agent failed: {traceback.format_exc()}",
-                    "this is a bug of the endpoint; report it",
+                    f"an agent's request failed: {traceback.format_exc()}",
+                    "this is a bug in Sightline; report it",
                 )
             )
             return OpenAIErrorResponse(500, type(error).__name__, f"{error}")
@@ -289,7 +289,7 @@ class InterceptionServer:
     def _read_request(
         self, session: _AgentSession, body: _RequestBody
     ) -> tuple[ChatRequest, list[Message]]:
-        """In a thread: base64 is decoded, images are written, and the body is let go."""
+        """Parse the body and store its images. Call it in a thread."""
         limit = session.chat.max_model_len
         request = read_chat_request(body.take(), max_model_len=limit)
 
@@ -301,7 +301,7 @@ class InterceptionServer:
 
 
 async def _run_until_over(session: _AgentSession, work: Coroutine[Any, Any, _Reply]) -> _Reply:
-    """Does `work` unless the rollout ends first or the agent hangs up."""
+    """Do `work` unless the rollout ends or the agent disconnects first."""
     task = asyncio.create_task(work)
     session.requests.add(task)
     try:
@@ -314,16 +314,15 @@ async def _run_until_over(session: _AgentSession, work: Coroutine[Any, Any, _Rep
 
 @contextmanager
 def _cancelled_when_gone(http: Request) -> Iterator[None]:
-    """Cancels this task when its agent hangs up, which is all that comes after a body: the answer
-    would never be seen, so that it is not sampled to the end."""
+    """Cancel this task if its agent disconnects, because nobody would receive the answer."""
     task = asyncio.current_task()
     assert task is not None
-    gone = asyncio.ensure_future(http.receive())
-    gone.add_done_callback(lambda over: over.cancelled() or task.cancel())
+    disconnect = asyncio.ensure_future(http.receive())  # nothing else follows a body
+    disconnect.add_done_callback(lambda ended: ended.cancelled() or task.cancel())
     try:
         yield
     finally:
-        gone.cancel()
+        disconnect.cancel()
 
 
 def _build_completion(turn: CompletedTurn, name: str, model: str) -> ChatCompletion:

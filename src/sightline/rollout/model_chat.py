@@ -1,4 +1,4 @@
-"""What every chat of a rollout has, whoever samples: seeds, images, limits, stages."""
+"""The base of all chats of a rollout: seeds, images, limits, stages."""
 
 from __future__ import annotations
 
@@ -28,23 +28,23 @@ from sightline.trace import Trace
 T = TypeVar("T")
 
 MAX_REFUSAL_CHARS = 500
-"""Characters of a refusal that the trace keeps."""
+"""Maximum length of a refusal in the trace."""
 TRACE_BYTES_PER_TOKEN = 48
-"""Memory of a rollout for each token of its trace, an estimate that bounds rollouts in flight."""
+"""Estimated memory of a rollout per token, which bounds rollouts in flight."""
 
 
 @dataclass(frozen=True)
 class AgentEndpoint:
-    """Where an agent of the environment's own finds the model of one rollout."""
+    """The endpoint of one rollout's model, for the environment's own agent."""
 
     api_key: str
     open_base_url: Callable[[], str]
-    """The address, which listens from the first call on."""
+    """Returns the address, and starts to listen on the first call."""
 
 
 @dataclass(kw_only=True)
 class ModelChat(ABC):
-    """One conversation of a rollout. Branches of it share the trace and what is counted there."""
+    """One conversation of a rollout. Its branches share the trace."""
 
     trace: Trace
     store: MediaStore
@@ -53,48 +53,47 @@ class ModelChat(ABC):
     temperature: float
     max_tokens: int
     pool: Executor
-    """Threads for rendering and for the store; user code never runs in them."""
+    """Threads for rendering and for the store, never for user code."""
     max_turns: int = 0
-    """Model calls that the rollout may make; 0 is any number."""
+    """Maximum number of model calls; 0 for no limit."""
     swapped_images: tuple[MediaRef, ...] = ()
-    """Images that are shown in place of those that are put, in order."""
+    """Images that replace those that are put, in order."""
     agent_endpoint: AgentEndpoint | None = None
     failures: list[SightlineError] = field(default_factory=list)
-    """What broke a promise of the endpoint or of the server; whatever an agent or an environment
-    makes of it, the rollout is dropped. Branches share it."""
+    """Failures of the endpoint or the server, which drop the rollout even if the agent or the
+    environment handles them. Branches share the list."""
     num_put: int = 0
     writes: list[Future[str]] = field(default_factory=list)
     """Images on their way into the store; branches share the list."""
     substitutes: dict[str, MediaRef] = field(default_factory=dict)
-    """By the digest of an agent's own image, the one that is shown for it."""
+    """The replacement of each image that an agent sent, by digest."""
     num_turns: int = 0
-    """Model calls that were begun on the way to this point, those of the stem included."""
+    """Model calls on the path to this point, including those before the branch."""
     truncations: list[RolloutTruncated] = field(default_factory=list)
-    """Why the rollout was cut short; branches share it."""
+    """Why the rollout was truncated. Branches share the list."""
     calls: list[int] = field(default_factory=list)
-    """Which of the rollout's model calls, counted from 0, went through this handle."""
+    """Indices of the rollout's model calls that went through this handle."""
     num_branches: int = 0
     stage: Stage = NO_STAGE
-    """The rollout's stage, which holds those of its turns."""
+    """The rollout's stage, the parent of its turns' stages."""
     environment_began: float | None = field(default_factory=time.time)
-    """When the environment's turn to act began; None while an answer is awaited."""
+    """When the environment started to act; None while it waits for an answer."""
     _substitutes_lock: threading.Lock = field(default_factory=threading.Lock)
 
     @property
     @abstractmethod
     def num_calls(self) -> int:
-        """Model calls of the whole rollout that were answered."""
+        """Number of answered model calls of the whole rollout."""
 
     @property
     @abstractmethod
     def num_sampled_tokens(self) -> int:
-        """Tokens that the whole rollout has sampled."""
+        """Number of sampled tokens of the whole rollout."""
 
     def branch(self) -> Self:
-        """A second handle on the trace, which goes on from where this one is.
+        """Return a second handle on the trace, which continues from this point.
 
-        It draws from seeds of its own, so that branches that run side by side say the same in
-        whatever order the server answers them.
+        It has its own seeds, so that concurrent branches sample the same tokens in any order.
         """
         self.num_branches += 1
         name = f"{self.seed}/{self.num_turns}/{self.num_branches}"
@@ -109,7 +108,7 @@ class ModelChat(ABC):
         )
 
     async def run_in_pool(self, work: Callable[..., T], *args: Any) -> T:
-        """Does in a thread what would hold up the event loop."""
+        """Run in a thread what would block the event loop."""
         return await asyncio.get_running_loop().run_in_executor(self.pool, work, *args)
 
     def put(self, image: Any) -> MediaRef:
@@ -149,12 +148,12 @@ class ModelChat(ABC):
 
     @property
     def memory_bytes(self) -> int:
-        """What the rollout takes in memory."""
+        """Estimated memory of the rollout."""
         return self.trace.num_tokens * TRACE_BYTES_PER_TOKEN
 
     @property
     def truncated(self) -> str:
-        """Why the rollout was cut short; empty while it was not."""
+        """Why the rollout was truncated; empty if it was not."""
         return self.truncations[0].problem if self.truncations else ""
 
     @property
@@ -174,9 +173,9 @@ class ModelChat(ABC):
         return self.agent_endpoint
 
     def substitute_image(self, url: str, ref: MediaRef) -> MediaRef:
-        """What is shown for an image that an agent sent, in any thread.
+        """Return the replacement of an image that an agent sent. Thread-safe.
 
-        An agent sends its history again with every request, so that an image keeps its stand-in.
+        An agent repeats its history in every request, so an image keeps its replacement.
         """
         if not self.swapped_images or (url.startswith("media:") and ref in self.swapped_images):
             return ref
@@ -186,7 +185,7 @@ class ModelChat(ABC):
             return self.substitutes[ref.digest]
 
     def record_refusal(self, error: SightlineError) -> None:
-        """Keeps on the trace that a message, or a request of an agent, was not taken."""
+        """Record in the trace that a message, or an agent's request, was refused."""
         self.trace.refused_requests.append(
             f"{type(error).__name__}: {error.problem}"[:MAX_REFUSAL_CHARS]
         )
@@ -194,7 +193,7 @@ class ModelChat(ABC):
     @contextlib.contextmanager
     def _begin_turn(self) -> Iterator[Stage]:
         if self.trace.ended:
-            # No Exception: user code that goes on after any of those would never end.
+            # Not an Exception: user code that catches those would never end.
             raise asyncio.CancelledError("the rollout is over")
         self.end_environment_stage()
         with self.stage.begin("turn", turn=self.num_turns + 1) as stage:
@@ -204,7 +203,7 @@ class ModelChat(ABC):
                 self.environment_began = time.time()
 
     def end_environment_stage(self) -> None:
-        """The environment has acted: it asks, or it is done."""
+        """End the environment's stage when it calls the model or returns."""
         if self.environment_began is not None:
             self.stage.add_finished(
                 "environment", self.environment_began, time.time(), after_turn=self.num_turns
@@ -212,26 +211,25 @@ class ModelChat(ABC):
             self.environment_began = None
 
     def _next_seed(self) -> int:
-        """A seed of its own for every turn makes a rollout the same whatever runs beside it."""
+        """Return the turn's seed, which makes a rollout independent of concurrent ones."""
         seed = (self.seed * 1_000_003 + self.num_turns) % (1 << 62)
         self.num_turns += 1
         return seed
 
     def _check_turn_limit(self) -> None:
-        """Ends a rollout that has used up its turns, before it makes another call."""
+        """End a rollout that has reached its limit of turns."""
         if 0 < self.max_turns <= self.num_calls:
             self._truncate(
                 TurnLimitReached(
-                    "the rollout is cut short: its turns are used up, "
-                    f"[rollout] max_turns = {self.max_turns}",
-                    "end the rollout sooner, or raise the limit",
+                    f"the rollout reached its turn limit, [rollout] max_turns = {self.max_turns}",
+                    "end the rollout sooner, or raise max_turns",
                 )
             )
         if self.truncations:
             self._truncate(self.truncations[0])
 
     def _truncate(self, error: RolloutTruncated) -> NoReturn:
-        """Cuts the rollout short; what did so first is raised again, whatever is asked later."""
+        """Truncate the rollout. Later calls raise the first reason again."""
         self.truncations.append(error)
         first = self.truncations[0]
         raise type(first)(first.problem, first.fix)

@@ -1,7 +1,6 @@
-"""A chat with a model behind any OpenAI endpoint, for evaluation: its trace has no tokens.
+"""A chat with any OpenAI endpoint, for evaluation. Its trace has no tokens.
 
-Images are kept in a store and sent as data URLs; as `media:` urls to an endpoint of ours that
-reads the same store.
+Images are sent as data URLs, or as `media:` URLs to a Sightline server that reads the same store.
 """
 
 from __future__ import annotations
@@ -22,18 +21,18 @@ from sightline.transport.http_client import RetryingClient
 
 RETRY_STATUSES = (408, 425, 429, 502, 503, 504)
 FIRST_ANSWER_TIMEOUT_S = 10.0
-"""An address at which nothing answers for so long at the start is taken for a wrong one."""
+"""How long to wait for the first answer before the address counts as wrong."""
 TOO_LONG = "context_length_exceeded"
 MAX_SEED = 1 << 31
-"""Some endpoints take no larger ones."""
+"""Some endpoints do not accept larger seeds."""
 
 
 @dataclass
 class OpenAIClient(RetryingClient):
-    """`base_url` ends where `/chat/completions` begins. One for each endpoint."""
+    """The client of one endpoint. `base_url` ends before `/chat/completions`."""
 
     model: str
-    """Name of the model there; empty until `choose_model` has found it."""
+    """Name of the model; empty until `choose_model` sets it."""
     _: KW_ONLY
     deadline_s: float = 120.0
     first_retry_s: float = 0.25
@@ -44,14 +43,14 @@ class OpenAIClient(RetryingClient):
     async def complete(
         self, messages: list[dict[str, Any]], tools: Tools | None, **sampling: Any
     ) -> dict[str, Any]:
-        """A chat completion; `sampling` are fields of the request, such as temperature."""
+        """Request a chat completion. `sampling` are fields of the request, such as temperature."""
         body = {"model": self.model, "messages": messages, **sampling}
         if tools:
             body["tools"] = list(tools)
         return await self._request_json("POST", "/chat/completions", msgspec.json.encode(body))
 
     async def choose_model(self, timeout_s: float = FIRST_ANSWER_TIMEOUT_S) -> None:
-        """Waits until something answers, and takes the one model that it lists as `model`."""
+        """Wait until the endpoint answers, and choose its only model if none is named."""
         await self.wait_reachable("/models", timeout_s)
         if self.model:
             return
@@ -60,7 +59,7 @@ class OpenAIClient(RetryingClient):
         if len(names) != 1:
             raise EngineError(
                 f"{self.base_url} lists {len(names)} models: {', '.join(names[:8])}",
-                "name the one to evaluate",
+                "name the model to evaluate",
                 kind="foreign",
             )
         self.model = names[0]
@@ -81,8 +80,8 @@ class OpenAIClient(RetryingClient):
     def read_error(self, status: int, data: bytes) -> EngineError:
         text, code = data[:300].decode(errors="replace"), "foreign"
         try:
-            said = msgspec.json.decode(data)["error"]
-            text, code = str(said.get("message") or text), str(said.get("code") or code)
+            error = msgspec.json.decode(data)["error"]
+            text, code = str(error.get("message") or text), str(error.get("code") or code)
         except (msgspec.MsgspecError, KeyError, TypeError, AttributeError):
             pass
         fix = self.unreachable_fix if status == 404 else "see the endpoint's docs"
@@ -91,7 +90,7 @@ class OpenAIClient(RetryingClient):
 
 @dataclass
 class EndpointUsage:
-    """What a rollout has asked of its endpoint; its branches share it."""
+    """A rollout's use of its endpoint. Branches share it."""
 
     num_calls: int = 0
     num_sampled_tokens: int = 0
@@ -99,7 +98,7 @@ class EndpointUsage:
 
 @dataclass(kw_only=True)
 class OpenAIChat(ModelChat):
-    """One conversation; an agent of the environment's own is sent to the endpoint itself."""
+    """One conversation. The environment's own agent calls the endpoint directly."""
 
     client: OpenAIClient
     resolver: ImageResolver
@@ -135,14 +134,14 @@ class OpenAIChat(ModelChat):
             )
             with stage.begin("generate", server=self.client.base_url):
                 answer = await self._call(sent, tools)
-        heard = read_completion(answer)
+        reply = read_completion(answer)
         usage = answer.get("usage") or {}
         self.num_context_tokens = int(usage.get("total_tokens") or 0)
         self.usage.num_sampled_tokens += int(usage.get("completion_tokens") or 0)
-        self.history = [*history, heard.as_message()]
+        self.history = [*history, reply.as_message()]
         self.calls.append(self.usage.num_calls)
         self.usage.num_calls += 1
-        return heard
+        return reply
 
     async def _call(self, sent: list[dict[str, Any]], tools: Tools | None) -> dict[str, Any]:
         try:
@@ -156,7 +155,7 @@ class OpenAIChat(ModelChat):
         except EngineError as error:
             if error.kind != TOO_LONG:
                 raise
-            fix = "show less, or serve with a larger max_model_len"
+            fix = "send less, or serve with a larger max_model_len"
             self._truncate(RolloutTruncated(error.problem, fix))
 
     def _url_of(self, ref: MediaRef) -> str:

@@ -1,9 +1,8 @@
-"""One rollout's work in each pass of the event loop.
+"""Limits the event loop to one rollout's work per iteration.
 
-A loop runs everything that is ready before it looks at its timers again. When two hundred
-rollouts are answered at once, each with a millisecond of work, that is a fifth of a second in
-which nothing else happens. Whoever has such work waits for its turn first: one is let go in each
-pass, so that timers and sockets come in between.
+An event loop runs everything that is ready before it looks at its timers. If 200 rollouts get
+their answers at once, each with a millisecond of work, nothing else happens for 0.2 seconds. With
+a pacer, one of them runs per iteration, and timers and sockets get their turn in between.
 """
 
 from __future__ import annotations
@@ -12,12 +11,12 @@ import asyncio
 
 
 class LoopPacer:
-    """First come, first served. One of these per event loop."""
+    """First come, first served. There is one per event loop."""
 
     def __init__(self) -> None:
         self._lock = asyncio.Lock()
 
     async def wait_for_pass(self) -> None:
-        """Returns in a pass of the loop that no one else who waits here shares."""
+        """Wait for an iteration of the loop that no other waiter shares."""
         async with self._lock:
             await asyncio.sleep(0)

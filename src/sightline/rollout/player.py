@@ -1,4 +1,4 @@
-"""Plays one task once: makes the chat, runs the environment's code, records what it earned."""
+"""Plays one task once: builds the chat, runs the environment's code, records the outcome."""
 
 from __future__ import annotations
 
@@ -28,24 +28,24 @@ from sightline.trace import Trace
 from sightline.wire.control import RolloutRequest
 
 TRUNCATED = "truncated"
-"""`Trace.error_kind` of a rollout that was cut short; it has no `error`, and its reward counts."""
+"""`Trace.error_kind` of a truncated rollout. It has no `error`, and its reward counts."""
 
 
 @dataclass(frozen=True)
 class PlayedRollout:
-    """A rollout that has ended, well or broken."""
+    """A rollout that has ended, with or without an error."""
 
     trace: Trace
     num_calls: int
-    """Model calls that were answered."""
+    """Number of answered model calls."""
     num_sampled_tokens: int
     memory_bytes: int
-    """What the rollout took in memory at its end."""
+    """Estimated memory of the rollout at its end."""
 
 
 @dataclass
 class RolloutPlayer:
-    """Plays the rollouts of a process, many at a time; knows nothing of who samples."""
+    """Plays the rollouts of a process, many at a time, with any source of chats."""
 
     env: Environment
     chats: ChatSource
@@ -53,21 +53,21 @@ class RolloutPlayer:
     _: KW_ONLY
     threads: RolloutThreads = field(default_factory=RolloutThreads)
     stages: StageRecorder = NO_STAGE_RECORDER
-    """Where the stages of its rollouts go."""
+    """Records the stages of its rollouts."""
 
     def __post_init__(self) -> None:
         self._in_play: dict[str, ModelChat] = {}
 
     @property
     def memory_bytes(self) -> int:
-        """What the rollouts under way take in memory."""
+        """Estimated memory of the running rollouts."""
         return self.chats.memory_bytes + sum(c.memory_bytes for c in self._in_play.values())
 
     async def close(self) -> None:
         await self.chats.close()
 
     async def play(self, request: RolloutRequest) -> PlayedRollout:
-        """Never raises for what user code does: that stands in the trace."""
+        """Play a rollout. Errors of user code are recorded in the trace, not raised."""
         trace = open_trace(request, env=self.env.name, started=time.time())
         with self.stages.begin(
             "rollout",
@@ -88,7 +88,7 @@ class RolloutPlayer:
         return PlayedRollout(trace, chat.num_calls, chat.num_sampled_tokens, chat.memory_bytes)
 
     async def _play_recorded(self, request: RolloutRequest, chat: ModelChat) -> None:
-        """Plays, and keeps on the trace what came of it."""
+        """Play, and record the outcome in the trace."""
         trace, error, kind = chat.trace, "", ""
         self._in_play[request.rollout_id] = chat
         try:
@@ -104,7 +104,7 @@ class RolloutPlayer:
             error, kind = str(problem), problem.kind
         except SightlineError as problem:
             error, kind = str(problem), type(problem).__name__
-        except Exception:  # user code: whatever it does costs this rollout only
+        except Exception:  # user code: fails this rollout only
             error, kind = traceback.format_exc(), EnvironmentFailed.__name__
         finally:
             self._in_play.pop(request.rollout_id, None)
@@ -117,7 +117,7 @@ class RolloutPlayer:
         task = env.task(request.task, request.split)
         try:
             result = await self._play(env, task, chat, request.rollout_id)
-        except Exception as error:  # user code: what followed from a failure is not its cause
+        except Exception as error:  # user code: report the cause, not what followed from it
             if chat.failures:
                 raise chat.failures[0] from error
             if not chat.truncated:
@@ -125,7 +125,7 @@ class RolloutPlayer:
             result = env.truncated(task)
         if chat.failures:
             raise chat.failures[0]
-        await chat.finish_writes()  # also of images that were put and never sent
+        await chat.finish_writes()  # also of images that were never sent
         return result
 
     async def _play(self, env: Environment, task: Task, chat: Any, name: str) -> Any:
@@ -135,7 +135,7 @@ class RolloutPlayer:
 
 
 def to_outcome(result: object, name: str) -> Outcome:
-    """What the rollout of environment `name` returned, as plain finite numbers."""
+    """Convert what the rollout of environment `name` returned to finite numbers."""
     if isinstance(result, dict):
         result = Outcome(reward=float(sum(result.values())), parts=dict(result))
     elif isinstance(result, numbers.Real):
@@ -145,14 +145,14 @@ def to_outcome(result: object, name: str) -> Outcome:
             f"environment {name!r} returned a {type(result).__name__}",
             "return a number, a dict of named numbers, or an Outcome",
         )
-    # Plain numbers from here on: an environment may well compute with numpy.
+    # Environments may return numpy numbers.
     outcome = Outcome(
         reward=float(result.reward),
         parts={str(part): float(value) for part, value in result.parts.items()},
         per_turn=None if result.per_turn is None else [float(v) for v in result.per_turn],
     )
-    earned = [outcome.reward, *outcome.parts.values(), *(outcome.per_turn or ())]
-    if not all(math.isfinite(number) for number in earned):
+    rewards = [outcome.reward, *outcome.parts.values(), *(outcome.per_turn or ())]
+    if not all(map(math.isfinite, rewards)):
         raise EnvironmentFailed(
             f"environment {name!r} returned {outcome}", "return finite numbers only"
         )
@@ -160,7 +160,7 @@ def to_outcome(result: object, name: str) -> Outcome:
 
 
 def _annotate_stage(stage: Stage, trace: Trace) -> None:
-    """Notes on the stage of a rollout what it came to."""
+    """Record a rollout's outcome in its stage."""
     stage.note(env=trace.env, turns=len(trace.turns), tokens=trace.num_tokens)
     if trace.reward is not None:
         stage.note(reward=trace.reward)
@@ -175,9 +175,9 @@ def _record_outcome(chat: ModelChat, outcome: Outcome) -> None:
     if outcome.per_turn is not None and len(outcome.per_turn) != chat.num_calls:
         raise EnvironmentFailed(
             f"{len(outcome.per_turn)} per_turn rewards for {chat.num_calls} model calls",
-            "give one per call, in order",
+            "return one per call, in order",
         )
     trace.reward = outcome.reward
     trace.rewards = outcome.parts
-    # Without turns in the trace there is nothing that credit could go to.
+    # Without turns in the trace, there is nothing to credit.
     trace.per_turn = outcome.per_turn if trace.turns else None

@@ -1,8 +1,8 @@
-"""User code within its time: what it raises is an error of its rollout, what it leaves is counted.
+"""Runs user code with a timeout, and tracks what it leaves running.
 
-play --starts--> the rollout's own task, and a thread where the rollout is a plain function
-  waits for: its end, at most `timeout_s`; once cancelled, at most `grace_s`
-  unblocked by: a clock
+play --starts--> the rollout's task, and a thread if the rollout is a plain function
+  waits for: its end, at most `timeout_s`; after cancelling it, at most `grace_s`
+  unblocked by: a timer
 """
 
 from __future__ import annotations
@@ -30,43 +30,43 @@ T = TypeVar("T")
 RunningWork = Future[Any] | asyncio.Task[Any]
 
 CLEANUP_GRACE_S = 5.0
-"""Time for a cancelled rollout to clean up after itself."""
+"""Time that a cancelled rollout has to clean up."""
 
 
 class RolloutTimeout(TimeoutError):
-    """The rollout took longer than it may; a TimeoutError of user code is another thing."""
+    """The rollout exceeded its time limit, as opposed to a TimeoutError of user code."""
 
 
 @dataclass
 class RolloutThreads:
-    """The threads of a worker's rollouts, and what of user code does not come back."""
+    """The threads of a worker's rollouts, and user code that does not return."""
 
     grace_s: float = CLEANUP_GRACE_S
     _leftovers: dict[RunningWork, float] = field(default_factory=dict)
-    """What still runs though its rollout is over, with the time at which it was."""
+    """Work that runs although its rollout is over, and since when."""
     _lock: threading.Lock = field(default_factory=threading.Lock)
     """The heartbeat's thread reads `_leftovers`."""
     _loop: asyncio.AbstractEventLoop | None = None
 
     def stuck_s(self) -> float:
-        """For how long the oldest thread or task has outlived its rollout; 0 when none has."""
+        """Return how long the oldest thread or task has outlived its rollout; 0 if none has."""
         with self._lock:
-            since = [then for left, then in self._leftovers.items() if not left.done()]
+            since = [ended for work, ended in self._leftovers.items() if not work.done()]
         return time.monotonic() - min(since) if since else 0.0
 
     async def play(self, rollout: Callable[[BlockingChat], T], chat: Chat, name: str) -> T:
-        """Runs `rollout` in a thread; given up when the task is cancelled."""
-        given = BlockingChat(chat, asyncio.get_running_loop())
+        """Run `rollout` in a thread, which is abandoned if the task is cancelled."""
+        blocking = BlockingChat(chat, asyncio.get_running_loop())
         try:
-            return await asyncio.wrap_future(start_thread(lambda: rollout(given), name))
+            return await asyncio.wrap_future(start_thread(lambda: rollout(blocking), name))
         finally:
-            given.end()
+            blocking.end()
 
     async def run_with_timeout(self, timeout_s: float, work: Coroutine[Any, Any, T]) -> T:
-        """The result of a rollout; raises RolloutTimeout when there is none after `timeout_s`.
+        """Return a rollout's result; raise RolloutTimeout after `timeout_s`.
 
-        The rollout is cancelled then, and when the caller is. A clean-up that takes longer than
-        `grace_s` goes on beside what follows, and is among what is left.
+        The rollout is then cancelled, as it is if the caller is cancelled. If its cleanup takes
+        longer than `grace_s`, it continues and is tracked as leftover work.
         """
         with self._track_rollout():
             task = asyncio.create_task(guard_user_code(work))
@@ -80,13 +80,13 @@ class RolloutThreads:
             raise RolloutTimeout(f"took more than {timeout_s} s")
         if task.cancelled():
             raise EnvironmentFailed(
-                "the rollout was cancelled by its own code",
+                "the environment's own code cancelled the rollout",
                 "catch asyncio.CancelledError where the environment awaits what it cancels",
             )
         return task.result()
 
     async def _cancel_rollout(self, task: asyncio.Task[Any]) -> None:
-        # What it raises from now on concerns nobody; unread, it would be reported when collected.
+        # Read what it raises from now on, or asyncio would report it as never retrieved.
         task.add_done_callback(lambda ended: ended.cancelled() or ended.exception())
         task.cancel()
         try:
@@ -95,29 +95,29 @@ class RolloutThreads:
             if not task.done():
                 self._track_leftover(task)
 
-    def _track_leftover(self, left: RunningWork) -> None:
-        """Counts something of a rollout that is over, for as long as it runs."""
+    def _track_leftover(self, work: RunningWork) -> None:
+        """Track work of a finished rollout for as long as it runs."""
         with self._lock:
-            self._leftovers[left] = time.monotonic()
-        left.add_done_callback(self._forget)
+            self._leftovers[work] = time.monotonic()
+        work.add_done_callback(self._forget)
 
-    def _forget(self, left: RunningWork) -> None:
+    def _forget(self, work: RunningWork) -> None:
         with self._lock:
-            self._leftovers.pop(left, None)
+            self._leftovers.pop(work, None)
 
     @contextlib.contextmanager
     def _track_rollout(self) -> Iterator[None]:
-        """Counts what threads are given to do meanwhile, in this context, as one rollout's."""
+        """Attribute the futures that threads get in this context to one rollout."""
         loop = asyncio.get_running_loop()
         if loop is not self._loop:
-            # What user code gives to `asyncio.to_thread` starts at once, and is counted.
+            # Work that user code gives to `asyncio.to_thread` starts at once, and is tracked.
             loop.set_default_executor(ThreadPerCallExecutor())
             self._loop = loop
-        together: set[Future[Any]] = set()
-        before = ROLLOUT_FUTURES.set(together)
+        futures: set[Future[Any]] = set()
+        before = ROLLOUT_FUTURES.set(futures)
         try:
             yield
         finally:
             ROLLOUT_FUTURES.reset(before)
-            for left in list(together):
-                self._track_leftover(left)
+            for future in list(futures):
+                self._track_leftover(future)

@@ -1,15 +1,15 @@
-"""Which server a turn goes to, and where it goes when that one fails.
+"""Chooses the server of each turn, and another one if it fails.
 
     turn --> choose --> server --answer--> trace
-               ^          | gone, silent, refused for now, or behind in weights
+               ^          | gone, silent, overloaded, or behind in weights
                +----------+
-      a turn waits for: a server that can take it     unblocked by: the list, a probe, a pause
-      a probe runs for: requests under way, and a server that is lost
+      a turn waits for: a server that can take it     unblocked by: the list, a probe, a timer
+      a probe runs for: requests in flight, and a lost server
 
-A request is complete in itself: a server that dies, hangs or is cut off costs a turn a second try
-elsewhere. A rollout stays with the server that holds its keys and values, unless that is far
-busier than another. The list of a run's servers comes from its orchestrator, with the version and
-the load of each; without one all are as good as they answer.
+A request is complete in itself, so a turn can be retried on another server. A rollout stays with
+the server that holds its KV cache, unless that one is much busier than another. The orchestrator
+sends the list of a run's servers, with the version and load of each. Without a list, all servers
+that answer are equal.
 """
 
 from __future__ import annotations
@@ -34,35 +34,34 @@ from sightline.wire.weights import parse_version_label
 
 MAX_LOAD_DIFFERENCE = 64
 MAX_LOAD_RATIO = 1.5
-"""A rollout leaves its server where that has more requests than the idlest one by both (the
-defaults of SGLang's cache-aware router)."""
+"""A rollout leaves its server if that has more requests than the least busy one by both measures
+(the defaults of SGLang's cache-aware router)."""
 BEHIND_PAUSE_S = 1.0
-"""How long a server is left alone whose answer came from older weights than it should hold, or
-that a turn found silent."""
+"""Pause before asking a server again that answered with old weights, or was silent."""
 MAX_LOST_SERVERS = 3
-"""Servers that one turn may lose while they compute it: it may be what ends them."""
+"""Maximum number of servers that one turn may lose, because it may be what crashes them."""
 SERVERS_LOST = "servers_lost"
 
 
 @dataclass(eq=False)
 class RoutedServer:
-    """A server as this process sees it."""
+    """A server, as this process sees it."""
 
     client: GenerateClient
     status: ServerStatus
     is_lost: bool = False
-    """Whether it did not answer, and has not since."""
+    """Whether it stopped answering."""
     not_before: float = 0.0
-    """When it may be asked again, by the monotonic clock."""
+    """When it may be asked again, on the monotonic clock."""
     pause_s: float = 0.0
     asking: set[asyncio.Task[GenerateResponse]] = field(default_factory=set)
     num_asking_then: int = 0
-    """Requests of this process that the load of `status` includes."""
+    """This process's requests that `status.load` includes."""
     probing: asyncio.Task[None] | None = None
 
     @property
     def load(self) -> int:
-        """Requests that the server has: by its last report, and of this process since."""
+        """Requests on the server: by its last report, and from this process since."""
         return max(0, self.status.load - self.num_asking_then) + len(self.asking)
 
     def can_take(self, min_version: int) -> bool:
@@ -73,27 +72,27 @@ class RoutedServer:
 
 @dataclass
 class ServerRouter:
-    """The servers that a process asks."""
+    """The servers of a process."""
 
     template: GenerateClient
-    """How servers are spoken to. Its deadline bounds the time without one that can take a turn."""
+    """Template of all clients. Its deadline limits how long a turn waits for a server."""
     addresses: Sequence[str]
-    """The servers to begin with."""
+    """The first servers."""
     added_token: str = field(default="", repr=False)
-    """Token of servers that a list adds to those."""
+    """Token of servers that a list adds."""
     pinned_token: str = field(default="", repr=False)
-    """Token of servers that are asked by name: those that a run starts beside the listed ones."""
+    """Token of servers that are addressed directly, such as the evaluator."""
     times: ProbeTimes = DEFAULT_PROBE_TIMES
     run: str = ""
-    """Id of the run whose weights the servers hold; empty is not checked."""
+    """Id of the run whose weights the servers hold; empty skips the check."""
 
     def __post_init__(self) -> None:
         self.changed = ChangeSignal()
         self._all: list[RoutedServer] = []
-        """Every server that was ever asked: what was counted stays."""
+        """All servers so far, so that their counts are kept."""
         self._pinned: dict[str, RoutedServer] = {}
         self._unlisted: dict[str, RoutedServer] = {}
-        """Those that have left the list, and may return to it."""
+        """Servers that left the list and may return."""
         self.servers = {
             url: self._open(ServerStatus(url), self.template.token) for url in self.addresses
         }
@@ -102,11 +101,10 @@ class ServerRouter:
     def clients(self) -> list[GenerateClient]:
         return [server.client for server in self._all]
 
-    def update(self, given: ServerList) -> None:
-        """Takes the list of the orchestrator. What a server is asked that is not in it any more is
-        asked elsewhere."""
-        before, self.servers, self.run = self.servers, {}, given.run
-        for status in given.servers:
+    def update(self, server_list: ServerList) -> None:
+        """Apply the orchestrator's list. Requests on servers that left it go to other servers."""
+        before, self.servers, self.run = self.servers, {}, server_list.run
+        for status in server_list.servers:
             is_first = status.url in self.addresses or status.is_own
             token = self.template.token if is_first else self.added_token
             server = before.pop(status.url, None) or self._relist(status.url)
@@ -122,15 +120,17 @@ class ServerRouter:
         self.changed.notify()
 
     def _relist(self, url: str) -> RoutedServer | None:
-        """A server that was listed before: whoever lists it again has asked it."""
+        """Return a server that was listed before. The orchestrator has checked that it answers."""
         server = self._unlisted.pop(url, None)
         if server is not None:
             server.is_lost = False
         return server
 
     def open_client(self, rollout_id: str, min_version: int = 0, pinned: str = "") -> RoutedClient:
-        """The client of one rollout, which is for weights of `min_version` or newer; `pinned` is
-        the one server that it asks."""
+        """Return the client of one rollout, for weights of `min_version` or newer.
+
+        `pinned` is the only server that it may use; empty for any.
+        """
         if pinned and pinned not in self._pinned:
             self._pinned[pinned] = self._open(ServerStatus(pinned), self.pinned_token)
         return RoutedClient(self, rollout_id, min_version, pinned)
@@ -140,7 +140,7 @@ class ServerRouter:
         return [server for server in servers if server.can_take(min_version)]
 
     async def check_answers(self, server: RoutedServer) -> bool:
-        """Whether it answers now; one that does not is lost, or left alone for a while."""
+        """Return whether a server answers now. If not, mark it as lost, or pause it."""
         probe = HealthProbe(server.client, self.times)
         if await probe.ask(pauses=False):
             return True
@@ -153,26 +153,28 @@ class ServerRouter:
     async def ask(
         self, server: RoutedServer, request: GenerateRequest, min_version: int, turn: Stage
     ) -> GenerateResponse | EngineError:
-        """The answer; or why the request goes elsewhere, or waits. Raises what cannot heal."""
+        """Return the answer, or an error that another try may fix. Raise other errors."""
         asking = asyncio.ensure_future(server.client.generate(request, turn))
         server.asking.add(asking)
         self._start_probing(server)
         try:
-            await asyncio.wait({asking})  # a cancellation that arrives here is the rollout's own
+            await asyncio.wait({asking})  # a cancellation here cancels the rollout
         finally:
             server.asking.discard(asking)
             asking.cancel()
         url = server.client.base_url
         if asking.cancelled():
-            problem = f"{url} does not answer: it was lost while it computed an answer"
+            problem = f"{url} was lost while it computed an answer"
             return EngineError(problem, server.client.unreachable_fix, UNREACHABLE, 503)
         error = asking.exception()
         if error is None:
             response = asking.result()
-            if found := self._find_older_weights(response, min_version):
+            if label := self._find_older_weights(response, min_version):
                 server.not_before = time.monotonic() + BEHIND_PAUSE_S
-                problem = f"{url} sampled with version {found}, {min_version} or newer is needed"
-                return EngineError(problem, "wait until it has adopted it", "behind", 503)
+                problem = (
+                    f"{url} sampled with version {label}, but {min_version} or newer is needed"
+                )
+                return EngineError(problem, "wait until it has adopted the version", "behind", 503)
             server.pause_s = 0.0
             return response
         if not isinstance(error, EngineError) or not server.client.may_heal(error):
@@ -186,8 +188,10 @@ class ServerRouter:
         return error
 
     def _find_older_weights(self, response: GenerateResponse, min_version: int) -> str:
-        """The label of weights that are older than `min_version`, or of no run where the servers
-        hold a run's: a server that was started again, and has not caught up."""
+        """Return the label of weights older than `min_version`, or without a run; empty for none.
+
+        A restarted server has such weights until it adopts the current version.
+        """
         for choice in response.choices:
             for span in choice.weight_versions or ():
                 label = parse_version_label(span.version)
@@ -235,55 +239,55 @@ def _give_up(server: RoutedServer) -> None:
 
 @dataclass
 class RoutedClient:
-    """Asks for the turns of one rollout."""
+    """The client of one rollout."""
 
     router: ServerRouter
     rollout_id: str
     min_version: int = 0
     pinned: str = ""
     last: RoutedServer | None = None
-    """The server that answered last, and holds the rollout's keys and values."""
+    """The server that answered last, which holds the rollout's KV cache."""
 
     @property
     def pacer(self) -> LoopPacer:
         return self.router.template.pacer
 
     async def generate(self, request: GenerateRequest, turn: Stage = NO_STAGE) -> GenerateResponse:
-        """The answer of whichever server gives one; raises when the router's deadline has passed
-        since the first failure, or when the turn has cost too many servers.
+        """Return a server's answer; raise after the router's deadline, or too many lost servers.
 
-        Once it has lost one, the next is asked whether it answers: only those that had the request
-        count, and a network that fails costs no rollout."""
+        After losing a server, the client checks that the next one answers before it sends the
+        request. Only servers that had the request count, so a network failure fails no rollout.
+        """
         give_up, problem, num_lost = math.inf, None, 0
         while True:
             server = self.find_server()
             if server is not None and (not num_lost or await self.router.check_answers(server)):
-                found = await self.router.ask(server, request, self.min_version, turn)
-                if isinstance(found, GenerateResponse):
+                result = await self.router.ask(server, request, self.min_version, turn)
+                if isinstance(result, GenerateResponse):
                     self.last = server
-                    return found
-                problem = found
+                    return result
+                problem = result
                 server.client.counts.retries += 1
-                num_lost += found.kind == UNREACHABLE
+                num_lost += result.kind == UNREACHABLE
                 if num_lost == MAX_LOST_SERVERS:
-                    raise _build_lost_error(found)
+                    raise _build_lost_error(result)
             now = time.monotonic()
             give_up = min(give_up, now + self.router.template.deadline_s)
             pause_s = self._measure_pause(now)
             if now + (pause_s if math.isfinite(pause_s) else 0.0) >= give_up:
                 raise problem or self._build_error()
             if pause_s:
-                # Spread out, so that many who were refused together do not come back together.
+                # Jitter, so that requests that were refused together do not return together.
                 pause_s *= random.Random().uniform(1.0, 1.5)
                 await self.router.changed.wait(min(pause_s, give_up - now))
 
     def find_server(self) -> RoutedServer | None:
-        """The server that holds the rollout's keys and values, or the one with the fewest requests;
-        None where none can take a turn now."""
+        """Return the server with the rollout's KV cache, or the least busy one; None if none can
+        take a turn now."""
         now = time.monotonic()
         able = self.router.list_able(self.min_version, self.pinned)
         able = [server for server in able if server.not_before <= now]
-        # One that takes new weights in may let requests wait: another is better, if there is one.
+        # Prefer servers that are not adopting weights, which would delay the turn.
         able = [server for server in able if server.status.state == READY] or able
         if not able:
             return None
@@ -294,18 +298,18 @@ class RoutedClient:
         return idlest
 
     def _rank(self, server: RoutedServer) -> int:
-        """An order of the servers that differs from rollout to rollout."""
+        """Return a tie-breaker that differs between rollouts."""
         return zlib.crc32(f"{self.rollout_id} {server.client.base_url}".encode())
 
     def _measure_pause(self, now: float) -> float:
-        """Seconds until a server may be asked; infinite where none can take the turn."""
+        """Return the seconds until a server may be asked; infinity if none can take the turn."""
         able = self.router.list_able(self.min_version, self.pinned)
         return min((max(0.0, server.not_before - now) for server in able), default=math.inf)
 
     def _build_error(self) -> EngineError:
-        asked = self.pinned or ", ".join(self.router.servers) or "none is listed"
+        servers = self.pinned or ", ".join(self.router.servers) or "none is listed"
         return EngineError(
-            f"no inference server can take a turn for version {self.min_version} or newer: {asked}",
+            f"no inference server has version {self.min_version} or newer: {servers}",
             self.router.template.unreachable_fix,
             UNREACHABLE,
             503,
@@ -314,8 +318,8 @@ class RoutedClient:
 
 def _build_lost_error(last: EngineError) -> EngineError:
     return EngineError(
-        f"{MAX_LOST_SERVERS} inference servers were lost while they computed this turn, so that it "
-        f"is not asked for again; the last: {last.problem}",
-        "look at the logs of the servers: its prompt or images may be what ends them",
+        f"{MAX_LOST_SERVERS} inference servers were lost while they computed this turn. It is not "
+        f"retried; the last error: {last.problem}",
+        "look at the servers' logs: the turn's prompt or images may crash them",
         SERVERS_LOST,
     )

@@ -1,7 +1,7 @@
-"""A worker process: plays what the orchestrator asks for, many rollouts at a time.
+"""A worker process: plays many rollouts at a time for the orchestrator.
 
 orchestrator --Play--> worker --generate--> one of the servers
-  worker waits for: plays, answers of the servers    unblocked by: orchestrator, servers
+  worker waits for: requests, the servers' answers    unblocked by: orchestrator, servers
 """
 
 from __future__ import annotations
@@ -47,16 +47,16 @@ MEMORY_REPORT_EVERY_S = 0.5
 
 
 def tune_interpreter() -> None:
-    """Called when everything is loaded, so that the event loop waits for little else."""
-    # Threads that work in Python give way to it ten times sooner than they would.
+    """Reduce the event loop's latency. Call it when everything is loaded."""
+    # Threads that run Python code yield to the loop ten times sooner.
     sys.setswitchinterval(0.0005)
-    # What is there now stays: the collector need not walk over it again and again.
+    # Loaded objects stay, so the garbage collector need not visit them again.
     gc.collect()
     gc.freeze()
 
 
 def build_environment_elsewhere(env: EnvConfig) -> Environment:
-    """The environment on a machine that has nothing of what lies beside the run file."""
+    """Build the environment on a machine without the run file's folder."""
     try:
         return build_environment(env)
     except ConfigError as error:
@@ -64,8 +64,8 @@ def build_environment_elsewhere(env: EnvConfig) -> Environment:
             raise
         raise ConfigError(
             f"{error.problem} on {socket.gethostname()}",
-            f"install it there for {sys.executable}, or name its folder in PYTHONPATH of what "
-            "starts processes there (`ray start`, the image of a pod): modules are not sent",
+            f"install it there for {sys.executable}, or add its folder to PYTHONPATH where "
+            "processes start (`ray start`, the pod's image): modules are not sent",
         ) from error
 
 
@@ -81,11 +81,14 @@ async def main(
     rights: Rights,
     is_remote: bool = False,
 ) -> None:
-    """`after` says how the worker called `name` ended that this one replaces; `is_remote`,
-    whether the launcher does not see its heartbeat file."""
+    """Run the worker until the orchestrator ends it.
+
+    `after` says how the worker that this one replaces ended. `is_remote` says that the launcher
+    cannot read the heartbeat file.
+    """
     store = open_store(media_root, **config.media.store_options())
     chats = build_policy_chats(config, servers, store, rights.token)
-    # How long there may be no server is for the orchestrator to say, and it ends the run.
+    # The orchestrator decides how long a run may be without servers.
     chats.router.template.deadline_s = math.inf
     env = (build_environment_elsewhere if is_remote else build_environment)(config.env)
     player = RolloutPlayer(env, chats, config.rollout.timeout_s, stages=stages)
@@ -109,7 +112,7 @@ async def main(
                 held_bytes=played.memory_bytes,
             )
             await spoke.send(control.encode(result))
-        except Exception as error:  # a rollout that nobody hears of would stop the run for ever
+        except Exception as error:  # an unreported rollout would stall the run
             if not failed.done():
                 failed.set_exception(error)
         finally:
@@ -151,7 +154,7 @@ def _encode_trace(request: RolloutRequest, trace: Trace) -> bytes:
     try:
         return encode_trace(trace)
     except UnicodeEncodeError as error:
-        problem = f"a text or a name of the environment cannot be written: {error}"
+        problem = f"a text or name of the environment cannot be encoded: {error}"
         kind = EnvironmentFailed.__name__
         return encode_trace(open_trace(request, error=problem, error_kind=kind))
 
@@ -163,14 +166,14 @@ async def _keep_sending_heartbeat(heartbeat: Heartbeat, spoke: AsyncSpoke) -> No
 
 
 async def _send_heartbeat(heartbeat: Heartbeat, spoke: AsyncSpoke) -> None:
-    """Has it in the run directory, where the launcher looks."""
-    with contextlib.suppress(FileNotFoundError):  # before the first
+    """Send the heartbeat file to the run directory, where the launcher reads it."""
+    with contextlib.suppress(FileNotFoundError):  # before the first heartbeat
         file = FileChange(f"logs/{heartbeat.path.name}", heartbeat.path.read_bytes())
         await spoke.send(control.encode(FileChanges((file,))))
 
 
 async def _report_memory(player: RolloutPlayer, spoke: AsyncSpoke) -> None:
-    """Reports what the rollouts under way take in memory, whenever that has changed."""
+    """Report the memory of running rollouts whenever it changes."""
     reported = 0
     while True:
         await asyncio.sleep(MEMORY_REPORT_EVERY_S)

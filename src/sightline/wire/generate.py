@@ -281,8 +281,7 @@ def _find_wrong_versions(choice: Choice) -> str:
 def _wrong_answer(request_id: str, what: str) -> EngineError:
     return EngineError(
         f"the inference server gave a wrong answer{f' to {request_id}' * bool(request_id)}: {what}",
-        "serve with an engine that docs/serving.md describes, and look at its log; what it sampled "
-        "cannot be trusted, and this answer was not trained on",
+        "look at the server's log, and fix or replace its engine; this answer was not trained on",
         kind=WRONG_ANSWER,
         status=502,
     )
@@ -291,7 +290,7 @@ def _wrong_answer(request_id: str, what: str) -> EngineError:
 class ErrorBody(msgspec.Struct, frozen=True):
     message: str
     type: str
-    """Stable name of the kind of error, as listed in docs/serving.md."""
+    """Stable name of the kind of error, as listed in docs/serving_api.md."""
     code: int
     fix: str = ""
     path: str = ""

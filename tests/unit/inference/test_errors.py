@@ -20,7 +20,7 @@ from sightline.errors import (
 )
 from sightline.inference.errors import STATUS_BY_TYPE, encode_error, to_engine_error
 
-DOCS = Path(__file__).parents[3] / "docs" / "serving.md"
+DOCS = Path(__file__).parents[3] / "docs" / "serving_api.md"
 ROW = re.compile(r"\| (\d{3}) \| `(\w+)` \| (.+) \|")
 
 

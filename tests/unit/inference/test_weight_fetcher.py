@@ -78,6 +78,6 @@ def test_a_server_that_fetches_nothing_needs_no_folder(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("in the place of a folder")
     store = MediaStore(tmp_path / "blobs")
     fetcher = WeightFetcher(store, str(tmp_path / "file" / "cache"))
-    with pytest.raises(WeightsError, match="no folder for weights") as caught:
+    with pytest.raises(WeightsError, match="cannot create a folder for weights") as caught:
         fetcher.fetch(build_manifest(store))
     assert "cache_dir" in caught.value.fix

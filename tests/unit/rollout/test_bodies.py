@@ -298,7 +298,7 @@ def test_a_body_above_the_limit_is_a_413_that_the_trace_keeps(
     assert not trace.error, trace.error
     assert len(trace.turns) == 1 and store.num_put == 0
     assert len(trace.refused_requests) == 2
-    assert all("EngineError: the body has more than" in kept for kept in trace.refused_requests)
+    assert all("EngineError: the body exceeds" in kept for kept in trace.refused_requests)
 
 
 def test_the_endpoint_has_the_lock_and_the_limits_of_every_server(

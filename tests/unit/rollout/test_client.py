@@ -242,7 +242,7 @@ def test_a_prompt_that_vllm_expands_in_its_own_way_is_refused(
     change: dict[str, Any], store: MediaStore
 ) -> None:
     answer = json.dumps(build_answer() | change).encode()
-    with pytest.raises(EngineError, match="expanded the prompt in another way") as caught:
+    with pytest.raises(EngineError, match="expanded the prompt differently") as caught:
         answered(StockVLLMClient, answer, store)
     assert caught.value.kind == "expansion"
 

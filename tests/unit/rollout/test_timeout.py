@@ -181,4 +181,4 @@ def test_a_rollout_that_its_own_code_cancels_is_broken_and_not_lost(play: Trial)
         await part
 
     trace = play(rollout)
-    assert trace.error_kind == "EnvironmentFailed" and "its own code" in trace.error
+    assert trace.error_kind == "EnvironmentFailed" and "own code cancelled" in trace.error

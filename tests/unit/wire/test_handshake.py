@@ -107,7 +107,7 @@ def test_a_server_that_tells_nothing_is_said_to_have_another_token() -> None:
         async with listening(serve_health({"status": "ok"})) as address:
             client = GenerateClient(address)
             try:
-                with pytest.raises(EngineError, match=f"{address} has another token"):
+                with pytest.raises(EngineError, match=f"{address} requires another token"):
                     await client.wait_healthy()
             finally:
                 await client.close()

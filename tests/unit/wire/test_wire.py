@@ -138,7 +138,7 @@ def test_a_label_proves_the_run_the_weights_and_the_base_of_adapters() -> None:
     "text", ["", "x", "-1", "7.", "7-", "7-1f", "7-1f-zz", "7" * 10, "٣", "7\n"]
 )
 def test_a_label_that_is_none_is_refused(text: str) -> None:
-    with pytest.raises(WireError, match="no label of weights"):
+    with pytest.raises(WireError, match="not a label of weights"):
         parse_version_label(text)
 
 

@@ -1,11 +1,10 @@
-"""Speaks to a vLLM that is not ours: its own code makes the pixels, so nothing proves them.
+"""The client of a vLLM without our plugin. vLLM's code makes the pixels, which nothing verifies.
 
-A request goes out with one pad for each image and the address of its file; vLLM expands and
-processes. The ids that it expanded come back and are compared with ours: a difference is an error.
-Answers carry no pixel digests, and the trainer refuses such samples unless the run file allows it.
+A request has one pad per image and the address of its file. vLLM expands the pads and returns the
+expanded ids, which must equal ours. Answers have no pixel digests, and the trainer refuses such
+samples unless the run file allows them.
 
-Weights go in by the routes that vLLM has in its development mode: requests in flight end first,
-then the published files are loaded in place of the old ones.
+Weights are loaded with the routes of vLLM's development mode, after requests in flight have ended.
 """
 
 from __future__ import annotations
@@ -32,30 +31,29 @@ from sightline.wire.generate import (
 from sightline.wire.weights import read_manifest
 
 BAN_BIAS = -100.0
-"""The lowest bias that vLLM takes: a banned id keeps less than 1e-43 of its probability. The pads
-go into each request's `logit_bias` so."""
+"""vLLM's lowest `logit_bias`, which bans the pads: it scales a probability by less than 1e-43."""
 NUM_SHOWN_IDS = 8
-"""Ids on either side of a difference that an error shows."""
+"""Ids that an error shows on either side of a difference."""
 
 
 class StockVLLMResponse(msgspec.Struct, frozen=True):
-    """What we read of vLLM's own answer."""
+    """The fields of vLLM's answer that we read."""
 
     request_id: str
     choices: list[Choice]
     prompt_token_ids: list[int]
-    """Ids of the prompt as vLLM expanded it."""
+    """The prompt's ids after vLLM expanded it."""
     mm_placeholders: dict[str, list[Placeholder]] | None = None
 
 
 @dataclass(kw_only=True)
 class StockVLLMClient(GenerateClient):
-    """A client of one vLLM server that does not have our plugin."""
+    """The client of one vLLM server without our plugin."""
 
     store: MediaStore
     shares_store: bool = True
-    """Whether the server may read the store (`--allowed-local-media-path`). Where it may not,
-    images are sent as data urls."""
+    """Whether the server can read the store (`--allowed-local-media-path`). If not, images are sent
+    as data URLs."""
 
     async def generate(self, request: GenerateRequest, turn: Stage = NO_STAGE) -> GenerateResponse:
         slots = request.slots()
@@ -66,18 +64,18 @@ class StockVLLMClient(GenerateClient):
         return self._check_answer(request, response)
 
     async def lease(self, run: str, seconds: float) -> None:
-        """A vLLM of its own knows no lease: the label of its weights shows who changed them."""
+        """Do nothing: this vLLM has no leases. The label of its weights shows who changed them."""
 
     async def wait_healthy(self) -> None:
-        await self.wait_reachable("/health")  # its version is checked before the run
+        await self.wait_reachable("/health")  # checks before the run compare its version
 
     async def adopt(self, manifest: str) -> None:
-        """Returns when the server holds the published weights, under their version's name."""
+        """Load the published weights, and return when the server uses them."""
         file = Path(manifest).absolute()
         label = read_manifest(file).label
         reload = {"method": "reload_weights", "kwargs": {"weights_path": str(file.parent)}}
-        # Requests end first: one that is prefilled again would kill vLLM 0.32, which has let go
-        # of its pixels.
+        # Requests end first: vLLM 0.32 has dropped their pixels, and would crash if it had to
+        # prefill them again.
         await self._post_command("/pause?mode=wait&clear_cache=true")
         try:
             await self._post_command("/collective_rpc", reload)
@@ -94,7 +92,7 @@ class StockVLLMClient(GenerateClient):
             if error.status != 404:
                 raise
             raise EngineError(
-                f"the vLLM at {self.base_url} has no {path.partition('?')[0]}",
+                f"the vLLM at {self.base_url} has no route {path.partition('?')[0]}",
                 "start it with VLLM_SERVER_DEV_MODE=1, so that it can take new weights",
                 kind="weights",
                 status=404,
@@ -126,7 +124,7 @@ class StockVLLMClient(GenerateClient):
         ref = slot.item.ref
         if slot.item.step is not None:
             raise EngineError(
-                "a video: it was not tried with vLLM",
+                "videos are not supported with vLLM",
                 'set [inference] engine = "torch"',
                 kind="slots",
             )
@@ -134,12 +132,12 @@ class StockVLLMClient(GenerateClient):
             url = self.store.path(ref.digest).absolute().as_uri()
         else:
             url = ref.data_url(self.store.get(ref))
-        # vLLM keeps what it made of an image under the uuid.
+        # vLLM caches the processed image under the uuid.
         return {"type": "image_url", "url": url, "uuid": slot.item.key}
 
 
 def collapse_pads(token_ids: Sequence[int], slots: Sequence[Slot]) -> list[int]:
-    """The form from which an engine expands by itself."""
+    """Return the ids with one pad per image, which vLLM expands."""
     short: list[int] = []
     done = 0
     for slot in slots:
@@ -149,27 +147,27 @@ def collapse_pads(token_ids: Sequence[int], slots: Sequence[Slot]) -> list[int]:
 
 
 def check_expansion(token_ids: list[int], slots: Sequence[Slot], answer: StockVLLMResponse) -> None:
-    """Raises, with both, unless vLLM expanded the prompt to our ids and places."""
+    """Raise unless vLLM expanded the prompt to our ids and slots."""
     theirs = answer.prompt_token_ids
     if theirs != token_ids:
         pairs = zip(token_ids, theirs, strict=False)
         at = next((i for i, (a, b) in enumerate(pairs) if a != b), min(len(token_ids), len(theirs)))
         near = slice(max(0, at - NUM_SHOWN_IDS), at + NUM_SHOWN_IDS)
         raise _expansion_error(
-            f"{len(token_ids)} ids here, {len(theirs)} there; from {near.start} on ours are "
-            f"{token_ids[near]}, theirs {theirs[near]}"
+            f"we have {len(token_ids)} ids, vLLM {len(theirs)}; from {near.start} on, ours are "
+            f"{token_ids[near]}, vLLM's {theirs[near]}"
         )
     ours = [(slot.offset, slot.length) for slot in slots]
-    places = [place for found in (answer.mm_placeholders or {}).values() for place in found]
+    places = [place for listed in (answer.mm_placeholders or {}).values() for place in listed]
     there = sorted((place.offset, place.length) for place in places)
     if there != ours:
-        raise _expansion_error(f"images at {ours} here, at {there} there")
+        raise _expansion_error(f"our images are at {ours}, vLLM's at {there}")
 
 
 def _expansion_error(what: str) -> EngineError:
-    # Not Misaligned, which costs one sample: every prompt of this server would differ.
+    # Not Misaligned, which drops one sample: every prompt of this server would differ.
     return EngineError(
-        f"vLLM expanded the prompt in another way than the renderer: {what}",
+        f"vLLM expanded the prompt differently from the renderer: {what}",
         "serve the checkpoint that the renderer was loaded from, with the same pixel limits",
         kind="expansion",
         status=502,

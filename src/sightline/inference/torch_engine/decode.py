@@ -1,11 +1,11 @@
-"""The next token of every row as a pass of fixed shape, which a GPU replays as one graph.
+"""Decode steps of fixed shape, which a GPU replays as CUDA graphs.
 
-On a GPU a pass over a few hundred tokens is over before Python has asked for its kernels. Where a
-row computes the one token that was sampled last, it takes a place in a pass of so many rows and
-pages, both rounded up: idle places see nothing and cost next to nothing. Shapes repeat, so a pass
-is captured when its shape comes again, and replayed from then on. The token comes from where it was
-sampled, on the device: the host asks for a step before it knows what the step before has said. A
-model whose pass cannot be captured (it looks at its values on the way) runs without a graph.
+On a GPU, a pass over a few hundred tokens takes less time than Python needs to launch its kernels.
+Rows that compute only their last sampled token therefore go through a pass whose numbers of rows
+and pages are rounded up. Idle places see nothing and cost almost nothing. A shape is captured when
+it occurs for the second time, and replayed from then on. Input tokens stay on the device, so that
+the host can launch a step before it has read the tokens of the last one. A model that cannot be
+captured runs without graphs.
 """
 
 from __future__ import annotations
@@ -28,24 +28,24 @@ from sightline.inference.torch_engine.step_plan import StepPlan
 
 MAX_SHAPES = 64
 MIN_PAGES = 1024 // BLOCK_SIZE
-# Columns of the array that a pass is given; positions and pages follow.
+# Columns of a pass's input array; positions and pages follow.
 _ROW, _SEQ_LEN, _FIRST_AXIS = range(3)
 
 
 @dataclass(slots=True)
 class _ShapePass:
-    """What one shape needs from step to step."""
+    """The buffers and the graph of one shape."""
 
     inputs: Int32[Tensor, "rows columns"]
-    """For each place its row, how many keys it sees, its position axes and its pages."""
+    """Row, number of keys, position axes and pages of each place."""
     graph: torch.cuda.CUDAGraph | None = None
     logits: Float[Tensor, "rows vocab"] | None = None
-    """Where the graph leaves its result."""
+    """Output of the graph."""
 
 
 @dataclass
 class CudaGraphDecoder:
-    """Used by the engine's thread alone."""
+    """Used only by the engine's thread."""
 
     forward: Forward
     kv: KVCache
@@ -57,7 +57,7 @@ class CudaGraphDecoder:
         self._computed: set[tuple[int, int]] = set()
         self._generation = -1
         self._captures = self.device.type == "cuda"
-        # One behind the last, for idle places.
+        # One more than there are rows, for idle places.
         self._last_tokens = torch.zeros(
             self.rows.num_rows + 1, dtype=torch.int64, device=self.device
         )
@@ -65,31 +65,31 @@ class CudaGraphDecoder:
         self.num_replayed = 0
 
     def find_rows(self, plan: StepPlan) -> Bool[np.ndarray, " rows"]:
-        """Which rows of the plan compute just the token that was sampled last."""
+        """Return which rows of the plan compute only their last sampled token."""
         is_sampled = plan.starts >= self.rows.prompt_length[plan.rows]
-        found: np.ndarray = (plan.counts == 1) & plan.samples & is_sampled
-        return found
+        decodes: np.ndarray = (plan.counts == 1) & plan.samples & is_sampled
+        return decodes
 
     def put_tokens(self, rows: np.ndarray, tokens: Int64[Tensor, " rows"]) -> None:
-        """Remembers what the rows have sampled last."""
+        """Store the last sampled tokens of the rows."""
         self._last_tokens.index_copy_(0, copy_to_device(rows, self.device), tokens)
 
     def logits(self, plan: StepPlan) -> Logits:
-        """Those of the next token of the plan's rows, which `find_rows` has found.
+        """Return the logits of the next token of rows that `find_rows` selected.
 
         The next call overwrites them.
         """
         self.kv.reserve(plan)
         num_rows = round_up_shape(len(plan.rows))
         num_pages = round_up_shape(max(MIN_PAGES, -(-int(plan.ends.max()) // BLOCK_SIZE)))
-        found = self._get_pass(num_rows, num_pages)
+        shape_pass = self._get_pass(num_rows, num_pages)
         inputs = copy_to_device(self._inputs(plan, num_rows, num_pages), self.device)
-        found.inputs.copy_(inputs, non_blocking=True)
-        if found.graph is None or found.logits is None:
-            logits = self._compute(found.inputs)
+        shape_pass.inputs.copy_(inputs, non_blocking=True)
+        if shape_pass.graph is None or shape_pass.logits is None:
+            logits = self._compute(shape_pass.inputs)
         else:
-            found.graph.replay()
-            logits = found.logits
+            shape_pass.graph.replay()
+            logits = shape_pass.logits
             self.num_replayed += 1
         self.num_passes += 1
         return logits[: len(plan.rows)]
@@ -97,36 +97,36 @@ class CudaGraphDecoder:
     def _inputs(
         self, plan: StepPlan, num_rows: int, num_pages: int
     ) -> Int32[np.ndarray, "rows columns"]:
-        """An idle place has seen nothing."""
+        """Return the input array of a pass. Idle places have length 0."""
         table, rows, at = self.rows, plan.rows, plan.starts
         first_page, used = _FIRST_AXIS + table.num_axes, len(plan.rows)
-        made = np.zeros((num_rows, first_page + num_pages), dtype=np.int32)
-        made[:, _ROW] = table.num_rows
-        made[:used, _ROW] = rows
-        made[:used, _SEQ_LEN] = at + 1
-        made[:used, _FIRST_AXIS:first_page] = table.positions[:, rows, at].T
+        inputs = np.zeros((num_rows, first_page + num_pages), dtype=np.int32)
+        inputs[:, _ROW] = table.num_rows
+        inputs[:used, _ROW] = rows
+        inputs[:used, _SEQ_LEN] = at + 1
+        inputs[:used, _FIRST_AXIS:first_page] = table.positions[:, rows, at].T
         pages = self.kv.block_tables[rows, :num_pages]
-        made[:used, first_page : first_page + pages.shape[1]] = pages
-        made[:used, first_page + pages.shape[1] :] = pages[:, -1:]
-        return made
+        inputs[:used, first_page : first_page + pages.shape[1]] = pages
+        inputs[:used, first_page + pages.shape[1] :] = pages[:, -1:]
+        return inputs
 
     def _get_pass(self, num_rows: int, num_pages: int) -> _ShapePass:
-        if self._generation != self.kv.generation:  # graphs know the pages by their addresses
+        if self._generation != self.kv.generation:  # graphs refer to pages by address
             self._passes.clear()
             self._generation = self.kv.generation
-            # One memory for all of them: none is read when the next one runs.
+            # All graphs share memory, because no output is read after the next graph runs.
             self._pool = torch.cuda.graph_pool_handle() if self._captures else None
         shape = (num_rows, num_pages)
-        found = self._passes.get(shape)
-        if found is None:
+        shape_pass = self._passes.get(shape)
+        if shape_pass is None:
             columns = _FIRST_AXIS + self.rows.num_axes + num_pages
             inputs = torch.zeros(num_rows, columns, dtype=torch.int32, device=self.device)
             inputs[:, _ROW] = self.rows.num_rows
-            found = self._passes[shape] = _ShapePass(inputs)
-        if self._captures and found.graph is None and shape in self._computed:
-            self._capture(found)
+            shape_pass = self._passes[shape] = _ShapePass(inputs)
+        if self._captures and shape_pass.graph is None and shape in self._computed:
+            self._capture(shape_pass)
         self._computed.add(shape)
-        return found
+        return shape_pass
 
     def _compute(self, inputs: Int32[Tensor, "rows columns"]) -> Logits:
         first_page = _FIRST_AXIS + self.rows.num_axes
@@ -137,17 +137,17 @@ class CudaGraphDecoder:
         hidden = self.forward.hidden(token_ids[None], positions[:, None], None, None, pattern)
         return self.forward.logits(hidden[0])
 
-    def _capture(self, found: _ShapePass) -> None:
-        """The shape was computed once before, so that nothing is set up during the capture."""
+    def _capture(self, shape_pass: _ShapePass) -> None:
+        """Capture a graph. The shape has run once, so that nothing is set up during the capture."""
         graph, stream = torch.cuda.CUDAGraph(), torch.cuda.current_stream()
         try:
             with torch.cuda.graph(graph, pool=self._pool, capture_error_mode="thread_local"):
-                found.logits = self._compute(found.inputs)
-            found.graph = graph
+                shape_pass.logits = self._compute(shape_pass.inputs)
+            shape_pass.graph = graph
         except RuntimeError as error:
-            found.logits = None
-            torch.cuda.set_stream(stream)  # a capture that fails leaves its own behind
-            # A full device says nothing about the model. How a capture ends may hide why it did.
+            shape_pass.logits = None
+            torch.cuda.set_stream(stream)  # a failed capture leaves its own stream active
+            # Running out of memory does not mean that the model cannot be captured.
             for cause in (error, error.__context__):
                 if isinstance(cause, torch.OutOfMemoryError):
                     raise cause from None
@@ -156,5 +156,5 @@ class CudaGraphDecoder:
 
 
 def round_up_shape(count: int) -> int:
-    """The next power of two."""
+    """Return the next power of two."""
     return 1 << (count - 1).bit_length()

@@ -4,10 +4,10 @@
     adopt  --> swaps     between two steps
     cancel --> cancels   between two steps
 
-A step computes the next token of every row that decodes and, within a budget, chunks of prompts,
-in one forward pass: a request that arrives late gets its first token while others decode. On a GPU
-the host is a step ahead: it asks for the next step, and then takes in what the last one sampled. A
-row that turns out to have ended computes one token too many, which nobody takes in.
+Each turn of the loop schedules a step, executes it and updates the rows. A step is one forward
+pass: the next token of every row that decodes and, within a budget, chunks of prompts. On a GPU the
+host runs one step ahead: it launches the next step, then updates with the tokens of the last one. A
+row that has ended in between computes one token too many, which is dropped.
 
 Waits for: a submission, an update, a cancellation or pixels, and only when no row can compute.
 """
@@ -60,21 +60,21 @@ class _WeightSwap:
 
 @dataclass(frozen=True, slots=True)
 class _Step:
-    """A step that was asked for, and what is to be done with what it samples."""
+    """A launched step, and where its samples go."""
 
     drawn: list[Drawn]
     rows: np.ndarray
     at: np.ndarray
-    """Where in their rows the tokens go."""
+    """Positions of the sampled tokens in their rows."""
     requests: list[TorchRequest]
     is_first: np.ndarray
-    """Which of the rows have computed their prompt."""
+    """Which rows sample their first token."""
     num_keys: int
-    """Keys that the rows see; 0 where some compute more than one token."""
+    """Keys that a pure decode step reads; 0 for other steps."""
 
 
 class TorchEngine(Engine):
-    """The methods without an underscore are for other threads."""
+    """Public methods may be called from any thread."""
 
     request_class = TorchRequest
     counters: TorchCounters
@@ -121,12 +121,12 @@ class TorchEngine(Engine):
         self._submitted_bytes = 0
         self._pending_swaps: deque[_WeightSwap] = deque()
         self._pending_cancels: deque[TorchRequest] = deque()
-        # Reentrant: a signal may call `stop` in the middle of `submit`, on the same thread.
+        # Reentrant: a signal handler may call `stop` during `submit`, on the same thread.
         self._lock = threading.RLock()
         self._thread = threading.Thread(target=self._run, name="engine", daemon=True)
 
     def start(self, deliver: Deliver) -> None:
-        """`deliver` gets the requests that are done after each step, on the engine's thread."""
+        """Start the thread, which calls `deliver` after each step."""
         self._deliver = deliver
         self._thread.start()
 
@@ -163,7 +163,7 @@ class TorchEngine(Engine):
         if params.seed is None:
             params = msgspec.structs.replace(params, seed=self._seeds.getrandbits(64))
         if params.prompt_logprobs is not None:
-            # Tokens that the KV cache holds are not computed, so they have no logprobs.
+            # Cached tokens are not computed, so they would have no logprobs.
             params = msgspec.structs.replace(params, skip_reading_prefix_cache=True)
         return params
 
@@ -218,8 +218,8 @@ class TorchEngine(Engine):
         try:
             self._loop()
         except BaseException:
-            # Nothing can be computed any more (a device error that sticks, say), and requests
-            # would wait for ever: the process ends, and whoever watches it learns why.
+            # The engine cannot continue, for example after a device error. The process must end,
+            # or requests would wait forever.
             traceback.print_exc()
             self.on_fatal_error()
 
@@ -344,7 +344,7 @@ class TorchEngine(Engine):
                 old.vision_version != new.vision_version or not self._is_vision_unchanged(swap)
             )
             adopt_into(self.runner.forward.model, swap.tensors)
-        except Exception as error:  # the caller hears of it, the weights stay
+        except Exception as error:  # the caller gets it, and the weights stay
             swap.done.set_exception(error)
             return
         self._manifest = new
@@ -356,20 +356,20 @@ class TorchEngine(Engine):
         swap.done.set_result(None)
 
     def _is_vision_unchanged(self, swap: _WeightSwap) -> bool:
-        """Whether the vision tower of `swap` is bit for bit the one in use.
+        """Return whether the vision tower of `swap` equals the current one bit for bit.
 
-        A vision version that was made again under another epoch has the same number.
+        A version that is recomputed in another epoch has the same number.
         """
-        own = self.runner.forward.vision_parameters()
+        current = self.runner.forward.vision_parameters()
         return all(
             name in swap.tensors
             and swap.tensors[name].shape == parameter.shape
             and torch.equal(parameter, swap.tensors[name].to(parameter))
-            for name, parameter in own
+            for name, parameter in current
         )
 
     def _refuse_unfinished(self) -> None:
-        with self._lock:  # a submission that saw no end coming is in the inbox by now
+        with self._lock:  # a submission that came before the stop is in the inbox by now
             scheduler = self.scheduler
             unfinished = [*scheduler.running.values(), *scheduler.loading, *scheduler.waiting]
             for request in [*unfinished, *self._inbox]:

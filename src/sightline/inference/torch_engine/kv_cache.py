@@ -36,12 +36,12 @@ SeqLens = Int[Tensor, " rows"]
 
 BLOCK_SIZE = PAGE
 INITIAL_PAGES = 256
-# The cache doubles up to this step: beyond it, memory that is not needed yet is left to others.
+# The cache grows by doubling, but by at most this many pages at a time.
 MAX_NEW_PAGES = 1024
 
 
 class KVCache:
-    """Grows with the tokens that it holds. Used by the engine's thread alone."""
+    """Grows with its content. Used only by the engine's thread."""
 
     def __init__(
         self,
@@ -55,9 +55,9 @@ class KVCache:
     ) -> None:
         self._max_new_pages = max_new_pages
         self.max_bytes = max_bytes
-        """Most that keys and values may take; 0 is what all rows take at their full length."""
+        """Maximum size; 0 for the size of all rows at their full length."""
         self.exact = exact
-        """Whether rows attend as a trainer's sequences do, bit for bit."""
+        """Whether attention has the same bits as in the trainer."""
         self._device = device
         self._dtype = dtype
         self._is_cpu = device.type == "cpu"
@@ -66,16 +66,16 @@ class KVCache:
         """The pages of each row, in the order of its tokens; its last page fills the rest."""
         self._num_pages = np.zeros(max_num_seqs, dtype=np.int64)
         self._num_users = np.zeros(0, dtype=np.int32)
-        """Rows that have a page; 0 is free."""
+        """Number of rows that use each page; 0 if it is free."""
         self._free: list[int] = []
         self.generation = 0
-        """Counts how often pages have moved, or some of them."""
+        """Increases whenever pages move in memory."""
         self._keys: dict[int, Tensor] = {}
         self._values: dict[int, Tensor] = {}
 
     @property
     def token_bytes(self) -> int:
-        """Memory of one token in all layers; 0 before the first pass, which shows their shapes."""
+        """Memory of one token in all layers; 0 before the first pass, which defines the shapes."""
         return sum(table.stride(1) * table.element_size() for table in self._tables())
 
     @property
@@ -96,9 +96,9 @@ class KVCache:
         return min(self.block_tables.size, self.max_bytes // (self.token_bytes * BLOCK_SIZE))
 
     def has_room(self, lengths: Sequence[int], rows: Sequence[int]) -> bool:
-        """Whether sequences fit that may become so long, beside what `rows` hold.
+        """Return whether sequences of these lengths fit next to the content of `rows`.
 
-        Before the first pass, which shows what a token takes, there is room for one sequence.
+        Before the first pass, which defines the size of a token, one sequence fits.
         """
         if self.max_bytes and not self.token_bytes:
             return len(lengths) == 1
@@ -106,9 +106,9 @@ class KVCache:
         return num_pages + int(self._num_pages[list(rows)].sum()) <= self.max_pages
 
     def reserve(self, plan: StepPlan) -> None:
-        """Room for the tokens that the plan computes."""
+        """Allocate pages for the tokens that the plan computes."""
         for row in plan.rows[plan.starts == 0].tolist():
-            self.free_row(row)  # what it holds may be another row's too, and is not to be written
+            self.free_row(row)  # its pages may be shared, and must not be overwritten
         missing = -(-plan.ends // BLOCK_SIZE) - self._num_pages[plan.rows]
         if (missing > 0).any():
             for row, count in zip(plan.rows.tolist(), missing.tolist(), strict=True):
@@ -132,7 +132,7 @@ class KVCache:
         have = len(self._num_users)
         more = max(missing, min(max(have, INITIAL_PAGES), self._max_new_pages))
         more = max(missing, min(more, self.max_pages - have))
-        self.generation += 1  # first: where the device is full half-way, some layers have moved
+        self.generation += 1  # first, because some layers have moved if memory runs out halfway
         for tables in (self._keys, self._values):
             for layer, old in tables.items():
                 tables[layer] = new = old.new_empty(have + more, *old.shape[1:])
@@ -142,15 +142,17 @@ class KVCache:
         self._free = [*range(have + more - 1, have - 1, -1), *self._free]
 
     def free_row(self, row: int) -> None:
-        """The row holds nothing any more; pages that no other row has are free."""
+        """Release the row's pages. Pages that no other row uses become free."""
         pages = self.block_tables[row, : self._num_pages[row]]
         self._num_users[pages] -= 1
         self._free.extend(pages[self._num_users[pages] == 0].tolist())
         self._num_pages[row] = 0
 
     def share_prefix(self, source: int, row: int, length: int) -> None:
-        """Lets `row` begin with the first `length` tokens of `source`: full pages are both rows',
-        and a page that is not full is copied, since both will write to it."""
+        """Let `row` begin with the first `length` tokens of `source`.
+
+        Full pages are shared. A partial page is copied, because both rows will write to it.
+        """
         self.free_row(row)
         full, rest = divmod(length, BLOCK_SIZE)
         pages = self.block_tables[source, :full]
@@ -170,8 +172,8 @@ class KVCache:
         k: Float[Tensor, "tokens kv_heads width"],
         v: Float[Tensor, "tokens kv_heads value_width"],
     ) -> tuple[KeyPages, ValuePages]:
-        """Those of a layer, which are made when it first has something to write."""
-        if layer not in self._values:  # which come last: there may have been no room for them
+        """Return the pages of a layer, and create them on first use."""
+        if layer not in self._values:  # created last, so they are missing if memory ran out
             for tables, run in ((self._keys, k), (self._values, v)):
                 shape = (len(self._num_users), BLOCK_SIZE, *run.shape[1:])
                 allocate = torch.zeros if self._is_cpu else torch.empty
@@ -179,7 +181,7 @@ class KVCache:
         return self._keys[layer], self._values[layer]
 
     def find_places(self, rows: np.ndarray, index: np.ndarray) -> np.ndarray:
-        """Where tokens lie, counted over all pages."""
+        """Return the positions of tokens in the flattened pages."""
         blocks = self.block_tables[rows, index // BLOCK_SIZE].astype(np.int64)
         return blocks * BLOCK_SIZE + index % BLOCK_SIZE
 
@@ -224,19 +226,19 @@ class _Singles:
     """Rows with one new token."""
 
     places: Int[Tensor, " rows"]
-    """In the run."""
+    """Positions of the queries in the run."""
     block_tables: BlockTables
     seq_lens: SeqLens
 
 
 @dataclass(frozen=True, slots=True)
 class _Chunks:
-    """Rows with more."""
+    """Rows with several new tokens."""
 
     places: Int[Tensor, " queries"]
-    """In the run."""
+    """Positions of the queries in the run."""
     keys: Int[Tensor, " keys"]
-    """Where the keys that the rows see lie, row after row."""
+    """Positions of the rows' keys in the flattened pages, row after row."""
     num_queries: list[int]
     num_keys: list[int]
     query_ends: Bounds
@@ -288,19 +290,19 @@ class PagedPattern:
         flat_values.index_copy_(0, self.places, run_v)
         out = run_q.new_empty(*run_q.shape[:2], v.shape[-1])
         if (singles := self.singles) is not None:
-            asked = run_q[singles.places]
-            found = attend_pages(
-                asked, keys, values, singles.block_tables, singles.seq_lens, scaling
+            queries = run_q[singles.places]
+            attended = attend_pages(
+                queries, keys, values, singles.block_tables, singles.seq_lens, scaling
             )
-            out.index_copy_(0, singles.places, found)
+            out.index_copy_(0, singles.places, attended)
         if (chunks := self.chunks) is not None:
-            kept = flat_keys[chunks.keys], flat_values[chunks.keys]
-            out.index_copy_(0, chunks.places, chunks.attend(run_q[chunks.places], *kept, scaling))
+            seen = flat_keys[chunks.keys], flat_values[chunks.keys]
+            out.index_copy_(0, chunks.places, chunks.attend(run_q[chunks.places], *seen, scaling))
         return out.transpose(0, 1).unsqueeze(0)
 
 
 class ExactPagedPattern:
-    """The same in tiles, as a trainer's sequences go."""
+    """One forward pass in the same tiles as the trainer's sequences."""
 
     state = None
 
@@ -324,12 +326,12 @@ class ExactPagedPattern:
 
 @dataclass(eq=False)
 class DecodePattern:
-    """One token a row, in a fixed number of rows: where each is, and what it sees, is data."""
+    """One token per row, with a fixed number of rows, so that it can be a CUDA graph."""
 
     kv: KVCache
     block_tables: BlockTables
     seq_lens: SeqLens
-    """With the new token; 0 for an idle row, which writes nothing."""
+    """Length of each row including the new token; 0 for an idle row, which writes nothing."""
     state: None = None
 
     def attend(self, layer: int, q: Queries, k: Keys, v: Values, scaling: float) -> Attended:
@@ -337,10 +339,10 @@ class DecodePattern:
         keys, values = self.kv.pages(layer, run_k, run_v)
         _write_last(run_k, run_v, keys, values, self.block_tables, self.seq_lens)
         seen = (keys, values, self.block_tables, self.seq_lens)
-        if self.kv.exact and not q.is_cuda:  # where the kernel is exact as it is
+        if self.kv.exact and not q.is_cuda:  # the GPU kernel is exact already
             queries = count_queries(q.shape[1], k.shape[1], q.device)
-            asked = run_q[:, None].expand(-1, queries, -1, -1)
-            out = attend_tiles(asked, *seen, self.seq_lens, scaling)[:, 0]
+            repeated = run_q[:, None].expand(-1, queries, -1, -1)
+            out = attend_tiles(repeated, *seen, self.seq_lens, scaling)[:, 0]
         else:
             out = attend_pages(run_q, *seen, scaling)
         return out.transpose(0, 1).unsqueeze(0)
@@ -374,7 +376,7 @@ def attend_pages(
     seq_lens: SeqLens,
     scaling: float,
 ) -> Float[Tensor, "rows heads value_width"]:
-    """What the last token of each row attends to."""
+    """Return the attention output of each row's last token."""
     if q.is_cuda:
         from sightline.compute.triton_kernels import attend_paged
 

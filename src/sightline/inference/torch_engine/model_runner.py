@@ -1,4 +1,4 @@
-"""One step on the device: encode the images that it shows, forward, sample."""
+"""One step on the device: encode images, run the model, sample."""
 
 from __future__ import annotations
 
@@ -34,14 +34,14 @@ from sightline.wire.generate import SamplingParams
 # rows OpenBLAS is faster.
 ONEDNN_MIN_ROWS = 384
 
-# Part of an image that a run shows: whose, which, the places in the run that its features fill, and
-# which of its features from where to where.
+# Part of an image in a step: its request, key and item, the positions that its features fill, and
+# the range of its features.
 _ItemPart = tuple[TorchRequest, str, MediaItem, np.ndarray, int, int]
 
 
 @dataclass
 class ModelRunner:
-    """Used by the engine's thread alone."""
+    """Used only by the engine's thread."""
 
     forward: Forward
     family: Family
@@ -49,12 +49,12 @@ class ModelRunner:
     rows: RowTable
     banned: tuple[int, ...]
     exact: bool = False
-    """Whether the model was loaded so: see `compute.exact`."""
+    """Whether the model was loaded for exact arithmetic: see `compute.exact`."""
     max_kv_bytes: int = 0
-    """Most that pages of keys and values may take; 0 is no limit but that of the rows."""
+    """Maximum size of the KV cache; 0 for no limit other than the rows."""
     decodes_in_graphs: ClassVar[bool] = True
     keeps_kv: ClassVar[bool] = True
-    """Whether a token is computed once; else with every token behind it again."""
+    """Whether each token is computed once; if not, every step recomputes its row."""
 
     def __post_init__(self) -> None:
         parameter = next(self.forward.model.parameters())
@@ -64,10 +64,10 @@ class ModelRunner:
         self._picks_kernels = is_cpu and platform.machine() == "aarch64" and not self.exact
         size = (self.rows.num_rows, self.rows.max_model_len, self._device, parameter.dtype)
         self._vision_marks: deque[tuple[Any, Any]] = deque()
-        """Begin and end of passes of the vision tower that nobody has counted."""
+        """Begin and end of vision passes whose time is not counted yet."""
         self._had_cudnn = torch.backends.cuda.cudnn_sdp_enabled()
         if self._device.type == "cuda":
-            # cuDNN plans anew for every shape of a prompt, which takes longer than to attend.
+            # cuDNN makes a plan for every prompt shape, which takes longer than the attention.
             torch.backends.cuda.enable_cudnn_sdp(False)
             if self.keeps_kv and not self.exact:
                 fuse_layers(self.forward.model)
@@ -87,31 +87,31 @@ class ModelRunner:
             self.decoder = CudaGraphDecoder(self.forward, kv, self.rows, self._device)
 
     def close(self) -> None:
-        """Sets the switches of torch that this runner has used back to where they were."""
+        """Restore the torch switches that this runner changed."""
         self._pick_kernels(ONEDNN_MIN_ROWS)
         torch.backends.cuda.enable_cudnn_sdp(self._had_cudnn)
 
     def _pick_kernels(self, num_rows: int) -> None:
         if self._picks_kernels:
-            enabled: Any = num_rows >= ONEDNN_MIN_ROWS  # torch's stubs take the switch for constant
+            enabled: Any = num_rows >= ONEDNN_MIN_ROWS  # torch's stubs declare it constant
             torch.backends.mkldnn.enabled = enabled
 
     @property
     def nbytes(self) -> int:
-        """Memory of what is kept of the rows."""
+        """Memory of the rows' cached state."""
         return self.kv.nbytes
 
     def share_prefix(self, source: int, row: int, length: int) -> None:
-        """Lets `row` begin with the first `length` tokens of `source`."""
+        """Let `row` begin with the first `length` tokens of `source`."""
         self.kv.share_prefix(source, row, length)
 
     @property
     def num_replayed(self) -> int:
-        """Steps that were replayed as a CUDA graph."""
+        """Number of steps that were replayed as a CUDA graph."""
         return 0 if self.decoder is None else self.decoder.num_replayed
 
     def hidden(self, plan: StepPlan, running: dict[int, TorchRequest]) -> Hidden:
-        """Hidden states of the plan's tokens, which the KV cache holds afterwards."""
+        """Compute the plan's tokens into the KV cache, and return their hidden states."""
         return self._forward(plan, running, self.kv.build_pattern(plan))
 
     def _forward(
@@ -121,7 +121,7 @@ class ModelRunner:
         pattern: AttentionPattern,
         num_rows: int = 1,
     ) -> Hidden:
-        """Hidden states; the model gets the run cut into `num_rows` rows of equal length."""
+        """Return hidden states. The model gets the run as `num_rows` rows of equal length."""
         features, places = self._gather_features(plan, running)
         self._pick_kernels(plan.num_tokens)
         row, index = plan.flat()
@@ -137,19 +137,19 @@ class ModelRunner:
         return hidden.flatten(0, 1)
 
     def _copy(self, array: np.ndarray) -> Tensor:
-        """On the device, without a wait for what was asked of it before."""
+        """Copy to the device without waiting for earlier work there."""
         return copy_to_device(array, self._device)
 
     def _gather_features(
         self, plan: StepPlan, running: dict[int, TorchRequest]
     ) -> tuple[Float[Tensor, "shown hidden"] | None, Int[Tensor, " shown"] | None]:
-        """Features that the plan's tokens show, and their places in its run."""
+        """Return the image features in the plan's tokens, and their positions in its run."""
         parts = self._find_item_parts(plan, running)
         if not parts:
             return None, None
         self._encode_missing(parts)
         features = [request.features[key][low:high] for request, key, _, _, low, high in parts]
-        places = np.concatenate([shown for *_, shown, _, _ in parts])
+        places = np.concatenate([positions for *_, positions, _, _ in parts])
         return torch.cat(features), self._copy(places)
 
     def _find_item_parts(self, plan: StepPlan, running: dict[int, TorchRequest]) -> list[_ItemPart]:
@@ -163,12 +163,12 @@ class ModelRunner:
                 places = slot.offset + self.family.feature_offsets(slot.item)
                 low, high = np.searchsorted(places, (start, end)).tolist()
                 if low < high:
-                    shown = at - start + places[low:high]
-                    parts.append((request, key, slot.item, shown, low, high))
+                    positions = at - start + places[low:high]
+                    parts.append((request, key, slot.item, positions, low, high))
         return parts
 
     def _encode_missing(self, parts: list[_ItemPart]) -> None:
-        """Gives each request the features it lacks; an image goes through the tower once."""
+        """Give each request its missing features. Each image goes through the tower once."""
         missing: dict[str, tuple[MediaItem, Pixels]] = {}
         for request, key, item, *_ in parts:
             if key not in request.features:
@@ -179,15 +179,15 @@ class ModelRunner:
         began = self._mark()
         encoded = self._encode_items(missing)
         self._vision_marks.append((began, self._mark()))
-        for key, shown in encoded.items():
-            self.features.put(key, shown)
+        for key, features in encoded.items():
+            self.features.put(key, features)
         for request, key, *_ in parts:
             if key not in request.features:
                 request.features[key] = encoded[key].features
                 del request.pixels[key]
 
     def _mark(self) -> Any:
-        """This moment; on CUDA, a mark in the device's own queue."""
+        """Return the current time; on CUDA, an event in the device's queue."""
         if self._device.type != "cuda":
             return time.perf_counter()
         mark = torch.cuda.Event(enable_timing=True)
@@ -195,7 +195,7 @@ class ModelRunner:
         return mark
 
     def take_vision_seconds(self) -> float:
-        """Seconds of the vision tower, of passes that are over and not counted; never waits."""
+        """Return the seconds of finished vision passes since the last call. Never waits."""
         seconds, is_cuda = 0.0, self._device.type == "cuda"
         while self._vision_marks and (not is_cuda or self._vision_marks[0][1].query()):
             began, ended = self._vision_marks.popleft()
@@ -203,27 +203,27 @@ class ModelRunner:
         return seconds
 
     def _encode_items(self, images: dict[str, tuple[MediaItem, Pixels]]) -> dict[str, ItemFeatures]:
-        """The features of all `images`, by key, in one pass of the vision tower."""
+        """Encode all `images` in one pass of the vision tower."""
         items = [item for item, _ in images.values()]
         parts = [pixels.patches for _, pixels in images.values()]
         width = max(part.shape[1] for part in parts)
         stacked = allocate_pinned(sum(map(len, parts)), width, self._device)
         np.concatenate([widen_patches(part, width, self.family) for part in parts], out=stacked)
         features = self.forward.encode(self._copy(stacked), [item.grid for item in items])
-        shown = features.split([len(self.family.feature_offsets(item)) for item in items])
+        parts_per_item = features.split([len(self.family.feature_offsets(item)) for item in items])
         return {
-            # A copy: a view would keep the features of the whole batch alive.
+            # A copy, because a view would keep the whole batch alive.
             key: ItemFeatures(part.clone() if len(items) > 1 else part, pixels.digest)
-            for (key, (_, pixels)), part in zip(images.items(), shown, strict=True)
+            for (key, (_, pixels)), part in zip(images.items(), parts_per_item, strict=True)
         }
 
     def score_prompts(
         self, plan: StepPlan, hidden: Hidden, running: dict[int, TorchRequest]
     ) -> None:
-        """Fills in the prompt logprobs that this step has computed, where they are asked for.
+        """Store the requested prompt logprobs that this step computed.
 
-        They are those of the distribution that a sampled token would come from: banned ids leave
-        the softmax, then the temperature divides (1 where it is 0). Filters have no part.
+        They come from the sampling distribution: banned ids are masked, then the temperature
+        divides (1 if it is 0). Top-k, top-p and min-p do not apply.
         """
         for i in np.flatnonzero(plan.starts < self.rows.prompt_length[plan.rows]).tolist():
             row, start = int(plan.rows[i]), int(plan.starts[i])
@@ -233,7 +233,7 @@ class ModelRunner:
             size = len(request.prompt)
             if request.prompt_logprobs is None:
                 request.prompt_logprobs = np.full(size, np.nan, dtype=np.float32)
-            # A token predicts the next one; the last of the prompt predicts none of it.
+            # Each token predicts the next one. The prompt's last token predicts none of the prompt.
             count = min(int(plan.ends[i]), size - 1) - start
             if count > 0:
                 at, scored = int(plan.offsets[i]), slice(start + 1, start + 1 + count)
@@ -245,7 +245,7 @@ class ModelRunner:
     def _logprobs(
         self, hidden: Hidden, token_ids: Int[np.ndarray, " tokens"], params: SamplingParams
     ) -> Float[np.ndarray, " tokens"]:
-        """Logprobs of the tokens, each of which follows its hidden state; -inf for banned ids."""
+        """Return the logprob of each token, given the hidden state before it."""
         chosen = torch.from_numpy(token_ids.astype(np.int64)).to(self._device)
         bans = torch.tensor(params.banned_token_ids, dtype=torch.long, device=self._device)
         banned = torch.cat([self._banned, bans])
@@ -253,17 +253,17 @@ class ModelRunner:
         temperature: Temperature = number
         if self.exact:
             temperature = torch.full((1, 1), number, device=self._device)
-        found = chosen_logprobs(self.forward, hidden, chosen, banned, temperature)
-        on_host: np.ndarray = found.cpu().numpy()
+        logprobs = chosen_logprobs(self.forward, hidden, chosen, banned, temperature)
+        on_host: np.ndarray = logprobs.cpu().numpy()
         return on_host
 
     def step(self, plan: StepPlan, running: dict[int, TorchRequest]) -> list[Drawn]:
-        """Computes the plan's tokens, and draws the next one of each row that samples."""
+        """Compute the plan's tokens, and sample the next token of each row that is ready."""
         drawn = []
-        if self.decoder is not None and (found := self.decoder.find_rows(plan)).any():
-            part = plan.select(np.flatnonzero(found))
+        if self.decoder is not None and (decodes := self.decoder.find_rows(plan)).any():
+            part = plan.select(np.flatnonzero(decodes))
             drawn.append(self._draw(part.rows, self.decoder.logits(part)))
-            plan = plan.select(np.flatnonzero(~found))
+            plan = plan.select(np.flatnonzero(~decodes))
         if len(plan.rows):
             hidden = self.hidden(plan, running)
             self.score_prompts(plan, hidden, running)
@@ -275,7 +275,7 @@ class ModelRunner:
         return drawn
 
     def _draw(self, rows: np.ndarray, logits: Logits) -> Drawn:
-        """The next token of each of `rows`, and its logprob, on their way to the host."""
+        """Sample the next token of each of `rows`, and start copying it to the host."""
         table = self.rows
         bans = [
             (i, table.banned[row]) for i, row in enumerate(rows.tolist()) if row in table.banned
@@ -305,12 +305,12 @@ class ModelRunner:
 
 @dataclass(frozen=True, slots=True)
 class Drawn:
-    """Tokens that rows have sampled, and their logprobs."""
+    """Sampled tokens and their logprobs."""
 
     rows: np.ndarray
     both: Float64[Tensor, "2 rows"]
     event: torch.cuda.Event | None
-    """After which they are on the host."""
+    """Marks the end of the copy to the host."""
 
     def read(self) -> tuple[Int[np.ndarray, " rows"], Float[np.ndarray, " rows"]]:
         if self.event is not None:

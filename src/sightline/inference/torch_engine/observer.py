@@ -19,7 +19,7 @@ from sightline.inference.torch_engine.step_plan import StepPlan
 
 @dataclass
 class EngineObserver:
-    """Used by the engine's thread alone, except `step_s`."""
+    """Used only by the engine's thread, except for `step_s`."""
 
     busy: BusyIntervals
     take_vision_seconds: Callable[[], float]

@@ -1,7 +1,7 @@
-"""Finished rows that wait for the next turn of their rollout, and rows that begin with a prompt.
+"""Finds finished rows that a new turn continues, and rows that hold a prompt.
 
-A row is found by the tokens and items that its KV cache holds, compared one by one. Rows whose
-last tokens are others are passed over at once: a lookup compares few rows from their start.
+A row matches if all tokens and items in its KV cache match. The last tokens are compared first, so
+that a lookup compares few rows in full.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ PromptKey = tuple[bytes, ItemPlaces]
 
 @dataclass(frozen=True, slots=True)
 class CachedPrefix:
-    """What the KV cache of a finished row holds."""
+    """The content of a finished row's KV cache."""
 
     length: int
     """Number of tokens."""
@@ -28,12 +28,12 @@ class CachedPrefix:
 
 
 class PrefixCache(dict[int, CachedPrefix]):
-    """Finished rows, the one that waits longest first."""
+    """Finished rows, oldest first."""
 
     def take(
         self, tokens: np.ndarray, places: ItemPlaces, table: np.ndarray
     ) -> tuple[int, CachedPrefix] | None:
-        """The row of `table` with the longest true prefix of `tokens`, no longer in the cache."""
+        """Remove and return the row of `table` with the longest proper prefix of `tokens`."""
         fitting = [pair for pair in self.items() if pair[1].length < len(tokens)]
         for row, prefix in sorted(fitting, key=lambda pair: -pair[1].length):
             length = prefix.length
@@ -47,7 +47,7 @@ class PrefixCache(dict[int, CachedPrefix]):
         return None
 
     def evict(self) -> int | None:
-        """The row that waits longest, no longer in the cache."""
+        """Remove and return the oldest row."""
         row = next(iter(self), None)
         if row is not None:
             del self[row]
@@ -55,26 +55,25 @@ class PrefixCache(dict[int, CachedPrefix]):
 
 
 class PromptRows:
-    """Rows whose first tokens are a prompt, computed or about to be: a group that asks the same
-    computes its prompt once."""
+    """Rows that begin with a prompt, computed or not: a group computes its prompt once."""
 
     def __init__(self) -> None:
         self._rows: dict[PromptKey, int] = {}
         self._prompts: dict[int, tuple[PromptKey, dict[str, str]]] = {}
 
     def find(self, key: PromptKey) -> tuple[int, dict[str, str]] | None:
-        """A row that begins with the prompt, and the digests of its items."""
+        """Return a row that begins with the prompt, and the digests of its items."""
         row = self._rows.get(key)
         return None if row is None else (row, self._prompts[row][1])
 
     def add(self, row: int, key: PromptKey, digests: dict[str, str]) -> None:
-        """`row` is filled with the prompt from its start; `digests` may still come."""
+        """Record that `row` begins with the prompt. `digests` may be filled later."""
         self.forget(row)
         if key not in self._rows:
             self._rows[key] = row
             self._prompts[row] = (key, digests)
 
     def forget(self, row: int) -> None:
-        """The row holds something else, or nothing, from now on."""
-        if (known := self._prompts.pop(row, None)) is not None:
-            del self._rows[known[0]]
+        """Drop a row that no longer holds its prompt."""
+        if (entry := self._prompts.pop(row, None)) is not None:
+            del self._rows[entry[0]]

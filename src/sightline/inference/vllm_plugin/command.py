@@ -65,7 +65,7 @@ def check_python(name: str) -> str:
 
 
 def build_vllm_command(spec: ServerSpec, python: str) -> list[str]:
-    """The words of the command. vLLM's own console script looks for another distribution."""
+    """Return the command line. vLLM's console script would look for another distribution."""
     path, inference = spec.model.path, spec.inference
     family = load_family(path, **spec.model.overrides())
     serving = load_serving(path, family, takes_updates=False)
@@ -104,36 +104,36 @@ def build_vllm_command(spec: ServerSpec, python: str) -> list[str]:
 
 
 def build_extra_options(args: Mapping[str, Any], words: Sequence[str]) -> list[str]:
-    """`[inference] engine_args` as words of the command; none that it has already."""
-    further: list[str] = []
+    """Convert `[inference] engine_args` to options; raise for one that is set already."""
+    extra: list[str] = []
     for name, value in args.items():
         option = f"--{name.replace('_', '-').lstrip('-')}"
         if option in words or f"--no-{option[2:]}" in words:
             raise ConfigError(
-                f"[inference] engine_args has {name}, and Sightline sets {option}",
-                "remove it; a setting of [inference] or [model] may do what you want",
+                f"[inference] engine_args has {name}, but Sightline sets {option}",
+                "remove it, and look for a setting of [inference] or [model] instead",
             )
         if isinstance(value, bool):
-            further.append(option if value else f"--no-{option[2:]}")
+            extra.append(option if value else f"--no-{option[2:]}")
         else:
             text = json.dumps(value) if isinstance(value, dict | list) else str(value)
-            further += [option, text]
-    return further
+            extra += [option, text]
+    return extra
 
 
 def build_vllm_environ(device: str, threads: int) -> dict[str, str]:
     given = build_environ(threads)
-    if runs_on_cpu(device):  # shards of a machine find one another there
+    if runs_on_cpu(device):  # shards on one machine connect there
         given.setdefault("VLLM_HOST_IP", "127.0.0.1")
-    # Compiling its sampler costs more than half a minute at the first request of a CPU.
+    # Compiling the sampler delays the first request on a CPU by more than half a minute.
     given.setdefault("TORCHDYNAMO_DISABLE", str(int(runs_on_cpu(device))))
     given.setdefault("VLLM_CPU_KVCACHE_SPACE", "1")
-    # Threads tied to cores would stand in the way of trainer and workers on the same ones.
+    # Threads bound to cores would compete with the trainer and workers.
     given.setdefault("VLLM_CPU_OMP_THREADS_BIND", "nobind")
     return given | {
         "VLLM_NO_USAGE_STATS": "1",
         "VLLM_LOGGING_STREAM": "ext://sys.stderr",
-        # The logits processor that bans pads is of the first model runner's kind.
+        # Our logits processor needs the first model runner.
         "VLLM_USE_V2_MODEL_RUNNER": "0",
     }
 

@@ -1,12 +1,12 @@
-"""vLLM behind the shape that our server asks of an engine. It lives on the server's event loop.
+"""Our `Engine` interface in front of vLLM. It runs on the server's event loop.
 
     submit --> waiting --> loading (pixels, in a pool) --> the gate --> vLLM --> deliver
     adopt  --> closes the gate, pauses vLLM, updates, recomputes, resumes, opens the gate
 
-vLLM serves first come first, so it is given no more than it computes at once: who is next is
-decided here.
+vLLM serves requests in order of arrival. To keep the queue fair, it gets no more requests than it
+computes at once.
 
-Waits for: a place among those in flight; pixels; the gate, while weights change; vLLM.
+Waits for: a free place in vLLM; pixels; the gate, while weights change; vLLM.
 """
 
 from __future__ import annotations
@@ -66,7 +66,7 @@ class VllmEngine(Engine):
         max_image_tokens: int,
         sampled_tokens: Callable[[], float],
     ) -> None:
-        """`client` is vLLM's EngineClient; `sampled_tokens` counts those of its engine."""
+        """`client` is vLLM's EngineClient. `sampled_tokens` returns its engine's token count."""
         super().__init__(spec, items.materializer, EngineCounters())
         self._client = client
         self._items = items
@@ -85,26 +85,25 @@ class VllmEngine(Engine):
         return self._updater.manifest
 
     def _choose_shard(self, rollout_id: str) -> int | None:
-        """The copy of the model that has the keys and values of a rollout's turns so far: always
-        the same one. None is whichever vLLM chooses."""
+        """Return the data-parallel rank of a rollout, which holds its KV cache; None for any."""
         size = self._client.vllm_config.parallel_config.data_parallel_size
         return zlib.crc32(rollout_id.encode()) % size if rollout_id and size > 1 else None
 
     def start(self, deliver: Deliver) -> None:
-        """On the event loop, on which `deliver` is called too."""
+        """Start on the running event loop, which also calls `deliver`."""
         self._deliver = deliver
         self._loop = asyncio.get_running_loop()
         self._gate = asyncio.Event()
         self._gate.set()
 
     async def take_first_weights(self) -> None:
-        """Names the weights that vLLM has loaded, and adopts those of the spec, if it has any."""
+        """Label the weights that vLLM has loaded, and adopt those of the spec, if any."""
         await self._client.update_weight_version(self.manifest.label)
         if self._spec.weights is not None:
             await asyncio.to_thread(self.adopt, self._spec.weights)
 
     def stop(self) -> None:
-        """Refuses what is unfinished. On the event loop."""
+        """Refuse unfinished requests. Call it on the event loop."""
         self._is_stopping = True
         for request in list(self._live):
             self._cancel_request(request, stopping_error())
@@ -115,8 +114,10 @@ class VllmEngine(Engine):
 
     @property
     def num_running(self) -> int:
-        """Requests that vLLM has, as many as it computes at once; which of them it has queued or
-        preempted itself is not known here."""
+        """Requests in vLLM, up to the number that it computes at once.
+
+        vLLM does not tell which of them it has queued or preempted.
+        """
         running = sum(request.is_running for request in self._live)
         return min(self._spec.inference.max_num_seqs, running)
 
@@ -126,12 +127,11 @@ class VllmEngine(Engine):
 
     @property
     def step_s(self) -> float:
-        """Seconds for which vLLM has sampled nothing although it has requests: when its steps
-        begin it does not say."""
+        """Seconds since vLLM sampled a token while it has requests. It reports no step times."""
         if not self._num_handed_over or not self._gate.is_set():
             return 0.0
         now = time.monotonic()
-        if now >= self._next_look:  # every worker asks every second, and the metric is not cheap
+        if now >= self._next_look:  # workers ask every second, and the metric is expensive
             self._next_look = now + 1.0
             if (sampled := self._sampled_tokens()) != self._last_sampled:
                 self._last_sampled, self._sampled_at = sampled, now
@@ -142,7 +142,7 @@ class VllmEngine(Engine):
         return sum(request.nbytes for request in self._live if not request.is_running)
 
     def _count_waiting_with(self, num_more: int) -> int:
-        # vLLM has room for as many as it computes at once, also while pixels are made for them.
+        # Requests that load pixels count as waiting, but already have a place in vLLM.
         return len(self._live) + num_more - self._spec.inference.max_num_seqs
 
     def submit(self, requests: list[VllmRequest]) -> None:
@@ -155,7 +155,7 @@ class VllmEngine(Engine):
         self._admit()
 
     def _admit(self) -> None:
-        """Starts waiting requests while vLLM has room for them."""
+        """Start waiting requests while vLLM has room."""
         room = self._spec.inference.max_num_seqs + len(self._queue) - len(self._live)
         for _ in range(0 if self._is_stopping else min(room, len(self._queue))):
             request = cast(VllmRequest, self._queue.find_next())
@@ -199,7 +199,7 @@ class VllmEngine(Engine):
         }
 
     def _note_busy(self, change: int) -> None:
-        """Counts vLLM as busy up to now if it has requests; their number changes by `change`."""
+        """Count the time up to now as busy if vLLM has requests, whose number then changes."""
         if self._num_handed_over:
             self.busy.add(self._busy_since)
         else:
@@ -217,7 +217,9 @@ class VllmEngine(Engine):
                     break
                 self._items.num_cache_misses += 1
             else:
-                raise build_engine_error("engine", "vLLM lost the images", "see the server's log")
+                raise build_engine_error(
+                    "engine", "vLLM's cache lost the images", "see the server's log"
+                )
             error = None
         except EngineDeadError as dead:
             self._fail_for_good()
@@ -225,12 +227,12 @@ class VllmEngine(Engine):
         except VLLMClientError as refused:
             error = _refused_parameter_error(refused)
         except asyncio.CancelledError:
-            # `_cancel_request` has delivered what it cancels; no other client may be left waiting.
+            # If `_cancel_request` did not cause this, the client still needs an answer.
             self._finish(
                 request, build_engine_error("engine", "the request was cancelled", "send it again")
             )
             raise
-        except Exception as failed:  # what fails costs its own request
+        except Exception as failed:  # fails this request only
             error = to_engine_error(failed)
         self._finish(request, error)
 
@@ -238,14 +240,14 @@ class VllmEngine(Engine):
         if request.params.prompt_logprobs is not None:
             raise build_engine_error(
                 "sampling",
-                "sampling_params.prompt_logprobs: vLLM scores prompts as if no id were banned",
-                "leave it out, or score with a server of the embedded engine",
+                "sampling_params.prompt_logprobs: vLLM does not mask banned ids in prompts",
+                "leave it out, or score with the embedded engine",
             )
         if 0 < request.params.temperature < MIN_TEMPERATURE:
             raise build_engine_error(
                 "sampling",
-                f"sampling_params.temperature: {request.params.temperature} is under what vLLM "
-                f"samples with, and it would take {MIN_TEMPERATURE} in silence",
+                f"sampling_params.temperature: {request.params.temperature} is less than vLLM's "
+                f"minimum of {MIN_TEMPERATURE}",
                 f"send 0, or {MIN_TEMPERATURE} to 2",
             )
         place = f"features.mm_placeholders.{self._items.family.modality}"
@@ -253,20 +255,20 @@ class VllmEngine(Engine):
             if slot.length > self._max_image_tokens:
                 raise build_engine_error(
                     "too_long",
-                    f"{place}[{i}]: {slot.length} tokens, vLLM computes {self._max_image_tokens} "
-                    "of an image at once",
+                    f"{place}[{i}]: {slot.length} tokens, but vLLM encodes at most "
+                    f"{self._max_image_tokens} tokens of an image",
                     "serve with a smaller max_pixels, or a larger max_model_len",
                 )
 
     async def _attempt(self, request: VllmRequest, bypass_cache: bool) -> bool:
-        """False when vLLM's engine did not hold an image that its cache had promised."""
+        """Run a request. Return False if vLLM's engine lacked an image that its cache listed."""
         prompt, makes_all = None, bypass_cache
         while prompt is None:
             keys = [engine_key(key, self._updater.vision_label) for key in request.keys]
-            made, digests = await self._items.prepare(request.slots, keys, makes_all)
+            new_items, digests = await self._items.prepare(request.slots, keys, makes_all)
             await self._gate.wait()
-            prompt = self._prompt(request, keys, made, bypass_cache)
-            makes_all = True  # a second time nothing may hang on what vLLM lets go of
+            prompt = self._prompt(request, keys, new_items, bypass_cache)
+            makes_all = True  # do not rely on vLLM's cache a second time
         request.digests = dict(zip(request.keys, digests, strict=True))
         request.submitted_at = time.monotonic()
         params = to_vllm_params(request.params, request.seed)
@@ -294,16 +296,16 @@ class VllmEngine(Engine):
         return True
 
     def _prompt(
-        self, request: VllmRequest, keys: list[str], made: dict[str, Any], bypass_cache: bool
+        self, request: VllmRequest, keys: list[str], new_items: dict[str, Any], bypass_cache: bool
     ) -> Any | None:
-        """vLLM's form of the request; None when what `keys` and `made` rest on has changed."""
+        """Return vLLM's form of the request; None if the vision weights or its cache changed."""
         token_ids, salt = request.prompt.tolist(), self._updater.salt
         if not request.slots:
             return tokens_input(token_ids, cache_salt=salt)
         if keys[0] != engine_key(request.keys[0], self._updater.vision_label):
             return None
-        handed = self._items.hand_over(keys, made, bypass_cache)
-        if handed is None:
+        mm_items = self._items.hand_over(keys, new_items, bypass_cache)
+        if mm_items is None:
             return None
         modality = self._items.family.modality
         places = [
@@ -312,18 +314,18 @@ class VllmEngine(Engine):
         ]
         return mm_input(
             prompt_token_ids=token_ids,
-            mm_kwargs=MultiModalKwargsItems({modality: handed}),
+            mm_kwargs=MultiModalKwargsItems({modality: mm_items}),
             mm_hashes={modality: keys},
             mm_placeholders={modality: places},
             cache_salt=salt,
         )
 
     def _cancel_request(self, request: VllmRequest, error: EngineError | None) -> None:
-        """Ends a request from outside: with an error, or as cancelled."""
+        """End a request with an error, or as cancelled."""
         if request not in self._live:
             return
         if request.task is not None:
-            request.task.cancel()  # vLLM aborts what nobody reads any more
+            request.task.cancel()  # vLLM aborts requests that nobody reads
         request.finish_reason = "abort"
         self._finish(request, error)
 
@@ -357,9 +359,9 @@ class VllmEngine(Engine):
 
 
 def _refused_parameter_error(error: Exception) -> EngineError:
-    """What vLLM does not take: here and there its bounds are narrower than the protocol's."""
+    """Return the error for a parameter outside vLLM's bounds."""
     name = find_refused_parameter(error)
     path = f"sampling_params.{name}" if name else "sampling_params"
     return build_engine_error(
-        "sampling", f"{path}: {error}", "stay within what vLLM takes: see docs/vllm.md"
+        "sampling", f"{path}: {error}", "use a value that vLLM supports: see docs/vllm.md"
     )

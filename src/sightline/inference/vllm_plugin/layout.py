@@ -1,4 +1,4 @@
-"""Parameters as vLLM's checkpoints store them, made of ours where its layout is another."""
+"""Converts our parameters to the layout of vLLM's checkpoints."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ NamedTensors = Iterator[tuple[str, torch.Tensor]]
 
 
 def vllm_layout(model: Path, opened: TensorFiles) -> dict[str, list[ParameterSlice]]:
-    """How vLLM stores the parameters in `opened`, which are those of the checkpoint `model`."""
+    """Return vLLM's layout of the parameters in `opened`, which belong to `model`."""
     shapes = {name: opened.shape(name) for name in opened}
     family = load_family(model)
     serving = load_serving(model, family, takes_updates=False)
@@ -30,8 +30,10 @@ def read_checkpoint(model: Path) -> NamedTensors:
 
 
 def read_unpublished(model: Path, layout: Mapping[str, list[ParameterSlice]]) -> NamedTensors:
-    """What an update with `layout` lacks of the checkpoint: a trainer publishes parameters, and
-    vLLM, which builds a layer anew for them, wants the buffers that stay as well."""
+    """Yield tensors of the checkpoint that an update with `layout` lacks.
+
+    A trainer publishes parameters only, but vLLM rebuilds layers with their buffers.
+    """
     if load_serving(model, load_family(model), takes_updates=False).MAPS_CHECKPOINT:
         opened = open_checkpoint(model)
         stored = vllm_layout(model, opened)
@@ -42,8 +44,8 @@ def read_unpublished(model: Path, layout: Mapping[str, list[ParameterSlice]]) ->
 def apply_layout(
     layout: Mapping[str, list[ParameterSlice]], read: Callable[[str], torch.Tensor]
 ) -> NamedTensors:
-    """Names and values by vLLM's layout; `read` gives a parameter of ours."""
-    # The parts of one parameter come one after the other: of many experts, one is read once.
+    """Yield names and tensors in vLLM's layout. `read` returns one of our parameters."""
+    # Parts of one parameter are consecutive, so that each parameter is read once.
     once = lru_cache(maxsize=1)(read)
     for name, parts in layout.items():
         cut = [_slice_part(once(part.name), part) for part in parts]

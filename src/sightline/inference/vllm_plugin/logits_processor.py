@@ -1,4 +1,4 @@
-"""Keeps ids out of what is sampled: pads, which stand for images, and what a request bans."""
+"""Masks ids that must not be sampled: the pads of images, and ids that a request bans."""
 
 from __future__ import annotations
 
@@ -11,14 +11,14 @@ from sightline.inference.vllm_plugin.symbols import LogitsProcessor, process_dic
 
 
 class BannedIdsProcessor(LogitsProcessor):
-    """Masks ids before temperature and filters, as the trainer leaves the same ids out."""
+    """Masks ids before temperature and filters, as the trainer does."""
 
     def __init__(self, vllm_config: Any, device: torch.device, is_pin_memory: bool) -> None:
         end_with_parent()
         banned = vllm_config.additional_config[CONFIG_KEY]["banned"]
         self._banned = torch.tensor(banned, dtype=torch.long, device=device)
         self._own: dict[int, list[int]] = {}
-        """Ids that a request bans itself, by its row of the batch; most ban nothing."""
+        """Ids that a request bans in addition, by its row of the batch."""
         self._rows = self._ids = self._banned[:0]
 
     def is_argmax_invariant(self) -> bool:

@@ -1,7 +1,7 @@
 """Our server inside vLLM's: an ASGI middleware that answers every path itself.
 
-It is outermost, so that vLLM's handlers, template and image processor are never reached; it
-begins and ends with vLLM's application.
+It is the outermost middleware, so that vLLM's handlers, template and image processor never run. It
+starts and stops with vLLM's application.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from sightline.families.registry import load_serving
 from sightline.inference.serve import ENGINE_DIED_EXIT_CODE, ServerComponents
 from sightline.inference.server import InferenceServer
 from sightline.inference.server_spec import ServerSpec, describe_prefix_reuse
-from sightline.inference.vllm_plugin import CONFIG_KEY, symbols
+from sightline.inference.vllm_plugin import CONFIG_KEY, check_version, symbols
 from sightline.inference.vllm_plugin.engine import VllmEngine
 from sightline.inference.vllm_plugin.multimodal_items import MultiModalItems
 from sightline.inference.vllm_plugin.weight_updater import WeightUpdater, vision_digest
@@ -34,7 +34,7 @@ Send = Callable[[Message], Awaitable[None]]
 App = Callable[[Message, Receive, Send], Awaitable[None]]
 
 FLUSH_S = 0.3
-"""Between the refusals of a server that is told to end, and the end of its connections."""
+"""Seconds between refusing requests at shutdown and closing connections."""
 
 ENGINE_CHECK_S = 1.0
 
@@ -55,7 +55,7 @@ class Middleware:
             await send({"type": "websocket.close", "code": 1000})
 
     def _wrap_lifespan_send(self, scope: Message, send: Send) -> Send:
-        """`send` of the lifespan: our server begins and ends when vLLM's application does."""
+        """Wrap `send` so that our server starts and stops with vLLM's application."""
 
         async def sending(message: Message) -> None:
             if message["type"] == "lifespan.startup.complete":
@@ -71,21 +71,20 @@ class Middleware:
         return sending
 
     async def _start(self, app: Any) -> None:
-        symbols.check()
-        symbols.check_app(app)
+        check_version()
         client, uvicorn_server = app.state.engine_client, app.state.server
         vllm_config = client.vllm_config
         spec = ServerSpec.model_validate(vllm_config.additional_config[CONFIG_KEY]["spec"])
         components = await asyncio.to_thread(ServerComponents.load, spec)
         engine = await asyncio.to_thread(build_engine, client, components)
         server = await asyncio.to_thread(components.build_server, engine)
-        # vLLM cannot keep the KV cache for later requests everywhere where it is asked to.
+        # vLLM may turn prefix caching off by itself.
         keeps_kv = vllm_config.cache_config.enable_prefix_caching
         engine.on_fatal_error = lambda: os._exit(ENGINE_DIED_EXIT_CODE)
         await self._stack.enter_async_context(server.app.router.lifespan_context(server.app))
         await engine.take_first_weights()
         self._server = server
-        # Made for connections that are accepted from here on, which are all.
+        # Applies to all connections, because none has been accepted yet.
         uvicorn_server.config.http_protocol_class = LimitedProtocol
 
         def end() -> None:
@@ -94,7 +93,7 @@ class Middleware:
             loop.call_later(FLUSH_S, setattr, uvicorn_server, "should_exit", True)
 
         async def watch_engine() -> None:
-            # vLLM's own watchdog would end the server as if all were well.
+            # vLLM's own watchdog would exit with code 0.
             while True:
                 await asyncio.sleep(ENGINE_CHECK_S)
                 if client.errored and not self._is_stopping:
@@ -109,7 +108,7 @@ class Middleware:
 
 
 def build_engine(client: Any, components: ServerComponents) -> VllmEngine:
-    """The engine over `client`, vLLM's EngineClient."""
+    """Return the engine in front of `client`, vLLM's EngineClient."""
     spec, family = components.spec, components.family
     path = spec.model_path
     serving = load_serving(path, family, takes_updates=False)
@@ -142,7 +141,7 @@ def build_engine(client: Any, components: ServerComponents) -> VllmEngine:
 
 
 async def announce(components: ServerComponents, keeps_kv: bool) -> None:
-    """Says where the server listens, once it does."""
+    """Print the server's address once it listens."""
     inference = components.spec.inference
     host, port = inference.host, inference.port
     while True:

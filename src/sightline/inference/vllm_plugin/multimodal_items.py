@@ -1,4 +1,4 @@
-"""Images as vLLM takes them: made from our patches, handed over once, named by an engine key."""
+"""Builds vLLM's image inputs from our patches, and passes each to vLLM once."""
 
 from __future__ import annotations
 
@@ -27,100 +27,104 @@ MAX_DIGESTS = 65536
 
 
 def engine_key(key: str, vision: str) -> str:
-    """What vLLM keeps an image's features under: pixels, settings and vision weights bound."""
+    """Return the name of an image's features in vLLM: its pixels, settings and vision weights."""
     return hashlib.sha256(f"{key}:{vision}".encode()).hexdigest()
 
 
 def build_mm_item(modality: str, fields: dict[str, EngineField]) -> MultiModalKwargsItem:
-    """vLLM's own container of one image."""
+    """Return vLLM's container of one image."""
     tensors, kinds = {}, {}
-    for name, made in fields.items():
-        tensor = torch.from_numpy(np.ascontiguousarray(made.data))
-        if made.is_flat:
+    for name, spec in fields.items():
+        tensor = torch.from_numpy(np.ascontiguousarray(spec.data))
+        if spec.is_flat:
             kinds[name] = MultiModalFieldConfig.flat(
-                modality, [slice(None)], dim=made.axis, keep_on_cpu=made.stays_on_host
+                modality, [slice(None)], dim=spec.axis, keep_on_cpu=spec.stays_on_host
             )
         else:
             tensor = tensor[None]
-            kinds[name] = MultiModalFieldConfig.batched(modality, keep_on_cpu=made.stays_on_host)
+            kinds[name] = MultiModalFieldConfig.batched(modality, keep_on_cpu=spec.stays_on_host)
         tensors[name] = tensor
     return MultiModalKwargsItems.from_hf_inputs(tensors, kinds)[modality][0]
 
 
 @dataclass
 class MultiModalItems:
-    """Makes items in the pool, off the event loop, and only those that vLLM does not have."""
+    """Builds the items that vLLM lacks, in a pool outside the event loop."""
 
     family: Family
     serving: ServingSpec
     materializer: Materializer
     pool: Executor
     normalizes: bool
-    """Whether vLLM's model takes uint8 and normalizes on the device."""
+    """Whether vLLM's model normalizes uint8 pixels on the device."""
     cache: Any
-    """vLLM's own processor cache, which knows what its engine holds; None when it is off."""
+    """vLLM's processor cache, which mirrors its engine's; None if it is off."""
     num_cache_misses: int = 0
-    """Times that vLLM's engine lacked an image which its cache had promised."""
+    """How often vLLM's engine lacked an image that its cache listed."""
     _digests: LRUCache[str, str] = field(default_factory=lambda: LRUCache(MAX_DIGESTS))
-    """Pixel digests by engine key, which binds all that a digest rests on."""
+    """Pixel digests by engine key."""
 
     async def prepare(
         self, slots: list[Slot], keys: list[str], bypass_cache: bool
     ) -> tuple[dict[str, MultiModalKwargsItem], list[str]]:
-        """Items of a request that vLLM lacks, by engine key, and the pixel digest of each slot;
-        `bypass_cache` trusts no cache of vLLM's."""
+        """Return the items that vLLM lacks, by engine key, and the pixel digest of each slot.
+
+        With `bypass_cache`, return all items.
+        """
         if any(slot.item.step is not None for slot in slots):
             raise build_engine_error(
                 "slots",
-                "features: a video, which was not tried with vLLM",
+                "features: videos are not supported with vLLM",
                 'serve with engine = "torch"',
             )
-        made: dict[str, MultiModalKwargsItem] = {}
+        new_items: dict[str, MultiModalKwargsItem] = {}
         while lacking := {
             key: slot.item
             for slot, key in zip(slots, keys, strict=True)
-            if key not in made and (bypass_cache or not self._is_cached(key))
+            if key not in new_items and (bypass_cache or not self._is_cached(key))
         }:
             pixels = {key: self.materializer.submit(item) for key, item in lacking.items()}
             for key, item in lacking.items():
-                # A flight belongs to all who joined it: one who leaves must not cancel it.
-                found = await asyncio.shield(asyncio.wrap_future(pixels[key]))
-                made[key] = await asyncio.get_running_loop().run_in_executor(
-                    self.pool, self._build_item, item, found
+                # Other requests may wait for the same pixels: cancelling this one must not stop it.
+                item_pixels = await asyncio.shield(asyncio.wrap_future(pixels[key]))
+                new_items[key] = await asyncio.get_running_loop().run_in_executor(
+                    self.pool, self._build_item, item, item_pixels
                 )
-                self._digests[key] = found.digest
-        return made, [self._digests[key] for key in keys]
+                self._digests[key] = item_pixels.digest
+        return new_items, [self._digests[key] for key in keys]
 
     def hand_over(
-        self, keys: list[str], made: dict[str, Any], bypass_cache: bool
+        self, keys: list[str], new_items: dict[str, Any], bypass_cache: bool
     ) -> list[Any] | None:
-        """One entry a slot: the item, or None for one that vLLM's engine holds.
+        """Return one entry per slot: the item, or None if vLLM's engine holds it.
 
-        None altogether when vLLM has let go of one that is not in `made`. Nothing may be awaited
-        between this and vLLM's own sending: its two caches must see items in one order.
+        Return None altogether if vLLM evicted an item that is not in `new_items`. Do not await
+        between this call and vLLM's: its two caches must see items in the same order.
         """
         if self.cache is None or bypass_cache:
-            return [made[key] for key in keys]
-        # As the cache in vLLM's engine does: what is used here goes last when room is made.
+            return [new_items[key] for key in keys]
+        # As in vLLM's engine: items in use are evicted last.
         for key in keys:
             self.cache.touch_sender_cache_item(key)
-        handed: list[Any] = []
+        entries: list[Any] = []
         inserted: list[str] = []
         for key in keys:
             is_held = self.cache.is_cached_item(key)
-            if not is_held and key not in made:
-                # Room for the others of this request was made with it; they are not sent either.
+            if not is_held and key not in new_items:
+                # The request is not sent, so its other new items must leave the cache too.
                 for other in inserted:
                     self.cache.invalidate(other)
                 return None
-            entry, _ = self.cache.get_and_update_item(None if is_held else (made[key], []), key)
-            handed.append(entry)
+            entry, _ = self.cache.get_and_update_item(
+                None if is_held else (new_items[key], []), key
+            )
+            entries.append(entry)
             if not is_held:
                 inserted.append(key)
-        return handed
+        return entries
 
     def feature_mask(self, slot: Slot) -> torch.Tensor | None:
-        """Which tokens of a slot features replace; None is all of them."""
+        """Return which tokens of a slot have features; None for all."""
         offsets = self.family.feature_offsets(slot.item)
         if len(offsets) == slot.length:
             return None

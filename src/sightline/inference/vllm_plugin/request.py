@@ -1,4 +1,4 @@
-"""One request on its way through vLLM: its parameters in vLLM's form, and vLLM's output in ours."""
+"""A request in vLLM: converts its parameters to vLLM's form, and vLLM's output to ours."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from sightline.inference.vllm_plugin.symbols import SamplingParams as VllmParams
 from sightline.wire.generate import SamplingParams, VersionSpan
 
 MAX_VLLM_SEED = 2**63
-"""vLLM's seeds are below this: seeds of ours that differ by it draw alike there."""
+"""vLLM's seeds are below this, so ours are taken modulo it."""
 
 
 @dataclass(slots=True, eq=False)
@@ -23,14 +23,17 @@ class VllmRequest(EngineRequest):
     is_running: bool = False
     """Whether vLLM has the request."""
     submitted_at: float = 0.0
-    """When vLLM got the request; this and the next two by the monotonic clock of the machine."""
+    """When vLLM got the request, on the monotonic clock, as the next two."""
     scheduled_at: float = 0.0
-    """When vLLM first computed something of the request."""
+    """When vLLM started to compute the request."""
     first_token_at: float = 0.0
 
     def count_tokens_on_old_kv(self, updates: list[float]) -> int:
-        """Tokens sampled over a KV cache of older weights, which `updates` have replaced at these
-        moments. Cached tokens are of the weights under which vLLM got the request."""
+        """Return the number of tokens sampled with a KV cache of older weights.
+
+        `updates` are the times at which weights changed. Cached tokens belong to the weights at
+        submission.
+        """
         if not self.spans:
             return 0
         began_at = self.submitted_at if self.cached_tokens else self.scheduled_at
@@ -46,7 +49,7 @@ def to_vllm_params(params: SamplingParams, seed: int | None) -> VllmParams:
         min_p=params.min_p,
         seed=None if seed is None else seed % MAX_VLLM_SEED,
         stop_token_ids=list(params.stop_token_ids),
-        # Only what the request names may end an answer, not what the checkpoint adds to it.
+        # Only the request's stop ids end an answer, not those of the checkpoint.
         ignore_eos=True,
         max_tokens=params.max_tokens,
         logprobs=0,

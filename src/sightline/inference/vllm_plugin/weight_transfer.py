@@ -1,5 +1,5 @@
-"""Reads weights inside vLLM's worker: published ones, as our back end of its weight transfer, and
-those of a checkpoint whose layout is not the one that vLLM's model reads."""
+"""Reads weights inside vLLM's worker: published weights, as a back end of vLLM's weight transfer,
+and checkpoints whose layout vLLM's model cannot read."""
 
 from __future__ import annotations
 
@@ -31,24 +31,24 @@ from sightline.inference.vllm_plugin.symbols import (
 )
 
 WEIGHTS_UNCHANGED = "the weights stay"
-"""Begins the words of a failure that has changed nothing; they are all that vLLM passes on."""
+"""Prefix of an error that changed nothing. vLLM passes on only an error's text."""
 
 
 @dataclass
 class EmptyInitInfo(WeightTransferInitInfo):
-    """Nothing has to be arranged: files are there or they are not."""
+    """Empty: files need no setup."""
 
 
 @dataclass
 class FileUpdateInfo(WeightTransferUpdateInfo):
     paths: list[str]
-    """safetensors files whose checksums, names and shapes the server has checked."""
+    """safetensors files that the server has checked."""
     transposed: list[str] = field(default_factory=list)
-    """Parameters that vLLM reads transposed, as its checkpoint stores them."""
+    """Parameters that the checkpoint stores transposed."""
     base: list[str] = field(default_factory=list)
-    """Files of the checkpoint that adapters are added to; empty where the update has none."""
+    """Checkpoint files that adapters are merged into; empty without adapters."""
     scales: dict[str, float] = field(default_factory=dict)
-    """The scale of each adapter, by the name of its parameter."""
+    """The scale of each adapter, by parameter name."""
 
 
 class FileWeightTransfer(WeightTransferEngine):
@@ -56,19 +56,19 @@ class FileWeightTransfer(WeightTransferEngine):
     update_info_cls = FileUpdateInfo
 
     def init_transfer_engine(self, init_info: EmptyInitInfo) -> None:
-        """There is nothing to connect to."""
+        """Do nothing: there is no connection."""
 
     def start_weight_update(self) -> None:
-        """Nothing yet: until the files are open, the weights stay as they are."""
+        """Do nothing: the weights stay until the files are open."""
 
     def receive_weights(self, update_info: FileUpdateInfo) -> None:
         try:
-            # All before the first is read: a file that is gone or cut off is found here.
+            # Open all files first, so that a missing or truncated one changes nothing.
             given, base = TensorFiles(update_info.paths), TensorFiles(update_info.base)
         except (OSError, SafetensorError) as error:
             raise ValueError(f"{WEIGHTS_UNCHANGED}: {error}") from error
         forget_expert_kernels(self.model)
-        # Layers that hold their weights in another form than the checkpoint's get them back.
+        # Layers that repacked their weights get the checkpoint's form back.
         initialize_layerwise_reload(self.model)
         self.model.load_weights(
             _read_tensors(given, base, update_info, Path(self.model_config.model))
@@ -79,13 +79,13 @@ class FileWeightTransfer(WeightTransferEngine):
         repack_heads(self.model)
 
     def shutdown(self) -> None:
-        """No resource outlives an update."""
+        """Do nothing: there are no resources."""
 
 
 def _read_tensors(
     given: TensorFiles, base: TensorFiles, update_info: FileUpdateInfo, model: Path
 ) -> Iterator[tuple[str, torch.Tensor]]:
-    """Every parameter, as a checkpoint stores it: vLLM joins and cuts them itself."""
+    """Yield every parameter as the checkpoint stores it. vLLM fuses and splits them."""
 
     def read(name: str) -> torch.Tensor:
         tensor = resolve_parameter(name, base, update_info.scales, given)
@@ -98,7 +98,7 @@ def _read_tensors(
 
 
 class LayoutLoader(DefaultModelLoader):
-    """vLLM's own loader, but for what it reads."""
+    """vLLM's loader, reading our layout."""
 
     def __init__(self, load_config: Any) -> None:
         super().__init__(replace(load_config, load_format="safetensors"))

@@ -1,4 +1,4 @@
-"""Weight updates of a vLLM server: checked beside the engine, then taken between two steps."""
+"""Weight updates of a vLLM server: checked in the server, then applied between two steps."""
 
 from __future__ import annotations
 
@@ -24,28 +24,28 @@ from sightline.wire.weights import Manifest
 
 
 class PartialUpdateError(EngineError):
-    """vLLM holds some of the old weights and some of the new ones: it cannot go on."""
+    """vLLM holds a mix of old and new weights, and must restart."""
 
 
 @dataclass(frozen=True)
 class CheckedWeights:
-    """Weights that were found complete, and fit the model."""
+    """Weights that are complete and fit the model."""
 
     manifest: Manifest
     info: dict[str, Any]
-    """What the worker is told: the fields of its `FileUpdateInfo`."""
+    """The fields of the worker's `FileUpdateInfo`."""
     vision_digest: str
 
 
 @dataclass
 class WeightUpdater:
-    """Which weights vLLM has."""
+    """Tracks and updates vLLM's weights."""
 
     client: Any
     model: Path
-    """The checkpoint that vLLM was started with, which adapters are added to."""
+    """vLLM's first checkpoint, which adapters are merged into."""
     parameters: Mapping[str, torch.Tensor]
-    """Names and shapes that published weights must have; on no device."""
+    """Names and shapes of the model's parameters, on the meta device."""
     vision: tuple[str, ...]
     """Prefixes of the names of the vision tower's parameters."""
     manifest: Manifest
@@ -53,7 +53,7 @@ class WeightUpdater:
     count: int = 0
     vision_count: int = 0
     update_times: list[float] = field(default_factory=list)
-    """When weights changed, by the monotonic clock; nothing is computed at such a moment."""
+    """When weights changed, on the monotonic clock."""
 
     def __post_init__(self) -> None:
         self._first_vision = self.vision_digest
@@ -62,19 +62,19 @@ class WeightUpdater:
 
     @property
     def vision_label(self) -> str:
-        """Label of the vision weights in use: their version, and how often they changed here."""
+        """Label of the vision weights: their version, and how often they changed here."""
         return f"{self.manifest.vision_version}.{self.vision_count}"
 
     @property
     def salt(self) -> str:
-        """Keeps the KV cache of one version from a prompt of another in vLLM's prefix cache."""
+        """Separates the versions in vLLM's prefix cache."""
         return f"{self.manifest.label}.{self.count}"
 
     def read(self, folder: Path, manifest: Manifest) -> CheckedWeights:
-        """Reads and checks the weights of a manifest; refuses what is torn or does not fit."""
+        """Read and check the weights of a manifest; raise if they are incomplete or do not fit."""
         if not manifest.files:
             raise WeightsError(
-                f"{folder} names weights that are in no file, and vLLM's worker reads files",
+                f"{folder} has weights without files, but vLLM's worker reads files",
                 'set [trainer] publish = "files"',
             )
         tensors = read_tensors(folder, manifest)
@@ -96,10 +96,10 @@ class WeightUpdater:
         return CheckedWeights(manifest, info | {"scales": scales}, vision_digest(seen, self.vision))
 
     async def apply(self, wanted: CheckedWeights, keep_kv: bool) -> None:
-        """Requests in flight stand still meanwhile, and go on under the new weights.
+        """Apply checked weights. Requests in flight pause, and continue with the new weights.
 
-        Their KV cache is computed again unless `keep_kv`. Their images are too where the
-        vision tower is new: they go on under the engine keys with which they came.
+        Their KV cache is recomputed unless `keep_kv`, and so are their images if the vision tower
+        changed, because they keep their old engine keys.
         """
         is_vision_new = wanted.vision_digest != self.vision_digest
         await self.client.pause_generation(mode="keep", clear_cache=False)
@@ -108,7 +108,7 @@ class WeightUpdater:
             request = WeightTransferUpdateRequest(update_info=wanted.info)
             try:
                 await self.client.update_weights(request)
-            except Exception as error:  # vLLM's own class, with our worker's words in it
+            except Exception as error:  # vLLM's class, with our worker's message
                 if WEIGHTS_UNCHANGED in str(error):
                     raise WeightsError(str(error), "publish the version again") from error
                 raise PartialUpdateError(str(error), "start the server again") from error
@@ -127,6 +127,6 @@ class WeightUpdater:
 
 
 def vision_digest(tensors: Mapping[str, torch.Tensor], prefixes: tuple[str, ...]) -> str:
-    """Digest of the vision tower's bits: a version made again may have the same number."""
+    """Return the digest of the vision tower's bits. A version number may repeat after a resume."""
     names = (name for name in tensors if name.startswith(prefixes))
     return digest_tensors((name, tensors[name]) for name in names)

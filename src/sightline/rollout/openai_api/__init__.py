@@ -1,8 +1,6 @@
-"""OpenAI's chat completions: read, answered and refused in one way at every endpoint of ours.
+"""OpenAI's chat completions, for the interception server and for inference servers.
 
-request.py          a request: what is honoured, ignored, refused; its images, put into the store
-completion.py       an answer, as one object or as a stream
-error_response.py   an error
-
-The interception server of rollouts and the chat endpoint of inference servers both speak it.
+request.py          reads a request: fields that are supported, ignored or refused, and its images
+completion.py       writes an answer, as one object or as a stream
+error_response.py   writes an error
 """

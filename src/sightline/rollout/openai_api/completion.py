@@ -1,7 +1,7 @@
-"""An answer as OpenAI's SDKs read it: one object, or the chunks of a stream.
+"""Writes an answer as OpenAI's SDKs read it: one object, or the chunks of a stream.
 
-A turn is sampled whole before its first chunk is sent: a stream cannot fail half way, and its
-pieces are those of the parsed message, calls and reasoning apart.
+A turn is sampled completely before its first chunk is sent, so a stream cannot fail halfway, and
+its chunks separate text, tool calls and reasoning.
 """
 
 from __future__ import annotations
@@ -21,18 +21,18 @@ DONE = b"data: [DONE]\n\n"
 
 @dataclass(frozen=True, slots=True)
 class ChatChoice:
-    """One answer to a request, which may ask for several."""
+    """One of the answers to a request."""
 
     message: AssistantMessage
     call_ids: Sequence[str]
-    """Names its calls to the program, where the model itself gave them none."""
+    """Ids of its tool calls, for models that do not write ids."""
     stopped: bool
-    """Whether the model ended its turn itself; False where it was cut off."""
+    """Whether the model ended its turn; False if it was truncated."""
     num_tokens: int
     logprobs: list[dict[str, Any]] | None = None
-    """One entry for each token; None where the request does not ask for them."""
+    """One entry per token; None if not requested."""
     token_ids: list[int] | None = None
-    """The sampled ids; None where the request does not ask for them."""
+    """The sampled ids; None if not requested."""
 
     @property
     def finish_reason(self) -> str:
@@ -55,15 +55,15 @@ class ChatCompletion:
     choices: list[ChatChoice]
     num_prompt_tokens: int
     num_cached_tokens: int
-    """Tokens of the prompt that the engine still had in its KV cache."""
+    """Prompt tokens that the engine had in its KV cache."""
     prompt_token_ids: list[int] | None = None
-    """Ids of the prompt; None where the request does not ask for them."""
+    """Ids of the prompt; None if not requested."""
 
     def head(self, kind: str) -> dict[str, Any]:
-        found = {"id": self.name, "object": kind, "created": self.created, "model": self.model}
+        head = {"id": self.name, "object": kind, "created": self.created, "model": self.model}
         if self.prompt_token_ids is not None:
-            found["prompt_token_ids"] = self.prompt_token_ids
-        return found
+            head["prompt_token_ids"] = self.prompt_token_ids
+        return head
 
     @property
     def usage(self) -> dict[str, Any]:
@@ -80,15 +80,15 @@ def completion_body(answer: ChatCompletion) -> dict[str, Any]:
     return {
         **answer.head("chat.completion"),
         "choices": [
-            {"index": i, "message": {**one.body, "refusal": None}, "logprobs": None, **_ending(one)}
-            for i, one in enumerate(answer.choices)
+            {"index": i, "message": {**c.body, "refusal": None}, "logprobs": None, **_ending(c)}
+            for i, c in enumerate(answer.choices)
         ],
         "usage": answer.usage,
     }
 
 
 def _ending(choice: ChatChoice) -> dict[str, Any]:
-    """Why the choice ended, and what the request asked for beside the message."""
+    """Return why the choice ended, and the optional fields that were requested."""
     ending: dict[str, Any] = {"finish_reason": choice.finish_reason}
     if choice.logprobs is not None:
         ending["logprobs"] = {"content": choice.logprobs, "refusal": None}
@@ -98,7 +98,7 @@ def _ending(choice: ChatChoice) -> dict[str, Any]:
 
 
 def stream_events(answer: ChatCompletion, include_usage: bool) -> Iterator[bytes]:
-    """The events of a stream, the last mark included."""
+    """Yield the events of a stream, including the final mark."""
     head = answer.head("chat.completion.chunk")
 
     def event(choices: list[dict[str, Any]], used: dict[str, Any] | None = None) -> bytes:

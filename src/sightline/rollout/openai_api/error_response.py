@@ -17,7 +17,7 @@ from sightline.errors import (
     TurnLimitReached,
 )
 
-# The first class that fits decides.
+# The first match decides.
 _ERROR_CODES: tuple[tuple[type[SightlineError], int, str], ...] = (
     (PromptTooLong, 400, "context_length_exceeded"),
     (MessageError, 400, "invalid_value"),
@@ -56,16 +56,14 @@ class OpenAIErrorResponse:
 
     @property
     def headers(self) -> dict[str, str]:
-        """The SDKs try again by themselves unless they are told not to; only a 503 may heal."""
+        """Tell SDKs not to retry, except after a 503."""
         return {"retry-after": "1"} if self.status == 503 else {"x-should-retry": "false"}
 
 
 UNKNOWN_KEY = OpenAIErrorResponse(
-    401, "invalid_api_key", "no rollout in play has this key\n  fix: pass chat.api_key as api_key"
+    401, "invalid_api_key", "no running rollout has this key\n  fix: pass chat.api_key as api_key"
 )
-ROLLOUT_OVER = OpenAIErrorResponse(
-    401, "rollout_over", "the rollout that this key belonged to is over"
-)
+ROLLOUT_OVER = OpenAIErrorResponse(401, "rollout_over", "the rollout of this key is over")
 NO_SUCH_ROUTE = OpenAIErrorResponse(
     404, "unknown_url", "only /v1/chat/completions and /v1/models are served here"
 )

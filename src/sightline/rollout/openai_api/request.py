@@ -1,7 +1,7 @@
-"""A chat completion as it is asked for: every field is honoured, set aside or refused.
+"""Reads a chat completion request. Every field is supported, ignored or refused.
 
-Which is which, an endpoint says by its `FieldRules`. Fields whose absence leaves the answer what
-was asked for are set aside; the others are refused, unless they ask for nothing.
+An endpoint's `FieldRules` decide. Fields that do not change the answer are ignored. The others are
+refused unless they have a neutral value.
 """
 
 from __future__ import annotations
@@ -30,34 +30,34 @@ _COMMON_FIELDS = frozenset({
 
 
 ResolveUrl = Callable[[str, str], MediaRef]
-"""The ref of a url, and the JSON path that an error names."""
+"""Takes a URL and its JSON path, which errors name, and returns the ref."""
 
 
 @dataclass(frozen=True, slots=True)
 class FieldRules:
-    """What an endpoint does with fields beyond those that every endpoint honours."""
+    """How an endpoint treats fields that not every endpoint supports."""
 
     accepted: frozenset[str]
     """Fields that the endpoint reads itself, from `ChatRequest.extra`."""
     ignored: frozenset[str]
     refusal_reason: str
-    """What is said about a field that cannot be honoured."""
+    """The error about a field that is not supported."""
 
 
 ROLLOUT_RULES = FieldRules(
-    # What a policy is sampled with belongs to the run: its trainer computes the same distribution.
+    # The run decides the sampling parameters, because its trainer computes the same distribution.
     accepted=frozenset(),
     ignored=_IGNORED_ALWAYS | SAMPLING,
-    refusal_reason="cannot be honoured while a policy is trained",
+    refusal_reason="is not supported while a policy is trained",
 )
 SERVER_RULES = FieldRules(
     accepted=SAMPLING
     | {"n", "logprobs", "tool_choice", "stop_token_ids", "banned_token_ids", "return_token_ids"},
     ignored=_IGNORED_ALWAYS,
-    refusal_reason="cannot be honoured by this server",
+    refusal_reason="is not supported by this server",
 )
 
-# Fields that cannot be honoured, each with the values that ask for nothing.
+# Unsupported fields, each with a test for neutral values.
 _NEUTRAL_VALUES: dict[str, Callable[[Any], bool]] = {
     "n": lambda value: value == 1 and not isinstance(value, bool),
     "stop": lambda value: value == [],
@@ -72,34 +72,36 @@ _NEUTRAL_VALUES: dict[str, Callable[[Any], bool]] = {
     "top_logprobs": lambda value: value == 0,
 }
 _FIXES = {
-    "n": "ask several times: each answer is a turn of its own",
+    "n": "send several requests: each answer is a separate turn",
     "stop": "let the model end its turn, or cap it with max_tokens",
-    "top_logprobs": "ask for those of the sampled tokens: logprobs = true",
-    "response_format": "ask for the form in the messages, and read it from the text",
+    "top_logprobs": "request those of the sampled tokens with logprobs = true",
+    "response_format": "describe the format in the messages, and parse the text",
     "tool_choice": "use auto, or offer only the tools that may be called",
 }
 
 
 @dataclass(frozen=True, slots=True)
 class ChatRequest:
-    """What a client asks for, checked but for its messages."""
+    """A request with every field checked except its messages."""
 
     model: str | None
     messages: list[Any]
-    """Messages as they came: not looked into yet."""
+    """Unchecked messages."""
     tools: Tools | None
     max_tokens: int | None
     stream: bool
     include_usage: bool
     extra: dict[str, Any]
-    """Fields that only this endpoint honours, as they came; a null is left out."""
+    """Unchecked fields that only this endpoint supports, without nulls."""
 
 
 def read_chat_request(
     body: bytes, rules: FieldRules = ROLLOUT_RULES, max_model_len: int = 0
 ) -> ChatRequest:
-    """Raises MessageError with the path of what is wrong; `max_model_len` is 0 where any length
-    is taken."""
+    """Parse a request; raise MessageError with the path of an invalid field.
+
+    `max_model_len` = 0 means any length.
+    """
     if excess := find_json_excess(body, max_model_len):
         raise MessageError(f"the body has {excess}", "send a window of the history")
     try:
@@ -138,13 +140,13 @@ def _check_fields(request: dict[str, Any], rules: FieldRules) -> None:
         if name == "tool_choice" and value == "none" and not request.get("tools"):
             continue
         if neutral is None:
-            raise MessageError.at(name, "not a field that we know", "leave it out")
+            raise MessageError.at(name, "unknown field", "leave it out")
         if not neutral(value):
             raise MessageError.at(name, rules.refusal_reason, _FIXES.get(name, "leave it out"))
 
 
 def _check_num_parts(messages: list[Any], most: int) -> None:
-    """Before an image is taken in or a text looked at: a part is a token or more."""
+    """Raise if there are too many parts, before any is read: a part is at least one token."""
     contents = [message.get("content") for message in messages if isinstance(message, dict)]
     num = sum(len(content) if isinstance(content, list) else 1 for content in contents)
     if most and max(num, len(messages)) > most:
@@ -175,8 +177,8 @@ def _read_tools(tools: Any) -> Tools | None:
             raise MessageError.at(
                 f"tools[{i}].function", "no function with a name", "describe the function"
             )
-    found: Tools = tools
-    return found
+    checked: Tools = tools
+    return checked
 
 
 def _read_max_tokens(request: dict[str, Any]) -> int | None:
@@ -185,7 +187,7 @@ def _read_max_tokens(request: dict[str, Any]) -> int | None:
         if value is None:
             continue
         if not isinstance(value, int) or isinstance(value, bool) or value < 1:
-            raise MessageError.at(name, f"{str(value)[:40]!r}", "ask for one token or more")
+            raise MessageError.at(name, f"{str(value)[:40]!r}", "request one token or more")
         return value
     return None
 
@@ -197,9 +199,9 @@ def _read_flag(value: Any, name: str) -> bool:
 
 
 def resolve_images(messages: list[Any], take: ResolveUrl) -> list[Any]:
-    """The messages with a ref in place of every url of an image or a video.
+    """Return the messages with a ref for every URL of an image or video.
 
-    What is not of the shape of such a part is left as it is: the parser refuses it with its path.
+    Malformed parts stay as they are. The message parser refuses them with their path.
     """
     return [_resolve_message(message, take, f"messages[{i}]") for i, message in enumerate(messages)]
 
@@ -213,7 +215,7 @@ def _resolve_message(message: Any, take: ResolveUrl, path: str) -> Any:
             _resolve_part(part, take, f"{path}.content[{k}]") for k, part in enumerate(content)
         ]
         message = {**message, "content": parts}
-    # The newer name of the role; templates know the older one.
+    # The role's newer name; templates know the older one.
     return {**message, "role": "system"} if message.get("role") == "developer" else message
 
 
