@@ -149,8 +149,8 @@ def parse_version_label(label: str) -> PolicyLabel:
     found = _LABEL.fullmatch(label)
     if found is None:
         raise WireError(
-            f"{label[:100]!r} is no label of weights",
-            "see docs/serving_api.md for what one looks like",
+            f"{label[:100]!r} is not a label of weights",
+            "see docs/serving_api.md for the format",
         )
     version, epoch, run, digest = found.groups(default="")
     return PolicyLabel(int(version), int(epoch or 0), run, digest)
