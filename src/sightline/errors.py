@@ -27,7 +27,6 @@
     ├── NoTrainableSamples        batch after batch without a trainable sample
     ├── TrainingDiverged          the loss or its gradient is no longer finite
     ├── ResumeRefused             a run that cannot go on exactly
-    ├── UploadFailed              a store refused a file, or did not take it in several tries
     ├── DiskFull                  the disk cannot hold what the run will write
     └── ProcessFailed             a process of the run died; names it and its last words
         └── PeerLost              a process at the other end of a channel is silent, or wrong
@@ -256,10 +255,6 @@ class TrainingDiverged(SightlineError):
 
 class ResumeRefused(SightlineError):
     """A run that cannot go on exactly as it began."""
-
-
-class UploadFailed(SightlineError):
-    """An upload was refused, or failed again and again."""
 
 
 class DiskFull(SightlineError):

@@ -50,8 +50,8 @@ def test_a_damaged_run_opens_and_says_what_is_missing(
     problems = page.locator(".problems")
     for said in (
         "traces/step_000003.msgpack: ends inside trace 39",
-        "traces/step_000099.msgpack: not a file of traces",
-        "metrics.jsonl: 1 lines that are no events",
+        "traces/step_000099.msgpack: not a trace file",
+        "metrics.jsonl: skipped 1 lines that are not events",
         "scores of step 2",
         "1 images are in no store",
     ):
@@ -76,7 +76,7 @@ def test_an_empty_folder_and_a_folder_with_nothing_but_a_config_open(
         expect(page.locator("h1")).to_be_visible()
     page.goto(f"{address}/")
     expect(page.locator(".problems")).to_contain_text(
-        "config.toml is missing, empty, or cannot be read"
+        "config.toml is missing, empty or unreadable"
     )
 
 

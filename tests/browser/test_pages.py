@@ -21,7 +21,7 @@ def test_the_overview_draws_every_number_and_zooms(page: Page, small: str) -> No
     expect(titles.filter(has_text="Reward").first).to_be_visible()
     shown = titles.all_text_contents()
     for title in ("Reward", "Loss", "Mismatch KL", "Entropy", "Lag", "Throughput", "Verdicts",
-                  "Bytes by wire", "Bad media"):  # fmt: skip
+                  "Network traffic", "Failed images"):  # fmt: skip
         assert title in shown
     plot = page.locator(".u-over").first
     plot.hover()
@@ -104,9 +104,9 @@ def test_a_rollout_shows_its_images_graph_and_tokens(
 
 def test_images_and_where_they_are_used(page: Page, small: str, small_run: Path) -> None:
     page.goto(f"{small}/images")
-    expect(page.locator(".words")).to_contain_text("each stored once")
+    expect(page.locator(".words")).to_contain_text("unique")
     page.locator(".gallery a").first.click()
-    expect(page.locator("h2")).to_contain_text(["Where it is used"])
+    expect(page.locator("h2")).to_contain_text(["Rollouts with this image"])
     digest = page.url.split("digest=")[1]
     shows = sum(
         any(slot.item.ref.digest == digest for node in trace.nodes for slot in node.slots)
@@ -119,7 +119,7 @@ def test_images_and_where_they_are_used(page: Page, small: str, small_run: Path)
 def test_the_mismatch_leads_to_its_worst_token(page: Page, small: str) -> None:
     page.goto(f"{small}/mismatch")
     expect(page.locator(".dimension")).to_have_count(6)
-    expect(page.locator(".words")).to_contain_text("the mean KL is")
+    expect(page.locator(".words")).to_contain_text("The mean KL over")
     page.locator("table.worst tbody tr").first.locator("a").last.click()
     expect(page.locator(".token.wanted")).to_be_visible()
 

@@ -59,7 +59,7 @@ def test_a_file_plays_and_frames_go_on(page: Page, serve: Serve, tmp_path: Path)
         64,
         48,
     ]
-    expect(page.locator(".film figcaption").first).to_contain_text("8 frames, 4.0 a second")
+    expect(page.locator(".film figcaption").first).to_contain_text("8 frames, 4.0 per second")
     expect(page.locator(".film figcaption").nth(1)).to_contain_text("2 steps of 8 tokens")
     shown = page.locator(".film .frame img")
     expect(shown).to_have_attribute("src", f"/media/shop-001/{listed.refs[0].digest}")

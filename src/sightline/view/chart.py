@@ -1,7 +1,6 @@
-"""Line charts as SVG, drawn by hand: no dependency, no script, light and dark.
+"""Line charts as SVG, without dependencies or scripts, for light and dark themes.
 
-Classes and one style sheet decide how a picture looks; every picture carries the sheet, so that it
-also stands alone as a file.
+Every chart contains the style sheet, so that it is also a complete file.
 """
 
 from __future__ import annotations
@@ -27,8 +26,6 @@ font:12px system-ui,-apple-system,"Segoe UI",sans-serif;max-width:100%;height:au
 .sl .faint{fill:none;stroke-width:1;opacity:.4}.sl .hover{fill:transparent}
 .sl .k0{stroke:var(--c0)}.sl .k1{stroke:var(--c1)}.sl .k2{stroke:var(--c2)}.sl .k3{stroke:var(--c3)}
 .sl .f0{fill:var(--c0)}.sl .f1{fill:var(--c1)}.sl .f2{fill:var(--c2)}.sl .f3{fill:var(--c3)}
-.sl .inside{fill:#fff}
-@media (prefers-color-scheme:dark){.sl .inside{fill:#14181d}}
 """
 NUM_COLOURS = 4
 
@@ -42,19 +39,19 @@ _MOST_HOVERS = 200
 class Series:
     name: str
     points: Sequence[tuple[float, float | None]]
-    """Points in the order of x. A y that is None or not finite is left out."""
+    """Points in the order of x. Points whose y is None or infinite are skipped."""
     look: Literal["line", "faint", "dots"] = "line"
     colour: int = 0
     bars: Sequence[tuple[float, float]] = ()
-    """Lowest and highest value behind each point, drawn as error bars; none where empty."""
+    """The lowest and highest value of each point, drawn as error bars."""
 
     def drawn(self) -> list[Point]:
-        """The points that there are, thinned to what a picture can show."""
-        found = [(x, y) for x, y in self.points if y is not None and math.isfinite(y)]
-        size = math.ceil(len(found) / _MOST_POINTS)
+        """Return the valid points, averaged to at most `_MOST_POINTS`."""
+        valid = [(x, y) for x, y in self.points if y is not None and math.isfinite(y)]
+        size = math.ceil(len(valid) / _MOST_POINTS)
         if size <= 1:
-            return found
-        parts = [found[i : i + size] for i in range(0, len(found), size)]
+            return valid
+        parts = [valid[i : i + size] for i in range(0, len(valid), size)]
         return [
             (sum(x for x, _ in part) / len(part), sum(y for _, y in part) / len(part))
             for part in parts
@@ -63,7 +60,7 @@ class Series:
 
 @dataclass(frozen=True, slots=True)
 class _PlotArea:
-    """Where values lie in the picture."""
+    """Maps values to places in the chart."""
 
     x_low: float
     x_high: float
@@ -89,7 +86,7 @@ def line_chart(
     width: int = 720,
     height: int = 280,
 ) -> str:
-    """An SVG picture; `y_range` is widened where values lie outside it."""
+    """Return an SVG chart. `y_range` is widened to contain all values."""
     drawn = [(one, one.drawn()) for one in series]
     bars = [[(x, y) for x, *ends in _error_bars(one) for y in ends] for one in series]
     plane = _build_plot_area([*(points for _, points in drawn), *bars], y_range, width, height)
@@ -107,14 +104,14 @@ def line_chart(
 
 
 def _error_bars(one: Series) -> list[tuple[float, float, float]]:
-    """Place, low end and high end of each bar."""
+    """Return the x, low end and high end of each bar."""
     if not one.bars:
         return []
     return [(x, *ends) for (x, _), ends in zip(one.points, one.bars, strict=True)]
 
 
 def wrap_svg(title: str, width: int, height: int, body: Sequence[str]) -> str:
-    """The picture around `body`, which is SVG whose texts are escaped."""
+    """Return the SVG document around `body`, whose texts must be escaped."""
     return (
         f'<svg xmlns="http://www.w3.org/2000/svg" class="sl" viewBox="0 0 {width} {height}" '
         f'width="{width}" height="{height}" role="img" aria-label="{escape(title)}">'
@@ -123,7 +120,7 @@ def wrap_svg(title: str, width: int, height: int, body: Sequence[str]) -> str:
 
 
 def smooth(points: Sequence[tuple[float, float | None]], window: int) -> list[Point]:
-    """The mean of each point and those before it, `window` in all."""
+    """Return the means over windows of `window` points that end at each point."""
     known = [(x, y) for x, y in points if y is not None and math.isfinite(y)]
     means: list[Point] = []
     total = 0.0
@@ -166,7 +163,7 @@ def _build_plot_area(
 
 
 def _widen_bounds(low: float, high: float) -> tuple[float, float]:
-    """The same bounds, or bounds around them where they are one value."""
+    """Return the bounds, widened if they are equal."""
     if high - low > 1e-9 * max(abs(low), abs(high)):
         return low, high
     room = abs(low) * 0.5 or 1.0
@@ -185,7 +182,7 @@ def _draw_axes(plane: _PlotArea, x_label: str) -> list[str]:
         )
     for value in ticks(plane.x_low, plane.x_high, 8):
         if not value.is_integer():
-            continue  # there is no half step
+            continue  # steps are whole numbers
         x = plane.x(value)
         parts.append(f'<text x="{x:.1f}" y="{floor + 17}" text-anchor="middle">{value:g}</text>')
     parts.append(f'<line class="axis" x1="{left}" x2="{right}" y1="{floor}" y2="{floor}"/>')
@@ -218,7 +215,7 @@ def _draw_series(one: Series, points: Sequence[Point], plane: _PlotArea) -> list
         ends = f'y1="{plane.y(low):.1f}" y2="{plane.y(high):.1f}"'
         at = f"{plane.x(x):.1f}"
         parts.append(f'<line class="k{colour}" x1="{at}" x2="{at}" {ends} opacity=".6"/>')
-    # Wide unseen circles bring a tooltip without any script.
+    # Wide invisible circles provide tooltips without a script.
     step = math.ceil(len(points) / _MOST_HOVERS) if points else 1
     for (x, y), (at_x, at_y) in list(zip(points, placed, strict=True))[::step]:
         parts.append(
@@ -229,7 +226,7 @@ def _draw_series(one: Series, points: Sequence[Point], plane: _PlotArea) -> list
 
 
 def _draw_legend(series: Sequence[Series]) -> list[str]:
-    """One entry a series under the title; a single one says what the title says."""
+    """Draw one entry for each series; a single series needs none."""
     if len(series) < 2:
         return []
     parts: list[str] = []

@@ -1,7 +1,6 @@
-"""The live view of a run: what `metrics.jsonl` says, as it grows.
+"""The live view of a run in the terminal: a panel, or plain lines where a panel cannot be drawn.
 
-on a terminal      a panel that is drawn anew at every update
-elsewhere          a line a step, at most one every few seconds, without control codes
+It reads `metrics.jsonl` and holds no other connection to the run.
 """
 
 from __future__ import annotations
@@ -23,8 +22,17 @@ from rich.text import Text
 
 from sightline.errors import summarize_traceback
 from sightline.run.run_dir import RunDir
-from sightline.view import formatting
 from sightline.view.events import EventTail, find_number, numbers_of
+from sightline.view.formatting import (
+    NOTHING,
+    clean,
+    count,
+    duration,
+    fixed,
+    percent,
+    short,
+    sparkline,
+)
 from sightline.view.summary import swapped_reward
 from sightline.wire.event import Event
 
@@ -32,14 +40,14 @@ PLAIN_INTERVAL_S = 5.0
 _HISTORY = 200
 _PANEL_WIDTH = 80
 _SPARK_WIDTH = 44
-# Every process tells its state; what the run as a whole is doing is known to these.
+# Every process reports its own state. These two know the state of the whole run.
 _PHASE_PROCESSES = ("orchestrator", "launcher")
 
 
 class LiveView:
-    """Call `update` a few times a second, `note` for a line of your own, `close` at the end.
+    """Call `update` a few times per second, `note` to print a line, and `close` at the end.
 
-    None of the three raises when the terminal or the file is gone: the run goes on unseen.
+    No method raises when the terminal or the file is gone: the run continues without a view.
     """
 
     def __init__(
@@ -53,7 +61,7 @@ class LiveView:
         self._clock = clock
         self._tail = EventTail(run_dir.metrics)
         self._state = _ConsoleState(run_dir.path.name, clock())
-        # What a run that is resumed wrote before belongs to its history; it is no news.
+        # Events from before a resume are history, and are not printed again.
         for event in self._tail.read():
             self._state.add_event(event)
         self._printed_at = float("-inf")
@@ -64,7 +72,7 @@ class LiveView:
             self._live.start()
 
     def update(self) -> None:
-        """Shows what the run has written since."""
+        """Show what the run has written since the last call."""
         with contextlib.suppress(OSError):
             self._update()
 
@@ -74,7 +82,7 @@ class LiveView:
             if not line:
                 continue
             if not self._live:
-                self._print_step(force=True)  # what came before the line stands before it
+                self._print_step(force=True)  # steps before the event come before its line
                 self.note(line)
             elif event.kind != "state":  # the panel shows the phase
                 self.note(line)
@@ -84,8 +92,8 @@ class LiveView:
             self._print_step(force=False)
 
     def note(self, text: str) -> None:
-        """Prints a line: above the panel, or among the lines."""
-        text = formatting.clean(text)
+        """Print a line, above the panel if there is one."""
+        text = clean(text)
         with contextlib.suppress(OSError):
             if self._live:
                 self._console.print(Text(text))
@@ -95,13 +103,13 @@ class LiveView:
                 print(text, file=self._console.file, flush=True)
 
     def close(self) -> None:
-        """Shows the newest state a last time. May be called more than once."""
+        """Show the newest state one last time. May be called more than once."""
         self.update()
         if self._live:
             with contextlib.suppress(OSError):
                 self._live.stop()
             self._live = None
-            # The panel stays as it is on the screen: the step in it is not to be repeated.
+            # The panel stays on the screen and already shows this step.
             self._printed_step = self._state.step
         else:
             self._print_step(force=True)
@@ -118,32 +126,29 @@ class LiveView:
 
 
 def _can_draw(console: Console) -> bool:
-    return (
-        console.is_terminal
-        and not console.is_dumb_terminal
-        and console.encoding.lower().startswith("utf")
-    )
+    is_utf = console.encoding.lower().startswith("utf")
+    return console.is_terminal and not console.is_dumb_terminal and is_utf
 
 
 def step_line(step: int, values: dict[str, Any]) -> str:
-    """A `step` event on one line."""
+    """Return a `step` event as one line."""
     total = find_number(values, "steps_total")
     of_total = f"{step:>{len(f'{total:.0f}')}}/{total:.0f}" if total else f"{step}"
     return "  ".join(
         (
             f"step {of_total}",
-            f"reward {formatting.fixed(find_number(values, 'reward'))}",
+            f"reward {fixed(find_number(values, 'reward'))}",
             f"lag {_format_lag(values)}",
-            f"{formatting.count(find_number(values, 'tokens_per_s'))} tok/s",
+            f"{count(find_number(values, 'tokens_per_s'))} tok/s",
             f"mismatch {_format_mismatch(values)}",
-            f"left {formatting.duration(find_number(values, 'eta_s'))}",
+            f"left {duration(find_number(values, 'eta_s'))}",
             *format_failures(values, only_broken=True),
         )
     )
 
 
 def eval_line(values: dict[str, Any]) -> str:
-    """An `eval` event on one line."""
+    """Return an `eval` event as one line."""
     tasks = find_number(values, "tasks")
     line = f"eval {values.get('name', '')}"
     if (reward := find_number(values, "reward")) is not None:
@@ -156,34 +161,35 @@ def eval_line(values: dict[str, Any]) -> str:
 
 
 def format_failures(values: dict[str, Any], only_broken: bool = False) -> list[str]:
-    """How many rollouts broke or were cut short, and why the first of them did.
+    """Return how many rollouts broke or were truncated, with the first reason.
 
-    With `only_broken` the reason is left out where rollouts were cut short alone.
+    With `only_broken` the reason is left out if rollouts were truncated but none broke.
     """
-    found = []
-    for name in ("broken", "truncated"):
-        if count := find_number(values, name):
-            found.append(f"{count:.0f} {name}")
-    if found and values.get("error") and (find_number(values, "broken") or not only_broken):
-        found[-1] += f", the first: {values['error']}"
-    return found
+    texts = [
+        f"{number:.0f} {name}"
+        for name in ("broken", "truncated")
+        if (number := find_number(values, name))
+    ]
+    if texts and values.get("error") and (find_number(values, "broken") or not only_broken):
+        texts[-1] += f", the first: {values['error']}"
+    return texts
 
 
 def goal_line(step: int, values: dict[str, Any]) -> str:
-    """A `goal` event on one line."""
+    """Return a `goal` event as one line."""
     reward, stop_at, held_out = (
-        formatting.fixed(find_number(values, name), 3) for name in ("reward", "stop_at", "held_out")
+        fixed(find_number(values, name), 3) for name in ("reward", "stop_at", "held_out")
     )
-    line = f"step {step}: the rollouts earned {reward}, which is [run] stop_at = {stop_at}; "
+    line = f"step {step}: training reward {reward} reached [run] stop_at = {stop_at}; "
     if find_number(values, "held_out") is None:
-        return line + "the run ends here ([eval] tasks = 0: nothing was held out)"
+        return line + "the run ends here ([eval] tasks = 0: nothing is held out)"
     if values.get("is_reached"):
-        return line + f"held-out tasks confirm it with {held_out}: the run ends here"
-    return line + f"held-out tasks earned {held_out}: it trains on"
+        return line + f"held-out reward {held_out} confirms it: the run ends here"
+    return line + f"held-out reward {held_out} does not: training continues"
 
 
 class _ConsoleState:
-    """What the events so far amount to; its size does not grow with the run."""
+    """The state of a run after some events. Its size does not grow with the run."""
 
     def __init__(self, name: str, started: float) -> None:
         self.name = name
@@ -199,47 +205,46 @@ class _ConsoleState:
         self.rewards: deque[tuple[int, float]] = deque(maxlen=_HISTORY)
 
     def add_event(self, event: Event) -> str:
-        """Counts the event in; what is left is a line to print, if any."""
+        """Add the event and return a line to print, or an empty text."""
+        values = event.values
         if event.kind == "step":
             self._add_step(event)
         elif event.kind == "train":
-            self.train = event.values
+            self.train = values
         elif event.kind == "eval":
-            name = formatting.clean(event.values.get("name", ""))
-            self.evals[name] = find_number(event.values, "reward")
-            return eval_line(event.values)
+            self.evals[clean(values.get("name", ""))] = find_number(values, "reward")
+            return eval_line(values)
         elif event.kind == "goal":
-            return goal_line(event.step, event.values)
+            return goal_line(event.step, values)
         elif event.kind == "dropped":
-            reason = formatting.clean(event.values.get("reason", ""))
-            self.drops[reason] = self.drops.get(reason, 0) + 1
-            if self.drops[reason] == 1:
-                detail = summarize_traceback(str(event.values.get("detail", "")))
-                return (
-                    f"step {event.step}: the first rollout is dropped ({reason}): {detail}"
-                    if detail
-                    else ""
-                )
+            return self._add_drop(event)
         elif event.kind == "lost":
-            name, why = event.values.get("worker", ""), event.values.get("reason", "")
-            return f"{name} was replaced ({why})"
-        elif event.kind == "probe" and event.values.get("is_blind"):
-            return f"step {event.step}: {event.values.get('words', '')}"
+            return f"{values.get('worker', '')} was replaced ({values.get('reason', '')})"
+        elif event.kind == "probe" and values.get("is_blind"):
+            return f"step {event.step}: {values.get('words', '')}"
         elif event.kind in ("sink", "process"):
-            return str(event.values.get("words", ""))
+            return str(values.get("words", ""))
         elif event.kind == "state" and event.process in _PHASE_PROCESSES:
-            return self._update_phase(event.values.get("phase"))
+            return self._update_phase(values.get("phase"))
         return ""
 
     def _add_step(self, event: Event) -> None:
         self.step, self.values, self.step_time = event.step, event.values, event.time
         self.steps_total = int(find_number(event.values, "steps_total") or 0)
-        # A step that comes again takes the place of the one that was lost, and of all behind it.
+        # A replayed step replaces the lost one and all later ones.
         while self.rewards and self.rewards[-1][0] >= event.step:
             self.rewards.pop()
         reward = find_number(event.values, "reward")
         if reward is not None:
             self.rewards.append((event.step, reward))
+
+    def _add_drop(self, event: Event) -> str:
+        reason = clean(event.values.get("reason", ""))
+        self.drops[reason] = self.drops.get(reason, 0) + 1
+        detail = summarize_traceback(str(event.values.get("detail", "")))
+        if self.drops[reason] > 1 or not detail:
+            return ""
+        return f"step {event.step}: dropped the first rollout ({reason}): {detail}"
 
     def _update_phase(self, phase: object) -> str:
         if not isinstance(phase, str) or phase == self.phase:
@@ -249,7 +254,7 @@ class _ConsoleState:
 
 
 def describe_events(events: Iterable[Event]) -> tuple[str, list[tuple[float, str]]]:
-    """The phase that a run has come to; and what happened beside its steps, each with its time."""
+    """Return the current phase, and the lines of events other than steps with their times."""
     state = _ConsoleState("", 0.0)
     lines = [(event.time, state.add_event(event)) for event in events]
     return state.phase, [(when, line) for when, line in lines if line]
@@ -261,13 +266,11 @@ def _panel(state: _ConsoleState, now: float) -> Panel:
     grid.add_column(no_wrap=True, overflow="ellipsis", ratio=1)
     for label, text in _panel_rows(state):
         grid.add_row(label, text)
-    title = Text.assemble((f" {set_cell_size(formatting.clean(state.name), 40).strip()} ", "bold"))
-    phase = Text(f" {formatting.clean(state.phase)} ", style="cyan")
     return Panel(
         Group(_progress(state, now), Text(), grid),
-        title=title,
+        title=Text(f" {set_cell_size(clean(state.name), 40).strip()} ", style="bold"),
         title_align="left",
-        subtitle=phase,
+        subtitle=Text(f" {clean(state.phase)} ", style="cyan"),
         subtitle_align="right",
         box=box.ROUNDED,
         width=_PANEL_WIDTH,
@@ -287,88 +290,52 @@ def _progress(state: _ConsoleState, now: float) -> RenderableType:
     row.add_row(
         f"step {state.step}/{total or '?'}",
         ProgressBar(total=max(total, 1), completed=state.step, complete_style="green"),
-        f"{formatting.duration(now - state.started)} gone, {formatting.duration(left)} left",
+        f"{duration(now - state.started)} elapsed, {duration(left)} left",
     )
     return row
 
 
 def _panel_rows(state: _ConsoleState) -> list[tuple[str, RenderableType]]:
     values, train = state.values, state.train
+
+    def cell(label: str, name: str, how: Callable[[float | None], str] = count) -> str:
+        return f"{label} {how(find_number(values, name))}"
+
+    reward = Text(f"{fixed(find_number(values, 'reward'), 3):<8}", style="bold green")
     rewards = [reward for _, reward in state.rewards]
-    reward = Text(f"{formatting.fixed(find_number(values, 'reward'), 3):<8}", style="bold green")
-    reward.append(formatting.sparkline(rewards, _SPARK_WIDTH), style="green")
-    parts = _join_table(numbers_of(values, "parts"), lambda value: formatting.fixed(value, 3))
+    reward.append(sparkline(rewards, _SPARK_WIDTH), style="green")
     rows: list[tuple[str, RenderableType]] = [("reward", reward)]
-    if parts:
-        rows.append(("", Text(parts, style="dim")))
+    if components := numbers_of(values, "parts"):
+        rows.append(("", Text(_join_table(components, _three_digits), style="dim")))
     if len(envs := _rewards_by_env(values)) > 1:
-        rows.append(
-            ("", Text(_join_table(envs, lambda value: formatting.fixed(value, 3)), style="dim"))
-        )
+        rows.append(("", Text(_join_table(envs, _three_digits), style="dim")))
+    sampler = cell("tokens/s", "tokens_per_s"), f"lag {_format_lag(values)}"
+    loss, entropy = (f"{name} {short(find_number(train, name))}" for name in ("loss", "entropy"))
+    images = cell("sent", "images_shown"), cell("unique", "images_stored")
+    groups = cell("no signal", "no_signal_rate", percent), cell("replaced", "groups_replaced")
+    in_flight = cell("rollouts", "in_flight"), cell("waiting", "waiting")
     rows += [
-        (
-            "sampler",
-            _cells(
-                f"tokens/s {formatting.count(find_number(values, 'tokens_per_s'))}",
-                f"lag {_format_lag(values)}",
-                f"groups ahead {formatting.count(find_number(values, 'groups_ahead'))}",
-            ),
-        ),
-        (
-            "trainer",
-            _cells(
-                f"loss {formatting.short(find_number(train, 'loss'))}",
-                f"entropy {formatting.short(find_number(train, 'entropy'))}",
-                f"mismatch KL {_format_mismatch(values)}",
-            ),
-        ),
-        (
-            "images",
-            _cells(
-                f"shown {formatting.count(find_number(values, 'images_shown'))}",
-                f"stored {formatting.count(find_number(values, 'images_stored'))}",
-                f"bad {formatting.count(find_number(values, 'bad_media'))}",
-            ),
-        ),
-        (
-            "groups",
-            _cells(
-                f"no signal {formatting.percent(find_number(values, 'no_signal_rate'))}",
-                f"replaced {formatting.count(find_number(values, 'groups_replaced'))}",
-                f"truncated {formatting.count(find_number(values, 'truncated'))}",
-            ),
-        ),
-        (
-            "in flight",
-            _cells(
-                f"rollouts {formatting.count(find_number(values, 'in_flight'))}",
-                f"waiting {formatting.count(find_number(values, 'waiting'))}",
-                f"MB {_format_megabytes(values, 'bytes_in_flight')}",
-            ),
-        ),
-        (
-            "verdicts",
-            Text(
-                _join_table(numbers_of(values, "verdicts"), formatting.count) or formatting.NOTHING
-            ),
-        ),
+        ("sampler", _cells(*sampler, cell("groups ahead", "groups_ahead"))),
+        ("trainer", _cells(loss, entropy, f"mismatch KL {_format_mismatch(values)}")),
+        ("images", _cells(*images, cell("failed", "bad_media"))),
+        ("groups", _cells(*groups, cell("truncated", "truncated"))),
+        ("in flight", _cells(*in_flight, cell("MB", "bytes_in_flight", _format_megabytes))),
+        ("verdicts", Text(_join_table(numbers_of(values, "verdicts"), count) or NOTHING)),
     ]
     if state.drops:
-        rows.append(("dropped", Text(_join_table(state.drops, formatting.count), style="yellow")))
+        rows.append(("dropped", Text(_join_table(state.drops, count), style="yellow")))
     if state.evals:
-        rows.append(
-            ("eval", Text(_join_table(state.evals, lambda value: formatting.fixed(value, 3))))
-        )
+        rows.append(("eval", Text(_join_table(state.evals, _three_digits))))
     return rows
 
 
 def _cells(*texts: str) -> Text:
-    """Texts under one another's in all rows, so that the eye finds them again."""
+    """Align the texts in columns of one width."""
     return Text("".join(set_cell_size(text, 20) for text in texts).rstrip())
 
 
 def _join_table(table: dict[str, Any], how: Callable[[Any], str]) -> str:
-    return " · ".join(f"{formatting.clean(name)} {how(value)}" for name, value in table.items())
+    return " · ".join(f"{clean(name)} {how(value)}" for name, value in table.items())
 
 
 def _rewards_by_env(values: dict[str, Any]) -> dict[str, float | None]:
@@ -378,19 +345,22 @@ def _rewards_by_env(values: dict[str, Any]) -> dict[str, float | None]:
     return {name: find_number(env, "reward") for name, env in envs.items() if isinstance(env, dict)}
 
 
-def _format_megabytes(values: dict[str, Any], name: str) -> str:
-    size = find_number(values, name)
-    return formatting.NOTHING if size is None else f"{size / 1e6:.1f}"
+def _three_digits(value: float | None) -> str:
+    return fixed(value, 3)
+
+
+def _format_megabytes(size: float | None) -> str:
+    return NOTHING if size is None else f"{size / 1e6:.1f}"
 
 
 def _format_lag(values: dict[str, Any]) -> str:
-    """Mean and greatest lag of the trained tokens."""
-    greatest = find_number(values, "lag_max")
-    if greatest is None:
-        return formatting.NOTHING
-    return f"{formatting.fixed(find_number(values, 'lag_mean'), 1)}/{greatest:.0f}"
+    """Return the mean and the maximum lag of the trained tokens."""
+    maximum = find_number(values, "lag_max")
+    if maximum is None:
+        return NOTHING
+    return f"{fixed(find_number(values, 'lag_mean'), 1)}/{maximum:.0f}"
 
 
 def _format_mismatch(values: dict[str, Any]) -> str:
     mismatch = find_number(values, "mismatch_kl")
-    return formatting.NOTHING if mismatch is None else f"{mismatch:.1e}"
+    return NOTHING if mismatch is None else f"{mismatch:.1e}"

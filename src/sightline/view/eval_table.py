@@ -1,4 +1,4 @@
-"""An evaluation as a table on a terminal, and as a line for each rollout."""
+"""The results of `sightline eval`: a table, and one record for each rollout."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from sightline.run.confidence import confidence_interval
 
 
 def to_line(played: PlayedRollout) -> dict[str, Any]:
-    """A rollout as `--output` has it; without a reward it broke, and `error` says over what."""
+    """Return a rollout as a record for `--output`. Broken ones have an `error`, no reward."""
     trace = played.trace
     return {
         "task": trace.task,
@@ -45,9 +45,9 @@ def print_eval_table(played: list[PlayedRollout], name: str, seconds: float) -> 
     console.print(table)
     broken = [trace for trace in summary.traces if trace.reward is None]
     console.print(
-        f"{len(broken)} broken, {sum(trace.truncated for trace in summary.traces)} cut short; "
+        f"{len(broken)} broken, {sum(trace.truncated for trace in summary.traces)} truncated; "
         f"{sum(one.num_calls for one in played)} model calls, "
         f"{sum(one.num_sampled_tokens for one in played)} tokens in {seconds:.1f} s"
     )
     if broken:
-        console.print(f"the first that broke, task {broken[0].task}: {broken[0].error.strip()}")
+        console.print(f"first failure, task {broken[0].task}: {broken[0].error.strip()}")

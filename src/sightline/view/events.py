@@ -1,4 +1,4 @@
-"""What is in `metrics.jsonl`: the events of a run, and the numbers in them."""
+"""Read `metrics.jsonl`: the events of a run, and their numbers."""
 
 from __future__ import annotations
 
@@ -18,20 +18,20 @@ _decoder = msgspec.json.Decoder(Event)
 
 
 class EventTail:
-    """The events that were appended since it last looked; a line is read once, when it is whole."""
+    """Reads the events that were appended since the last call. Incomplete lines wait."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
         self._offset = 0
         self.num_invalid_lines = 0
-        """Whole lines that are no events."""
+        """Complete lines that are not events."""
         self.is_torn = False
-        """Whether the file ends inside a line: it is being written, or its writer was killed."""
+        """Whether the last line is incomplete: it is being written, or its writer was killed."""
         self.is_behind = False
-        """Whether a read that was given a limit has left something."""
+        """Whether a limited read left something unread."""
 
     def read(self, max_bytes: int = -1) -> list[Event]:
-        """At most about `max_bytes` of them, but one line at the least."""
+        """Read about `max_bytes`, but at least one line."""
         try:
             with open(self.path, "rb") as file:
                 file.seek(self._offset)
@@ -51,12 +51,12 @@ class EventTail:
 
 
 def read_events(path: Path) -> Iterator[Event]:
-    """All events so far, oldest first. A line that is no event is left out."""
+    """Return all events, the oldest first. Lines that are not events are skipped."""
     return _events(read_lines(path))
 
 
 def is_end_damaged(path: Path) -> bool:
-    """Whether the last whole line is no event: it may be the one that says how the run ended."""
+    """Return whether the last complete line is not an event. It may be the lost `end` event."""
     with open(path, "rb") as file:
         file.seek(max(0, path.stat().st_size - _TAIL_BYTES))
         lines = file.read().rpartition(b"\n")[0].splitlines()
@@ -74,16 +74,16 @@ def _events(lines: Iterable[bytes]) -> Iterator[Event]:
 
 
 def by_step(events: Iterable[Event], kind: str) -> dict[int, Event]:
-    """The newest event of a kind for each step: a step that was replayed counts once."""
-    found: dict[int, Event] = {}
+    """Return the newest event of a kind for each step: replayed steps count once."""
+    newest: dict[int, Event] = {}
     for event in events:
         if event.kind == kind:
-            found[event.step] = event
-    return dict(sorted(found.items()))
+            newest[event.step] = event
+    return dict(sorted(newest.items()))
 
 
 def find_number(values: dict[str, Any], name: str) -> float | None:
-    """The finite number of this name; None where it was not measured."""
+    """Return the finite number of this name, or None."""
     value = values.get(name)
     if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value):
         return None
@@ -91,9 +91,9 @@ def find_number(values: dict[str, Any], name: str) -> float | None:
 
 
 def numbers_of(values: dict[str, Any], name: str) -> dict[str, float]:
-    """The table of numbers of this name; empty where there is none."""
+    """Return the table of numbers of this name; empty if there is none."""
     table = values.get(name)
     if not isinstance(table, dict):
         return {}
-    found = {str(key): find_number(table, key) for key in table}
-    return {key: number for key, number in found.items() if number is not None}
+    numbers = {str(key): find_number(table, key) for key in table}
+    return {key: number for key, number in numbers.items() if number is not None}

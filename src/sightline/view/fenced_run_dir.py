@@ -1,4 +1,4 @@
-"""A run directory out of which no link is followed."""
+"""A run directory whose links out of it are not followed."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from pathlib import Path
 from sightline.run.run_dir import RunDir
 
 _NOWHERE = Path(os.devnull)
-"""Nothing can be below it: what is read there is missing, and nothing can be written."""
+"""A path below which no file can exist or be written."""
 _READ = (
     "config.toml", "metrics.jsonl", "notes.md", "verdicts.jsonl", "summary.json", ".lock", "view",
     "media",
@@ -21,14 +21,14 @@ _FOLDERS = ("logs", "traces", "scores")
 
 @dataclass(frozen=True, slots=True)
 class FencedRunDir(RunDir):
-    """A path whose links lead out of `root` is one where nothing is; so are pipes and devices."""
+    """Links out of `root`, pipes and devices count as missing."""
 
     root: Path
-    """The folder that a command was given, without links in its own path."""
+    """The folder that a command was given, resolved."""
 
     @classmethod
     def of(cls, run_dir: RunDir) -> FencedRunDir:
-        """`run_dir` itself where it has a fence, otherwise with one around the run."""
+        """Return `run_dir` with a fence around the run, unless it already has one."""
         if isinstance(run_dir, FencedRunDir):
             return run_dir
         return cls(run_dir.path, run_dir.path.resolve())
@@ -38,7 +38,7 @@ class FencedRunDir(RunDir):
         return path if is_below(self.root, path) else _NOWHERE / name
 
     def list_refused(self) -> list[str]:
-        """The names inside the run that are not read because of where they lead."""
+        """Return the names inside the run that are not read."""
         found = [name for name in (*_READ, *_FOLDERS) if not is_below(self.root, self.path / name)]
         for folder in _FOLDERS:
             with suppress(OSError), os.scandir(self.inside(folder)) as entries:
@@ -50,7 +50,7 @@ class FencedRunDir(RunDir):
 
 
 def is_below(root: Path, path: Path) -> bool:
-    """Whether a path, its links followed, is a file or folder below `root`, or nothing yet."""
+    """Return whether a path resolves to a file, a folder or nothing below `root`."""
     real = os.path.realpath(path)
     if not Path(real).is_relative_to(root):
         return False

@@ -1,4 +1,4 @@
-"""How numbers read to people, in the terminal and in the report alike. None reads as a dash."""
+"""Numbers as text, for the terminal and the report. None becomes a dash."""
 
 from __future__ import annotations
 
@@ -9,12 +9,12 @@ _BARS = "▁▂▃▄▅▆▇█"
 
 
 def count(value: float | None) -> str:
-    """Three digits and a letter from a thousand on: 812, 1.9k, 24k, 3.1M."""
+    """Format large numbers with a letter: 812, 1.9k, 24k, 3.1M."""
     if value is None:
         return NOTHING
     size, letter = abs(value), ""
     for bound, name in ((1e9, "G"), (1e6, "M"), (1e3, "k")):
-        # A little below the bound, because 999.96 of one letter would read as 1000.
+        # Slightly below the bound: 999.96 would be rounded to 1000.
         if size >= bound * 0.9995:
             size, letter = size / bound, name
             break
@@ -23,12 +23,12 @@ def count(value: float | None) -> str:
 
 
 def whole(value: float | None) -> str:
-    """Every digit: 57,600."""
+    """Format with all digits: 57,600."""
     return NOTHING if value is None else f"{value:,.0f}"
 
 
 def duration(seconds: float | None) -> str:
-    """Minutes and seconds, with hours in front where there are any."""
+    """Format as minutes and seconds, or hours, minutes and seconds."""
     if seconds is None:
         return NOTHING
     whole = max(0, round(seconds))
@@ -43,7 +43,7 @@ def fixed(value: float | None, digits: int = 2) -> str:
 
 
 def short(value: float | None) -> str:
-    """Few digits at any size: 3.2e-08, 0.0123, 1.4, 150."""
+    """Format with few digits at any size: 3.2e-08, 0.0123, 1.4, 150."""
     if value is None:
         return NOTHING
     if value == 0:
@@ -59,12 +59,12 @@ def percent(share: float | None) -> str:
 
 
 def clean(text: object) -> str:
-    """The text on one line, without characters that could steer a terminal."""
+    """Return the text as one line without control characters."""
     return "".join(c if c.isprintable() else " " for c in str(text))
 
 
 def sparkline(values: Sequence[float], width: int) -> str:
-    """The newest values as bars, from the lowest to the highest of them."""
+    """Draw the newest values as bars."""
     recent = values[-width:]
     if not recent:
         return ""

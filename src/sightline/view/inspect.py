@@ -1,11 +1,11 @@
-"""What a run sent to its trainer, decoded again and counted.
+"""Decode and count what a run sent to its trainer.
 
-    batches/step_N, where kept ------------------------.
-                                                        >-- samples -- pack -- counts
-    traces/step_N + scores/step_N, where it is gone ---'
+    batches/step_N, if kept ---------------------.
+                                                  >-- samples -- pack -- counts
+    traces/step_N + scores/step_N, otherwise ----'
 
-A batch goes when a checkpoint covers it, unless `[orchestrator] keep_batches` is set. Then its
-samples are made once more, from the traces and the nodes that the trainer says it trained.
+A batch is removed when a checkpoint covers it, unless `[orchestrator] keep_batches` is set. Its
+samples are then rebuilt from the traces and from the nodes that the trainer scored.
 """
 
 from __future__ import annotations
@@ -33,47 +33,47 @@ from sightline.wire.micro_batch import StepScores
 from sightline.wire.sample import Batch, Sample, digest_batch
 
 PER_TOKEN = {"token_ids", "trained", "logprobs", "advantages", "versions"}
-"""The arrays that a sample or a node may hold: a number for a token."""
+"""The arrays that a sample or a node may hold, with one number per token."""
 MAX_LIST_LENGTH = 4096
-"""A longer list of plain numbers is an array in disguise."""
+"""A longer list of numbers counts as an array."""
 DATA_URLS = (b"data:image", b";base64,")
 SIGNATURES = (
     b"\x89PNG\r\n\x1a\n", b"\xff\xd8\xff\xe0\x00\x10JFIF", b"Exif\x00\x00", b"WEBPVP8", b"GIF87a",
     b"GIF89a", b"iVBORw0KGgo", b"/9j/4AAQSkZJRg",
 )  # fmt: skip
-"""How the files of images begin, the last two in base64; long enough not to occur by chance."""
+"""The first bytes of image files, the last two in base64; too long to occur by chance."""
 IMAGE_FOLDERS = {"media", "report", "samples", "sinks", "view"}
-"""The folders of a run in which images are meant to be."""
+"""The folders of a run that may contain images."""
 
 
 @dataclass
 class Inspection:
-    """Counts of a run, in the order in which they are shown."""
+    """Counts of a run, in the order in which they are printed."""
 
     steps: int = 0
     rollouts: int = 0
-    """Rollouts of all steps, whatever their verdict."""
+    """Rollouts of all steps, with any verdict."""
     eval_rollouts: int = 0
     batches_as_sent: int = 0
-    """Decoded from the very bytes that were announced: their digest is the ledger's."""
+    """Decoded from the announced bytes, whose digest is in the ledger."""
     batches_rebuilt: int = 0
     samples: int = 0
     micro_batches: int = 0
     micro_batches_with_references: int = 0
     slots: int = 0
-    """Places of images in samples, and of steps of videos."""
+    """Slots of images and video steps in samples."""
     video_slots: int = 0
-    """Those of them that are steps of videos."""
+    """The slots of video steps."""
     descriptors: int = 0
-    """Items in micro-batches; an image that is shown several times in one is one."""
+    """Items in micro-batches. An image that occurs several times in one counts once."""
     distinct_files: int = 0
-    """Images that descriptors or traces refer to, each counted once."""
+    """Distinct images to which descriptors or traces refer."""
     eager_tensors: int = 0
-    """Arrays in batches that are no numbers of tokens."""
+    """Arrays in batches that are not per-token numbers."""
     data_urls: int = 0
-    """Data URLs and encoded images in the files of the run that are not made for people."""
+    """Data URLs and encoded images outside the folders that may contain images."""
     missing_files: int = 0
-    """Images that something refers to and the store does not hold."""
+    """Referenced images that are not in the store."""
     missing: list[MediaRef] = field(default_factory=list)
 
     @property
@@ -88,42 +88,39 @@ def inspect_run(run_dir: RunDir) -> Inspection:
     limit = PackSize(run_file.trainer.micro_batch_tokens, run_file.trainer.micro_batch_patches)
     store = open_store(run_file.media.root or run_dir.media, **run_file.media.store_options())
     digests = _read_ledger(run_dir)
-    found = Inspection(steps=len(digests))
+    counts = Inspection(steps=len(digests))
     refs: dict[str, MediaRef] = {}
     for batch, raw, as_sent in _read_batches(run_dir, digests):
-        found.batches_as_sent += as_sent
-        found.batches_rebuilt += not as_sent
-        found.eager_tensors += sum(1 for _ in find_eager_tensors(msgspec.msgpack.decode(raw)))
-        found.samples += len(batch.samples)
-        found.slots += sum(len(sample.slots) for sample in batch.samples)
-        found.video_slots += sum(
-            sample.items[slot.item].step is not None
-            for sample in batch.samples
-            for slot in sample.slots
-        )
+        counts.batches_as_sent += as_sent
+        counts.batches_rebuilt += not as_sent
+        counts.eager_tensors += sum(1 for _ in find_eager_tensors(msgspec.msgpack.decode(raw)))
+        counts.samples += len(batch.samples)
+        counts.slots += sum(len(sample.slots) for sample in batch.samples)
+        items = (sample.items[slot.item] for sample in batch.samples for slot in sample.slots)
+        counts.video_slots += sum(item.step is not None for item in items)
         for micro_batch in pack(batch.samples, batch.step, family, limit):
-            found.micro_batches += 1
-            found.micro_batches_with_references += bool(micro_batch.items)
-            found.descriptors += len(micro_batch.items)
-            shown = (ref for packed in micro_batch.items for ref in packed.item.refs)
-            refs |= {ref.digest: ref for ref in shown}
+            counts.micro_batches += 1
+            counts.micro_batches_with_references += bool(micro_batch.items)
+            counts.descriptors += len(micro_batch.items)
+            packed_refs = (ref for packed in micro_batch.items for ref in packed.item.refs)
+            refs |= {ref.digest: ref for ref in packed_refs}
     for file in sorted(run_dir.traces.glob("*.msgpack")):
         for trace in read_traces(file):
             if file.stem.startswith("step_"):
-                found.rollouts += 1
+                counts.rollouts += 1
             else:
-                found.eval_rollouts += 1
+                counts.eval_rollouts += 1
             slots = (slot for node in trace.nodes for slot in node.slots)
             refs |= {ref.digest: ref for slot in slots for ref in slot.item.refs}
-    found.distinct_files = len(refs)
-    found.missing = [ref for ref in refs.values() if not store.has(ref)]
-    found.missing_files = len(found.missing)
-    found.data_urls = sum(count_images_in(file) for file in list_image_free_files(run_dir))
-    return found
+    counts.distinct_files = len(refs)
+    counts.missing = [ref for ref in refs.values() if not store.has(ref)]
+    counts.missing_files = len(counts.missing)
+    counts.data_urls = sum(count_images_in(file) for file in list_image_free_files(run_dir))
+    return counts
 
 
 def find_eager_tensors(value: Any, name: str = "") -> Iterator[str]:
-    """Paths of what could hold pixels, in a message that was decoded without a schema."""
+    """Yield the paths of values that could be pixels, in a message decoded without a schema."""
     if isinstance(value, dict):
         if value.keys() == {"dtype", "shape", "data"}:
             if name.rpartition(".")[2] not in PER_TOKEN or len(value["shape"]) != 1:
@@ -142,7 +139,7 @@ def find_eager_tensors(value: Any, name: str = "") -> Iterator[str]:
 
 
 def list_image_free_files(run_dir: RunDir) -> list[Path]:
-    """The files of a run that are neither the store nor made for people."""
+    """Return the files of a run that must not contain images."""
     return [
         path
         for path in sorted(run_dir.path.rglob("*"))
@@ -151,32 +148,32 @@ def list_image_free_files(run_dir: RunDir) -> list[Path]:
 
 
 def count_images_in(file: Path) -> int:
-    """Data urls and whole image files in a file; weights are random bytes and are left out."""
+    """Count data URLs and image files in a file. Weights are skipped: they are random bytes."""
     if file.suffix == ".safetensors":
         return 0
     data = file.read_bytes()
-    # One url has both marks; the larger count is that of the urls.
+    # A data URL has both marks, so the larger count is the number of URLs.
     return max(data.count(mark) for mark in DATA_URLS) + sum(map(data.count, SIGNATURES))
 
 
-def print_inspection(found: Inspection, console: Console) -> None:
+def print_inspection(counts: Inspection, console: Console) -> None:
     table = Table(box=None, show_header=False, pad_edge=False)
     table.add_column(justify="left")
     table.add_column(justify="right")
     for entry in fields(Inspection):
-        value = getattr(found, entry.name)
+        value = getattr(counts, entry.name)
         if isinstance(value, int):
             bad = value and entry.name in ("eager_tensors", "data_urls", "missing_files")
             name = entry.name.replace("_", " ").replace("micro batches", "micro-batches")
             table.add_row(name.replace("data urls", "data URLs"), f"{value:,}",
                           style="bold red" if bad else "")  # fmt: skip
     console.print(table)
-    for ref in found.missing[:10]:
+    for ref in counts.missing[:10]:
         console.print(f"missing: {ref.url}", highlight=False, soft_wrap=True)
 
 
 def _read_ledger(run_dir: RunDir) -> dict[int, str]:
-    """The digest of every step's batch."""
+    """Return the batch digest of every step."""
     if not run_dir.ledger.is_file():
         return {}
     lines = run_dir.ledger.read_bytes().splitlines(keepends=True)
@@ -192,7 +189,7 @@ def _load_family(run_file: RunFile, run_dir: RunDir) -> Family:
 
 
 def _read_batches(run_dir: RunDir, digests: dict[int, str]) -> Iterator[tuple[Batch, bytes, bool]]:
-    """The batch of each trained step, its bytes, and whether they are those that were sent."""
+    """Yield each step's batch, its bytes, and whether those are the bytes that were sent."""
     for step, digest in sorted(digests.items()):
         file = run_dir.batch(step)
         if file.is_file():
@@ -215,12 +212,12 @@ def _decode_batch(raw: bytes, file: Path) -> Batch:
         tensors = ", ".join(find_eager_tensors(msgspec.msgpack.decode(raw))) or "none"
         raise WireError(
             f"{file} is not a batch: {error}; tensors in it: {tensors}",
-            "send samples with references; the trainer makes the pixels",
+            "send samples with references: the trainer makes the pixels",
         ) from error
 
 
 def _zero_advantages(nodes: set[int]) -> Callable[[Node], float | None]:
-    """Any advantage will do for counting, where a node trained."""
+    """Return zero advantages for the trained nodes: only counts matter here."""
     return lambda node: 0.0 if node.id in nodes else None
 
 

@@ -1,7 +1,6 @@
-"""A run in a notebook: `sightline.open_run(path)`, and its live view while `train` runs there.
+"""A run in a notebook: `sightline.open_run(path)`, and the live view of `train`.
 
-It reads the same index as the dashboard, so a hundred thousand rollouts are a table, and a trace
-is read when it is asked for.
+It uses the dashboard's index, so that tables of many rollouts are fast. Traces are read on demand.
 """
 
 from __future__ import annotations
@@ -41,14 +40,14 @@ def import_pandas() -> Any:
         import pandas
     except ModuleNotFoundError as error:
         raise ConfigError(
-            "tables of a run need the package pandas, which is not installed",
+            "tables need the package pandas, which is not installed",
             "pip install 'sightline-rl[notebook]'",
         ) from error
     return pandas
 
 
 def open_run(path: str | Path) -> Run:
-    """The run in a run directory, live or finished."""
+    """Open a run directory, live or finished."""
     run_dir = get_run_dir(Path(path))
     return Run(RunView(run_dir.path.resolve().name, run_dir))
 
@@ -59,7 +58,7 @@ class Run:
         self.refresh()
 
     def refresh(self) -> None:
-        """Takes in what the run has written since."""
+        """Read what the run has written since."""
         self._view.refresh_all()
 
     @property
@@ -76,16 +75,16 @@ class Run:
 
     @property
     def problems(self) -> list[str]:
-        """What of its files could not be read."""
+        """Missing and unreadable files."""
         return self._view.problems()
 
     @property
     def metrics(self) -> pandas.DataFrame:
-        """A row a step; tables of events are columns with dotted names."""
+        """One row per step. Nested tables become columns with dotted names."""
         pandas = import_pandas()
 
-        found = self._view.history.since(0)
-        frame = pandas.DataFrame(found["columns"], index=found["step"], dtype="float64")
+        history = self._view.history.since(0)
+        frame = pandas.DataFrame(history["columns"], index=history["step"], dtype="float64")
         return frame.rename_axis("step")
 
     @property
@@ -96,7 +95,7 @@ class Run:
 
     @property
     def rollouts(self) -> pandas.DataFrame:
-        """A row a rollout, evaluations included; `trace` takes its `file` and `number`."""
+        """One row per rollout, including evaluations. `rollout` takes its `file` and `number`."""
         pandas = import_pandas()
 
         with self._view.index.connect_readonly() as connection:
@@ -107,7 +106,7 @@ class Run:
 
     @property
     def images(self) -> pandas.DataFrame:
-        """A row a distinct image, with how often it was shown."""
+        """One row per distinct image, with the number of its uses."""
         pandas = import_pandas()
 
         with self._view.index.connect_readonly() as connection:
@@ -116,9 +115,9 @@ class Run:
             )
 
     def mismatch(self, fresh: bool = True) -> pandas.DataFrame:
-        """KL and ratio between sampler and trainer, by dimension and bucket.
+        """Return KL and ratio between sampler and trainer, by dimension and bucket.
 
-        With `fresh`, of tokens that the trainer's own version sampled.
+        `fresh` selects tokens that were sampled by the version that trained on them.
         """
         pandas = import_pandas()
 
@@ -128,28 +127,28 @@ class Run:
         return pandas.DataFrame(rows)
 
     def find(self, limit: int = 20, **wanted: Any) -> list[Rollout]:
-        """Rollouts by the dashboard's filters: step_from, reward_to, verdict, text, sort ..."""
+        """Find rollouts by the dashboard's filters: step_from, verdict, text, sort ..."""
         with self._view.index.connect_readonly() as connection:
             found = queries.list_rollouts(connection, queries.RolloutFilter(**wanted), 0, limit)
         return [self.rollout(row["file"], row["number"]) for row in found["rows"]]
 
     def rollout(self, file: str, number: int) -> Rollout:
-        """One rollout, by the `file` and `number` of `rollouts`."""
+        """Return a rollout by the `file` and `number` of `rollouts`."""
         found = rollout_page.find_trace(self._view, file, number)
         if found is None:
             raise ConfigError(
-                f"{self.name} has no rollout {number} in {file}", "take both from run.rollouts"
+                f"{self.name} has no rollout {number} in {file}", "take both from `run.rollouts`"
             )
         return Rollout(self._view, *found)
 
     def traces(self, step: int) -> Iterator[Trace]:
-        """The traces of a step, one at a time; what cannot be read is left out."""
-        for found in trace_files.read_records(self._view.run_dir.traces_of(step)):
-            if not isinstance(found, str):
-                yield found.trace
+        """Yield the traces of a step. Unreadable ones are skipped."""
+        for record in trace_files.read_records(self._view.run_dir.traces_of(step)):
+            if not isinstance(record, str):
+                yield record.trace
 
     def image(self, image: MediaRef | str) -> Image:
-        """The picture of a ref or a digest, as the models see it: RGB, upright."""
+        """Return the image of a ref or digest as models see it: RGB and upright."""
         digest = image.digest if isinstance(image, MediaRef) else image
         return self._view.store.image(self._view.store.get_ref(digest))
 
@@ -173,7 +172,7 @@ class Run:
         return str(template.run(self.name, rows)) + self._draw_curve()
 
     def _draw_curve(self) -> str:
-        """The curve of the reward, or of the loss where there is none, as SVG."""
+        """Draw the reward, or the loss if there is no reward, as SVG."""
         found = self._view.history.since(0)
         name = "reward" if "reward" in found["columns"] else "loss"
         points = list(zip(found["step"], found["columns"].get(name, ()), strict=False))
@@ -188,7 +187,7 @@ class Run:
 
 
 class NotebookView:
-    """The live view of a run in the cell that started it: `update` draws it anew."""
+    """The live view of a run in the notebook cell that started it."""
 
     def __init__(self, run_dir: RunDir) -> None:
         from IPython.display import display
@@ -213,7 +212,7 @@ class NotebookView:
 
 
 def find_notebook_view(run_dir: RunDir) -> NotebookView | None:
-    """The live view for the notebook that this process runs; None elsewhere."""
+    """Return the live view if this process runs a notebook, or None."""
     ipython = sys.modules.get("IPython")
     shell = ipython.get_ipython() if ipython is not None else None
     return NotebookView(run_dir) if hasattr(shell, "kernel") else None
@@ -221,7 +220,7 @@ def find_notebook_view(run_dir: RunDir) -> NotebookView | None:
 
 @dataclass(frozen=True)
 class Rollout:
-    """One rollout with its trace; in a notebook it shows its conversation and images."""
+    """A rollout with its trace. A notebook shows its conversation and images."""
 
     view: RunView
     row: dict[str, Any]
@@ -229,12 +228,12 @@ class Rollout:
 
     @property
     def images(self) -> list[MediaRef]:
-        """What it shows, in order; of a video its file at every step, or all images of a list."""
+        """Its images in order; for each video step, the file or the frames."""
         return [ref for node in self.trace.nodes for s in node.slots for ref in s.item.refs]
 
     @property
     def tokens(self) -> pandas.DataFrame:
-        """A row a token of every node: sampled or context, and what both sides thought of it."""
+        """One row per token of every node, with the scores of sampler and trainer."""
         pandas = import_pandas()
 
         scored = rollout_page.read_node_scores(self.view, self.row["step"], self.trace)
@@ -272,7 +271,7 @@ class Rollout:
         return str(template.rollout(rows, messages, len(path) - len(shown)))
 
     def _parts(self, message: Message) -> list[tuple[str, str]]:
-        """What the message holds, in order: a kind, and a text or the URL of an image."""
+        """Return the parts of a message: a kind, and a text or the URL of an image."""
         parts = [("text", message.reasoning)] if message.reasoning else []
         for part in message.content:
             if isinstance(part, ImagePart):

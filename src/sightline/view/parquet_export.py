@@ -1,10 +1,10 @@
-"""`samples/step_N.parquet`: rollouts for people and other programs, images inlined.
+"""`samples/step_N.parquet`: rollouts with their images, for other programs.
 
     traces/step_N --one rollout at a time--> row --> parquet writer --a row group--> file
-    media/        --bytes, once a rollout--'
+    media/        --each image once---------'
 
-The original is untouched. Memory is that of one row group, whatever the step holds. pandas,
-DuckDB and the `datasets` library open the file; `datasets` shows the column `images` as images.
+Memory is bounded by one row group. pandas, DuckDB and the `datasets` library open the file;
+`datasets` shows the column `images` as images.
 """
 
 from __future__ import annotations
@@ -27,11 +27,11 @@ from sightline.view.dashboard import trace_files
 from sightline.view.trace_export import openai_message
 
 MAX_IMAGE_BYTES = 2_000_000
-"""A larger image is inlined as a smaller copy."""
+"""Larger images are replaced by reduced copies."""
 MAX_ROLLOUT_BYTES = 16_000_000
-"""The most bytes of images of one rollout; images past it stay references."""
+"""The most bytes of images per rollout. Further images stay references."""
 GROUP_BYTES = 8_000_000
-"""A row group is written when its rows have grown to this."""
+"""The size at which a row group is written."""
 GROUP_ROWS = 256
 _SMALLER_SIDE = 1024
 
@@ -62,16 +62,16 @@ FIELDS = {
 class ExportCounts:
     rollouts: int
     images: int
-    """Images whose bytes are in the file."""
+    """Images in the file."""
     left_out: int
-    """Images that are missing, damaged or past the cap; their digests stand in their row."""
+    """Images that are missing, damaged or over the limit. Their rows have their digests."""
     nbytes: int
     problems: tuple[str, ...] = ()
-    """Traces that could not be read."""
+    """Unreadable traces."""
 
 
 def build_schema() -> pyarrow.Schema:
-    """The schema, with the metadata by which `datasets` knows that a column holds images."""
+    """Return the schema, with metadata that tells `datasets` which column holds images."""
     features: dict[str, Any] = {
         name: {"dtype": str(kind), "_type": "Value"}
         for name, kind in FIELDS.items()
@@ -96,7 +96,7 @@ def export_step(
     verdicts: dict[str, str] | None = None,
     max_rollout_bytes: int = MAX_ROLLOUT_BYTES,
 ) -> ExportCounts:
-    """Writes the rollouts of a file of traces to `target`, whole or not at all."""
+    """Write the rollouts of a trace file to `target`, completely or not at all."""
     target.parent.mkdir(parents=True, exist_ok=True)
     part = target.with_name(f".{target.name}.{os.getpid()}.part")
     counts = _ExportTally()
@@ -163,7 +163,7 @@ def _build_row(
     leaf = trace.turns[-1].id if trace.turns else len(trace.nodes) - 1
     path = trace.path(leaf) if trace.nodes else []
     nodes = [trace.nodes[n] for n in path]
-    # Each image once, however often the rollout shows it.
+    # Each image once, even if the rollout contains it several times.
     slots = (slot for node in trace.nodes for slot in node.slots)
     refs = {ref.digest: ref for slot in slots for ref in slot.item.refs}
     images, num_bytes = [], 0
@@ -185,7 +185,9 @@ def _build_row(
     sampled = [i >= node.sampled_start for node in nodes for i in range(len(node.token_ids))]
     token_ids = trace.tokens(path) if path else []
     if len(sampled) != len(token_ids):
-        raise Misaligned(f"trace {trace.id}: tokens and their marks do not line up", "report this")
+        raise Misaligned(
+            f"trace {trace.id}: {len(sampled)} marks for {len(token_ids)} tokens", "report this bug"
+        )
     return {
         "step": step,
         "trace_id": trace.id,

@@ -1,4 +1,4 @@
-"""Scores the tokens of a trace against a live server, over the generate protocol."""
+"""Score the tokens of a trace on a live server, with the generate protocol."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ class ServerPromptScorer:
     async def __call__(
         self, token_ids: list[int], slots: list[Slot], temperature: float
     ) -> PromptScores:
-        # The protocol has no request that samples nothing; the one token is thrown away.
+        # The protocol has no request that samples nothing. The sampled token is discarded.
         params = SamplingParams(max_tokens=1, temperature=temperature, seed=0, prompt_logprobs=0)
         response = await self.client.generate(
             GenerateRequest.of(token_ids, slots, params, self.modality)
@@ -27,7 +27,7 @@ class ServerPromptScorer:
         entries, versions = response.prompt_logprobs, response.choices[0].weight_versions
         if entries is None or not versions:
             raise EngineError(
-                "the server gave no logprobs of the prompt, or no weight versions",
+                "the server returned no prompt logprobs or no weight versions",
                 "replay against a server started by `sightline serve`",
                 kind="incomplete",
             )
@@ -36,8 +36,8 @@ class ServerPromptScorer:
             for token, entry in zip(token_ids, entries, strict=False)
         ):
             raise Misaligned(
-                "the server's logprobs are not those of the prompt's tokens",
-                "look at the server's log",
+                "the server's logprobs do not belong to the prompt's tokens",
+                "see the server's log",
             )
         logprobs = [
             None if entry is None else entry[token].logprob

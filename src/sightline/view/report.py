@@ -23,7 +23,7 @@ from sightline.view.formatting import clean, fixed, whole
 from sightline.view.run_files import RunFiles
 from sightline.view.summary import build_summary, evals_by_name, headlines, swapped_reward
 from sightline.view.templating import get_template
-from sightline.view.timeline import build_timeline, draw_timeline
+from sightline.view.timeline import build_timeline
 from sightline.view.transcript import format_transcript
 from sightline.wire.event import Event
 from sightline.wire.file import write_atomic
@@ -44,8 +44,6 @@ def write_report(run_dir: RunDir) -> Path:
     evals = evals_by_name(events)
     timeline = build_timeline(events)
     charts = _draw_charts(by_step(events, "step"), by_step(events, "train"), evals)
-    if timeline_chart := draw_timeline(timeline):
-        charts["timeline"] = timeline_chart
     for name, svg in charts.items():
         write_atomic(run_dir.report / f"{name}.svg", _utf8(svg))
     drops = Counter(str(e.values.get("reason", "")) for e in events if e.kind == "dropped")

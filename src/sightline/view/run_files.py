@@ -1,7 +1,7 @@
-"""The files of a run that every reader needs: settings, images, tokenizer, summary.
+"""The files of a run that all readers need: settings, images, tokenizer and summary.
 
-Anything may be missing or damaged, and a run of an earlier version keeps its settings under the
-names of that version: what cannot be read is left out, and old names are translated.
+Any of them may be missing or damaged, which counts as empty. Setting names of earlier versions are
+translated.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from sightline.wire.codec import UNREADABLE
 
 MAX_NOTE_CHARS = 20_000
 STORE_DEADLINE_S = 5.0
-"""For which a store elsewhere is asked again before an image counts as missing."""
+"""How long a remote store is retried before an image counts as missing."""
 
 
 def is_run(path: Path) -> bool:
@@ -33,13 +33,13 @@ def is_run(path: Path) -> bool:
 
 
 def get_run_dir(path: Path) -> RunDir:
-    """The run directory at `path`; refuses a folder that holds no run."""
+    """Return the run directory at `path`; raise if it is not one."""
     if not is_run(path) and is_run(Path("runs") / path):
         path = Path("runs") / path
     if not is_run(path):
         raise ConfigError(
-            f"{path} is no run directory",
-            "name the folder that holds config.toml and metrics.jsonl",
+            f"{path} is not a run directory",
+            "name the folder with config.toml and metrics.jsonl",
         )
     return RunDir(path)
 
@@ -50,7 +50,7 @@ class RunFiles:
 
     @property
     def settings_text(self) -> str:
-        """`config.toml` as the run wrote it, in the names of its own version, without secrets."""
+        """`config.toml` as the run wrote it, without secrets."""
         try:
             return hide_secrets(self.run_dir.config.read_text(errors="replace"))
         except OSError:
@@ -58,7 +58,7 @@ class RunFiles:
 
     @property
     def notes(self) -> str:
-        """What a person wrote about the run."""
+        """The contents of notes.md."""
         try:
             return self.run_dir.notes.read_text(errors="replace")[:MAX_NOTE_CHARS]
         except OSError:
@@ -66,23 +66,23 @@ class RunFiles:
 
     @property
     def settings(self) -> dict[str, Any]:
-        """Sections of the run file under today's names; empty where it is missing or damaged."""
+        """The sections of the run file with current names; empty if it is missing or damaged."""
         try:
             values = tomllib.loads(self.settings_text)
         except tomllib.TOMLDecodeError:
             return {}
         try:
             return translate_old_names(values)
-        except AttributeError:  # a value stands where a section should
+        except AttributeError:  # a value in place of a section
             return values
 
     def get_setting(self, section: str, name: str) -> str:
-        """A setting as text; empty where it is not set."""
+        """Return a setting as text; empty if it is not set."""
         table = self.settings.get(section)
         return str(table.get(name) or "") if isinstance(table, dict) else ""
 
     def open_store(self) -> MediaStore:
-        """The images of the run: its own, and those of the store that its settings name."""
+        """Open the run's own images and the store that its settings name."""
         root, options = self.get_setting("media", "root"), {}
         if is_address(root):
             names = ("token", "cache_dir", "cache_gb")
@@ -90,14 +90,14 @@ class RunFiles:
             given = {name: value for name, value in given.items() if value}
             try:
                 options = validate_config(MediaConfig, given, "[media]").store_options()
-            except ConfigError:  # the token is not to be had here
+            except ConfigError:  # its token is not available here
                 root = ""
         roots = [root] if root else []
         return open_store(self.run_dir.media, roots, deadline_s=STORE_DEADLINE_S, **options)
 
     @cached_property
     def checkpoint(self) -> Path | None:
-        """A folder with the tokenizer: what the run started from, or what it left."""
+        """A folder with the tokenizer: the initial or the final checkpoint."""
         named = self.get_setting("model", "path")
         around = [Path(named), self.run_dir.path.resolve().parent.parent / named] if named else []
         for path in (*around, self.run_dir.checkpoints / "final"):
@@ -107,28 +107,28 @@ class RunFiles:
 
     @cached_property
     def tokenizer(self) -> Tokenizer | None:
-        """None without a checkpoint: tokens then show as their ids, and answers as plain text."""
+        """The tokenizer; None without a checkpoint, and tokens are then shown as ids."""
         if self.checkpoint is None:
             return None
         try:
             return Tokenizer(self.checkpoint)
-        except Exception:  # the library raises this very class for a file that it cannot read
+        except Exception:  # what the library raises for unreadable files
             return None
 
     @cached_property
     def family(self) -> Family | None:
-        """None without a checkpoint, or where its family is not installed."""
+        """The model family; None without a checkpoint, or if the family is not installed."""
         if self.checkpoint is None:
             return None
         table = self.settings.get("model") or {}
         named = {k: table[k] for k in ("min_pixels", "max_pixels") if table.get(k) is not None}
         try:
             return load_family(self.checkpoint, **named)
-        except Exception:  # a family outside this package may raise anything
+        except Exception:  # families of other packages may raise anything
             return None
 
     def find_summary(self) -> dict[str, Any] | None:
-        """The written summary, unless the run has gone on since."""
+        """Return the written summary, unless the run has continued since."""
         metrics = self.run_dir.metrics
         try:
             newest = metrics.stat().st_mtime if metrics.exists() else 0.0

@@ -1,4 +1,4 @@
-"""How a run stands, from its own files: for `sightline ls` and `status`, and before a resume."""
+"""The status of a run, read from its files: for `sightline ls`, `status`, and a resume."""
 
 from __future__ import annotations
 
@@ -32,21 +32,21 @@ from sightline.wire.file import read_lines
 
 RUNNING, FINISHED, STOPPED, FAILED = "running", "finished", "stopped", "failed"
 SIGNAL = "a signal"
-"""What `stopped_by` of a summary says where a person stopped the run."""
+"""The value of `stopped_by` in the summary of a run that a person stopped."""
 TRIAL = "try"
 """The process that writes the events of `sightline try`."""
-_KILLED = "it wrote no end: its launcher was killed, or the machine went down"
+_KILLED = "the run ended without an `end` event: the launcher was killed, or the machine went down"
 _SILENT_AFTER_S = 120.0
-"""A run without a lock file (a copy, say) counts as running until it wrote nothing for so long."""
+"""How long a run without a lock file, such as a copy, may be silent and still count as running."""
 _NUM_EVENTS = 6
 _MAX_ID_CHARS = 100
 _WIDTH_OF_A_FILE = 10_000
-"""Columns of what is no terminal, where a broken line could not be searched."""
+"""The width of output that is not a terminal, so that no line is wrapped."""
 _COLOURS = {RUNNING: "cyan", FINISHED: "green", STOPPED: "yellow", FAILED: "red"}
 
 
 class Launcher(NamedTuple):
-    """The launcher that a run goes on in."""
+    """The launcher process of a running run."""
 
     pid: int
     host: str
@@ -57,8 +57,7 @@ class Launcher(NamedTuple):
 
     @property
     def is_stopped(self) -> bool:
-        """Whether a signal has stopped it, which nobody but a reader can say: it watches the
-        others. Not known of one on another machine, or where there is no /proc."""
+        """Whether a signal has stopped it. False on other machines and without /proc."""
         try:
             state = Path(f"/proc/{self.pid}/stat").read_text(errors="replace").rpartition(") ")[2]
         except OSError:
@@ -67,13 +66,13 @@ class Launcher(NamedTuple):
 
 
 def find_launcher(run_dir: RunDir) -> Launcher | None:
-    """The launcher that holds the lock of a run; None for a run that nobody works on."""
+    """Return the launcher that holds the lock of a run, or None."""
     try:
         with open(run_dir.lock, errors="replace") as file:
             pid, _, host = file.read(1000).partition(" ")
             launcher = Launcher(int(pid or 0), host)
-            # A look takes the lock for a moment, which must not keep a launcher from starting: it
-            # is not taken where nobody can hold it.
+            # Testing the lock takes it for a moment, in which no launcher could start. It is not
+            # tested if the recorded process is gone.
             if launcher.is_here and not _is_alive(launcher.pid):
                 return None
             try:
@@ -99,33 +98,33 @@ def _is_alive(pid: int) -> bool:
 class RunStatus:
     run_dir: RunDir
     run_id: str
-    """The id that a server's lease names; empty where the run has none."""
+    """The id in a server's lease; empty if the run has none."""
     state: str
     """running, finished, stopped (by a person) or failed."""
     cause: str
     """Why a run failed."""
     command: str
-    """The command that trains it, rl or sft; or try."""
+    """rl, sft or try."""
     step: int
     steps_total: int
-    """Steps that the run was to train for; of `sightline try` the tasks."""
+    """The planned steps; of `sightline try`, the tasks."""
     measure: str
     """reward, or loss for a supervised run."""
     first: float | None
-    """The measure at the start: of held-out tasks, or of the first batch."""
+    """The measure at the start, on held-out tasks or the first batch."""
     last: float | None
-    """The measure at the end, where the run has come to it."""
+    """The measure at the end; None before that."""
     export_dir: Path
-    """Where the trained model is in the end."""
+    """Where the run writes its final model."""
     goal: float | None
-    """The `[run] stop_at` that it has reached."""
+    """The `[run] stop_at` that the run reached."""
     started: float | None
     seconds: float | None
     launcher: Launcher | None
 
     @property
     def last_write(self) -> float:
-        """When the run wrote its last event, in seconds since 1970."""
+        """The time of the last event, in seconds since 1970."""
         files = (FencedRunDir.of(self.run_dir).metrics, self.run_dir.path)
         return next(file.stat().st_mtime for file in files if file.exists())
 
@@ -144,10 +143,10 @@ class RunState(NamedTuple):
 def find_state(
     files: RunFiles, launcher: Launcher | None, end: Event | None = None, is_trained: bool = False
 ) -> RunState:
-    """What became of a run, for every reader alike.
+    """Return the state of a run.
 
-    `end` is the event of its end, for who has read the events; the summary says the same.
-    `is_trained`: whether the last step of a supervised run was trained.
+    `end` is the `end` event, for callers that have read the events; otherwise the summary is read.
+    `is_trained` says whether a supervised run trained its last step.
     """
     if launcher is not None:
         return RunState(RUNNING)
@@ -155,10 +154,10 @@ def find_state(
         return RunState(str(end.values.get("outcome")), str(end.values.get("problem") or ""))
     if (summary := files.find_summary()) is not None:
         problem = str(summary.get("stopped_by") or "")
-        # Runs of earlier versions say it in words alone.
+        # Earlier versions wrote no outcome.
         words = FAILED if problem not in ("", SIGNAL) else STOPPED if problem else FINISHED
         return RunState(str(summary.get("outcome") or words), problem)
-    if is_trained:  # supervised runs of earlier versions left no summary
+    if is_trained:  # earlier versions of sft wrote no summary
         return RunState(FINISHED)
     metrics, lock = files.run_dir.metrics, files.run_dir.lock
     is_live = metrics.exists() and time.time() - metrics.stat().st_mtime < _SILENT_AFTER_S
@@ -168,33 +167,33 @@ def find_state(
 
 
 def _explain_silence(run_dir: RunDir) -> str:
-    """Why a run that nobody works on does not say how it ended."""
+    """Return why a run without a launcher has no `end` event."""
     if not run_dir.metrics.exists() and read_lines(run_dir.ledger):
-        return f"how it ended cannot be told: {run_dir.metrics} is gone"
+        return f"unknown, because {run_dir.metrics} is missing"
     if run_dir.metrics.is_file() and is_end_damaged(run_dir.metrics):
-        return f"how it ended cannot be told: the last line of {run_dir.metrics} is damaged"
+        return f"unknown, because the last line of {run_dir.metrics} is damaged"
     return _KILLED
 
 
 def get_status(run_dir: RunDir) -> RunStatus:
-    """How the run stands now; no link out of the run is followed, and no pipe waited for."""
+    """Return the current status. Links out of the run are not followed, and pipes not read."""
     fenced = FencedRunDir.of(run_dir)
     files, launcher, metrics = RunFiles(fenced), find_launcher(fenced), fenced.metrics
     summary = None if launcher else files.find_summary()
     events = [] if summary and "sft" not in files.settings else list(read_events(metrics))
-    found = summary or build_summary(events)
+    results = summary or build_summary(events)
     total = find_number(files.settings.get("run") or {}, "steps")
     sft = list(by_step(events, "sft").values())
-    first, last = find_number(found, "reward_start"), find_number(found, "reward_final")
-    # Events may be lost, or damaged: the ledger of trained steps knows, too.
-    step = max(int(find_number(found, "steps") or 0), len(read_lines(run_dir.ledger)))
+    first, last = find_number(results, "reward_start"), find_number(results, "reward_final")
+    # Events may be lost or damaged, so the ledger of trained steps counts too.
+    step = max(int(find_number(results, "steps") or 0), len(read_lines(run_dir.ledger)))
     if sft:
         step = sft[-1].step
         first, last = (find_number(event.values, "loss") for event in (sft[0], sft[-1]))
     end = events[-1] if events and events[-1].kind == "end" else None
     state = find_state(files, launcher, end, bool(sft) and step == total)
-    goal = found.get("goal") or {}
-    seconds = active_seconds(events) if events else find_number(found, "seconds")
+    goal = results.get("goal") or {}
+    seconds = active_seconds(events) if events else find_number(results, "seconds")
     if launcher and events and seconds is not None:
         seconds += time.time() - events[-1].time
     oldest = next(iter(events or islice(read_events(metrics), 1)), None)
@@ -228,36 +227,40 @@ def _read_run_id(run_dir: RunDir) -> str:
 
 
 def describe_end(status: RunStatus, settings: RunConfig) -> str:
-    """What to tell who resumes a run that has nothing left to do; empty where it has."""
+    """Return what to print when a finished run is resumed; empty if it has steps left."""
     goal, stop_at = status.goal, settings.stop_at
     is_reached = goal is not None and stop_at is not None and stop_at <= goal
     if status.state != FINISHED or (status.step < settings.steps and not is_reached):
         return ""
-    if not status.export_dir.is_dir():  # removed since: the resumed run writes it again
+    if not status.export_dir.is_dir():  # it was removed, and the resumed run writes it again
         return ""
     what, more = f"all {status.step} steps are done", f"run.steps={2 * settings.steps}"
     if is_reached:
         what, more = f"at step {status.step}, [run] stop_at = {goal:g}", "run.stop_at=HIGHER"
-    return f"{status.run_dir.path} has finished: {what}\nto go on: {status.resume_command} {more}"
+    return (
+        f"{status.run_dir.path} has finished: {what}\nto continue: {status.resume_command} {more}"
+    )
 
 
 def get_phase(run_dir: RunDir) -> str:
-    """What the run does now, in its own words: starting, training, stopping and so on."""
+    """Return the current phase: starting, training, stopping and so on."""
     return describe_events(read_events(run_dir.metrics))[0]
 
 
 def find_runs(paths: Iterable[Path]) -> list[RunDir]:
-    """The runs at these paths and in these folders, the oldest first; a link that leads out of its
-    folder is none."""
-    found: dict[Path, RunDir] = {}
+    """Return the runs at these paths and in these folders, the oldest first.
+
+    Links that lead out of their folder are skipped.
+    """
+    run_dirs: dict[Path, RunDir] = {}
     for path in paths:
         if not path.is_dir():
             raise ConfigError(f"there is no folder {path}", "name a run, or a folder of runs")
         root = path.resolve()
         for run in [path] if is_run(path) else path.iterdir():
             if is_below(root, run) and is_run(run):
-                found.setdefault(run, FencedRunDir(run, root))
-    return sorted(found.values(), key=lambda run_dir: (_began(run_dir), run_dir.path))
+                run_dirs.setdefault(run, FencedRunDir(run, root))
+    return sorted(run_dirs.values(), key=lambda run_dir: (_began(run_dir), run_dir.path))
 
 
 def _began(run_dir: RunDir) -> float:
@@ -266,7 +269,7 @@ def _began(run_dir: RunDir) -> float:
 
 
 def measure_bytes(*paths: Path) -> int:
-    """The size of all files at and below these paths; one that goes meanwhile does not count."""
+    """Return the size of all files at and below these paths. Files that vanish do not count."""
     total = 0
     for path in paths:
         for folder, _, names in os.walk(path):
@@ -282,16 +285,15 @@ def measure_bytes(*paths: Path) -> int:
 
 @dataclass(frozen=True)
 class PrunableRun:
-    """A run whose records may go."""
+    """A run whose records may be removed."""
 
     run_dir: RunDir
     folders: list[Path]
-    """Folders that only tell what was: traces, scores, the dashboard's index; of a run that has
-    finished also its batches."""
+    """Its traces, scores and dashboard index; if the run has finished, also its batches."""
 
 
 def find_prunable(statuses: Iterable[RunStatus], older_than_s: float) -> list[PrunableRun]:
-    """The runs that do not run and wrote nothing for so long, with what there is to remove."""
+    """Return the runs that are over and older, with the folders to remove."""
     found = []
     for status in statuses:
         at = status.run_dir
@@ -304,7 +306,7 @@ def find_prunable(statuses: Iterable[RunStatus], older_than_s: float) -> list[Pr
 def collect_kept_digests(
     statuses: Iterable[RunStatus], prunable: Iterable[PrunableRun]
 ) -> set[str]:
-    """The images that these runs refer to in what stays of them."""
+    """Return the digests of images to which the remaining files of these runs refer."""
     gone = {one.run_dir: {folder.name for folder in one.folders} for one in prunable}
     found: set[str] = set()
     for status in statuses:
@@ -314,7 +316,7 @@ def collect_kept_digests(
 
 
 def print_runs(statuses: Sequence[RunStatus], console: Console, ids: bool = False) -> None:
-    """A table, a line a run; with their `ids` if asked."""
+    """Print a table with one line per run."""
     if not statuses:
         console.print("no runs")
         return
@@ -340,7 +342,7 @@ def print_runs(statuses: Sequence[RunStatus], console: Console, ids: bool = Fals
 
 
 def print_status(status: RunStatus, console: Console) -> None:
-    """How one run stands, what happened last, and how to go on."""
+    """Print the status of one run, its last events, and the command that resumes it."""
     events = list(read_events(FencedRunDir.of(status.run_dir).metrics))
     phase, lines = describe_events(events)
     state = status.state
@@ -348,13 +350,13 @@ def print_status(status: RunStatus, console: Console) -> None:
         pid = status.launcher.pid
         state += f": {phase} (process {pid} on {status.launcher.host})"
         if status.launcher.is_stopped:
-            state += f"; a signal has stopped this launcher: `kill -CONT {pid}` lets it go on"
+            state += f"; a signal has stopped this launcher: `kill -CONT {pid}` continues it"
     rows = [("run", str(status.run_dir.path)), ("id", status.run_id or formatting.NOTHING)]
     rows.append(("state", state))
     if status.cause:
         rows.append(("cause", status.cause))
     if status.goal is not None:
-        rows.append(("goal", f"[run] stop_at = {status.goal:g} is reached"))
+        rows.append(("goal", f"reached [run] stop_at = {status.goal:g}"))
     rows += [("step", _format_steps(status, " of ")), (status.measure, _format_measure(status))]
     if steps := by_step(events, "step"):
         newest = list(steps.values())[-1]

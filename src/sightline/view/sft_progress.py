@@ -1,4 +1,4 @@
-"""Supervised training as lines: one every so many steps, and one for each evaluation."""
+"""The progress of supervised training: one line every few steps, and one per evaluation."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`summary.json`: what a run came to, in a few numbers; null where something was not measured."""
+"""`summary.json`: the results of a run in a few numbers, null if not measured."""
 
 from __future__ import annotations
 
@@ -16,11 +16,13 @@ from sightline.view.events import by_step, find_number, numbers_of, read_events
 from sightline.wire.event import Event
 from sightline.wire.file import write_atomic
 
+_VERDICT_WORDS = {"train": "trained", "no_signal": "without signal"}
+
 
 def build_summary(events: Iterable[Event], **extra: Any) -> dict[str, Any]:
-    """The summary of the events so far, of a run that ended or of one that was interrupted.
+    """Return the summary of a run that ended, was interrupted, or is still running.
 
-    `extra` is added to it (`stopped_by`, say); a name that the summary has anyway is replaced.
+    `extra` is added to the summary and replaces equal names.
     """
     events = list(events)
     steps, trained = by_step(events, "step"), by_step(events, "train")
@@ -64,11 +66,11 @@ def build_summary(events: Iterable[Event], **extra: Any) -> dict[str, Any]:
 def _count_failures(
     events: Sequence[Event], evals: dict[str, dict[str, Any]]
 ) -> dict[str, float | str]:
-    """Rollouts that broke or were cut short, in steps and evaluations, and why the first did."""
-    found = [event.values for event in by_step(events, "step").values()] + list(evals.values())
+    """Count the rollouts that broke or were truncated, and name the first error."""
+    tables = [event.values for event in by_step(events, "step").values()] + list(evals.values())
     counts: dict[str, float | str] = {}
     for name in ("broken", "truncated"):
-        if total := sum(find_number(values, name) or 0 for values in found):
+        if total := sum(find_number(values, name) or 0 for values in tables):
             counts[name] = total
     first = next((e.values["error"] for e in events if e.values.get("error")), "")
     if counts and first:
@@ -77,7 +79,7 @@ def _count_failures(
 
 
 def summarize(run_dir: RunDir, **extra: Any) -> dict[str, Any]:
-    """Builds the summary from the run's own events and writes it."""
+    """Build the summary from the run's events, write it, and return it."""
     summary = build_summary(read_events(run_dir.metrics), **extra)
     data = msgspec.json.format(msgspec.json.encode(summary), indent=2)
     write_atomic(run_dir.summary, data + b"\n")
@@ -85,25 +87,25 @@ def summarize(run_dir: RunDir, **extra: Any) -> dict[str, Any]:
 
 
 def evals_by_name(events: Iterable[Event]) -> dict[str, dict[str, Any]]:
-    """The values of the newest evaluation of each name."""
+    """Return the values of the newest evaluation of each name."""
     return {str(e.values.get("name", "")): e.values for e in events if e.kind == "eval"}
 
 
 def swapped_reward(values: dict[str, Any]) -> float | None:
-    """What an evaluation gave with the images of two tasks exchanged."""
+    """Return the reward of an evaluation in which two tasks exchanged their images."""
     if (plain := find_number(values, "swapped")) is not None:
         return plain
     swapped = numbers_of(values, "swapped")
-    # Runs of before wrote its measures by name, the first as the main one.
+    # Earlier versions wrote a table whose first entry was the reward.
     return swapped.get("metric", next(iter(swapped.values()), None))
 
 
 def active_seconds(events: Sequence[Event]) -> float:
-    """Wall time in which the run was alive: the pause before a resume does not count."""
+    """Return the wall time of the run, without pauses before a resume."""
     total = 0.0
     ordered = sorted(events, key=lambda event: event.time)
     for before, event in zip(ordered, ordered[1:], strict=False):
-        # Processes that start together each say so: only the first of them ends a pause.
+        # All processes report their start. Only the first report ends a pause.
         if not (_is_start(event) and not _is_start(before)):
             total += event.time - before.time
     return total
@@ -114,7 +116,7 @@ def _is_start(event: Event) -> bool:
 
 
 def _tokens_per_s(steps: list[Event]) -> float | None:
-    """Over all steps, each weighted with its seconds."""
+    """Return the mean over all steps, weighted by their seconds."""
     tokens = seconds = 0.0
     for event in steps:
         rate, took = (find_number(event.values, name) for name in ("tokens_per_s", "seconds"))
@@ -125,9 +127,9 @@ def _tokens_per_s(steps: list[Event]) -> float | None:
 
 
 def _newest(events: Sequence[Event], name: str) -> float | None:
-    """Counters run over the whole run, so that their newest value is their sum."""
+    """Return the newest value of a counter, which is its total."""
     for event in reversed(events):
-        # The trainer counts the images of one step under names of its own.
+        # The trainer counts the images of single steps under the same names.
         if event.process == "orchestrator" and (v := find_number(event.values, name)) is not None:
             return v
     return None
@@ -141,7 +143,7 @@ def _newest_table(events: Sequence[Event], name: str) -> dict[str, float]:
 
 
 def print_summary(summary: dict[str, Any], console: Console | None = None) -> None:
-    """The summary as a small table."""
+    """Print the summary as a small table."""
     table = Table(box=None, show_header=False, padding=(0, 2, 0, 0))
     table.add_column(style="bold", no_wrap=True)
     table.add_column(overflow="fold")
@@ -151,70 +153,55 @@ def print_summary(summary: dict[str, Any], console: Console | None = None) -> No
 
 
 def headlines(summary: dict[str, Any]) -> list[tuple[str, str]]:
-    """Label and text of what a reader wants first."""
+    """Return labels and texts of the results that a reader wants first."""
     number = {name: find_number(summary, name) for name in summary}.get
-    start, final = (
-        formatting.fixed(number("reward_start"), 3),
-        formatting.fixed(number("reward_final"), 3),
-    )
-    rows = [("reward", f"{start} before, {final} after")]
-    before, after = (numbers_of(summary, f"eval_{name}") for name in ("start", "final"))
-    rows += [
-        (
-            name,
-            f"{formatting.fixed(before.get(name), 3)} before, {formatting.fixed(value, 3)} after",
-        )
-        for name, value in after.items()
-    ]
+    failures, goal = summary.get("failures") or {}, summary.get("goal") or {}
+
+    def before_and_after(start: float | None, final: float | None) -> str:
+        return f"{formatting.fixed(start, 3)} before, {formatting.fixed(final, 3)} after"
+
+    rows = [("reward", before_and_after(number("reward_start"), number("reward_final")))]
+    start, final = (numbers_of(summary, f"eval_{name}") for name in ("start", "final"))
+    rows += [(name, before_and_after(start.get(name), value)) for name, value in final.items()]
     if "reward_swapped" in summary:
         swapped = formatting.fixed(number("reward_swapped"), 3)
         rows.append(("with swapped images", f"{swapped} after"))
     if summary.get("probe"):
-        rows.append(("does it look", str(summary["probe"])))
+        rows.append(("image probe", str(summary["probe"])))
+    steps, seconds = formatting.whole(number("steps")), formatting.duration(number("seconds"))
     rows += [
-        (
-            "steps",
-            f"{formatting.whole(number('steps'))} in {formatting.duration(number('seconds'))}",
-        ),
+        ("steps", f"{steps} in {seconds}"),
         ("tokens/s", formatting.count(number("tokens_per_s"))),
         ("mismatch KL", formatting.short(number("mismatch_kl"))),
         ("images", _describe_images(summary)),
-        ("verdicts", _counts(summary, "verdicts") or formatting.NOTHING),
+        ("samples", _counts(summary, "verdicts") or formatting.NOTHING),
     ]
     if forks := _counts(summary, "forks"):
         rows.append(("forked turns", forks))
     if number("door_errors"):
-        rows.append(("requests refused", formatting.whole(number("door_errors"))))
-    failures = summary.get("failures") or {}
+        rows.append(("refused requests", formatting.whole(number("door_errors"))))
     for name in ("broken", "truncated"):
         if count := find_number(failures, name):
             rows.append((name, f"{formatting.whole(count)} rollouts"))
     if failures.get("error"):
         rows.append(("first failure", str(failures["error"])))
-    goal = summary.get("goal") or {}
     if goal.get("is_reached"):
-        rows.append(
-            ("ended", f"at step {goal['step']}: [run] stop_at = {goal['stop_at']} is reached")
-        )
+        rows.append(("ended", f"at step {goal['step']}: reached [run] stop_at = {goal['stop_at']}"))
     if summary.get("stopped_by"):
         rows.append(("stopped by", str(summary["stopped_by"])))
     return rows
 
 
-def has_images(summary: dict[str, Any]) -> bool:
-    """False for a run of text: it counted its images, and there was none."""
-    counts = [find_number(summary, name) for name in ("images_shown", "images_stored", "bad_media")]
-    return counts[0] is None or any(counts)
-
-
 def _describe_images(summary: dict[str, Any]) -> str:
-    if not has_images(summary):
-        return "none shown"
-    names = {"images_shown": "shown", "images_stored": "stored", "bad_media": "bad"}
-    return ", ".join(
-        f"{formatting.whole(find_number(summary, name))} {word}" for name, word in names.items()
-    )
+    names = {"images_shown": "sent", "images_stored": "unique", "bad_media": "failed"}
+    counts = {name: find_number(summary, name) for name in names}
+    if counts["images_shown"] is not None and not any(counts.values()):
+        return "none"
+    return ", ".join(f"{formatting.whole(counts[name])} {word}" for name, word in names.items())
 
 
 def _counts(summary: dict[str, Any], name: str) -> str:
-    return ", ".join(f"{k} {formatting.whole(v)}" for k, v in numbers_of(summary, name).items())
+    return ", ".join(
+        f"{formatting.whole(number)} {_VERDICT_WORDS.get(key, key.replace('_', ' '))}"
+        for key, number in numbers_of(summary, name).items()
+    )

@@ -1,7 +1,7 @@
-"""jinja templates: of the report, of a comparison, and of what notebooks show.
+"""Jinja templates of the report, of comparisons and of notebook output.
 
-HTML is escaped by default: texts come from models and environments, and may be hostile. Markdown
-has no such default, and its templates put every text through `md` or `fence`.
+HTML is escaped by default, because models and environments may write hostile texts. Markdown
+templates must pass every text through `md` or `fence`.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ _FORMATS = ("count", "whole", "duration", "fixed", "short", "percent", "clean")
 
 @cache
 def get_template(name: str) -> Template:
-    """A template of this package by its file name; `.html.` templates escape every text."""
+    """Return a template by its file name. `.html.` templates escape every text."""
     environment = Environment(
         autoescape=".html." in name,
         undefined=StrictUndefined,
@@ -35,12 +35,12 @@ def get_template(name: str) -> Template:
 
 
 def escape_markdown(text: object) -> str:
-    """The text on one line, as itself: it is neither Markdown nor HTML."""
+    """Return the text as one line in which neither Markdown nor HTML has a meaning."""
     return _SPECIAL.sub(r"\\\1", escape(formatting.clean(text), quote=False))
 
 
 def fence_text(text: str) -> str:
-    """The text as a block that nothing inside it can end."""
+    """Return the text as a code block that its contents cannot end."""
     longest = max((len(run) for run in re.findall("`+", text)), default=0)
     fence = "`" * max(3, longest + 1)
     return f"{fence}text\n{text}\n{fence}"

@@ -1,4 +1,4 @@
-"""Pictures in a terminal: half blocks, two pixels to a character, in 24-bit colour."""
+"""Images in a terminal: half blocks, two pixels per character, in 24-bit colour."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ RESET = "\x1b[0m"
 
 
 def draw_image(image: Image, columns: int = 32, rows: int = 12) -> list[str]:
-    """Lines of at most `columns` characters; a picture that is smaller keeps its size."""
+    """Return lines of at most `columns` characters. Smaller images keep their size."""
     scale = min(1.0, columns / image.width, 2 * rows / image.height)
     width = max(1, round(image.width * scale))
     height = max(2, round(image.height * scale / 2) * 2)

@@ -1,4 +1,4 @@
-"""`sightline trace`: reads, exports, compares and replays the traces of a run."""
+"""The actions of `sightline trace`: show, export, diff and replay."""
 
 from __future__ import annotations
 
@@ -25,19 +25,19 @@ from sightline.view.trace_replay import ReplayReport, replay_trace
 from sightline.view.transcript import describe_trace, format_transcript
 from sightline.wire.file import write_atomic
 
-WIDEST = 100
+MAX_WIDTH = 100
 
 
 def read_wanted_traces(path: Path, wanted: str | None) -> list[Trace]:
-    """The traces of a file, or the one that is wanted."""
+    """Return the traces of a file, or only the wanted one, by id or number."""
     if path.is_dir():
         files = sorted(p.name for p in (path / "traces").glob("*") if p.is_file())
-        told = f", such as {path / 'traces' / files[-1]}" if files else ""
-        raise ConfigError(f"{path} is a folder", f"name a file of traces{told}")
+        example = f", for example {path / 'traces' / files[-1]}" if files else ""
+        raise ConfigError(f"{path} is a folder", f"name a trace file{example}")
     try:
         traces = list(read_traces(path))
     except OSError as error:
-        raise ConfigError(f"{path}: {error.strerror}", "name a file of traces") from error
+        raise ConfigError(f"{path}: {error.strerror}", "name a trace file") from error
     if wanted is None:
         return traces
     chosen = [trace for trace in traces if trace.id == wanted]
@@ -54,7 +54,7 @@ def read_wanted_traces(path: Path, wanted: str | None) -> list[Trace]:
 
 def show_traces(args: argparse.Namespace) -> int:
     traces = read_wanted_traces(args.file, args.trace)
-    width = min(shutil.get_terminal_size((80, 24)).columns, WIDEST)
+    width = min(shutil.get_terminal_size((80, 24)).columns, MAX_WIDTH)
     if len(traces) == 1:
         for line in format_transcript(traces[0], width, args.full):
             print(line)
@@ -68,13 +68,13 @@ def show_traces(args: argparse.Namespace) -> int:
 def export_traces(args: argparse.Namespace) -> int:
     traces = read_wanted_traces(args.file, args.trace)
     lines = [
-        json.dumps(line, ensure_ascii=False) + "\n"
+        json.dumps(record, ensure_ascii=False) + "\n"
         for trace in traces
-        for line in branch_records(trace)
+        for record in branch_records(trace)
     ]
     if args.images is not None:
-        num = copy_images(traces, open_media_store(args), args.images)
-        print(f"{num} images in {args.images}", file=sys.stderr)
+        num_images = copy_images(traces, open_media_store(args), args.images)
+        print(f"{num_images} images in {args.images}", file=sys.stderr)
     if args.output is None:
         sys.stdout.writelines(lines)
     else:
@@ -84,33 +84,31 @@ def export_traces(args: argparse.Namespace) -> int:
 
 
 def diff_traces(args: argparse.Namespace) -> int:
-    ours, others = (
-        read_wanted_traces(args.file, args.trace),
-        read_wanted_traces(args.other, args.trace),
-    )
-    renderer = find_renderer(args)
-    for number, (one, other) in enumerate(zip(ours, others, strict=False)):
-        found = find_trace_difference(one, other, renderer)
-        if found is not None:
-            print(f"trace {number} ({one.id}, {other.id}): {found.where}")
-            print(f"  {args.file}: {found.one}")
-            print(f"  {args.other}: {found.other}")
+    traces, others = (read_wanted_traces(file, args.trace) for file in (args.file, args.other))
+    try:
+        renderer = load_model(args)[1]
+    except (SightlineError, OSError):  # without a model, tokens show as their ids
+        if args.model is not None:
+            raise
+        renderer = None
+    for number, (one, other) in enumerate(zip(traces, others, strict=False)):
+        difference = find_trace_difference(one, other, renderer)
+        if difference is not None:
+            print(f"trace {number} ({one.id}, {other.id}): {difference.where}")
+            print(f"  {args.file}: {difference.one}")
+            print(f"  {args.other}: {difference.other}")
             return 1
-    if len(ours) != len(others):
-        print(f"{args.file} has {len(ours)} traces, {args.other} has {len(others)}")
+    if len(traces) != len(others):
+        print(f"{args.file} has {len(traces)} traces, {args.other} has {len(others)}")
         return 1
-    print(f"{len(ours)} traces, no difference")
+    print(f"{len(traces)} traces, no difference")
     return 0
 
 
 def replay_traces(args: argparse.Namespace) -> int:
     traces = read_wanted_traces(args.file, args.trace)
     family, renderer = load_model(args)
-    client = None
-    if args.server is not None:
-        token = resolve_secret(args.token, "--token")
-        client = GenerateClient(args.server.rstrip("/"), token=token, deadline_s=10.0)
-    reports = asyncio.run(replay_all(traces, family, renderer, client, args.tolerance))
+    reports = asyncio.run(_replay_all(args, traces, family, renderer))
     for report in reports:
         for difference in report.differences:
             print(f"trace {report.trace_id} node {difference.node}: {difference.what} differ")
@@ -119,49 +117,48 @@ def replay_traces(args: argparse.Namespace) -> int:
     return 1 if any(report.differences for report in reports) else 0
 
 
-async def replay_all(
-    traces: list[Trace],
-    family: Family,
-    renderer: Renderer,
-    client: GenerateClient | None,
-    tolerance: float,
+async def _replay_all(
+    args: argparse.Namespace, traces: list[Trace], family: Family, renderer: Renderer
 ) -> list[ReplayReport]:
-    score = None if client is None else ServerPromptScorer(client, family.modality)
+    if args.server is None:
+        return [await replay_trace(trace, renderer, None, args.tolerance) for trace in traces]
+    token = resolve_secret(args.token, "--token")
+    client = GenerateClient(args.server.rstrip("/"), token=token, deadline_s=10.0)
+    scorer = ServerPromptScorer(client, family.modality)
     try:
-        return [await replay_trace(trace, renderer, score, tolerance) for trace in traces]
+        return [await replay_trace(trace, renderer, scorer, args.tolerance) for trace in traces]
     finally:
-        if client is not None:
-            await client.close()
+        await client.close()
 
 
 def _print_totals(reports: list[ReplayReport], traces: list[Trace]) -> None:
     turns = [turn for report in reports for turn in report.turns]
-    ways = {
-        way: sum(turn.prompt_origin == way for turn in turns) for way in ("bridged", "rendered")
-    }
+    bridged, whole = (
+        sum(turn.prompt_origin == origin for turn in turns) for origin in ("bridged", "rendered")
+    )
     print(
-        f"{len(reports)} traces, {len(turns)} turns rendered again ({ways['bridged']} bridged, "
-        f"{ways['rendered']} whole), {sum(len(r.differences) for r in reports)} differences"
+        f"{len(reports)} traces, {len(turns)} turns rendered again ({bridged} bridged, "
+        f"{whole} whole), {sum(len(r.differences) for r in reports)} differences"
     )
     changes = [r.max_logprob_change for r in reports if r.max_logprob_change is not None]
     if changes:
-        scored = ", ".join(sorted(set().union(*(report.versions for report in reports))))
-        sampled = sorted({version for trace in traces for version, _ in trace.policies})
+        scored_by = ", ".join(sorted(set().union(*(report.versions for report in reports))))
+        sampled_by = sorted({version for trace in traces for version, _ in trace.policies})
         print(
-            f"{sum(turn.num_sampled for turn in turns)} sampled tokens scored by version {scored} "
-            f"(sampled by {', '.join(map(str, sampled))}): at most {max(changes):.2e} apart; "
-            f"{sum(report.num_digests for report in reports)} pixel digests compared"
+            f"{sum(turn.num_sampled for turn in turns)} sampled tokens scored by version "
+            f"{scored_by} (sampled by {', '.join(map(str, sampled_by))}): logprobs differ by at "
+            f"most {max(changes):.2e}; {sum(r.num_digests for r in reports)} pixel digests compared"
         )
 
 
-def get_run_folder(path: Path) -> Path:
-    """The run directory of a trace file."""
+def _get_run_folder(path: Path) -> Path:
+    """Return the run directory of a trace file."""
     return path.absolute().parent.parent
 
 
 def open_media_store(args: argparse.Namespace) -> MediaStore:
-    """The store that was named, or that of the run."""
-    run_dir = get_run_folder(args.file)
+    """Open the store named by --media, or the run's."""
+    run_dir = _get_run_folder(args.file)
     file, media = run_dir / "config.toml", MediaConfig()
     if file.is_file():
         media = config.load_stored_config(config.RunFile, file).media
@@ -170,13 +167,13 @@ def open_media_store(args: argparse.Namespace) -> MediaStore:
 
 
 def get_model_settings(args: argparse.Namespace) -> ModelConfig:
-    """The [model] of the run, with the checkpoint that was named on the command line."""
-    file = get_run_folder(args.file) / "config.toml"
+    """Return the run's [model] section, with the checkpoint named by --model."""
+    file = _get_run_folder(args.file) / "config.toml"
     overrides = [] if args.model is None else [f"model.path={args.model}"]
     if file.is_file():
         return config.load_stored_config(config.RunFile, file, overrides).model
     if args.model is None:
-        raise ConfigError(f"no run file at {file}", "name the checkpoint with --model DIR")
+        raise ConfigError(f"there is no run file at {file}", "name the checkpoint with --model DIR")
     return config.ModelConfig(path=str(args.model))
 
 
@@ -185,13 +182,3 @@ def load_model(args: argparse.Namespace) -> tuple[Family, Renderer]:
     family = load_family(model.path, **model.overrides())
     renderer = load_renderer(model.path, store, family, number_images=model.number_images)
     return family, renderer
-
-
-def find_renderer(args: argparse.Namespace) -> Renderer | None:
-    """To spell tokens out; a comparison does without where there is none."""
-    try:
-        return load_model(args)[1]
-    except (SightlineError, OSError):
-        if args.model is not None:
-            raise
-        return None

@@ -1,10 +1,10 @@
-"""Where two traces first differ. Names and times of the rollouts are left out of the comparison."""
+"""The first difference between two traces. Ids and times of rollouts are not compared."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Iterator
 from itertools import zip_longest
-from typing import Any
+from typing import Any, NamedTuple
 
 from sightline.render import Renderer
 from sightline.trace.node import Node
@@ -16,13 +16,10 @@ _FIELDS_AFTER_NODES = (
     "forks", "reward", "rewards", "per_turn", "truncated", "limit", "error", "error_kind",
     "refused_requests",
 )  # fmt: skip
-_NODE_FIELDS = ("parent", "message", "sampled_start", "slots", "finish_reason", "versions")
+_NODE_FIELDS = ("message", "sampled_start", "slots", "finish_reason", "versions")
 
 
-@dataclass(frozen=True, slots=True)
-class TraceDifference:
-    """The first place where two traces differ, and what each has there."""
-
+class TraceDifference(NamedTuple):
     where: str
     one: str
     other: str
@@ -31,60 +28,40 @@ class TraceDifference:
 def find_trace_difference(
     one: Trace, other: Trace, renderer: Renderer | None = None
 ) -> TraceDifference | None:
-    """The first difference in the order in which things happened; None when there is none.
+    """Return the first difference in the order of events, or None.
 
-    A `renderer` spells out the tokens around it.
+    A `renderer` decodes the tokens around it.
     """
-    for name in _FIELDS_BEFORE_NODES:
-        if (found := _compare_field(name, one, other)) is not None:
-            return found
-    for a, b in zip_longest(one.nodes, other.nodes):
-        if a is None or b is None:
-            return TraceDifference(
-                f"node {min(len(one.nodes), len(other.nodes))}",
-                _describe_node(a),
-                _describe_node(b),
-            )
-        if (found := _compare_nodes(a, b, one, other, renderer)) is not None:
-            return found
-    for name in _FIELDS_AFTER_NODES:
-        if (found := _compare_field(name, one, other)) is not None:
-            return found
+    for where, a, b in _list_fields(one, other):
+        if a == b:
+            continue
+        if where.endswith("token"):
+            at = first_difference(a, b)
+            if where.endswith("sampled token"):
+                return TraceDifference(f"{where} {at}", f"{a[at]}", f"{b[at]}")
+            texts = (describe_tokens(ids, at, renderer) for ids in (a, b))
+            return TraceDifference(f"{where} {at}", *texts)
+        return TraceDifference(where, f"{a!r}", f"{b!r}")
     return None
 
 
-def _compare_nodes(
-    a: Node, b: Node, one: Trace, other: Trace, renderer: Renderer | None
-) -> TraceDifference | None:
-    where = f"node {a.id} ({a.message.role})"
-    if a.parent == b.parent and a.token_ids != b.token_ids:
-        ids, others = (node.token_ids.numpy().tolist() for node in (a, b))
-        at = first_difference(ids, others)
-        return TraceDifference(
-            f"{where}, token {at}",
-            describe_tokens(ids, at, renderer),
-            describe_tokens(others, at, renderer),
-        )
-    for name in _NODE_FIELDS:
-        if (found := _compare_field(name, a, b)) is not None:
-            return TraceDifference(f"{where}, {found.where}", found.one, found.other)
-    if a.logprobs != b.logprobs:
-        logprobs, others = (node.logprobs.numpy().tolist() for node in (a, b))
-        at = first_difference(logprobs, others)
-        return TraceDifference(
-            f"{where}, logprob of sampled token {at}", f"{logprobs[at]}", f"{others[at]}"
-        )
-    tools, more = one.get_toolset(a.tools), other.get_toolset(b.tools)
-    return (
-        None
-        if tools == more
-        else TraceDifference(f"{where}, tools", tools or "none", more or "none")
-    )
-
-
-def _compare_field(name: str, one: Any, other: Any) -> TraceDifference | None:
-    a, b = getattr(one, name), getattr(other, name)
-    return None if a == b else TraceDifference(name, f"{a!r}", f"{b!r}")
+def _list_fields(one: Trace, other: Trace) -> Iterator[tuple[str, Any, Any]]:
+    for name in _FIELDS_BEFORE_NODES:
+        yield name, getattr(one, name), getattr(other, name)
+    for number, (a, b) in enumerate(zip_longest(one.nodes, other.nodes)):
+        if a is None or b is None:
+            yield f"node {number}", _describe_node(a), _describe_node(b)
+            return
+        where = f"node {a.id} ({a.message.role})"
+        yield f"{where}, parent", a.parent, b.parent
+        yield f"{where}, token", a.token_ids.numpy().tolist(), b.token_ids.numpy().tolist()
+        for name in _NODE_FIELDS:
+            yield f"{where}, {name}", getattr(a, name), getattr(b, name)
+        logprobs = (node.logprobs.numpy().tolist() for node in (a, b))
+        yield f"{where}, logprob of sampled token", *logprobs
+        yield f"{where}, tools", one.get_toolset(a.tools), other.get_toolset(b.tools)
+    for name in _FIELDS_AFTER_NODES:
+        yield name, getattr(one, name), getattr(other, name)
 
 
 def _describe_node(node: Node | None) -> str:

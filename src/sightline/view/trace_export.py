@@ -1,6 +1,6 @@
-"""Traces as JSON lines for other programs: a line a branch, messages in OpenAI's shape.
+"""Traces as JSON lines for other programs: one line per branch, with messages in OpenAI's format.
 
-Images stay references; their files can be copied beside. Nothing is encoded into the lines.
+Images stay references. `copy_images` copies their files.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from sightline.wire.file import write_atomic
 
 
 def branch_records(trace: Trace) -> Iterator[dict[str, Any]]:
-    """One record per branch; nodes that branches share are in each of them, under the same id."""
+    """Yield one record per branch. Nodes that branches share have the same id in each."""
     credits = dict(zip((node.id for node in trace.turns), trace.per_turn or (), strict=False))
     for number, path in enumerate(trace.branches()):
         nodes = [trace.nodes[n] for n in path]
@@ -50,15 +50,15 @@ def branch_records(trace: Trace) -> Iterator[dict[str, Any]]:
 
 
 def openai_message(message: Message) -> dict[str, Any]:
-    """The message as a client would send it, images and videos as `media:` urls."""
+    """Return the message as a client would send it, with `media:` URLs for images and videos."""
     content: list[dict[str, Any]] | str = message.text
     if message.refs:
         content = [to_openai_part(part, lambda ref: ref.url) for part in message.content]
-    told: dict[str, Any] = {"role": message.role, "content": content}
+    record: dict[str, Any] = {"role": message.role, "content": content}
     if message.reasoning is not None:
-        told["reasoning_content"] = message.reasoning
+        record["reasoning_content"] = message.reasoning
     if message.tool_calls:
-        told["tool_calls"] = [
+        record["tool_calls"] = [
             {
                 "type": "function",
                 "id": call.id,
@@ -67,10 +67,10 @@ def openai_message(message: Message) -> dict[str, Any]:
             for call in message.tool_calls
         ]
     if message.tool_call_id is not None:
-        told["tool_call_id"] = message.tool_call_id
+        record["tool_call_id"] = message.tool_call_id
     if message.name is not None:
-        told["name"] = message.name
-    return told
+        record["name"] = message.name
+    return record
 
 
 def image_file_name(ref: MediaRef) -> str:
@@ -78,7 +78,7 @@ def image_file_name(ref: MediaRef) -> str:
 
 
 def copy_images(traces: Iterable[Trace], store: MediaStore, folder: Path) -> int:
-    """Writes the file of every image and video of `traces` once; returns how many there are."""
+    """Write the file of every image and video in `traces` once, and return their number."""
     folder.mkdir(parents=True, exist_ok=True)
     refs = {ref.digest: ref for t in traces for node in t.nodes for ref in node.message.refs}
     for ref in refs.values():

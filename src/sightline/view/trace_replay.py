@@ -1,10 +1,10 @@
-"""A saved trace held against a renderer and a server: is it still what they would make and say?
+"""Compare a saved trace with what a renderer and a server make of it now.
 
-    each turn      rendered again ---> token ids and slots, against those of its path
-                   parsed again -----> the message, against the node's
-    each branch    scored again -----> logprobs of its sampled tokens and pixel digests
+    each turn      rendered again ---> token ids and slots, compared with its path
+                   parsed again -----> message, compared with the node's
+    each branch    scored again -----> logprobs of its sampled tokens, and pixel digests
 
-A sampled token is scored once, in the longest branch that holds it.
+Each sampled token is scored once, in the longest branch that contains it.
 """
 
 from __future__ import annotations
@@ -22,26 +22,26 @@ from sightline.trace.trace import Trace
 from sightline.wire import Slot
 
 LOGPROB_TOLERANCE = 1e-3
-"""By how much a logprob may differ; a float32 engine agrees with itself to about 1e-5."""
+"""How much a logprob may differ. A float32 engine agrees with itself to about 1e-5."""
 BRIDGED, RENDERED, NEITHER = "bridged", "rendered", "neither"
 NUM_CONTEXT_TOKENS = 4
-"""Tokens that are spelled out on either side of a difference."""
+"""Tokens shown on either side of a difference."""
 
 
 @dataclass(frozen=True, slots=True)
 class PromptScores:
-    """What a server says about a prompt."""
+    """A server's scores of a prompt."""
 
     logprobs: Sequence[float | None]
-    """The logprob of each token; None for those that have none."""
+    """One for each token, None for tokens without a logprob."""
     pixel_digests: Sequence[str | None]
-    """The digest of the pixels of each slot."""
+    """The digest of each slot's pixels."""
     version: str
     """The version of the weights that scored."""
 
 
 class PromptScorer(Protocol):
-    """Asks a server to score a prompt."""
+    """A function that asks a server to score a prompt."""
 
     async def __call__(
         self, token_ids: list[int], slots: list[Slot], temperature: float
@@ -50,37 +50,33 @@ class PromptScorer(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class ReplayDifference:
-    """One way in which a turn is not what would be made or said now."""
+    """One difference between a recorded turn and its replay."""
 
     node: int
     what: str
-    """What differs: ids, slots, message, pixels, logprobs or refused."""
+    """ids, slots, message, pixels, logprobs or refused."""
     detail: str
 
 
 @dataclass(slots=True)
 class TurnReplay:
-    """How one turn was made, and how far its logprobs moved."""
-
     node: int
     prompt_origin: str
-    """Which way of making the prompt gives the recorded one: bridged, rendered or neither."""
+    """How the recorded prompt can be rebuilt: bridged, rendered or neither."""
     num_sampled: int
     max_logprob_change: float | None = None
-    """The largest absolute change of a sampled token; None when nothing was scored."""
+    """The largest absolute change of a sampled token; None if the turn was not scored."""
 
 
 @dataclass(slots=True)
 class ReplayReport:
-    """What a trace showed when it was replayed."""
-
     trace_id: str
     turns: list[TurnReplay] = field(default_factory=list)
     differences: list[ReplayDifference] = field(default_factory=list)
     versions: set[str] = field(default_factory=set)
-    """The versions of the weights that scored."""
+    """The weight versions that scored."""
     num_digests: int = 0
-    """Pixel digests that were compared; those that nobody recorded cannot be."""
+    """How many pixel digests were compared. Slots without a recorded digest are skipped."""
 
     @property
     def max_logprob_change(self) -> float | None:
@@ -94,7 +90,7 @@ async def replay_trace(
     score: PromptScorer | None,
     tolerance: float = LOGPROB_TOLERANCE,
 ) -> ReplayReport:
-    """Renders, parses and scores all turns of `trace` again; without `score` nothing is scored."""
+    """Render and parse all turns of `trace` again, and score them if there is a `score`."""
     replayed = ReplayReport(trace.id)
     for node in trace.turns:
         prompt_origin, differences = await asyncio.to_thread(_replay_turn, trace, node, renderer)
@@ -117,21 +113,24 @@ def _replay_turn(
     path = trace.path(node.id)
     recorded = trace.tokens(path)[: -node.num_sampled]
     slots = trace.slots(path)
-    prompt_origin, made, made_slots = _rebuild_prompt(trace, node, renderer, recorded, slots)
-    found = []
-    if made != recorded:
-        found.append(ReplayDifference(node.id, "ids", _describe_ids(recorded, made, renderer)))
-    if made_slots != slots:
-        found.append(ReplayDifference(node.id, "slots", _describe_slots(slots, made_slots)))
+    prompt_origin, rebuilt, rebuilt_slots = _rebuild_prompt(trace, node, renderer, recorded, slots)
+    differences = {}
+    if rebuilt != recorded:
+        at = first_difference(recorded, rebuilt)
+        then, now = (describe_tokens(ids, at, renderer) for ids in (recorded, rebuilt))
+        differences["ids"] = (
+            f"token {at} of {len(recorded)} recorded and {len(rebuilt)} rebuilt: "
+            f"recorded {then}, now {now}"
+        )
+    if rebuilt_slots != slots:
+        at = first_difference(slots, rebuilt_slots)
+        then, now = (_describe_slot(some, at) for some in (slots, rebuilt_slots))
+        differences["slots"] = f"slot {at}: recorded {then}, now {now}"
     completion = trace.tokens([node.id])[node.sampled_start :]
     parsed = renderer.parse(completion, _get_tools(trace, node)).as_message()
     if parsed != node.message:
-        found.append(
-            ReplayDifference(
-                node.id, "message", f"recorded {node.message!r}, now parsed as {parsed!r}"
-            )
-        )
-    return prompt_origin, found
+        differences["message"] = f"recorded {node.message!r}, now parsed as {parsed!r}"
+    return prompt_origin, [ReplayDifference(node.id, *item) for item in differences.items()]
 
 
 def _get_tools(trace: Trace, node: Node) -> Tools | None:
@@ -143,7 +142,7 @@ def _get_tools(trace: Trace, node: Node) -> Tools | None:
 def _rebuild_prompt(
     trace: Trace, node: Node, renderer: Renderer, recorded: list[int], slots: list[Slot]
 ) -> tuple[str, list[int], list[Slot]]:
-    """The prompt of a turn, made as it was; where neither way gives it, as it would be made now."""
+    """Rebuild the prompt of a turn as it was made; if neither way fits, as it is made now."""
     tools = _get_tools(trace, node)
     before = trace.path(node.parent) if node.parent != ROOT else []
     last = trace.last_turn(node.parent)
@@ -170,27 +169,14 @@ def _rebuild_prompt(
     return NEITHER, *(bridged or rendered)
 
 
-def _describe_ids(recorded: list[int], made: list[int], renderer: Renderer) -> str:
-    at = first_difference(recorded, made)
-    then, now = (describe_tokens(ids, at, renderer) for ids in (recorded, made))
-    return (
-        f"token {at} of {len(recorded)} recorded, {len(made)} made now: recorded {then}, now {now}"
-    )
-
-
-def _describe_slots(recorded: list[Slot], made: list[Slot]) -> str:
-    at = first_difference(recorded, made)
-    return f"slot {at}: recorded {describe_slot(recorded, at)}, now {describe_slot(made, at)}"
-
-
 def first_difference(one: Sequence[object], other: Sequence[object]) -> int:
-    """The first place at which the two differ; the length of the shorter when it begins both."""
+    """Return the first index at which both differ, or the length of the shorter one."""
     pairs = enumerate(zip(one, other, strict=False))
     return next((i for i, (a, b) in pairs if a != b), min(len(one), len(other)))
 
 
 def describe_tokens(token_ids: Sequence[int], at: int, renderer: Renderer | None) -> str:
-    """The ids around `at`, and their text where a renderer can tell it."""
+    """Return the ids around `at`, and their text if there is a renderer."""
     if at >= len(token_ids):
         return f"the end, after {len(token_ids)} tokens"
     part = list(token_ids[max(at - NUM_CONTEXT_TOKENS, 0) : at + NUM_CONTEXT_TOKENS + 1])
@@ -198,7 +184,7 @@ def describe_tokens(token_ids: Sequence[int], at: int, renderer: Renderer | None
     return f"{token_ids[at]} in {part}{text}"
 
 
-def describe_slot(slots: Sequence[Slot], at: int) -> str:
+def _describe_slot(slots: Sequence[Slot], at: int) -> str:
     if at >= len(slots):
         return f"none after {len(slots)}"
     slot = slots[at]
@@ -224,7 +210,7 @@ class _ScoreComparison:
             scored = await score(trace.tokens(path), trace.slots(path), trace.temperature)
         except EngineError as error:
             if error.status >= 500:
-                raise  # the server fails, which says nothing about the trace
+                raise  # the server failed, and the trace may be fine
             detail = f"{error.kind}: {error.problem}"
             replayed.differences += [ReplayDifference(node, "refused", detail) for node in turns]
             return
@@ -239,13 +225,10 @@ class _ScoreComparison:
             if slot.pixel_digest is None or seen is None:
                 continue
             self._replayed.num_digests += 1
-            found = ReplayDifference(
-                node,
-                "pixels",
-                f"{slot.item.name}: recorded {slot.pixel_digest}, now {seen}",
-            )
-            if seen != slot.pixel_digest and found not in self._replayed.differences:
-                self._replayed.differences.append(found)
+            detail = f"{slot.item.name}: recorded {slot.pixel_digest}, now {seen}"
+            difference = ReplayDifference(node, "pixels", detail)
+            if seen != slot.pixel_digest and difference not in self._replayed.differences:
+                self._replayed.differences.append(difference)
 
     def _compare_logprobs(self, node: Node, scored: PromptScores) -> None:
         stop = self._trace.end(node.id)
@@ -258,11 +241,8 @@ class _ScoreComparison:
         self._turns[node.id].max_logprob_change = worst
         if worst > self._tolerance:
             then = float(node.logprobs.numpy()[place])
-            self._replayed.differences.append(
-                ReplayDifference(
-                    node.id,
-                    "logprobs",
-                    f"sampled token {place}: recorded {then:.6f}, now {now[place]}; "
-                    f"more than {self._tolerance:g} apart",
-                )
+            detail = (
+                f"sampled token {place}: recorded {then:.6f}, now {now[place]}; "
+                f"the difference is above {self._tolerance:g}"
             )
+            self._replayed.differences.append(ReplayDifference(node.id, "logprobs", detail))

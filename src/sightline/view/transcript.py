@@ -1,4 +1,4 @@
-"""A trace as people read it: its conversations, branch by branch, for a terminal of any width."""
+"""A trace as text for a terminal: its conversations, branch by branch."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ MOST_LINES = 12
 
 
 DrawImage = Callable[[MediaRef], list[str]]
-"""The lines of a picture, ready for a terminal."""
+"""Returns the lines of an image for a terminal."""
 
 
 def format_transcript(
@@ -26,30 +26,30 @@ def format_transcript(
     draw: DrawImage | None = None,
     shows_errors: bool = True,
 ) -> Iterator[str]:
-    """Lines of at most `width` characters; long messages are shortened unless `is_full`.
+    """Yield lines of at most `width` characters. Long messages are shortened unless `is_full`.
 
-    Images are told by digest and size; with `draw` they are shown below.
+    Images are named by digest and size. With `draw`, they are also drawn.
     """
     yield from _head(trace, width, shows_errors)
     credits = dict(zip((node.id for node in trace.turns), trace.per_turn or (), strict=False))
-    branches, told = trace.branches(), set[int]()
+    branches, printed = trace.branches(), set[int]()
     for number, path in enumerate(branches):
-        new = [node for node in path if node not in told]
-        told.update(new)
+        new = [node for node in path if node not in printed]
+        printed.update(new)
         yield ""
         if len(branches) > 1:
             yield _branch(number, len(branches), trace, new)
         for node in new:
-            found = trace.nodes[node]
-            prompt = trace.end(node) - found.num_sampled
-            yield from _message(found, prompt, credits.get(node), width, is_full)
+            current = trace.nodes[node]
+            prompt = trace.end(node) - current.num_sampled
+            yield from _message(current, prompt, credits.get(node), width, is_full)
             if draw is not None:
-                for ref in (r for r in found.message.refs if not r.is_video):
+                for ref in (r for r in current.message.refs if not r.is_video):
                     yield from (INDENT + line for line in draw(ref))
 
 
 def describe_trace(trace: Trace) -> str:
-    """One line about a trace."""
+    """Return a trace as one line."""
     reward = "no reward" if trace.reward is None else f"reward {trace.reward:.3f}"
     broken = f", broken: {trace.error_kind}" if trace.error else ""
     return (
@@ -69,8 +69,8 @@ def _head(trace: Trace, width: int, shows_errors: bool) -> Iterator[str]:
     if trace.policies:
         facts.append(f"versions {trace.oldest_version} to {trace.newest_version}")
     if trace.forks:
-        told = ", ".join(f"{reason} {count}" for reason, count in sorted(trace.forks.items()))
-        facts.append(f"forks: {told}")
+        forks = ", ".join(f"{reason} {count}" for reason, count in sorted(trace.forks.items()))
+        facts.append(f"forks: {forks}")
     if trace.ended:
         facts.append(f"{trace.ended - trace.started:.1f} s")
     yield from _wrap("; ".join(facts), width, "  ")
@@ -86,7 +86,7 @@ def _head(trace: Trace, width: int, shows_errors: bool) -> Iterator[str]:
 
 def _branch(number: int, count: int, trace: Trace, new: list[int]) -> str:
     parent = trace.nodes[new[0]].parent
-    start = "from the beginning" if parent < 0 else f"goes on from node {parent}"
+    start = "from the beginning" if parent < 0 else f"continues node {parent}"
     return f"--- branch {number + 1} of {count}, {start}"
 
 
@@ -114,7 +114,7 @@ def _message(
 def _texts(node: Node) -> Iterator[str]:
     message, slots = node.message, iter(node.slots)
     if message.reasoning:
-        yield f"(thinks) {message.reasoning}"
+        yield f"(reasoning) {message.reasoning}"
     for part in message.content:
         if isinstance(part, ImagePart):
             slot = next(slots)
@@ -131,7 +131,7 @@ def _texts(node: Node) -> Iterator[str]:
 
 
 def describe_video(part: VideoPart, slots: Iterator[Slot]) -> str:
-    """A video in a line; its steps are taken off `slots`."""
+    """Return a video as one line, and consume its steps from `slots`."""
     steps = take_steps(slots)
     first = part.refs[0]
     what = f"{first.num_frames} frames" if first.is_video else f"{len(part.frames)} images"
@@ -142,7 +142,7 @@ def describe_video(part: VideoPart, slots: Iterator[Slot]) -> str:
 
 
 def take_steps(slots: Iterator[Slot]) -> list[Slot]:
-    """The slots of the video that comes next."""
+    """Consume and return the slots of the next video."""
     taken: list[Slot] = []
     for slot in slots:
         taken.append(slot)
@@ -152,7 +152,7 @@ def take_steps(slots: Iterator[Slot]) -> list[Slot]:
 
 
 def _wrap(text: str, width: int, indent: str) -> list[str]:
-    """The text in lines, without characters that could steer a terminal."""
+    """Wrap the text, without terminal control characters."""
     lines = []
     for line in text.splitlines():
         lines += textwrap.wrap(

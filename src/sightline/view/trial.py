@@ -1,4 +1,4 @@
-"""What is wrong with an environment: read from the rollouts of `sightline try`, in words."""
+"""Find and print the problems of an environment, from the rollouts of `sightline try`."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ from sightline.wire.control import RolloutRequest
 
 @dataclass
 class TrialPlayer(RolloutPlayer):
-    """A player that keeps, by the ids of rollouts, what their environments raised."""
+    """A player that records the exceptions of environments by rollout id."""
 
     raised: dict[str, BaseException] = field(default_factory=dict)
 
@@ -50,20 +50,20 @@ def print_trial(
     renderer: Renderer,
     max_model_len: int,
 ) -> int:
-    """Prints every rollout with what is wrong with it; the number of problems."""
+    """Print every rollout with its problems, and return the number of problems."""
     num_problems = 0
     for trace in traces:
         print_trace(trace, store)
-        of_task = find_problems(env, trace, raised)
-        shown = find_demonstration_problems(env, trace.task, store, renderer, max_model_len)
-        for what, found in (("task", of_task), ("demonstration", shown)):
-            for problem in found:
+        task_problems = find_problems(env, trace, raised)
+        others = find_demonstration_problems(env, trace.task, store, renderer, max_model_len)
+        for what, problems in (("task", task_problems), ("demonstration", others)):
+            for problem in problems:
                 print(f"problem in {what} {trace.task}: {problem}\n", flush=True)
                 num_problems += 1
         for name in find_image_names(trace):
             print(
-                f"warning in task {trace.task}: {name!r} is sent as text, and is the name of a "
-                f"file\n  fix: to show it, pass pathlib.Path({name!r}) to user(...)\n",
+                f"warning in task {trace.task}: {name!r} is sent as text, but it names a "
+                f"file\n  fix: to send the image, pass pathlib.Path({name!r}) to user(...)\n",
                 flush=True,
             )
     print(f"tasks: {len(traces)}, problems: {num_problems}")
@@ -71,7 +71,7 @@ def print_trial(
 
 
 def print_trace(trace: Trace, store: MediaStore) -> None:
-    """The conversation, with pictures where the output is a terminal; errors are told apart."""
+    """Print the conversation, with images if the output is a terminal, but without errors."""
 
     def draw(ref: MediaRef) -> list[str]:
         return draw_image(store.image(ref))
@@ -85,7 +85,7 @@ def print_trace(trace: Trace, store: MediaStore) -> None:
 def find_problems(
     env: Environment, trace: Trace, raised: Mapping[str, BaseException]
 ) -> Iterator[str]:
-    """What is wrong with one rollout and its task; `raised` is by the ids of traces."""
+    """Yield the problems of one rollout and its task. `raised` has exceptions by trace id."""
     played = env.choose_environment(trace.task, trace.split)
     if trace.error:
         cause = raised.get(trace.id)
@@ -96,15 +96,15 @@ def find_problems(
             ", a window of the history, fewer turns, or a larger limit (--max-model-len)"
         )
     elif not trace.turns:
-        yield "the rollout asked the model nothing\n  fix: await chat.send([user(...)])"
+        yield "the rollout did not call the model\n  fix: await chat.send([user(...)])"
     elif played.shows_media and not trace.num_images_shown:
         yield (
-            "no image was sent, and shows_media is True\n"
+            "no image was sent, but shows_media is True\n"
             "  fix: pass images to user(...), or set shows_media = False"
         )
     try:
         first, second = (played.task(trace.task, trace.split) for _ in range(2))
-    except Exception:  # told already, as what broke the rollout
+    except Exception:  # already reported as the rollout's error
         return
     if _differ(first, second):
         yield (
@@ -114,7 +114,7 @@ def find_problems(
 
 
 def find_image_names(trace: Trace) -> list[str]:
-    """Image files that the texts of a user name, in place of showing them."""
+    """Return existing image files that user messages mention as text."""
     texts = " ".join(node.message.text for node in trace.nodes if node.message.role == "user")
     names = dict.fromkeys(re.findall(r"[^\s?:\"'<>]+?\.(?:png|jpe?g|webp|gif|bmp)", texts))
     return [name for name in names if Path(name).is_file()]
@@ -123,40 +123,42 @@ def find_image_names(trace: Trace) -> list[str]:
 def _differ(first: Task, second: Task) -> bool:
     try:
         return bool(first != second) and pickle.dumps(first) != pickle.dumps(second)
-    except Exception:  # arrays have no one answer, and some data cannot be pickled
+    except Exception:  # comparing arrays or pickling may fail
         return False
 
 
 def find_demonstration_problems(
     env: Environment, index: int, store: MediaStore, renderer: Renderer, max_model_len: int
 ) -> Iterator[str]:
-    """What a warm-up would find wrong with a demonstration, where the environment has any."""
+    """Yield the problems of a demonstration, if the environment has any."""
     env = env.choose_environment(index, "sft")
     if type(env).demonstration is Environment.demonstration:
         return
     try:
-        shown = env.demonstration(env.task(index, "sft"), store.put, random.Random(index))
-        rendered = renderer.render(put_images(shown, store.put), env.tools, generation_prompt=False)
+        messages = env.demonstration(env.task(index, "sft"), store.put, random.Random(index))
+        rendered = renderer.render(
+            put_images(messages, store.put), env.tools, generation_prompt=False
+        )
     except Exception as error:  # user code
         yield describe_exception(error)
         return
     if not rendered.trained:
-        yield "nothing that the assistant says\n  fix: end it with assistant(...)"
+        yield "it has no assistant message\n  fix: end it with assistant(...)"
     if (size := len(rendered.token_ids)) > max_model_len:
-        yield f"it has {size} tokens, and the limit is {max_model_len}\n  fix: make it shorter"
+        yield f"it has {size} tokens, but the limit is {max_model_len}\n  fix: make it shorter"
 
 
 def describe_exception(error: BaseException) -> str:
-    """The error, and below it the lines of the user's own files that led to it."""
+    """Return the error, followed by the lines of the user's files that led to it."""
     others = (str(Path(sightline.__file__).parent), sysconfig.get_paths()["stdlib"], "<")
     frames = [
         frame
         for frame in traceback.extract_tb(error.__traceback__)
         if not frame.filename.startswith(others) and "site-packages" not in frame.filename
     ]
-    told = str(error)
+    message = str(error)
     if not isinstance(error, SightlineError):
-        told = "".join(traceback.format_exception_only(error)).strip()
+        message = "".join(traceback.format_exception_only(error)).strip()
     return "\n".join(
-        [told, *(f"    {f.filename}:{f.lineno} in {f.name}: {f.line}" for f in frames)]
+        [message, *(f"    {f.filename}:{f.lineno} in {f.name}: {f.line}" for f in frames)]
     )

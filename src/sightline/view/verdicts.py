@@ -1,4 +1,4 @@
-"""`verdicts.jsonl`: what was made of each rollout of a step."""
+"""Read `verdicts.jsonl`: the verdicts on the rollouts of each step."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from sightline.wire.file import read_lines
 
 
 def parse_verdicts(line: bytes) -> tuple[int, dict[str, str]] | None:
-    """The step of a line and its verdicts by rollout; None for a line that cannot be read."""
+    """Return the step of a line and its verdicts by rollout; None if it is unreadable."""
     try:
         found = json.loads(line)
         verdicts = {name: v for v, names in found["verdicts"].items() for name in names}
@@ -20,6 +20,6 @@ def parse_verdicts(line: bytes) -> tuple[int, dict[str, str]] | None:
 
 
 def read_verdicts(run_dir: RunDir, stem: str) -> dict[str, str]:
-    """The verdict of each rollout of a step; of several lines for one step the last one counts."""
+    """Return the verdicts of a step by rollout. The last line of a step counts."""
     parsed = [line for line in map(parse_verdicts, read_lines(run_dir.verdicts)) if line]
     return {f"step_{step:06d}": verdicts for step, verdicts in parsed}.get(stem, {})

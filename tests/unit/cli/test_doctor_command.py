@@ -78,7 +78,7 @@ def test_a_killed_launcher_is_told_and_does_not_stand_in_the_way(run_dir: RunDir
     run_dir.lock.write_text("1 nowhere")
     found = examine_run(run_dir)
     assert [one.text for one in found.problems] == [
-        "it wrote no end: its launcher was killed, or the machine went down"
+        "the run ended without an `end` event: the launcher was killed, or the machine went down"
     ]
     assert "--resume" in found.commands[0]
 

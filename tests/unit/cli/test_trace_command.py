@@ -43,7 +43,7 @@ def test_several_traces_are_listed_and_one_is_shown(file: Path, capsys) -> None:
         "error: gave up",
         "error: messages[0].role: 'robot'",
         "--- branch 1 of 3, from the beginning",
-        "--- branch 2 of 3, goes on from node 1",
+        "--- branch 2 of 3, continues node 1",
         "   2  assistant  (prompt ",
         ", 3 sampled, stop, version 4, credit +0.500)",
         "[image ",

@@ -49,14 +49,14 @@ class Bad(Environment):
         return [user("?"), *([assistant("x")] if task.index else [])]
 """
 PROBLEMS = [
-    "demonstration 0: nothing that the assistant says",
+    "demonstration 0: it has no assistant message",
     "task 1: ZeroDivisionError: division by zero\n    {file}:25 in rollout: return 1 / 0  # here\n",
     "task 2: two calls of task() differ: Task(2, 'train', ('random', ",
     "task 3: environment 'bad' returned Outcome(nan)\n  fix: return finite numbers only",
-    "task 4: no image was sent, and shows_media is True",
+    "task 4: no image was sent, but shows_media is True",
     "task 5: the prompt of turn 1 is too long: it has 38",
     "task 6: 2 per_turn rewards for 1 model calls",
-    "task 7: the rollout asked the model nothing",
+    "task 7: the rollout did not call the model",
 ]
 
 

@@ -1,4 +1,4 @@
-"""Two runs side by side: what differs is said, figure by figure."""
+"""Two runs are compared setting by setting and result by result."""
 
 from __future__ import annotations
 
@@ -35,27 +35,26 @@ def runs(tmp_path: Path) -> tuple[RunDir, RunDir]:
 
 def test_settings_that_differ_are_named_and_no_others(runs: tuple[RunDir, RunDir]) -> None:
     found = compare_runs(*runs)
-    assert [(r.label, r.first, r.second) for r in found.settings] == [
+    assert [(r.label, r.first, r.second) for r in found.tables["settings that differ"]] == [
         ("trainer.lr", "0.001", "0.002")
     ]
-    assert compare_runs(runs[0], runs[0]).settings == []
+    assert compare_runs(runs[0], runs[0]).tables["settings that differ"] == []
 
 
 def test_figures_stand_beside_one_another_with_their_change(runs: tuple[RunDir, RunDir]) -> None:
-    rows = {row.label: row for row in compare_runs(*runs).figures}
+    rows = {row.label: row for row in compare_runs(*runs).tables["results"]}
     assert (rows["steps"].first, rows["steps"].second) == ("40", "30")
     assert rows["sampled tokens/s"].change == "+500 (+50%)"
     mismatch = rows["mismatch KL"]
     assert (mismatch.first, mismatch.second) == ("1.0e-06", "3.0e-06")
     assert mismatch.change == "+2.0e-06 (+200%)"
-    assert rows["forward, s a step"].change == "+0.5 (+50%)"
-    assert rows["wait, s a step"].change == ""
+    assert rows["forward, seconds per step"].change == "+0.5 (+50%)"
+    assert rows["wait, seconds per step"].change == ""
     assert "reward before" not in rows, "what neither run measured is left out"
 
 
 def test_curves_are_compared_at_steps_that_both_have(runs: tuple[RunDir, RunDir]) -> None:
-    [(title, rows)] = compare_runs(*runs).curves.items()
-    assert title.startswith("reward")
+    rows = compare_runs(*runs).tables["reward by step"]
     assert rows[0].label == "step 1" and rows[-1].label == "step 30"
     for row in rows:
         change = float(row.change)

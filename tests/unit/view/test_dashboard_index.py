@@ -232,9 +232,9 @@ def test_broken_and_foreign_files_cost_themselves_and_are_named(run_dir: RunDir)
     os.utime(run_dir.metrics, (0, 0))
     said = "\n".join(view.problems())
     assert "traces/step_000002.msgpack: ends inside trace 19" in said
-    assert "traces/step_000009.msgpack: not a file of traces" in said
+    assert "traces/step_000009.msgpack: not a trace file" in said
     assert "scores of step 3:" in said
-    assert "1 lines that are no events" in said and "torn line" in said
+    assert "skipped 1 lines that are not events" in said and "incomplete last line" in said
     assert "passwd" not in said and "notes.txt" not in said
     assert page(view.index)["total"] == 79
 

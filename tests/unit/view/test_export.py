@@ -1,4 +1,4 @@
-"""Samples as parquet: what a reader finds in them, what they cost, and how they travel."""
+"""Samples as parquet: their contents and their cost."""
 
 from __future__ import annotations
 
@@ -8,8 +8,6 @@ import subprocess
 import sys
 import threading
 import tracemalloc
-from collections.abc import Iterator
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 
 import numpy as np
@@ -19,13 +17,11 @@ import pytest
 from PIL import Image
 from synthetic_run import SyntheticSize, write_synthetic_run
 
-from sightline.errors import UploadFailed
 from sightline.media import MediaStore
 from sightline.run import RunDir
 from sightline.trace import Trace, read_traces, write_traces
 from sightline.view.parquet_export import export_step
 from sightline.view.samples_export import export_samples
-from sightline.view.upload import CHUNK_BYTES, upload
 
 
 @pytest.fixture(scope="module")
@@ -145,68 +141,3 @@ def with_image(trace: Trace, name: str, ref: object) -> Trace:
     item = replace(node.slots[0].item, ref=ref)
     first = replace(node, message=user(ref), slots=(replace(node.slots[0], item=item),))
     return replace(trace, id=name, nodes=[first])
-
-
-class Store(BaseHTTPRequestHandler):
-    """An object store that fails as told: `cut` closes in the middle of a body."""
-
-    protocol_version = "HTTP/1.1"
-    script: list[str | int] = []
-    kept: dict[str, bytes] = {}
-    lengths: list[str | None] = []
-
-    def do_PUT(self) -> None:
-        length = self.headers["Content-Length"]
-        Store.lengths.append(length)
-        act = Store.script.pop(0) if Store.script else 200
-        if act == "cut":
-            self.rfile.read(int(length) // 2)
-            self.connection.close()
-            self.close_connection = True
-            return
-        body = io.BytesIO()
-        while body.tell() < int(length):
-            body.write(self.rfile.read(min(65536, int(length) - body.tell())))
-        if act == 200:
-            Store.kept[self.path] = body.getvalue()
-        self.send_response(int(act))
-        self.send_header("Content-Length", "0")
-        self.end_headers()
-
-    def log_message(self, *words: object) -> None:
-        pass
-
-
-@pytest.fixture
-def address() -> Iterator[str]:
-    Store.script, Store.kept, Store.lengths = [], {}, []
-    server = ThreadingHTTPServer(("127.0.0.1", 0), Store)
-    thread = threading.Thread(target=server.serve_forever)
-    thread.start()
-    yield f"http://127.0.0.1:{server.server_port}"
-    server.shutdown()
-    thread.join()
-    server.server_close()
-
-
-def test_an_upload_that_breaks_begins_again_at_its_start(address: str, tmp_path: Path) -> None:
-    file = tmp_path / "x.parquet"
-    file.write_bytes(np.random.default_rng(0).bytes(3 * CHUNK_BYTES + 17))
-    Store.script = ["cut", 503, "cut", 200]
-    waits: list[float] = []
-    upload(file, f"{address}/bucket/x?signature=abc", wait=waits.append)
-    assert Store.kept == {"/bucket/x?signature=abc": file.read_bytes()}
-    assert Store.lengths == [str(file.stat().st_size)] * 4
-    assert len(waits) == 3 and waits == sorted(waits)
-
-
-def test_a_refusal_is_not_tried_again_and_shows_no_signature(address: str, tmp_path: Path) -> None:
-    file = tmp_path / "x.parquet"
-    file.write_bytes(b"x")
-    Store.script = [403]
-    with pytest.raises(UploadFailed) as refused:
-        upload(file, f"{address}/x?signature=secret")
-    assert "403" in str(refused.value) and "secret" not in str(refused.value)
-    assert len(Store.lengths) == 1
-    with pytest.raises(UploadFailed, match="in 2 tries"):
-        upload(file, "http://127.0.0.1:9/x", tries=2, wait=lambda _: None)

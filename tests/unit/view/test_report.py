@@ -38,7 +38,7 @@ def test_the_report_shows_figures_curves_and_rollouts(tmp_path):
         assert words in text, words
     assert text.count("\ntrace ") == 6
     pictures = re.findall(r"!\[[^]]*\]\(([^)]+)\)", text)
-    assert {"reward.svg", "mismatch.svg", "lag.svg", "timeline.svg"} <= set(pictures)
+    assert {"reward.svg", "mismatch.svg", "lag.svg"} <= set(pictures)
     for picture in pictures:
         ElementTree.parse(run_dir.report / picture)
 

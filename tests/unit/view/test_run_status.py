@@ -89,7 +89,7 @@ def test_runs_are_listed_with_their_state_and_one_is_told_in_full(
     assert "server was killed by SIGKILL" in said and "eval start" in said
     assert "sightline rl --resume" in said
     assert main(["status", str(tmp_path)]) == 2
-    assert "is no run directory" in capsys.readouterr().err
+    assert "is not a run directory" in capsys.readouterr().err
 
 
 LAUNCHER = """

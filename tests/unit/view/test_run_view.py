@@ -46,7 +46,7 @@ def test_a_failure_a_signal_and_an_end_are_told_apart_by_data(run_dir: RunDir) -
     events.write("end", outcome="stopped", problem="a signal", fix="")
     found = view_of(run_dir).overview()
     assert found["state"] == "stopped"
-    assert found["end"]["fix"] == f"go on with `sightline rl --resume {run_dir.path}`"
+    assert found["end"]["fix"] == f"resume with `sightline rl --resume {run_dir.path}`"
     events.write("goal", 9, stop_at=0.9, reward=0.95, held_out=0.93, is_reached=True)
     events.write("end", outcome="finished", problem="", fix="")
     found = view_of(run_dir).overview()

@@ -1,10 +1,6 @@
 import pytest
 
-from sightline.view.timeline import (
-    WINDOW_S,
-    build_timeline,
-    find_window,
-)
+from sightline.view.timeline import build_timeline
 from sightline.wire.event import Event
 
 from .event_fixtures import busy, train
@@ -17,8 +13,6 @@ def test_overlap_is_the_time_in_which_both_are_busy():
     assert timeline.trainer_s == pytest.approx(27.0)
     assert timeline.both_s == pytest.approx(22.5)
     assert timeline.share == pytest.approx(22.5 / 27)
-    start, end = find_window(timeline)
-    assert end - start == pytest.approx(WINDOW_S)
 
 
 def test_intervals_of_a_wrong_shape_are_left_out():

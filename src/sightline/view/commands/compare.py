@@ -22,9 +22,9 @@ def run(args: argparse.Namespace) -> int:
     from sightline.run import RunDir
     from sightline.view.compare import compare_runs, print_comparison, to_markdown
 
-    found = compare_runs(RunDir(args.first), RunDir(args.second))
+    comparison = compare_runs(RunDir(args.first), RunDir(args.second))
     if args.markdown:
-        print(to_markdown(found), end="")
+        print(to_markdown(comparison), end="")
     else:
-        print_comparison(found, Console())
+        print_comparison(comparison, Console())
     return 0

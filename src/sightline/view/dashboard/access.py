@@ -1,7 +1,7 @@
-"""Who may ask the dashboard, and what a browser may do with its answers.
+"""Access control and security headers of the dashboard.
 
-The guard of all our servers decides. A browser brings the token in the address, once, and the
-answer turns it into a cookie.
+`RequestGuard`, which all servers share, decides. A browser sends the token in the address once,
+and the answer turns it into a cookie.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ HEADERS = {
 
 
 class AccessMiddleware:
-    """Refuses what must not be answered, and sets the headers of what may."""
+    """Refuse unauthorized requests, and set the headers of all answers."""
 
     def __init__(self, app: ASGIApp, guard: RequestGuard) -> None:
         self._app = app
@@ -57,12 +57,12 @@ class AccessMiddleware:
     def _refusal(self, scope: Scope) -> Response | None:
         headers = Headers(scope=scope)
         if scope["method"] not in ("GET", "HEAD"):
-            return PlainTextResponse("the dashboard only reads", 405)
+            return PlainTextResponse("the dashboard is read-only", 405)
         method, path, guard = scope["method"], scope["path"], self._guard
         query = dict(parse_qsl(scope["query_string"].decode("latin-1")))
         if guard.token and guard.is_token(query.pop("token", "")):
-            # Out of the address bar, so that a link that is shared does not carry it.
-            # Two slashes would begin the name of another host.
+            # Remove the token from the address bar, so that shared links do not contain it.
+            # A path with two slashes would name another host.
             path = "/" + scope["path"].lstrip("/")
             to = path + (f"?{urlencode(query)}" if query else "")
             moved = RedirectResponse(to, 303)

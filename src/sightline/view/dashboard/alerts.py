@@ -1,7 +1,7 @@
-"""What should make a person look at a run: it goes blind, diverges, collapses, or learns nothing.
+"""Warnings about a run that ignores its images, diverges, collapses, or has no training signal.
 
-Each alert is one sentence with its numbers. A rule looks at means over the last steps, so that one
-odd step raises none; what is over, because the run has recovered, is not shown.
+The rules compare means over the last steps, so that a single step raises no alert. An alert
+disappears when the run recovers.
 """
 
 from __future__ import annotations
@@ -15,19 +15,19 @@ from sightline.view.dashboard.history import MetricsHistory
 from sightline.view.formatting import percent, short
 
 WINDOW = 10
-"""Steps of a mean."""
+"""The number of steps in a mean."""
 FALLEN = 0.5
 """A reward below this fraction of its best has collapsed."""
 NEAR_BEST = 0.9
-"""A policy that earns this fraction of its best may be sure of its answers."""
+"""Low entropy is fine for a policy with this fraction of its best reward."""
 NO_ENTROPY = 0.01
-"""Nats a token, below which sampling hardly varies."""
+"""Nats per token below which samples hardly vary."""
 NO_SIGNAL = 0.95
-"""Share of groups without signal from which on next to nothing is learned."""
+"""The share of groups without signal that raises an alert."""
 EXPLODED = 20.0
-"""Times its median that a norm of the gradient may be."""
+"""The largest acceptable ratio of a gradient norm to its median."""
 RISEN = 2.0
-"""Times its best that a supervised loss may be."""
+"""The largest acceptable ratio of a supervised loss to its best."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,8 +46,8 @@ def _blind(history: MetricsHistory) -> Alert | None:
     probe = history.probe
     if probe is None or not probe.values.get("is_blind"):
         return None
-    words = probe.values.get("words") or "exchanging its images changes nothing"
-    return Alert("blind", f"The model does not look (step {probe.step}): {words}")
+    words = probe.values.get("words") or "swapping its images changes nothing"
+    return Alert("blind", f"The model ignores its images (step {probe.step}): {words}")
 
 
 def _diverges(history: MetricsHistory) -> Alert | None:
@@ -57,11 +57,11 @@ def _diverges(history: MetricsHistory) -> Alert | None:
     if len(norms) > WINDOW and (usual := float(np.median(norms[:-3]))) > 0:
         now = float(norms[-3:].mean())
         if now > EXPLODED * usual:
-            text = f"The norm of the gradient is {short(now)}, and was {short(usual)} before."
+            text = f"The gradient norm is {short(now)}; its median was {short(usual)}."
             return Alert("diverges", text)
     losses = _means(history.column("sft", "loss")[1])
     if len(losses) and losses[-1] > RISEN * (best := float(losses.min())) > 0:
-        text = f"The loss is {short(float(losses[-1]))}, and was {short(best)} at its best."
+        text = f"The loss is {short(float(losses[-1]))}; its best was {short(best)}."
         return Alert("diverges", text)
     return None
 
@@ -75,13 +75,13 @@ def _collapses(history: MetricsHistory) -> Alert | None:
     noise = float(rewards[-WINDOW:].std()) / math.sqrt(WINDOW)
     if best > 0 and now < FALLEN * best and best - now > 3 * noise:
         at = steps[int(means.argmax()) + WINDOW - 1]
-        text = f"The reward has fallen to {short(now)} from {short(best)} around step {at}."
+        text = f"The reward fell to {short(now)} from {short(best)} around step {at}."
         return Alert("collapses", text)
     entropies = _means(history.column("train", "entropy")[1])
     if len(entropies) and entropies[-1] < NO_ENTROPY and now < NEAR_BEST * highest:
         text = (
-            f"The entropy is {short(float(entropies[-1]))} nats a token, so siblings hardly differ,"
-            f" while the reward is {short(now)} and was {short(highest)} at its best."
+            f"The entropy is {short(float(entropies[-1]))} nats per token, so siblings hardly "
+            f"differ. The reward is {short(now)}; its best was {short(highest)}."
         )
         return Alert("collapses", text)
     return None
@@ -94,14 +94,14 @@ def _learns_nothing(history: MetricsHistory) -> Alert | None:
         return None
     now = float(rewards[-1])
     text = (
-        f"{percent(float(rates[-1]))} of the groups have no signal: all siblings earn the same, "
-        f"{short(now)} on average. The tasks are mastered, too hard, or all answers are alike."
+        f"{percent(float(rates[-1]))} of the groups have no signal: all siblings earn the same "
+        f"reward, {short(now)} on average. The tasks may be too easy or too hard."
     )
     return Alert("no_signal", text)
 
 
 def _means(values: np.ndarray) -> np.ndarray:
-    """Means over WINDOW values, the newest last; none where there are fewer."""
+    """Return sliding means over WINDOW values, the newest last; none for fewer values."""
     if len(values) < WINDOW:
         return values[:0]
     return np.lib.stride_tricks.sliding_window_view(values, WINDOW).mean(axis=1)

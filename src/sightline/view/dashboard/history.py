@@ -1,4 +1,4 @@
-"""What `metrics.jsonl` says, kept up to date: numbers by step, and what happened beside them."""
+"""The contents of `metrics.jsonl`, kept up to date: numbers by step, and other events."""
 
 from __future__ import annotations
 
@@ -15,21 +15,21 @@ from sightline.view.events import EventTail
 from sightline.wire.event import Event
 
 STEP_EVENT_KINDS = ("step", "train", "probe", "sft", "sft_eval")
-"""The kinds of event that give one row of numbers a step."""
+"""The kinds of event with one row of numbers per step."""
 NOTE_KINDS = (
     "state", "lost", "dropped", "sink", "totals", "bad_media", "checkpoint_refused", "eval_skipped",
     "goal", "end", "process",
 )  # fmt: skip
-"""The kinds of event that say what happened, beside the numbers."""
+"""The kinds of event that are listed on the Processes page."""
 _MOST_NOTES = 200
 MAX_SERIES = 24
-"""The most columns that one name with a star stands for: as many as a chart can show."""
+"""The most columns for one name with a star: as many as a chart can show."""
 _MAX_DEPTH = 8
-"""Tables in tables of an event whose numbers are taken."""
+"""The most nested tables of an event that are read."""
 
 
 class Column:
-    """The values of one number in the order in which they came, 16 bytes each."""
+    """The values of one metric in the order of their events, 16 bytes each."""
 
     __slots__ = ("_steps", "_values")
 
@@ -42,8 +42,8 @@ class Column:
         self._values.append(value)
 
     def read(self) -> tuple[np.ndarray, np.ndarray]:
-        """Rising steps, and the last value of each."""
-        values = np.array(self._values)  # first: a step is appended before its value
+        """Return ascending steps and the last value of each."""
+        values = np.array(self._values)  # read first: a step is appended before its value
         steps = np.array(self._steps)[: len(values)]
         if (steps[1:] > steps[:-1]).all():
             return steps, values
@@ -65,32 +65,32 @@ class MetricsHistory(EventTail):
         """The newest events of `NOTE_KINDS`."""
         self.dropped: Counter[str] = Counter()
         self.last_seen: dict[str, float] = {}
-        """When each process wrote its last event."""
+        """The time of each process's last event."""
         self.first_time = self.last_time = 0.0
         self.phase = ""
         self.probe: Event | None = None
-        """The newest event of the probe that exchanges images."""
+        """The newest event of the image probe."""
         self.goal: Event | None = None
-        """The event of the goal that ended the run."""
+        """The `goal` event that ended the run."""
         self.end: Event | None = None
-        """How the run ended; None for one that has gone on since."""
+        """The `end` event; None if the run was resumed after it."""
         self.active_s = 0.0
-        """Wall time in which the run was alive."""
+        """The wall time without pauses before a resume."""
         self._was_start = False
         self.not_finite: dict[str, int] = {}
-        """The newest step whose loss, or norm of the gradient, was not a finite number, by name."""
+        """The newest step with an infinite loss or gradient norm, by name."""
 
     def problems(self, is_live: bool) -> list[str]:
-        """What of the file is no event. While a run is live its last line may be half written."""
+        """Describe unreadable lines. The last line of a live run may be incomplete."""
         found = []
         if num := self.num_invalid_lines:
-            found.append(f"metrics.jsonl: {num} lines that are no events are left out")
+            found.append(f"metrics.jsonl: skipped {num} lines that are not events")
         if self.is_torn and not is_live:
-            found.append("metrics.jsonl ends in a torn line, which is left out")
+            found.append("metrics.jsonl: skipped an incomplete last line")
         return found
 
     def take_in(self, max_bytes: int = -1) -> bool:
-        """Takes in what was appended; whether there was anything."""
+        """Read new events and return whether there were any."""
         events = self.read(max_bytes)
         for event in events:
             self._add_event(event)
@@ -103,11 +103,11 @@ class MetricsHistory(EventTail):
         self.last_time = max(self.last_time, event.time)
         self.last_seen[event.process] = event.time
         if event.kind in STEP_EVENT_KINDS:
-            # Its loss has the name that the loss of a training step has.
+            # Training steps have a `loss` too.
             prefix = "sft_eval." if event.kind == "sft_eval" else ""
             row = flatten_numbers(event.values, prefix) | {"elapsed_s": self.active_s}
             self._add_row(event.kind, event.step, row)
-            for name in ("loss", "grad_norm"):  # JSON knows no infinity: it is written as null
+            for name in ("loss", "grad_norm"):  # infinity is written as null
                 if event.kind in ("train", "sft") and event.values.get(name, 0.0) is None:
                     self.not_finite[name] = event.step
             if event.kind == "probe":
@@ -140,7 +140,7 @@ class MetricsHistory(EventTail):
         self._changes.append(step)
 
     def _count_time(self, event: Event) -> None:
-        """Adds the time since the last event, unless it is the pause before a resume."""
+        """Add the time since the last event, unless it is the pause before a resume."""
         is_start = event.kind == "state" and event.values.get("phase") == "starting"
         if self.first_time and not (is_start and not self._was_start):
             self.active_s += max(0.0, event.time - self.last_time)
@@ -148,15 +148,15 @@ class MetricsHistory(EventTail):
 
     @property
     def num_rows(self) -> int:
-        """Grows with every row that is new or has changed."""
+        """The number of new and changed rows so far."""
         return len(self._changes)
 
     def column(self, kind: str, name: str) -> tuple[np.ndarray, np.ndarray]:
-        """Steps and values wherever a kind of event has this number."""
+        """Return the steps and values of a metric of one kind of event."""
         return self._columns.get((kind, name), Column()).read()
 
     def count_failures(self) -> dict[str, float]:
-        """How many rollouts broke or were cut short, in steps and in evaluations."""
+        """Count the rollouts of steps and evaluations that broke or were truncated."""
         evals = [flatten_numbers(values) for values in self.evals]
         return {
             name: float(self.column("step", name)[1].sum()) + sum(e.get(name, 0.0) for e in evals)
@@ -169,10 +169,10 @@ class MetricsHistory(EventTail):
     def since(
         self, cursor: int, wanted: Collection[str] = ("*",), max_steps: int | None = None
     ) -> dict[str, Any]:
-        """The steps that are new or have changed since `cursor`, in columns, and the next cursor.
+        """Return new and changed steps since `cursor`, in columns, and the next cursor.
 
-        `wanted` are names of columns; one that ends in a star stands for the first that begin so,
-        the star alone for all. Of more than `max_steps` steps so many are given, evenly chosen.
+        `wanted` are column names. `prefix*` stands for the first names with that prefix, and `*`
+        for all. If there are more than `max_steps` steps, evenly spaced ones are returned.
         """
         changes = np.array(self._changes)
         steps = np.unique(changes[cursor if 0 <= cursor <= len(changes) else 0 :])
@@ -182,7 +182,7 @@ class MetricsHistory(EventTail):
         names = sorted({name for _, name in columns})
         chosen = set(names) if "*" in wanted else _choose_names(names, wanted)
         found: dict[str, np.ndarray] = {}
-        # A step has up to three rows: what is sent is all that is known of it.
+        # A step has up to three rows, which are merged.
         for kind in STEP_EVENT_KINDS:
             for name in (name for k, name in columns if k == kind and name in chosen):
                 values = found.setdefault(name, np.full(len(steps), np.nan))
@@ -206,7 +206,7 @@ def _choose_names(names: list[str], wanted: Iterable[str]) -> set[str]:
 
 
 def _fill(values: np.ndarray, steps: np.ndarray, at: np.ndarray, numbers: np.ndarray) -> None:
-    """Puts the numbers of steps `at` into `values`, which are of `steps`; both rise."""
+    """Write the numbers of steps `at` into `values`, which belong to `steps`. Both ascend."""
     if len(at):
         places = np.searchsorted(at, steps).clip(max=len(at) - 1)
         known = at[places] == steps
@@ -214,7 +214,7 @@ def _fill(values: np.ndarray, steps: np.ndarray, at: np.ndarray, numbers: np.nda
 
 
 def flatten_numbers(values: dict[str, Any], prefix: str = "", depth: int = 0) -> dict[str, float]:
-    """The finite numbers of an event, tables by dotted names."""
+    """Return the finite numbers of an event, with dotted names for nested tables."""
     found: dict[str, float] = {}
     for name, value in values.items():
         if isinstance(value, dict):
@@ -228,7 +228,7 @@ def flatten_numbers(values: dict[str, Any], prefix: str = "", depth: int = 0) ->
 
 
 def _replace_infinities(values: dict[str, Any]) -> dict[str, Any]:
-    """JSON knows no infinity: what is not finite is null."""
+    """Replace infinities, which JSON cannot encode, by None."""
     return {
         name: None if isinstance(value, float) and not math.isfinite(value) else value
         for name, value in values.items()

@@ -1,10 +1,11 @@
-"""Every rollout and image of a run in SQLite, so that a page of them costs a page.
+"""An SQLite index of all rollouts and images of a run, so that showing a page reads only a page.
 
-    traces/step_N ──┐                      looked at again when size or time of a file changes,
+    traces/step_N ──┐
     verdicts.jsonl ─┼──> refresh ──> view/index.sqlite
-    scores/step_N ──┘                      newest steps first, one file a transaction
+    scores/step_N ──┘
 
-Any number of processes may refresh one index, and it can be removed at any time.
+A file is read again when its size or time changes: the newest steps first, in one transaction for
+each file. Several processes may refresh one index. It can be removed at any time.
 """
 
 from __future__ import annotations
@@ -32,17 +33,17 @@ from sightline.wire.micro_batch import StepScores
 
 BUSY_TIMEOUT_S = 30.0
 UNSTORABLE = (OverflowError, sqlite3.IntegrityError)
-"""Numbers that SQLite has no place for: integers of more than 64 bits, and no number at all."""
+"""Raised for values that SQLite cannot store: integers over 64 bits, and NaN."""
 
 IndexedTraces = dict[str, tuple[int, Trace]]
-"""The traces of a file by id, each beside the number of its rollout."""
+"""The traces of a file by id, each with the id of its rollout."""
 
 
 @dataclass(frozen=True, slots=True)
 class RefreshResult:
     changed: bool
     files_left: int
-    """Still to be read; a page that is shown now lacks them."""
+    """Files that are not indexed yet."""
 
 
 class RolloutIndex:
@@ -66,7 +67,7 @@ class RolloutIndex:
     def _connect(self) -> Iterator[sqlite3.Connection]:
         connection = sqlite3.connect(self.path, timeout=BUSY_TIMEOUT_S, isolation_level=None)
         connection.row_factory = sqlite3.Row
-        # Nothing here must outlast the machine: what is lost is read from the run again.
+        # The index need not survive a crash: it can be built again.
         connection.execute("PRAGMA synchronous = OFF")
         try:
             yield connection
@@ -75,7 +76,7 @@ class RolloutIndex:
 
     @contextmanager
     def _transaction(self) -> Iterator[sqlite3.Connection]:
-        """All of what is written inside, or nothing."""
+        """Commit everything written inside, or nothing."""
         with self._connect() as connection:
             connection.execute("BEGIN IMMEDIATE")
             try:
@@ -86,12 +87,12 @@ class RolloutIndex:
             connection.execute("COMMIT")
 
     def _open(self) -> Path:
-        """The index beside the run, or in a folder of this process where that cannot be written."""
+        """Open the index in the run directory, or in a temporary folder if that is read-only."""
         path = self._run_dir.view / "index.sqlite"
         try:
             path.parent.mkdir(exist_ok=True)
             for file in path.parent.iterdir():
-                if file.is_symlink():  # SQLite would write wherever it leads
+                if file.is_symlink():  # SQLite would write through it
                     raise OSError(f"{file} is a link")
             return self._prepare(path)
         except (OSError, sqlite3.DatabaseError):
@@ -105,7 +106,7 @@ class RolloutIndex:
         except sqlite3.DatabaseError as error:
             if isinstance(error, sqlite3.OperationalError):
                 raise
-            # Damaged, or no database at all: it holds nothing that the run does not.
+            # Damaged, or not a database. The run has everything to build it again.
             path.unlink()
             self._make_tables()
         return path
@@ -114,8 +115,8 @@ class RolloutIndex:
         with self._connect() as connection:
             connection.execute("PRAGMA journal_mode = WAL")
         with self._transaction() as connection:
-            found = connection.execute("PRAGMA user_version").fetchone()[0]
-            if found == schema.VERSION:
+            version = connection.execute("PRAGMA user_version").fetchone()[0]
+            if version == schema.VERSION:
                 return
             tables = connection.execute("SELECT name FROM sqlite_master WHERE type = 'table'")
             for (name,) in tables.fetchall():
@@ -124,10 +125,8 @@ class RolloutIndex:
                 connection.execute(statement)
             connection.execute(f"PRAGMA user_version = {schema.VERSION}")
 
-    # --- keeping up with the run
-
     def refresh(self, max_files: int = 1 << 30) -> RefreshResult:
-        """Takes in what the run has written since, `max_files` files of traces at the most."""
+        """Read what the run has written since, but at most `max_files` trace files."""
         with self._refresh_lock:
             changed = self._index_verdicts()
             stale = self._stale_files()
@@ -137,7 +136,7 @@ class RolloutIndex:
             return RefreshResult(changed, max(0, len(stale) - max_files))
 
     def _index_verdicts(self) -> bool:
-        """Takes in the complete lines that were appended to the list of verdicts."""
+        """Read the complete lines that were appended to verdicts.jsonl."""
         with self.connect_readonly() as connection:
             seen = int(_find_note(connection, "verdicts") or 0)
         try:
@@ -162,18 +161,18 @@ class RolloutIndex:
         return True
 
     def _stale_files(self) -> list[tuple[str, os.stat_result]]:
-        """Files of traces that are new or have changed, newest steps first."""
+        """Return new and changed trace files, the newest steps first."""
         with self.connect_readonly() as connection:
             known = {
                 row["name"]: (row["size"], row["mtime_ns"])
                 for row in connection.execute("SELECT name, size, mtime_ns FROM files")
             }
-        found = [
+        stale = [
             (name, stat)
             for name, stat in _list_msgpack_files(self._run_dir.traces)
             if known.get(name) != (stat.st_size, stat.st_mtime_ns)
         ]
-        return sorted(found, key=lambda entry: _sort_key(entry[0]), reverse=True)
+        return sorted(stale, key=lambda entry: _sort_key(entry[0]), reverse=True)
 
     def _forget_removed(self) -> bool:
         present = {name for name, _ in _list_msgpack_files(self._run_dir.traces)}
@@ -193,33 +192,33 @@ class RolloutIndex:
             judged = _find_verdicts(connection, trace_files.find_step(name))
             texts: dict[bytes, int] = {}
             try:
-                for found in trace_files.read_records(self._run_dir.traces / name):
-                    if isinstance(found, str):
-                        problems.append(found)
+                for record in trace_files.read_records(self._run_dir.traces / name):
+                    if isinstance(record, str):
+                        problems.append(record)
                         continue
-                    verdict = judged.get(found.trace.id)
+                    verdict = judged.get(record.trace.id)
                     connection.execute("SAVEPOINT rollout")
                     try:
-                        rollout = _add_rollout(connection, found, name, verdict, texts)
+                        rollout = _add_rollout(connection, record, name, verdict, texts)
                     except UNSTORABLE as error:
                         connection.execute("ROLLBACK TO rollout")
-                        problems.append(f"trace {found.number}: {error}")
+                        problems.append(f"trace {record.number}: {error}")
                         continue
-                    traces[found.trace.id] = (rollout, found.trace)
+                    traces[record.trace.id] = (rollout, record.trace)
             except OSError as error:
                 problems.append(str(error.strerror or error))
             connection.execute(
                 "INSERT INTO files VALUES (?, ?, ?, ?, ?)",
                 (name, stat.st_size, stat.st_mtime_ns, len(traces), "; ".join(problems[:3])),
             )
-            # While the traces are in memory: most often the step has been trained long ago.
+            # Measure now if the step has trained, while its traces are in memory.
             scores = _find_stat(self._run_dir.inside(f"scores/{name}"))
             if scores is not None:
                 stamp = _format_stamp(scores, stat.st_size, stat.st_mtime_ns)
                 self._measure(connection, name, stamp, traces)
 
     def _index_scores(self) -> bool:
-        """The scores of steps whose traces are in the index."""
+        """Measure the mismatch of steps whose traces are in the index."""
         with self.connect_readonly() as connection:
             known = {
                 row["step"]: row["stamp"]
@@ -231,7 +230,7 @@ class RolloutIndex:
             step = trace_files.find_step(name)
             if step is None or name not in files:
                 continue
-            # Of both files: a step that is played again is measured again.
+            # The stamp covers both files, so that a replayed step is measured again.
             stamp = _format_stamp(stat, files[name]["size"], files[name]["mtime_ns"])
             if known.get(step) != stamp:
                 traces = self._traces(name)
@@ -270,9 +269,9 @@ class RolloutIndex:
             rows = connection.execute("SELECT id, number FROM rollouts WHERE file = ?", (name,))
             ids = {row["number"]: row["id"] for row in rows}
         return {
-            found.trace.id: (ids[found.number], found.trace)
-            for found in trace_files.read_records(self._run_dir.traces / name)
-            if not isinstance(found, str) and found.number in ids
+            record.trace.id: (ids[record.number], record.trace)
+            for record in trace_files.read_records(self._run_dir.traces / name)
+            if not isinstance(record, str) and record.number in ids
         }
 
 
@@ -288,7 +287,7 @@ def _format_stamp(scores: os.stat_result, size: int, mtime_ns: int) -> str:
 
 
 def _list_msgpack_files(folder: Path) -> list[tuple[str, os.stat_result]]:
-    """The msgpack files of a folder; foreign names are left alone."""
+    """Return the msgpack files of a folder."""
     try:
         with os.scandir(folder) as entries:
             return [
@@ -349,15 +348,15 @@ def _add_rollout(
     verdict: str | None,
     texts: dict[bytes, int],
 ) -> int:
-    """Adds a rollout and returns its id; `texts` remembers those of the same file."""
+    """Add a rollout and return its id. `texts` caches the text ids of the same file."""
     row = trace_files.build_row(record, file, verdict)
     marks = ", ".join(f":{name}" for name in row)
     rollout = connection.execute(
         f"INSERT INTO rollouts ({', '.join(row)}) VALUES ({marks})", row
     ).lastrowid
     assert rollout is not None
-    found = trace_files.collect_texts(record.trace)
-    for digest, text in found.items():
+    new_texts = trace_files.collect_texts(record.trace)
+    for digest, text in new_texts.items():
         if digest not in texts:
             connection.execute(
                 "INSERT OR IGNORE INTO texts (digest, text) VALUES (?, ?)", (digest, text)
@@ -365,7 +364,8 @@ def _add_rollout(
             at = connection.execute("SELECT id FROM texts WHERE digest = ?", (digest,)).fetchone()
             texts[digest] = at["id"]
     connection.executemany(
-        "INSERT OR IGNORE INTO says VALUES (?, ?)", [(texts[digest], rollout) for digest in found]
+        "INSERT OR IGNORE INTO says VALUES (?, ?)",
+        [(texts[digest], rollout) for digest in new_texts],
     )
     images = trace_files.collect_images(record.trace)
     connection.executemany(

@@ -1,6 +1,6 @@
-"""Tells browsers that a run has moved, over server-sent events; they then ask for what is new.
+"""Notify browsers by server-sent events when a run has changed. They then request what is new.
 
-run directories --refresh, each second--> Watch --"moved"--> every open page
+run directories --refresh every second--> RunWatcher --"moved"--> every open page
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from sightline.view.dashboard.run_collection import RunCollection
 
 POLL_INTERVAL_S = 1.0
 KEEPALIVE_S = 15.0
-"""A line is sent at least so often, so that a connection that is gone is noticed."""
+"""A line is sent at least this often, so that a broken connection is noticed."""
 
 
 class RunWatcher:
@@ -26,17 +26,17 @@ class RunWatcher:
         self._over = False
 
     async def run(self) -> None:
-        """Looks at the runs for as long as the server lives."""
+        """Refresh the runs until the server ends."""
         try:
             while True:
                 before = self._revisions()
                 try:
                     await asyncio.to_thread(self._runs.refresh)
-                except Exception:  # a monitor may fail to read; the next look may succeed
+                except Exception:  # reading may fail now and succeed later
                     traceback.print_exc()
                 if self._revisions() != before:
                     await self._notify_pages()
-                    # An index is being built: go on at once.
+                    # An index is being built: continue at once.
                     await asyncio.sleep(0.05)
                 else:
                     await asyncio.sleep(POLL_INTERVAL_S)

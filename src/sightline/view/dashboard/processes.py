@@ -1,4 +1,4 @@
-"""How the processes of a run are: their last sign, what they wait for, what they wrote."""
+"""The processes of a run: their last activity, queues and logs."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ def describe_processes(run: RunView) -> dict[str, Any]:
 
 
 def _last_activity(run: RunView, name: str, logs: dict[str, os.DirEntry[str]]) -> float | None:
-    """When a process last wrote an event, a heartbeat or a log line, in seconds since 1970."""
+    """Return the time of a process's last event, heartbeat or log line."""
     signs = [run.history.last_seen.get(name)]
     for file in (run.run_dir.heartbeat(name).name, f"{name}.log"):
         with contextlib.suppress(OSError, KeyError):
@@ -63,7 +63,7 @@ def _last_activity(run: RunView, name: str, logs: dict[str, os.DirEntry[str]]) -
 def _find_size(log: os.DirEntry[str] | None) -> int | None:
     try:
         return None if log is None else log.stat().st_size
-    except OSError:  # it has just been removed
+    except OSError:  # it was just removed
         return None
 
 
@@ -77,7 +77,7 @@ def _format_values(values: dict[str, Any]) -> str:
 
 
 def _list_logs(run: RunView) -> list[os.DirEntry[str]]:
-    """The files of the folder of logs, heartbeats among them, that are no links."""
+    """Return the regular files in the log folder, including heartbeats."""
     try:
         with os.scandir(run.run_dir.logs) as entries:
             return [entry for entry in entries if entry.is_file(follow_symlinks=False)]
@@ -86,9 +86,9 @@ def _list_logs(run: RunView) -> list[os.DirEntry[str]]:
 
 
 def find_log(run: RunView, name: str, before: int | None) -> dict[str, Any] | None:
-    """Up to LOG_BYTES of a log that end at byte `before`, or at its end; None without the log.
+    """Return up to LOG_BYTES of a log that end at byte `before`, or at the end of the file.
 
-    The name is looked up among those that are there: it is never made into a path.
+    The name is compared with existing files and never used as a path.
     """
     entry = next((entry for entry in _list_logs(run) if entry.name == f"{name}.log"), None)
     if entry is None:
@@ -100,10 +100,10 @@ def find_log(run: RunView, name: str, before: int | None) -> dict[str, Any] | No
             start = max(0, end - LOG_BYTES)
             file.seek(start)
             data = file.read(end - start)
-    except OSError:  # it has just been removed
+    except OSError:  # it was just removed
         return None
     if start > 0 and b"\n" in data:
-        # From the first whole line on.
+        # Start with a complete line.
         skipped = data.index(b"\n") + 1
         start, data = start + skipped, data[skipped:]
     return {
@@ -113,7 +113,7 @@ def find_log(run: RunView, name: str, before: int | None) -> dict[str, Any] | No
 
 
 def _read_last_line(file: os.DirEntry[str] | None) -> str:
-    """The last line of a log that is not empty; an empty text where there is none."""
+    """Return the last line of a log that is not empty, or an empty text."""
     if file is None:
         return ""
     try:

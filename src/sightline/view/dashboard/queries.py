@@ -10,7 +10,7 @@ from typing import Annotated, Any
 from pydantic import BaseModel, Field
 
 Int64 = Annotated[int, Field(ge=-(2**63), lt=2**63)]
-"""What SQLite takes as an integer."""
+"""The integers that SQLite can store."""
 MAX_ROWS = 200
 NUM_WORST = 50
 SORT_ORDERS = {
@@ -38,7 +38,7 @@ _COLUMNS = (
 
 
 class RolloutFilter(BaseModel, frozen=True, extra="forbid"):
-    """Which rollouts, in which order. What is None or empty does not matter."""
+    """A filter and an order of rollouts. None and empty values match everything."""
 
     step_from: Int64 | None = None
     step_to: Int64 | None = None
@@ -50,11 +50,11 @@ class RolloutFilter(BaseModel, frozen=True, extra="forbid"):
     group: str = ""
     file: str = ""
     error: str = ""
-    """The last line of what broke the rollout, or cut it short."""
+    """The last line of the error that broke or truncated the rollout."""
     text: str = ""
-    """A text to look for in messages, in tool calls and in the name of the rollout."""
+    """A text in messages, tool calls or the rollout's id."""
     image: str = ""
-    """Digest of an image that the rollout shows."""
+    """The digest of an image in the rollout."""
     sort: str = "newest"
 
     def where(self) -> tuple[str, list[Any]]:
@@ -98,11 +98,11 @@ def _escape_like(text: str) -> str:
 def list_rollouts(
     connection: sqlite3.Connection, wanted: RolloutFilter, offset: int, limit: int
 ) -> dict[str, Any]:
-    """A page of rows with the first images of each, and how many rows there are."""
+    """Return a page of rows, each with its first images, and the number of all rows."""
     where, values = wanted.where()
     total = connection.execute(f"SELECT count(*) FROM rollouts {where}", values).fetchone()[0]
     order = SORT_ORDERS.get(wanted.sort, SORT_ORDERS["newest"])
-    # The ids first: what lies before the page is stepped over in an index, not read.
+    # Select the ids first: rows before the page are skipped in an index and not read.
     rows = connection.execute(
         f"SELECT id, {', '.join(_COLUMNS)} FROM rollouts WHERE id IN"
         f" (SELECT id FROM rollouts {where} ORDER BY {order} LIMIT ? OFFSET ?) ORDER BY {order}",
@@ -112,14 +112,12 @@ def list_rollouts(
 
 
 def _build_row(connection: sqlite3.Connection, row: sqlite3.Row) -> dict[str, Any]:
-    found = {name: row[name] for name in _COLUMNS}
-    found["rewards"] = json.loads(row["rewards"])
-    found["thumbs"] = _thumbs(connection, row)
-    return found
+    values = {name: row[name] for name in _COLUMNS}
+    return values | {"rewards": json.loads(row["rewards"]), "thumbs": _thumbs(connection, row)}
 
 
 def _thumbs(connection: sqlite3.Connection, row: sqlite3.Row) -> list[str]:
-    """Digests of the first images of a rollout."""
+    """Return the digests of the first images of a rollout."""
     shown = connection.execute(
         "SELECT digest FROM shows WHERE rollout = ? ORDER BY node, place LIMIT 4", (row["id"],)
     )
@@ -129,12 +127,12 @@ def _thumbs(connection: sqlite3.Connection, row: sqlite3.Row) -> list[str]:
 def list_groups(
     connection: sqlite3.Connection, wanted: RolloutFilter, offset: int, limit: int
 ) -> dict[str, Any]:
-    """A page of groups, each with what its rollouts earned and what became of them."""
+    """Return a page of groups, each with the rewards and verdicts of its rollouts."""
     where, values = wanted.where()
     grouped = f"FROM rollouts {where} GROUP BY group_id, file"
     total = connection.execute(f"SELECT count(*) FROM (SELECT 1 {grouped})", values).fetchone()[0]
     order = GROUP_ORDERS.get(wanted.sort, GROUP_ORDERS["newest"])
-    # Which groups first, out of an index; what they hold only for those of the page.
+    # Select the groups from an index first, then read only those of the page.
     page = connection.execute(
         "SELECT group_id, file, step, min(id) AS id, avg(reward) AS reward, avg(tokens) AS tokens"
         f" {grouped} ORDER BY {order} LIMIT ? OFFSET ?",
@@ -156,7 +154,7 @@ def list_groups(
 
 
 def list_errors(connection: sqlite3.Connection) -> list[dict[str, Any]]:
-    """Distinct exceptions by their last line, the most frequent first, each with one rollout."""
+    """Return distinct exceptions, the most frequent first, each with an example rollout."""
     rows = connection.execute(
         "SELECT error, count(*) AS num, min(step) AS first_step, max(id) AS newest,"
         " max(step) AS last_step FROM rollouts WHERE error != '' GROUP BY error"
@@ -173,7 +171,7 @@ def list_errors(connection: sqlite3.Connection) -> list[dict[str, Any]]:
 
 
 def find_neighbours(connection: sqlite3.Connection, file: str, number: int) -> dict[str, Any]:
-    """The places before and after one in its file, and its siblings in the group."""
+    """Return the previous and next rollout of a file, and the siblings in the group."""
 
     def near(sign: str, order: str) -> int | None:
         found = connection.execute(
@@ -206,7 +204,7 @@ def find_rollout(connection: sqlite3.Connection, file: str, number: int) -> dict
 
 
 def count_facets(connection: sqlite3.Connection) -> dict[str, Any]:
-    """What there is to choose from, with counts."""
+    """Return the values to filter by, with counts."""
 
     def counted(column: str) -> dict[str, int]:
         rows = connection.execute(
@@ -233,7 +231,7 @@ def count_facets(connection: sqlite3.Connection) -> dict[str, Any]:
 def list_images(
     connection: sqlite3.Connection, sort: str, offset: int, limit: int, digest: str = ""
 ) -> dict[str, Any]:
-    """A page of distinct images; `digest` is how a wanted one begins."""
+    """Return a page of distinct images. `digest` may be a prefix."""
     order = {
         "most": "num_shown DESC, digest",
         "least": "num_shown ASC, digest",
@@ -276,7 +274,7 @@ def find_image(connection: sqlite3.Connection, digest: str) -> dict[str, Any] | 
 def sum_mismatch(
     connection: sqlite3.Connection, step_from: int | None, step_to: int | None, fresh: bool
 ) -> dict[str, Any]:
-    """Sums by dimension and bucket over some steps, and the worst tokens of them."""
+    """Return the mismatch of some steps by dimension and bucket, and the worst tokens."""
     low = -1 if step_from is None else step_from
     high = 1 << 60 if step_to is None else step_to
     chosen = "AND fresh = 1" if fresh else ""
@@ -300,7 +298,7 @@ def sum_mismatch(
 
 
 def list_problems(connection: sqlite3.Connection) -> list[str]:
-    """What of the run's files could not be read, in words."""
+    """Describe the files of the run that could not be read."""
     files = connection.execute("SELECT name, problem FROM files WHERE problem != '' LIMIT 20")
     found = [f"traces/{row['name']}: {row['problem']}" for row in files]
     scores = connection.execute("SELECT step, problem FROM scored WHERE problem != '' LIMIT 20")

@@ -1,4 +1,4 @@
-"""One rollout for the page that shows it: messages, graph, images, and tokens a node at a time."""
+"""The data of the rollout page: messages, graph, images, and the tokens of single nodes."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ MAX_CHARS = 200_000
 
 @dataclass(frozen=True, slots=True)
 class NodeScores:
-    """What the trainer thinks of the sampled tokens of a node."""
+    """The trainer's scores of a node's sampled tokens."""
 
     logprobs: np.ndarray
     ratios: np.ndarray
@@ -38,7 +38,7 @@ class NodeScores:
 
 
 def find_trace(run: RunView, file: str, number: int) -> tuple[dict[str, Any], Trace] | None:
-    """The row of the index and the trace behind it."""
+    """Return the row of the index and its trace."""
     with run.index.connect_readonly() as connection:
         row = queries.find_rollout(connection, file, number)
     if row is None:
@@ -155,7 +155,7 @@ def _describe_video(run: RunView, part: VideoPart, steps: list[Slot]) -> dict[st
 
 
 def find_image_cover(run: RunView, slot: Slot) -> tuple[float, float]:
-    """The shares of the patches' width and height that the picture fills: a family may pad."""
+    """Return the shares of the patches' width and height that the image covers without padding."""
     family, ref = run.family, slot.item.ref
     patch = None if family is None else family.settings.get("patch")
     if family is None or not isinstance(patch, int) or family.name != slot.item.family:
@@ -166,7 +166,7 @@ def find_image_cover(run: RunView, slot: Slot) -> tuple[float, float]:
 
 
 def read_node_scores(run: RunView, step: int | None, trace: Trace) -> dict[int, NodeScores]:
-    """Scores by node; empty while the step has not trained, and where they do not align."""
+    """Return scores by node; empty before the step has trained, or if they do not align."""
     if step is None:
         return {}
     try:
@@ -188,14 +188,14 @@ def read_node_scores(run: RunView, step: int | None, trace: Trace) -> dict[int, 
 
 
 def _pad_with_nan(values: np.ndarray, cut: int) -> np.ndarray:
-    """The values, and NaN for the last `cut` tokens, which the trainer cut off."""
+    """Append NaN for the last `cut` tokens, which the trainer cut off."""
     return np.concatenate([values, np.full(cut, np.nan, values.dtype)])
 
 
 def describe_tokens(
     run: RunView, file: str, number: int, node_id: int, start: int
 ) -> dict[str, Any] | None:
-    """Every token of a node from `start` on; those of a slot are named by it."""
+    """Return the tokens of a node from `start` on, with their scores and image slots."""
     found = find_trace(run, file, number)
     if found is None or not 0 <= node_id < len(found[1].nodes):
         return None
@@ -224,7 +224,7 @@ def describe_tokens(
 
 
 def _decode_tokens(run: RunView, node: Node, ids: list[int], start: int) -> list[str | None]:
-    """The text of each token; None for those that an image fills, and without a tokenizer."""
+    """Return the text of each token; None for image tokens, and without a tokenizer."""
     if run.tokenizer is None:
         return [None] * len(ids)
     visual = {at for slot in node.slots for at in range(slot.offset, slot.offset + slot.length)}

@@ -1,4 +1,4 @@
-"""The runs that a dashboard shows, found below the folders that it was given."""
+"""The runs of a dashboard, found in the folders that it was given."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from sightline.view.run_files import is_run
 
 
 class RunCollection:
-    """Runs by key: the name of their folder, with that of its parent where two are alike."""
+    """Runs by key: the name of their folder, prefixed by the parent's if two are equal."""
 
     def __init__(self, paths: Sequence[Path]) -> None:
         self._given = [path.resolve() for path in paths]
@@ -21,7 +21,7 @@ class RunCollection:
             if not path.is_dir():
                 raise ConfigError(
                     f"there is no folder {path}",
-                    "name run directories, or a folder that holds some",
+                    "name run directories, or a folder that contains some",
                 )
         self._views: dict[Path, RunView] = {}
         self._lock = threading.Lock()
@@ -30,9 +30,8 @@ class RunCollection:
             raise ConfigError("no run to show", "name at least one run directory")
 
     def discover(self) -> bool:
-        """Looks for runs that have appeared, and lets go of those that were removed; whether there
-        are new ones."""
-        found = {
+        """Find new runs, drop removed ones, and return whether there are new ones."""
+        roots = {
             run: path
             for path in self._given
             for run in ([path] if is_run(path) else sorted(path.iterdir()))
@@ -41,9 +40,9 @@ class RunCollection:
         with self._lock:
             for path in [path for path in self._views if not path.is_dir()]:
                 self._views.pop(path).close()
-            new = [path for path in found if path not in self._views]
+            new = [path for path in roots if path not in self._views]
             for path in new:
-                run_dir = FencedRunDir(path, found[path])
+                run_dir = FencedRunDir(path, roots[path])
                 self._views[path] = RunView(self._key(path), run_dir)
         return bool(new)
 
@@ -62,7 +61,7 @@ class RunCollection:
         return next((view for view in self.all() if view.key == key), None)
 
     def refresh(self) -> list[RunView]:
-        """The runs that have written something since."""
+        """Refresh all runs and return those that have changed."""
         self.discover()
         return [view for view in self.all() if view.refresh()]
 

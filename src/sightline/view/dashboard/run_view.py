@@ -1,4 +1,4 @@
-"""One run, as the dashboard knows it."""
+"""One run of the dashboard: its files, metrics and index."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ _TAG = re.compile(r"(?<![\w#])#(\w(?:[\w./=-]*\w)?)")
 
 
 class RunView(RunFiles):
-    """A run with its metrics and its index of rollouts, taken in as far as it was written."""
+    """A run with its metrics and its index of rollouts, as far as they have been read."""
 
     def __init__(
         self, key: str, run_dir: RunDir, images_per_refresh: int = IMAGES_PER_REFRESH
@@ -37,21 +37,20 @@ class RunView(RunFiles):
         self.history = MetricsHistory(run_dir.metrics)
         self.index = RolloutIndex(run_dir)
         self.revision = 0
-        """Grows with whatever the run has written."""
+        """Grows whenever the run has changed."""
         self.files_left = 0
-        """Trace files that the index has yet to read."""
+        """Trace files that are not indexed yet."""
         self._last_signature: tuple[Any, ...] = ()
         self._present: set[str] = set()
         self._alerts: tuple[int, list[Alert]] = (-1, [])
         self.missing: dict[str, None] = {}
-        """Digests of images that something shows and no store holds, in the order of looking."""
+        """Digests of images that are in no store, in the order of the last check."""
 
     def close(self) -> None:
         self.index.close()
 
     def refresh(self) -> bool:
-        """Takes in what the run has written since, some files and megabytes of it at a time;
-        whether there was anything."""
+        """Read some of what the run has written since, and return whether anything changed."""
         self.history.path = self.run_dir.metrics
         changed = self.history.take_in(METRICS_BYTES_PER_REFRESH)
         indexed: RefreshResult = self.index.refresh(_FILES_PER_REFRESH)
@@ -60,7 +59,7 @@ class RunView(RunFiles):
             changed = True
             self.store = self.open_store()
         changed |= self._look_for_images()
-        # What the run says without an event: that it ended, and how.
+        # Changes that are no event, such as a new summary or log line.
         before, self._last_signature = (
             self._last_signature,
             (self.state, self.notes, _log_sizes(self.run_dir.logs)),
@@ -70,14 +69,13 @@ class RunView(RunFiles):
         return changed
 
     def refresh_all(self) -> None:
-        """Refreshes until the index lacks nothing."""
+        """Refresh until everything is read."""
         self.refresh()
         while self.files_left or self.history.is_behind:
             self.refresh()
 
     def _look_for_images(self) -> bool:
-        """Looks whether images are there, some at a time: new ones first, and those that were
-        missing in turn."""
+        """Check for some images whether they exist: new ones first, then missing ones."""
         before = len(self.missing)
         with self.index.connect_readonly() as connection:
             rows = connection.execute("SELECT digest FROM images").fetchall()
@@ -91,8 +89,6 @@ class RunView(RunFiles):
                 self.missing[digest] = None
         return len(self.missing) != before
 
-    # --- what it is, in a few words
-
     @property
     def state(self) -> str:
         """running, finished, stopped (by a person) or failed."""
@@ -101,54 +97,54 @@ class RunView(RunFiles):
     def _find_state(self) -> RunState:
         sft, end = self.history.newest("sft"), self.history.end
         is_trained = bool(sft) and self.history.last_step >= sft.get("steps_total", math.inf)
-        # A look takes the lock for a moment: a run that says how it ended needs none.
+        # Testing the lock takes it for a moment. A run with an `end` event needs no test.
         launcher = None if end is not None else find_launcher(self.run_dir)
         return find_state(self, launcher, end, is_trained)
 
     def describe_end(self) -> dict[str, str]:
-        """Why the run is where it is, and what to do; empty texts while it runs."""
+        """Return why the run ended and what to do; empty texts while it is running."""
         (state, problem), end = self._find_state(), self.history.end
         fix = str(end.values.get("fix") or "") if end is not None else ""
         if state == FINISHED and (goal := self.history.goal) is not None:
             held_out = find_number(goal.values, "held_out")
-            confirmed = f", and held-out tasks {fixed(held_out, 3)}" if held_out is not None else ""
+            confirmed = f", held-out reward {fixed(held_out, 3)}" if held_out is not None else ""
             problem = (
                 f"[run] stop_at = {goal.values.get('stop_at')} was reached at step {goal.step}: "
-                f"training earned {fixed(find_number(goal.values, 'reward'), 3)}{confirmed}"
+                f"training reward {fixed(find_number(goal.values, 'reward'), 3)}{confirmed}"
             )
         was_cut = state == STOPPED or (state == FAILED and end is None)
         if was_cut and self.history.last_step and not fix:
             command = "sft" if "sft" in self.settings else "rl"
-            fix = f"go on with `sightline {command} --resume {self.run_dir.path}`"
+            fix = f"resume with `sightline {command} --resume {self.run_dir.path}`"
         return {"problem": problem, "cause": _join_ends(problem), "fix": fix}
 
     def _num_steps(self) -> int | None:
-        """The steps that the run was to train for, as its settings say."""
+        """Return the planned steps from the settings."""
         table = self.settings.get("run")
         steps = table.get("steps") if isinstance(table, dict) else None
         return steps if isinstance(steps, int) else None
 
     def alerts(self) -> list[Alert]:
-        """What should make a person look, of the rows so far."""
+        """Return warnings about the metrics so far."""
         if self._alerts[0] != self.history.num_rows:
             self._alerts = (self.history.num_rows, find_alerts(self.history))
         return self._alerts[1]
 
     def problems(self) -> list[str]:
-        found = [] if self.settings else ["config.toml is missing, empty, or cannot be read"]
+        problems = [] if self.settings else ["config.toml is missing, empty or unreadable"]
         if not self.run_dir.metrics.is_file():
-            found.append("metrics.jsonl is missing")
+            problems.append("metrics.jsonl is missing")
         if isinstance(self.run_dir, FencedRunDir) and (refused := self.run_dir.list_refused()):
             names = ", ".join(refused[:10])
-            found.append(f"not read, because they are links or no files: {names}")
-        found += self.history.problems(self.state == "running")
+            problems.append(f"skipped, because they are links or not regular files: {names}")
+        problems += self.history.problems(self.state == "running")
         with self.index.connect_readonly() as connection:
-            found += queries.list_problems(connection)
+            problems += queries.list_problems(connection)
         if self.missing:
-            found.append(f"{len(self.missing)} images are in no store")
+            problems.append(f"{len(self.missing)} images are in no store")
         if self.checkpoint is None:
-            found.append("the checkpoint was not found: tokens show as their ids")
-        return found
+            problems.append("the checkpoint was not found: tokens are shown as ids")
+        return problems
 
     def overview(self) -> dict[str, Any]:
         newest, trained = self.history.newest("step"), self.history.newest("train")
@@ -192,7 +188,7 @@ class RunView(RunFiles):
 
 
 def _join_ends(problem: str) -> str:
-    """A problem on one line: what it begins with, and the exception that a traceback ends with."""
+    """Shorten a problem to one line: its beginning and the exception at the end of a traceback."""
     lines = [line.strip() for line in problem.splitlines() if line.strip()]
     if len(lines) < 2:
         return problem.strip()
@@ -201,8 +197,8 @@ def _join_ends(problem: str) -> str:
 
 
 def _log_sizes(folder: Path) -> tuple[tuple[str, int], ...]:
-    """Name and size of each log in the folder."""
+    """Return the name and size of each log in the folder."""
     try:
         return tuple(sorted((log.name, log.lstat().st_size) for log in folder.glob("*.log")))
-    except OSError:  # one has just gone
+    except OSError:  # a log was just removed
         return ()

@@ -1,4 +1,4 @@
-"""The tables of the index. A change of them is a new `VERSION`: an older index is made again."""
+"""The tables of the index. Change `VERSION` with them: older indexes are built again."""
 
 from __future__ import annotations
 

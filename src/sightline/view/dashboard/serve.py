@@ -1,4 +1,4 @@
-"""Binds the dashboard to an address and runs it until it is stopped."""
+"""Serve the dashboard until it is stopped."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from sightline.view.dashboard.server import build_app
 def serve_dashboard(
     paths: Sequence[Path], host: str, port: int, token: str = "", cert: str = "", key: str = ""
 ) -> None:
-    """`token` says where the token is that whoever asks must know; `cert` and `key` are files."""
+    """Serve the runs at `paths`. `token` refers to a secret; `cert` and `key` are PEM files."""
     check_address(host, token, "--token")
     tls = check_tls(cert, key, host)
     guard = RequestGuard(host, resolve_secret(token, "--token"))
@@ -27,10 +27,10 @@ def serve_dashboard(
     listening.listen(128)
     print(describe_link(host, listening.getsockname()[1], "/", has_tls=bool(tls)), flush=True)
     if token:
-        print(f"add ?token= and the token of {token} to the address, once", flush=True)
+        print(f"open the address once with ?token= and the token from {token}", flush=True)
     config = build_uvicorn_config(
         build_app(runs, guard),
-        # A browser keeps its stream of events open; it is not waited for.
+        # Browsers keep their event streams open. Do not wait for them.
         timeout_graceful_shutdown=1,
         **tls,
     )

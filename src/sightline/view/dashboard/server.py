@@ -1,4 +1,4 @@
-"""The routes of the dashboard: pages of JSON, images, and the files of the web application."""
+"""The routes of the dashboard: JSON, images, and the files of the web application."""
 
 from __future__ import annotations
 
@@ -39,13 +39,13 @@ STATIC = Path(__file__).with_name("static")
 LOOPBACK = RequestGuard("127.0.0.1")
 _RANGE = re.compile(r"bytes=(\d{1,18})-(\d{0,18})", re.ASCII)
 MAX_STEPS = 2000
-"""The most steps of one answer with metrics; of more, so many are sent, evenly chosen."""
+"""The most steps in one answer. Of longer runs, evenly spaced steps are sent."""
 CACHE_FOREVER = "private, max-age=31536000, immutable"
-"""What is named by its digest never changes."""
+"""For files that are named by their digest, which never change."""
 
 
 class RolloutQuery(queries.RolloutFilter):
-    """A page of rollouts, as an address asks for it."""
+    """The query of a page of rollouts."""
 
     run: str
     offset: Int64 = 0
@@ -59,7 +59,7 @@ def list_static_files() -> dict[str, Path]:
 
 
 def build_app(runs: RunCollection, guard: RequestGuard = LOOPBACK) -> FastAPI:
-    """`guard` says who may ask."""
+    """Build the application. `guard` decides who may use it."""
     dashboard = Dashboard(runs)
     app = FastAPI(docs_url=None, redoc_url=None, openapi_url=None, lifespan=dashboard.lifespan)
     app.router.redirect_slashes = False
@@ -94,7 +94,7 @@ def build_app(runs: RunCollection, guard: RequestGuard = LOOPBACK) -> FastAPI:
 
 
 class Dashboard:
-    """One method a route. They read files, so all but the stream run in threads."""
+    """One method for each route. All but the stream run in threads, because they read files."""
 
     def __init__(self, runs: RunCollection) -> None:
         self._runs = runs
@@ -115,10 +115,10 @@ class Dashboard:
             self._runs.close()
 
     def _run(self, key: str) -> RunView:
-        found = self._runs.find_run(key)
-        if found is None:
-            raise HTTPException(404, f"there is no run {key[:80]!r} here")
-        return found
+        view = self._runs.find_run(key)
+        if view is None:
+            raise HTTPException(404, f"there is no run {key[:80]!r}")
+        return view
 
     # --- the application itself
 
@@ -128,7 +128,7 @@ class Dashboard:
     def static(self, name: str) -> Response:
         file = self._files.get(name)
         if file is None:
-            raise HTTPException(404, "there is no such file")
+            raise HTTPException(404, "file not found")
         headers = {"cache-control": "no-cache"}
         return Response(file.read_bytes(), media_type=TYPES[file.suffix], headers=headers)
 
@@ -146,7 +146,7 @@ class Dashboard:
         )
 
     def metrics(self, run: str, names: str, cursor: int = 0) -> Response:
-        """`names` are of columns; one that ends in a star stands for the first that begin so."""
+        """Return columns by name. `prefix*` stands for the first names with that prefix."""
         history = self._run(run).history
         return _json_response(history.since(cursor, names.split(","), MAX_STEPS))
 
@@ -159,13 +159,13 @@ class Dashboard:
     ) -> Response:
         view = self._run(run)
         with view.index.connect_readonly() as connection:
-            found = queries.sum_mismatch(connection, step_from, step_to, fresh)
-        for token in found["worst"]:
+            mismatch = queries.sum_mismatch(connection, step_from, step_to, fresh)
+        for token in mismatch["worst"]:
             token["text"] = view.tokenizer.decode([token["token_id"]]) if view.tokenizer else None
-        return _json_response(found)
+        return _json_response(mismatch)
 
     def prometheus(self) -> Response:
-        """The newest numbers of every run."""
+        """Return the newest numbers of every run."""
         numbers = [
             ("gauge", f"run_{name}", {"run": view.key}, value)
             for view in self._runs.all()
@@ -185,13 +185,13 @@ class Dashboard:
 
     def rollouts(self, wanted: Annotated[RolloutQuery, Query()]) -> Response:
         with self._run(wanted.run).index.connect_readonly() as connection:
-            found = queries.list_rollouts(connection, wanted, wanted.offset, wanted.limit)
-        return _json_response(found)
+            page = queries.list_rollouts(connection, wanted, wanted.offset, wanted.limit)
+        return _json_response(page)
 
     def groups(self, wanted: Annotated[RolloutQuery, Query()]) -> Response:
         with self._run(wanted.run).index.connect_readonly() as connection:
-            found = queries.list_groups(connection, wanted, wanted.offset, wanted.limit)
-        return _json_response(found)
+            page = queries.list_groups(connection, wanted, wanted.offset, wanted.limit)
+        return _json_response(page)
 
     def failures(self, run: str) -> Response:
         view = self._run(run)
@@ -201,11 +201,11 @@ class Dashboard:
 
     def rollout(self, run: str, file: str, number: Int64) -> Response:
         view = self._run(run)
-        found = rollout_page.describe_rollout(view, file, number)
-        if found is None:
-            left = f": {view.files_left} files are yet to be read" if view.files_left else ""
-            raise HTTPException(404, f"there is no such rollout{left}")
-        return _json_response(found)
+        rollout = rollout_page.describe_rollout(view, file, number)
+        if rollout is None:
+            left = f"; {view.files_left} files are not indexed yet" if view.files_left else ""
+            raise HTTPException(404, f"rollout not found{left}")
+        return _json_response(rollout)
 
     def tokens(
         self,
@@ -215,10 +215,10 @@ class Dashboard:
         node: int,
         start: Annotated[int, Query(ge=0)] = 0,
     ) -> Response:
-        found = rollout_page.describe_tokens(self._run(run), file, number, node, start)
-        if found is None:
-            raise HTTPException(404, "there is no such node")
-        return _json_response(found)
+        tokens = rollout_page.describe_tokens(self._run(run), file, number, node, start)
+        if tokens is None:
+            raise HTTPException(404, "node not found")
+        return _json_response(tokens)
 
     # --- images
 
@@ -227,23 +227,23 @@ class Dashboard:
     ) -> Response:
         view = self._run(run)
         with view.index.connect_readonly() as connection:
-            found = queries.list_images(connection, sort, offset, limit, digest)
-        for row in found["rows"]:
+            page = queries.list_images(connection, sort, offset, limit, digest)
+        for row in page["rows"]:
             row["missing"] = row["digest"] in view.missing
-        return _json_response({**found, "missing": len(view.missing)})
+        return _json_response({**page, "missing": len(view.missing)})
 
     def image(self, run: str, digest: str) -> Response:
         view = self._run(run)
         with view.index.connect_readonly() as connection:
-            found = queries.find_image(connection, digest)
-        if found is None:
-            raise HTTPException(404, "no rollout shows such an image")
-        return _json_response({**found, "missing": digest in view.missing})
+            image = queries.find_image(connection, digest)
+        if image is None:
+            raise HTTPException(404, "no rollout contains this image")
+        return _json_response({**image, "missing": digest in view.missing})
 
     def media(self, run: str, digest: str, request: Request) -> Response:
         store = self._run(run).store
         data, mime = thumbnails.read_image(store, _check_digest(digest))
-        # Who plays a video asks for pieces of it: without them nobody can jump in it.
+        # A video player requests ranges; without them it cannot seek.
         wanted = _RANGE.fullmatch(request.headers.get("range", ""))
         return _image_response(data, mime, wanted)
 
@@ -257,10 +257,10 @@ class Dashboard:
         return _json_response(processes.describe_processes(self._run(run)))
 
     def log(self, run: str, name: str, before: int | None = None) -> Response:
-        found = processes.find_log(self._run(run), name, before)
-        if found is None:
-            raise HTTPException(404, "there is no such log")
-        return _json_response(found)
+        log = processes.find_log(self._run(run), name, before)
+        if log is None:
+            raise HTTPException(404, "log not found")
+        return _json_response(log)
 
     def settings(self, run: str) -> Response:
         view = self._run(run)
@@ -274,7 +274,7 @@ class Dashboard:
 
 
 def list_defaults(settings: dict[str, Any]) -> dict[str, Any]:
-    """Dotted name and value of each setting that has a default, of the kind of run that this is."""
+    """Return the default of each setting by its dotted name, for this kind of run."""
     kind = SftFile if "sft" in settings else RunFile
     return {
         f"{section}.{name}": None
@@ -286,12 +286,12 @@ def list_defaults(settings: dict[str, Any]) -> dict[str, Any]:
 
 def _check_digest(text: str) -> str:
     if not is_digest(text):
-        raise HTTPException(404, "an image is named by the 64 digits of its digest")
+        raise HTTPException(404, "an image is named by its digest of 64 hexadecimal digits")
     return text
 
 
 def _image_response(data: bytes, mime: str, wanted: re.Match[str] | None = None) -> Response:
-    # In a tab of its own an image is still no page: nothing in it may run or load.
+    # Opened in its own tab, an image must not run or load anything either.
     headers = {
         "cache-control": CACHE_FOREVER,
         "content-security-policy": "default-src 'none'; sandbox",

@@ -1,6 +1,6 @@
-"""Images and videos as a browser may have them: of a type that its own bytes prove, whole or small.
+"""Images and videos for a browser, original or reduced. Their bytes determine their type.
 
-Of a video the small copy is its first frame.
+The reduced copy of a video is its first frame.
 """
 
 from __future__ import annotations
@@ -20,52 +20,52 @@ _MAX_THUMBNAILS = 4096
 
 
 def read_image(store: MediaStore, digest: str) -> tuple[bytes, str]:
-    """The stored bytes and their type, which is read from them and nowhere else."""
+    """Return the stored bytes and the type that they prove."""
     ref = store.get_ref(digest)
     return store.get(ref), ref.mime
 
 
 class ThumbnailCache:
-    """Small copies, each made once while it is remembered."""
+    """A cache of reduced copies."""
 
     def __init__(self) -> None:
-        self._made: LRUCache[tuple[str, int], tuple[bytes, str]] = LRUCache(_MAX_THUMBNAILS)
+        self._thumbnails: LRUCache[tuple[str, int], tuple[bytes, str]] = LRUCache(_MAX_THUMBNAILS)
         self._lock = threading.Lock()
 
     def get(self, store: MediaStore, digest: str, side: int) -> tuple[bytes, str]:
         side = max(16, min(side, MAX_SIDE))
         with self._lock:
-            found = self._made.get((digest, side))
-        if found is None:
-            found = make_thumbnail(store, digest, side)
+            thumbnail = self._thumbnails.get((digest, side))
+        if thumbnail is None:
+            thumbnail = make_thumbnail(store, digest, side)
             with self._lock:
-                self._made[digest, side] = found
-        return found
+                self._thumbnails[digest, side] = thumbnail
+        return thumbnail
 
 
 def make_png_thumbnail(store: MediaStore, digest: str, side: int) -> tuple[bytes, int, int]:
-    """A copy of at most `side` pixels along each side, with its width and height."""
+    """Return a copy of at most `side` by `side` pixels, with its width and height."""
     image = _open_picture(store, store.get_ref(digest))
     image.thumbnail((side, side))
-    made = io.BytesIO()
-    image.save(made, format="PNG")
-    return made.getvalue(), image.width, image.height
+    encoded = io.BytesIO()
+    image.save(encoded, format="PNG")
+    return encoded.getvalue(), image.width, image.height
 
 
 def make_thumbnail(store: MediaStore, digest: str, side: int) -> tuple[bytes, str]:
-    """A copy of at most `side` pixels along each side; small files as they are."""
+    """Return a copy of at most `side` by `side` pixels. Small files are returned unchanged."""
     data, mime = read_image(store, digest)
     ref = store.get_ref(digest)
     if max(ref.width, ref.height) <= side and len(data) <= 16_384 and not ref.is_video:
         return data, mime
     image = _open_picture(store, ref)
     image.thumbnail((side, side))
-    make_thumbnail = io.BytesIO()
+    encoded = io.BytesIO()
     try:
-        image.save(make_thumbnail, format="WEBP", quality=80, method=2)
+        image.save(encoded, format="WEBP", quality=80, method=2)
     except OSError as error:
-        raise MediaError(f"image {digest[:12]} cannot be made small", "open it whole") from error
-    return make_thumbnail.getvalue(), "image/webp"
+        raise MediaError(f"image {digest[:12]} cannot be reduced", "open the original") from error
+    return encoded.getvalue(), "image/webp"
 
 
 def _open_picture(store: MediaStore, ref: MediaRef) -> Image.Image:

@@ -1,4 +1,4 @@
-"""What the index keeps of one rollout."""
+"""Read trace files, and extract what the index keeps of each rollout."""
 
 from __future__ import annotations
 
@@ -18,28 +18,28 @@ from sightline.trace.codec import FILE_MAGIC
 MAX_ANSWER_CHARS = 160
 BROKEN = "broken"
 UNKNOWN = ""
-"""The verdict of a rollout that no list of verdicts names: an evaluation, or of an older run."""
+"""The verdict of rollouts without one: of evaluations and of older runs."""
 
 
 @dataclass(frozen=True, slots=True)
 class TraceRecord:
-    """One trace and its place in its file."""
+    """A trace and its place in its file."""
 
     number: int
     start: int
-    """Offset of its bytes, behind their length."""
+    """The offset of its first byte, after the length."""
     size: int
     trace: Trace
 
 
 def read_records(path: Path) -> Iterator[TraceRecord | str]:
-    """The traces of a file with their places; a problem, in words, for what cannot be read.
+    """Yield the traces of a file, and a text for each one that cannot be read.
 
-    A trace that is damaged costs itself; a file that ends early costs what is cut off.
+    A damaged trace does not affect the others. A truncated file loses only its end.
     """
     with open(path, "rb") as file:
         if file.read(len(FILE_MAGIC)) != FILE_MAGIC:
-            yield "not a file of traces"
+            yield "not a trace file"
             return
         end = os.fstat(file.fileno()).st_size
         number = 0
@@ -58,17 +58,19 @@ def read_records(path: Path) -> Iterator[TraceRecord | str]:
 
 
 def read_trace(path: Path, start: int, size: int) -> Trace:
-    """The one trace at a place that `read_records` gave."""
+    """Read the trace at a place that `read_records` returned."""
     with open(path, "rb") as file:
         file.seek(start)
         data = file.read(size)
     if len(data) < size:
-        raise WireError(f"{path.name} is shorter than it was", "reload: the file was written anew")
+        raise WireError(
+            f"{path.name} has become shorter", "reload the page: the file was rewritten"
+        )
     return decode_trace(data, path.name)
 
 
 def find_step(file: str) -> int | None:
-    """The step of a file of traces or scores; None for an evaluation and for foreign files."""
+    """Return the step of a trace or score file; None for evaluations and other files."""
     digits = file.removesuffix(".msgpack").removeprefix("step_")
     is_step = file.startswith("step_") and digits.isascii() and digits.isdigit()
     return int(digits) if is_step and len(digits) <= 18 else None
@@ -82,7 +84,7 @@ def pick_first_and_last(traces: Path) -> list[Path]:
 
 
 def build_row(record: TraceRecord, file: str, verdict: str | None) -> dict[str, object]:
-    """The columns of table `rollouts`, but for the id and what the trainer adds."""
+    """Return the columns of table `rollouts`, without the id and the trainer's scores."""
     trace = record.trace
     turns = trace.turns
     step = find_step(file)
@@ -114,7 +116,7 @@ def build_row(record: TraceRecord, file: str, verdict: str | None) -> dict[str, 
 
 
 def _find_cause(trace: Trace) -> str:
-    """The last line of what broke a rollout or cut it short, which names the exception."""
+    """Return the last line of the error or limit that ended a rollout."""
     lines = [line.strip() for line in (trace.error or trace.limit).splitlines() if line.strip()]
     if len(lines) > 1 and lines[-1].startswith("fix: "):
         lines.pop()
@@ -130,18 +132,18 @@ def _answer(message: Message) -> str:
 
 
 def collect_texts(trace: Trace) -> dict[bytes, str]:
-    """Every distinct text of a rollout by its digest; most are shared with its siblings."""
-    found: dict[bytes, str] = {}
+    """Return the distinct texts of a rollout by digest. Siblings share most of them."""
+    texts: dict[bytes, str] = {}
     for node in trace.nodes:
         calls = (f"{call.name}({call.arguments})" for call in node.message.tool_calls)
         for text in (node.message.text, node.message.reasoning or "", *calls):
             if text:
-                found[blake2b(text.encode(), digest_size=12).digest()] = text
-    return found
+                texts[blake2b(text.encode(), digest_size=12).digest()] = text
+    return texts
 
 
 def collect_images(trace: Trace) -> list[tuple[MediaRef, int, int]]:
-    """Every place of an image: its ref, the node, and which image of the node it is."""
+    """Return each use of an image: its ref, the node, and its place among the node's images."""
     return [
         (slot.item.ref, node.id, place)
         for node in trace.nodes

@@ -1,9 +1,9 @@
-"""Where else the numbers of a run go: TensorBoard, W&B, trackio.
+"""Sinks: copies of a run's metrics in TensorBoard, W&B and trackio.
 
-    metrics.jsonl, traces/ <--read-- follow (a process of its own) --queue--> one thread a sink
+    metrics.jsonl, traces/ <--read-- feed (its own process) --queue--> one thread per sink
 
-`metrics.jsonl` is always written, by the run itself. A sink only ever reads it, from another
-process: one that fails or blocks costs its own lines, and neither a step nor another sink.
+The run itself only writes `metrics.jsonl`. A sink that fails or blocks loses its own entries, and
+affects neither the run nor other sinks.
 """
 
 from __future__ import annotations

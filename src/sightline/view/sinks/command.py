@@ -1,4 +1,4 @@
-"""What `sightline sinks` does: feeds one run to its end, or to its own."""
+"""The command `sightline sinks`."""
 
 from __future__ import annotations
 
@@ -16,9 +16,10 @@ from sightline.view.sinks.protocol import STATUS_OK, STATUS_PREFIX, check_sinks
 def feed_run(
     path: Path, names: list[str], samples_every: int, offline: bool, follow: bool, parent: int
 ) -> None:
-    """Feeds the sinks of these names, prints what became of each, and ends the process.
+    """Feed the named sinks, print the status of each, and exit the process.
 
-    Ends when all is read; with `follow` when the run ends, with `parent` when that process does.
+    Ends when everything is read; with `follow`, when the run ends; with `parent`, when that
+    process ends.
     """
     run_dir = get_run_dir(path)
     check_sinks(names)
@@ -40,10 +41,10 @@ def feed_run(
     for feeder in feeders:
         if feeder.num_before:
             print(
-                f"{feeder.name} had {feeder.num_before} entries of this run already; they are sent "
-                f"again when {feeder.log_path} is removed"
+                f"{feeder.name} already has {feeder.num_before} entries of this run; to send them "
+                f"again, remove {feeder.log_path}"
             )
         lost = f", {feeder.lost} entries lost" if feeder.lost else ""
         print(f"{STATUS_PREFIX}{feeder.name}: {feeder.problem or STATUS_OK}{lost}", flush=True)
-    # Threads of a sink that hangs are left where they are.
+    # Do not wait for the threads of sinks that hang.
     os._exit(1 if any(feeder.problem for feeder in feeders) else 0)

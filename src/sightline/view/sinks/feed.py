@@ -1,8 +1,7 @@
-"""Follows a run and feeds its sinks, each in a thread of its own.
+"""Follow a run and feed its sinks, each in its own thread.
 
-reading waits for: lines of metrics.jsonl           unblocked by: the run, or the end
-a sink's thread waits for: its queue                unblocked by: reading
-reading never waits for a sink: a full queue loses its oldest entry, which is counted
+The reader waits for lines of metrics.jsonl. A sink's thread waits for its queue. The reader never
+waits for a sink: a full queue drops and counts its oldest entry.
 """
 
 from __future__ import annotations
@@ -32,22 +31,22 @@ from sightline.wire.file import read_lines, write_atomic
 
 QUEUE_SIZE = 1000
 NUM_SAMPLES = 8
-"""Rollouts in a table."""
+"""Rollouts per table."""
 NUM_THUMBNAILS = 4
-"""Images of one rollout."""
+"""Images per rollout."""
 THUMBNAIL_SIDE = 192
 MAX_CHARS = 2000
 POLL_INTERVAL_S = 1.0
 
 SinkEntry = tuple[str, int, dict[str, float] | list[RolloutRow]]
-"""What it is, of the same name whenever the run is read; its step; and what a sink is given."""
+"""A name that is the same in every reading of the run, the step, and the data."""
 
 
 class DeliveryLog:
-    """What a sink has taken of a run, kept beside it: to feed it again adds only what is new."""
+    """The entries that a sink has received, so that feeding it again adds only new ones."""
 
     def __init__(self, path: Path) -> None:
-        """Raises where another process feeds the sink."""
+        """Open the log; raise if another process feeds the sink."""
         self.path = path
         path.parent.mkdir(parents=True, exist_ok=True)
         self._file = os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o644)
@@ -56,7 +55,7 @@ class DeliveryLog:
         except OSError:
             os.close(self._file)
             raise ConfigError(
-                f"another process feeds it, and holds {path}", "wait for its end"
+                f"another process feeds this sink and locks {path}", "wait until it ends"
             ) from None
         self._start = os.fstat(self._file).st_size
         self.names = {line.decode(errors="replace") for line in read_lines(path)}
@@ -66,7 +65,7 @@ class DeliveryLog:
         os.write(self._file, name.encode() + b"\n")
 
     def forget(self) -> None:
-        """Takes back what was added since it was opened."""
+        """Remove the entries that were added since it was opened."""
         os.ftruncate(self._file, self._start)
 
     def close(self) -> None:
@@ -75,15 +74,15 @@ class DeliveryLog:
 
 @dataclass
 class SinkFeeder:
-    """One sink, its queue and its thread."""
+    """A sink with its queue and thread."""
 
     name: str
     build: Callable[[], Sink]
     log_path: Path
-    """Where its delivery log is."""
+    """The path of its delivery log."""
     entries: queue.Queue[SinkEntry | None] = field(default_factory=lambda: queue.Queue(QUEUE_SIZE))
     lost: int = 0
-    """Entries that a slow sink did not take in time, or failed at."""
+    """Entries that were dropped because the sink was slow or failed."""
     problem: str = ""
 
     def __post_init__(self) -> None:
@@ -100,11 +99,11 @@ class SinkFeeder:
 
     @property
     def num_before(self) -> int:
-        """Entries that the sink had taken before, and was not given again."""
+        """Entries that the sink received earlier."""
         return self._log.num_before if self._log else 0
 
     def enqueue(self, entry: SinkEntry) -> None:
-        """Lets the sink have an entry, unless it has had one of this name."""
+        """Queue an entry, unless the sink already has one of this name."""
         if entry[0] in self._seen:
             return
         self._seen.add(entry[0])
@@ -120,7 +119,7 @@ class SinkFeeder:
                     continue
 
     def finish(self, within_s: float) -> bool:
-        """Whether the sink has ended in time."""
+        """Close the sink and return whether it ended in time."""
         try:
             self.entries.put(None, timeout=within_s)
         except queue.Full:
@@ -147,22 +146,22 @@ class SinkFeeder:
                 else:
                     sink.samples(step, what)
                 self._log.add(name)
-            except Exception as error:  # a sink may fail, and costs only itself
+            except Exception as error:  # third-party code may raise anything
                 self.lost += 1
                 self.problem = f"{type(error).__name__}: {error}"
         if sink is not None and self._log is not None:
             try:
                 sink.close()
-            except Exception as error:  # a sink may fail, and costs only itself
+            except Exception as error:  # third-party code may raise anything
                 self.problem = f"{type(error).__name__}: {error}"
-                self._log.forget()  # which of it was kept nobody can say
+                self._log.forget()  # it is unknown which entries were saved
 
     def _build(self) -> Sink | None:
         if self._log is None:
             return None
         try:
             return self.build()
-        except Exception as error:  # a library of others, which may raise anything
+        except Exception as error:  # third-party code may raise anything
             traceback.print_exc()
             self.problem = f"{type(error).__name__}: {error}"
             return None
@@ -179,8 +178,8 @@ def build_sink_factories(
     def builder(sink: str) -> Callable[[], Sink]:
         def build() -> Sink:
             module = importlib.import_module(f"sightline.view.sinks.{sink}")
-            made: Sink = module.build(folder, identity, offline)
-            return made
+            built: Sink = module.build(folder, identity, offline)
+            return built
 
         return build
 
@@ -188,7 +187,7 @@ def build_sink_factories(
 
 
 def _get_run_id(folder: Path) -> str:
-    """Made when the run is first fed, and kept in its folder of sinks."""
+    """Return the id that is created when the run is first fed."""
     path = folder / "run_id"
     if not path.is_file():
         write_atomic(path, secrets.token_hex(4).encode())
@@ -202,14 +201,14 @@ def feed_sinks(
     is_over: Callable[[], bool],
     close_timeout_s: float = CLOSE_TIMEOUT_S,
 ) -> list[SinkFeeder]:
-    """Feeds the sinks until the run is over and all of its lines are read."""
+    """Feed the sinks until the run is over and all lines are read."""
     feeders = [
         SinkFeeder(name, build, run_dir.sinks / name / "delivered") for name, build in sinks.items()
     ]
     tail = EventTail(run_dir.metrics)
     store = RunFiles(run_dir).open_store()
     while True:
-        # Looked at before reading: what was written until then is read.
+        # Checked before reading, so that everything written until then is read.
         over = is_over()
         for event in tail.read():
             if event.kind in STEP_EVENT_KINDS or event.kind == "eval":
@@ -218,9 +217,9 @@ def feed_sinks(
                 for feeder in feeders:
                     feeder.enqueue((name, event.step, flatten_numbers(event.values, prefix)))
             if event.kind == "step" and samples_every and event.step % samples_every == 0:
-                found = build_sample_table(run_dir, store, event.step)
+                table = build_sample_table(run_dir, store, event.step)
                 for feeder in feeders:
-                    feeder.enqueue((f"samples {event.step}", event.step, found))
+                    feeder.enqueue((f"samples {event.step}", event.step, table))
         if over:
             break
         time.sleep(POLL_INTERVAL_S)
@@ -232,8 +231,8 @@ def feed_sinks(
 
 
 def build_sample_table(run_dir: RunDir, store: MediaStore, step: int) -> list[RolloutRow]:
-    """The first rollouts of some groups, with small copies of their images."""
-    found: list[RolloutRow] = []
+    """Return the first rollouts of some groups, with reduced copies of their images."""
+    rows: list[RolloutRow] = []
     groups: set[str] = set()
     file = run_dir.traces_of(step)
     verdicts = read_verdicts(run_dir, file.stem)
@@ -252,17 +251,17 @@ def build_sample_table(run_dir: RunDir, store: MediaStore, step: int) -> list[Ro
                 for d in list(digests)[:NUM_THUMBNAILS]
                 if (t := _find_thumbnail(store, d)) is not None
             ]
-            found.append(
+            rows.append(
                 RolloutRow(
                     trace.id, verdicts.get(trace.id, ""), trace.reward, text[:MAX_CHARS],
                     tuple(thumbs),
                 )
             )  # fmt: skip
-            if len(found) == NUM_SAMPLES:
+            if len(rows) == NUM_SAMPLES:
                 break
     except (OSError, SightlineError):
-        return found
-    return found
+        pass  # the rows so far
+    return rows
 
 
 def _find_thumbnail(store: MediaStore, digest: str) -> Thumbnail | None:

@@ -1,4 +1,4 @@
-"""The process that feeds a run's sinks. The run does without it, whatever becomes of it."""
+"""The process that feeds a run's sinks. The run does not depend on it."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ GRACE_S = 5.0
 
 
 class SinkProcess:
-    """Started beside the processes of a run, and not among those that it is watched for."""
+    """A context in which the process runs. The launcher does not watch it."""
 
     def __init__(
         self,
@@ -23,7 +23,7 @@ class SinkProcess:
         run_dir: RunDir,
         on_problem: Callable[[str], object] = lambda words: None,
     ) -> None:
-        """`on_problem` hears what became of a sink that was not fed."""
+        """`on_problem` is called with a text for each sink that failed."""
         self._process: subprocess.Popen[bytes] | None = None
         self._words = [sys.executable, "-m", "sightline", "sinks", str(run_dir.path)]
         self._words += [word for name in config.sinks for word in ("--to", name)]
@@ -50,7 +50,7 @@ class SinkProcess:
         return self
 
     def __exit__(self, *error: object) -> None:
-        """Lets it read to the end; one that does not end is ended."""
+        """Let it read to the end, and kill it if it does not finish in time."""
         if self._process is None:
             return
         self._process.terminate()

@@ -19,12 +19,12 @@ STATUS_PREFIX, STATUS_OK = "sink ", "fed"
 
 @dataclass(frozen=True, slots=True)
 class RunIdentity:
-    """Which run a sink is fed with."""
+    """The identity of a run for sinks."""
 
     name: str
-    """The name of its folder, which runs in other places may share."""
+    """The name of its folder, which other runs may share."""
     id: str
-    """Its own among all runs, and the same whenever it is fed."""
+    """Unique among all runs, and the same in every feeding."""
     settings: dict[str, Any]
     """Sections of the run file."""
 
@@ -35,7 +35,7 @@ class RunIdentity:
 
 @dataclass(frozen=True, slots=True)
 class Thumbnail:
-    """A small copy of an image, as PNG."""
+    """A reduced copy of an image, as PNG."""
 
     data: bytes
     width: int
@@ -44,7 +44,7 @@ class Thumbnail:
 
 @dataclass(frozen=True, slots=True)
 class RolloutRow:
-    """One rollout, as a row of a table."""
+    """A rollout as a row of a table."""
 
     trace_id: str
     verdict: str
@@ -54,7 +54,7 @@ class RolloutRow:
 
 
 class Sink(Protocol):
-    """Somewhere that numbers go to. One thread calls it; a method may take as long as it likes."""
+    """A destination for metrics. One thread calls it, and its methods may block."""
 
     def numbers(self, step: int, values: dict[str, float]) -> None: ...
 
@@ -64,7 +64,7 @@ class Sink(Protocol):
 
 
 def check_sinks(names: Sequence[str]) -> None:
-    """Refuses a name that is no sink, and one whose package is not installed."""
+    """Raise for unknown sinks and for sinks whose package is not installed."""
     for name in names:
         if name not in SINKS:
             raise ConfigError(f"there is no sink {name!r}", f"choose from {', '.join(SINKS)}")

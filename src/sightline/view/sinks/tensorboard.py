@@ -1,4 +1,4 @@
-"""Event files that TensorBoard reads; needs the package `tensorboard`, and no TensorFlow."""
+"""Event files for TensorBoard. Needs the package `tensorboard`, but not TensorFlow."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ class TensorBoard:
     def _write(self, step: int, values: list[Summary.Value]) -> None:
         event = Event(step=step, wall_time=time.time(), summary=Summary(value=values))
         self._writer.add_event(event)
-        self._writer.flush()  # what counts as delivered outlasts a kill
+        self._writer.flush()  # delivered entries must survive a kill
 
     def numbers(self, step: int, values: dict[str, float]) -> None:
         self._write(
@@ -57,19 +57,19 @@ class TensorBoard:
 
 
 def _flatten(settings: dict[str, Any], prefix: str = "") -> dict[str, bool | float | str]:
-    """The settings by dotted names; what is no number and no text is spelled out."""
-    found: dict[str, bool | float | str] = {}
+    """Return settings by dotted names. Lists and other values become JSON."""
+    flat: dict[str, bool | float | str] = {}
     for name, value in settings.items():
         if isinstance(value, dict):
-            found |= _flatten(value, f"{prefix}{name}.")
+            flat |= _flatten(value, f"{prefix}{name}.")
         else:
             is_plain = isinstance(value, bool | int | float | str)
-            found[f"{prefix}{name}"] = value if is_plain else json.dumps(value, default=str)
-    return found
+            flat[f"{prefix}{name}"] = value if is_plain else json.dumps(value, default=str)
+    return flat
 
 
 def _cell(text: str) -> str:
-    """The text in a code span, where neither Markdown nor HTML means anything."""
+    """Return the text as a code span, in which Markdown and HTML have no meaning."""
     plain = text.replace("`", "'").replace("|", "¦").replace("\n", " ")
     return f"`{plain}`" if plain else ""
 

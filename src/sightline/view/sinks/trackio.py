@@ -1,4 +1,4 @@
-"""trackio, which keeps its runs on this machine; needs the package `trackio`."""
+"""trackio, which stores runs on this machine. Needs the package `trackio`."""
 
 from __future__ import annotations
 
@@ -16,20 +16,20 @@ class Trackio:
 
         self._trackio: Any = trackio
         self._lost = ""
-        self._hear_warnings()
-        # It finds a run again by its name alone.
+        self._record_warnings()
+        # It identifies runs by name.
         trackio.init(project="sightline", name=run.unique_name, config=run.settings, resume="allow")
 
-    def _hear_warnings(self) -> None:
-        """What it cannot keep it only warns of, from a thread of its own."""
+    def _record_warnings(self) -> None:
+        """Record its warnings: it reports lost entries only by warnings from its own thread."""
         show = warnings.showwarning
 
-        def hear(message: Warning | str, *where: Any, **more: Any) -> None:
+        def record(message: Warning | str, *where: Any, **more: Any) -> None:
             if str(message).startswith("trackio"):
                 self._lost = self._lost or str(message)
             show(message, *where, **more)
 
-        warnings.showwarning = hear
+        warnings.showwarning = record
 
     def numbers(self, step: int, values: dict[str, float]) -> None:
         self._trackio.log({n.replace(".", "/"): v for n, v in values.items()}, step=step)

@@ -1,4 +1,4 @@
-"""Weights & Biases, online or offline; needs the package `wandb`."""
+"""Weights & Biases, online or offline. Needs the package `wandb`."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ class Wandb:
             dir=str(folder),
             mode="offline" if offline else "online",
         )
-        # Events of two processes interleave, and a step may be replayed: ours is a metric.
+        # Events of two processes interleave and steps may be replayed, so the step is a metric.
         self._run.define_metric("step")
         self._run.define_metric("*", step_metric="step")
 
@@ -40,7 +40,7 @@ class Wandb:
             for thumb in s.thumbs:
                 shown = Image.open(io.BytesIO(thumb.data))
                 images.append(self._wandb.Image(shown, caption=f"{s.trace_id}, {s.reward}"))
-        # Beside the table: inside one an offline run keeps only their names.
+        # Not inside the table: offline runs keep only the names of images there.
         self._run.log({"samples": table, "images": images, "step": step})
 
     def close(self) -> None:

@@ -1,4 +1,4 @@
-// One chart of uPlot, with a legend of its own; all charts of a page share cursor and zoom.
+// A uPlot chart with its own legend. All charts of a page share cursor and zoom.
 import { html } from "./html.js";
 import { useEffect, useRef } from "./vendor/hooks.mjs";
 import uPlot from "./vendor/uPlot.esm.js";
@@ -14,7 +14,7 @@ export function runColour(index) {
   return token(`--run-${index % 8}`);
 }
 
-/** The mean of a window that ends at each point; gaps stay gaps. */
+/** The mean of the window that ends at each point. Gaps remain. */
 export function smoothed(values, window) {
   if (window <= 1) return values;
   const recent = [];
@@ -28,7 +28,7 @@ export function smoothed(values, window) {
   });
 }
 
-/** Few places between the ends, on whole numbers. */
+/** Ticks on whole numbers. */
 function wholeNumbers(u, axis, low, high, increment) {
   const stride = Math.max(1, Math.round(increment));
   const found = [];
@@ -36,7 +36,7 @@ function wholeNumbers(u, axis, low, high, increment) {
   return found;
 }
 
-/** Powers of ten, few enough to read. */
+/** Ticks on a few powers of ten. */
 function decades(u, axis, low, high) {
   const first = Math.ceil(Math.log10(low));
   const last = Math.floor(Math.log10(high));
@@ -48,7 +48,7 @@ function decades(u, axis, low, high) {
 
 const SECONDS = [1, 2, 5, 10, 15, 30, 60, 120, 300, 600, 900, 1800, 3600, 7200, 10800, 21600, 43200, 86400, 172800, 604800];
 
-/** What the x-axis may be: how a place on it reads, and between which numbers its lines may lie. */
+/** The kinds of x-axis: how values are formatted, and the steps between grid lines. */
 export const AXES = {
   step: { title: "step", format: short, at: (x) => `step ${x}` },
   time: { title: "wall clock", format: clock, at: duration, incrs: SECONDS },
@@ -57,7 +57,7 @@ export const AXES = {
 
 /**
  * `series`: {label, colour, values, dash, faint, points}; `x`: the places on `axis`, ascending.
- * `range` and `onZoom` hold the part of the axis that is shown.
+ * `range` is the visible part of the axis; `onZoom` changes it.
  */
 export function Chart({ title, note, x, axis: axisName = "step", series, log, fromZero, range, onZoom, height = 168, theme }) {
   const place = useRef(null);

@@ -1,10 +1,10 @@
-// Keys of a page. What is on the screen decides what they do, from the moment that it is there: an
-// effect that ran later would leave keys to the page as it was before.
+// Keyboard shortcuts. A layout effect installs them as soon as a page is drawn, so that no key reaches the
+// handlers of the page before it.
 import { useLayoutEffect, useRef } from "./vendor/hooks.mjs";
 
 const FIELDS = "input, select, textarea";
 
-/** Calls `handle(event)` for each key, but for those typed into a field, which `typed` gets. */
+/** Calls `handle(event)` for each key, and `typed(event, field)` for keys typed into a field. */
 export function useKeys(handle, typed = () => {}) {
   const latest = useRef();
   latest.current = { handle, typed };

@@ -1,4 +1,4 @@
-// The frame around the pages: which page, which runs, keyboard, light and dark.
+// The frame around the pages: navigation, run list, keyboard, and light or dark theme.
 import { html } from "./html.js";
 import { render } from "./vendor/preact.mjs";
 import { useEffect, useState } from "./vendor/hooks.mjs";
@@ -27,14 +27,14 @@ const PAGES = [
 const HIDDEN = { rollout: RolloutPage, image: ImagePage };
 const OWNER = { rollout: "rollouts", image: "images" };
 const KEYS = [
-  ["1 – 6", "the pages, in their order"],
-  ["j k", "next and previous row or message"],
+  ["1 – 6", "open a page"],
+  ["j k", "next or previous row or message"],
   ["Enter", "open the row"],
-  ["n p", "next and previous page, or rollout"],
+  ["n p", "next or previous page or rollout"],
   ["/", "search"],
-  ["g", "patches over pictures"],
-  ["t", "light, dark, or as the system"],
-  ["Esc", "back to the list; leave a field"],
+  ["g", "show or hide patches"],
+  ["t", "theme: light, dark or system"],
+  ["Esc", "back to the list, or leave a field"],
   ["?", "this list"],
 ];
 
@@ -57,7 +57,7 @@ function useTheme() {
   return { theme, shown, next };
 }
 
-/** The runs of the page: those the address names, else those that moved last. */
+/** The runs in the address, or else the newest one. */
 function chosen(runs, query) {
   const named = (query.get("runs") || "").split(",").filter(Boolean);
   const known = runs.filter((run) => named.includes(run.key));
@@ -68,7 +68,7 @@ function chosen(runs, query) {
   return best.slice(0, 1);
 }
 
-/** Whether every word of a search stands somewhere in what is known of a run. */
+/** Whether a run matches every word of a search. */
 function matches(run, search) {
   const known = [run.key, run.path, run.env, run.model, run.state, run.end.problem, run.notes].join("\n").toLowerCase();
   return search.toLowerCase().split(/\s+/).every((word) => known.includes(word));
@@ -133,13 +133,13 @@ function Sidebar({ runs, shown, page, live, theme }) {
             <${RunLine} key=${run.key} run=${run} place=${shown.findIndex((one) => one.key === run.key)} toggle=${toggle} />
           `)}
         </ul>
-        ${!listed.length && html`<p class="soft">no run is like that</p>`}
+        ${!listed.length && html`<p class="soft">No run matches.</p>`}
       </div>
       <footer>
         ${exported
           ? html`<span>exported file</span>`
-          : html`<span class=${live.connected ? "on" : "off"}>${live.connected ? "up to date" : "no connection"}</span>`}
-        <button onClick=${theme.next} title="light, dark, or as the system (t)">${theme.theme}</button>
+          : html`<span class=${live.connected ? "on" : "off"}>${live.connected ? "connected" : "disconnected"}</span>`}
+        <button onClick=${theme.next} title="theme: light, dark or system (t)">${theme.theme}</button>
       </footer>
     </aside>
   `;
@@ -184,19 +184,19 @@ function App() {
     const title = PAGES.find(([path]) => path === (OWNER[page] ?? page))?.[1] ?? "";
     document.title = `${query.get("run") || query.get("runs") || title} · Sightline`;
   }, [page, query.toString()]);
-  if (!runs) return html`<p class="loading">${error ? error.message : "reading the runs …"}</p>`;
-  if (!runs.length) return html`<p class="loading">no run here yet; one that appears will show</p>`;
+  if (!runs) return html`<p class="loading">${error ? error.message : "Loading …"}</p>`;
+  if (!runs.length) return html`<p class="loading">There is no run here yet. A new run appears without a reload.</p>`;
   const shown = chosen(runs, query);
   const run = runs.find((one) => one.key === query.get("run")) ?? shown[0];
   return html`
     <${Sidebar} runs=${runs} shown=${shown} page=${page} live=${live} theme=${theme} />
     <main>
       ${run.files_left > 0 && html`
-        <p class="indexing">indexing: ${whole(run.rollouts)} rollouts so far, ${run.files_left} files to read</p>
+        <p class="indexing">Indexing: ${whole(run.rollouts)} rollouts read, ${run.files_left} files left.</p>
       `}
       ${Page ? html`
         <${Page} runs=${runs} shown=${shown} run=${run} query=${query} revisions=${live.revisions} theme=${theme.shown} />
-      ` : html`<p>There is no such page.</p>`}
+      ` : html`<p>Page not found.</p>`}
     </main>
     ${help && html`<${Help} close=${() => setHelp(false)} />`}
   `;

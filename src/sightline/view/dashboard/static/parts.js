@@ -1,4 +1,4 @@
-// Small things that several pages show.
+// Small components that several pages use.
 import { html } from "./html.js";
 import { useState } from "./vendor/hooks.mjs";
 import { Link, change, href } from "./address.js";
@@ -6,7 +6,7 @@ import { exported, mediaUrl } from "./data.js";
 import { short, whole, words } from "./formatting.js";
 
 export function Verdict({ name }) {
-  if (!name) return html`<span class="verdict none">not judged</span>`;
+  if (!name) return html`<span class="verdict none">no verdict</span>`;
   return html`<span class="verdict v-${name.replace(/[^a-z_]/g, "")}">${words(name)}</span>`;
 }
 
@@ -14,7 +14,7 @@ export function State({ state, phase }) {
   return html`<span class="state s-${state}">${state === "running" && phase ? `running · ${phase}` : state}</span>`;
 }
 
-/** A number with a bar behind it, from `low` to `high`. */
+/** A number over a bar from `low` to `high`. */
 export function Bar({ value, low = 0, high = 1, text }) {
   if (value === null || value === undefined) return html`<span class="soft">–</span>`;
   const share = Math.max(0, Math.min(1, (value - low) / (high - low || 1)));
@@ -61,7 +61,7 @@ export function Problems({ list }) {
   if (!list?.length) return null;
   return html`
     <details class="problems" open=${list.length < 4}>
-      <summary>${list.length === 1 ? "1 thing is" : `${list.length} things are`} missing, or could not be read</summary>
+      <summary>${list.length === 1 ? "1 file or image is" : `${list.length} problems: files or images are`} missing or unreadable</summary>
       <ul>${list.map((problem) => html`<li key=${problem}>${problem}</li>`)}</ul>
     </details>
   `;
@@ -71,25 +71,25 @@ export function Failed({ error }) {
   return error ? html`<p class="failed" role="alert">${error.message}</p>` : null;
 }
 
-/** Why a run failed, was stopped or is over, in its own words. */
+/** Why a run failed, was stopped or finished. */
 export function End({ run }) {
   if (!run.end.problem) return null;
   const title = {
-    failed: "This run failed", stopped: "Stopped by a signal", finished: "Finished: the goal is reached",
+    failed: "This run failed", stopped: "Stopped by a signal", finished: "Finished: the goal was reached",
   }[run.state] ?? run.state;
   const { problem, cause, fix } = run.end;
   return html`
     <div class="end e-${run.state}" role=${run.state === "failed" ? "alert" : undefined}>
       <b>${title}</b>
       ${problem !== "a signal" && html`<p>${cause}</p>`}
-      ${problem.trim() !== cause && html`<details><summary>all of it</summary><pre>${problem}</pre></details>`}
+      ${problem.trim() !== cause && html`<details><summary>full message</summary><pre>${problem}</pre></details>`}
       ${fix && html`<p class="fix">${fix}</p>`}
-      ${run.state === "failed" && !exported && html`<p><${Link} to=${href("processes", { run: run.key })}>processes and logs<//></p>`}
+      ${run.state === "failed" && !exported && html`<p><${Link} to=${href("processes", { run: run.key })}>Processes and logs<//></p>`}
     </div>
   `;
 }
 
-const ALERTS = { blind: "Blind", diverges: "Diverges", collapses: "Collapses", no_signal: "Nothing to learn from" };
+const ALERTS = { blind: "Ignores its images", diverges: "Diverging", collapses: "Collapsing", no_signal: "No training signal" };
 
 export function Alerts({ list }) {
   return list.map((one) => html`
@@ -105,7 +105,7 @@ export function Fact({ name, children, title }) {
   return html`<div class="fact" title=${title}><dt>${name}</dt><dd>${children}</dd></div>`;
 }
 
-/** Chooses the one run that a page is about. */
+/** Selects the run of a page. */
 export function OneRun({ runs, run }) {
   if (runs.length < 2) return null;
   return html`

@@ -1,4 +1,4 @@
-// The graph of a trace: nodes down, branches side by side, forks as curves.
+// The graph of a trace: nodes from top to bottom, one lane for each branch.
 import { html } from "../html.js";
 import { change } from "../address.js";
 import { short } from "../formatting.js";
@@ -7,7 +7,7 @@ const ROW = 30;
 const LANE = 22;
 const MOST_ROWS = 400;
 
-/** A place for every node: its row by its number, its lane by the branch that first holds it. */
+/** The place of every node: a row by its number, a lane by the first branch that contains it. */
 function layout(rollout) {
   const lane = new Map();
   rollout.branches.forEach((path, i) => {

@@ -1,4 +1,4 @@
-// Every distinct image of a run, and where one is used.
+// Every distinct image of a run, and the rollouts that use it.
 import { html } from "../html.js";
 import { change, href } from "../address.js";
 import { exported, mediaUrl, useAnswer } from "../data.js";
@@ -23,7 +23,7 @@ export function ImagesPage({ runs, run, query, revisions }) {
           onChange=${(event) => change({ digest: event.target.value.trim().toLowerCase(), page: null })}
         />
         <select aria-label="order" value=${sort} onChange=${(event) => change({ sort: event.target.value, page: null })}>
-          <option value="most">most shown</option><option value="least">least shown</option>
+          <option value="most">most used</option><option value="least">least used</option>
           <option value="largest">largest</option><option value="smallest">smallest</option>
         </select>
       </div>
@@ -31,9 +31,8 @@ export function ImagesPage({ runs, run, query, revisions }) {
     <${Failed} error=${error} />
     ${answer && html`
       <p class="words">
-          ${whole(answer.shown)} times an image was shown; ${whole(answer.total)} are distinct, ${bytes(answer.nbytes)} in all,
-          each stored once.${answer.missing ? html`<b class="bad"> ${whole(answer.missing)} are in no store.</b>` : ""}
-        </p>
+        images: ${whole(answer.shown)} sent, ${whole(answer.total)} unique (${bytes(answer.nbytes)})${answer.missing ? html`, <b class="bad">${whole(answer.missing)} missing</b>` : ""}
+      </p>
         <${Pager} offset=${answer.offset} limit=${LIMIT} total=${answer.total} noun="images" />
         <ul class="gallery">
           ${answer.rows.map((row) => html`
@@ -53,7 +52,7 @@ export function ImagesPage({ runs, run, query, revisions }) {
 export function ImagePage({ run, query, revisions }) {
   const digest = query.get("digest");
   const { answer, error } = useAnswer("image", { run: run.key, digest }, [revisions[run.key]]);
-  if (!answer) return error ? html`<${Failed} error=${error} />` : html`<p class="loading">reading …</p>`;
+  if (!answer) return error ? html`<${Failed} error=${error} />` : html`<p class="loading">Loading …</p>`;
   const zoom = Math.max(1, Math.floor(240 / Math.max(answer.width, answer.height)));
   return html`
     <header class="head"><h1>Image <code>${digest.slice(0, 16)}</code></h1></header>
@@ -64,7 +63,7 @@ export function ImagePage({ run, query, revisions }) {
           ? html`<video src=${mediaUrl(run.key, digest)} width=${answer.width * zoom} controls muted loop preload="metadata" />`
         : html`<a href=${mediaUrl(run.key, digest)}><img src=${mediaUrl(run.key, digest)} width=${answer.width * zoom} class=${zoom > 1 ? "pixels" : ""} alt="" /></a>`}
       <dl class="facts">
-        <${Fact} name="shown">${whole(answer.num_shown)}<small>times, in ${whole(answer.rollouts)} rollouts</small><//>
+        <${Fact} name="sent">${whole(answer.num_shown)}<small>times, in ${whole(answer.rollouts)} rollouts</small><//>
         <${Fact} name="steps">${answer.first_step ?? "–"} to ${answer.last_step ?? "–"}<//>
         <${Fact} name="size">${answer.width}×${answer.height}<//>
         <${Fact} name="file">${answer.mime.split("/")[1].toUpperCase()}<small>${bytes(answer.nbytes)}</small><//>
@@ -72,7 +71,7 @@ export function ImagePage({ run, query, revisions }) {
       </dl>
     </section>
     ${!exported && html`
-      <h2>Where it is used</h2>
+      <h2>Rollouts with this image</h2>
       <${RolloutTable} run=${run} filters=${{ image: digest }} page=${Number(query.get("page") || 0)} revision=${revisions[run.key]} />
     `}
   `;

@@ -1,4 +1,4 @@
-// Where sampler and trainer disagree, and whether the model looks at its images.
+// Where the logprobs of sampler and trainer differ, and whether the model uses its images.
 import { html } from "../html.js";
 import { useMemo } from "../vendor/hooks.mjs";
 import { change, href } from "../address.js";
@@ -26,24 +26,20 @@ function named(dimension, bucket) {
   return String(bucket);
 }
 
-export function probeWords(probe) {
-  return probe.words ?? "";
-}
-
 function summaryWords(dimensions) {
   const lag = dimensions.lag ?? [];
   const tokens = lag.reduce((sum, cell) => sum + cell.tokens, 0);
-  if (!tokens) return "No trained token was sampled by the version that trained it: nothing to compare. [orchestrator] probe_every makes such tokens.";
+  if (!tokens) return "No token was sampled by the version that trained on it, so there is nothing to compare. [orchestrator] diagnostics_every samples such tokens.";
   const kl = lag.reduce((sum, cell) => sum + cell.kl * cell.tokens, 0) / tokens;
-  const verdict = kl < 1e-3 ? "sampler and trainer agree" : kl < HEALTHY ? "within what a healthy run shows" : "too large: they do not see the same";
-  const parts = [`Over ${whole(tokens)} tokens the mean KL is ${short(kl)}: ${verdict}.`];
+  const verdict = kl < 1e-3 ? "sampler and trainer agree" : kl < HEALTHY ? "normal for a healthy run" : "too large: sampler and trainer disagree";
+  const parts = [`The mean KL over ${whole(tokens)} tokens is ${short(kl)}: ${verdict}.`];
   for (const [dimension, cells] of Object.entries(dimensions)) {
     const enough = cells.filter((cell) => cell.tokens >= Math.max(20, tokens / 1000));
     if (enough.length < 2 || dimension === "image_tokens" || kl < 1e-9) continue;
     const top = enough.reduce((a, b) => (b.kl > a.kl ? b : a));
     const low = enough.reduce((a, b) => (b.kl < a.kl ? b : a));
     if (top.kl > 4 * Math.max(low.kl, 1e-300)) {
-      parts.push(`${TITLES[dimension][0]} (${TITLES[dimension][1]}) it differs: ${short(top.kl)} at ${named(dimension, top.bucket)}, ${short(low.kl)} at ${named(dimension, low.bucket)}.`);
+      parts.push(`${TITLES[dimension][0]} (${TITLES[dimension][1]}) the KL varies: ${short(top.kl)} at ${named(dimension, top.bucket)}, ${short(low.kl)} at ${named(dimension, low.bucket)}.`);
     }
   }
   return parts.join(" ");
@@ -64,14 +60,14 @@ export function MismatchPage({ runs, run, query, revisions }) {
           <input type="number" aria-label="step from" placeholder="from" value=${query.get("step_from") ?? ""} onChange=${set("step_from")} />–
           <input type="number" aria-label="step to" placeholder="to" value=${query.get("step_to") ?? ""} onChange=${set("step_to")} />
         </fieldset>
-        <label title="Tokens of older versions differ because the policy has moved, not only because of a mismatch">
+        <label title="Tokens of older versions also differ because the policy has changed since">
           <input type="checkbox" checked=${fresh} onChange=${(event) => change({ fresh: event.target.checked ? null : "off" })} />${" "}
-          only tokens of the trainer's own version
+          only tokens of the current version
         </label>
       </div>
     </header>
     <${Failed} error=${error} />
-    ${run.probe && html`<p class="probe ${run.probe.is_blind ? "bad" : ""}">${probeWords(run.probe)}</p>`}
+    ${run.probe && html`<p class="probe ${run.probe.is_blind ? "bad" : ""}">${run.probe.words}</p>`}
     ${answer && html`<p class="words">${summaryWords(answer.dimensions)}</p>`}
     ${answer && html`
       <section class="dimensions">
@@ -110,13 +106,13 @@ function Dimension({ name, title, note, cells }) {
 function Worst({ run, worst }) {
   return html`
     <section>
-      <h2>The worst tokens</h2>
+      <h2>Tokens with the largest KL</h2>
       <div class="scroll">
         <table class="rollouts worst">
           <thead>
             <tr>
-              <th>image before it</th><th>token</th><th class="num">KL</th><th class="num">ratio</th>
-              <th class="num">sampler</th><th class="num">trainer</th><th class="num">after the image</th>
+              <th>preceding image</th><th>token</th><th class="num">KL</th><th class="num">ratio</th>
+              <th class="num">sampler</th><th class="num">trainer</th><th class="num">tokens after it</th>
               <th class="num">lag</th><th class="num">step</th><th>rollout</th>
             </tr>
           </thead>

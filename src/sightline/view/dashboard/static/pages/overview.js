@@ -1,4 +1,4 @@
-// The numbers of one run, or of several beside one another.
+// The metrics of one run, or of several runs compared.
 import { html } from "../html.js";
 import { useEffect, useMemo, useState } from "../vendor/hooks.mjs";
 import { change, href } from "../address.js";
@@ -6,39 +6,38 @@ import { AXES, Chart, runColour, smoothed } from "../chart.js";
 import { useAnswer, useMetrics } from "../data.js";
 import { Alerts, End, Fact, Link, Problems, State, Tags, Verdict } from "../parts.js";
 import { ago, count, duration, fixed, plural, short, whole, words } from "../formatting.js";
-import { probeWords } from "./mismatch.js";
 import { rolloutHref } from "./rollouts.js";
 
-/** Charts: title, the columns they show, and how. A counter is shown by its growth in each step. */
+/** Charts: their titles, columns and options. A `counter` is drawn as its growth per step. */
 const CHARTS = [
   { title: "Reward", columns: { reward: "reward" }, evals: true, wide: true },
   { title: "Loss", columns: { loss: "training", "sft_eval.loss": "held out" }, onePoints: "sft_eval.loss" },
-  { title: "Parts of the reward", prefix: "parts." },
-  { title: "Spread of the reward", note: "standard deviation", columns: { reward_std: "all rollouts", reward_group_std: "within groups" }, fromZero: true },
-  { title: "No signal", note: "share of groups", columns: { no_signal_rate: "no signal" }, fromZero: true },
-  { title: "Entropy", note: "nats a token", columns: { entropy: "entropy" }, fromZero: true },
-  { title: "Answer length", note: "tokens", columns: { answer_tokens_mean: "mean", answer_tokens_max: "greatest" }, fromZero: true },
+  { title: "Reward components", prefix: "parts." },
+  { title: "Reward spread", note: "standard deviation", columns: { reward_std: "all rollouts", reward_group_std: "within groups" }, fromZero: true },
+  { title: "Groups without signal", note: "share", columns: { no_signal_rate: "no signal" }, fromZero: true },
+  { title: "Entropy", note: "nats per token", columns: { entropy: "entropy" }, fromZero: true },
+  { title: "Answer length", note: "tokens", columns: { answer_tokens_mean: "mean", answer_tokens_max: "maximum" }, fromZero: true },
   { title: "Turns", columns: { turns_mean: "mean" }, fromZero: true },
-  { title: "Broken and truncated", note: "rollouts a step", columns: { broken: "broken", truncated: "truncated" }, fromZero: true, unlessZero: true },
-  { title: "Mismatch KL", note: "sampler to trainer", columns: { mismatch_kl: "own version", lag_kl: "older" }, log: true },
+  { title: "Broken and truncated", note: "rollouts per step", columns: { broken: "broken", truncated: "truncated" }, fromZero: true, unlessZero: true },
+  { title: "Mismatch KL", note: "sampler compared with trainer", columns: { mismatch_kl: "same version", lag_kl: "older versions" }, log: true },
   { title: "Gradient norm", columns: { grad_norm: "norm" }, fromZero: true },
   { title: "Learning rate", columns: { lr: "model", vision_lr: "vision tower" }, fromZero: true },
-  { title: "Lag", note: "versions", columns: { lag_mean: "mean", lag_max: "greatest" }, fromZero: true },
-  { title: "Throughput", note: "sampled tokens a second", columns: { tokens_per_s: "tokens" }, fromZero: true },
-  { title: "GPU memory", note: "GB", columns: { gpu_peak_gb: "greatest of a step" }, fromZero: true },
-  { title: "Verdicts", note: "rollouts a step", prefix: "verdicts.", counter: true, fromZero: true },
-  { title: "Bytes by wire", note: "a step", prefix: "wire.", only: /bytes/, counter: true, fromZero: true },
-  { title: "Bad media", note: "so far", columns: { bad_media: "bad" }, fromZero: true, unlessZero: true },
-  { title: "Clipped", note: "share of tokens", columns: { clip_fraction: "clipped" }, fromZero: true },
+  { title: "Lag", note: "versions", columns: { lag_mean: "mean", lag_max: "maximum" }, fromZero: true },
+  { title: "Throughput", note: "sampled tokens per second", columns: { tokens_per_s: "tokens" }, fromZero: true },
+  { title: "GPU memory", note: "GB", columns: { gpu_peak_gb: "peak per step" }, fromZero: true },
+  { title: "Verdicts", note: "rollouts per step", prefix: "verdicts.", counter: true, fromZero: true },
+  { title: "Network traffic", note: "bytes per step", prefix: "wire.", only: /bytes/, counter: true, fromZero: true },
+  { title: "Failed images", note: "total", columns: { bad_media: "failed" }, fromZero: true, unlessZero: true },
+  { title: "Clipped tokens", note: "share", columns: { clip_fraction: "clipped" }, fromZero: true },
   { title: "KL to the reference", columns: { kl_ref: "KL" }, fromZero: true },
-  { title: "Seconds a step", columns: { seconds: "whole" }, prefix: "seconds.", fromZero: true },
-  { title: "Blindness probe", note: "KL when images are exchanged", columns: { exchanged_kl: "exchanged", same_kl: "the same" }, log: true },
-  { title: "Rewards by environment", prefix: "envs.", only: /reward$/ },
+  { title: "Step time", note: "seconds", columns: { seconds: "total" }, prefix: "seconds.", fromZero: true },
+  { title: "Image probe", note: "KL after swapping the images", columns: { exchanged_kl: "swapped", same_kl: "unchanged" }, log: true },
+  { title: "Reward by environment", prefix: "envs.", only: /reward$/ },
 ];
 const NO_METRICS = new Set(["elapsed_s", "eta_s", "steps_total", "version"]);
-/** Where a step lies on the axis needs these. */
+/** The metrics that place a step on the x-axis. */
 const AXIS_METRICS = ["elapsed_s", "tokens_sampled_total", "tokens_sampled", "trained_tokens"];
-/** As many lines as a chart can show, and as many other charts as a page. */
+/** The most lines of a chart, and the most additional charts of a page. */
 const MAX_SERIES = 24;
 const MAX_OTHERS = 40;
 const isIn = (chart, name) => name in (chart.columns ?? {}) || (chart.prefix && name.startsWith(chart.prefix));
@@ -47,13 +46,13 @@ function allNames(metrics) {
   return [...new Set(Object.values(metrics).flatMap((known) => known.names))].sort();
 }
 
-/** What the server is asked for: no more than what is drawn. */
+/** The names to request: only what is drawn. */
 function wantedNames(charts) {
   const found = charts.flatMap((chart) => [...Object.keys(chart.columns ?? {}), ...(chart.prefix ? [`${chart.prefix}*`] : [])]);
   return [...new Set([...AXIS_METRICS, ...found])].join();
 }
 
-/** A chart for every number that has none, those of one table together. */
+/** One chart for each remaining metric; metrics of one table share a chart. */
 function otherCharts(names) {
   const tables = new Map();
   for (const name of names) {
@@ -66,7 +65,7 @@ function otherCharts(names) {
   return [...tables.values()];
 }
 
-/** Where each step of a run lies on the axis. */
+/** The place of each step on the x-axis. */
 function placesOf(known, axis) {
   const places = new Map([[0, 0]]);
   let tokens = 0;
@@ -170,7 +169,7 @@ export function OverviewPage({ shown, query, revisions, theme }) {
         </label>
         ${range
           ? html`<button onClick=${() => onZoom(null)}>${AXES[axis].at(range[0])} to ${AXES[axis].format(range[1])} ✕</button>`
-          : html`<small class="hint">drag over a chart to zoom</small>`}
+          : html`<small class="hint">drag to zoom</small>`}
       </div>
     </header>
     ${shown.map((run) => html`<${Summary} key=${run.key} run=${run} titled=${shown.length > 1} revision=${revisions[run.key]} />`)}
@@ -187,12 +186,12 @@ export function OverviewPage({ shown, query, revisions, theme }) {
     ${read && !charts.length && html`<p class="empty">${shown.map(emptyWords).join(" ")}</p>`}
     ${others.length > 0 && html`
       <button onClick=${() => change({ more: more === null ? "1" : null })}>
-        ${more === null ? `${plural(others.length, "more chart")}: every other number` : "fewer charts"}
+        ${more === null ? `Show ${plural(others.length, "more chart")}` : "Show fewer charts"}
       </button>
     `}
     ${more !== null && others.length > MAX_OTHERS && html`
       <label class="hint">
-        ${" "}${drawn.length} of ${others.length}, by name:${" "}
+        ${" "}${drawn.length} of ${others.length}, filter by name:${" "}
         <input value=${more === "1" ? "" : more} onInput=${(event) => change({ more: event.target.value || "1" })} />
       </label>
     `}
@@ -200,9 +199,9 @@ export function OverviewPage({ shown, query, revisions, theme }) {
 }
 
 function emptyWords(run) {
-  if (run.state === "running") return `No step is trained yet: the run is ${run.phase || "starting"}.`;
-  if (run.state === "finished") return "The run wrote no numbers of its steps.";
-  return `The run ${{ failed: "failed", stopped: "was stopped" }[run.state]} before a step was trained, so there is nothing to draw.`;
+  if (run.state === "running") return `No step has finished yet. Phase: ${run.phase || "starting"}.`;
+  if (run.state === "finished") return "The run has no step metrics.";
+  return `The run ${{ failed: "failed", stopped: "was stopped" }[run.state]} before its first step finished.`;
 }
 
 function Summary({ run, titled, revision }) {
@@ -221,8 +220,8 @@ function Summary({ run, titled, revision }) {
           ${!isRunning && run.last ? html`<small>${ago(Date.now() / 1000 - run.last)}</small>` : null}
         <//>
         <${Fact} name="step">${run.step}${run.steps_total ? html`<small>of ${run.steps_total}</small>` : null}<//>
-        ${run.elapsed_s > 0 && html`<${Fact} name="took" title="without pauses">${duration(run.elapsed_s)}<//>`}
-        ${isRunning && has(run.eta_s) && html`<${Fact} name="left">${duration(run.eta_s)}<//>`}
+        ${run.elapsed_s > 0 && html`<${Fact} name="elapsed" title="without pauses before a resume">${duration(run.elapsed_s)}<//>`}
+        ${isRunning && has(run.eta_s) && html`<${Fact} name="remaining">${duration(run.eta_s)}<//>`}
         ${has(run.reward) && html`<${Fact} name="reward">${fixed(run.reward, 3)}<//>`}
         ${has(run.loss) && html`<${Fact} name="loss">${short(run.loss)}<//>`}
         ${evals.start && html`
@@ -231,42 +230,42 @@ function Summary({ run, titled, revision }) {
           <//>
         `}
         ${final?.swapped !== undefined && html`
-          <${Fact} name="with swapped images" title="the same tasks with the images of another">${fixed(final.swapped, 3)}<//>
+          <${Fact} name="with swapped images" title="the same tasks, each with another task's images">${fixed(final.swapped, 3)}<//>
         `}
         ${has(run.mismatch_kl) && html`
-          <${Fact} name="mismatch KL" title="of the newest step that measured it">
+          <${Fact} name="mismatch KL" title="newest measurement">
             <${Link} to=${href("mismatch", { run: run.key })}>${short(run.mismatch_kl)}<//>
           <//>
         `}
-        ${has(run.tokens_per_s) && html`<${Fact} name="tokens a second">${count(run.tokens_per_s)}<//>`}
+        ${has(run.tokens_per_s) && html`<${Fact} name="tokens per second">${count(run.tokens_per_s)}<//>`}
         <${Fact} name="rollouts"><${Link} to=${href("rollouts", { run: run.key })}>${whole(run.rollouts)}<//><//>
         ${run.images > 0 && html`<${Fact} name="images"><${Link} to=${href("images", { run: run.key })}>${whole(run.images)}<//><//>`}
-        ${run.bad_media > 0 && html`<${Fact} name="bad media"><span class="bad">${whole(run.bad_media)}</span><//>`}
+        ${run.bad_media > 0 && html`<${Fact} name="failed images"><span class="bad">${whole(run.bad_media)}</span><//>`}
         ${["broken", "truncated"].map((name) => run[name] > 0 && html`
-          <${Fact} key=${name} name=${name} title="rollouts, in steps and evaluations"><span class="bad">${whole(run[name])}</span><//>
+          <${Fact} key=${name} name=${name} title="rollouts of steps and evaluations"><span class="bad">${whole(run[name])}</span><//>
         `)}
         ${!run.broken && !run.truncated && Object.entries(run.dropped).map(([reason, number]) => html`
           <${Fact} key=${reason} name="dropped"><span class="bad">${number}</span> <${Verdict} name=${reason} /><//>
         `)}
       </dl>
       <${Exceptions} run=${run} revision=${revision} />
-      ${run.probe && !run.probe.is_blind && html`<p class="probe">${probeWords(run.probe)}</p>`}
+      ${run.probe && !run.probe.is_blind && html`<p class="probe">${run.probe.words}</p>`}
       <${Notes} run=${run} />
       <${Problems} list=${run.problems} />
     </section>
   `;
 }
 
-/** Distinct exceptions of rollouts, by their last line. */
+/** The distinct exceptions of rollouts, by their last line. */
 function Exceptions({ run, revision }) {
   const { answer } = useAnswer("failures", { run: run.key }, [revision]);
   if (!answer?.errors.length) return null;
   return html`
     <details class="exceptions" open=${answer.errors.length < 6}>
-      <summary>${plural(answer.errors.length, "distinct exception")} of rollouts</summary>
+      <summary>${plural(answer.errors.length, "distinct exception")} in rollouts</summary>
       <div class="scroll">
         <table class="rollouts settings">
-          <thead><tr><th class="num">rollouts</th><th>exception</th><th class="num">steps</th><th>one of them</th></tr></thead>
+          <thead><tr><th class="num">rollouts</th><th>exception</th><th class="num">steps</th><th>example</th></tr></thead>
           <tbody>
             ${answer.errors.map((one) => html`
               <tr key=${one.error}>

@@ -1,4 +1,4 @@
-// An image at full size, with the tokens that it fills drawn over it.
+// An image at full size under a grid of its tokens.
 import { html } from "../html.js";
 import { useState } from "../vendor/hooks.mjs";
 import { href } from "../address.js";
@@ -8,7 +8,7 @@ import { bytes, plural } from "../formatting.js";
 
 const MOST_CELLS = 12_000;
 
-/** Rows and columns of tokens: patches, merged as many as one token takes. */
+/** Rows and columns of tokens. A token covers `merge` by `merge` patches. */
 export function cellsOf(slot) {
   const [frames, rows, columns] = slot.grid;
   const merge = Math.sqrt((frames * rows * columns) / slot.length);
@@ -21,7 +21,7 @@ export function cellsOf(slot) {
 export function PatchedPicture({ run, part, patches, lit, light }) {
   const [broken, setBroken] = useState(false);
   const cells = part.slot ? cellsOf(part.slot) : null;
-  // Small pictures are enlarged, so that their patches can be told apart.
+  // Enlarge small images, so that their patches are visible.
   const zoom = Math.max(1, Math.floor(160 / Math.max(part.width, part.height)));
   return html`
     <figure class="picture">
@@ -32,7 +32,7 @@ export function PatchedPicture({ run, part, patches, lit, light }) {
       ` : html`
         <div class="frame" style=${{ width: `${part.width * zoom}px` }}>
           <img
-            src=${mediaUrl(run, part.image)} alt="what the model saw, ${part.width} by ${part.height}" width=${part.width * zoom}
+            src=${mediaUrl(run, part.image)} alt="image of ${part.width} by ${part.height} pixels" width=${part.width * zoom}
             class=${zoom > 1 ? "pixels" : ""} onError=${() => setBroken(true)}
           />
           ${cells && patches && html`<${Cells} cells=${cells} cover=${part.slot.cover} lit=${lit} light=${light} />`}
@@ -55,7 +55,7 @@ export function PatchedPicture({ run, part, patches, lit, light }) {
 
 function Cells({ cells, cover, lit, light }) {
   const { rows, columns } = cells;
-  // The picture fills this share of the patches; the rest is padding.
+  // The image covers this share of the patches. The rest is padding.
   const width = columns * cover[0];
   const height = rows * cover[1];
   const at = (event) => {

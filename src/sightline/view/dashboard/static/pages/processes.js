@@ -1,4 +1,4 @@
-// How the processes of a run are, what they wait for, what they wrote.
+// The processes of a run: their last activity, queues and logs.
 import { html } from "../html.js";
 import { useEffect, useRef, useState } from "../vendor/hooks.mjs";
 import { change } from "../address.js";
@@ -8,10 +8,10 @@ import { Failed, OneRun, State } from "../parts.js";
 import { ago, bytes, whole, words } from "../formatting.js";
 
 const CHARTS = [
-  ["Rollouts under way", { in_flight: "in flight", waiting: "waiting", groups_ahead: "groups ahead" }],
+  ["Rollouts in flight", { in_flight: "in flight", waiting: "waiting", groups_ahead: "groups ahead" }],
   ["Bytes in flight", { bytes_in_flight: "bytes" }],
-  ["Seconds of the trainer", { "seconds.wait": "wait", "seconds.materialize": "images", "seconds.compute": "compute", "seconds.forward": "forward", "seconds.backward": "backward", "seconds.optimizer": "optimizer", "seconds.probe": "probe", "seconds.publish": "publish" }],
-  ["Images shown and stored", { images_shown: "shown", images_stored: "stored" }],
+  ["Trainer time (seconds)", { "seconds.wait": "wait", "seconds.materialize": "images", "seconds.compute": "compute", "seconds.forward": "forward", "seconds.backward": "backward", "seconds.optimizer": "optimizer", "seconds.probe": "probe", "seconds.publish": "publish" }],
+  ["Images", { images_shown: "sent", images_stored: "unique" }],
 ];
 
 const NAMES = CHARTS.flatMap(([, columns]) => Object.keys(columns)).join();
@@ -33,7 +33,7 @@ export function ProcessesPage({ runs, run, query, revisions, theme }) {
         </p>
         <div class="scroll">
           <table class="rollouts">
-            <thead><tr><th>process</th><th>last sign</th><th class="num">log</th><th>last line of the log</th></tr></thead>
+            <thead><tr><th>process</th><th>last activity</th><th class="num">log</th><th>last log line</th></tr></thead>
             <tbody>
               ${answer.processes.map((one) => html`
                 <tr key=${one.name} class=${one.name === chosen ? "at" : ""} onClick=${() => change({ log: one.name })}>
@@ -86,7 +86,7 @@ function Log({ run, name, revision }) {
   const box = useRef(null);
   useEffect(() => {
     ask("log", { run, name }).then((part) => {
-      // What was loaded above the tail stays where it is.
+      // Keep the earlier parts that were loaded.
       setParts((known) => [...known.filter((one) => one.end <= part.start), part]);
       requestAnimationFrame(() => box.current && (box.current.scrollTop = box.current.scrollHeight));
     }, setError);
@@ -97,7 +97,7 @@ function Log({ run, name, revision }) {
     <section>
       <h2>${name}.log ${first && first.start > 0 && html`<button onClick=${earlier}>earlier</button>`}</h2>
       <${Failed} error=${error} />
-      <pre class="log" ref=${box} tabIndex=${0}>${parts.map((part) => part.text).join("") || "nothing yet"}</pre>
+      <pre class="log" ref=${box} tabIndex=${0}>${parts.map((part) => part.text).join("") || "The log is empty."}</pre>
     </section>
   `;
 }

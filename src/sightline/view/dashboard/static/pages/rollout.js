@@ -1,4 +1,4 @@
-// One rollout: its conversation with its images, the graph of its nodes, every token.
+// One rollout: its messages and images, its graph of nodes, and every token.
 import { html } from "../html.js";
 import { useEffect, useMemo, useRef, useState } from "../vendor/hooks.mjs";
 import { change, go, href } from "../address.js";
@@ -16,10 +16,10 @@ export function RolloutPage({ run, query, revisions }) {
   const file = query.get("file");
   const number = query.get("number");
   const lacks = useRef(true);
-  // Until it is there: an address may name what a run has yet to write, or what is yet to be read.
+  // Ask again until the rollout exists: a link may name one that is not written or indexed yet.
   const { answer, error } = useAnswer("rollout", { run: run.key, file, number }, [lacks.current && revisions[run.key]]);
   lacks.current = !answer;
-  if (!answer) return error ? html`<${Failed} error=${error} />` : html`<p class="loading">reading …</p>`;
+  if (!answer) return error ? html`<${Failed} error=${error} />` : html`<p class="loading">Loading …</p>`;
   return html`<${Rollout} key="${file}/${number}" run=${run} rollout=${answer} query=${query} />`;
 }
 
@@ -31,7 +31,7 @@ function branchOf(rollout, query) {
     const found = rollout.branches.findIndex((path) => path.includes(Number(node)));
     if (found >= 0) return found;
   }
-  // The longest tells the most.
+  // By default, the longest branch.
   return rollout.branches.reduce((best, path, i, all) => (path.length > all[best].length ? i : best), 0);
 }
 
@@ -138,7 +138,7 @@ function Facts({ run, rollout }) {
         <${Fact} name="temperature">${rollout.temperature}<//>
         <${Fact} name="seconds">${duration(rollout.seconds)}<//>
         ${Object.entries(rollout.forks).map(([reason, number]) => html`<${Fact} key=${reason} name="fork: ${words(reason)}">${number}<//>`)}
-        ${rollout.truncated && html`<${Fact} name="ended by"><span class="bad">a limit</span><//>`}
+        ${rollout.truncated && html`<${Fact} name="ended by"><span class="bad">limit</span><//>`}
         ${rollout.door_errors.length > 0 && html`<${Fact} name="refused requests"><span class="bad">${rollout.door_errors.length}</span><//>`}
       </dl>
       ${siblings.length > 1 && html`

@@ -1,4 +1,4 @@
-// A page of rollouts, filtered; nothing more than the page is ever fetched.
+// A page of rollouts with filters. Only the visible page is fetched.
 import { html } from "../html.js";
 import { useEffect, useState } from "../vendor/hooks.mjs";
 import { change, go, href } from "../address.js";
@@ -86,7 +86,7 @@ function Filters({ filters, facets, folded }) {
       <select aria-label="order" value=${filters.sort ?? "newest"} onChange=${set("sort")}>
         ${Object.entries(folded ? GROUP_SORTS : SORTS).map(([name, title]) => html`<option key=${name} value=${name}>${title}</option>`)}
       </select>
-      <label title="the rollouts of one task as one row">
+      <label title="one row for all rollouts of a task">
         <input type="checkbox" checked=${folded} onChange=${(event) => change({ fold: event.target.checked ? "1" : null, page: null })} /> by group
       </label>
       ${filters.error && html`<span class="chip">${filters.error}</span>`}
@@ -118,7 +118,7 @@ export function RolloutTable({ run, filters, page, revision }) {
   useEffect(() => {
     document.querySelector("tr.at")?.scrollIntoView({ block: "nearest" });
   }, [at]);
-  if (!answer) return error ? html`<${Failed} error=${error} />` : html`<p class="loading">reading …</p>`;
+  if (!answer) return error ? html`<${Failed} error=${error} />` : html`<p class="loading">Loading …</p>`;
   return html`
     <${Failed} error=${error} />
     <${Pager} offset=${answer.offset} limit=${LIMIT} total=${answer.total} noun="rollouts" />
@@ -130,9 +130,9 @@ export function RolloutTable({ run, filters, page, revision }) {
 }
 
 function emptyWords(run, filters) {
-  if (run.rollouts) return "no rollout is like that";
-  if (Object.values(filters).some(Boolean)) return "the run has no rollout, so none is like that";
-  return run.state === "running" ? "no rollout is written yet" : `the run has no rollout: it ${run.state === "finished" ? "is finished" : `ended as ${run.state}`}`;
+  if (run.rollouts) return "No rollout matches the filters.";
+  if (Object.values(filters).some(Boolean)) return "The run has no rollouts.";
+  return run.state === "running" ? "No rollout has been written yet." : `The run has no rollouts. State: ${run.state}.`;
 }
 
 function Rows({ run, rows, at = -1, stale = false }) {
@@ -182,13 +182,13 @@ function Thumbs({ run, row }) {
   `;
 }
 
-/** The rollouts of one task as one row, which unfolds. */
+/** One row for each group, which unfolds into its rollouts. */
 function GroupTable({ run, filters, page, revision }) {
   const { answer, error, stale } = useAnswer(
     "groups", { run: run.key, ...filters, offset: page * LIMIT, limit: LIMIT }, [revision],
   );
   const [open, setOpen] = useState("");
-  if (!answer) return error ? html`<${Failed} error=${error} />` : html`<p class="loading">reading …</p>`;
+  if (!answer) return error ? html`<${Failed} error=${error} />` : html`<p class="loading">Loading …</p>`;
   const high = Math.max(1, ...answer.rows.map((row) => row.high ?? 0));
   return html`
     <${Failed} error=${error} />
@@ -233,6 +233,6 @@ function GroupTable({ run, filters, page, revision }) {
 function Siblings({ run, row, revision }) {
   const wanted = { run: run.key, file: row.file, group: row.group_id, sort: "reward_high", limit: 64 };
   const { answer, error } = useAnswer("rollouts", wanted, [revision]);
-  if (!answer) return error ? html`<${Failed} error=${error} />` : html`<p class="loading">reading …</p>`;
+  if (!answer) return error ? html`<${Failed} error=${error} />` : html`<p class="loading">Loading …</p>`;
   return html`<${Rows} run=${run} rows=${answer.rows} />`;
 }

@@ -1,4 +1,4 @@
-// The settings of runs: what was chosen first, then what is as by default; and where runs differ.
+// The settings of runs: changed ones first, then defaults, and the differences between runs.
 import { html } from "../html.js";
 import { useEffect, useState } from "../vendor/hooks.mjs";
 import { change } from "../address.js";
@@ -43,7 +43,7 @@ export function SettingsPage({ shown, query }) {
         <label><input type="checkbox" checked=${only} onChange=${(event) => change({ only: event.target.checked ? "1" : null })} /> only differences</label>
       </div>
     </header>
-    <p class="words">${shown.length > 1 ? `${differing} of ${names.length} settings differ between ${shown.length} runs.` : `${chosen} of ${names.length} settings are not as by default, and stand first. Choose a second run to see where they differ.`}</p>
+    <p class="words">${shown.length > 1 ? `${differing} of ${names.length} settings differ between ${shown.length} runs.` : `${chosen} of ${names.length} settings differ from their defaults and are listed first. Select a second run to compare.`}</p>
     <div class="scroll">
       <table class="rollouts settings">
         <thead><tr><th>setting</th>${shown.map((run, i) => html`<th key=${run.key}><i class="dot" style=${{ background: runColour(i) }} />${run.key}</th>`)}<th>default</th></tr></thead>

@@ -1,4 +1,4 @@
-// Every token of a node: sampled or context, what sampler and trainer thought of it.
+// Every token of a node, with the logprobs of sampler and trainer.
 import { html } from "../html.js";
 import { useEffect, useRef, useState } from "../vendor/hooks.mjs";
 import { change } from "../address.js";
@@ -7,10 +7,10 @@ import { Failed } from "../parts.js";
 import { short, whole } from "../formatting.js";
 
 export const TOKEN_COLOURS = {
-  probability: "probability", ratio: "ratio", kl: "KL", advantage: "advantage", version: "version", none: "nothing",
+  probability: "probability", ratio: "ratio", kl: "KL", advantage: "advantage", version: "version", none: "none",
 };
 
-/** What is known of the sampled token at `place`, counted from the first sampled one. */
+/** The scores of the sampled token at `place`, counted from the first sampled one. */
 function scoreOf(page, place) {
   const sampler = page.logprobs[place];
   const trainer = page.trainer?.[place] ?? null;
@@ -25,7 +25,7 @@ function scoreOf(page, place) {
   };
 }
 
-/** A class and a strength from 0 to 1: colours stand in the style sheet, for light and dark. */
+/** A class and a strength from 0 to 1. The style sheet has the colours for light and dark. */
 function shade(score, colour) {
   switch (colour) {
     case "probability":
@@ -59,7 +59,7 @@ export function Tokens({ run, rollout, node, colour, wanted, lit, light }) {
     run, file: rollout.file, number: rollout.number, node: node.id, start,
   }).then((page) => setPages((known) => [...known, page]), setError);
   useEffect(() => {
-    // Only what comes into sight is fetched.
+    // Fetch tokens when they scroll into view.
     const watch = new IntersectionObserver((entries) => {
       if (entries.some((entry) => entry.isIntersecting)) {
         watch.disconnect();
@@ -135,7 +135,7 @@ function spans(page, { colour, wanted, lit, node, setHover, light }) {
   return found;
 }
 
-/** The tokens of an image: one mark, with as many cells as fit. */
+/** The tokens of an image, drawn as a few cells. */
 function SlotTokens({ slot, length, digest, lit, light, setHover, first }) {
   const most = Math.min(length, 24);
   const say = (cell) => {

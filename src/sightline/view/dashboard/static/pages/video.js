@@ -1,4 +1,4 @@
-// A video: a file plays by itself, images with times one after the other.
+// A video: a file in a player, or a list of frames that are shown in turn.
 import { html } from "../html.js";
 import { useEffect, useState } from "../vendor/hooks.mjs";
 import { href } from "../address.js";
@@ -24,7 +24,7 @@ export function Film({ run, part }) {
       <figcaption>
         <${Link} to=${href("image", { run, digest })}>${digest?.slice(0, 12)}<//>
         <span>${part.width}×${part.height}</span>
-        <span>${plural(part.num_frames, "frame")}${part.fps ? `, ${fixed(part.fps, 1)} a second` : ""}</span>
+        <span>${plural(part.num_frames, "frame")}${part.fps ? `, ${fixed(part.fps, 1)} per second` : ""}</span>
         <span>${plural(part.num_steps, "step")} of ${plural(part.num_tokens, "token")}</span>
       </figcaption>
     </figure>
