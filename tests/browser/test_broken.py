@@ -75,9 +75,7 @@ def test_an_empty_folder_and_a_folder_with_nothing_but_a_config_open(
         page.goto(f"{address}/{name}")
         expect(page.locator("h1")).to_be_visible()
     page.goto(f"{address}/")
-    expect(page.locator(".problems")).to_contain_text(
-        "config.toml is missing, empty or unreadable"
-    )
+    expect(page.locator(".problems")).to_contain_text("config.toml is missing, empty or unreadable")
 
 
 @pytest.fixture

@@ -269,7 +269,7 @@ def test_a_launcher_that_a_signal_has_stopped_is_named(
             assert "stopped the launcher" in found.problems[0].text
             assert words in found.problems[0].fix and found.commands[0].startswith(words)
             assert main(["status", str(run_dir.path)]) == 0
-            assert f"`{words}` lets it go on" in capsys.readouterr().out
+            assert f"`{words}` continues it" in capsys.readouterr().out
     finally:
         child.kill()
         child.wait()

@@ -184,7 +184,7 @@ def test_gc_of_a_shared_store_needs_its_runs(
     digest = put_old(store, picture())
     with pytest.raises(ConfigError, match="which runs use the store"):
         call("gc", "--store", store.root)
-    with pytest.raises(MediaError, match="no run directory"):
+    with pytest.raises(MediaError, match="not a run directory"):
         call("gc", "--store", store.root, "--run", tmp_path / "wrong")
     with pytest.raises(ConfigError, match="which store is meant"):
         call("gc", "--run", run_dir, run_dir)

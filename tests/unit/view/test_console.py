@@ -111,7 +111,7 @@ def test_the_panel_shows_the_state_of_the_run_in_80_columns(run_dir):
     assert max(map(len, shown.splitlines())) == 80
     for text in (
         "demo", "training", "step 25/150", "reward    0.770", "lag 0.4/1", "tokens/s 1.9k",
-        "loss -0.0123", "mismatch KL -", "train 1.6k", "shown 9.6k", "stored 36", "1:00 gone",
+        "loss -0.0123", "mismatch KL -", "train 1.6k", "sent 9.6k", "unique 36", "1:00 elapsed",
     ):  # fmt: skip
         assert text in shown, text
     assert len(re.findall("[▁▂▃▄▅▆▇█]+", shown)[-1]) == 25

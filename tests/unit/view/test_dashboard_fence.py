@@ -88,7 +88,7 @@ def test_a_link_out_of_the_folder_of_runs_is_not_followed(run_dir: RunDir, name:
     before = sorted(outside.iterdir()) if outside.is_dir() else []
     said = read_all(run_dir.path.parent)
     assert SECRET not in said
-    assert f"not read, because they are links or no files: {name}" in said
+    assert f"skipped, because they are links or not regular files: {name}" in said
     assert before == (sorted(outside.iterdir()) if outside.is_dir() else [])
 
 

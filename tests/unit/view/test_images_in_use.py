@@ -88,7 +88,7 @@ def test_parquet_without_pyarrow_is_an_error_and_not_an_empty_answer(
 
 def test_a_directory_that_is_no_run_is_refused(tmp_path: Path) -> None:
     for path in (tmp_path, tmp_path / "nowhere"):
-        with pytest.raises(MediaError, match="no run directory"):
+        with pytest.raises(MediaError, match="not a run directory"):
             collect_digests(path)
 
 
