@@ -1,7 +1,7 @@
-"""Makes the pictures of docs/screens: `make screenshots DEMO=runs/color_codeword-001`.
+"""Take the screenshots of docs/screens: `make screenshots DEMO=runs/color_codeword-001`.
 
-From a real run of the demo, from a synthetic run of 100,000 rollouts, which is written to build/
-first, and from a small one beside it that fails.
+They show a run of the demo, a synthetic run of 100,000 rollouts in build/, and a small run that
+fails.
 """
 
 from __future__ import annotations
@@ -34,11 +34,11 @@ FOLDER = Path(__file__).parent / "screens"
 MOST_BYTES = 150_000
 SETTLED = """() => !document.querySelector(".loading, .stale") && [...document.images].every(
     (image) => image.complete || image.getBoundingClientRect().top > innerHeight)"""
-"""Everything in sight is there."""
+"""True when everything visible is loaded."""
 
 
 def shots(demo: str, many: str, image: str) -> dict[str, tuple[str, str]]:
-    """Theme and address of each picture; `image` is the digest of one that the demo has shown."""
+    """Return theme and address of each screenshot. `image` is the digest of one in the demo."""
     return {
         "overview": ("light", f"/?runs={demo}&smooth=5"),
         "overview_phone": ("light", f"/?runs={demo}&smooth=5"),

@@ -147,7 +147,7 @@ def test_a_hostile_rollout_runs_nothing(page: Page, serve: Serve, hostile: Path)
         expect(page.locator("h1")).to_be_visible()
         page.wait_for_timeout(400)
         assert page.evaluate("window.harmed") is None, place
-        # No element of ours came out of a text.
+        # No text has become an element.
         assert page.locator("main svg[onload], main script, main a[href^=javascript]").count() == 0
     page.goto(f"{address}/rollout?file=step_000001.msgpack&number=0")
     expect(page.locator("article .text").first).to_contain_text("<script>window.harmed=1</script>")

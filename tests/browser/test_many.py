@@ -87,7 +87,7 @@ def test_many_rollouts_page_without_loading_more_than_a_page(
 
 def test_a_rollout_of_many_costs_itself(page: Page, serve: Serve, many: Path) -> None:
     address = serve(many)
-    # What the list asks for beside its rows may come after them.
+    # Other requests of the page may end after the one for the rows.
     with page.expect_response(lambda answer: "/api/facets" in answer.url):
         page.goto(f"{address}/rollouts?page={NUM_ROLLOUTS // 100}")
     expect(page.locator(".pager").first).to_contain_text(

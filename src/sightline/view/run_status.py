@@ -57,7 +57,7 @@ class Launcher(NamedTuple):
 
     @property
     def is_stopped(self) -> bool:
-        """Whether a signal has stopped it. False on other machines and without /proc."""
+        """True if a signal has stopped it. False on other machines and without /proc."""
         try:
             state = Path(f"/proc/{self.pid}/stat").read_text(errors="replace").rpartition(") ")[2]
         except OSError:
@@ -115,7 +115,7 @@ class RunStatus:
     last: float | None
     """The measure at the end; None before that."""
     export_dir: Path
-    """Where the run writes its final model."""
+    """The folder of the final model."""
     goal: float | None
     """The `[run] stop_at` that the run reached."""
     started: float | None

@@ -1,4 +1,4 @@
-"""What of a run makes a person look, and what does not."""
+"""Runs with and without problems: which of them raise an alert."""
 
 from __future__ import annotations
 

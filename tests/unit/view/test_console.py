@@ -70,7 +70,7 @@ def test_lines_say_how_many_rollouts_broke_or_were_cut_short_and_why(run_dir):
         "(256 tasks, 5 broken, 2 truncated, the first: ValueError: no such page)"
     )
     why = "(EnvironmentFailed): ValueError: no such page"
-    assert lines[1] == f"step 1: the first rollout is dropped {why}", "and the second says nothing"
+    assert lines[1] == f"step 1: dropped the first rollout {why}", "and the second says nothing"
     assert lines[2].endswith("  1 truncated"), "of the last step"
 
 

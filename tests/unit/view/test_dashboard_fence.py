@@ -40,7 +40,7 @@ def original(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture
 def run_dir(original: Path, tmp_path: Path) -> RunDir:
-    """A run below tmp_path/runs, to be damaged; beside that folder lies what must not be read."""
+    """A run in tmp_path/runs to be damaged. Files outside that folder must not be read."""
     shutil.copytree(original, tmp_path / "runs" / "run")
     return RunDir(tmp_path / "runs" / "run")
 
@@ -54,7 +54,7 @@ def serve(folder: Path) -> Iterator[TestClient]:
 
 
 def read_all(folder: Path) -> str:
-    """What all pages say together; each answers, or says that there is no such thing."""
+    """The text of all pages. Each one answers with its data or with 404."""
     for client in serve(folder):
         answers = [client.get(page) for page in PAGES]
         statuses = [answer.status_code for answer in answers]
@@ -161,7 +161,7 @@ def test_a_path_of_two_slashes_redirects_to_no_other_host(run_dir: RunDir) -> No
 
 
 def test_many_lines_and_names_are_answered_by_a_page(tmp_path: Path) -> None:
-    """What is read and sent at once is bounded, whatever the file holds."""
+    """Reads and answers have a bounded size, whatever the file contains."""
     run_dir = RunDir(tmp_path / "many-001")
     run_dir.make()
     with open(run_dir.metrics, "w") as file:

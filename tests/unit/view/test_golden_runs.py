@@ -1,4 +1,4 @@
-"""Run directories of every version can be read, and gone on with, by this one.
+"""Run directories of every version can be read and resumed by this one.
 
 `python tests/tiny_run.py` wrote them, each with the code of its version.
 """

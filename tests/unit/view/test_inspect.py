@@ -1,4 +1,4 @@
-"""What a run sent is counted from its files, and what must not be there is found."""
+"""`sightline inspect` counts what a run sent, and finds what it must not contain."""
 
 from __future__ import annotations
 

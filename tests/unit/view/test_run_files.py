@@ -1,4 +1,4 @@
-"""What readers of a run find of it."""
+"""The files of a run, complete, missing or damaged."""
 
 from __future__ import annotations
 

@@ -1,7 +1,6 @@
-"""`sightline compare`: put two runs side by side.
+"""`sightline compare`: compare two runs.
 
-Prints the settings that differ, the figures of both runs, and their curves at the steps that both
-have.
+Prints the settings that differ, the results of both runs, and their curves at common steps.
 """
 
 from __future__ import annotations
@@ -12,7 +11,7 @@ from pathlib import Path
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("first", type=Path, metavar="RUN", help="a run directory")
-    parser.add_argument("second", type=Path, metavar="RUN", help="another")
+    parser.add_argument("second", type=Path, metavar="RUN", help="another run directory")
     parser.add_argument("--markdown", action="store_true", help="print Markdown")
 
 

@@ -1,7 +1,7 @@
-"""`sightline inspect`: decode what a run sent to its trainer, and count it.
+"""`sightline inspect`: decode and count what a run sent to its trainer.
 
-Counts rollouts, samples, micro-batches and references of a run, and what must not be there:
-tensors, data URLs, references to missing files. Ends with status 1 if one of these three is not 0.
+Counts rollouts, samples, micro-batches and references, and also tensors, data URLs and references
+to missing files. Exits with 1 if one of these three counts is not 0.
 """
 
 from __future__ import annotations
@@ -13,10 +13,10 @@ from pathlib import Path
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--require-images", action="store_true",
-        help="end with status 1 as well if nothing that was sent refers to an image",
+        help="exit with 1 if no micro-batch refers to an image",
     )  # fmt: skip
     parser.add_argument("run_dir", type=Path, metavar="RUN", help="a run directory")
-    parser.add_argument("--json", action="store_true", help="print one object of JSON")
+    parser.add_argument("--json", action="store_true", help="print a JSON object")
 
 
 def run(args: argparse.Namespace) -> int:
@@ -28,10 +28,10 @@ def run(args: argparse.Namespace) -> int:
     from sightline.run import RunDir
     from sightline.view.inspect import inspect_run, print_inspection
 
-    found = inspect_run(RunDir(args.run_dir))
+    counts = inspect_run(RunDir(args.run_dir))
     if args.json:
-        print(json.dumps({k: v for k, v in asdict(found).items() if k != "missing"}))
+        print(json.dumps({k: v for k, v in asdict(counts).items() if k != "missing"}))
     else:
-        print_inspection(found, Console())
-    is_blind = args.require_images and not found.micro_batches_with_references
-    return 0 if found.is_clean and not is_blind else 1
+        print_inspection(counts, Console())
+    is_blind = args.require_images and not counts.micro_batches_with_references
+    return 0 if counts.is_clean and not is_blind else 1

@@ -1,7 +1,7 @@
 """`sightline ls`: list runs.
 
-A line a run, the oldest first: its state, how far it has come, the reward of held-out tasks at the
-start and at the end (of a supervised run the loss), when it began, how long it took, its size.
+Prints one line per run, the oldest first: state, step, held-out reward (or loss) at the start and
+at the end, start time, duration and size.
 """
 
 from __future__ import annotations
@@ -13,10 +13,12 @@ from pathlib import Path
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "paths", nargs="*", type=Path, default=[Path("runs")], metavar="DIR",
-        help="run directories, or folders that hold some (default: runs)",
+        help="run directories, or folders of runs (default: runs)",
     )  # fmt: skip
     parser.add_argument(
-        "--ids", action="store_true", help="show the id of each run, which a server's lease names"
+        "--ids",
+        action="store_true",
+        help="also print run ids, which appear in the leases of servers",
     )
 
 

@@ -1,7 +1,7 @@
 """`sightline sinks`: feed a run to TensorBoard, W&B or trackio.
 
-Reads a run directory, live or finished, and feeds sinks. A run file with [logging] sinks starts
-this by itself. Ends when all is read; with --follow when the run ends, or at a signal.
+Reads a run directory, live or finished, and feeds sinks. Runs with [logging] sinks start this
+themselves. Ends when everything is read; with --follow, when the run ends, or at a signal.
 """
 
 from __future__ import annotations
@@ -16,9 +16,15 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--to", action="append", required=True, metavar="SINK",
         help="tensorboard, wandb or trackio; may be repeated",
     )  # fmt: skip
-    parser.add_argument("--samples-every", type=int, default=10, metavar="N", help="0 is never")
-    parser.add_argument("--offline", action="store_true", help="W&B without its server")
-    parser.add_argument("--follow", action="store_true", help="go on until the run ends")
+    parser.add_argument(
+        "--samples-every",
+        type=int,
+        default=10,
+        metavar="N",
+        help="send a table of rollouts every N steps; 0 sends none (%(default)s)",
+    )
+    parser.add_argument("--offline", action="store_true", help="run W&B offline")
+    parser.add_argument("--follow", action="store_true", help="continue until the run ends")
     parser.add_argument("--parent", type=int, default=0, help=argparse.SUPPRESS)
 
 

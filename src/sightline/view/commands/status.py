@@ -1,7 +1,7 @@
-"""`sightline status`: say how a run stands.
+"""`sightline status`: print the status of a run.
 
-What it does now, its step and reward, what happened last; the cause if it failed, and the command
-that goes on with it.
+Prints its phase, step and reward, its last events, the cause if it failed, and the command that
+resumes it.
 """
 
 from __future__ import annotations

@@ -13,23 +13,23 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     show = actions.add_parser("show", help="print the conversations of a trace")
     show.add_argument("--full", action="store_true", help="do not shorten long messages")
     export = actions.add_parser("export", help="print branches as JSON lines, images by reference")
-    export.add_argument(
-        "--output", type=Path, metavar="FILE", help="write here, not to the terminal"
-    )
+    export.add_argument("--output", type=Path, metavar="FILE", help="write to this file")
     export.add_argument("--images", type=Path, metavar="DIR", help="copy the images here")
-    differ = actions.add_parser("diff", help="find where traces first differ; exits 1 if they do")
+    differ = actions.add_parser(
+        "diff", help="print the first difference of two files; exit with 1 if there is one"
+    )
     replay = actions.add_parser(
-        "replay", help="render and score traces again; exits 1 if something differs"
+        "replay", help="render and score traces again; exit with 1 if something differs"
     )
     replay.add_argument("--server", metavar="URL", help="score against this server")
     replay.add_argument(
         "--token", default="", metavar="REF", type=read_reference,
-        help="where the server's token is: env:NAME or file:PATH",
+        help="the server's token: env:NAME or file:PATH",
     )  # fmt: skip
     replay.add_argument("--tolerance", type=float, default=1e-3, metavar="X",
-                        help="of a logprob (default: %(default)s)")  # fmt: skip
+                        help="allowed difference of a logprob (default: %(default)s)")  # fmt: skip
     for action in (show, export, differ, replay):
-        action.add_argument("file", type=Path, metavar="FILE", help="a file of a run's traces/")
+        action.add_argument("file", type=Path, metavar="FILE", help="a file in a run's traces/")
         if action is differ:
             action.add_argument("other", type=Path, metavar="OTHER")
         action.add_argument("--trace", metavar="ID", help="only this trace: its id, or its number")

@@ -1,7 +1,7 @@
 """`sightline view`: show runs in a browser.
 
-Serves a dashboard of run directories, live or finished. It answers this machine only, unless --host
-names another address: then it needs a token, which whoever asks must know.
+Serves a dashboard of run directories, live or finished. It answers only this machine, unless --host
+names another address, which requires a token.
 """
 
 from __future__ import annotations
@@ -16,20 +16,22 @@ from sightline.errors import ConfigError
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "runs", nargs="+", type=Path, metavar="RUN",
-        help="a run directory, or a folder that holds some",
+        help="a run directory, or a folder of runs",
     )  # fmt: skip
     parser.add_argument("--host", default="127.0.0.1", help="the address to bind (%(default)s)")
-    parser.add_argument("--port", type=int, default=8700, help="0 takes a free one (%(default)s)")
+    parser.add_argument(
+        "--port", type=int, default=8700, help="the port; 0 chooses a free one (%(default)s)"
+    )
     parser.add_argument(
         "--token", default="", metavar="REF", type=read_reference,
-        help="where the token to ask for is: env:NAME or file:PATH",
+        help="the token that clients must send: env:NAME or file:PATH",
     )  # fmt: skip
     parser.add_argument(
         "--export", type=Path, metavar="FILE",
         help="write one run to an HTML file that opens without a server, and exit",
     )  # fmt: skip
     parser.add_argument("--tls-cert", default="", metavar="FILE", help="PEM file of a certificate")
-    parser.add_argument("--tls-key", default="", metavar="FILE", help="PEM file of its key")
+    parser.add_argument("--tls-key", default="", metavar="FILE", help="PEM file of the key")
 
 
 def run(args: argparse.Namespace) -> int:

@@ -21,7 +21,7 @@ FALLEN = 0.5
 NEAR_BEST = 0.9
 """Low entropy is fine for a policy with this fraction of its best reward."""
 NO_ENTROPY = 0.01
-"""Nats per token below which samples hardly vary."""
+"""Nats per token below which almost all samples are equal."""
 NO_SIGNAL = 0.95
 """The share of groups without signal that raises an alert."""
 EXPLODED = 20.0
@@ -80,8 +80,8 @@ def _collapses(history: MetricsHistory) -> Alert | None:
     entropies = _means(history.column("train", "entropy")[1])
     if len(entropies) and entropies[-1] < NO_ENTROPY and now < NEAR_BEST * highest:
         text = (
-            f"The entropy is {short(float(entropies[-1]))} nats per token, so siblings hardly "
-            f"differ. The reward is {short(now)}; its best was {short(highest)}."
+            f"The entropy is {short(float(entropies[-1]))} nats per token: siblings are almost "
+            f"equal. The reward is {short(now)}; its best was {short(highest)}."
         )
         return Alert("collapses", text)
     return None

@@ -1,4 +1,4 @@
-"""What a sink is given, and what its feeding process tells the launcher."""
+"""The interface of sinks, and the status lines of the process that feeds them."""
 
 from __future__ import annotations
 
