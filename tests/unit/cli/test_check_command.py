@@ -126,7 +126,7 @@ def test_files_that_mean_different_tokens_are_refused(
     (copy / name).write_text(json.dumps(values))
     assert main(["check", str(file), f"model.path={copy}"]) == 2
     said = capsys.readouterr().err
-    assert problem in said and "fix: use the files that belong" in said
+    assert problem in said and "from the same checkpoint" in said
 
 
 def test_a_server_that_cannot_serve_the_run_is_refused(

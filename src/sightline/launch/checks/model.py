@@ -126,7 +126,7 @@ def check_checkpoint(model: ModelConfig, shown_by: str, shows_media: bool) -> Fa
 def check_token_ids(model: ModelConfig, family: Family) -> None:
     """Raise if the checkpoint's files disagree about image tokens or about tokens that end a
     turn."""
-    path, fix = Path(model.path), "use the files that belong to the checkpoint"
+    path, fix = Path(model.path), "copy all files from the same checkpoint"
     with tempfile.TemporaryDirectory(prefix="sightline-check-") as folder:
         store = MediaStore(Path(folder))
         renderer = load_renderer(path, store, family, number_images=model.number_images)
