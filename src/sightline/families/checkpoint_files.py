@@ -14,12 +14,12 @@ def read_json(file: Path) -> dict[str, Any]:
     """Return the object in a JSON file; FamilyError if the file is broken."""
     fix = "copy it again from the checkpoint"
     try:
-        found = json.loads(file.read_text())
+        content = json.loads(file.read_text())
     except (ValueError, RecursionError) as error:
         raise FamilyError(f"{file} is broken: {error}", fix) from error
-    if not isinstance(found, dict):
+    if not isinstance(content, dict):
         raise FamilyError(f"{file} is broken: it is not a JSON object", fix)
-    return found
+    return content
 
 
 def write_json(file: Path, value: dict[str, Any]) -> None:
@@ -36,13 +36,13 @@ def read_vocab_size(path: Path, tokenizer: Tokenizer) -> int:
             "copy the tokenizer files from the same checkpoint",
         )
     file = path / "tokenizer_config.json"
-    named = read_json(file).get("added_tokens_decoder") if file.is_file() else None
-    for token_id, token in (named or {}).items():
-        found = tokenizer.find_token_id(token["content"])
-        if found not in (None, int(token_id)):
+    added = read_json(file).get("added_tokens_decoder") if file.is_file() else None
+    for token_id, token in (added or {}).items():
+        actual = tokenizer.find_token_id(token["content"])
+        if actual not in (None, int(token_id)):
             raise FamilyError(
                 f"{file} says that {token['content']!r} is token {token_id}, but in tokenizer.json "
-                f"it is {found}",
+                f"it is {actual}",
                 "copy both files from the same checkpoint",
             )
     return vocab_size

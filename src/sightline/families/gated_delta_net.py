@@ -267,8 +267,8 @@ def _find_kernel(keys: int, values: int, device: torch.device, dtype: torch.dtyp
         inputs = [x.requires_grad_() for x in inputs]
         try:
             rates = -inputs[3].exp(), inputs[4].sigmoid()
-            found = _run_kernel(kernel, inputs[:3], *rates, plan.bounds)
-            gradients = torch.autograd.grad(found.float().square().sum(), inputs)
+            outputs = _run_kernel(kernel, inputs[:3], *rates, plan.bounds)
+            gradients = torch.autograd.grad(outputs.float().square().sum(), inputs)
         except Exception as error:  # another version may raise anything
             problem = f"{type(error).__name__}: {error}"
         else:
@@ -277,7 +277,7 @@ def _find_kernel(keys: int, values: int, device: torch.device, dtype: torch.dtyp
             expected = torch.autograd.grad(plain.square().sum(), wide)
             letters = ("q", "k", "v", "decay", "beta")
             names = ("outputs", *(f"gradients of {letter}" for letter in letters))
-            for name, x, y in zip(names, (found, *gradients), (plain, *expected), strict=True):
+            for name, x, y in zip(names, (outputs, *gradients), (plain, *expected), strict=True):
                 error_norm = float((x.float() - y).detach().norm() / y.detach().norm())
                 if not error_norm <= TOLERANCE:
                     problem = f"its {name} differ from plain torch's by {error_norm:.1%}"

@@ -25,17 +25,17 @@ _ID = re.compile(r"([\w.-]+/[\w.-]+)(?:@([\w./-]+))?")
 def resolve_checkpoint(model: str | Path, with_weights: bool = False) -> Path:
     """Return the folder of a model. A path that is neither folder nor id is returned as it is."""
     path = Path(model)
-    known = _ID.fullmatch(str(model))
-    if path.exists() or known is None:
+    match = _ID.fullmatch(str(model))
+    if path.exists() or match is None:
         return path
     import huggingface_hub
 
     files = [*CONFIG_FILES, *(WEIGHT_FILES if with_weights else ())]
     for is_local in (True, False):
         try:
-            found = Path(
+            folder = Path(
                 huggingface_hub.snapshot_download(
-                    known[1], revision=known[2], allow_patterns=files, local_files_only=is_local
+                    match[1], revision=match[2], allow_patterns=files, local_files_only=is_local
                 )
             )
         except (OSError, ValueError) as error:
@@ -43,11 +43,11 @@ def resolve_checkpoint(model: str | Path, with_weights: bool = False) -> Path:
             continue
         needed = [*_REQUIRED_FILES, *([("*.safetensors",)] if with_weights else [])]
         missing = [
-            " or ".join(names) for names in needed if not any(any(found.glob(n)) for n in names)
+            " or ".join(names) for names in needed if not any(any(folder.glob(n)) for n in names)
         ]
         if not missing:
-            return found
-        problem = f"{found} lacks {', '.join(missing)}"
+            return folder
+        problem = f"{folder} lacks {', '.join(missing)}"
     raise FamilyError(
         f"{str(model)!r} is not a folder, and cannot be downloaded from the hub: {problem}",
         "create a model with `sightline model tiny DIR`, name a folder, or put these files into "

@@ -90,24 +90,24 @@ def read_processor_config(path: Path) -> dict[str, Any]:
     """Return the image processor's settings in a checkpoint folder."""
     # transformers prefers the section of processor_config.json to preprocessor_config.json.
     nested = path / "processor_config.json"
-    found = read_json(nested).get("image_processor") if nested.is_file() else None
+    section = read_json(nested).get("image_processor") if nested.is_file() else None
     file = path / "preprocessor_config.json"
-    if found is None and not file.is_file():
+    if section is None and not file.is_file():
         raise FamilyError(
             f"{path} has no preprocessor_config.json",
             "copy it from the checkpoint",
         )
-    return read_json(file) if found is None else dict(found)
+    return read_json(file) if section is None else dict(section)
 
 
 def read_video_config(path: Path) -> dict[str, Any]:
     """Return the video processor's settings in a folder, or the image processor's."""
     nested = path / "processor_config.json"
-    found = read_json(nested).get("video_processor") if nested.is_file() else None
+    section = read_json(nested).get("video_processor") if nested.is_file() else None
     file = path / "video_preprocessor_config.json"
-    if found is None and file.is_file():
-        found = read_json(file)
-    return read_processor_config(path) if found is None else dict(found)
+    if section is None and file.is_file():
+        section = read_json(file)
+    return read_processor_config(path) if section is None else dict(section)
 
 
 def find_frame_difference(

@@ -151,8 +151,8 @@ def load_renderer(
         )
     family = family or folder.load_family(path, {})
     options = {"number_images": True} if number_images else {}
-    made = folder.load_renderer(path, family, resolver or ImageIngestor(store), **options)
-    renderer = cast(Renderer, made)
+    loaded = folder.load_renderer(path, family, resolver or ImageIngestor(store), **options)
+    renderer = cast(Renderer, loaded)
     renderer.max_model_len = max_model_len
     return renderer
 

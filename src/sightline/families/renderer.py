@@ -207,8 +207,8 @@ class MessageRenderer(FormatDescription, ABC):
 
     def find_token_ids(self, tokens: Sequence[str]) -> tuple[int, ...]:
         """Return the ids of those `tokens` that the tokenizer has."""
-        found = (self._tokenizer.find_token_id(token) for token in tokens)
-        return tuple(token_id for token_id in found if token_id is not None)
+        ids = (self._tokenizer.find_token_id(token) for token in tokens)
+        return tuple(token_id for token_id in ids if token_id is not None)
 
     def _check_count(self, path: str, count: int, most: int, unit: str = "entries") -> None:
         if self.max_model_len and count > most:
@@ -239,8 +239,8 @@ class MessageRenderer(FormatDescription, ABC):
         read = to_message(message, self._resolver, path)
         read = self.drop_unwritten(read)
         self._check_message(read, path)
-        shown = (part for part in read.content if not isinstance(part, TextPart))
-        for (where, _), part in zip(paths, shown, strict=True):
+        media = (part for part in read.content if not isinstance(part, TextPart))
+        for (where, _), part in zip(paths, media, strict=True):
             try:
                 if isinstance(part, VideoPart):
                     self._family.steps(part)

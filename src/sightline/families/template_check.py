@@ -105,8 +105,8 @@ def build_examples(renderer: BaseRenderer) -> Iterator[Example]:
     call = ToolCall(name="look", arguments=_ARGUMENTS)
     if renderer.takes_tools:
         sees = family.shows_media and "tool" in renderer.image_roles
-        shown = (ImagePart(_REF),) if sees else ()
-        returned = Message(role="tool", content=(TextPart(" it is\n"), *shown))
+        images = (ImagePart(_REF),) if sees else ()
+        returned = Message(role="tool", content=(TextPart(" it is\n"), *images))
         calls = Message(role="assistant", tool_calls=(call, ToolCall(name="wait", arguments="{}")))
         talks = Message(role="assistant", content=(TextPart("so "),), tool_calls=(call,))
         offered = {"tools": _TOOLS}

@@ -239,7 +239,7 @@ def draw_weights(path: Path, shapes: Mapping[str, torch.Tensor], seed: int, std:
     its name and `seed`. Threads draw parts and write each to its place in the file, so that large
     models need no memory for their weights. Progress is printed to stderr.
     """
-    started = said = time.monotonic()
+    started = reported = time.monotonic()
     header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
     parts, end = [], 0
     # Wide elements come first, so that each tensor is aligned.
@@ -271,11 +271,11 @@ def draw_weights(path: Path, shapes: Mapping[str, torch.Tensor], seed: int, std:
         file.write(len(text).to_bytes(8, "little") + text)
         file.flush()
         for done, _ in enumerate(pool.map(draw, parts), 1):
-            if time.monotonic() >= said + PROGRESS_EVERY_S:
-                said = time.monotonic()
+            if time.monotonic() >= reported + PROGRESS_EVERY_S:
+                reported = time.monotonic()
                 print(f"weights: {done / len(parts):.0%} of {end / 1e9:.2f} GB", file=sys.stderr)
-    took = time.monotonic() - started
-    print(f"weights: {end / 1e9:.2f} GB drawn and written in {took:.1f} s", file=sys.stderr)
+    elapsed = time.monotonic() - started
+    print(f"weights: {end / 1e9:.2f} GB drawn and written in {elapsed:.1f} s", file=sys.stderr)
 
 
 def build_bpe_tokenizer(

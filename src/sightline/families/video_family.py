@@ -159,7 +159,7 @@ class VideoFamily(PixelFamily[FrameSettings], Generic[VideoSettings]):
         grid = self._lay_out_frames(refs[0].width, refs[0].height, num).grid
         numbers = pair_frames(sampled.numbers, self.temporal)
         times = pair_frames(sampled.seconds, self.temporal)
-        shown = []
+        steps = []
         for k, (of_step, seconds) in enumerate(zip(numbers, times, strict=True)):
             where: dict[str, Any] = {"frames": of_step}
             if video.ref is None:
@@ -172,8 +172,8 @@ class VideoFamily(PixelFamily[FrameSettings], Generic[VideoSettings]):
             )
             ref = video.ref or refs[of_step[0]]
             item = MediaItem(ref, self.name, grid, self.video_fingerprint, step=step)
-            shown.append(ShownStep(item, self.tell_time(seconds)))
-        return tuple(shown)
+            steps.append(ShownStep(item, self.tell_time(seconds)))
+        return tuple(steps)
 
     def _sample(self, video: VideoPart) -> SampledFrames:
         """Sample a file's frames by the checkpoint's rule. A list is shown whole."""

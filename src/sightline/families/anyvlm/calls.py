@@ -50,11 +50,11 @@ class CallFormat:
         """Derive the format from what a template wrote for the known call, or return None."""
         start = written.find("{")
         try:
-            made, end = json.JSONDecoder().raw_decode(written, start)
+            call, end = json.JSONDecoder().raw_decode(written, start)
         except ValueError:
             return None
-        keys = [key for key in made if key != "name"]
-        if made.get("name") != NAME or [made[key] for key in keys] != [ARGUMENTS]:
+        keys = [key for key in call if key != "name"]
+        if call.get("name") != NAME or [call[key] for key in keys] != [ARGUMENTS]:
             return None
         opening, closing = written[:start], written[end:]
         if not opening.strip() or not closing.strip():
@@ -86,10 +86,10 @@ class CallFormat:
 
     def _parse_call(self, inner: str) -> ToolCall | None:
         try:
-            made = msgspec.json.decode(inner, type=dict[str, msgspec.Raw])
-            name = msgspec.json.decode(made.pop("name", msgspec.Raw(b"0")), type=str)
-            arguments = made.pop(self.arguments, msgspec.Raw(b"{}"))
+            fields = msgspec.json.decode(inner, type=dict[str, msgspec.Raw])
+            name = msgspec.json.decode(fields.pop("name", msgspec.Raw(b"0")), type=str)
+            arguments = fields.pop(self.arguments, msgspec.Raw(b"{}"))
             msgspec.json.decode(arguments, type=dict[str, Any])
         except (msgspec.MsgspecError, RecursionError):
             return None
-        return None if made else ToolCall(name, bytes(arguments).decode())
+        return None if fields else ToolCall(name, bytes(arguments).decode())

@@ -96,17 +96,17 @@ class TemplateComposer(MessageRenderer):
             for i, m in enumerate(messages)
         ]
         written = self._apply(marked, prompt, tools)
-        cut = re.split(f"{mark}(\\d+){mark}", written)
-        found = [int(n) for n in cut[1::2]]
+        parts = re.split(f"{mark}(\\d+){mark}", written)
+        written_numbers = [int(n) for n in parts[1::2]]
         # A template may drop reasoning, but no other text.
         thoughts = {n for n, m in zip(firsts, messages, strict=False) if m.reasoning}
-        dropped = thoughts.difference(found)
-        if found != [n for n in range(len(spoken)) if n not in dropped]:
-            self._refuse_dropped(firsts, [*found, *dropped])
-        counts = [bisect_left(found, n) for n in firsts]
-        true = self._write(messages, prompt, tools)
+        dropped = thoughts.difference(written_numbers)
+        if written_numbers != [n for n in range(len(spoken)) if n not in dropped]:
+            self._refuse_dropped(firsts, [*written_numbers, *dropped])
+        counts = [bisect_left(written_numbers, n) for n in firsts]
+        text = self._write(messages, prompt, tools)
         split = self.reasoning_format.cut_content if self.reasoning_format else str
-        pieces = restore_texts(cut, spoken, true, (*FORMS, split))
+        pieces = restore_texts(parts, spoken, text, (*FORMS, split))
         if pieces is None:
             raise MessageError.at(
                 "messages",
@@ -114,7 +114,7 @@ class TemplateComposer(MessageRenderer):
                 "send texts without whitespace at their ends, and reasoning as reasoning_content",
             )
         edges = list(accumulate((len(text) for text, _ in pieces), initial=0))
-        raw = list(accumulate(map(len, restore_marks(cut, mark)), initial=0))
+        raw = list(accumulate(map(len, restore_marks(parts, mark)), initial=0))
         lasts = self._find_lasts(messages, pieces, edges, counts)
         ends: list[int] = []
         last_marks = [f"{mark}{n - 1}{mark}" if n else "" for n in firsts[1:]]
@@ -127,30 +127,30 @@ class TemplateComposer(MessageRenderer):
                 continue
             first, end_count = counts[i], counts[i + 1]
             if end_count > first:
-                is_thought = found[first] in thoughts
-                start = self._find_start(true, edges[2 * first + 1], is_thought)
+                is_thought = written_numbers[first] in thoughts
+                start = self._find_start(text, edges[2 * first + 1], is_thought)
                 end = edges[2 * end_count]
             else:  # calls without content
-                most = edges[2 * first + 1] if first < len(found) else len(true)
-                start = end = self._find_call(true, ends[i - 1] if i else 0, most, i)
+                most = edges[2 * first + 1] if first < len(written_numbers) else len(text)
+                start = end = self._find_call(text, ends[i - 1] if i else 0, most, i)
             if message.tool_calls:
-                end = true.index(self._closing, end)
+                end = text.index(self._closing, end)
             answers.append((start, end))
-        return Composed(true, pieces, ends, answers)
+        return Composed(text, pieces, ends, answers)
 
-    def _find_start(self, true: str, start: int, is_thought: bool) -> int:
+    def _find_start(self, text: str, start: int, is_thought: bool) -> int:
         """Return the start of an answer whose first text begins at `start`."""
         lead = self._answer_prefix
         if is_thought:
             lead = self.reasoning_format.opening if self.reasoning_format else ""
-        return start - len(lead) * true.endswith(self._header_text + lead, 0, start)
+        return start - len(lead) * text.endswith(self._header_text + lead, 0, start)
 
-    def _find_call(self, true: str, least: int, most: int, i: int) -> int:
+    def _find_call(self, text: str, least: int, most: int, i: int) -> int:
         """Return the start of an answer that consists of calls only."""
-        begin = true.find(self._header_text, least, most)
+        begin = text.find(self._header_text, least, most)
         if begin >= 0:
             return begin + len(self._header_text)
-        begin = true.find(self.call_format.opening, least, most) if self.call_format else -1
+        begin = text.find(self.call_format.opening, least, most) if self.call_format else -1
         if begin < 0:
             raise MessageError.at(
                 f"messages[{i}].tool_calls",
@@ -159,9 +159,9 @@ class TemplateComposer(MessageRenderer):
             )
         return begin
 
-    def _refuse_dropped(self, counts: list[int], found: list[int]) -> None:
-        lost = next((n for n in range(counts[-1]) if found.count(n) != 1), 0)
-        i = next(i for i in range(len(counts) - 1) if counts[i] <= lost < counts[i + 1])
+    def _refuse_dropped(self, counts: list[int], numbers: list[int]) -> None:
+        number = next((n for n in range(counts[-1]) if numbers.count(n) != 1), 0)
+        i = next(i for i in range(len(counts) - 1) if counts[i] <= number < counts[i + 1])
         raise MessageError.at(
             f"messages[{i}].content",
             "the chat template drops, repeats or moves this text",
@@ -245,7 +245,7 @@ def restore_marks(cut: Sequence[str], mark: str) -> list[str]:
 
 
 def restore_texts(
-    cut: list[str], spoken: list[str], true: str, ways: Sequence[Callable[[str], str]]
+    cut: list[str], texts: list[str], whole: str, ways: Sequence[Callable[[str], str]]
 ) -> list[tuple[str, bool]] | None:
     """Return the parts of a text that was cut at marks, with texts in place of the marks.
 
@@ -254,11 +254,11 @@ def restore_texts(
     """
     pieces, at = [(cut[0], True)], len(cut[0])
     for number, following in zip(cut[1::2], cut[2::2], strict=True):
-        forms = [way(spoken[int(number)]) for way in ways]
-        text = next((t for t in forms if true.startswith(t + following, at)), forms[0])
+        forms = [way(texts[int(number)]) for way in ways]
+        text = next((t for t in forms if whole.startswith(t + following, at)), forms[0])
         pieces += [(text, False), (following, True)]
         at += len(text) + len(following)
-    return pieces if "".join(text for text, _ in pieces) == true else None
+    return pieces if "".join(text for text, _ in pieces) == whole else None
 
 
 def move_place(place: int, raw: list[int], edges: list[int]) -> int:

@@ -235,7 +235,7 @@ class AnyVLMForward(TextForward):
         """Return the logits of the whole model, with its own processor's inputs."""
         processor = load_processor(self._family.path)
         talk = [{"role": m.role, "content": to_template_parts(m, images)} for m in messages]
-        made = apply_template(
+        inputs = apply_template(
             processor,
             talk,
             tokenize=True,
@@ -243,14 +243,14 @@ class AnyVLMForward(TextForward):
             add_generation_prompt=True,
             return_tensors="pt" if uses_torchvision(processor) else "np",
         )
-        if made["input_ids"][0].tolist() != token_ids:
+        if inputs["input_ids"][0].tolist() != token_ids:
             raise FamilyError(
                 f"{self._family.path}: the weights trial failed: the processor writes other tokens "
                 "than it did for the probe",
                 "install the same transformers in every environment of the run",
             )
         parameter = next(self.model.parameters())
-        arrays = {name: torch.as_tensor(array) for name, array in made.items()}
+        arrays = {name: torch.as_tensor(array) for name, array in inputs.items()}
         given = {
             name: (a.to(parameter.dtype) if a.is_floating_point() else a).to(parameter.device)
             for name, a in arrays.items()
@@ -278,15 +278,15 @@ class AnyVLMForward(TextForward):
         device, slots = features.device, rendered.slots
         along, _ = self._family.positions(len(rendered.token_ids), slots)
         pads = np.concatenate([s.offset + self._family.feature_offsets(s.item) for s in slots])
-        shown = np.flatnonzero(np.isin(tokens, pads))
-        which = np.searchsorted(pads, tokens[shown])
+        places = np.flatnonzero(np.isin(tokens, pads))
+        which = np.searchsorted(pads, tokens[places])
         hidden = self.hidden(
             torch.tensor(rendered.token_ids, device=device)[torch.from_numpy(tokens).to(device)][
                 None
             ],
             torch.from_numpy(along[:, tokens].astype(np.int64)).to(device)[:, None],
             features[torch.from_numpy(which).to(device)],
-            torch.from_numpy(shown).to(device),
+            torch.from_numpy(places).to(device),
             pattern,
         )
         return self.logits(hidden[0])

@@ -147,11 +147,11 @@ class ImageTokens:
         if size not in self.processed:
             noise = random.Random(f"{size}").randbytes(width * height * 3)
             try:
-                made = process(self.processor, Image.frombytes("RGB", size, noise))
-                if "pixel_values" not in made[0]:
-                    names = ", ".join(sorted(made[0]))
+                result = process(self.processor, Image.frombytes("RGB", size, noise))
+                if "pixel_values" not in result[0]:
+                    names = ", ".join(sorted(result[0]))
                     raise FamilyError(f"its processor makes {names}, not pixel_values", UNSUPPORTED)
-                self.processed[size] = made
+                self.processed[size] = result
             except FOREIGN as error:
                 self.processed[size] = None
                 self._refusal = (str(error).strip().splitlines() or [type(error).__name__])[0]

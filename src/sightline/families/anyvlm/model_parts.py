@@ -42,11 +42,11 @@ REACHES = {"sliding_attention": "sliding_window", "chunked_attention": "attentio
 def find_layer_kinds(config: Any) -> list[str]:
     """Return the configuration's names of layers that are more than causal attention."""
     text = config.get_text_config()
-    named = getattr(text, "layer_types", None) or ()
+    types = getattr(text, "layer_types", None) or ()
     uses_window = getattr(text, "use_sliding_window", True)
-    if not named and uses_window and getattr(text, "sliding_window", None):
+    if not types and uses_window and getattr(text, "sliding_window", None):
         return ["sliding_attention"]
-    return sorted(set(named) - {"full_attention"})
+    return sorted(set(types) - {"full_attention"})
 
 
 def describe_layers(config: Any) -> tuple[str, bool]:

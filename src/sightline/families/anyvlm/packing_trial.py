@@ -74,8 +74,8 @@ def try_packing(path: Path, config: Any, findings: Findings) -> PackingTrial:
         model = build_tried_model(config)
         difference = None if model is None else measure_difference(path, model, findings)
     except FOREIGN as error:
-        said = (str(error).strip().splitlines() or [type(error).__name__])[0]
-        return PackingTrial(words, f"a trial of its layers fails ({said}), {_LATER}")
+        message = (str(error).strip().splitlines() or [type(error).__name__])[0]
+        return PackingTrial(words, f"a trial of its layers fails ({message}), {_LATER}")
     if difference is None:
         return PackingTrial(words, f"its layers are too large for a trial of their own, {_LATER}")
     if difference > TOLERANCE:
@@ -186,10 +186,12 @@ class _TriedModel:
 
     def run(self, forward: AnyVLMForward, tokens: np.ndarray, at: np.ndarray, ends: Any) -> Tensor:
         ids = torch.from_numpy(tokens)
-        shown = torch.from_numpy(np.flatnonzero(_is_image(tokens)))
+        image_places = torch.from_numpy(np.flatnonzero(_is_image(tokens)))
         along = torch.from_numpy(at).expand(self._num_axes, 1, len(at))
         pattern = TriedPattern(np.array(ends))
-        return forward.hidden(ids[None], along, self.features[ids[shown]], shown, pattern)[0]
+        return forward.hidden(
+            ids[None], along, self.features[ids[image_places]], image_places, pattern
+        )[0]
 
 
 FORK = 26

@@ -293,10 +293,10 @@ def try_chat(checkpoint: Checkpoint, findings: Findings) -> Findings:
 
 def _find_stops(checkpoint: Checkpoint) -> list[int]:
     path = checkpoint.path
-    named = None
+    token_ids = None
     if (path / "generation_config.json").is_file():
-        named = GenerationConfig.from_pretrained(path, local_files_only=True).eos_token_id
-    ids = [named] if isinstance(named, int) else list(named or ())
+        token_ids = GenerationConfig.from_pretrained(path, local_files_only=True).eos_token_id
+    ids = [token_ids] if isinstance(token_ids, int) else list(token_ids or ())
     last = checkpoint.processor.tokenizer.eos_token_id
     return list(dict.fromkeys([*ids, *([last] if last is not None else [])]))
 

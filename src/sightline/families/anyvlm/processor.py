@@ -146,15 +146,15 @@ def _import_processor(name: str) -> Any:
 
 def process(processor: Any, image: Image.Image) -> tuple[dict[str, np.ndarray], str]:
     """Return the arrays of one image, and the text that represents it in a prompt."""
-    made = processor(
+    outputs = processor(
         images=[[image]],
         text=[processor.image_token],
         return_tensors="pt" if uses_torchvision(processor) else "np",
         return_text_replacement_offsets=True,
     )
-    ((replaced,),) = made.pop("text_replacement_offsets")
-    names = [name for name in made if name not in processor.tokenizer.model_input_names]
-    arrays = {name: to_array(made[name]) for name in names if "token_type" not in name}
+    ((replaced,),) = outputs.pop("text_replacement_offsets")
+    names = [name for name in outputs if name not in processor.tokenizer.model_input_names]
+    arrays = {name: to_array(outputs[name]) for name in names if "token_type" not in name}
     sides = set(arrays["pixel_values"].shape) if "pixel_values" in arrays else set()
     for name, array in arrays.items():
         if name.endswith("mask") and not set(array.shape) <= sides:
@@ -162,10 +162,10 @@ def process(processor: Any, image: Image.Image) -> tuple[dict[str, np.ndarray], 
     return arrays, replaced["replacement"]
 
 
-def to_array(made: Any) -> np.ndarray:
+def to_array(output: Any) -> np.ndarray:
     """Return a processor's output as a numpy array, bfloat16 as float32."""
-    is_narrow = str(getattr(made, "dtype", "")) == "torch.bfloat16"
-    return np.asarray(made.float() if is_narrow else made)
+    is_narrow = str(getattr(output, "dtype", "")) == "torch.bfloat16"
+    return np.asarray(output.float() if is_narrow else output)
 
 
 def to_template_parts(message: Message, images: list[Image.Image]) -> list[dict[str, Any]]:

@@ -114,32 +114,32 @@ class AnyVLMRenderer(TemplateComposer):
 
     def _read_turns(self) -> None:
         """Find out how an answer is opened and closed."""
-        asked = self._compose([user("a")], True)
-        self._header_text = asked.text[asked.ends[-1] :]
-        said = self._compose([user("a"), assistant("b")], False)
-        before, (start, end) = said.ends[0], said.answers[0]
-        opening = self._header_text or asked.pieces[-1][0]
-        if not opening or not said.text.startswith(self._header_text, before):
+        question = self._compose([user("a")], True)
+        self._header_text = question.text[question.ends[-1] :]
+        answer = self._compose([user("a"), assistant("b")], False)
+        before, (start, end) = answer.ends[0], answer.answers[0]
+        opening = self._header_text or question.pieces[-1][0]
+        if not opening or not answer.text.startswith(self._header_text, before):
             raise FamilyError(
                 f"a prompt ends with {self._header_text!r}, but an answer in a history does not "
                 "begin with it",
                 _FIX,
             )
-        self._answer_prefix = said.text[before + len(self._header_text) : start]
-        closing = self._added.match(said.text, end)
+        self._answer_prefix = answer.text[before + len(self._header_text) : start]
+        closing = self._added.match(answer.text, end)
         stops = self._findings.stop_ids
         if closing is None or self._tokenizer.added_tokens[closing[0]] not in stops:
             raise FamilyError(
-                f"after an answer it writes {said.text[end : end + 20]!r}, which does not begin "
+                f"after an answer it writes {answer.text[end : end + 20]!r}, which does not begin "
                 f"with a stop token ({[self._tokenizer.decode([i]) for i in stops]})",
                 _FIX,
             )
         self._closing = closing[0]
         self.end_id = self._tokenizer.added_tokens[self._closing]
         self.stop_token_ids = (self.end_id, *(i for i in stops if i != self.end_id))
-        run = self._encode(asked, [user("a")])
+        run = self._encode(question, [user("a")])
         # If nothing opens an answer, the end of the question does.
-        self.header = run.ids[run.find(len(asked.text) - len(opening)) :]
+        self.header = run.ids[run.find(len(question.text) - len(opening)) :]
 
     def _find_bridge_differences(self) -> dict[Addition, str]:
         """Return for each kind of bridge how the template would change earlier text; empty if it
@@ -148,29 +148,29 @@ class AnyVLMRenderer(TemplateComposer):
         histories = [[user("a")], [user("a"), assistant("b"), user("c", ref)]]
         added_turns = [[user("n")], [user(ref, "n")], [user("n", ref)]]
         answers: list[Answer] = [("none", f"{self._answer_prefix}x", assistant("x"))]
-        found = self.reasoning_format
+        form = self.reasoning_format
         if self.takes_system:
             histories.append([system("s"), user("a")])
-        if found is not None:
-            answers = found.list_answers(self._answer_prefix)
+        if form is not None:
+            answers = form.list_answers(self._answer_prefix)
             histories.append([user("a"), TRIED_THOUGHT, user("c")])
-        talks: list[tuple[list[Message], Tools | None]] = [(one, None) for one in histories]
+        talks: list[tuple[list[Message], Tools | None]] = [(talk, None) for talk in histories]
         if self.takes_tools:
             histories.append([user("a"), TRIED_CALL, TRIED_ANSWER])
-            if found is not None:
+            if form is not None:
                 thought = msgspec.structs.replace(TRIED_CALL, reasoning="r")
                 histories.append([user("a"), thought, TRIED_ANSWER])
-            talks += [(one, TRIED_TOOLS) for one in histories]
+            talks += [(talk, TRIED_TOOLS) for talk in histories]
             added_turns += [[TRIED_ANSWER], [TRIED_ANSWER, TRIED_ANSWER]]
         differences: dict[Addition, str] = {}
         for new in added_turns:
-            shown = self._compose_new(new)[0]
-            added = shown.text[shown.answers[0][1] :]
-            for (history, tools), (kind, written, said) in product(talks, answers):
+            composed = self._compose_new(new)[0]
+            added = composed.text[composed.answers[0][1] :]
+            for (history, tools), (kind, written, answer) in product(talks, answers):
                 prompt = self._write(history, True, tools)
-                is_shown = found is not None and found.closing_mark in prompt
+                is_shown = form is not None and form.closing_mark in prompt
                 addition = (is_shown, kind, _asks(new))
-                whole = self._write([*history, said, *new], True, tools)
+                whole = self._write([*history, answer, *new], True, tools)
                 known = differences.setdefault(addition, "")
                 if whole != prompt + written + added and not known:
                     end = f"{prompt}{written}"[-40:]
@@ -181,14 +181,14 @@ class AnyVLMRenderer(TemplateComposer):
         """Return the form of reasoning, or why it is refused."""
         messages = [user("a"), TRIED_THOUGHT]
         try:
-            said = self._compose(messages, False)
+            answer = self._compose(messages, False)
         except MessageError as error:
             return None, f"the chat template does not accept it: {error.problem}"
-        if len(said.pieces) != 7:
+        if len(answer.pieces) != 7:
             return None, "the chat template does not write reasoning"
-        start, end = said.answers[0]
-        closing = said.pieces[4][0]
-        turn = said.text[said.ends[0] : start]
+        start, end = answer.answers[0]
+        closing = answer.pieces[4][0]
+        turn = answer.text[answer.ends[0] : start]
         form = f"the chat template writes {turn + closing!r} around reasoning"
         if not turn.startswith(self._header_text):
             return None, f"{form}, but a prompt ends with {self._header_text!r}"
@@ -198,15 +198,15 @@ class AnyVLMRenderer(TemplateComposer):
         if len(closes) != 1 or not (is_opened or len(opens) == 1):
             return None, f"{form}, without one added token at each end"
         marks, ids = ("".join(opens), closes[0]), self._tokenizer.added_tokens
-        found = ReasoningFormat(
+        parsed_form = ReasoningFormat(
             opening, closing, *marks, ids.get(marks[0]), ids[marks[1]], self.decode
         )
-        run = self._encode(said, messages)
-        own = run.ids[run.find(said.ends[0] + len(self._header_text)) : run.find(end)]
-        reasoning, lead, rest = found.split(own, "")
+        run = self._encode(answer, messages)
+        own = run.ids[run.find(answer.ends[0] + len(self._header_text)) : run.find(end)]
+        reasoning, lead, rest = parsed_form.split(own, "")
         if (reasoning, self.decode(rest)) != ("r", f"{lead}b"):
             return None, f"{form}, and the reasoning between cannot be parsed again"
-        return found, ""
+        return parsed_form, ""
 
     def _find_call_format(self) -> tuple[CallFormat | None, str]:
         """Return the form of calls, or why tools are refused."""
@@ -214,8 +214,8 @@ class AnyVLMRenderer(TemplateComposer):
             offered = self._compose([user("a")], True, TRIED_TOOLS).text
             if offered == self._compose([user("a")], True).text:
                 return None, "the chat template does not write tools"
-            said = self._compose([user("a"), TRIED_CALL], False, TRIED_TOOLS)
-            written = said.text[slice(*said.answers[0])].removeprefix(self._answer_prefix)
+            answer = self._compose([user("a"), TRIED_CALL], False, TRIED_TOOLS)
+            written = answer.text[slice(*answer.answers[0])].removeprefix(self._answer_prefix)
             written = written.removeprefix(TRIED_CALL.text)
             answered = [user("a"), TRIED_CALLS, TRIED_ANSWER]
             as_string = self._compose(answered, True, TRIED_TOOLS).text
@@ -225,8 +225,8 @@ class AnyVLMRenderer(TemplateComposer):
                 None,
                 f"the chat template does not accept calls and tool messages: {error.problem}",
             )
-        found = CallFormat.find(written)
-        if found is None:
+        call_form = CallFormat.find(written)
+        if call_form is None:
             form = f"the chat template writes a call as {written!r}"
             return None, f"{form}, which is not a JSON object with name and arguments between marks"
         roles, self._part_roles = self._part_roles, self._part_roles | {"tool"}
@@ -235,7 +235,7 @@ class AnyVLMRenderer(TemplateComposer):
         except MessageError:
             is_same = False
         self._part_roles = self._part_roles if is_same else roles
-        return found, ""
+        return call_form, ""
 
     @property
     def takes_system(self) -> bool:
@@ -288,9 +288,9 @@ class AnyVLMRenderer(TemplateComposer):
         if shown > len(items):
             return
         item = items[shown - 1]
-        found, pad = self._images.expansion(item.ref.width, item.ref.height), self._findings.pad
+        expansion, pad = self._images.expansion(item.ref.width, item.ref.height), self._findings.pad
         first = -1
-        for text, times in found.pieces:
+        for text, times in expansion.pieces:
             if text == pad:
                 run.flush()
                 first = len(run.ids) if first < 0 else first
@@ -344,26 +344,26 @@ class AnyVLMRenderer(TemplateComposer):
     def check_call(self, call: ToolCall, path: str) -> None:
         path = f"{path}.function"
         try:
-            made = json.loads(call.arguments)
+            arguments = json.loads(call.arguments)
         except (ValueError, RecursionError):
-            made = None
-        if not isinstance(made, dict):
+            arguments = None
+        if not isinstance(arguments, dict):
             raise MessageError.at(
                 f"{path}.arguments", "the arguments are not a JSON object", "pass an object"
             )
-        self._refuse_marks(call.name + json.dumps(made, ensure_ascii=False), path)
+        self._refuse_marks(call.name + json.dumps(arguments, ensure_ascii=False), path)
 
-    def _refuse_marks(self, said: str, path: str) -> None:
+    def _refuse_marks(self, text: str, path: str) -> None:
         """Refuse special tokens in JSON that the template writes, where they become tokens."""
-        if match := self._added.search(said):
+        if match := self._added.search(text):
             raise MessageError.at(path, f"it contains the special token {match[0]}", "remove it")
 
     def rewrites_history(
         self, prompt_ids: Sequence[int], ids: list[int], new: Sequence[Message]
     ) -> bool:
-        found = self.reasoning_format
-        is_shown = found is not None and found.closing_id in prompt_ids
-        kind = "none" if found is None else found.find_kind(ids)
+        form = self.reasoning_format
+        is_shown = form is not None and form.closing_id in prompt_ids
+        kind = "none" if form is None else form.find_kind(ids)
         # A kind of bridge that was not tried counts as a change.
         return self.bridge_differences.get((is_shown, kind, _asks(new))) != ""
 
@@ -371,9 +371,9 @@ class AnyVLMRenderer(TemplateComposer):
         return self.reasoning_format is not None and self.reasoning_format.is_open(ids)
 
     def parse_turn(self, ids: list[int], tools: Tools) -> ParsedCompletion:
-        reasoning, lead, found = "", self._answer_prefix, self.reasoning_format
-        if found is not None:
-            reasoning, lead, ids = found.split(ids, lead)
+        reasoning, lead, form = "", self._answer_prefix, self.reasoning_format
+        if form is not None:
+            reasoning, lead, ids = form.split(ids, lead)
         first, *rest = self._cut_calls(ids)
         parts = [first.removeprefix(lead), *rest]
         if self.call_format is None:

@@ -159,11 +159,11 @@ class Glm46V(BaseRenderer):
         last = message.content[-1] if message.content else None
         if isinstance(last, TextPart) and last.text.endswith(NO_THINK):
             return
-        found = self._tokenizer.find_token_id(NO_THINK)
-        if found is None:
+        token_id = self._tokenizer.find_token_id(NO_THINK)
+        if token_id is None:
             emitter.text(NO_THINK)
         else:
-            emitter.special(found)
+            emitter.special(token_id)
 
     def _emit_assistant(self, emitter: Emitter, context: RenderContext, i: int) -> None:
         message = context.messages[i]
@@ -177,8 +177,8 @@ class Glm46V(BaseRenderer):
         emitter.special(self._think)
         emitter.text(reasoning)
         emitter.special(self._end_think)
-        said: list[str | ToolCall] = [content] if content else []
-        for k, part in enumerate([*said, *message.tool_calls]):
+        texts: list[str | ToolCall] = [content] if content else []
+        for k, part in enumerate([*texts, *message.tool_calls]):
             emitter.text("\n")
             if k == 0 and not is_own:
                 emitter.begin_trained()
@@ -284,8 +284,10 @@ class Glm46V(BaseRenderer):
         )
         if malformed:
             calls = ()
-        said = rest[: rest.index(self._call_start)] if calls else rest
-        return ParsedCompletion(self._tokenizer.decode(said).strip(), reasoning, calls, malformed)
+        content_ids = rest[: rest.index(self._call_start)] if calls else rest
+        return ParsedCompletion(
+            self._tokenizer.decode(content_ids).strip(), reasoning, calls, malformed
+        )
 
     def _split_reasoning(self, ids: list[int]) -> tuple[str | None, list[int]]:
         marks = (self._think, self._end_think, self._call_start)

@@ -65,8 +65,8 @@ def read_video_settings(
 ) -> VideoSettings | str:
     """Read the video settings of a checkpoint folder, or say why videos cannot be shown."""
     raw = read_video_config(path)
-    named = [raw.get(key) for key in ("video_processor_type", "processor_class")]
-    names = [name for name in named if name] or [
+    values = [raw.get(key) for key in ("video_processor_type", "processor_class")]
+    names = [name for name in values if name] or [
         GLM_46V if config["model_type"] == "glm46v" else GLM_45V
     ]
     is_dynamic = names[0].startswith(GLM_46V)

@@ -40,9 +40,9 @@ def _sample_evenly(total: int, fps: float, settings: VideoSettings) -> list[int]
 def _sample_densely(total: int, fps: float, temporal: int) -> list[int]:
     seconds = total / fps
     longest, slowest = STEPS_PER_SECOND[-1]
-    shown = min(seconds, longest)
-    rate = temporal * next((r for most, r in STEPS_PER_SECOND if shown <= most), slowest)
-    num = min(int(shown * rate), MAX_FRAMES)
+    covered = min(seconds, longest)
+    rate = temporal * next((r for most, r in STEPS_PER_SECOND if covered <= most), slowest)
+    num = min(int(covered * rate), MAX_FRAMES)
     if total < num:
         return _spread(0, total - 1, num)
     numbers = []
