@@ -1,4 +1,4 @@
-"""`sightline bench NAME`: measure a part and print the figures."""
+"""`sightline bench NAME`: measure this machine's speed in training and serving."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from sightline.cli.main import Parser
 
 
 class BenchmarkParser(Parser):
-    """The parser of one benchmark, whose module is imported when there are words to parse."""
+    """The parser of one benchmark, which imports its module when it parses arguments."""
 
     def parse_known_args(  # type: ignore[override]
         self, args: Sequence[str] | None = None, namespace: Any = None
@@ -25,5 +25,5 @@ class BenchmarkParser(Parser):
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     nested = parser.add_subparsers(metavar="NAME", required=True, parser_class=BenchmarkParser)
-    for name, words in BENCHMARKS.items():
-        nested.add_parser(name, help=words)
+    for name, summary in BENCHMARKS.items():
+        nested.add_parser(name, help=summary)

@@ -1,8 +1,8 @@
-"""`sightline doctor`: find problems of an installation or a run.
+"""`sightline doctor`: find problems in the installation or in a run.
 
-Without a run, it lists what is installed and which commands that allows. With one, it names damaged
-and missing files, processes that still run, what is intact, and the commands to type. It changes
-nothing, and exits with status 1 if it finds a problem.
+Without a run, it lists installed packages and the commands that they enable. With a run, it lists
+damaged and missing files, processes that still run, intact files, and the commands to type next. It
+changes nothing, and exits with status 1 if it finds a problem.
 """
 
 from __future__ import annotations
@@ -13,7 +13,11 @@ from pathlib import Path
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
-        "run_dir", nargs="?", type=Path, metavar="RUN", help="a run directory; default: none"
+        "run_dir",
+        nargs="?",
+        type=Path,
+        metavar="RUN",
+        help="run directory; default: check the installation",
     )
 
 

@@ -1,8 +1,7 @@
 """`sightline eval ENV`: score a model on an environment's held-out tasks.
 
-The model is an OpenAI endpoint or a checkpoint, which is played as a run evaluates it: the same
-player, seeds, prompts and limits. `--run` takes all of these from a run, so that its own evaluation
-is measured again.
+The model is an OpenAI endpoint or a checkpoint. It is evaluated as in a run: with the same player,
+seeds, prompts and limits. `--run` takes all of these from a run, to repeat its evaluation.
 """
 
 from __future__ import annotations
@@ -18,17 +17,17 @@ if TYPE_CHECKING:
     from sightline.config import RunFile
 
 SETTINGS: dict[str, tuple[type, str]] = {
-    "tasks": (int, "default: 256, or as in the run"),
-    "temperature": (float, "default: 1.0, or as in the run"),
-    "max_tokens": (int, "of a turn; default: 64, or as in the run"),
-    "max_turns": (int, "of a rollout; default: any number"),
-    "max_model_len": (int, "of a sequence; default: 2048"),
-    "max_pixels": (int, "of an image; default: the checkpoint's own bound"),
-    "timeout_s": (float, "of one rollout; default: 600"),
-    "seed": (int, "default: 0, or as in the run"),
-    "device": (str, "of a served checkpoint; default: auto"),
+    "tasks": (int, "number of tasks; default: 256, or as in the run"),
+    "temperature": (float, "sampling temperature; default: 1.0, or as in the run"),
+    "max_tokens": (int, "maximum tokens per turn; default: 64, or as in the run"),
+    "max_turns": (int, "maximum turns per rollout; default: no limit"),
+    "max_model_len": (int, "maximum tokens per sequence; default: 2048"),
+    "max_pixels": (int, "maximum pixels per image; default: the checkpoint's limit"),
+    "timeout_s": (float, "seconds per rollout; default: 600"),
+    "seed": (int, "random seed; default: 0, or as in the run"),
+    "device": (str, "device for --checkpoint: cpu, cuda or auto; default: auto"),
 }
-"""Options that take the place of a setting of the same name: their type and help."""
+"""Options that override the setting of the same name: their type and help."""
 
 
 def _read_reference(word: str) -> str:
@@ -43,41 +42,59 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     where = parser.add_mutually_exclusive_group(required=True)
     where.add_argument("--endpoint", metavar="URL", help="an OpenAI endpoint, http://HOST:PORT/v1")
-    where.add_argument("--checkpoint", type=Path, metavar="DIR", help="serve this one meanwhile")
+    where.add_argument(
+        "--checkpoint", type=Path, metavar="DIR", help="a checkpoint to serve and evaluate"
+    )
     parser.add_argument(
         "--run", type=Path, dest="run_dir", metavar="DIR",
-        help="a run directory: its environment, seed and limits where no option says otherwise",
+        help="take environment, seed and limits from this run directory; options override them",
     )  # fmt: skip
-    parser.add_argument("--env-args", type=json.loads, default={}, metavar="JSON", help="for ENV")
-    parser.add_argument("--model", help="name at the endpoint; default: the one that it lists")
+    parser.add_argument(
+        "--env-args",
+        type=json.loads,
+        default={},
+        metavar="JSON",
+        help="arguments of ENV as a JSON object",
+    )
+    parser.add_argument(
+        "--model", help="model name at the endpoint; default: the one that it lists"
+    )
     parser.add_argument(
         "--api-key", default="", metavar="REF", type=_read_reference,
-        help="where the key of the endpoint is: env:NAME or file:PATH",
+        help="reference to the endpoint's API key: env:NAME or file:PATH",
     )  # fmt: skip
     parser.add_argument(
         "--media", type=Path, metavar="DIR",
-        help="a store that the endpoint reads too: images go there by reference",
+        help="a store that the endpoint can read: images are sent as references",
     )  # fmt: skip
-    parser.add_argument("--split", default="eval", choices=("eval", "train"))
+    parser.add_argument(
+        "--split", default="eval", choices=("eval", "train"), help="default: %(default)s"
+    )
     for name, (kind, words) in SETTINGS.items():
         parser.add_argument(f"--{name.replace('_', '-')}", type=kind, help=words)
     parser.add_argument(
-        "--max-concurrent", type=int, default=32, help="rollouts at once; default: %(default)s"
+        "--max-concurrent", type=int, default=32, help="concurrent rollouts; default: %(default)s"
     )
-    parser.add_argument("--threads", type=int, default=1, help="of a served checkpoint")
+    parser.add_argument(
+        "--threads", type=int, default=1, help="compute threads for --checkpoint; default: 1"
+    )
     parser.add_argument("--dtype", choices=("float32", "bfloat16"), help="default: float32")
-    parser.add_argument("--output", type=Path, metavar="FILE", help="a JSON line for each rollout")
+    parser.add_argument(
+        "--output", type=Path, metavar="FILE", help="write one JSON line per rollout to FILE"
+    )
 
 
 def run(args: argparse.Namespace) -> int:
     if not isinstance(args.env_args, dict):
-        raise ConfigError(f"--env-args {args.env_args!r}", "write them as a JSON object")
+        raise ConfigError(
+            f"--env-args {args.env_args!r} is not a JSON object", "write it as '{\"key\": value}'"
+        )
     from sightline.envs.mix import build_environment
     from sightline.launch.evaluate import play_evaluation
     from sightline.view.eval_table import print_eval_table, to_line
 
     config = _read_settings(args)
-    output = args.output and args.output.absolute()  # the environment may change the folder
+    output = args.output and args.output.absolute()  # the environment may change the directory
     env = build_environment(config.env)
     same = ("api_key", "media", "split", "max_concurrent", "threads")
     played = play_evaluation(
@@ -95,7 +112,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _read_settings(args: argparse.Namespace) -> RunFile:
-    """The settings of the given run, or the usual ones, with the options in their places."""
+    """Return the run's settings, or the defaults, overridden by the options."""
     from sightline.config import RunFile, load_stored_config
     from sightline.launch.evaluate import build_eval_config
 
@@ -103,7 +120,7 @@ def _read_settings(args: argparse.Namespace) -> RunFile:
     if args.run_dir is not None:
         values = load_stored_config(RunFile, args.run_dir / "config.toml").model_dump()
     elif args.env is None:
-        raise ConfigError("no environment", "name it, or a run with --run")
+        raise ConfigError("no environment given", "name one, or a run with --run")
     if args.env is not None:
         values["env"] = {"name": args.env, "args": args.env_args}
     given = {name: getattr(args, name) for name in (*SETTINGS, "dtype")}

@@ -1,6 +1,6 @@
 """`sightline export`: write a run's checkpoint for transformers and vLLM.
 
-Takes the newest whole checkpoint of a run, or the one that is named.
+Exports the newest complete checkpoint of a run, or the one named.
 """
 
 from __future__ import annotations
@@ -15,22 +15,22 @@ from sightline.run import RunDir
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("source", type=Path, help="a run directory, or its checkpoints/step_N")
-    parser.add_argument("target", type=Path, help="folder to write")
-    parser.add_argument("--force", action="store_true", help="replace the folder if it is there")
+    parser.add_argument("source", type=Path, help="run directory, or RUN/checkpoints/step_N")
+    parser.add_argument("target", type=Path, help="folder for the checkpoint")
+    parser.add_argument("--force", action="store_true", help="replace an existing folder")
 
 
 def run(args: argparse.Namespace) -> int:
     from sightline.trainer.export import export_training_checkpoint, get_newest_checkpoint
 
     if args.target.exists() and not args.force:
-        raise ConfigError(f"{args.target} is there already", "name another, or say --force")
+        raise ConfigError(f"{args.target} already exists", "name another folder, or add --force")
     is_run = (args.source / "config.toml").is_file()
     run_dir = RunDir(args.source if is_run else args.source.absolute().parents[1])
     if not run_dir.config.is_file():
         raise ConfigError(
-            f"{args.source} is neither a run nor a checkpoint of one",
-            "name the folder that holds config.toml, or its checkpoints/step_N",
+            f"{args.source} is neither a run directory nor a checkpoint of a run",
+            "name the folder with config.toml, or its checkpoints/step_N",
         )
     checkpoint = get_newest_checkpoint(run_dir.checkpoints) if is_run else args.source
     settings = config.load_stored_config(detect_file_kind(run_dir.config), run_dir.config)

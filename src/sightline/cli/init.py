@@ -1,7 +1,7 @@
-"""`sightline init NAME`: write a folder with an environment to change.
+"""`sightline init NAME`: create a project folder for your own environment.
 
-The folder holds an environment, its test, run files for a supervised warm-up and for reinforcement
-learning, which a tiny model learns on a CPU, and a README with the commands.
+The folder contains an example environment with a test, run files for a supervised warm-up and for
+reinforcement learning, and a README with the commands. A tiny model learns the task on a CPU.
 """
 
 from __future__ import annotations
@@ -17,16 +17,16 @@ SUFFIX = ".template"
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("folder", type=Path, metavar="NAME", help="folder to write, a new one")
+    parser.add_argument("folder", type=Path, metavar="NAME", help="folder to create")
 
 
 def run(args: argparse.Namespace) -> int:
     folder: Path = args.folder
     name = folder.resolve().name
     if not re.fullmatch(r"\w[\w-]*", name):
-        raise ConfigError(f"{name!r} is no name of a run", "use letters, digits, _ and -")
+        raise ConfigError(f"{name!r} is not a valid run name", "use letters, digits, _ and -")
     if folder.exists():
-        raise ConfigError(f"{folder} exists", "name a new folder")
+        raise ConfigError(f"{folder} already exists", "name a new folder")
     folder.mkdir(parents=True)
     for template in files("sightline.cli").joinpath("project").iterdir():
         if template.name.endswith(SUFFIX):

@@ -1,4 +1,4 @@
-"""The `sightline` command: finds the commands, runs one, and prints errors with their cure."""
+"""The `sightline` command: find the subcommand, run it, and print errors with their fix."""
 
 from __future__ import annotations
 
@@ -23,11 +23,10 @@ EXIT_INTERRUPTED = 130
 EXIT_BROKEN_PIPE = 141
 
 OVERRIDE = re.compile(r"\w+(\.\w+)+=")
-"""How the override of a setting begins: `section.key=`."""
-
+"""The start of an override: `section.key=`."""
 
 NOT_COMMANDS = ("main", "training")
-"""Modules of this folder that are no commands."""
+"""Modules of this folder that are not commands."""
 
 EXTRA_OF_PACKAGE = {
     "torch": "train",
@@ -42,8 +41,7 @@ EXTRA_OF_PACKAGE = {
     "obstore": "object-store",
     "yaml": "train",
 }
-"""The extra that brings a package which the light base does not."""
-
+"""The extra that installs each package that the base installation lacks."""
 
 RENAMED_OPTIONS: dict[str, dict[str, str]] = {
     "serve": {
@@ -61,11 +59,11 @@ RENAMED_OPTIONS: dict[str, dict[str, str]] = {
     "samples": {"--max-mb": "--max-image-mb"},
     "trace": {"--out": "--output"},
 }
-"""For each command its old options, and what they are called now."""
+"""Renamed options of each command: old name to new name."""
 
 
 class Parser(argparse.ArgumentParser):
-    """A parser that takes `--debug` at every level, and no abbreviated options."""
+    """A parser with `--debug` at every level and without abbreviated options."""
 
     def __init__(self, **options: Any) -> None:
         super().__init__(**{"allow_abbrev": False, **options})
@@ -82,32 +80,31 @@ def main(argv: Sequence[str] | None = None) -> int:
     if argv is None:
         mask_output()
         if os.getcwd() not in sys.path:
-            # As `python -m` does, and so every process that this one starts: an environment of
-            # one's own lies beside its run file.
+            # As `python -m` does: users keep their environments next to the run file.
             sys.path.insert(0, os.getcwd())
     try:
         check_option_names(words)
         args = parse(words)
         return int(args.run(args) or 0)
     except (SightlineError, ModuleNotFoundError) as error:
-        shown = error if isinstance(error, SightlineError) else None
+        reported = error if isinstance(error, SightlineError) else None
         for cause in (error, error.__cause__):
             if isinstance(cause, ModuleNotFoundError):
-                shown = find_missing_extra(cause) or shown
-        if shown is None or "--debug" in words:
+                reported = find_missing_extra(cause) or reported
+        if reported is None or "--debug" in words:
             raise
-        print_error(shown)
+        print_error(reported)
         return EXIT_REFUSED
     except KeyboardInterrupt:
         return EXIT_INTERRUPTED
     except BrokenPipeError:
-        # The reader left (`| head`). Python would complain once more when it flushes at exit.
+        # The reader closed the pipe (`| head`). Python would raise again when it flushes at exit.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return EXIT_BROKEN_PIPE
 
 
 def check_option_names(words: Sequence[str]) -> None:
-    """Refuses an option under its old name, with the new one."""
+    """Raise if an option has an old name, and give the new one."""
     command = next((word for word in words if not word.startswith("-")), "")
     for word in words:
         option = word.partition("=")[0]
@@ -116,7 +113,7 @@ def check_option_names(words: Sequence[str]) -> None:
 
 
 def parse(words: Sequence[str]) -> argparse.Namespace:
-    """The arguments; overrides of settings may stand on either side of an option."""
+    """Parse the arguments. Overrides may come before or after options."""
     parser = build_parser(words)
     args, rest = parser.parse_known_args(words)
     if any(not OVERRIDE.match(word) for word in rest) or (rest and not hasattr(args, "overrides")):
@@ -127,11 +124,16 @@ def parse(words: Sequence[str]) -> argparse.Namespace:
 
 
 def build_parser(words: Sequence[str] | None = None) -> Parser:
-    """The parser of every command. Where `words` are given, only the command that they begin with
-    is imported; the list of all commands needs their docstrings alone."""
+    """Build the parser of every command.
+
+    With `words`, only the command that they start with is imported. The list of all commands needs
+    only their docstrings.
+    """
     from sightline import __version__
 
-    parser = Parser(prog="sightline", description="Trains vision-language models with RL.")
+    parser = Parser(
+        prog="sightline", description="Train vision-language models with reinforcement learning."
+    )
     parser.add_argument("--version", action="version", version=f"sightline {__version__}")
     subparsers = parser.add_subparsers(metavar="COMMAND", required=True)
     names = list_commands()
@@ -148,18 +150,17 @@ def build_parser(words: Sequence[str] | None = None) -> Parser:
 
 
 def list_commands() -> dict[str, str]:
-    """The commands by their names, each with its module."""
-    found = {
+    """Return the module of each command, by name."""
+    modules = {
         module.name: f"{package.__name__}.{module.name}"
         for package in (sightline.cli, sightline.view.commands)
         for module in pkgutil.iter_modules(package.__path__)
     }
-    return {name: found[name] for name in sorted(found) if name not in NOT_COMMANDS}
+    return {name: modules[name] for name in sorted(modules) if name not in NOT_COMMANDS}
 
 
 def add_command(name: str, module: ModuleType, subparsers: Any) -> None:
-    """Adds the command of `module`, which its docstring explains; its `run` serves, if it has one,
-    where no action names its own."""
+    """Add the command of `module`, described by its docstring."""
     description = (module.__doc__ or "").partition("\n\n")[2]
     summary = _find_summary(module.__doc__)
     parser = subparsers.add_parser(name, help=summary, description=description)
@@ -169,17 +170,17 @@ def add_command(name: str, module: ModuleType, subparsers: Any) -> None:
 
 
 def _find_summary(docstring: str | None) -> str:
-    """What a command does, in the title of its docstring."""
+    """Return the summary in the first line of a command's docstring."""
     return (docstring or "").partition("\n\n")[0].partition(": ")[2].rstrip(".")
 
 
 def find_missing_extra(error: ModuleNotFoundError) -> ConfigError | None:
-    """What to install, where an extra brings the package that was not found."""
+    """Return an error that names the extra with the missing package, if there is one."""
     package = (error.name or "").partition(".")[0]
     if (extra := EXTRA_OF_PACKAGE.get(package)) is None:
         return None
     return ConfigError(
-        f"this needs the package {package}, which is not installed",
+        f"this command requires the package {package}, which is not installed",
         f"pip install 'sightline-rl[{extra}]' for {sys.executable}",
     )
 

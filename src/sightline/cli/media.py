@@ -1,4 +1,4 @@
-"""`sightline media`: look after the images of a run."""
+"""`sightline media`: manage image stores."""
 
 from __future__ import annotations
 
@@ -28,47 +28,56 @@ _PROGRESS_EVERY_S = 2.0
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     actions = parser.add_subparsers(dest="media_action", required=True, metavar="ACTION")
 
-    put = actions.add_parser("put", help="store image files and print their refs")
+    put = actions.add_parser("put", help="store image files and print their references")
     put.add_argument("files", nargs="+", type=Path, metavar="FILE")
     ls = actions.add_parser("ls", help="list the stored images")
-    verify = actions.add_parser("verify", help="check every image; exits 1 if one is damaged")
-    gc = actions.add_parser("gc", help="remove images, and parts of weights, that no named run "
-                            "refers to")  # fmt: skip
+    verify = actions.add_parser(
+        "verify", help="verify every image; exits with status 1 if one is damaged"
+    )
+    gc = actions.add_parser("gc", help="delete images and weights that none of the named runs "
+                            "uses")  # fmt: skip
     gc.add_argument("--min-age-s", type=float, default=3600.0, metavar="S",
-                    help="keep what was used in the last S seconds (default: 3600); while a run "
-                    "goes on, choose more than its longest rollout takes")  # fmt: skip
-    gc.add_argument("--dry-run", action="store_true", help="only say what would go")
+                    help="keep files used in the last S seconds (default: 3600); during a run, use "
+                    "more than its longest rollout takes")  # fmt: skip
+    gc.add_argument("--dry-run", action="store_true", help="only print what would be deleted")
 
-    serve = actions.add_parser("serve", help="serve a folder of images to other machines")
-    serve.add_argument("root", type=Path, metavar="DIR", help="the folder; made if it is not there")
-    serve.add_argument("--host", default="127.0.0.1", help="address to bind (default: 127.0.0.1)")
-    serve.add_argument("--port", type=int, default=8100, help="0 takes a free one (default: 8100)")
+    serve = actions.add_parser("serve", help="serve an image folder to other machines")
+    serve.add_argument(
+        "root", type=Path, metavar="DIR", help="folder of the store; created if missing"
+    )
+    serve.add_argument(
+        "--host", default="127.0.0.1", help="address to bind to (default: 127.0.0.1)"
+    )
+    serve.add_argument(
+        "--port", type=int, default=8100, help="port; 0 chooses a free one (default: 8100)"
+    )
     serve.add_argument("--max-gb", type=float, default=None, metavar="GB",
-                       help="most GB of the folder, images and parts of weights; what is above "
-                       "them is answered with 507, as is what would leave less than 1 GiB on the "
-                       "disk")  # fmt: skip
+                       help="size limit of the folder in GB; uploads beyond it, or that would "
+                       "leave less than 1 GiB free on the disk, are answered with 507")  # fmt: skip
     serve.add_argument("--control-token", default="", metavar="REF",
-                       help="where the token is that runs need to store weights and checkpoints, "
-                       "and `media gc` to remove images (default: --token)")  # fmt: skip
-    serve.add_argument("--tls-cert", default="", metavar="FILE", help="PEM file of a certificate")
-    serve.add_argument("--tls-key", default="", metavar="FILE", help="PEM file of its key")
+                       help="reference to the token for storing weights and checkpoints and for "
+                       "`media gc` (default: --token)")  # fmt: skip
+    serve.add_argument(
+        "--tls-cert", default="", metavar="FILE", help="PEM file of the TLS certificate"
+    )
+    serve.add_argument("--tls-key", default="", metavar="FILE", help="PEM file of its private key")
 
     for action in (put, ls, verify, gc):
-        action.add_argument("--store", metavar="ROOT", help="the store, a folder or an address "
-                            "(default: that of the run)")  # fmt: skip
+        action.add_argument("--store", metavar="ROOT", help="the store, a folder or a URL "
+                            "(default: the store of --run)")  # fmt: skip
     for action in (put, ls, verify, gc, serve):
         action.add_argument("--token", default="", metavar="REF",
-                            help="where the token of the media service is: env:NAME or "
+                            help="reference to the media service's token: env:NAME or "
                             "file:PATH")  # fmt: skip
     for action in (put, ls, verify):
         action.add_argument("--run", dest="runs", nargs=1, default=[], type=Path, metavar="RUN_DIR")
     gc.add_argument("--run", dest="runs", nargs="+", default=[], type=Path, metavar="RUN_DIR",
-                    help="every run that uses the store; the run that the store lies in is "
-                    "always one of them")  # fmt: skip
+                    help="every run that uses the store; a run that contains the store is "
+                    "always included")  # fmt: skip
 
 
 def run(args: argparse.Namespace) -> int:
-    """Do what was asked; 0 when all went well, 1 when an image was refused or is damaged."""
+    """Run the action; return 1 if an image was refused or is damaged."""
     token = resolve_secret(read_reference(args.token), "--token")
     if args.media_action == "serve":
         from sightline.launch.media_service import is_control, serve_media
@@ -81,7 +90,7 @@ def run(args: argparse.Namespace) -> int:
         serve_media(store, guard, args.port, args.tls_cert, args.tls_key)
         return 0
     root, token = _find_store(args, token)
-    # Long work outlasts a store that is away for a minute; a command that has just begun does not.
+    # Long operations wait for a store that is briefly unavailable; short ones fail early.
     deadline_s = START_DEADLINE_S if args.media_action in ("put", "ls") else DEADLINE_S
     store = open_store(root, token=token, deadline_s=deadline_s)
     if args.media_action != "put" and isinstance(store.root, Path) and not store.root.is_dir():
@@ -93,11 +102,13 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _find_store(args: argparse.Namespace, token: str) -> tuple[Path | str, str]:
-    """Root and token of the store that is meant: the one that is named, or that of the run."""
+    """Return root and token of the store: the one named, or the run's."""
     if args.store is not None:
         return str(args.store), token
     if len(args.runs) != 1:
-        raise ConfigError("which store is meant is not said", "name it with --store ROOT")
+        raise ConfigError(
+            "no store given", "name one with --store ROOT, or a run with --run RUN_DIR"
+        )
     run_dir = RunDir(args.runs[0])
     section = RunFiles(run_dir).settings.get("media", {})
     media = validate_config(MediaConfig, section, f"[media] of {run_dir.config}")
@@ -112,7 +123,7 @@ def _put(store: MediaStore, args: argparse.Namespace) -> int:
         try:
             ref = store.put(path)
         except MediaError as error:
-            if isinstance(error.__cause__, Unavailable):  # the others would wait as long
+            if isinstance(error.__cause__, Unavailable):  # the other files would fail too
                 raise
             num_refused += 1
             print(f"{path}: {error}", file=sys.stderr)
@@ -161,8 +172,8 @@ def _gc(store: MediaStore, blobs: MediaStore, args: argparse.Namespace) -> int:
         runs |= {home.parent} if home.name == "media" and is_run_dir(home.parent) else set()
     if not runs:
         raise ConfigError(
-            f"which runs use the store {store.root} is not said, so nothing can be removed",
-            "name all of them with --run RUN_DIR...",
+            f"no run given that uses the store {store.root}, so nothing can be deleted",
+            "name all runs that use it with --run RUN_DIR...",
         )
     print(f"searching {len(runs)} run(s) for images in use", file=sys.stderr)
     in_use = collect_digests(*runs)
@@ -188,7 +199,7 @@ def _gc_one(
 
 
 class _Progress:
-    """Says on stderr how far long work has come; silent when the work is short."""
+    """Print the progress of long operations to stderr."""
 
     def __init__(self, verb: str) -> None:
         self._verb = verb

@@ -1,4 +1,4 @@
-"""`sightline model tiny DIR`: make checkpoints."""
+"""`sightline model tiny DIR`: create a small checkpoint with random weights."""
 
 from __future__ import annotations
 
@@ -19,13 +19,19 @@ from sightline.wire.disk import disk_errors
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     actions = parser.add_subparsers(metavar="ACTION", required=True)
     tiny = actions.add_parser("tiny", help="write a small checkpoint with random weights")
-    tiny.add_argument("folder", type=Path, metavar="DIR", help="folder to write it to")
+    tiny.add_argument("folder", type=Path, metavar="DIR", help="folder for the checkpoint")
     names = registry.family_names()
     first = registry.get_default_family()
     tiny.add_argument("--family", choices=names, default=first, help="default: %(default)s")
-    tiny.add_argument("--type", help="model type of the family; an unknown one is told the known")
-    tiny.add_argument("--size", help="tiny, or what else the family has for benchmarks")
-    tiny.add_argument("--seed", type=int, default=0, help="of the weights; default: %(default)s")
+    tiny.add_argument(
+        "--type", help="model type of the family; an unknown type prints the known ones"
+    )
+    tiny.add_argument(
+        "--size", help="tiny, or a larger size that the family has for benchmarks, such as 2b"
+    )
+    tiny.add_argument(
+        "--seed", type=int, default=0, help="random seed of the weights; default: %(default)s"
+    )
     tiny.add_argument("--force", action="store_true", help="replace the checkpoint in DIR")
 
 
@@ -33,7 +39,7 @@ def run(args: argparse.Namespace) -> int:
     check_target(args.folder, args.force)
     given = {"type": args.type, "size": args.size}
     options = {name: value for name, value in given.items() if value is not None}
-    # Where torch is imported for the first time, nothing else is said for a while.
+    # The first import of torch takes a while.
     print(f"{args.family}: writing {args.folder}", file=sys.stderr, flush=True)
     write_atomically(args.family, args.folder, args.seed, **options)
     count = count_parameters(args.folder)
@@ -42,29 +48,29 @@ def run(args: argparse.Namespace) -> int:
 
 
 def check_target(folder: Path, force: bool) -> None:
-    """Refuses a folder that holds something; `force` admits one that holds a checkpoint."""
+    """Raise if the folder is not empty; `force` allows replacing a checkpoint."""
     if folder.is_dir() and not any(folder.iterdir()) or not folder.exists():
         return
     if not (folder / "config.json").is_file():
-        raise ConfigError(f"{folder} exists and is no checkpoint", "name a new folder")
+        raise ConfigError(f"{folder} exists and is not a checkpoint", "name a new folder")
     if not force:
         raise ConfigError(f"{folder} already holds a checkpoint", "add --force to replace it")
 
 
 def write_atomically(family: str, folder: Path, seed: int, **options: Any) -> None:
-    """Writes beside `folder` and renames, so that no one finds half a checkpoint."""
+    """Write next to `folder` and rename, so that no reader sees half a checkpoint."""
     folder.parent.mkdir(parents=True, exist_ok=True)
     with (
         tempfile.TemporaryDirectory(dir=folder.parent, prefix=f".{folder.name}-") as scratch,
         disk_errors(folder, "free space on this disk, or name a folder on another"),
     ):
-        made = Path(scratch) / "model"
-        registry.write_tiny(family, made, seed=seed, **options)
+        written = Path(scratch) / "model"
+        registry.write_tiny(family, written, seed=seed, **options)
         if folder.exists():
             shutil.move(folder, Path(scratch) / "old")
-        made.rename(folder)
+        written.rename(folder)
 
 
 def count_parameters(folder: Path) -> int:
-    """Counted from the headers of the weight files."""
+    """Count the parameters from the headers of the weight files."""
     return sum(map(math.prod, read_shapes(folder).values()))

@@ -1,4 +1,4 @@
-"""`sightline process`: one process of a run (used by the launcher)."""
+"""`sightline process`: run one process of a run (used by the launcher)."""
 
 from __future__ import annotations
 
@@ -29,18 +29,20 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("run_dir", type=Path)
     parser.add_argument("--hub", default="", help="address of the orchestrator's channel")
     parser.add_argument("--server", nargs="+", default=[""], help="addresses of the servers")
-    parser.add_argument("--evaluator", default="", help="address of the server that evaluates")
+    parser.add_argument("--evaluator", default="", help="address of the evaluation server")
     parser.add_argument("--threads", type=int, default=1, help="compute threads")
-    parser.add_argument("--rank", type=int, default=0, help="which rank of the trainer")
-    parser.add_argument("--ranks", type=int, default=1, help="how many there are")
-    parser.add_argument("--rendezvous", default="", help="host:port at which ranks meet")
+    parser.add_argument("--rank", type=int, default=0, help="rank of the trainer process")
+    parser.add_argument("--ranks", type=int, default=1, help="number of trainer ranks")
+    parser.add_argument("--rendezvous", default="", help="host:port of the rendezvous of the ranks")
     parser.add_argument("--channel", default="", help="address of rank 0's channel")
-    parser.add_argument("--parent", type=int, default=0, help="process to end with")
+    parser.add_argument(
+        "--parent", type=int, default=0, help="process id; this process ends with it"
+    )
     parser.add_argument("--join", action="store_true",
-                        help="ask the orchestrator for the run, and work in a copy of it under "
-                        "run_dir; standard input has its rights, and its end ends the process, or "
-                        "SIGHTLINE_SECRET has the secret of the run")  # fmt: skip
-    parser.add_argument("--replaces", default="", help="how the worker before this one ended")
+                        help="fetch the run from the orchestrator and work in a copy under run_dir; "
+                        "credentials come from standard input, whose end ends the process, "
+                        "or from SIGHTLINE_SECRET")  # fmt: skip
+    parser.add_argument("--replaces", default="", help="how the replaced worker ended")
 
 
 def run(args: argparse.Namespace) -> int:
@@ -50,26 +52,26 @@ def run(args: argparse.Namespace) -> int:
     if args.parent:
         _end_with_parent(args.parent)
     if args.name.startswith(("trainer", "worker")):
-        # A signal to the whole run is for launcher and orchestrator, who end it in order.
+        # Only the launcher and the orchestrator react to signals: they end the run in order.
         for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
             signal.signal(number, signal.SIG_IGN)
     error_file = run_dir.error_file(args.name)
     reserved = reserve_last_words(error_file)
     try:
         _run_process(args, run_dir)
-    except Exception as error:  # the launcher reports it as the run's one cause
+    except Exception as error:  # the launcher reports it as the cause
         if isinstance(error, OSError) and error.errno in FULL_DISK_CODES:
             error = build_disk_full(Path(error.filename or run_dir.path), error)
-        found = {"problem": clean_text(f"{type(error).__name__}: {error}")}
-        found["fix"] = f"see {run_dir.logs / args.name}.log"
+        report = {"problem": clean_text(f"{type(error).__name__}: {error}")}
+        report["fix"] = f"see {run_dir.logs / args.name}.log"
         if isinstance(error, SightlineError):
-            found = {"problem": error.problem, "fix": error.fix}
-        leave_last_words(reserved, error_file, found)
-        with contextlib.suppress(OSError):  # they have to do then
+            report = {"problem": error.problem, "fix": error.fix}
+        leave_last_words(reserved, error_file, report)
+        with contextlib.suppress(OSError):  # a full disk
             traceback.print_exc()
         if args.name.startswith(("trainer", "sft")):
-            # Native threads of a trainer may be at work still: where the interpreter takes them
-            # down they abort the process, and its status would be theirs.
+            # Native threads may still run. If the interpreter stops them at exit, they abort the
+            # process, and its exit status is lost.
             sys.stdout.flush()
             sys.stderr.flush()
             os._exit(1)
@@ -80,11 +82,11 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _run_elsewhere(args: argparse.Namespace) -> int:
-    """Runs the process in a copy of the run, under the folder that stands for its directory."""
+    """Run the process in a copy of the run on another machine."""
     from sightline.launch.remote import run_elsewhere
 
     for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
-        signal.signal(number, signal.SIG_IGN)  # the end of the input, or of the run, ends it
+        signal.signal(number, signal.SIG_IGN)  # it ends with its input or with the run
     words = ["--threads", str(args.threads)]
     if args.name.startswith("worker"):
         words += ["--server", *args.server, "--replaces", args.replaces]
@@ -164,7 +166,7 @@ def _run_server(
     host, _, port = server.partition("://")[2].rpartition(":")
     placed = {"host": host, "port": int(port), "threads": args.threads}
     rights = read_rights(run_dir, args.name)
-    # Of this process alone, and of a server that it may turn into.
+    # Only for this process and for a server that it may exec.
     os.environ["SIGHTLINE_TOKEN"] = rights.token
     os.environ["SIGHTLINE_CONTROL_TOKEN"] = rights.control_token
     placed |= {"token": "env:SIGHTLINE_TOKEN", "control_token": "env:SIGHTLINE_CONTROL_TOKEN"}
@@ -187,16 +189,16 @@ def _run_server(
 
 
 def _end_with_parent(parent: int) -> None:
-    """A launcher that was killed cannot end its processes: the kernel does, or they notice.
+    """End this process when the launcher dies.
 
-    Before this call, and where the kernel is another, a thread looks; it has to wait while a large
-    library is loaded.
+    Linux sends a signal. A thread checks too: for launchers that died before this call, and for
+    other systems.
     """
     die_with_parent()
 
-    def look() -> None:
+    def watch() -> None:
         while os.getppid() == parent:
             time.sleep(0.5)
         os._exit(1)
 
-    threading.Thread(target=look, daemon=True, name="parent").start()
+    threading.Thread(target=watch, daemon=True, name="parent").start()

@@ -1,9 +1,9 @@
-"""`sightline prune`: free the space that the records of old runs take.
+"""`sightline prune`: delete traces, batches and images of old runs.
 
-Removes the traces, scores and dashboard index of runs that do not run, and the batches of those
-that have finished; with --images also what then nothing refers to in their own stores. Settings,
-metrics, report, logs and checkpoints stay; pruned.txt lists what went. Without --yes it only says
-what would go.
+Deletes the traces, scores and dashboard index of runs that are not running, and the batches of
+finished runs. With --images it also deletes images in their stores that nothing uses any more.
+Settings, metrics, report, logs and checkpoints are kept. pruned.txt lists the deleted files.
+Without --yes it only prints what it would delete.
 """
 
 from __future__ import annotations
@@ -16,18 +16,22 @@ from rich.filesize import decimal
 
 DAY_S = 86400.0
 MIN_IMAGE_AGE_S = 3600.0
-"""Images that were used more recently stay: a run that is not named may have put them."""
+"""Newer images are kept, because a run that is not named may use them."""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
-        "paths", nargs="+", type=Path, metavar="DIR", help="runs, or folders of runs"
+        "paths",
+        nargs="+",
+        type=Path,
+        metavar="DIR",
+        help="run directories, or folders that contain them",
     )
     parser.add_argument("--older-than-days", type=float, default=0.0, metavar="D",
-                        help="only runs that wrote nothing for D days")  # fmt: skip
+                        help="only runs that have written nothing for D days")  # fmt: skip
     parser.add_argument("--images", action="store_true",
-                        help="also images; name every run that uses the stores")  # fmt: skip
-    parser.add_argument("--yes", action="store_true", help="remove it")
+                        help="also unused images; name all runs that use the stores")  # fmt: skip
+    parser.add_argument("--yes", action="store_true", help="delete the files")
 
 
 def run(args: argparse.Namespace) -> int:

@@ -1,6 +1,6 @@
 """`sightline rl`: train with reinforcement learning.
 
-Trains as the run file says. Overrides are written section.key=value.
+Starts all processes of the run file and trains. Append settings as section.key=value.
 """
 
 from __future__ import annotations
@@ -17,19 +17,21 @@ from sightline.errors import ConfigError
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     training.add_arguments(parser)
-    parser.add_argument("--plain", action="store_true", help="plain lines in place of a live view")
+    parser.add_argument(
+        "--plain", action="store_true", help="print plain lines instead of a live view"
+    )
     parser.add_argument(
         "--on", choices=("local", "ray", "slurm", "kubernetes"),
         help="where the processes run: sets [launch] on",
     )  # fmt: skip
     parser.add_argument("--dry-run", action="store_true",
-                        help="print what would be started, where, with which command")  # fmt: skip
+                        help="print processes, machines and commands; start nothing")  # fmt: skip
     parser.add_argument("-o", "--output", type=Path, metavar="DIR",
-                        help="write the files for the cluster there")  # fmt: skip
+                        help="write the files for the cluster to DIR")  # fmt: skip
     parser.add_argument("--seeds", default="", metavar="0-3",
-                        help="on slurm: a run for each seed")  # fmt: skip
+                        help="on Slurm, start one run per seed")  # fmt: skip
     parser.add_argument("--job", default="", metavar="ID",
-                        help="the job of a cluster that this is")  # fmt: skip
+                        help="id of the cluster job that this command runs in")  # fmt: skip
 
 
 def run(args: argparse.Namespace) -> int:
@@ -40,7 +42,7 @@ def run(args: argparse.Namespace) -> int:
     job = RlJob(args.plain, bool(args.job))
     path = args.resume / "config.toml" if args.resume else Path(args.file or "")
     if not path.is_file():
-        return training.run_training(job, args)  # which says what is wrong
+        return training.run_training(job, args)  # which raises the error
     if not args.resume and len(combinations := expand_overrides(args.overrides)) > 1:
         _check_sweep(args, {load_config(RunFile, path, one).launch.on for one in combinations})
         return training.run_training(job, args)
@@ -56,15 +58,15 @@ def run(args: argparse.Namespace) -> int:
     if args.dry_run or args.seeds or args.output or on not in ("local", "ray"):
         from sightline.launch.submit import Request, submit_run
 
-        if on in ("local", "ray"):  # elsewhere the launcher has what its job or its image has
-            _say_missing_extras(file)
+        if on in ("local", "ray"):  # on a cluster the job or image has its own packages
+            _report_missing_extras(file)
         submit_run(Request(path, overrides, args.resume, args.seeds), args.dry_run, args.output)
         return 0
     return training.run_training(job, args)
 
 
-def _say_missing_extras(file: RunFile) -> None:
-    """Says what a start would be refused for here; a plan can be shown without it."""
+def _report_missing_extras(file: RunFile) -> None:
+    """Print which packages a start would lack. A dry run works without them."""
     from sightline.launch.checks.settings import check_extras
 
     try:
@@ -75,7 +77,7 @@ def _say_missing_extras(file: RunFile) -> None:
 
 
 def _check_sweep(args: argparse.Namespace, clusters: set[str]) -> None:
-    """Refuses a sweep that would not be run from here, one run after the other."""
+    """Raise if a sweep cannot run here, one run after another."""
     options = {"--dry-run": args.dry_run, "-o": args.output, "--seeds": args.seeds}
     found = [option for option, value in options.items() if value]
     found += [f'[launch] on = "{on}"' for on in sorted(clusters - {"local", "ray"})]

@@ -30,21 +30,21 @@ OPTIONS: dict[type[BaseModel], tuple[str, ...]] = {
         "media_cache_gb", "enable_prefix_caching", "weights", "weights_root", "otel",
     ),
 }  # fmt: skip
-"""Settings that are options, by their section."""
+"""Settings that are also options, by section."""
 KINDS: dict[Any, type] = {int: int, int | None: int, float: float, Path | None: Path}
-"""How the words of a setting are read, by its type; any other is a text."""
+"""How the value of an option is parsed, by the setting's type; others are strings."""
 COMMAND_DEFAULTS = {"port": 8000, "threads": 1}
-"""Settings whose default in a run file is that the launcher chooses; nobody does here."""
+"""Defaults of settings that the launcher chooses in a run."""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("path", metavar="MODEL", help="folder of the checkpoint")
     parser.add_argument(
-        "--engine", default="torch", help="engine that samples, as in [inference] engine"
+        "--engine", default="torch", help="inference engine, as in [inference] engine"
     )
     parser.add_argument(
         "--media", action="append", metavar="ROOT", dest="media_roots",
-        help="a root of the store, a folder or an address; may be given again for further ones "
+        help="image store, a folder or a URL; repeat it for more stores "
         "(default: a new temporary folder)",
     )  # fmt: skip
     for section, names in OPTIONS.items():
@@ -53,7 +53,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def add_setting(parser: argparse.ArgumentParser, name: str, field: FieldInfo) -> None:
-    """An option for a setting, under its name and with its description and default."""
+    """Add an option with the name, description and default of a setting."""
     default = COMMAND_DEFAULTS.get(name, field.default)
     shown = f" Default: {default}." if default not in (None, "") else ""
     option, text = f"--{name.replace('_', '-')}", f"{field.description}{shown}".replace("%", "%%")
@@ -69,7 +69,7 @@ def run(args: argparse.Namespace) -> int:
     given = {name: value for name, value in given.items() if value is not None}
     if "media_roots" not in given:
         folder = tempfile.mkdtemp(prefix="sightline-serve-")
-        print(f"images are kept in {folder}; --media DIR keeps them elsewhere", flush=True)
+        print(f"images are stored in {folder}; use --media DIR for another folder", flush=True)
         given["media_roots"] = [folder]
     spec = ServerSpec.of(**(COMMAND_DEFAULTS | given))
     load_engine(args.engine).serve(spec)

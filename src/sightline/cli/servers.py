@@ -1,8 +1,8 @@
-"""`sightline servers`: the inference servers of a run, also while it goes on.
+"""`sightline servers`: list and change the inference servers of a run.
 
-`add` gives it a server that runs already, as those of `[inference] servers` do; it is given turns
-when it has adopted the newest version. `drain` gives one no further turns, `remove` lets it go:
-what it was asked is asked elsewhere. `list` says how each stands. The list outlasts a resume.
+Works while the run is running. `add` adds a server that is already running; it receives turns once
+it has the newest version. `drain` sends a server no more turns. `remove` drops it, and its open
+requests go to other servers. `list` prints the state of each. A resumed run keeps the list.
 """
 
 from __future__ import annotations
@@ -16,8 +16,8 @@ ACTIONS = ("list", "add", "drain", "remove")
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("run_dir", type=Path, metavar="RUN", help="a run directory")
-    parser.add_argument("action", nargs="?", default="list", choices=ACTIONS, help="what to do")
+    parser.add_argument("run_dir", type=Path, metavar="RUN", help="run directory")
+    parser.add_argument("action", nargs="?", default="list", choices=ACTIONS, help="default: list")
     parser.add_argument("url", nargs="?", default="", metavar="URL", help="http://HOST:PORT")
 
 
@@ -36,18 +36,18 @@ def run(args: argparse.Namespace) -> int:
     run_dir, url = get_run_dir(args.run_dir), args.url.rstrip("/")
     config, state = load_config(RunFile, run_dir.config), get_status(run_dir).state
     if url and args.action == "list":
-        raise ConfigError(f"sightline servers RUN list {url}", "write `list` alone")
+        raise ConfigError(f"`list` takes no URL, but {url} was given", "remove the URL")
     if not url and args.action != "list":
         raise ConfigError(
-            f"sightline servers RUN {args.action} without the URL of a server",
-            "write http://HOST:PORT behind it; the run has "
-            + (", ".join(list_servers(run_dir, config)) or "none that it knows by its address"),
+            f"`{args.action}` requires the URL of a server",
+            "append http://HOST:PORT; the run has "
+            + (", ".join(list_servers(run_dir, config)) or "no servers with a known URL"),
         )
     if args.action == "add":
         print(add_server(run_dir, config, url))
     elif args.action != "list":
         print(take_server(run_dir, config, url, DRAIN if args.action == "drain" else REMOVE))
     if state != RUNNING:
-        print(f"the run is not going on, it is {state}: a resume would begin with")
+        print(f"the run is {state}; when resumed, it starts with")
     print(describe_servers(run_dir, config))
     return 0

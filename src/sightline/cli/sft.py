@@ -1,6 +1,6 @@
-"""`sightline sft`: supervised training.
+"""`sightline sft`: train with supervised fine-tuning.
 
-Trains on conversations, of a file or of an environment. Overrides are written section.key=value.
+Trains on conversations from a dataset or an environment. Append settings as section.key=value.
 """
 
 from __future__ import annotations

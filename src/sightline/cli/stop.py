@@ -1,7 +1,7 @@
-"""`sightline stop`: stop a run in order.
+"""`sightline stop`: stop a run after its current step.
 
-Asks the run's launcher to end it after the step, with a checkpoint, and waits until it has. As
-after Ctrl-C, the run can be resumed.
+Asks the run's launcher to write a checkpoint and end the run, and waits until it has. The run can
+be resumed, as after Ctrl-C.
 """
 
 from __future__ import annotations
@@ -15,11 +15,11 @@ from pathlib import Path
 from sightline.errors import ConfigError
 
 ENDING = ("stopping", "finishing")
-"""Phases of a run that was asked to end already: a second signal would end it at once."""
+"""Phases of a run that is already ending: a second signal would end it at once."""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("run_dir", type=Path, metavar="RUN", help="a run directory")
+    parser.add_argument("run_dir", type=Path, metavar="RUN", help="run directory")
 
 
 def run(args: argparse.Namespace) -> int:
@@ -30,13 +30,15 @@ def run(args: argparse.Namespace) -> int:
     status = get_status(run_dir)
     launcher = status.launcher
     if launcher is None:
-        print(f"{run_dir.path} does not run: it is {status.state}")
+        print(f"{run_dir.path} is not running: it is {status.state}")
         return 0
     if not launcher.is_here:
-        raise ConfigError(f"{run_dir.path} runs on {launcher.host}", "stop it there")
+        raise ConfigError(
+            f"{run_dir.path} runs on {launcher.host}", f"run this command on {launcher.host}"
+        )
     if get_phase(run_dir) not in ENDING:
         os.kill(launcher.pid, signal.SIGTERM)
-    print(f"asked process {launcher.pid} to stop {run_dir.path} after the step", flush=True)
+    print(f"asked process {launcher.pid} to stop {run_dir.path} after the current step", flush=True)
     while find_launcher(run_dir) == launcher:
         time.sleep(0.2)
     status = get_status(run_dir)

@@ -1,7 +1,7 @@
-"""`sightline try ENV`: play a few tasks of an environment, and find what is wrong with it.
+"""`sightline try ENV`: play a few tasks of an environment and check it for problems.
 
-Against a random tiny model, or the one that is given: shows images, prompts, answers and rewards,
-and ends with status 1 where it found a problem. What was played stays as a run directory.
+Uses a tiny random model unless `--model` names one. Shows images, prompts, answers and rewards, and
+exits with status 1 if it finds a problem. The rollouts are kept in a run directory.
 """
 
 from __future__ import annotations
@@ -17,13 +17,30 @@ from sightline.errors import ConfigError
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("env", metavar="ENV", help="a built-in environment, or 'module:Class'")
-    parser.add_argument("--env-args", type=json.loads, default={}, metavar="JSON", help="for ENV")
-    parser.add_argument("--model", type=Path, metavar="DIR", help="default: a random tiny model")
-    parser.add_argument("--tasks", type=int, default=4, help="default: %(default)s")
-    parser.add_argument("--max-tokens", type=int, default=16, help="of an answer; %(default)s")
-    parser.add_argument("--max-model-len", type=int, default=2048, help="default: %(default)s")
     parser.add_argument(
-        "--max-pixels", type=int, help="of an image; default: the checkpoint's own bound"
+        "--env-args",
+        type=json.loads,
+        default={},
+        metavar="JSON",
+        help="arguments of ENV as a JSON object",
+    )
+    parser.add_argument(
+        "--model", type=Path, metavar="DIR", help="checkpoint; default: a tiny random one"
+    )
+    parser.add_argument(
+        "--tasks", type=int, default=4, help="number of tasks; default: %(default)s"
+    )
+    parser.add_argument(
+        "--max-tokens", type=int, default=16, help="maximum tokens per answer; default: %(default)s"
+    )
+    parser.add_argument(
+        "--max-model-len",
+        type=int,
+        default=2048,
+        help="maximum tokens per sequence; default: %(default)s",
+    )
+    parser.add_argument(
+        "--max-pixels", type=int, help="maximum pixels per image; default: the checkpoint's limit"
     )
 
 
@@ -42,14 +59,16 @@ def run(args: argparse.Namespace) -> int:
     from sightline.view.trial import TrialPlayer, print_trial
 
     if not isinstance(args.env_args, dict):
-        raise ConfigError(f"--env-args {args.env_args!r}", "write them as a JSON object")
+        raise ConfigError(
+            f"--env-args {args.env_args!r} is not a JSON object", "write it as '{\"key\": value}'"
+        )
     values: dict[str, Any] = {"env": {"name": args.env, "args": args.env_args}}
     env = build_environment(validate_config(EnvConfig, values["env"], "[env]"))
     run_dir = claim_run_dir("runs", f"try-{env.name}")
     run_dir.make()
     if args.model is None:
         args.model = run_dir.path / "model"
-        print("writing a random tiny model", flush=True)
+        print("writing a tiny random model", flush=True)
         registry.write_tiny(registry.get_default_family(), args.model, seed=0)
     given = {
         name: getattr(args, name) for name in ("tasks", "max_tokens", "max_model_len", "max_pixels")
@@ -73,5 +92,5 @@ def run(args: argparse.Namespace) -> int:
     store = MediaStore(run_dir.media)
     renderer = load_renderer(args.model, store, load_family(args.model, **config.model.overrides()))
     num_problems = print_trial(env, traces, raised, store, renderer, args.max_model_len)
-    print(f"look at it: sightline view {run_dir.path}")
+    print(f"view it: sightline view {run_dir.path}")
     return 1 if num_problems else 0

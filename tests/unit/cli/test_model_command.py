@@ -39,7 +39,7 @@ def test_tiny_never_replaces_a_folder_that_is_no_checkpoint(
 ) -> None:
     (tmp_path / "thesis.tex").write_text("years of work")
     assert main(["model", "tiny", str(tmp_path), "--force"]) == 2
-    assert "is no checkpoint" in capsys.readouterr().err
+    assert "is not a checkpoint" in capsys.readouterr().err
     assert (tmp_path / "thesis.tex").exists()
 
 

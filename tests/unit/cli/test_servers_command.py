@@ -35,7 +35,7 @@ def test_an_action_without_an_address_says_which_there_are(
 ) -> None:
     assert main(["servers", str(run_dir.path), "remove"]) == 2
     said = capsys.readouterr().err
-    assert "remove without the URL" in said
+    assert "`remove` requires the URL of a server" in said
     assert "the run has http://10.0.0.3:8000, http://10.0.0.4:8000" in said
 
 
@@ -44,5 +44,5 @@ def test_a_run_that_has_ended_is_said_to_have(
 ) -> None:
     assert main(["servers", str(run_dir.path), "remove", "http://10.0.0.4:8000"]) == 0
     said = capsys.readouterr().out
-    assert "the run is not going on, it is finished: a resume would begin with\n" in said
+    assert "the run is finished; when resumed, it starts with\n" in said
     assert said.endswith("http://10.0.0.3:8000  no report yet\n")

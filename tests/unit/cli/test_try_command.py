@@ -79,7 +79,7 @@ def test_the_errors_of_an_environment_are_found(
     assert said.count("warning in ") == 1
     assert "warning in task 0: 'page.png' is sent as text" in said and "--max-pixels" in said
     assert "[image " in said and "prompt 11, 16 sampled" in said and "\x1b" not in said
-    assert said.rstrip().endswith("look at it: sightline view runs/try-bad-001")
+    assert said.rstrip().endswith("view it: sightline view runs/try-bad-001")
     run = open_run("runs/try-bad-001")
     assert len(run.rollouts) == 8 and run.problems == []
     assert "finished" in run._repr_html_(), "as the dashboard's overview has it"
@@ -101,4 +101,4 @@ def test_a_new_project_passes_its_own_test_and_a_folder_is_not_overwritten(
     assert done.returncode == 0 and "4 passed" in done.stdout, done.stdout
     assert main(["init", str(tmp_path / "shapes")]) == 2
     assert main(["init", str(tmp_path / "no name")]) == 2
-    assert "shapes exists" in capsys.readouterr().err
+    assert "shapes already exists" in capsys.readouterr().err

@@ -131,7 +131,7 @@ def test_a_served_checkpoint_answers_and_ends_in_order_on_sigterm(
     )  # fmt: skip
     try:
         assert process.stdout is not None
-        assert f"images are kept in {tmp_path}/sightline-serve-" in process.stdout.readline()
+        assert f"images are stored in {tmp_path}/sightline-serve-" in process.stdout.readline()
         address = process.stdout.readline().split()[-1].removeprefix("http://")
         assert "all interfaces (0.0.0.0)" in process.stdout.readline() and "0.0.0.0" not in address
         client = Client("127.0.0.1", int(address.split(":")[1]), token=TOKEN)

@@ -123,7 +123,7 @@ def test_stop_asks_the_launcher_and_waits_for_its_end(
     said = capsys.readouterr().out
     assert "is stopped at step 2 of 3" in said and "resume: sightline rl --resume" in said
     assert main(["stop", str(run_dir.path)]) == 0
-    assert "does not run: it is stopped" in capsys.readouterr().out
+    assert "is not running: it is stopped" in capsys.readouterr().out
 
 
 def test_prune_says_what_would_go_and_removes_it_when_told(
