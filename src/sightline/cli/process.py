@@ -39,7 +39,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--parent", type=int, default=0, help="process id; this process ends with it"
     )
     parser.add_argument("--join", action="store_true",
-                        help="fetch the run from the orchestrator and work in a copy under run_dir; "
+                        help="fetch the run from the orchestrator and work in a copy of it; "
                         "credentials come from standard input, whose end ends the process, "
                         "or from SIGHTLINE_SECRET")  # fmt: skip
     parser.add_argument("--replaces", default="", help="how the replaced worker ended")
