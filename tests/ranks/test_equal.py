@@ -306,4 +306,4 @@ def test_the_probe_leaves_the_step_of_all_ranks_as_it_is(step: Callable[..., Fou
 def test_ranks_that_train_blind_say_so(step: Callable[..., Found]) -> None:
     for size in (1, 2):
         found = ImageSwapProbe(**step("qwen_vl", {}, size, "probe", "blind").metrics["probe"])
-        assert found.is_blind and found.words.startswith("Blind: exchanging the images")
+        assert found.is_blind and found.words.startswith("Blind: swapping the images")

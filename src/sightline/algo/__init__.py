@@ -1,9 +1,9 @@
-"""What makes it reinforcement learning: the functions that turn rewards into a loss.
+"""The algorithms of reinforcement learning, which turn rewards into a loss.
 
-    rewards of a group --advantages, credit--> one advantage a turn
-    traces of a group  --filters, verdicts---> which rollouts train
-    trained tokens     --losses, aggregation-> one number to differentiate
+    traces of a group --filters, verdicts----> which rollouts train
+    a whole batch     --Algorithm.advantages-> one advantage per token
+    trained tokens    --Algorithm.loss-------> one loss per token
 
-Each is a plain function, chosen in the run file by a built-in name or as "module:function". The
-loops call them and know none of them by name; `registry` finds, checks and binds them at load.
+The run file chooses an algorithm, or the functions of one, by a built-in name or as "module:name".
+The loops know none of them by name. `algorithms` and `registry` load and check them.
 """

@@ -1,7 +1,7 @@
 """Advantages: how much better a rollout did than its siblings, the other rollouts of its task.
 
-An advantage function takes the rewards of one group and returns as many advantages. Chosen by
-`[algorithm] advantage`; R are the rewards, A the advantages.
+An advantage function takes the rewards R of one group and returns an advantage A for each.
+`[algorithm] advantage` chooses it.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ def grpo(rewards: Rewards, *, epsilon: float = 1e-6) -> Advantages:
 
 
 def no_std(rewards: Rewards) -> Advantages:
-    """A = R - mean R: without the division, a task of almost equal rewards weighs no more."""
+    """A = R - mean R: almost equal rewards give small advantages (Dr. GRPO)."""
     result: np.ndarray = rewards - rewards.mean()
     return result
 

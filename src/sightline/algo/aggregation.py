@@ -1,8 +1,8 @@
-"""Loss aggregation: what a trained token weighs in the loss of its batch.
+"""Loss aggregation: the weight of a trained token in the loss of its minibatch.
 
-An aggregation function takes the number of trained tokens of every sample of a batch, and returns
-the weight of each token of that sample. The weights are fixed before the batch is packed, so that
-neither packing nor the number of ranks changes the loss. Chosen by `[algorithm] aggregation`.
+An aggregation function takes the number of trained tokens of every sample, and returns the weight
+of each token in that sample. Weights are fixed before packing, so neither packing nor the number
+of ranks changes the loss. `[algorithm] aggregation` chooses the function.
 """
 
 from __future__ import annotations
@@ -18,12 +18,12 @@ AggregationFunction = Callable[[Counts], Weights]
 
 
 def by_tokens(num_trained: Counts) -> Weights:
-    """w = 1 / (all trained tokens): every token of a batch weighs the same."""
+    """w = 1 / (all trained tokens): all tokens have the same weight."""
     return np.full(len(num_trained), 1.0 / max(int(num_trained.sum()), 1))
 
 
 def by_samples(num_trained: Counts) -> Weights:
-    """w = 1 / (samples x own trained tokens): every sample of a batch weighs the same."""
+    """w = 1 / (samples x its trained tokens): all samples have the same weight."""
     samples = max(int((num_trained > 0).sum()), 1)
     return 1.0 / (samples * np.maximum(num_trained, 1))
 

@@ -1,4 +1,4 @@
-"""Where sampler and trainer disagree: KL and ratio of every trained token, by what surrounds it.
+"""The mismatch of sampler and trainer: KL and ratio of every trained token, by its context.
 
 Letters: S trained tokens of a step, N nodes that they come from.
 """
@@ -15,7 +15,7 @@ from sightline.trace import Node, Trace
 from sightline.wire.micro_batch import StepScores, TokenOrigin
 
 NUM_WORST = 12
-"""Tokens that are kept of each step: so many of the trainer's own version, and of older ones."""
+"""The number of worst tokens kept per step, for fresh tokens and for older ones."""
 MAX_SHOWN_BUCKETS = 6
 NO_IMAGE = -1
 """The bucket of tokens with no image before them."""
@@ -55,10 +55,10 @@ class WorstToken:
 
 @dataclass
 class StepMismatch:
-    """What one step tells, in numbers that add up over steps."""
+    """The figures of one step, which add up over steps."""
 
     cells: dict[tuple[str, int, bool], MismatchCell] = field(default_factory=dict)
-    """Sums by dimension, bucket, and whether the trainer's own version sampled the tokens."""
+    """Sums by dimension, bucket, and whether the version in training sampled the tokens."""
     worst: list[WorstToken] = field(default_factory=list)
     by_rollout: dict[int, tuple[float, float, float]] = field(default_factory=dict)
     """Mean KL, the ratio farthest from 1, mean advantage."""
@@ -66,7 +66,7 @@ class StepMismatch:
 
 @dataclass(frozen=True, slots=True)
 class TokenContext:
-    """What stands before the sampled tokens of a node, on its path from the root."""
+    """The context of a node's sampled tokens, on its path from the root."""
 
     rollout: int
     node: int
@@ -82,9 +82,9 @@ class TokenContext:
 def measure_mismatch(
     scores: StepScores, step: int, traces: Mapping[str, tuple[int, Trace]]
 ) -> StepMismatch:
-    """Joins scores with traces, which are given by id beside the number of their rollout.
+    """Join scores with `traces`, which map an id to the rollout's number and trace.
 
-    Of a sample that the trainer cut, the tokens before the cut are joined.
+    If the trainer cut a sample, only the tokens before the cut are joined.
     """
     joined = [_join_origin(origin, step, traces) for origin in scores.origins]
     if not joined:
@@ -103,14 +103,14 @@ def measure_mismatch(
     log_ratio = trainer.astype(np.float64) - sampler.astype(np.float64)
     # The estimate r - 1 - log r of KL(sampler || trainer): never negative.
     kl = np.expm1(log_ratio) - log_ratio
-    found = StepMismatch(_sum_cells(around, of_node, places, lags, kl, np.exp(log_ratio)))
+    mismatch = StepMismatch(_sum_cells(around, of_node, places, lags, kl, np.exp(log_ratio)))
     falling = np.argsort(kl)[::-1]
     for fresh in (True, False):
         for at in falling[(lags[falling] == 0) == fresh][:NUM_WORST]:
             n = of_node[at]
             before = around[n]
             first = nodes[n].sampled_start
-            found.worst.append(
+            mismatch.worst.append(
                 WorstToken(
                     before.rollout,
                     before.node,
@@ -126,16 +126,16 @@ def measure_mismatch(
                 )
             )
     rollouts = np.array([before.rollout for before in around])[of_node]
-    found.by_rollout = _by_rollout(rollouts, kl, log_ratio, scores.advantages.numpy()[order])
-    return found
+    mismatch.by_rollout = _by_rollout(rollouts, kl, log_ratio, scores.advantages.numpy()[order])
+    return mismatch
 
 
-def describe_mismatch(found: StepMismatch) -> str:
-    """The mean KL of the trainer's own version's tokens by what surrounds them, in one line."""
+def describe_mismatch(mismatch: StepMismatch) -> str:
+    """Describe the mean KL of fresh tokens by their context, in one line."""
     parts = []
     for dimension in DIMENSIONS:
         cells = sorted(
-            (b, c) for (d, b, fresh), c in found.cells.items() if d == dimension and fresh
+            (b, c) for (d, b, fresh), c in mismatch.cells.items() if d == dimension and fresh
         )
         if len(cells) > 1:
             means = (
@@ -143,8 +143,8 @@ def describe_mismatch(found: StepMismatch) -> str:
                 for b, c in cells[:MAX_SHOWN_BUCKETS]
             )
             parts.append(f"by {dimension}: {', '.join(means)}")
-    if found.worst:
-        worst = found.worst[0]
+    if mismatch.worst:
+        worst = mismatch.worst[0]
         parts.append(
             f"worst token {worst.token_id}: logprob {worst.sampler:.3g} at the sampler, "
             f"{worst.trainer:.3g} at the trainer"
@@ -201,16 +201,16 @@ def _find_distance(trace: Trace, path: Sequence[int]) -> int:
 
 
 def _versions(nodes: Sequence[Node], lengths: Sequence[int]) -> np.ndarray:
-    """(S,) of the first `lengths` sampled tokens of each node."""
-    found = []
+    """Return (S,): the versions of the first `lengths` sampled tokens of each node."""
+    versions = []
     for node, length in zip(nodes, lengths, strict=True):
         sizes = [span.stop - span.start for span in node.versions]
-        found.append(np.repeat([span.version for span in node.versions], sizes)[:length])
-    return np.concatenate(found)
+        versions.append(np.repeat([span.version for span in node.versions], sizes)[:length])
+    return np.concatenate(versions)
 
 
 def floor_log2(value: int) -> int:
-    """The bucket of the largest power of two that is not above `value`."""
+    """Return the exponent of the largest power of two up to `value`."""
     return max(0, value.bit_length() - 1)
 
 
@@ -250,10 +250,10 @@ def _by_rollout(
 ) -> dict[int, tuple[float, float, float]]:
     order = np.argsort(rollouts, kind="stable")
     ids, starts = np.unique(rollouts[order], return_index=True)
-    found = {}
+    figures = {}
     for rollout, at in zip(ids, np.split(order, starts[1:]), strict=True):
         far = log_ratio[at][np.abs(log_ratio[at]).argmax()]
-        found[int(rollout)] = (
+        figures[int(rollout)] = (
             float(kl[at].mean()), float(np.exp(far)), float(advantages[at].mean()),
         )  # fmt: skip
-    return found
+    return figures

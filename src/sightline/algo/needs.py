@@ -25,7 +25,7 @@ class Needs(NamedTuple):
 
     @property
     def reference(self) -> bool:
-        """Whether the first checkpoint has to be loaded."""
+        """Return whether the trainer has to load the first checkpoint."""
         return self.reference_logprobs or self.exact_kl
 
 

@@ -1,4 +1,4 @@
-"""Supervised training: every trained token counts alike, whoever wrote it."""
+"""Supervised training: imitate every trained token."""
 
 from __future__ import annotations
 

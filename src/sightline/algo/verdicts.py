@@ -1,6 +1,6 @@
-"""Verdicts: what becomes of each rollout of a group. One verdict each, all of them counted.
+"""Verdicts: which rollouts of a group train. Every rollout gets one, and all are counted.
 
-What a verdict drops is never packed and its images are never materialized.
+A dropped rollout is never packed, and its images are never materialized.
 """
 
 from __future__ import annotations
@@ -26,11 +26,11 @@ class GroupVerdict:
     verdicts: list[tuple[Trace, str]]
     """One verdict for every trace of the group."""
     samples: list[Sample]
-    """The trainable branches of the group; empty where nothing of it trains."""
+    """The trainable branches of the group; empty if nothing trains."""
     lags: list[int]
-    """How many versions old each trace is whose tokens are in the batch."""
+    """The age of each trace in the batch, in versions."""
     fills_place: bool
-    """Whether the group fills a place of the batch; a stale or broken one is played again."""
+    """Whether the group counts towards the batch; a stale or broken one is played again."""
     has_signal: bool
     """Whether the group trains on more than a KL term."""
 
@@ -44,43 +44,43 @@ class GroupJudge:
     """Says which groups carry a signal."""
     filters: Sequence[Filter] = ()
     min_siblings: int = 2
-    """Rollouts that must be left to compare with one another."""
+    """The fewest rollouts to compare with one another."""
     keep_truncated: bool = True
-    """Whether a rollout that was cut short trains with the reward that it has."""
+    """Whether a truncated rollout trains with its reward."""
     epochs: dict[int, int] = field(default_factory=dict)
-    """The epoch of versions that were made again with other bits."""
+    """The epoch of versions that were trained again with other bits."""
 
     def judge(self, traces: Sequence[Trace], step: int) -> GroupVerdict:
-        """Verdicts for `step`, which trains on top of policy version step-1."""
+        """Decide for `step`, which trains policy version step-1."""
         alone = [(trace, self._verdict_alone(trace, step)) for trace in traces]
-        kept = [trace for trace, verdict in alone if verdict is None]
-        enough = len(kept) >= min(self.min_siblings, len(traces))
+        candidates = [trace for trace, verdict in alone if verdict is None]
+        enough = len(candidates) >= min(self.min_siblings, len(traces))
         enters = trains = False
-        if enough and kept:
-            rewards = get_group_rewards(kept)
+        if enough and candidates:
+            rewards = get_group_rewards(candidates)
             enters = self.algorithm.has_signal(rewards)
-            # A KL term keeps groups with equal rewards, and a batch of nothing else is no batch.
+            # A KL term keeps groups with equal rewards. A batch of nothing else does not train.
             trains = enters and (
                 not self.algorithm.needs.reference or self.algorithm.rewards_differ(rewards)
             )
         verdicts = [
             (trace, verdict or (TRAIN if trains else NO_SIGNAL)) for trace, verdict in alone
         ]
-        samples = [sample for trace in kept for sample in flatten(trace)] if enters else []
-        lags = [step - 1 - (trace.oldest_version or 0) for trace in kept] if samples else []
-        return GroupVerdict(verdicts, samples, lags, enough and bool(kept), has_signal=trains)
+        samples = [sample for trace in candidates for sample in flatten(trace)] if enters else []
+        lags = [step - 1 - (trace.oldest_version or 0) for trace in candidates] if samples else []
+        return GroupVerdict(verdicts, samples, lags, enough and bool(candidates), has_signal=trains)
 
     def _verdict_alone(self, trace: Trace, step: int) -> str | None:
-        """The verdict that a trace gets whatever its siblings did; None when it may train."""
+        """Return the verdict that does not depend on siblings; None if the trace may train."""
         if is_truncated(trace) and not self._may_train_truncated(trace):
             return TRUNCATED
         if trace.error or trace.reward is None or not trace.turns:
             return BROKEN
         if (newest := trace.newest_version) is not None and newest > step - 1:
             raise PolicyMismatch(
-                f"rollout {trace.id} was sampled by version {newest}, and step {step} trains on "
-                f"top of version {step - 1}: its lag is {step - 1 - newest}",
-                "let no other process change the weights of the run's servers, then resume",
+                f"rollout {trace.id} was sampled by version {newest}, which is newer than version "
+                f"{step - 1} that step {step} trains",
+                "stop other processes that change the weights of the run's servers, then resume",
             )
         for version, epoch in trace.policies:
             if step - 1 - version > self.max_lag or epoch != self.epochs.get(version, 0):
@@ -96,15 +96,15 @@ class GroupJudge:
 
 
 def is_truncated(trace: Trace) -> bool:
-    """Whether the rollout ended because its next prompt did not fit, or its turns were used up."""
+    """Return whether a limit on the prompt's length or on turns ended the rollout."""
     return trace.error_kind == TRUNCATED and not trace.error
 
 
 def describe_failure(trace: Trace) -> str:
-    """Why a rollout is broken or was cut short."""
+    """Say why a rollout is broken or truncated."""
     if trace.error or trace.limit:
         return trace.error or trace.limit
     return (
-        f"environment {trace.env!r} returned {trace.reward} without a turn of the model: call "
-        "chat.send, or let an agent ask at chat.base_url, before the rollout returns"
+        f"environment {trace.env!r} returned {trace.reward} without a model call: call "
+        "chat.send, or let an agent use chat.base_url, before the rollout returns"
     )

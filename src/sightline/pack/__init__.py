@@ -1,4 +1,4 @@
-"""Samples to micro-batches: what one forward pass holds, and what it costs."""
+"""Packs samples into micro-batches, one for each forward pass, and estimates their cost."""
 
 from sightline.pack.assign import assign_to_ranks, build_empty_micro_batch
 from sightline.pack.bins import pack

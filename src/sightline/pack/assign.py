@@ -1,4 +1,4 @@
-"""Micro-batches to ranks: as many for each, so that every rank takes part in every collective."""
+"""Assigns micro-batches to ranks, the same number to each, because collectives need every rank."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ from sightline.wire.micro_batch import MicroBatch
 def assign_to_ranks(
     packs: Sequence[MicroBatch], ranks: int, price: CostModel
 ) -> list[list[int | None]]:
-    """For each rank the places of its micro-batches, a round a place; None is an empty one.
+    """Return the places of each rank's micro-batches, one per round; None is an empty one.
 
     Ranks wait for one another in every layer of a round, so a round lasts as long as its costliest
-    micro-batch: those of like cost go into one, the costliest to the rank that has least so far.
-    Micro-batches with items come first, so that few rounds need the vision tower on ranks that
-    show none. The same packs and price give the same answer on every machine.
+    micro-batch. Micro-batches of similar cost share a round. The costliest goes to the rank with
+    the least work. Those with images come first, so that few rounds need the vision tower on
+    ranks without one. The same packs and price give the same result on every machine.
     """
     costs = [price.of(MicroBatchWork.of(pack)) for pack in packs]
     order = sorted(range(len(packs)), key=lambda i: (not packs[i].items, -costs[i], i))
@@ -34,7 +34,7 @@ def assign_to_ranks(
 
 
 def build_empty_micro_batch(step: int, num_axes: int) -> MicroBatch:
-    """One token that nobody trains."""
+    """Return a micro-batch of one token that does not train."""
     none = Array.of([], "float32")
     return MicroBatch(
         step=step,

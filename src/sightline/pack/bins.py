@@ -22,7 +22,7 @@ def pack(
     limit: PackSize,
     aggregation: AggregationFunction = by_tokens,
 ) -> list[MicroBatch]:
-    """The micro-batches of a batch; `aggregation` says what a trained token weighs in its loss.
+    """Pack samples into micro-batches; `aggregation` gives the weight of their trained tokens.
 
     The same samples give the same packs, in every process and after every restart. A sample that
     is larger than `limit` gets a micro-batch of its own.
@@ -38,10 +38,10 @@ def pack(
 
 
 def _fill_bins(units: Sequence[PackUnit], limit: PackSize, pads: bool) -> list[list[PackUnit]]:
-    """First fit, longest first: few bins, and rows of like length beside one another.
+    """First fit, longest first: few bins, and rows of similar length next to each other.
 
-    Trees and single rows do not share a bin: rows alone need no mask. Where a forward pass `pads`,
-    a row takes as many tokens as the first of its bin.
+    Trees and single rows do not share a bin, because single rows need no mask. If the forward pass
+    `pads`, a row takes as many tokens as the first of its bin.
     """
     costs = [measure_unit(unit) for unit in units]
     order = sorted(range(len(units)), key=lambda i: (-costs[i].tokens, i))

@@ -1,4 +1,4 @@
-"""Units of samples as one micro-batch, each token once."""
+"""Builds one micro-batch from units of samples, with each token once."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from sightline.wire.micro_batch import MicroBatch, PackedItem, TokenOrigin
 def build_micro_batch(
     units: Sequence[PackUnit], step: int, family: Family, weight_of: Mapping[int, float]
 ) -> MicroBatch:
-    """The units one after another; `subtree_end` lets each attend to itself alone."""
+    """Lay the units out one after another; each attends only to itself."""
     builder = _MicroBatchBuilder(family, sum(measure_unit(unit).tokens for unit in units))
     for unit in units:
         for row in unit:
@@ -45,7 +45,7 @@ def build_micro_batch(
 
 
 class _MicroBatchBuilder:
-    """The micro-batch so far; `_path` holds the places of the tokens of the current row."""
+    """A micro-batch under construction; `_path` holds the places of the current row's tokens."""
 
     def __init__(self, family: Family, num_tokens: int) -> None:
         self._family = family
@@ -102,7 +102,7 @@ class _MicroBatchBuilder:
         self.positions.append(along[:, shared:])
 
     def _check_pixels(self, place: int, pixel_digest: str | None, trace_id: str) -> None:
-        """Keeps what the sampler said of an item's pixels; raises where it said two things."""
+        """Keep the sampler's digest of an item's pixels; raise if there are two."""
         known = self.items[place]
         if known.pixel_digest is None:
             self.items[place] = PackedItem(known.item, pixel_digest, known.wanted_by)
@@ -114,6 +114,6 @@ class _MicroBatchBuilder:
             )
 
     def leave(self, shared: int) -> None:
-        """Ends the tokens that the next row does not share: later tokens do not attend to them."""
+        """Close the tokens that the next row does not share: later tokens do not attend to them."""
         self.subtree_end[self._path[shared:]] = self._num_tokens
         self._path = self._path[:shared]

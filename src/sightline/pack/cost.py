@@ -1,4 +1,4 @@
-"""What samples and micro-batches cost: the room that they take, and the time."""
+"""The cost of samples and micro-batches: their size, and the time that they take."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from sightline.wire.micro_batch import MicroBatch
 
 @dataclass(frozen=True, slots=True)
 class PackSize:
-    """The room that a sample takes in a micro-batch."""
+    """The size of a sample in a micro-batch."""
 
     tokens: int
     patches: int
@@ -26,11 +26,11 @@ class PackSize:
 
 @dataclass(frozen=True, slots=True)
 class MicroBatchWork:
-    """What a micro-batch makes a model do."""
+    """The work of a micro-batch for the model."""
 
     tokens: int
     attended: int
-    """Pairs of a token and one that it sees, itself among them."""
+    """Pairs of a token and one that it attends to, itself included."""
     trained: int
     """Tokens whose logprobs are computed."""
     patches: int

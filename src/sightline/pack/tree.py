@@ -1,9 +1,8 @@
 """The rollouts of a group as a tree: a prefix that several share is packed once.
 
-Samples are put into depth-first order. Each then brings only what it does not share with the one
-before it, and a token is shared when everything up to it is the same: ids, items and their
-places. What trains need not be the same: a token that two rollouts both sampled is one token
-with two advantages.
+Samples are put into depth-first order. Each adds only the tokens that it does not share with the
+sample before it. A token is shared if everything up to it is the same: ids, items and their
+places. A token that two rollouts sampled is computed once, and trains with two advantages.
 """
 
 from __future__ import annotations
@@ -17,7 +16,7 @@ from sightline.pack.cost import PackSize
 from sightline.wire.sample import Sample
 
 MIN_SHARED_FRACTION = 0.25
-"""A mask costs more than rows that are causal in themselves; a tree has to save so much first."""
+"""The smallest saving that makes up for the cost of a tree's attention mask."""
 _ITEM = 1 << 40
 _IN_SLOT = 1 << 20
 
@@ -26,18 +25,18 @@ _IN_SLOT = 1 << 20
 class PackRow:
     sample: Sample
     shared: int = 0
-    """How many of its first tokens are those of the row before it."""
+    """The number of first tokens that it shares with the row before it."""
 
 
 PackUnit = list[PackRow]
-"""What stays together in a micro-batch: one sample, or a tree."""
+"""Rows that stay together in a micro-batch: one sample, or a tree."""
 
 
 def build_units(samples: Sequence[Sample], limit: PackSize) -> list[PackUnit]:
-    """Trees of the groups that are worth one, cut where they outgrow `limit`; the rest alone."""
+    """Build a tree for each group that is worth one, cut at `limit`; other samples stay alone."""
     groups: dict[tuple[float, str], list[Sample]] = {}
     for sample in samples:
-        group = sample.group_id or sample.trace_id  # what belongs to no group stands alone
+        group = sample.group_id or sample.trace_id  # a sample without a group stays alone
         groups.setdefault((sample.temperature, group), []).append(sample)
     units: list[PackUnit] = []
     for members in groups.values():
@@ -51,7 +50,7 @@ def build_units(samples: Sequence[Sample], limit: PackSize) -> list[PackUnit]:
 
 
 def order_depth_first(samples: Sequence[Sample]) -> list[PackRow]:
-    """The samples as rows; given in any order, they come to the same rows."""
+    """Return the samples as rows. Their order does not depend on the order of `samples`."""
     keys = _keys(samples)
     order = sorted(range(len(samples)), key=lambda i: (keys[i].tobytes(), samples[i].trace_id, i))
     rows, before = [], np.zeros(0, dtype=">i8")
@@ -62,9 +61,9 @@ def order_depth_first(samples: Sequence[Sample]) -> list[PackRow]:
 
 
 def _keys(samples: Sequence[Sample]) -> list[np.ndarray]:
-    """The tokens, with the pads of a slot told apart by their item and their place in it.
+    """Return the tokens, with the pads of a slot numbered by their item and place.
 
-    Big-endian: the order of the bytes is the order of the tokens.
+    Keys are big-endian, so that bytes sort like tokens.
     """
     items: dict[str, int] = {}
     keys = []
@@ -85,7 +84,7 @@ def _count_common(a: np.ndarray, b: np.ndarray) -> int:
 
 
 def split_tree(rows: Sequence[PackRow], limit: PackSize) -> list[PackUnit]:
-    """Pieces that fit. The first row of a piece brings its whole path, as context again."""
+    """Split rows into pieces that fit. The first row of each repeats its path as context."""
     pieces: list[PackUnit] = []
     for row in rows:
         if pieces and measure_unit([*pieces[-1], row]).fits(limit):

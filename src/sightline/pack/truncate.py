@@ -1,4 +1,4 @@
-"""Samples cut to a length. An image is never cut: it stays or goes."""
+"""Truncation of samples. An image is never cut: it stays or goes."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ NOTHING_TRAINS = "nothing that trains fits"
 
 
 def truncate(samples: Sequence[Sample], limit: int) -> tuple[list[Sample], Counter[str]]:
-    """The samples, none longer than `limit`; and how many were cut, or left out and why."""
+    """Return the samples cut to `limit` tokens, and counts of those cut or left out."""
     kept: list[Sample] = []
     counts: Counter[str] = Counter()
     for sample in samples:
@@ -32,10 +32,10 @@ def truncate(samples: Sequence[Sample], limit: int) -> tuple[list[Sample], Count
 
 
 def truncate_sample(sample: Sample, limit: int) -> Sample | str:
-    """The beginning of a sample, up to its last token that trains; or why nothing is left.
+    """Return the start of a sample up to its last trained token, or why nothing is left.
 
-    A cut that would go through an image goes before it. A sample that loses its first image would
-    train the model to talk of what it cannot see: it is left out.
+    A cut that would go through an image moves before it. A sample that loses its first image is
+    left out: it would train the model to describe an image that it cannot see.
     """
     end = limit
     for slot in sample.slots:

@@ -1,11 +1,11 @@
-"""What happened, as a graph: every token exactly as the engine saw it, every image by reference.
+"""Rollouts as graphs, with every token exactly as the engine saw it and images by reference.
 
-A model call is prepared, sent and committed; what was committed can be trained on:
+A model call is prepared, sent and committed. Committed turns can train:
 
     turn = trace.extend(leaf, new_messages, renderer)    # or trace.prepare(history, renderer)
     ... turn.prompt_ids and turn.slots go to an engine ...
     node = turn.commit(completion_ids, logprobs, versions, finish_reason, pixel_digests)
-    samples = flatten(trace, {node.id: advantage})
+    samples = flatten(trace)
 """
 
 from sightline.trace.codec import (

@@ -1,6 +1,6 @@
-"""Traces as bytes and as files: strict when written, every older schema read.
+"""Traces as bytes and files. Writing is strict, and every older schema can be read.
 
-A file is a line that names its format, then traces one after another, each behind its length in
+A file starts with a line that names its format. Then come the traces, each after its length in
 four bytes, most significant first.
 """
 
@@ -37,7 +37,7 @@ def encode_trace(trace: Trace) -> bytes:
 
 
 def decode_trace(data: bytes, what: str = "data") -> Trace:
-    """The trace in `data`; `what` names the data in errors."""
+    """Return the trace in `data`; `what` names the data in errors."""
     try:
         schema = _heads.decode(data).schema
     except UNREADABLE as error:
@@ -54,12 +54,12 @@ def decode_trace(data: bytes, what: str = "data") -> Trace:
         return reader(data)
     except UNREADABLE as error:
         raise build_foreign_data_error(
-            data, f"{what} says it is a trace of schema {schema} and is not: {error}"
+            data, f"{what} claims to be a trace of schema {schema}, but is not: {error}"
         ) from error
 
 
 def encode_traces(traces: Iterable[Trace]) -> bytes:
-    """The bytes of a file of traces."""
+    """Return the bytes of a file of traces."""
     parts = [FILE_MAGIC]
     for trace in traces:
         data = encode_trace(trace)
@@ -68,12 +68,12 @@ def encode_traces(traces: Iterable[Trace]) -> bytes:
 
 
 def write_traces(path: Path | str, traces: Iterable[Trace]) -> None:
-    """Writes all of `traces` to `path`, or leaves it as it was."""
+    """Write all of `traces` to `path`, or leave it as it was."""
     write_atomic(Path(path), encode_traces(traces))
 
 
 def read_traces(path: Path | str) -> Iterator[Trace]:
-    """The traces of a file, one at a time."""
+    """Yield the traces of a file."""
     with open(path, "rb") as file:
         if (head := file.read(len(FILE_MAGIC))) != FILE_MAGIC:
             raise build_foreign_data_error(

@@ -1,7 +1,7 @@
-"""Bytes that are no trace of ours: what they are, and what of them cannot be used, in words.
+"""Describes bytes that are not a trace: their format, and data in them that cannot be used.
 
-Nothing is unpickled, unpacked or run. The first bytes tell the format; of JSON and msgpack, which
-hold plain values only, the values are walked.
+Nothing is unpickled, unpacked or run. The first bytes identify the format. Only JSON and msgpack,
+which hold plain values, are searched.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ import msgspec
 from sightline.errors import WireError
 
 MAX_FOREIGN_BYTES = 64 << 20
-"""Bytes that are read of a file that is not ours."""
+"""The number of bytes to read from a foreign file."""
 _MAX_VALUES = 500_000
 _PIXEL_NAMES = ("pixel", "image_embed", "image_feature", "mm_kwargs", "multi_modal_inputs")
 _OWN_NAMES = ("pixel_digest", "pixel_digests")
@@ -27,13 +27,13 @@ INLINE = "bytes of images"
 ARRAYS = "packed arrays"
 
 PIXELS_FIX = (
-    "processed pixels cannot be used: they fit one processor, and no image can be made of them. "
+    "processed pixels cannot be used: they fit one processor, and the image cannot be restored. "
     "Put the images themselves into a store with `sightline media put` and roll out again"
 )
 _FIXES = {
     PIXELS: PIXELS_FIX,
     ARRAYS: PIXELS_FIX,
-    ENCODED: "images in base64 cannot be used where they stand: send the messages again through "
+    ENCODED: "images in base64 cannot be used as they are: send the messages again through "
     "a chat, which stores each image once",
     INLINE: "write the images to files and put them with `sightline media put`",
 }
@@ -41,16 +41,16 @@ _FIX = "read files of a run's traces/, which sightline wrote"
 
 
 def build_foreign_data_error(data: bytes, problem: str, otherwise: str = _FIX) -> WireError:
-    """The error about bytes that are no trace: `problem`, what they are and what they hold.
+    """Return the error for bytes that are not a trace, with their format and contents.
 
-    `otherwise` is the cure where nothing in them is known to be unusable.
+    `otherwise` is the fix if they hold nothing that is known to be unusable.
     """
     kind, values, fix = _identify(data)
     unusable = find_unusable_data(values)
-    told = "; ".join(_describe_places(*entry) for entry in unusable.items())
-    if told:
+    contents = "; ".join(_describe_places(*entry) for entry in unusable.items())
+    if contents:
         fix = next(fix for name, fix in _FIXES.items() if name in unusable)
-    known = "; ".join(part for part in (kind, told and f"it holds {told}") if part)
+    known = "; ".join(part for part in (kind, contents and f"it holds {contents}") if part)
     return WireError(f"{problem}: {known}" if known else problem, fix or otherwise)
 
 
@@ -60,8 +60,8 @@ def _describe_places(kind: str, places: list[str]) -> str:
 
 
 def find_unusable_data(values: Any) -> dict[str, list[str]]:
-    """The JSON paths of pixels and encoded images among plain values, by kind."""
-    found, left = defaultdict[str, list[str]](list), [("$", values)]
+    """Return the JSON paths of pixels and encoded images among plain values, by kind."""
+    places, left = defaultdict[str, list[str]](list), [("$", values)]
     for _ in range(_MAX_VALUES):
         if not left:
             break
@@ -70,21 +70,23 @@ def find_unusable_data(values: Any) -> dict[str, list[str]]:
             for name, inner in reversed(value.items()):
                 place = f"{path}.{name}"
                 if _names_pixels(name) and isinstance(inner, (list, dict, bytes, str)) and inner:
-                    found[PIXELS].append(f"{place} ({_describe_size(inner)})")
+                    places[PIXELS].append(f"{place} ({_describe_size(inner)})")
                 else:
                     left.append((place, inner))
         elif isinstance(value, list):
             if _is_matrix(value):
-                found[PIXELS].append(f"{path} ({_describe_size(value)})")
+                places[PIXELS].append(f"{path} ({_describe_size(value)})")
             elif value and not isinstance(value[0], (int, float)):
                 left += [(f"{path}[{i}]", value[i]) for i in reversed(range(len(value)))]
         elif isinstance(value, str) and value.startswith("data:"):
-            found[ENCODED].append(f"{path} ({len(value)} characters)")
+            places[ENCODED].append(f"{path} ({len(value)} characters)")
         elif isinstance(value, bytes) and value.startswith(_IMAGE_MAGIC):
-            found[INLINE].append(f"{path} ({len(value)} bytes)")
+            places[INLINE].append(f"{path} ({len(value)} bytes)")
         elif isinstance(value, msgspec.msgpack.Ext):
-            found[ARRAYS].append(f"{path} (extension {value.code}, {len(bytes(value.data))} bytes)")
-    return found
+            places[ARRAYS].append(
+                f"{path} (extension {value.code}, {len(bytes(value.data))} bytes)"
+            )
+    return places
 
 
 def _names_pixels(name: object) -> bool:
@@ -96,7 +98,7 @@ def _names_pixels(name: object) -> bool:
 
 
 def _is_matrix(value: list[Any]) -> bool:
-    """Rows of fractions: token ids and logprobs are single rows."""
+    """Return whether these are rows of floats; token ids and logprobs are single rows."""
     first = value[0] if value else None
     return isinstance(first, list) and bool(first) and isinstance(first[0], float)
 
@@ -111,12 +113,7 @@ def _describe_size(value: Any) -> str:
     return f"{len(value)} {'keys' if isinstance(value, dict) else 'bytes'}"
 
 
-# --- what it is
-
-
-_NOT_OPENED = (
-    "and was not opened: unpickling runs whatever code is in it; tensors in it are processed data"
-)
+_NOT_OPENED = "and was not opened, because unpickling runs code; tensors in it are processed data"
 _BINARY_FORMATS = (
     (
         rb"\x80[\x02-\x05]",
@@ -131,11 +128,11 @@ _BINARY_FORMATS = (
     (rb"PAR1|ARROW1", "a table (parquet or arrow)", _FIX),
     (rb"\x1f\x8b|\x28\xb5\x2f\xfd", "compressed", "decompress it first"),
 )
-"""What the first bytes of a file look like, what it is then, and what to do."""
+"""The first bytes of a format, its description, and the fix."""
 
 
 def _identify(data: bytes) -> tuple[str, Any, str]:
-    """What the bytes are, the plain values in them, and what to do."""
+    """Return the format of the bytes, the plain values in them, and the fix."""
     for pattern, kind, fix in _BINARY_FORMATS:
         if re.match(pattern, data[:4096], re.DOTALL):
             return f"it is {kind}", None, fix

@@ -1,6 +1,6 @@
-"""The paths of a trace, and how it grows: nodes, toolsets and forks are added here alone.
+"""The paths of a trace, and how it grows: only this module adds nodes, toolsets and forks.
 
-What follows from the nodes is kept in step with them and never stored.
+The indexes are derived from the nodes and never stored.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from sightline.trace.node import NO_TOOLS, ROOT, Node, int32_array
 from sightline.wire import Slot
 
 MAX_CACHED_PATHS = 4
-"""Enough for a conversation and a few sub-agents beside it; past that a path is joined again."""
+"""Enough for a conversation and a few sub-agents; other paths are joined again."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,9 +39,9 @@ class TraceGraph(msgspec.Struct, kw_only=True, forbid_unknown_fields=True, dict=
     id: str
     nodes: list[Node] = []
     toolsets: list[str] = []
-    """The distinct lists of tools that turns were asked with, as JSON."""
+    """The distinct lists of tools that turns were offered, as JSON."""
     forks: dict[str, int] = {}
-    """Turns that did not simply go on from the last one of their path, by reason."""
+    """The number of turns that did not continue the last one of their path, by reason."""
 
     def __post_init__(self) -> None:
         self._children: dict[int, list[int]] = {}
@@ -61,7 +61,7 @@ class TraceGraph(msgspec.Struct, kw_only=True, forbid_unknown_fields=True, dict=
         self._index(node)
 
     def add_toolset(self, tools: str) -> int:
-        """The number of a toolset, which is added when it is new."""
+        """Return the number of a toolset, and add it if it is new."""
         if not tools:
             return NO_TOOLS
         if tools not in self.toolsets:
@@ -69,21 +69,21 @@ class TraceGraph(msgspec.Struct, kw_only=True, forbid_unknown_fields=True, dict=
         return self.toolsets.index(tools)
 
     def get_toolset(self, number: int) -> str:
-        """The tools that a turn was asked with, as JSON; empty for none."""
+        """Return the tools that a turn was offered, as JSON; empty for none."""
         return "" if number == NO_TOOLS else self.toolsets[number]
 
     def count_fork(self, reason: str) -> None:
         self.forks[reason] = self.forks.get(reason, 0) + 1
 
     def end(self, node: int) -> int:
-        """The number of tokens from the root to the end of the node."""
+        """Return the number of tokens from the root to the end of the node."""
         return 0 if node == ROOT else self._ends[node]
 
     def children(self, node: int) -> Sequence[int]:
         return self._children.get(node, ())
 
     def path(self, node: int) -> list[int]:
-        """The ids from the root to the node."""
+        """Return the ids from the root to the node."""
         path = []
         while node != ROOT:
             path.append(node)
@@ -92,14 +92,14 @@ class TraceGraph(msgspec.Struct, kw_only=True, forbid_unknown_fields=True, dict=
         return path
 
     def branches(self) -> list[list[int]]:
-        """The paths from the root to every leaf, as node ids, in the order of the leaves."""
+        """Return the paths from the root to every leaf, as node ids, in the order of the leaves."""
         return [self.path(node.id) for node in self.nodes if not self.children(node.id)]
 
     def split_turns(self, turns: Container[int]) -> Iterator[tuple[list[int], list[int]]]:
-        """Paths that hold each of `turns` once, with those that no earlier path holds.
+        """Yield paths with the `turns` that they are the first to hold.
 
-        Branches come longest first, then by the id of their leaf; a path ends at the last turn
-        that it brings.
+        Branches come longest first, then by the id of their leaf. A path ends at its last new
+        turn.
         """
         taken = set[int]()
         branches = sorted(self.branches(), key=lambda path: (-self.end(path[-1]), path[-1]))
@@ -109,7 +109,7 @@ class TraceGraph(msgspec.Struct, kw_only=True, forbid_unknown_fields=True, dict=
                 yield path[: path.index(own[-1]) + 1], own
 
     def last_turn(self, node: int) -> int:
-        """The nearest node at or above `node` that was sampled."""
+        """Return the nearest node at or above `node` that was sampled."""
         while node != ROOT and not self.nodes[node].is_turn:
             node = self.nodes[node].parent
         return node
@@ -117,9 +117,9 @@ class TraceGraph(msgspec.Struct, kw_only=True, forbid_unknown_fields=True, dict=
     def match_rendered(
         self, history: Sequence[Message], rendered: Rendered
     ) -> tuple[int, int, int]:
-        """Follows `rendered` from the root while messages, tokens and slots are the same.
+        """Follow `rendered` from the root while messages, tokens and slots are the same.
 
-        Returns the last node that it holds, and the numbers of messages and tokens up to there.
+        Return the last equal node, and the numbers of messages and tokens up to its end.
         """
         stream = int32_array(rendered.token_ids).data
         node, offset, num_slots = ROOT, 0, 0
@@ -143,7 +143,7 @@ class TraceGraph(msgspec.Struct, kw_only=True, forbid_unknown_fields=True, dict=
     def find_child(
         self, parent: int, message: Message, data: bytes, slots: Sequence[Slot]
     ) -> Node | None:
-        """The child of `parent` that already says this message with these tokens."""
+        """Return the child of `parent` that holds this message with these tokens."""
         wanted = (data, message, [slot.item for slot in slots])
         for child in (self.nodes[c] for c in self.children(parent)):
             if (child.token_ids.data, child.message, [s.item for s in child.slots]) == wanted:
@@ -151,12 +151,12 @@ class TraceGraph(msgspec.Struct, kw_only=True, forbid_unknown_fields=True, dict=
         return None
 
     def tokens(self, path: Sequence[int]) -> list[int]:
-        """The tokens of a path, one after another."""
+        """Return the tokens of a path, one after another."""
         parts = (self.nodes[node].token_ids.numpy().tolist() for node in path)
         return list(itertools.chain.from_iterable(parts))
 
     def slots(self, path: Sequence[int]) -> list[Slot]:
-        """The slots of a path, counted from its first token."""
+        """Return the slots of a path, with offsets from its first token."""
         slots, start = [], 0
         for node in (self.nodes[n] for n in path):
             slots += [Slot(start + s.offset, s.length, s.item) for s in node.slots]
@@ -180,13 +180,13 @@ class TraceGraph(msgspec.Struct, kw_only=True, forbid_unknown_fields=True, dict=
         )
 
     def cache_path_tokens(self, turn: int, path_tokens: PathTokens, replaces: int) -> None:
-        """Keeps the lists of a new turn; those of the turn that it goes on from are let go."""
+        """Keep the lists of a new turn, and free those of the turn that it continues."""
         self._cached_paths.pop(replaces, None)
         self._cached_paths[turn] = path_tokens
 
 
 def _has_same_slots(node: Node, start: int, slots: Sequence[Slot], first: int) -> bool:
-    """Whether the slots of `node`, placed at `start`, are those of `slots` from `first` on."""
+    """Return whether the slots of `node`, shifted by `start`, equal `slots` from `first` on."""
     after = first + len(node.slots)
     if after < len(slots) and slots[after].offset < start + len(node.token_ids):
         return False

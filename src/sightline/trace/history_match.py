@@ -1,9 +1,9 @@
-"""Knows a turn of the trace again when a program sends it back in other words.
+"""Recognizes a turn of the trace when an agent sends it back in another form.
 
-Programs keep histories in shapes of their own: they drop the reasoning, read the arguments of a
-call and write them anew, send null for a content beside calls or a content in parts, name calls by
-the ids that they were given, give the assistant a name. Each of these is still what the model
-sampled, so that the history goes on from the sampled tokens. Anything else is an edit, and forks.
+Agents drop the reasoning, serialize the arguments of a call again, send null or parts for the
+content, use the call ids that they were given, or give the assistant a name. These are still what
+the model sampled, so the history continues from the sampled tokens. Any other difference is an
+edit, and forks.
 """
 
 from __future__ import annotations
@@ -21,21 +21,21 @@ _OTHER, _ALIKE, _SAME = range(3)
 
 class MatchedHistory(NamedTuple):
     node: int
-    """The deepest node whose path holds a beginning of the history; the newest of several."""
+    """The deepest node whose path is a start of the history; the newest of several."""
     history: list[Message]
     """The history, with the messages of that path as the trace holds them."""
 
 
 def make_call_id(node: int, number: int) -> str:
-    """Names a call to a program, where the model itself gave it no id."""
+    """Return the id of a call for an agent, if the model gave it none."""
     return f"call_{node}_{number}"
 
 
 def match_history(graph: TraceGraph, history: Sequence[Message]) -> MatchedHistory:
-    """Messages are compared, not hashed: a re-sent history costs no more than reading it."""
+    """Find the start of `history` in the graph. Messages are compared, not hashed."""
     level = deepest = {ROOT: 0}
     for message in history:
-        # Of turns with the same message, the one whose own call ids come back is meant.
+        # Among turns with the same message, prefer the one whose call ids come back.
         level = {
             child: score + likeness
             for node, score in level.items()
@@ -79,7 +79,7 @@ def _is_same_call(recorded: ToolCall, sent: ToolCall) -> bool:
 
 
 def _is_same_value(one: Any, other: Any) -> bool:
-    """Numbers by their value (1.0 comes back from JavaScript as 1), and true is no number."""
+    """Compare JSON values: 1.0 equals 1, as JavaScript writes it, and true is not a number."""
     if isinstance(one, dict) and isinstance(other, dict):
         return one.keys() == other.keys() and all(
             _is_same_value(one[key], other[key]) for key in one

@@ -1,4 +1,4 @@
-"""One message of a trace, with exactly the tokens that the engine saw or said for it."""
+"""One message of a trace, with exactly the tokens that the engine received or sampled."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ NO_TOOLS = -1
 
 
 def int32_array(values: Iterable[int]) -> Array:
-    """An int32 array of a list of ids; several times faster than through numpy."""
+    """Return ids as an int32 array, several times faster than numpy."""
     ids = array("i", values)
     return Array(dtype="int32", shape=(len(ids),), data=ids.tobytes())
 
@@ -37,14 +37,14 @@ class PolicySpan(Span, frozen=True, forbid_unknown_fields=True, kw_only=True, om
     version: int
     epoch: int
     run: str = ""
-    """Id of the run that published it; this and `digest` are empty in older traces, and for
-    weights of no run."""
+    """Id of the run that published it. This and `digest` are empty in older traces, and for
+    weights that belong to no run."""
     digest: str = ""
     """The first 16 hex digits of the weights' digest."""
 
     @classmethod
     def of(cls, span: VersionSpan) -> PolicySpan:
-        """The span as the generate protocol writes it, its label taken apart."""
+        """Convert a span of the generate protocol, and parse its label."""
         return cls(span.start, span.end, **parse_version_label(span.version)._asdict())
 
     @property
@@ -56,22 +56,22 @@ _NO_LOGPROBS = Array(dtype="float32", shape=(0,), data=b"")
 
 
 class Node(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=True):
-    """Concatenating `token_ids` from the root gives what the engine saw and said.
+    """A message and its tokens. Concatenated from the root, they are what the engine saw.
 
-    Sampled tokens are a suffix: what closes a turn that was cut off is not sampled, and stands at
-    the start of the next node. The header of an assistant's turn is not sampled either, and stands
-    at the start of the assistant's own node.
+    Sampled tokens are a suffix. Tokens that close a truncated turn are not sampled, and start the
+    next node. The header of an assistant's turn is not sampled either, and starts the assistant's
+    own node.
     """
 
     id: int
-    """The index of the node among those of the trace."""
+    """The index of the node in the trace."""
     parent: int
-    """The id of the node before it, smaller than its own; -1 for none."""
+    """The id of the previous node, which is smaller; -1 for none."""
     message: Message
     token_ids: Array
-    """int32 ids of the tokens of the message, its marks included."""
+    """int32, the ids of the message's tokens, including its marks."""
     sampled_start: int
-    """Tokens from here on were sampled; the number of tokens when none was."""
+    """The index of the first sampled token; the number of tokens if none was sampled."""
     logprobs: Array = _NO_LOGPROBS
     """float32: the logprob of each sampled token."""
     versions: tuple[PolicySpan, ...] = ()
@@ -79,9 +79,9 @@ class Node(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_default
     slots: tuple[Slot[MediaItem], ...] = ()
     """The images that the message brought, at offsets from the start of the node."""
     finish_reason: str = ""
-    """stop, length or what else the engine said; empty when nothing was sampled."""
+    """The engine's reason, such as stop or length; empty if nothing was sampled."""
     tools: int = NO_TOOLS
-    """Which of the trace's toolsets the turn was asked with."""
+    """The number of the toolset that the turn was offered."""
 
     def __post_init__(self) -> None:
         num_tokens, num_sampled = len(self.token_ids), self.num_sampled
@@ -98,12 +98,12 @@ class Node(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_default
                 "a node has both or neither",
             )
         check_policy_spans(self.versions, num_sampled, f"node {self.id}")
-        # An image lies in the tokens of one message, and is never sampled.
+        # An image belongs to one message, and is never sampled.
         check_slots(self.slots, self.sampled_start, f"node {self.id}: slots")
 
     @property
     def is_turn(self) -> bool:
-        """Whether the model sampled it in this trace."""
+        """Return whether the model sampled the message."""
         return self.sampled_start < len(self.token_ids)
 
     @property
@@ -112,12 +112,12 @@ class Node(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_default
 
 
 def check_policy_spans(versions: Sequence[PolicySpan], num_sampled: int, what: str) -> None:
-    """Spans follow one another from the first sampled token to the last."""
+    """Raise unless the spans tile the sampled tokens."""
     starts, stops = [span.start for span in versions], [span.stop for span in versions]
     if [*starts, num_sampled] == [0, *stops] and all(map(operator.lt, starts, stops)):
         return
     raise Misaligned(
         f"{what}: versions cover {[(s.start, s.stop) for s in versions]} of {num_sampled} "
         "sampled tokens",
-        "the engine must name the version of every token, in order, once",
+        "the engine must report the version of every token once, in order",
     )

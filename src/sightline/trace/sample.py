@@ -1,4 +1,4 @@
-"""Branches made trainable: each sampled node trains in exactly one of them."""
+"""Turns branches into samples. Each sampled node trains in exactly one of them."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ Advantages = Mapping[int, float] | Callable[[Node], float | None]
 
 
 def flatten(trace: Trace, advantages: Advantages | None = None) -> list[Sample]:
-    """Samples of `trace` that train every turn once.
+    """Return samples of `trace` that train every turn once.
 
     `advantages` gives the advantage of a turn by its node id, or from its node; None leaves the
     turn out of training, as context. Without `advantages` every turn trains, and the trainer's
@@ -36,8 +36,8 @@ def flatten(trace: Trace, advantages: Advantages | None = None) -> list[Sample]:
 
 
 def _map_advantages(trace: Trace, advantages: Advantages) -> dict[int, float]:
-    """The advantage of every turn that trains."""
-    found: dict[int, float] = {}
+    """Return the advantage of every turn that trains."""
+    advantage_of: dict[int, float] = {}
     for node in trace.turns:
         if callable(advantages):
             advantage = advantages(node)
@@ -49,8 +49,8 @@ def _map_advantages(trace: Trace, advantages: Advantages) -> dict[int, float]:
                 "give one for each of trace.turns; a function may return None to leave a turn out",
             )
         if advantage is not None:
-            found[node.id] = float(advantage)
-    return found
+            advantage_of[node.id] = float(advantage)
+    return advantage_of
 
 
 def _build_sample(
@@ -67,7 +67,7 @@ def _build_sample(
     items, slots = dict[ItemKey, tuple[int, MediaItem]](), list[Slot[int]]()
     for node in (trace.nodes[n] for n in path):
         for slot in node.slots:
-            # What an item's key is made of; hashing it again would tell no more.
+            # The parts of an item's key: hashing them would add nothing.
             key = (slot.item.ref.digest, slot.item.fingerprint, slot.item.step)
             place, _ = items.setdefault(key, (len(items), slot.item))
             slots.append(Slot(start + slot.offset, slot.length, place, slot.pixel_digest))

@@ -1,12 +1,11 @@
-"""What happened in a rollout, as a graph of message nodes.
+"""A rollout as a graph of message nodes.
 
     prepare (a whole history) --.                     .-- bridge: only new tokens
                                  >-- find the path --<                            >-- Turn -- commit
     extend (new messages) ------'                     '-- render whole, fork where
                                                           tokens first differ
 
-Compaction, sub-agents, windows and edited history are all just forks. Nodes are only ever added,
-by `Turn.commit`.
+Compaction, sub-agents, windows and edited history are all forks. Only `Turn.commit` adds nodes.
 """
 
 from __future__ import annotations
@@ -24,7 +23,7 @@ from sightline.trace.turn import BranchPoint, Turn
 
 TRACE_SCHEMA = 1
 TOOLS_CHANGED = "tools_changed"
-"""The turn offers other tools than the one that it goes on from."""
+"""The turn offers other tools than the turn that it continues."""
 
 
 class Trace(TraceGraph, kw_only=True, forbid_unknown_fields=True):
@@ -38,20 +37,20 @@ class Trace(TraceGraph, kw_only=True, forbid_unknown_fields=True):
     seed: int = 0
     reward: float | None = None
     rewards: dict[str, float] = {}
-    """The named parts of the reward."""
+    """The named components of the reward."""
     per_turn: list[float] | None = None
-    """The credit of each committed turn, in their order; None when the reward is for all alike."""
+    """The reward of each committed turn, in order; None if the environment gives none."""
     temperature: float = 1.0
     truncated: bool = False
-    """The rollout was ended by a limit, not by its environment."""
+    """Whether a limit ended the rollout, and not its environment."""
     limit: str = ""
-    """Which limit that was, in words."""
+    """The limit, in words."""
     error: str = ""
-    """Why the rollout failed; empty when it did not."""
+    """Why the rollout failed; empty if it did not."""
     error_kind: str = ""
-    """A stable name of the failure: a class of error, or the type that a server answered with."""
+    """A stable name of the failure: a class of error, or the type in a server's answer."""
     refused_requests: list[str] = msgspec.field(default_factory=list, name="door_errors")
-    """Requests of the rollout's own agent that were refused."""
+    """Refused requests of the rollout's agent."""
     started: float = 0.0
     """When the rollout began, in seconds since 1970."""
     ended: float = 0.0
@@ -71,7 +70,7 @@ class Trace(TraceGraph, kw_only=True, forbid_unknown_fields=True):
         )
 
     def check(self) -> None:
-        """Raises Misaligned when nodes or credits do not line up."""
+        """Raise Misaligned if nodes or rewards do not line up."""
         num_turns = 0
         for i, node in enumerate(self.nodes):
             if node.id != i or not ROOT <= node.parent < i:
@@ -91,10 +90,8 @@ class Trace(TraceGraph, kw_only=True, forbid_unknown_fields=True):
                 "give one credit a turn, in the order in which they were committed",
             )
 
-    # -- asking ------------------------------------------------------------------------------
-
     def prepare(self, messages: Messages, renderer: Renderer, tools: Tools | None = None) -> Turn:
-        """The turn that follows a whole history, of which the trace may know the beginning."""
+        """Prepare the turn after a whole history, of which the trace may hold the start."""
         read = renderer.read_conversation(messages)
         node, history = match_history(self, read)
         last = self.last_turn(node)
@@ -104,9 +101,9 @@ class Trace(TraceGraph, kw_only=True, forbid_unknown_fields=True):
     def extend(
         self, leaf: int, new_messages: Messages, renderer: Renderer, tools: Tools | None = None
     ) -> Turn:
-        """The turn that follows `new_messages` behind node `leaf`, or at the root for -1.
+        """Prepare the turn after `new_messages`, which follow node `leaf`, or the root for -1.
 
-        Costs the new messages only: nothing behind them is rendered or compared again.
+        Only the new messages are rendered.
         """
         if not ROOT <= leaf < len(self.nodes):
             raise Misaligned(
@@ -126,7 +123,7 @@ class Trace(TraceGraph, kw_only=True, forbid_unknown_fields=True):
         renderer: Renderer,
         tools: Tools | None,
     ) -> Turn:
-        """The turn with messages `new` behind turn `last`; `history` is both, where known."""
+        """Prepare the turn with messages `new` after turn `last`; `history` is both, if known."""
         toolset = _encode_tools(tools) if tools else ""
         refused = ""
         if last != ROOT:
@@ -158,16 +155,14 @@ class Trace(TraceGraph, kw_only=True, forbid_unknown_fields=True):
         slots = [*path_tokens.slots, *bridged.slots]
         return Turn(self, renderer, branch_point, prompt_ids, slots, new, bridged.spans, toolset)
 
-    # -- looking -----------------------------------------------------------------------------
-
     @property
     def turns(self) -> list[Node]:
-        """The nodes that the model sampled, in the order in which they were committed."""
+        """Return the nodes that the model sampled, in the order of their commits."""
         return [node for node in self.nodes if node.is_turn]
 
     @property
     def num_images_shown(self) -> int:
-        """Image slots of committed nodes; a node that several turns saw counts once."""
+        """Return the number of image slots; a node that several turns saw counts once."""
         return sum(len(node.slots) for node in self.nodes)
 
     @property
@@ -176,17 +171,17 @@ class Trace(TraceGraph, kw_only=True, forbid_unknown_fields=True):
 
     @property
     def num_tokens(self) -> int:
-        """Tokens of all nodes, each node once."""
+        """Return the number of tokens of all nodes, each node once."""
         return sum(len(node.token_ids) for node in self.nodes)
 
     @property
     def policies(self) -> set[tuple[int, int]]:
-        """Version and epoch of every policy that sampled a token."""
+        """Return version and epoch of every policy that sampled a token."""
         return {(span.version, span.epoch) for node in self.nodes for span in node.versions}
 
     @property
     def oldest_version(self) -> int | None:
-        """The smallest version that sampled a token; None while nothing is sampled."""
+        """Return the oldest version that sampled a token; None if nothing is sampled."""
         return min((version for version, _ in self.policies), default=None)
 
     @property

@@ -1,4 +1,4 @@
-"""One model call: a prompt that is ready to be sent, and its commit when the answer is there."""
+"""One model call: a prompt to send, and the commit of its answer."""
 
 from __future__ import annotations
 
@@ -21,33 +21,32 @@ from sightline.trace.node import (
 from sightline.wire import Slot, Span
 
 RESAMPLED = "resampled"
-"""The same prompt was asked again."""
+"""The same prompt was sampled again."""
 DIVERGED = "diverged"
-"""The messages leave a path that already went on in another way."""
+"""The messages leave a path that already continues in another way."""
 
 
 @dataclass(frozen=True, slots=True)
 class BranchPoint:
-    """Where a turn hangs on the trace, and why it had to be rendered whole."""
+    """The place of a turn in the trace, and why it had to be rendered whole."""
 
     parent: int
     """The node that the new ones follow."""
     start: int
-    """Tokens of the prompt before this are the path to the parent."""
+    """The number of prompt tokens on the path to the parent."""
     pixel_digests: list[str | None]
     """The recorded digests of the slots before `start`."""
     last_turn: int
-    """The turn that the conversation goes on from."""
+    """The turn that the conversation continues."""
     refused: str = ""
-    """Why bridging was refused; empty when it was not, or not tried."""
+    """Why bridging was refused; empty if it was not refused, or not tried."""
 
 
 @dataclass(eq=False)
 class Turn:
-    """Changes nothing until `commit`, so that a request that fails loses nothing.
+    """A prepared model call. It changes nothing until `commit`, so a failed request is harmless.
 
-    `prompt_ids` and `slots` are what the engine must see; they are shared with the trace and not
-    to be changed.
+    `prompt_ids` and `slots` go to the engine. The trace shares them: do not change them.
     """
 
     _graph: TraceGraph
@@ -57,7 +56,7 @@ class Turn:
     slots: list[Slot]
     _new_messages: Sequence[Message]
     spans: InitVar[Sequence[Span]]
-    """Where each of the new messages stands in the prompt."""
+    """The place of each new message in the prompt."""
     _tools: str
 
     def __post_init__(self, spans: Sequence[Span]) -> None:
@@ -65,7 +64,7 @@ class Turn:
 
     @property
     def new_tokens(self) -> list[int]:
-        """The ids of the prompt that the trace does not hold."""
+        """Return the prompt's ids that the trace does not hold yet."""
         return self.prompt_ids[self._branch_point.start :]
 
     def commit(
@@ -77,10 +76,10 @@ class Turn:
         pixel_digests: Sequence[str | None] | None = None,
         message: AssistantMessage | None = None,
     ) -> Node:
-        """Adds the new messages and the model's own to the trace; returns the latter's node.
+        """Add the new messages and the model's answer to the trace. Return the answer's node.
 
-        `pixel_digests` has one entry per slot of the whole prompt, or is None when the engine
-        cannot say; `message` is the completion, parsed. Raises before anything is added.
+        `pixel_digests` has one entry per slot of the whole prompt, or is None if the engine
+        reports none. `message` is the parsed completion. Errors leave the trace unchanged.
         """
         completion = list(completion_ids)
         self._check_completion(completion, logprobs, versions, finish_reason)
@@ -111,7 +110,7 @@ class Turn:
         return node
 
     def _build_message_nodes(self, digests: list[str | None]) -> tuple[int, list[Node]]:
-        """The last node that is already there, and nodes for the messages that are not.
+        """Return the last node that exists, and new nodes for the other messages.
 
         Another turn with the same prompt may have been committed since this one was prepared.
         """
@@ -144,14 +143,14 @@ class Turn:
         return parent, new
 
     def _find_fork_reason(self, parent: int, resampled: bool) -> str:
-        """Why the turn is a fork; empty when it just goes on."""
+        """Return why the turn is a fork; empty if it continues its path."""
         siblings = self._graph.children(parent)
         if resampled and any(self._graph.nodes[node].is_turn for node in siblings):
             return RESAMPLED
         return DIVERGED if siblings else ""
 
     def _check_spans(self, spans: Sequence[Span]) -> list[int]:
-        """Where each new message ends. Spans tile the new tokens, slots lie inside them."""
+        """Return the ends of the new messages. Spans must tile the new tokens, slots included."""
         stops = [span.stop for span in spans]
         ends = [self._branch_point.start, *stops]
         if (
@@ -165,8 +164,8 @@ class Turn:
             f"trace {self._graph.id}: {len(self._new_messages)} new messages end at {stops} "
             f"in {len(self.prompt_ids)} tokens, of which those from {self._branch_point.start} on "
             f"are new; the last slot ends at {self.slots[-1].end if self.slots else None}",
-            "this is a bug of the renderer: one span a message, slots inside, then the header "
-            "of the assistant's turn",
+            "this is a bug in the renderer: it must return one span per message, with the slots "
+            "inside, and then the header of the assistant's turn",
         )
 
     def _check_completion(
@@ -181,7 +180,7 @@ class Turn:
             raise Misaligned(
                 f"{who}: {len(completion)} tokens, {len(logprobs)} logprobs, finish reason "
                 f"{finish_reason!r}",
-                "the engine must give tokens, one logprob each, and why it ended; ask it again",
+                "the engine must return tokens, a logprob for each and a finish reason; retry",
             )
         if not math.isfinite(sum(logprobs)):
             raise Misaligned(
@@ -195,13 +194,13 @@ class Turn:
             )
 
     def _check_digests(self, given: Sequence[str | None] | None) -> list[str | None]:
-        """One digest per slot; those of old slots are the ones recorded when they were new."""
+        """Return one digest per slot. Old slots keep the digest that was recorded first."""
         digests: list[str | None] = [None] * len(self.slots) if given is None else list(given)
         if len(digests) != len(self.slots):
             raise Misaligned(
                 f"turn of trace {self._graph.id}: {len(digests)} pixel digests for "
                 f"{len(self.slots)} slots",
-                "the engine must give one digest a slot of the prompt, in their order",
+                "the engine must return one digest per slot of the prompt, in their order",
             )
         known = self._branch_point.pixel_digests
         if digests[: len(known)] != known:
@@ -212,8 +211,8 @@ class Turn:
     def _check_digest(self, item: str, given: str | None, recorded: str | None) -> None:
         if None not in (given, recorded) and given != recorded:
             raise PixelMismatch(
-                f"trace {self._graph.id}: the engine now makes pixels {given} of item "
-                f"{item[:12]}, earlier {recorded}",
-                "all engines of a run must have the same version of sightline and Pillow, and "
-                "the same processor settings",
+                f"trace {self._graph.id}: the engine reports pixels {given} for item {item[:12]}, "
+                f"after {recorded} before",
+                "use the same versions of sightline and Pillow, and the same processor settings, "
+                "on all engines of the run",
             )

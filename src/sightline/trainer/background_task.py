@@ -1,8 +1,8 @@
-"""Work beside the loop, in a thread: files that training need not wait for.
+"""Work in a thread next to the loop, such as writing files.
 
     loop --work--> thread      loop waits for: the work before this one     unblocked by: the thread
 
-What goes wrong in the thread is raised in the loop, where it next starts, checks or waits.
+The loop raises an error of the thread when it next starts, checks or waits.
 """
 
 from __future__ import annotations
@@ -21,19 +21,19 @@ class BackgroundTask:
         watchdog: StallWatchdog | None = None,
         min_limit_s: float = 0.0,
     ) -> None:
-        """`failed` hears of a problem at once, for the loop may wait for what never comes.
+        """`failed` receives an error at once, because the loop may be waiting for something else.
 
-        `watchdog` watches the work itself: the loop's own is idle while it waits for a batch. It
-        lets a piece of work take `min_limit_s`.
+        `watchdog` monitors the work, which may take `min_limit_s`: the loop's own watchdog is idle
+        while the loop waits for a batch.
         """
         self._name, self._failed, self._watchdog = name, failed, watchdog or StallWatchdog()
         self._min_limit_s = min_limit_s
         self._thread: threading.Thread | None = None
         self.problem: BaseException | None = None
-        """What went wrong in the thread."""
+        """The error of the thread."""
 
     def start(self, what: str, work: Callable[[], None]) -> None:
-        """Waits for the work before it to be done, then begins `work` in a thread."""
+        """Wait for the previous work to finish, then start `work` in a thread."""
         self.wait()
         self._thread = threading.Thread(
             target=self._run, args=(what, work), daemon=True, name=self._name
@@ -41,12 +41,12 @@ class BackgroundTask:
         self._thread.start()
 
     def check(self) -> None:
-        """Raises, in the loop, what went wrong in the thread."""
+        """Raise the error of the thread, if there is one."""
         if self.problem is not None:
             raise self.problem
 
     def wait(self) -> None:
-        """Returns when the work that was begun is done."""
+        """Wait until the work is done."""
         if self._thread is not None:
             self._thread.join()
         self.check()

@@ -1,7 +1,7 @@
-"""What becomes of a batch when some of its images cannot be used.
+"""Drops the samples of a batch whose images cannot be used.
 
-A missing, corrupt or mismatching image costs the samples that show it, and no other: they leave
-before packing, so that the packs are those of the batch without them.
+A missing, corrupt or mismatching image costs only the samples that show it. They are dropped
+before packing, so the packs are those of the batch without them.
 """
 
 from __future__ import annotations
@@ -24,11 +24,11 @@ BadT = TypeVar("BadT", bound=SightlineError)
 
 @dataclass(frozen=True, slots=True)
 class DroppedSample:
-    """A sample that an image cost."""
+    """A sample that was dropped because of an image."""
 
     sample: str
     image: str
-    """The digest; empty where its bytes never came."""
+    """The digest; empty if the bytes never arrived."""
     reason: str
     problem: str
     fix: str = "repair the store (`sightline media verify`)"
@@ -41,7 +41,7 @@ class BadMediaPolicy:
     on_bad_image: Literal["drop_sample", "stop"] = "drop_sample"
     max_bad_fraction: float = 0.0
     allows_unverified_pixels: bool = False
-    """Whether samples train whose sampler gave no digest of its pixels."""
+    """Whether samples train if their sampler reported no pixel digest."""
 
     def filter_samples(
         self,
@@ -51,9 +51,9 @@ class BadMediaPolicy:
         store: MediaStore,
         lost: Sequence[DroppedSample] = (),
     ) -> tuple[list[Sample], list[DroppedSample]]:
-        """The samples whose images are all well, and the others; raises past the budget.
+        """Return the good samples and the dropped ones; raise if too many are dropped.
 
-        `lost` are samples of the batch that had no image to begin with.
+        `lost` are samples that were dropped before, because an image never arrived.
         """
         kept: list[Sample] = []
         dropped = list(lost)
@@ -90,9 +90,8 @@ class BadMediaPolicy:
         for item, seen in shown:
             if seen is None and not self.allows_unverified_pixels:
                 return item, PixelsUnproven(
-                    "the sampler gave no digest of the pixels that it saw",
-                    "sample with an engine that gives one, or set [media] "
-                    "allow_unverified_pixels = true",
+                    "the sampler reported no digest of its pixels",
+                    "use an engine that reports one, or set [media] allow_unverified_pixels = true",
                 )
         return None
 
@@ -102,7 +101,7 @@ def count_reasons(dropped: Sequence[DroppedSample]) -> dict[str, int]:
 
 
 def add_location(error: BadT, sample: str, step: int, item: MediaItem, store: MediaStore) -> BadT:
-    """The error with what a reader needs to find the image: who wanted it, when, and where."""
+    """Return the error with the sample, step, item and store of the image."""
     where = f"sample {sample} of step {step}, {item.name}"
     return type(error)(f"{where}: {error.problem} (searched: {store.places})", error.fix)
 
@@ -110,5 +109,5 @@ def add_location(error: BadT, sample: str, step: int, item: MediaItem, store: Me
 def build_pixel_mismatch(seen: str, made: str) -> PixelMismatch:
     return PixelMismatch(
         f"the sampler saw pixels {seen}, the trainer made {made}",
-        "run the same Pillow and the same processor settings on both sides",
+        "use the same version of Pillow and the same processor settings on both sides",
     )

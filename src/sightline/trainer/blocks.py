@@ -128,5 +128,5 @@ def _build_recompute(block_type: Any) -> Callable[..., Any]:
 
 
 def _has_dropout(block: torch.nn.Module) -> bool:
-    """Whether it would compute something else the second time."""
+    """Return whether the block computes something else the second time."""
     return any(isinstance(m, torch.nn.Dropout) and m.p > 0 for m in block.modules())

@@ -33,7 +33,7 @@ TRAIN, HELD_OUT = "train", "eval"
 _CELL_KEYS = {"bytes", "path"}
 """How the `datasets` library writes an image."""
 _PLACEHOLDER = "<image>"
-"""Where a text shows the next image of its row, in data of ShareGPT's form."""
+"""The place of the row's next image in a text, in ShareGPT's form."""
 _SHAREGPT_ROLES = {"human": "user", "gpt": "assistant", "system": "system"}
 
 Put = Callable[[Any], MediaRef]
@@ -42,7 +42,7 @@ Put = Callable[[Any], MediaRef]
 @dataclass(frozen=True)
 class TrainingConversation:
     name: str
-    """Names it in messages and metrics."""
+    """The name in messages and metrics."""
     messages: list[Message]
     tools: Tools | None = None
 
@@ -52,7 +52,7 @@ class TrainingConversation:
 
 
 class Demonstrations:
-    """What an environment shows; none of it is held out."""
+    """The demonstrations of an environment; none is held out."""
 
     num_held_out = 0
 
@@ -72,7 +72,7 @@ class Demonstrations:
 
 
 class FileConversations:
-    """Rows of whatever `open_tasks` opens.
+    """Conversations from the rows that `open_tasks` opens.
 
     A row has its messages in OpenAI's form, or in ShareGPT's. An image part that names no source,
     or a placeholder in a text, takes the next image of the row's column of images; a part with an
@@ -91,7 +91,7 @@ class FileConversations:
             seed=seed,
         )
         self.num_held_out = self._rows.count(HELD_OUT)
-        self._rows.get_row_number(0, TRAIN)  # raises where no row is left to train on
+        self._rows.get_row_number(0, TRAIN)  # raises if no row is left to train on
         self._order: tuple[int, list[int]] = (-1, [])
 
     def name(self, index: int, split: str) -> str:
@@ -139,24 +139,24 @@ class FileConversations:
             shown.check_all_used()
         messages = to_messages(filled, self._resolver)
         if not any(message.role == "assistant" for message in messages):
-            raise MessageError.at(column, "nothing that the assistant says", "remove the row")
+            raise MessageError.at(column, "the assistant says nothing", "remove the row")
         tools = _decode_cell(row["tools"], "tools") if row.get("tools") else None
         return TrainingConversation(name, messages, tools)
 
 
 ConversationSource = Demonstrations | FileConversations
-"""Conversations to train on go on for ever; those held out are `num_held_out`, and never train."""
+"""Training conversations never end; `num_held_out` others are held out and never train."""
 
 
 class _RowImages:
-    """The images of a row, on their way into the parts that show them."""
+    """Puts the images of a row into the parts that show them."""
 
     def __init__(self, images: Sequence[MediaRef], put: Put, folder: Path) -> None:
         self._images, self._put, self._folder = images, put, folder
         self._used: list[int] = []
 
     def fill(self, messages: Any) -> Any:
-        """The messages with refs where images are; what is of another shape is left as it is."""
+        """Return the messages with refs in place of images; other values stay as they are."""
         if not isinstance(messages, list):
             return messages
         return [self._message(m, f"messages[{i}]") for i, m in enumerate(messages)]
@@ -208,7 +208,7 @@ class _RowImages:
         return part
 
     def _take(self, index: int | None, path: str) -> MediaRef:
-        """Image `index` of the row, or the next one."""
+        """Return image `index` of the row, or the next one."""
         at = len(self._used) if index is None else index
         if at not in range(len(self._images)):
             raise MessageError.at(
@@ -222,13 +222,13 @@ class _RowImages:
 
 
 def _decode_cell(cell: Any, path: str) -> Any:
-    """A cell, or what its text says: some tables hold nested values as JSON."""
+    """Return the value of a cell; some tables hold nested values as JSON text."""
     if not isinstance(cell, str):
         return cell
     try:
         return json.loads(cell)
     except ValueError as error:
-        raise MessageError.at(path, f"text that is no JSON: {error}", "mend the row") from error
+        raise MessageError.at(path, f"text that is not JSON: {error}", "fix the row") from error
 
 
 def open_conversations(
@@ -240,7 +240,7 @@ def open_conversations(
 
 
 class _PlaceholderResolver:
-    """Resolves every url to a made-up image or video; files must be there, nothing is fetched."""
+    """Resolves every url to a placeholder. Files must exist, and nothing is fetched."""
 
     image = MediaRef("0" * 64, "image/png", 64, 64, 1)
     video = MediaRef("0" * 64, "video/mp4", 64, 64, 1, 8, 2.0)
@@ -248,23 +248,24 @@ class _PlaceholderResolver:
     def put(self, source: Any) -> MediaRef:
         if isinstance(source, Path):
             if not source.is_file():
-                raise MediaError(f"no image at {source}", "put it there, or mend the row")
+                raise MediaError(f"no image at {source}", "put it there, or fix the row")
             with source.open("rb") as file:
                 source = file.read(16)
         is_video = isinstance(source, bytes) and find_video_mime(source) is not None
         return self.video if is_video else self.image
 
     def resolve(self, url: str, path: str) -> MediaRef:
-        """By the place of a url, since nothing of what it names is looked at."""
+        """Decide by the url's place, because nothing is fetched."""
         return self.video if ".video" in path.rpartition("]")[2] else self.image
 
 
 def check_rows_for_images(data: DataConfig, seed: int, most: int = 200) -> bool:
-    """Checks the first rows, and says whether they show images. Nothing is stored.
+    """Check the first rows, and return whether they show images. Nothing is stored.
 
-    Raises where one of them is no conversation.
+    Raise if one of them is not a conversation.
     """
     resolver = _PlaceholderResolver()
-    found = FileConversations(data, resolver.put, resolver, seed)
-    shown = [found.row(i).shows_media for i in range(min(most, len(found)))]
-    return any(shown)
+    conversations = FileConversations(data, resolver.put, resolver, seed)
+    rows = range(min(most, len(conversations)))
+    shows_media = [conversations.row(i).shows_media for i in rows]
+    return any(shows_media)

@@ -4,10 +4,9 @@
       waits for: an announcement, then digests       waits for: a ready batch
       unblocked by: the orchestrator, the pool       unblocked by: the prefetcher
 
-Every item is made and its digest compared before packing, so that a bad item costs exactly the
-samples that show it and the packs are those of the batch without them. A few are held at a time:
-of their pixels stays what the cache has room for, and the rank that trains on them has them made
-again (`micro_batch_pixels`).
+Every item is materialized and its digest compared before packing, so a bad item costs exactly the
+samples that show it. Pixels stay as far as the cache has room; the rank that trains on them
+materializes the others again (`micro_batch_pixels`).
 """
 
 from __future__ import annotations
@@ -52,22 +51,22 @@ from sightline.wire.sample import Batch, Sample, digest_batch
 class ReadyMicroBatch:
     batch: MicroBatch
     made: UInt8[np.ndarray, "patches values"] | None = None
-    """Patches of the distinct items, in their order; None when there is none, or none yet."""
+    """Patches of the distinct items, in order; None if there are none, or none yet."""
     runs_tower: bool = False
-    """Whether some rank shows an item in this round: then this one goes through the tower too."""
+    """Whether any rank has an image in this round: then this rank runs the vision tower too."""
     has_stored_pixels: bool = True
-    """Whether the patches are those of the items; a probe exchanges them."""
+    """Whether the patches belong to the items; a probe swaps them."""
     pixels: MicroBatchPixels | None = None
-    """What makes the patches, where they are yet to be made."""
+    """Makes the patches that do not exist yet."""
 
     @property
     def patch_starts(self) -> Int[np.ndarray, " starts"]:
-        """Where in `made` each item begins; last, how many patches there are."""
+        """Return the index in `made` at which each item starts, and the number of patches."""
         return np.cumsum([0, *(entry.item.num_patches for entry in self.batch.items)])
 
     @contextlib.contextmanager
     def hold_pixels(self) -> Iterator[ReadyMicroBatch]:
-        """The micro-batch with its pixels, which count among those held until the end."""
+        """Provide the micro-batch with its pixels, which count as held until the end."""
         if self.pixels is None or self.made is not None:
             yield self
             return
@@ -83,25 +82,25 @@ class ReadyBatch:
     digest: str
     micro_batches: list[ReadyMicroBatch]
     materialize_s: float
-    """Seconds that reading, making and digesting the items took, before packing."""
+    """Seconds for reading, materializing and digesting the items, before packing."""
     num_samples: int = 0
-    """Samples of the batch; this and the counts below are known to rank 0 alone."""
+    """Samples of the batch; only rank 0 knows this and the counts below."""
     num_slots: int = 0
-    """Items that the samples show, as often as they show them."""
+    """Items that the samples show, with repetitions."""
     num_items: int = 0
     """Distinct items of the samples."""
     dropped: list[DroppedSample] = field(default_factory=list)
-    """Samples that bad media cost."""
+    """Samples that were dropped for bad media."""
     truncated: dict[str, int] = field(default_factory=dict)
-    """Samples beyond `[trainer] max_sequence_tokens`: cut, or left out and why."""
+    """Samples longer than `[trainer] max_sequence_tokens`: cut, or left out and why."""
     held_out: bool = False
-    """Whether the batch is evaluated, and nothing is learnt from it."""
+    """Whether the batch is evaluated instead of trained."""
     is_last: bool = False
     """Whether the evaluation ends with this batch."""
     waited_s: float = 0.0
-    """How long the loop waited for the batch."""
+    """Seconds that the loop waited for the batch."""
     num_unproven: int = 0
-    """Samples that train although their sampler gave no digest of its pixels."""
+    """Samples that train although their sampler reported no pixel digest."""
     num_made: int = 0
     """Distinct items that were materialized for the batch; the others came from the cache."""
     minibatch_sizes: list[int] | None = None
@@ -117,20 +116,22 @@ class ReadyBatch:
         return [range(start, stop) for start, stop in itertools.pairwise(ends)]
 
     def start_pixels(self) -> None:
-        """Begins to make the pixels of the first micro-batch, if they take little room: the batch
-        before this one is computed meanwhile."""
+        """Start making the first micro-batch's pixels, if they are small.
+
+        The previous batch is still in training.
+        """
         for first in self.micro_batches[:1]:
             if first.pixels is not None:
                 first.pixels.start(first.batch, max_fraction=1 / 3)
 
     def with_pixels(self) -> ReadyBatch:
-        """The batch with all its pixels made, whatever memory they take."""
-        made = []
-        for one in self.micro_batches:
-            if one.made is None and one.pixels is not None and one.batch.items:
-                one = replace(one, made=one.pixels.stack(one.batch))
-            made.append(one)
-        return replace(self, micro_batches=made)
+        """Return the batch with all its pixels, whatever memory they take."""
+        micro_batches = []
+        for ready in self.micro_batches:
+            if ready.made is None and ready.pixels is not None and ready.batch.items:
+                ready = replace(ready, made=ready.pixels.stack(ready.batch))
+            micro_batches.append(ready)
+        return replace(self, micro_batches=micro_batches)
 
     def iterate_with_pixels(
         self, places: range | None = None
@@ -155,7 +156,7 @@ class ReadyBatch:
 
     @property
     def bad(self) -> dict[str, int]:
-        """Samples that bad media cost, by reason."""
+        """Return the number of samples dropped for bad media, by reason."""
         return count_reasons(self.dropped)
 
 
@@ -167,9 +168,9 @@ class BatchPreparer:
     bad_media: BadMediaPolicy = BadMediaPolicy()
     aggregation: AggregationFunction = by_tokens
     max_sequence_tokens: int = 0
-    """Longest sample that trains uncut; 0 is any length."""
+    """The most tokens of a sample; 0 is no limit."""
     pixels: MicroBatchPixels | None = None
-    """What makes the pixels of this rank's micro-batches; by default in any memory."""
+    """Makes the pixels of this rank's micro-batches; by default without a memory limit."""
     algorithm: Algorithm | None = None
     """Computes the advantages of batches that have none stored."""
     num_minibatches: int = 1
@@ -214,7 +215,7 @@ class BatchPreparer:
             dropped=dropped,
             truncated=truncated,
             num_unproven=sum(any(s.pixel_digest is None for s in one.slots) for one in kept),
-            # Those of the batch before, made again meanwhile, count with them.
+            # Items of the previous batch that were made again meanwhile count too.
             num_made=min(self.materializer.counts.made - made_before, len(digests)),
         )
 
@@ -248,8 +249,8 @@ class BatchPreparer:
         return [[s for place in sorted(places) for s in members[place]] for places in parts]
 
     def _digest_items(self, batch: Batch) -> tuple[PixelDigests, MediaProblems]:
-        """The digests of all items; their pixels stay as far as the cache has room."""
-        # By all of it: one that lies about its image fails alone.
+        """Return the digests of all items, and the problems of bad ones."""
+        # Keyed by the whole item: one with a wrong size fails alone.
         wanted = {item: sample for sample in batch.samples for item in sample.items}
         digests: dict[MediaItem, str] = {}
         problems: dict[MediaItem, BadMediaError] = {}
@@ -262,7 +263,7 @@ class BatchPreparer:
                 problems[item] = error
             except MediaError as error:
                 if isinstance(error.__cause__, OSError):
-                    # A disk that fails may heal; a replay would then train on other samples.
+                    # A disk error may be temporary: a replay would then train on other samples.
                     store, sample = self.materializer.store, wanted[item]
                     raise add_location(error, sample.trace_id, batch.step, item, store) from error
                 problems[item] = error
@@ -270,15 +271,15 @@ class BatchPreparer:
 
 
 def _add_digests(packed: MicroBatch, digests: PixelDigests) -> MicroBatch:
-    """With the digests that every other process has to come to."""
+    """Add the digests that every rank has to reproduce."""
     items = [replace_fields(e, pixel_digest=digests[e.item]) for e in packed.items]
     return replace_fields(packed, items=items)
 
 
 class BatchPrefetcher:
-    """Iterates over batches that a thread makes ready, one ahead of the loop.
+    """Iterates over batches that a thread prepares, one ahead of the loop.
 
-    The thread starts with the iteration, and waits while the batch ahead is not taken.
+    The thread starts with the iteration, and waits until the loop takes the batch.
     """
 
     def __init__(self, batches: Iterable[ReadyBatch]) -> None:
@@ -300,9 +301,9 @@ class BatchPrefetcher:
             yield replace(ready, waited_s=time.monotonic() - began)
 
     def fail(self, error: BaseException) -> None:
-        """Raises `error` where the loop asks for its next batch, or waits for one. Never waits."""
+        """Raise `error` in the loop when it asks for its next batch. Return at once."""
         self._error = error
-        with contextlib.suppress(queue.Full):  # then there is something to wake up for already
+        with contextlib.suppress(queue.Full):  # then the loop wakes up anyway
             self._ready.put_nowait(error)
 
     def _run(self) -> None:
@@ -317,19 +318,19 @@ class BatchPrefetcher:
 
 @dataclass
 class AnnouncedBatches:
-    """Iterates over the batches that the orchestrator announces, made ready, in step order."""
+    """Iterates over the batches that the orchestrator announces, prepared, in step order."""
 
     announcements: Callable[[], BatchReady | None]
     preparer: BatchPreparer
     next_step: int
     watchdog: StallWatchdog = field(default_factory=StallWatchdog)
-    """Watches the thread that iterates: the loop's own is idle while it waits for a batch."""
+    """Monitors the thread that iterates: the loop's watchdog is idle while it waits."""
 
     def __iter__(self) -> Iterator[ReadyBatch]:
         while (announced := self.announcements()) is not None:
             self.watchdog.enter(f"preparing step {announced.step}")
             ready = self._read(announced)
-            self.watchdog.idle()  # ranks that do not take their share are named by the channel
+            self.watchdog.idle()  # the channel names ranks that do not take their share
             yield ready
 
     def _read(self, announced: BatchReady) -> ReadyBatch:
@@ -337,7 +338,7 @@ class AnnouncedBatches:
         if announced.step != self.next_step:
             problem = f"batch of step {announced.step} announced, step {self.next_step} is next"
         elif digest_batch(announced.data) != announced.digest:
-            problem = f"what came is not the batch of step {announced.step} that was announced"
+            problem = f"the batch of step {announced.step} differs from its announced digest"
         if problem:
             raise WireError(problem, "resume the run: `sightline rl --resume RUN`")
         self.next_step += 1

@@ -1,8 +1,7 @@
-"""A ready micro-batch through the model: tokens, positions, features and attention pattern.
+"""The forward pass of a micro-batch: tokens, positions, features and attention pattern.
 
-Where the vision tower is frozen, features of images are made once, and cached across steps. Each
-image goes through the tower alone. Its features are then a function of the image, whatever else a
-step shows and whatever is cached: a run that was killed, and begins with an empty cache, comes to
+If the vision tower is frozen, image features are cached across steps. Each image then goes through
+the tower alone, so its features depend on nothing else: a resumed run with an empty cache computes
 the same bits.
 """
 
@@ -29,7 +28,7 @@ from sightline.wire.micro_batch import MicroBatch
 
 
 def has_frozen_tower(forward: Forward) -> bool:
-    """Whether the model has a tower of which nothing trains."""
+    """Return whether the model has a vision tower without trained parameters."""
     parameters = [parameter for _, parameter in forward.vision_parameters()]
     return bool(parameters) and not any(parameter.requires_grad for parameter in parameters)
 
@@ -44,10 +43,10 @@ class FrozenTowerFeatures:
     def encode(
         self, ready: ReadyMicroBatch, device: torch.device
     ) -> Float[Tensor, "visual features"] | None:
-        """Features of the distinct images, in their order; None where this rank shows none.
+        """Return the features of the distinct images, in order; None if this rank has none.
 
-        The tower's collectives want every rank as often as any: one that finds its features in the
-        cache sends the smallest image through instead.
+        The tower's collectives need every rank equally often: a rank with cached features sends
+        the smallest image through instead.
         """
         items, starts = ready.batch.items, ready.patch_starts
         shown = [
@@ -82,7 +81,7 @@ class FrozenModel:
 
 
 def encode_blank(forward: Forward, device: torch.device) -> Float[Tensor, ""]:
-    """Sends the smallest image through the tower, whose collectives want every rank."""
+    """Send the smallest image through the tower, whose collectives need every rank."""
     smallest = forward.blank_image()
     if smallest is None:
         raise FamilyError("images on another rank, and no vision tower here", "report this")
@@ -98,10 +97,10 @@ def compute_hidden(
     frozen: FrozenTowerFeatures | None = None,
     exact: bool = False,
 ) -> Float[Tensor, "trained hidden"]:
-    """The hidden states that predict the trained tokens; `exact` for a model that was loaded so.
+    """Return the hidden states that predict the trained tokens.
 
-    Each image is encoded once, or its features come from the cache of a `frozen` tower. Its pixels
-    have to be made.
+    Each image is encoded once, or its features come from the cache of a `frozen` tower. The pixels
+    must exist. `exact` is for a model that was loaded as exact.
     """
     batch = ready.batch
     token_ids = copy_to_device(batch.token_ids.numpy().astype(np.int64), device)[None]
@@ -137,7 +136,7 @@ def compute_hidden(
 def _locate_features(
     batch: MicroBatch, family: Family
 ) -> tuple[Int[np.ndarray, " visual"], Int[np.ndarray, " visual"]]:
-    """For each visual token of the pack the row of its feature, and its place, ascending."""
+    """Return the feature row and the place of each visual token, by ascending place."""
     offsets = [family.feature_offsets(entry.item) for entry in batch.items]
     firsts = np.cumsum([0, *map(len, offsets)])
     slots = sorted(batch.slots, key=lambda slot: slot.offset)

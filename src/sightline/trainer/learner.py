@@ -261,7 +261,7 @@ class Learner(LossComputer):
         else:
             smallest = min(ready.micro_batches, key=lambda m: len(m.batch.token_ids))
             with smallest.hold_pixels() as micro_batch:
-                for _ in range(NUM_PASSES):  # tower included, beside the rank that probes
+                for _ in range(NUM_PASSES):  # tower included, like the rank that probes
                     self.score(replace(micro_batch, runs_tower=True))
         return next(filter(None, self.dims.gather_to_lead(found)), None)
 

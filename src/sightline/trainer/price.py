@@ -1,4 +1,4 @@
-"""What a model's micro-batches cost, counted from its parameters."""
+"""The cost of a model's micro-batches, counted from its parameters."""
 
 from __future__ import annotations
 

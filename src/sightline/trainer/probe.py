@@ -1,10 +1,9 @@
-"""Does the model use its images? The same tokens are scored again with images exchanged.
+"""Measures whether the model uses its images, by scoring tokens again with images swapped.
 
-A model that trains blind (pixels dropped on some wire, a tower that is not connected) answers a
-picture that it was not shown exactly as it answers its own, while loss and reward look normal.
-Only images of one grid are exchanged, so that tokens and positions stay as they are. One
-micro-batch is probed, on whatever rank it is; the others run as many passes, for the blocks of a
-sharded model are gathered by all ranks together.
+A model can train blind, while loss and reward look normal: pixels are lost on the way, or the tower
+is not connected. Swapping its images then changes nothing. Only images of the same grid are
+swapped, so tokens and positions stay the same. One rank probes one micro-batch; the others run the
+same number of passes, because all ranks gather the blocks of a sharded model together.
 """
 
 from __future__ import annotations
@@ -22,27 +21,27 @@ IsChosen = Bool[np.ndarray, " tokens"]
 Score = Callable[[ReadyMicroBatch], Float[np.ndarray, " tokens"]]
 """The logprobs of the trained tokens."""
 NOISE = 10.0
-"""An effect below so many times that of scoring twice is none."""
+"""An effect must exceed the effect of scoring twice by this factor."""
 FLOOR = 1e-9
-"""Mean change of a logprob that no arithmetic can tell from none."""
+"""A smaller mean change of logprobs counts as none."""
 NUM_PASSES = 3
-"""With its own images, with its own again, and with others."""
+"""With the original images, with them again, and with swapped images."""
 WEAK_CHANGE = 1e-3
-"""Below this change images hardly matter: a probability moves by less than a thousandth."""
+"""A smaller change is weak: probabilities change by less than a thousandth."""
 
 
 @dataclass(frozen=True, slots=True)
 class ImageSwapProbe:
     tokens: int
-    """Trained tokens behind an image that was exchanged."""
+    """The number of trained tokens after a swapped image."""
     exchanged_kl: float
-    """Mean r - 1 - log r of them, with exchanged images against their own."""
+    """Their mean r - 1 - log r, with swapped images compared with the original ones."""
     same_kl: float
-    """Mean r - 1 - log r of scoring them twice with their own images."""
+    """Their mean r - 1 - log r, scored twice with the original images."""
     change: float
-    """Mean |difference of logprobs| when images are exchanged."""
+    """Mean |difference of logprobs| with swapped images."""
     noise: float
-    """Mean |difference of logprobs| when nothing is."""
+    """Mean |difference of logprobs| with the original images."""
 
     @property
     def is_blind(self) -> bool:
@@ -52,20 +51,20 @@ class ImageSwapProbe:
     def words(self) -> str:
         if self.is_blind:
             return (
-                f"Blind: exchanging the images changes nothing about {self.tokens} sampled tokens. "
-                "The pixels do not reach the model; training on them teaches it to guess."
+                f"Blind: swapping the images does not change the logprobs of {self.tokens} tokens. "
+                "The pixels do not reach the model, so it learns to guess."
             )
-        looks = "hardly looks" if self.change < WEAK_CHANGE else "looks"
+        uses = "barely uses" if self.change < WEAK_CHANGE else "uses"
         return (
-            f"The model {looks}: exchanging the images moves the logprobs of {self.tokens} sampled "
-            f"tokens by {self.change:.2g} on average."
+            f"The model {uses} its images: swapping them changes token logprobs by "
+            f"{self.change:.2g} on average ({self.tokens} tokens)."
         )
 
 
 def _find_donors(ready: ReadyMicroBatch) -> tuple[Int[np.ndarray, " images"], IsMoved]:
-    """For each image the one that comes in its place, and whether that is another.
+    """Return the image that replaces each image, and whether it is another one.
 
-    Those of one grid change places in a circle.
+    Images of the same grid rotate.
     """
     grids = [entry.item.grid for entry in ready.batch.items]
     donors = np.arange(len(grids))
@@ -76,9 +75,9 @@ def _find_donors(ready: ReadyMicroBatch) -> tuple[Int[np.ndarray, " images"], Is
 
 
 def swap_images(ready: ReadyMicroBatch) -> tuple[ReadyMicroBatch, IsMoved] | None:
-    """The micro-batch with images exchanged, and which images changed.
+    """Return the micro-batch with images swapped, and which images changed.
 
-    None where no two distinct images have the same grid.
+    None if no two distinct images have the same grid.
     """
     donors, moved = _find_donors(ready)
     if not moved.any() or (patches := ready.made) is None:
@@ -89,7 +88,7 @@ def swap_images(ready: ReadyMicroBatch) -> tuple[ReadyMicroBatch, IsMoved] | Non
 
 
 def find_tokens_behind(ready: ReadyMicroBatch, moved: IsMoved) -> IsChosen:
-    """Whether each trained token may attend to an image that was exchanged."""
+    """Return whether each trained token may attend to a swapped image."""
     batch = ready.batch
     sees = np.zeros(len(batch.token_ids), dtype=bool)
     ends = batch.subtree_end.numpy()
@@ -100,14 +99,14 @@ def find_tokens_behind(ready: ReadyMicroBatch, moved: IsMoved) -> IsChosen:
 
 
 def _can_probe(ready: ReadyMicroBatch) -> bool:
-    """Whether images can be exchanged that trained tokens may attend to."""
+    """Return whether trained tokens may attend to an image that can be swapped."""
     return bool(find_tokens_behind(ready, _find_donors(ready)[1]).any())
 
 
 def pick_probe_micro_batch(
     candidates: Sequence[ReadyMicroBatch],
 ) -> tuple[str, ReadyMicroBatch] | None:
-    """A micro-batch that can be probed, with its name: the same on any number of ranks."""
+    """Return a micro-batch to probe, with its name: the same on any number of ranks."""
     named = [
         (f"{first.trace_id}/{first.node}", ready)
         for ready in candidates
@@ -118,7 +117,7 @@ def pick_probe_micro_batch(
 
 
 def probe(ready: ReadyMicroBatch, score: Score) -> ImageSwapProbe | None:
-    """None where nothing can be exchanged, or nothing trained stands behind it."""
+    """Probe a micro-batch; None if no trained token can attend to a swapped image."""
     if not _can_probe(ready) or (swapped := swap_images(ready)) is None:
         return None
     other, moved = swapped

@@ -1,7 +1,7 @@
-"""What outlasts the trainer process, in the order that lets any moment be the last.
+"""Writes the trainer's results in an order that survives a kill at any moment.
 
-Every rank of `rl` and `sft` has a writer, and calls the same methods in the same order, since
-gathering weights is a collective: rank 0 writes files and events, the others give their shards.
+Every rank of `rl` and `sft` has a writer and calls the same methods in the same order, because
+gathering weights is a collective. Rank 0 writes files and events; the others send their shards.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ _SFT_METRICS = (
 
 @dataclass
 class RunWriter:
-    """What a rank leaves behind: checkpoints, the exported model and, in `rl`, every version."""
+    """Writes checkpoints, the exported model and, in `rl`, every version."""
 
     run_dir: RunDir
     learner: Learner
@@ -49,15 +49,15 @@ class RunWriter:
     source: Path
     """The checkpoint folder that the run started from."""
     export_dir: Path
-    """Where the trained model is written at the end, as a plain checkpoint."""
+    """The folder of the trained model, a plain checkpoint."""
     dtype: torch.dtype
     """Precision of published and exported weights."""
     events: EventLog | None = None
-    """Takes the metrics; None on ranks other than 0, which report nothing."""
+    """Receives the metrics; None on ranks other than 0."""
     publishes: bool = False
-    """Whether a version leaves after every step, as in `rl`; `sft` only exports at the end."""
+    """Whether every step publishes a version, as in `rl`; `sft` only exports at the end."""
     adapter: Adapter | None = None
-    """What LoRA adapters are added to, where they leave unmerged."""
+    """The base of LoRA adapters, if they are published unmerged."""
     ledger: Ledger | None = None
     """Lists the batch of every step; on rank 0 of `rl`."""
     async_publisher: AsyncPublisher | None = None
@@ -65,28 +65,27 @@ class RunWriter:
     send: Callable[[ControlMessage], None] | None = None
     """Tells the orchestrator; on rank 0 of `rl`."""
     max_mismatch: float = 0.0
-    """Most mismatch KL a token of a step that is kept; 0 is no limit."""
+    """The highest mismatch KL per token that a step may have; 0 is no limit."""
     _nll: float = 0.0
     _num_tokens: float = 0.0
 
     @property
     def background_tasks(self) -> list[BackgroundTask]:
-        """What writes beside the loop."""
+        """Return the tasks that write in threads."""
         publishes = [] if self.async_publisher is None else [self.async_publisher.background_task]
         return [self.saver.background_task, *publishes]
 
     def check(self) -> None:
-        """Raises what went wrong in the publisher's thread; and in `sft`, for a disk that is nearly
-        full."""
+        """Raise an error of the publisher's thread or, in `sft`, if the disk is nearly full."""
         if self.async_publisher is not None:
             self.async_publisher.background_task.check()
-        elif self.events is not None:  # in `rl` the orchestrator looks
+        elif self.events is not None:  # in `rl` the orchestrator checks the disk
             check_disk_room(self.run_dir.path)
 
     def record(self, ready: ReadyBatch, result: StepResult) -> None:
-        """Writes down what the step was trained on, before anyone hears of its weights.
+        """Record the step's batch and scores before its weights are published.
 
-        A step whose sampler was another policy ends here: it is neither published nor kept.
+        Raise if the mismatch is too high: the step is then neither published nor kept.
         """
         if self.ledger is not None:
             write_atomic(self.run_dir.scores_of(ready.step), result.scores.to_bytes())
@@ -102,12 +101,13 @@ class RunWriter:
         except (OSError, SightlineError) as error:
             split = f"no split: {error}"
         return PolicyMismatch(
-            f"step {step}: sampler and trainer differ by a KL of {kl:.3g} a token, over "
+            f"step {step}: sampler and trainer differ by a KL of {kl:.3g} per token, over "
             f"{result.metrics['fresh_tokens']:.0f} tokens that version {step - 1} sampled; "
             f"[orchestrator] max_mismatch is {self.max_mismatch} ({split})",
-            "the step was not published or kept. Alike everywhere: other weights, another dtype or "
-            "wrong logprobs at the server; with images alone: other pixels or another tower. Mend "
-            "the server, then start a new run, or resume with a higher max_mismatch to train on "
+            "the step was neither published nor kept. If all tokens differ, the server has other "
+            "weights, another dtype or wrong logprobs. If only tokens with images differ, it has "
+            "other pixels or another tower. Fix the server and start a new run, or resume with a "
+            "higher max_mismatch to train on "
             "this batch",
         )
 
@@ -202,7 +202,7 @@ class RunWriter:
             self.async_publisher.background_task.wait()
         end_compile_workers()
         model = self.learner.forward.model
-        try:  # beside the last checkpoint: nothing changes any more
+        try:  # while the last checkpoint is written: nothing changes any more
             if step > 0 and self.learner.dims.is_lead:
                 export_checkpoint(self.source, self.export_dir, model, self.dtype)
             elif step > 0:

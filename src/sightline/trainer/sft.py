@@ -2,8 +2,8 @@
 
     source --conversations--> prefetcher (own thread): render, materialize, pack --ready k--> loop
 
-Only what the assistant says is trained. A batch is a function of its step, so that what is
-needed to go on after a kill is a checkpoint and nothing else.
+Only the assistant's tokens train. A batch is a function of its step, so a run can resume from its
+checkpoint alone.
 """
 
 from __future__ import annotations
@@ -39,16 +39,15 @@ from sightline.wire import Slot
 from sightline.wire.array import Array
 from sightline.wire.sample import Batch, Sample, Segment
 
-MAX_KEPT = 8
-"""Conversations of a step that are kept for people to look at."""
+MAX_STORED = 8
+"""The number of conversations per step that are stored for people to read."""
 
 
 @dataclass
 class ConversationBatches:
-    """Conversations as batches; the same step has the same one, in every process.
+    """Iterates over batches of conversations, from the step after `done`.
 
-    Iterated over, they begin with the step after `done`, and bring what is held out wherever an
-    evaluation is due.
+    A step has the same batch in every process. Held-out batches follow when an evaluation is due.
     """
 
     source: ConversationSource
@@ -58,11 +57,11 @@ class ConversationBatches:
     done: int = 0
     """Step of the checkpoint that the run resumes from."""
     watchdog: StallWatchdog = field(default_factory=StallWatchdog)
-    """Watches the thread that iterates: the loop's own is idle while it waits for a batch."""
+    """Monitors the thread that iterates: the loop's watchdog is idle while it waits."""
     stop: Event = field(default_factory=Event)
-    """Set by who wants no further step."""
+    """Set to end the run before its next step."""
     run_dir: RunDir | None = None
-    """Where conversations are kept for people to look at: a few of steps 1, 2, 4, 8 and so on."""
+    """Receives a few conversations of steps 1, 2, 4, 8 and so on, for people to read."""
 
     def __iter__(self) -> Iterator[ReadyBatch]:
         steps, every = self.config.run.steps, self.config.sft.eval_every
@@ -76,7 +75,7 @@ class ConversationBatches:
                 yield from self.held_out(step)
 
     def held_out(self, step: int) -> Iterator[ReadyBatch]:
-        """All conversations that are held out, to be evaluated after `step`."""
+        """Yield all held-out conversations, to evaluate after `step`."""
         num, size = self.source.num_held_out, self.config.sft.batch_size
         for first in range(0, num, size):
             ready = self._prepare(step, range(num)[first : first + size], HELD_OUT)
@@ -84,29 +83,33 @@ class ConversationBatches:
 
     def _prepare(self, step: int, indices: Iterable[int], split: str) -> ReadyBatch:
         self.watchdog.enter(f"preparing step {step}")
-        samples, lost, shown = list[Sample](), list[DroppedSample](), list[Trace]()
-        is_kept = self.run_dir is not None and split == TRAIN and step.bit_count() == 1
+        samples, lost, traces = list[Sample](), list[DroppedSample](), list[Trace]()
+        stores_traces = self.run_dir is not None and split == TRAIN and step.bit_count() == 1
         for index in indices:
             try:
-                found = self.source.conversation(index, split)
+                conversation = self.source.conversation(index, split)
             except MediaError as error:
                 if self.preparer.bad_media.on_bad_image == "stop":
                     raise
                 name = self.source.name(index, split)
                 lost.append(DroppedSample(name, "", type(error).__name__, error.problem))
                 continue
-            samples.append(build_sample(found.messages, self.renderer, found.name, found.tools))
-            if is_kept and len(shown) < MAX_KEPT:
-                shown.append(build_trace(found, self.renderer, index))
-        if shown and self.run_dir is not None:
-            write_traces(self.run_dir.traces_of(step), shown)
+            samples.append(
+                build_sample(
+                    conversation.messages, self.renderer, conversation.name, conversation.tools
+                )
+            )
+            if stores_traces and len(traces) < MAX_STORED:
+                traces.append(build_trace(conversation, self.renderer, index))
+        if traces and self.run_dir is not None:
+            write_traces(self.run_dir.traces_of(step), traces)
         ready = self.preparer.prepare(Batch(step, samples), "", lost)
         self.watchdog.idle()
         return ready
 
 
 def open_source(config: SftFile, store: MediaStore) -> ConversationSource:
-    """The conversations of `[data]`, or the demonstrations of `[env]`."""
+    """Open the conversations of `[data]`, or the demonstrations of `[env]`."""
     if config.data is not None:
         return open_conversations(config.data, config.media, store, config.run.seed)
     assert config.env is not None
@@ -119,7 +122,7 @@ def build_sample(
     """Turn a conversation into a sample that trains the assistant's tokens."""
     rendered = renderer.render(messages, tools, generation_prompt=False)
     if not rendered.trained:
-        raise MessageError(f"{name}: nothing that the assistant says", "leave it out")
+        raise MessageError(f"{name}: the assistant says nothing", "remove the conversation")
     trained = np.concatenate([np.arange(s.start, s.stop) for s in rendered.trained])
     items = list({slot.item.key: slot.item for slot in rendered.slots}.values())
     places = {item.key: i for i, item in enumerate(items)}
@@ -139,11 +142,11 @@ def build_sample(
     )
 
 
-def build_trace(found: TrainingConversation, renderer: Renderer, index: int) -> Trace:
-    """The conversation as the dashboard shows rollouts: nothing of it was sampled."""
-    rendered = renderer.render(found.messages, found.tools, generation_prompt=False)
-    trace = Trace(id=found.name.replace(" ", "-"), env="sft", task=index)
-    for i, (message, span) in enumerate(zip(found.messages, rendered.spans, strict=True)):
+def build_trace(conversation: TrainingConversation, renderer: Renderer, index: int) -> Trace:
+    """Return the conversation as a trace for the dashboard, with no sampled token."""
+    rendered = renderer.render(conversation.messages, conversation.tools, generation_prompt=False)
+    trace = Trace(id=conversation.name.replace(" ", "-"), env="sft", task=index)
+    for i, (message, span) in enumerate(zip(conversation.messages, rendered.spans, strict=True)):
         ids = int32_array(rendered.token_ids[span.start : span.stop])
         slots = tuple(
             Slot(slot.offset - span.start, slot.length, slot.item)

@@ -1,4 +1,4 @@
-"""What an optimizer step comes to: sums, seconds, and the logprobs of every trained token."""
+"""The results of a step: metrics, seconds, and the logprobs of every trained token."""
 
 from __future__ import annotations
 
@@ -20,9 +20,9 @@ from sightline.wire.micro_batch import MicroBatch, StepScores, TokenOrigin
 
 
 class MetricSums:
-    """Sums over the micro-batches of a step: they stay on the device until all are read at once.
+    """Sums over the micro-batches of a step, which stay on the device until all are read.
 
-    Reading a number makes the host wait for everything that the device was asked for before it.
+    Reading a number makes the host wait for all work that the device has queued.
     """
 
     def __init__(self, names: Iterable[str]) -> None:
@@ -30,31 +30,30 @@ class MetricSums:
         self._device: dict[str, Tensor] = {}
 
     def count(self, name: str, value: float) -> None:
-        """Adds what the host knows."""
+        """Add a number of the host."""
         self._host[name] += value
 
     def add(self, name: str, value: Num[Tensor, ""]) -> None:
-        """Adds a number that the device knows; sums are in float64 on either side."""
+        """Add a number of the device. All sums are in float64."""
         value = value.detach().double()
         known = self._device.get(name)
         self._device[name] = value if known is None else known + value
 
     def read(self) -> dict[str, float]:
-        """Every sum, in one copy from the device."""
-        found = dict(self._host)
+        """Return all sums, with one copy from the device."""
+        sums = dict(self._host)
         if self._device:
             values = torch.stack(list(self._device.values())).tolist()
             for name, value in zip(self._device, values, strict=True):
-                found[name] = found.get(name, 0.0) + value
-        return found
+                sums[name] = sums.get(name, 0.0) + value
+        return sums
 
 
 class StepTimer:
-    """Seconds of a step by what they were spent on, without holding the device up.
+    """Measures the parts of a step without making the host wait for the device.
 
-    A device's work counts where it was asked for.
-    On CUDA a lap ends with a mark in the device's own queue, and the times between marks are read
-    when somebody asks for them.
+    On CUDA a lap ends with an event in the device's queue. `seconds` reads the times between
+    events.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -70,32 +69,32 @@ class StepTimer:
         self._marks.append((lap, mark))
 
     def seconds(self) -> dict[str, float]:
-        """Waits, on CUDA, for the last mark."""
-        found = {"forward": 0.0, "backward": 0.0, "optimizer": 0.0}
+        """Return the seconds of each lap. On CUDA it waits for the last event."""
+        seconds = {"forward": 0.0, "backward": 0.0, "optimizer": 0.0}
         if self._is_cuda:
             self._marks[-1][1].synchronize()
         for (_, before), (lap, mark) in pairwise(self._marks):
             spent_s = before.elapsed_time(mark) / 1e3 if self._is_cuda else mark - before
-            found[lap] = found.get(lap, 0.0) + spent_s
-        return found
+            seconds[lap] = seconds.get(lap, 0.0) + spent_s
+        return seconds
 
 
 @dataclass(slots=True)
 class StepResult:
     metrics: dict[str, float | None]
-    """Figures over all ranks, the same on every one."""
+    """Metrics over all ranks, equal on every rank."""
     scores: StepScores
     """Logprobs of the trained tokens of all ranks; on rank 0."""
     step_timer: StepTimer
     """Seconds of forward, backward and optimizer."""
     probe: ImageSwapProbe | None = None
-    """Whether the model uses its images, where this step measured it; on rank 0."""
+    """Whether the model uses its images, if this step measured it; on rank 0."""
     caches: dict[str, dict[str, float]] = field(default_factory=dict)
     """Hits, misses, evictions and bytes so far, summed over ranks; on rank 0."""
 
 
 def copy_to_host(scored: list[tuple[MicroBatch, Tensor]]) -> list[tuple[MicroBatch, np.ndarray]]:
-    """The logprobs of all micro-batches, in one copy from the device."""
+    """Return the logprobs of all micro-batches, with one copy from the device."""
     if not scored:
         return []
     batches, logprobs = zip(*scored, strict=True)
@@ -104,28 +103,28 @@ def copy_to_host(scored: list[tuple[MicroBatch, Tensor]]) -> list[tuple[MicroBat
 
 
 def check_same_bits(step: int, scored: list[tuple[MicroBatch, np.ndarray]]) -> None:
-    """Raises where a token that version `step` - 1 sampled has another logprob here, by one bit."""
+    """Raise if a token of version `step` - 1 has other logprob bits here than at the sampler."""
     for batch, logprobs in scored:
         sampler, is_fresh = batch.logprobs.numpy(), batch.versions.numpy() == step - 1
         differs = np.flatnonzero((sampler != logprobs) & is_fresh)
         if len(differs):
             at = int(differs[0])
-            origin = next(one for one in batch.origins if one.start <= at < one.stop)
+            origin = next(o for o in batch.origins if o.start <= at < o.stop)
             token = int(batch.token_ids.numpy()[batch.trained.numpy()[at]])
             raise PolicyMismatch(
                 f"step {step}: {len(differs)} of {int(is_fresh.sum())} tokens that version "
-                f"{step - 1} sampled have other logprobs here, under [model] exact = true. The "
-                f"first is token {token}, number {at - origin.start} that node {origin.node} of "
-                f"rollout {origin.trace_id} sampled: {sampler[at]!r} at the sampler, "
-                f"{logprobs[at]!r} at the trainer",
-                "the step was not published or kept. Server and trainer need the same kind of "
-                "device and the same version of torch; if they have, report this with the run "
-                "directory, or start a new run without exact",
+                f"{step - 1} sampled have other logprobs in the trainer, with [model] exact. "
+                f"The first is token {token}, number {at - origin.start} of node {origin.node} in "
+                f"rollout {origin.trace_id}: {sampler[at]!r} at the sampler, {logprobs[at]!r} at "
+                "the trainer",
+                "the step was neither published nor kept. Use the same kind of device and the same "
+                "version of torch for server and trainer; if they are equal, report this with the "
+                "run directory, or start a new run without exact",
             )
 
 
 def sum_cache_figures(ranks: list[dict[str, dict[str, int]]]) -> dict[str, dict[str, float]]:
-    """The figures of each cache over all ranks, which have the same caches."""
+    """Sum the figures of each cache over all ranks."""
     return {
         name: {figure: sum(rank[name][figure] for rank in ranks) for figure in first}
         for name, first in (ranks[0] if ranks else {}).items()
@@ -133,7 +132,7 @@ def sum_cache_figures(ranks: list[dict[str, dict[str, int]]]) -> dict[str, dict[
 
 
 def build_step_scores(step: int, scored: list[tuple[MicroBatch, np.ndarray]]) -> StepScores:
-    """Logprobs, ratios and advantages of every trained token, micro-batch by micro-batch."""
+    """Join the logprobs, ratios and advantages of every trained token."""
     origins: list[TokenOrigin] = []
     at = 0
     for batch, logprobs in scored:

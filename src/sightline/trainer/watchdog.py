@@ -1,6 +1,6 @@
-"""Notices a process that is alive and stuck: it has been at one activity for too long.
+"""Ends a process that is stuck: one activity takes too long.
 
-Waiting for a batch is no activity, however long it takes.
+Waiting for a batch is not an activity, however long it takes.
 """
 
 from __future__ import annotations
@@ -16,13 +16,13 @@ from pathlib import Path
 
 _COLLECTIVES = "/torch/distributed/"
 LONG_LIMIT_S = 600.0
-"""How long loading or writing a whole model may take, however short a step's limit is."""
+"""The shortest limit for loading or writing a whole model."""
 STALLED_EXIT_CODE = 4
 """Exit status of a process that ended itself because it was stuck."""
 
 
 class StallWatchdog:
-    """`enter` names the activity that begins, `idle` says that there is nothing to do."""
+    """Monitors activities: `enter` starts one, and `idle` ends it."""
 
     def __init__(
         self,
@@ -30,19 +30,19 @@ class StallWatchdog:
         tell: Callable[[str], None] = lambda _: None,
         heartbeat_file: Path | None = None,
     ) -> None:
-        """`tell` hears the problem before the process ends; a limit of 0 watches nothing.
+        """`tell` receives the problem before the process ends; a limit of 0 monitors nothing.
 
-        `heartbeat_file` is a file that stays young as long as this process can run at all.
+        `heartbeat_file` is touched as long as the process runs.
         """
         self._limit_s, self._tell, self._heartbeat_file = limit_s, tell, heartbeat_file
         self._since, self._min_limit_s = time.monotonic(), 0.0
         self.activity = ""
-        """What is being done now; empty while there is nothing to do."""
+        """The current activity; empty if there is none."""
         if limit_s:
             threading.Thread(target=self._watch, daemon=True, name="watchdog").start()
 
     def enter(self, activity: str, min_limit_s: float = 0.0) -> None:
-        """Begins `activity`, which may take `min_limit_s` where the limit is shorter."""
+        """Start `activity`, which may take `min_limit_s` even if the limit is shorter."""
         self._min_limit_s = min_limit_s
         self.activity, self._since = activity, time.monotonic()
 
@@ -50,14 +50,14 @@ class StallWatchdog:
         self.activity = ""
 
     def problem(self) -> str:
-        """What is stuck, in words; empty while nothing is."""
+        """Return the activity that is stuck, in words; empty if none is."""
         activity, still_s = self.activity, time.monotonic() - self._since
         limit_s = max(self._limit_s, self._min_limit_s)
         if not activity or still_s < limit_s:
             return ""
         if not _is_in_collective():
             return f"stuck for {still_s:.0f} s in {activity}"
-        # Another rank holds it up, and is given the time to say so itself.
+        # Another rank blocks it, and gets the time to report that itself.
         if still_s < 2 * limit_s:
             return ""
         return f"waited {still_s:.0f} s for another rank in {activity}"
@@ -69,16 +69,15 @@ class StallWatchdog:
             time.sleep(min(1.0, self._limit_s / 4))
         faulthandler.dump_traceback(file=sys.stderr, all_threads=True)
         self._tell(problem)
-        # The last words are what the launcher quotes.
-        print(f"{problem}; the stacks of all threads stand above", file=sys.stderr, flush=True)
+        # The launcher quotes the last line.
+        print(f"{problem}; the stacks of all threads are above", file=sys.stderr, flush=True)
         os._exit(STALLED_EXIT_CODE)
 
 
 def _is_in_collective() -> bool:
-    """Whether Python code of a thread is inside torch.distributed.
+    """Return whether a thread's Python code is inside torch.distributed.
 
-    A rank that waits in NCCL below torch's own operators, without such a frame, is not seen: it is
-    then called stuck, after the shorter limit.
+    A rank that waits in NCCL without such a frame counts as stuck, after the shorter limit.
     """
     return any(
         _COLLECTIVES in at.f_code.co_filename

@@ -114,7 +114,7 @@ def test_nothing_is_unpickled(wrap, tmp_path: Path) -> None:
     data = wrap(pickle.dumps({"pixel_values": Trap(mark)}))
     path = tmp_path / "foreign.pt"
     path.write_bytes(data)
-    with pytest.raises(WireError, match="was not opened: unpickling runs whatever code") as refused:
+    with pytest.raises(WireError, match="was not opened, because unpickling runs code") as refused:
         list(read_traces(path))
     assert "processed pixels cannot be used" in refused.value.fix
     with pytest.raises(WireError, match="was not opened"):
@@ -135,7 +135,7 @@ def test_a_trace_that_was_given_pixels_says_where_they_are(tmp_path: Path) -> No
     assert "cannot be used" in refused.value.fix
     path = tmp_path / "step_1.msgpack"
     path.write_bytes(FILE_MAGIC + len(data).to_bytes(4, "big") + data)
-    with pytest.raises(WireError, match="step_1.msgpack, trace 0 says it is a trace of schema 1"):
+    with pytest.raises(WireError, match="step_1.msgpack, trace 0 claims to be a trace of schema 1"):
         list(read_traces(path))
 
 

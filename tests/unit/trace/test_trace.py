@@ -230,7 +230,7 @@ def test_other_pixels_for_a_shared_prompt_are_refused() -> None:
     trace = Trace(id="t")
     one, two = (trace.extend(ROOT, [user(picture(1))], TOY) for _ in range(2))
     one.commit([150], [-1], spans(1), "length", ["seen"])
-    with pytest.raises(PixelMismatch, match="now makes pixels other"):
+    with pytest.raises(PixelMismatch, match="reports pixels other"):
         two.commit([150], [-1], spans(1), "length", ["other"])
     assert len(trace.nodes) == 2
 
@@ -253,11 +253,11 @@ def test_a_renderer_whose_spans_do_not_tile_is_refused() -> None:
             end = len(prompt_ids) + len(completion_ids)
             return Bridged([NEWLINE, PAD], [Slot(end + 1, 1, item(picture(0)))], [Span(end, end)])
 
-    with pytest.raises(Misaligned, match="bug of the renderer"):
+    with pytest.raises(Misaligned, match="bug in the renderer"):
         Trace(id="t").extend(ROOT, [user("hi")], Broken())
     trace = Trace(id="t")
     leaf = talk(trace, ([user("hi")], "yes"))
-    with pytest.raises(Misaligned, match="bug of the renderer"):
+    with pytest.raises(Misaligned, match="bug in the renderer"):
         trace.extend(leaf, [user("hi")], Broken())
 
 

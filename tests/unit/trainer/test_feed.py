@@ -263,5 +263,5 @@ def test_what_is_not_the_announced_batch_is_refused(tiny_model: Path, store: Med
     assert Batch.from_bytes(damaged) != Batch(1, [sample])
     announced = BatchReady(1, digest_batch(data), damaged)
     feed = iter(AnnouncedBatches(lambda: announced, preparer(tiny_model, store, 0.0), 1))
-    with pytest.raises(WireError, match="is not the batch of step 1 that was announced"):
+    with pytest.raises(WireError, match="the batch of step 1 differs from its announced digest"):
         next(feed)

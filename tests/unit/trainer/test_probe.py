@@ -46,7 +46,7 @@ def test_a_model_that_sees_is_told_from_one_that_does_not(
     lost = replace(ready, made=np.full_like(ready.made, 127))
     blind = probe(lost, learner.score)
     assert blind is not None and blind.is_blind
-    assert blind.words.startswith("Blind: exchanging the images changes nothing")
+    assert blind.words.startswith("Blind: swapping the images")
 
 
 def test_a_tower_that_is_not_connected_is_blind(learner: Learner, batch: ReadyBatch) -> None:

@@ -108,7 +108,7 @@ def test_only_what_the_assistant_says_is_trained(warmup: SftFile, tmp_path: Path
     sample = sft.build_sample(talk, batches.renderer, "s")
     trained = batches.renderer.decode(sample.token_ids.numpy()[sample.trained.numpy()].tolist())
     assert trained == "A B<|im_end|>C<|im_end|>"
-    with pytest.raises(MessageError, match="s: nothing that the assistant says"):
+    with pytest.raises(MessageError, match="s: the assistant says nothing"):
         sft.build_sample([user("red")], batches.renderer, "s")
 
 
