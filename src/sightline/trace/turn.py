@@ -212,7 +212,7 @@ class Turn:
         if None not in (given, recorded) and given != recorded:
             raise PixelMismatch(
                 f"trace {self._graph.id}: the engine reports pixels {given} for item {item[:12]}, "
-                f"after {recorded} before",
+                f"and reported {recorded} before",
                 "use the same versions of sightline and Pillow, and the same processor settings, "
                 "on all engines of the run",
             )
