@@ -433,7 +433,6 @@ PATCHED = {
     "unit/cli/test_try_command.py": "the process of a server, which is a thread",
     "unit/compute/test_attention_cudnn.py": "a kernel that only a GPU has",
     "unit/inference/test_sampling.py": "nothing: it counts the rows that are sorted",
-    "unit/media/test_media_store.py": "the seconds between two surveys of a store",
     "unit/media/test_stored_file.py": "the bytes of a part",
     "unit/orchestrator/test_control_router.py": "the seconds of silence of a lost process",
     "unit/trainer/test_compiled.py": "kernels that only a GPU has",

@@ -95,7 +95,7 @@ def test_a_saved_table_of_impossibly_many_rows_is_refused(tmp_path: Path) -> Non
     with pyarrow.ipc.new_stream(tmp_path / "a.arrow", batch.schema) as writer:
         writer.write_batch(batch)
     (tmp_path / "state.json").write_text('{"_data_files": [{"filename": "a.arrow"}]}')
-    with pytest.raises(ConfigError, match="says 2147483647 rows"):
+    with pytest.raises(ConfigError, match="declares 2147483647 rows"):
         open_tasks(tmp_path)
 
 
@@ -120,7 +120,7 @@ def test_a_line_of_tasks_that_is_nested_too_deeply_is_refused(tmp_path: Path) ->
     store = MediaStore(tmp_path / "media")
     with pytest.raises(ConfigError, match="row 0"):
         open_tasks(path).read(0, store.put)
-    with pytest.raises(MediaRefused, match="is no path"):
+    with pytest.raises(MediaRefused, match="invalid path"):
         open_tasks(path, images=["image"]).read(1, store.put)
 
 

@@ -270,23 +270,6 @@ def test_a_stored_sft_file_in_old_names_is_read_in_todays(tmp_path: Path) -> Non
     assert (found.data.images_column, found.data.eval_fraction) == ("c", 0.5)
 
 
-@pytest.mark.parametrize(
-    ("wrong", "named"),
-    [
-        ("logging = 5\n[monitor]\nsinks = []\n", r"\[logging\] = 5"),
-        ("trainer = 5\n", r"\[trainer\] = 5"),
-        ("[algorithm]\nloss_args = 3\n[trainer]\nclip_low = 0.2\n", r"\[algorithm\] loss_args = 3"),
-    ],
-)
-def test_a_plain_value_in_place_of_a_section_of_a_stored_file_is_refused(
-    tmp_path: Path, wrong: str, named: str
-) -> None:
-    path = tmp_path / "config.toml"
-    path.write_text(wrong + SMALL)
-    with pytest.raises(ConfigError, match=named):
-        load_stored_config(RunFile, path)
-
-
 def test_an_unknown_key_in_a_mix_is_refused_with_the_nearest_known_one() -> None:
     mix = {"mix": [{"name": "e", "wight": 2.0}]}
     with pytest.raises(ConfigError, match="did you mean 'weight'"):

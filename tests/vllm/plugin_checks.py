@@ -204,7 +204,7 @@ def check_a_client_that_leaves_takes_no_queued_image_from_another(folder: Path) 
         bench.store.gate.clear()
         engine.submit([busy])  # has the one thread of the pool
         engine.submit([first])
-        await until(lambda: len(bench.materializer._flights) == 2)
+        await until(lambda: len(bench.materializer._in_progress) == 2)
         engine.submit([second])
         await until(lambda: counts.joined == 1)
         engine.cancel(first)
@@ -263,7 +263,7 @@ def check_a_request_that_somebody_else_cancels_is_answered(folder: Path) -> None
         engine, delivered = engine_of(bench, Answering(output))
         bench.store.gate.clear()
         engine.submit([request])
-        await until(lambda: len(bench.materializer._flights) == 1)
+        await until(lambda: len(bench.materializer._in_progress) == 1)
         assert request.task is not None
         request.task.cancel()
         await until(lambda: request in delivered)

@@ -1,8 +1,7 @@
 """Environments: tasks, and a rollout that talks to the model through a chat.
 
-An environment is a class with tasks and `rollout(task, chat)`, async or not, which returns a
-reward.
-Workers load neither torch nor transformers.
+An environment is a class with tasks and a method `rollout(task, chat)`, async or not, which
+returns a reward. Workers load neither torch nor transformers.
 """
 
 from sightline.envs.conversation import Conversation

@@ -1,10 +1,10 @@
-"""How a model says what to do: in text, by calling a tool, or as a parser of one's own reads it.
+"""Action formats and parsers: how an answer of the model becomes an action.
 
-An action format offers its tools, reads an answer, and writes what the model would have had to say
-or hear. Environments that act keep to one format in a conversation.
+An action format declares tools, reads an answer, and writes the messages of a demonstration. An
+environment uses one format for a whole conversation.
 
-Episodes of somebody else's environment take a parser, any class with `parse(answer)`.
-`NamedActions` is one for actions that have names; run files name others as 'module:Class'.
+Adapters of other libraries use a parser, any class with `parse(answer)`. `NamedActions` is the
+parser for actions that have names; run files name others as 'module:Class'.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ ON_MALFORMED = ("random", "skip", "end")
 
 @dataclass(frozen=True)
 class ActionField:
-    """A value of an action: one of a few words, or a whole number from 0 on."""
+    """A value of an action: one of a few words, or an integer from 0 to `num_values - 1`."""
 
     name: str
     choices: tuple[str, ...] = ()
@@ -41,7 +41,7 @@ class ActionField:
         return {"type": "integer", "minimum": 0, "maximum": self.num_values - 1}
 
     def read(self, value: Any) -> Any:
-        """The value, or None when it is out of bounds or of another type."""
+        """Return the value, or None when it is out of bounds or of another type."""
         if self.choices:
             return value if value in self.choices else None
         is_number = isinstance(value, int) and not isinstance(value, bool)
@@ -50,15 +50,15 @@ class ActionField:
 
 @dataclass(frozen=True)
 class TextActions:
-    """The whole answer is the action, a tuple of the values of its fields: `U`, `click 40 12`."""
+    """An action is the whole text of an answer, one word for each field: `U`, `click 40 12`."""
 
     fields: tuple[ActionField, ...]
     verb: str = ""
-    """The first word, where the action has one."""
+    """The first word of every action; empty for none."""
     tools: ClassVar[Tools | None] = None
 
     def read(self, answer: Message) -> tuple[Any, ...] | None:
-        """The action that the model chose; None when the answer is none."""
+        """Return the values of the fields, or None when the answer is not an action."""
         words = answer.text.split(" ")
         if self.verb and words.pop(0) != self.verb:
             return None
@@ -73,18 +73,18 @@ class TextActions:
         )
 
     def write(self, action: tuple[Any, ...]) -> Message:
-        """The answer that chooses the action."""
+        """Return the answer that chooses the action."""
         words = [self.verb] if self.verb else []
         return assistant(" ".join([*words, *map(str, action)]))
 
     def reply(self, answer: Message | None, picture: MediaRef, hint: str = "") -> list[Message]:
-        """What the model is shown next; `answer` is None at the start."""
+        """Return the messages to show next; `answer` is None at the start."""
         return [user(hint, picture)]
 
 
 @dataclass(frozen=True)
 class ToolActions:
-    """The answer calls one tool, and what follows is the tool's result."""
+    """An action is a call of one tool, and the next message is the tool's result."""
 
     fields: tuple[ActionField, ...]
     name: str
@@ -121,8 +121,8 @@ class ToolActions:
             Message(role="tool", content=text("not done"), tool_call_id=call.id or None)
             for call in calls[:-1]
         ]
-        shown = (*text(hint), ImagePart(picture))
-        return [*results, Message(role="tool", content=shown, tool_call_id=calls[-1].id or None)]
+        content = (*text(hint), ImagePart(picture))
+        return [*results, Message(role="tool", content=content, tool_call_id=calls[-1].id or None)]
 
 
 ActionFormat = TextActions | ToolActions
@@ -131,31 +131,31 @@ ActionFormat = TextActions | ToolActions
 def choose_action_format(
     name: str, environment: str, text_format: ActionFormat, tool_format: ActionFormat
 ) -> ActionFormat:
-    """The format that `[env.args] actions` names."""
+    """Return the format that `[env.args] actions` names."""
     if name not in ACTION_FORMATS:
         raise ConfigError(
-            f"{environment}: actions = {name!r}",
+            f"{environment}: unknown [env.args] actions = {name!r}",
             f"use one of {', '.join(map(repr, ACTION_FORMATS))}",
         )
     return text_format if name == "text" else tool_format
 
 
 def _read_fields(fields: Sequence[ActionField], values: Sequence[Any]) -> tuple[Any, ...] | None:
-    read = tuple(field.read(value) for field, value in zip(fields, values, strict=True))
-    return None if any(value is None for value in read) else read
+    action = tuple(field.read(value) for field, value in zip(fields, values, strict=True))
+    return None if any(value is None for value in action) else action
 
 
 class ActionParser(Protocol):
     """Reads an action from an answer."""
 
     def parse(self, answer: Message) -> Any | None:
-        """The action; None when the answer is none. An action is never None."""
+        """Return the action, or None when the answer is not an action."""
         ...
 
 
 @dataclass(frozen=True)
 class NamedActions:
-    """The whole answer, less space around it, is the name of an action."""
+    """An action is the whole answer, stripped of surrounding white space."""
 
     actions: Mapping[str, Any]
 
@@ -166,26 +166,26 @@ class NamedActions:
 def build_parser(
     actions: str | Sequence[str] | Mapping[str, Any] | None, num_actions: int, where: str
 ) -> ActionParser:
-    """The parser that a run file means by `actions`.
+    """Return the parser for the `actions` of a run file.
 
-    A list names the actions 0, 1, 2 and so on; a table gives each name its action; a string is
-    the 'module:Class' of a parser; nothing means that the numbers are the names.
+    A list names the actions 0, 1, 2 and so on. A table maps names to actions. A string is the
+    'module:Class' of a parser. By default, each action is called by its number.
     """
     if isinstance(actions, str):
         return _load_parser(actions, where)
     if actions is None:
         if not num_actions:
             raise ConfigError(
-                f"{where}: its actions are not a few, and [env.args] actions is not set",
-                "name a parser, 'module:Class', with a method parse(answer)",
+                f"{where}: its action space is not discrete, and [env.args] actions is not set",
+                "set it to a parser, 'module:Class', with a method parse(answer)",
             )
         actions = [str(number) for number in range(num_actions)]
     if not isinstance(actions, Mapping):
         actions = {name: number for number, name in enumerate(actions)}
     if not actions:
         raise ConfigError(
-            f"{where}: no action has a name",
-            "name each action once in [env.args] actions",
+            f"{where}: [env.args] actions is empty",
+            "name each action once",
         )
     return NamedActions(actions)
 
@@ -197,53 +197,53 @@ def _load_parser(path: str, where: str) -> ActionParser:
     except TypeError as error:
         raise ConfigError(
             f"{where}: [env.args] actions = {path!r}: {error}",
-            "name a class that can be made without arguments",
+            "name a class whose constructor takes no arguments",
         ) from error
     if not callable(getattr(parser, "parse", None)):
-        raise ConfigError(f"{where}: {path!r} has no method parse", "give it parse(answer)")
+        raise ConfigError(f"{where}: {path!r} has no method parse", "add parse(self, answer)")
     return cast(ActionParser, parser)
 
 
 class Episode(Protocol):
-    """One game of somebody else's environment, while it is played."""
+    """One episode of another library's environment."""
 
     @property
     def is_over(self) -> bool: ...
 
     async def observe(self, chat: Chat, is_first: bool) -> Message:
-        """What the model is shown next."""
+        """Return the message that shows the current state."""
         ...
 
     async def step(self, action: Any) -> float:
-        """Does the action; returns what it earned."""
+        """Perform the action and return its reward."""
         ...
 
     async def draw_action(self, rng: random.Random) -> Any:
-        """Any action that the environment takes."""
+        """Return a random valid action."""
         ...
 
 
 @dataclass(frozen=True)
 class EpisodeRules:
-    """How answers become actions, and what follows from one that is none."""
+    """How answers become actions, and what happens when an answer is not an action."""
 
     parser: ActionParser
     on_malformed: str
-    """`random`: any action in its place; `skip`: nothing is done; `end`: the episode ends."""
+    """`random`: take a random action; `skip`: do nothing; `end`: end the episode."""
     malformed_penalty: float
     max_turns: int
 
     def __post_init__(self) -> None:
         if self.on_malformed not in ON_MALFORMED:
             raise ConfigError(
-                f"[env.args] on_malformed = {self.on_malformed!r}",
+                f"unknown [env.args] on_malformed = {self.on_malformed!r}",
                 f"use one of {', '.join(map(repr, ON_MALFORMED))}",
             )
 
     async def play(self, episode: Episode, chat: Chat, **ending: Callable[[], float]) -> Outcome:
-        """Plays to the end, or until the rollout is cut short: what was earned by then counts.
+        """Play until the episode ends or the rollout is truncated, and return what it earned.
 
-        `ending` are further parts of the outcome, read when it is over.
+        `ending` are further parts of the outcome, read at the end.
         """
         total, num_malformed, gave_up = 0.0, 0, False
         per_turn: list[float] = []

@@ -1,8 +1,7 @@
-"""color_codeword: name the colours that you have seen so far, in a code that nobody tells.
+"""color_codeword: answer with the letters of all colours shown so far.
 
-Each of three turns shows k coloured squares, or says their colours in words. Every colour has a
-letter; the answer to a turn is the letters of all squares so far. A model that does not see or read
-gets one letter in nine right.
+Each of three turns shows coloured squares, or names their colours in words. Every colour stands for
+a letter, and the model has to find out which. Guessing gets one letter in nine right.
 """
 
 from __future__ import annotations
@@ -18,8 +17,8 @@ from sightline.envs.drawing import draw_glyph, encode_png
 from sightline.envs.protocol import Chat, Environment, Outcome, Task
 from sightline.message import Message, assistant, user
 
-# Near the corners of the colour cube, and one in the middle of a face: a tower of random weights
-# tells colours apart by their direction from grey.
+# Corners of the colour cube, and one point on a face: a vision tower with random weights tells
+# colours apart by their direction from grey.
 COLORS: dict[str, tuple[int, int, int]] = {
     "A": (225, 35, 35),
     "B": (35, 200, 60),
@@ -32,7 +31,7 @@ COLORS: dict[str, tuple[int, int, int]] = {
     "I": (20, 20, 20),
 }
 LETTERS = "".join(COLORS)
-# Their first letters differ, as the colours do: a small model reads byte by byte.
+# The first letters differ, because a small model reads byte by byte.
 _NAMES = "red green blue yellow pink cyan salmon white ebony"
 WORDS = dict(zip(LETTERS, _NAMES.split(), strict=True))
 """The colour of each letter, for models without a vision tower."""
@@ -47,12 +46,12 @@ GLYPHS = {
     "H": "101101111101101",
     "I": "111010010010111",
 }
-"""Three columns and five rows each, for demonstrations that spell letters out."""
+"""Bitmaps of three columns and five rows, for demonstrations that show letters."""
 
 
 @dataclass(eq=False)
 class ColorCodeword(Environment):
-    """`squares` new squares in each of `turns` turns, in `shades` that differ by `jitter`."""
+    """Shows `squares` new squares in each of `turns` turns, in one of `shades` per colour."""
 
     name = "color_codeword"
 
@@ -63,9 +62,9 @@ class ColorCodeword(Environment):
     shades: int = 4
     malformed_penalty: float = 0.3
     spelled_fraction: float = 0.75
-    """Fraction of demonstrations that show letters."""
+    """Fraction of demonstrations that show letters instead of squares."""
     in_words: bool = False
-    """Whether colours are said in words, and nothing is shown: for a text-only model."""
+    """Name the colours in words instead of showing squares, for a text-only model."""
     seed: int = 0
 
     def __post_init__(self) -> None:
@@ -83,10 +82,10 @@ class ColorCodeword(Environment):
         answer, malformed = "", False
         per_turn: list[float] = []
         for turn in range(self.turns):
-            said = await chat.send([self._show(task, turn, chat.put)])
-            # A turn earns what it adds: a letter that is not repeated is lost again.
-            gain = _num_right(said.text, truth) - _num_right(answer, truth)
-            answer = said.text
+            reply = await chat.send([self._show(task, turn, chat.put)])
+            # A turn earns the right letters it adds, and loses those it fails to repeat.
+            gain = _num_right(reply.text, truth) - _num_right(answer, truth)
+            answer = reply.text
             malformed = not _is_well_formed(answer, (turn + 1) * self.squares)
             per_turn.append(gain / self.squares - self.malformed_penalty * malformed)
         letters = _num_right(answer, truth) / len(truth)
@@ -101,25 +100,24 @@ class ColorCodeword(Environment):
         )
 
     def demonstration(self, task: Task, put: Any, rng: random.Random) -> list[Message]:
-        """The format, without the code: letters are random, and later turns repeat them.
+        """Return a conversation that teaches the format and nothing about the colours.
 
-        In a fraction of the conversations pictures of letters, black on white, or the letters as
-        text, stand where the squares would be: that teaches to answer with what is shown, and says
-        nothing of colours.
+        The letters are random, and later turns repeat them. A fraction of the conversations shows
+        the letters themselves, as pictures or as text, which teaches to answer with what is shown.
         """
         spelled = rng.random() < self.spelled_fraction
-        said = ""
+        letters = ""
         messages: list[Message] = []
         for turn in range(self.turns):
             new = "".join(rng.choice(LETTERS) for _ in range(self.squares))
-            said += new
+            letters += new
             if spelled and self.in_words:
                 shown = user(" ".join(new))
             elif spelled:
                 shown = user(*(put(self.letter(letter)) for letter in new))
             else:
                 shown = self._show(task, turn, put)
-            messages += [shown, assistant(said)]
+            messages += [shown, assistant(letters)]
         return messages
 
     def _show(self, task: Task, turn: int, put: Any) -> Message:
@@ -131,7 +129,7 @@ class ColorCodeword(Environment):
 
     @cache  # noqa: B019 - an environment lives as long as its process
     def square(self, letter: str, shade: int) -> bytes:
-        """The square of a letter as a PNG; shades differ by a few levels, each always the same."""
+        """Return a letter's square as a PNG; a shade is the same every time."""
         rng = random.Random(f"{letter}:{shade}")
         near = (c + rng.randint(-self.jitter, self.jitter) for c in COLORS[letter])
         colour = tuple(min(255, max(0, value)) for value in near)
@@ -139,7 +137,7 @@ class ColorCodeword(Environment):
 
     @cache  # noqa: B019
     def letter(self, letter: str) -> bytes:
-        """A picture of the letter itself, as a PNG."""
+        """Return a picture of the letter itself, as a PNG."""
         return encode_png(draw_glyph(GLYPHS[letter], self.side))
 
 

@@ -1,4 +1,4 @@
-"""What the tasks that draw share: digits as pictures, and PNG files."""
+"""Drawing helpers of the built-in tasks: bitmaps of digits, and PNG files."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ DIGITS = {
     "8": "111101010101111",
     "9": "111101111001110",
 }
-"""Three columns and five rows each."""
+"""Bitmaps of three columns and five rows."""
 
 
 def encode_png(image: Image.Image) -> bytes:
@@ -28,7 +28,7 @@ def encode_png(image: Image.Image) -> bytes:
 
 
 def draw_glyph(bits: str, side: int) -> Image.Image:
-    """Fifteen bits, black on white, stretched to a square picture."""
+    """Draw a bitmap of fifteen bits, black on white, stretched to a square."""
     image = Image.new("L", (3, 5))
     image.putdata([0 if bit == "1" else 255 for bit in bits])
     return image.resize((side, side), Image.Resampling.NEAREST)

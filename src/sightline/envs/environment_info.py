@@ -1,6 +1,6 @@
-"""What an environment is, asked of another interpreter by `python -m` and this module's name.
+"""Describe an environment from another interpreter: `python -m sightline.envs.environment_info`.
 
-The package of an environment need not be importable where trainer and server run. The launcher
+The environment's package need not be importable where the trainer and the server run. The launcher
 sends `[env]` as JSON and reads one line of JSON back.
 """
 
@@ -30,11 +30,11 @@ def get_environment_info(env: EnvConfig) -> EnvironmentInfo:
 def main() -> None:
     mask_output()
     try:
-        found = asdict(get_environment_info(EnvConfig.model_validate_json(sys.stdin.read())))
+        answer = asdict(get_environment_info(EnvConfig.model_validate_json(sys.stdin.read())))
     except SightlineError as error:
-        found = {"problem": error.problem, "fix": error.fix}
-    # The last line: what user code prints while it is built comes before.
-    print("\n" + json.dumps({**found, "version": sightline.__version__}))
+        answer = {"problem": error.problem, "fix": error.fix}
+    # On the last line, because user code may print while it is built.
+    print("\n" + json.dumps({**answer, "version": sightline.__version__}))
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""Libraries that only some environments need: imported when one is built."""
+"""Import libraries that only some environments need."""
 
 from __future__ import annotations
 
@@ -9,11 +9,11 @@ from sightline.errors import ConfigError
 
 
 def import_extra(module: str, extra: str) -> Any:
-    """The module; where it is missing, the error says which extra of the package brings it."""
+    """Import a module, or raise an error that names the extra to install."""
     try:
         return importlib.import_module(module)
     except ModuleNotFoundError as error:
         raise ConfigError(
-            f"{extra}: there is no module {error.name!r} here",
-            f"pip install 'sightline-rl[{extra}]' where the workers run",
+            f"{extra}: the module {error.name!r} is not installed",
+            f"run `pip install 'sightline-rl[{extra}]'` where the workers run",
         ) from error

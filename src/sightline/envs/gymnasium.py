@@ -1,9 +1,8 @@
-"""Gymnasium: any environment with `render_mode="rgb_array"`, a picture every turn.
+"""Adapter for Gymnasium environments with `render_mode="rgb_array"`: one picture per turn.
 
-An environment has a thread of its own for as long as its episode lasts: some renderers may be
-used only from the thread that made them, and the worker's other rollouts go on meanwhile. Pictures
-are drawn one at a time: pygame, which draws most of Gymnasium's own environments, keeps the corners
-of a polygon in one place for the whole process, and two threads would draw each other's.
+Each episode runs in its own thread, because some renderers work only in the thread that created
+them, and the worker's other rollouts must not wait. One lock serializes all drawing: pygame, which
+most of Gymnasium's environments use, keeps a polygon's corners in one buffer per process.
 """
 
 from __future__ import annotations
@@ -32,13 +31,13 @@ RENDER_MODE = "rgb_array"
 
 @cache
 def get_render_lock() -> threading.Lock:
-    """Held while an environment draws, or closes what it draws with, which pygame does for all."""
+    """Return the process-wide lock to hold while an environment draws or closes its renderer."""
     return threading.Lock()
 
 
 @dataclass(eq=False)
 class GymnasiumEnvironment(Environment):
-    """The environment that Gymnasium knows as `id`; `module` registers it, where that is needed."""
+    """The Gymnasium environment `id`; importing `module` registers it, if it is set."""
 
     id: str
     kwargs: dict[str, Any] = field(default_factory=dict)
@@ -48,9 +47,9 @@ class GymnasiumEnvironment(Environment):
     malformed_penalty: float = 0.1
     max_turns: int = 200
     longest_side: int = 0
-    """Pixels that pictures are scaled down to; 0 leaves them."""
+    """Scale pictures down so that no side is longer, in pixels; 0 for no limit."""
     hint: str = ""
-    """Text beside the first picture."""
+    """Text in front of the first picture."""
     seed: int = 0
 
     def __post_init__(self) -> None:
@@ -58,11 +57,11 @@ class GymnasiumEnvironment(Environment):
         self.name = f"gymnasium:{self.id}"
         self.render_lock = get_render_lock()
         if self.module:
-            importlib.import_module(self.module)  # registers what it brings
+            importlib.import_module(self.module)
         self.make: Callable[[], Any] = lambda: gymnasium.make(
             self.id, render_mode=RENDER_MODE, **self.kwargs
         )
-        num_actions = self._probe(gymnasium.error.Error)
+        num_actions = self._draw_first_frame(gymnasium.error.Error)
         self.rules = EpisodeRules(
             build_parser(self.actions, num_actions, self.name),
             self.on_malformed,
@@ -70,31 +69,31 @@ class GymnasiumEnvironment(Environment):
             self.max_turns,
         )
 
-    def _probe(self, error_type: type[Exception]) -> int:
-        """Draws one frame, here and now; returns how many actions there are, 0 when not a few.
+    def _draw_first_frame(self, error_type: type[Exception]) -> int:
+        """Draw one frame and return the number of actions, or 0 if they are not discrete.
 
-        Renderers load their libraries with the first frame, which threads must not do at once.
+        Renderers load their libraries with the first frame, which is not thread-safe.
         """
         try:
-            # What Gymnasium warns of here, a missing render mode, is an error of ours below.
+            # Gymnasium warns about a missing render mode, which is an error below.
             with warnings.catch_warnings(action="ignore"):
-                probe = self.make()
-                probe.reset(seed=0)
+                env = self.make()
+                env.reset(seed=0)
                 with self.render_lock:
-                    frame = probe.render()
-                    probe.close()
+                    frame = env.render()
+                    env.close()
         except (error_type, TypeError) as error:
             raise ConfigError(
                 f"{self.name}: {error}",
-                "check [env.args] id and kwargs, name the module that registers it as `module`, "
-                "and install what it draws with",
+                "check [env.args] id and kwargs, set module to the module that registers it, and "
+                "install its rendering library",
             ) from error
         if getattr(frame, "ndim", 0) != 3:
             raise ConfigError(
-                f"{self.name} draws no picture, and pictures are what is shown",
+                f"{self.name} does not draw pictures",
                 f"choose an environment with render mode {RENDER_MODE!r}",
             )
-        return int(getattr(probe.action_space, "n", 0))
+        return int(getattr(env.action_space, "n", 0))
 
     def task(self, index: int, split: str) -> Task:
         return Task(index, split, self.task_rng(index, split).getrandbits(31))
@@ -109,11 +108,11 @@ class GymnasiumEnvironment(Environment):
             await game.thread.run(game.close)
             return outcome
         finally:
-            # Not awaited: a step that hangs comes before it, and would hold up a cancelled rollout.
+            # Not awaited: behind a step that hangs it would block a cancelled rollout.
             game.thread.end(game.close)
 
     def scale(self, frame: Any) -> Image.Image:
-        """A frame as a picture, no larger than `longest_side`."""
+        """Return a frame as a picture, no larger than `longest_side`."""
         image = Image.fromarray(frame)
         scale = self.longest_side / max(image.size)
         if not self.longest_side or scale >= 1:
@@ -124,7 +123,7 @@ class GymnasiumEnvironment(Environment):
 
 @dataclass
 class _Episode:
-    """One episode. Everything that touches the environment runs in its thread."""
+    """One episode. All calls of the environment run in `thread`."""
 
     thread: SerialThread
     owner: GymnasiumEnvironment

@@ -1,7 +1,6 @@
-"""Rewards from a judge: a model behind somebody's OpenAI endpoint.
+"""Rewards from a judge model behind any OpenAI-compatible endpoint.
 
-Images go there as data URLs, since the endpoint is not ours and has no store. They are read when
-the request is made, and nothing is kept.
+The endpoint has no image store, so images are sent as data URLs.
 """
 
 from __future__ import annotations
@@ -26,24 +25,24 @@ ReadImage = Callable[[MediaRef], bytes]
 LONGEST_RETRY_S = 20.0
 RETRY_STATUSES = (408, 409, 425, 429, 500, 502, 503, 504)
 SCORE_PATTERN = r"(?i)score\W{0,4}(-?\d+(?:\.\d+)?)"
-"""The last of `Score: 0.7`, `**score** = 7` and the like in an answer."""
+"""Matches `Score: 0.7`, `**score** = 7` and the like."""
 
 
 @dataclass(frozen=True)
 class JudgeModel:
-    """`base_url` ends where `/chat/completions` begins, as for any OpenAI client."""
+    """A judge at `base_url`, without `/chat/completions`, as for any OpenAI client."""
 
     base_url: str
     model: str
     api_key: str = field(default="", repr=False)
-    """The key itself, or where it is: env:NAME or file:PATH."""
+    """The key itself, or a reference to it: env:NAME or file:PATH."""
     timeout_s: float = 60.0
-    """Longest time of one try, from connecting to the last byte."""
+    """Timeout of one try, from connecting to the last byte."""
     tries: int = 4
     max_tokens: int = 1024
     temperature: float = 0.0
     first_wait_s: float = 0.5
-    """Pause before the second try; it doubles from there."""
+    """Pause before the second try; it doubles after each failure."""
 
     async def score(
         self,
@@ -53,24 +52,27 @@ class JudgeModel:
         high: float = 1.0,
         pattern: str = SCORE_PATTERN,
     ) -> float:
-        """The number in the judge's answer. The last message should say how to write it."""
+        """Return the last score in the judge's answer.
+
+        The last message should say how to write it.
+        """
         answer = await self.ask(messages, read)
-        found = re.findall(pattern, answer)
-        if not found:
+        scores = re.findall(pattern, answer)
+        if not scores:
             raise JudgeFailed(
                 f"the judge {self.model} gave no score: {answer[-200:]!r}",
                 "ask it to end with a line such as `Score: 0.5`, or pass a pattern",
             )
-        value = float(found[-1])
+        value = float(scores[-1])
         if not low <= value <= high:
             raise JudgeFailed(
                 f"the judge {self.model} gave {value}, outside {low} to {high}",
-                "say the range in the question, or pass another",
+                "state the range in the question, or pass other bounds",
             )
         return value
 
     async def ask(self, messages: Messages, read: ReadImage) -> str:
-        """The judge's answer. `read` gives the bytes of an image, as `chat.get` does."""
+        """Return the judge's answer. `read` returns the bytes of an image, as `chat.get` does."""
         with CURRENT_STAGE.get().begin("judge", judge=self.model):
             return await self._ask(messages, read)
 
@@ -81,7 +83,7 @@ class JudgeModel:
             "max_tokens": self.max_tokens,
             "temperature": self.temperature,
         }
-        # One for each call: a judge is shared by event loops, which a connection cannot be.
+        # One client per call: event loops share a judge, but cannot share connections.
         client = RetryingClient(
             self.base_url,
             deadline_s=math.inf,
@@ -107,14 +109,14 @@ class JudgeModel:
         finally:
             await client.close()
         raise JudgeFailed(
-            f"the judge {self.model} at {self.base_url} failed {client.counts.requests} times; "
-            f"the last: {reason}",
-            "look at that endpoint, its key and its limits",
+            f"the judge {self.model} at {self.base_url} failed {client.counts.requests} times, "
+            f"last with {reason}",
+            "check the endpoint, its key and its rate limits",
         )
 
 
 def to_openai_messages(messages: Messages, read: ReadImage) -> list[dict[str, Any]]:
-    """Messages as any OpenAI endpoint takes them, with images as data URLs."""
+    """Convert messages to OpenAI's format, with images as data URLs."""
     return [
         message
         if isinstance(message, dict)

@@ -1,4 +1,4 @@
-"""Several environments in one run: each task is drawn from one of them, by weight."""
+"""Several environments in one run: each task belongs to one of them, drawn by weight."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from sightline.errors import ConfigError
 
 
 class EnvironmentMix(Environment):
-    """`choose_environment` says whose task an index is: the same for the same index and split."""
+    """Environments with weights; a task's index and split determine its environment."""
 
     name = "mix"
 
@@ -22,8 +22,8 @@ class EnvironmentMix(Environment):
         for name in names:
             if names.count(name) > 1:
                 raise ConfigError(
-                    f"[[env.mix]]: two environments are called {name!r}",
-                    "give one of them a `label`: metrics are kept by name",
+                    f"[[env.mix]] has two environments called {name!r}",
+                    "give one of them a `label`, because metrics are grouped by name",
                 )
         self.members = [env for env, _ in members]
         self.shows_media = any(env.shows_media for env in self.members)
@@ -36,7 +36,7 @@ class EnvironmentMix(Environment):
 
 
 def build_environment(env: EnvConfig) -> Environment:
-    """What `[env]` describes: one environment, or a mix."""
+    """Build the environment, or the mix of environments, that `[env]` describes."""
     if not env.mix:
         return load_environment(env.name, env.args)
     members = []

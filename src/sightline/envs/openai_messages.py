@@ -1,4 +1,4 @@
-"""Messages as OpenAI's endpoints write them, and an answer of theirs as a message."""
+"""Convert messages to OpenAI's format, and OpenAI completions to messages."""
 
 from __future__ import annotations
 
@@ -15,9 +15,9 @@ GetImageUrl = Callable[[MediaRef], str]
 def to_openai_message(
     message: Message, url_of: GetImageUrl, call_ids: Sequence[str] = ()
 ) -> dict[str, Any]:
-    """A message as OpenAI's endpoints take it; `url_of` says how an image is shown there.
+    """Convert a message to OpenAI's format; `url_of` returns the URL of an image.
 
-    `call_ids` name the calls to which the model itself gave no name.
+    `call_ids` are the ids of tool calls to which the model gave none.
     """
     sent: dict[str, Any] = {"role": message.role, "content": _to_openai_content(message, url_of)}
     if message.reasoning is not None:
@@ -40,32 +40,32 @@ def to_openai_message(
 
 def _to_openai_content(message: Message, url_of: GetImageUrl) -> Any:
     if not message.refs:
-        # Null beside calls is OpenAI's own way; elsewhere programs expect text.
+        # OpenAI writes null next to tool calls; elsewhere programs expect text.
         return message.text or (None if message.tool_calls else "")
     return [to_openai_part(part, url_of) for part in message.content]
 
 
 def read_completion(answer: dict[str, Any]) -> AssistantMessage:
-    """The first choice of a completion."""
+    """Return the first choice of a completion."""
     try:
         choice = answer["choices"][0]
-        said = choice["message"]
+        message = choice["message"]
         calls = tuple(
             ToolCall(
                 call["function"]["name"], call["function"]["arguments"], str(call.get("id") or "")
             )
-            for call in said.get("tool_calls") or ()
+            for call in message.get("tool_calls") or ()
         )
         return AssistantMessage(
             role="assistant",
-            content=text(said.get("content") or ""),
-            reasoning=said.get("reasoning_content") or said.get("reasoning") or None,
+            content=text(message.get("content") or ""),
+            reasoning=message.get("reasoning_content") or message.get("reasoning") or None,
             tool_calls=calls,
             stopped=choice.get("finish_reason") != "length",
         )
     except (KeyError, IndexError, TypeError, AttributeError) as error:
         raise EngineError(
-            f"the endpoint answered with no chat completion: {str(answer)[:200]}",
-            "ask at the base url of an OpenAI-compatible server, such as .../v1",
+            f"the endpoint's answer is not a chat completion: {str(answer)[:200]}",
+            "use the base URL of an OpenAI-compatible server, such as .../v1",
             kind="foreign",
         ) from error

@@ -1,7 +1,7 @@
-"""OpenEnv: an environment behind an OpenEnv server, spoken to by OpenEnv's own generic client.
+"""Adapter for environments behind an OpenEnv server, through OpenEnv's generic client.
 
-The server runs anywhere and has the environment's package; here only `openenv` is needed. An
-observation is a dict: one field of it may hold a picture (base64 or a data URL), one a text.
+Only the server needs the environment's package; a worker needs `openenv`. An observation is a dict.
+One field may hold a picture (base64 or a data URL), and one may hold text.
 """
 
 from __future__ import annotations
@@ -21,16 +21,16 @@ from sightline.message import Message, user
 
 @dataclass(eq=False)
 class OpenEnvEnvironment(Environment):
-    """The environment of the server at `base_url`; `reset` are arguments of its reset."""
+    """The environment of the server at `base_url`; `reset` holds arguments of its reset."""
 
     name = "openenv"
 
     base_url: str
     actions: str | Sequence[str] | Mapping[str, Any]
     image_field: str = "image"
-    """Field of an observation that holds a picture; empty is none."""
+    """Field of an observation that holds a picture; empty for none."""
     text_field: str = ""
-    """Field of an observation that holds text; empty is none."""
+    """Field of an observation that holds text; empty for none."""
     on_malformed: str = "skip"
     malformed_penalty: float = 0.1
     max_turns: int = 50
@@ -40,11 +40,14 @@ class OpenEnvEnvironment(Environment):
     def __post_init__(self) -> None:
         client = import_extra("openenv.core.generic_client", "openenv")
         if not (self.image_field or self.text_field):
-            raise ConfigError("openenv: nothing is shown", "set image_field or text_field")
+            raise ConfigError(
+                "openenv: [env.args] image_field and text_field are both empty",
+                "set at least one of them",
+            )
         self.shows_media = bool(self.image_field)
         if self.on_malformed == "random" and (isinstance(self.actions, str) or not self.actions):
             raise ConfigError(
-                "openenv: on_malformed = 'random' with actions that have no list",
+                "openenv: on_malformed = 'random' needs a list of actions",
                 "give [env.args] actions as a table, or choose 'skip' or 'end'",
             )
         parser = build_parser(self.actions, 0, self.name)
@@ -61,7 +64,7 @@ class OpenEnvEnvironment(Environment):
             return await self.rules.play(episode, chat, done=lambda: episode.is_over)
 
     def show(self, observation: Mapping[str, Any], chat: Chat) -> Message:
-        """An observation as the next message."""
+        """Return an observation as the next message."""
         parts: list[Any] = []
         if self.text_field:
             parts.append(str(self._field(observation, self.text_field)))
@@ -72,16 +75,16 @@ class OpenEnvEnvironment(Environment):
     def _field(self, observation: Mapping[str, Any], name: str) -> Any:
         if name not in observation:
             raise EnvironmentFailed(
-                f"an observation of {self.base_url} has no field {name!r}, but "
+                f"an observation of {self.base_url} has no field {name!r}; it has "
                 f"{', '.join(map(repr, sorted(observation))) or 'none'}",
-                "name one of these in [env.args] image_field or text_field",
+                "set [env.args] image_field or text_field to one of these",
             )
         return observation[name]
 
 
 @dataclass
 class _Episode:
-    """One episode, from its first observation on."""
+    """One episode."""
 
     owner: OpenEnvEnvironment
     client: Any
@@ -103,7 +106,7 @@ class _Episode:
 
 
 def decode_image(value: Any) -> bytes:
-    """The bytes of a picture in an observation: base64 text, bare or as a data URL."""
+    """Decode the picture of an observation: base64, bare or as a data URL."""
     problem = f"a {type(value).__name__}"
     if isinstance(value, str):
         text = value.partition(";base64,")[2] if value.startswith("data:") else value
@@ -112,8 +115,8 @@ def decode_image(value: Any) -> bytes:
         except ValueError as error:
             problem = f"not base64: {error}"
     raise EnvironmentFailed(
-        f"a picture of an observation is {problem}",
-        "send the file of the image in base64, or a data URL",
+        f"the picture of an observation is {problem}",
+        "send the image file as base64 or as a data URL",
     )
 
 

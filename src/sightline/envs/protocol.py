@@ -1,4 +1,4 @@
-"""What an environment is, and what it sees of the rest: tasks in, messages out, a reward back."""
+"""The protocol of environments: tasks, the chat that a rollout talks through, and rewards."""
 
 from __future__ import annotations
 
@@ -21,11 +21,11 @@ from sightline.render.protocol import Messages, Tools
 
 @dataclass(frozen=True, slots=True)
 class Task:
-    """One thing to play. The same index, split and seed always mean the same task."""
+    """A task. The same index, split and seed always mean the same task."""
 
     index: int
     split: str
-    """`train`, `eval` or `sft`; no two of them share a task."""
+    """`train`, `eval` or `sft`; splits share no task."""
     data: Any = None
 
     def __repr__(self) -> str:
@@ -34,13 +34,13 @@ class Task:
 
 @dataclass(frozen=True, slots=True)
 class Outcome:
-    """What a rollout was worth."""
+    """The result of a rollout."""
 
     reward: float
     parts: dict[str, float] = field(default_factory=dict)
-    """Named measures beside the reward, shown in the metrics and not trained on."""
+    """Named measures for metrics and charts; they do not train."""
     per_turn: list[float] | None = None
-    """What each model call earned, in order; used by `credit = "turn"`."""
+    """Reward of each model call, in order; used by `credit = "turn"`."""
 
     def __repr__(self) -> str:
         parts = "".join(f", {name}={value:.4g}" for name, value in self.parts.items())
@@ -49,49 +49,49 @@ class Outcome:
 
 
 Reward = float | dict[str, float] | Outcome
-"""What a rollout may return. A dict of named rewards counts as their sum."""
+"""The return value of a rollout. A dict of named rewards counts as their sum."""
 
 
 class Chat(Protocol):
-    """The conversation of one rollout. Every token of it ends up in the trace."""
+    """The conversation of one rollout. The trace records every token of it."""
 
     async def send(self, new_messages: Messages, *, tools: Tools | None = None) -> AssistantMessage:
-        """Appends messages and returns the model's answer; costs only what is new.
+        """Append messages and return the model's answer; only new messages cost time.
 
-        Offer the same `tools` at every turn: others make another prompt, and the trace forks.
+        Pass the same `tools` at every turn. Different tools change the prompt, and the trace forks.
         """
         ...
 
     async def ask(self, all_messages: Messages, *, tools: Tools | None = None) -> AssistantMessage:
-        """Takes a whole history; where it differs from what was said before, the trace forks."""
+        """Send a whole history; the trace forks where it differs from the conversation so far."""
         ...
 
     async def messages(self, messages: Messages) -> list[Message]:
-        """The messages as structs, with their images taken into the store."""
+        """Return the messages as structs, with their images put into the store."""
         ...
 
     def branch(self) -> Self:
-        """A second handle, which goes on from here apart from this one; both may run at once."""
+        """Return a second handle that continues from here; both may run at the same time."""
         ...
 
     @property
     def history(self) -> list[Message]:
-        """What this handle has said and heard, up to the last answer."""
+        """The messages of this handle, up to the last answer."""
         ...
 
     @property
     def num_context_tokens(self) -> int:
-        """Tokens of the last prompt and its answer."""
+        """Number of tokens in the last prompt and its answer."""
         ...
 
     @property
     def num_calls(self) -> int:
-        """Model calls of the rollout that were answered: the length that `per_turn` must have."""
+        """Answered model calls of the rollout: the required length of `per_turn`."""
         ...
 
     @property
     def calls(self) -> list[int]:
-        """Which of the rollout's model calls went through this handle: places in `per_turn`."""
+        """Indices in `per_turn` of the model calls that went through this handle."""
         ...
 
     def put(self, image: Any) -> MediaRef:
@@ -104,79 +104,79 @@ class Chat(Protocol):
         ...
 
     def get(self, ref: MediaRef) -> bytes:
-        """The bytes of an image, as they were put. Reads the disk."""
+        """Return the bytes of an image. Reads the disk."""
         ...
 
     @property
     def base_url(self) -> str:
-        """An OpenAI endpoint where the environment's own agent finds the model."""
+        """Base URL of the OpenAI endpoint at which an agent program reaches the model."""
         ...
 
     @property
     def api_key(self) -> str:
-        """The key of this rollout there; it opens nothing once the rollout is over.
+        """Key of this rollout at `base_url`; it is invalid once the rollout is over.
 
-        Where `sightline eval` asks somebody's endpoint, both are that endpoint's own.
+        When `sightline eval` uses an external endpoint, both belong to that endpoint.
         """
         ...
 
     @property
     def rng(self) -> random.Random:
-        """Random numbers, seeded by the rollout."""
+        """Random number generator, seeded by the rollout."""
         ...
 
 
 class Environment:
-    """Subclass this. `name` is what metrics and the dashboard call it."""
+    """Base class of environments. Metrics and the dashboard use its `name`."""
 
     name: str = "environment"
     shows_media: bool = True
-    """Whether tasks need a model that sees; checked before a run starts."""
+    """True if tasks need a model with vision; checked before a run starts."""
     tools: Tools | None = None
-    """What its demonstrations offer the model; a rollout passes its own to `chat.send`."""
+    """Tools of the demonstrations; a rollout passes its own to `chat.send`."""
     seed: int = 0
-    """Seed of its tasks, for environments that draw them."""
+    """Seed of `task_rng`."""
 
     def task(self, index: int, split: str) -> Task:
-        """Task `index` of a split; indices go on for ever, or come round again."""
+        """Return task `index` of a split. Any index from 0 on must work."""
         raise NotImplementedError
 
     def task_rng(self, index: int, split: str) -> random.Random:
-        """Draws the same numbers for a task whenever it is asked for."""
+        """Return a random number generator that is the same every time for the same task."""
         return random.Random(f"{self.seed}:{split}:{index}")
 
     def rollout(self, task: Task, chat: Any) -> Awaitable[Reward] | Reward:
-        """Plays the task: `async def` with a `Chat`, or `def` with a `BlockingChat`."""
+        """Play the task: `async def` with a `Chat`, or `def` with a `BlockingChat`."""
         raise NotImplementedError
 
     def truncated(self, task: Task) -> Reward:
-        """Worth of a rollout that was cut short and did not catch `RolloutTruncated` itself."""
+        """Return the reward of a truncated rollout that did not catch `RolloutTruncated`."""
         return 0.0
 
     def choose_environment(self, index: int, split: str) -> Environment:
-        """The environment that plays this task; a mix of several chooses one."""
+        """Return the environment that plays this task; a mix chooses one of its members."""
         return self
 
     def demonstration(self, task: Task, put: Any, rng: random.Random) -> list[Message]:
-        """A conversation to imitate in a supervised warm-up. `put` takes images in."""
+        """Return a conversation for supervised training. `put` stores an image."""
         raise ConfigError(
             f"environment {self.name!r} has no demonstrations",
-            "give it a demonstration() method, or train on other data",
+            "add a demonstration() method, or train on other data",
         )
 
 
 def load_environment(path: str, args: dict[str, Any]) -> Environment:
-    """An environment from `module:Class`, or the name of one that is built in."""
+    """Build an environment from `module:Class` or from a built-in name."""
     if path.startswith("__main__:"):
         raise ConfigError(
-            f"the environment {path!r} is defined in a notebook or a script, which the worker "
-            "processes of a run cannot import",
-            "move the class into a module beside it, environment.py say, and import it from there",
+            f"the environment {path!r} is defined in a notebook or a script, which worker "
+            "processes cannot import",
+            "move the class into a module such as environment.py, and import it from there",
         )
     if ":" not in path and not (path.isidentifier() and find_spec(f"sightline.envs.{path}")):
         raise ConfigError(
-            f"[env] name = {path!r}: no module of that name is built in",
-            "name 'color_codeword', or 'module:Class' (examples/ has some; start them there)",
+            f"[env] name = {path!r} is not a built-in environment",
+            "use 'color_codeword' or 'module:Class'; start an example in its own folder",
         )
     name = path if ":" in path else f"sightline.envs.{path}:ENVIRONMENT"
     make = load_object(name, "[env] name")
@@ -184,23 +184,17 @@ def load_environment(path: str, args: dict[str, Any]) -> Environment:
     try:
         signature.bind(**args)
     except TypeError as error:
-        fix = "see its docs"
+        fix = "check its parameters"
         for name in args.keys() - signature.parameters.keys():
             if near := difflib.get_close_matches(name, signature.parameters, cutoff=0.5):
-                fix = f"is `{name}` meant to be `{near[0]}`?"
-        raise ConfigError(f"[env.args] do not fit {path!r}: {error}", fix) from error
+                fix = f"did you mean `{near[0]}` instead of `{name}`?"
+        raise ConfigError(f"[env.args] does not fit {path!r}: {error}", fix) from error
     try:
-        made = cast(Environment, make(**resolve_references(args, "[env] args")))
+        return cast(Environment, make(**resolve_references(args, "[env] args")))
     except SightlineError:
         raise
     except Exception as error:  # user code
         raise EnvironmentFailed(
             f"[env] name = {path!r} cannot be built: {type(error).__name__}: {error}",
-            f"mend it, or give what it needs in [env.args]; play it: `sightline try {path}`",
+            f"fix it, or pass what it needs in [env.args]. Test it with `sightline try {path}`",
         ) from error
-    if hasattr(made, "shows_images"):
-        raise ConfigError(
-            f"the environment {path!r} has `shows_images`, which nothing reads",
-            "call it `shows_media`: videos are meant, too",
-        )
-    return made

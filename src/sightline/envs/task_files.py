@@ -1,8 +1,8 @@
-"""Tasks from files: JSONL, parquet, or what the `datasets` library saved or loads.
+"""Tasks from files: JSONL, parquet, or datasets of the `datasets` library.
 
-Rows are read when they are played; no file is loaded whole. Columns that hold images come back
-as refs: `read` puts them into the store. Columns are known for images by what the `datasets`
-library wrote into the file, or named in `images`.
+Rows are read on demand; no file is loaded whole. `read` puts the images of a row into the store and
+returns refs in their place. Image columns are those that the `datasets` library declared in the
+file, and those named in `images`.
 """
 
 from __future__ import annotations
@@ -23,15 +23,15 @@ from sightline.media import MediaRef
 
 Put = Callable[[Any], MediaRef]
 FEATURES_KEY = b"huggingface"
-"""Where the `datasets` library writes, in a schema, what its columns are."""
+"""Key in a schema under which the `datasets` library declares column types."""
 _SUFFIXES = (".jsonl", ".ndjson", ".parquet")
 MAX_GROUP_BYTES = 1 << 30
-"""Memory that a row group may take, beside 16 times the size of its file."""
+"""Memory that a row group may take, in addition to 16 times the size of its file."""
 _BATCH_ROWS = 1024
 
 
 class TaskFile:
-    """Rows of a file as tasks. The rows of one split are never those of another."""
+    """Rows of a file as tasks. Splits share no row."""
 
     def __init__(
         self,
@@ -59,17 +59,17 @@ class TaskFile:
         return len(self._numbers.get(split, ()))
 
     def get_row_number(self, index: int, split: str) -> int:
-        """The number of the row that is task `index` of a split; they come round again."""
+        """Return the row number of task `index` of a split; indices wrap around."""
         numbers = self._numbers.get(split)
         if not numbers:
             raise ConfigError(
-                f"{len(self._rows)} rows leave none for the split {split!r}",
-                f"give it a share: open_tasks(..., {split}_fraction=0.1)",
+                f"the split {split!r} has no rows, out of {len(self._rows)}",
+                f"give it a fraction: open_tasks(..., {split}_fraction=0.1)",
             )
         return numbers[index % len(numbers)]
 
     def read(self, number: int, put: Put) -> dict[str, Any]:
-        """A row, with refs in the places of its images."""
+        """Return a row, with refs in place of its images."""
         row = self._rows.row(number)
         for column in self._images & row.keys():
             row[column] = put_cell_images(row[column], put, self._folder, f"row {number}, {column}")
@@ -84,51 +84,50 @@ def open_tasks(
     sft_fraction: float = 0.0,
     seed: int = 0,
 ) -> TaskFile:
-    """The tasks in a file or a folder, or of a data set on the Hub, `owner/name`.
+    """Open the tasks of a file, a folder, or a dataset on the Hub (`owner/name`).
 
-    `dataset_split` names one of several splits. A folder that the `datasets` library did not save,
-    such as one of parquet shards, and what is on the Hub, are loaded by it. `eval_fraction` and
-    `sft_fraction` are the shares of the rows that those splits get; the rest is for training.
+    `dataset_split` names one of several splits. The `datasets` library loads datasets on the Hub,
+    and folders that it did not save itself, such as parquet shards. `eval_fraction` and
+    `sft_fraction` are the fractions of the rows for those splits; the rest is for training.
     """
-    found = Path(path)
+    source = Path(path)
     rows: TaskRows
-    if not found.exists() and (str(path).count("/") != 1 or found.suffix in _SUFFIXES):
+    if not source.exists() and (str(path).count("/") != 1 or source.suffix in _SUFFIXES):
         raise ConfigError(
             f"there is no file or folder {str(path)!r}",
-            "check the path; accepted are a .jsonl or .parquet file, a folder that the datasets "
-            "library saved, a folder of parquet shards, or the id of a data set on the Hub, "
-            "owner/name",
+            "check the path. It may be a .jsonl or .parquet file, a folder that the datasets "
+            "library saved, a folder of parquet shards, or a dataset on the Hub, owner/name",
         )
-    if not found.exists():
+    if not source.exists():
         try:
-            rows, folder = _load_with_datasets(str(path), dataset_split), found
+            rows, folder = _load_with_datasets(str(path), dataset_split), source
         except ConfigError as error:
-            problem = f"there is no file or folder {str(path)!r}, and as a data set on the Hub: "
+            problem = f"{str(path)!r} is neither a file nor a folder, and the Hub failed: "
             raise ConfigError(problem + error.problem, error.fix) from error
-    elif found.is_dir():
-        rows, folder = _folder(found, dataset_split)
-    elif found.suffix in _SUFFIXES[:2]:
-        rows, folder = JsonlRows(found), found.parent
-    elif found.suffix == ".parquet":
-        rows, folder = ParquetRows(found), found.parent
+    elif source.is_dir():
+        rows, folder = _open_folder(source, dataset_split)
+    elif source.suffix in _SUFFIXES[:2]:
+        rows, folder = JsonlRows(source), source.parent
+    elif source.suffix == ".parquet":
+        rows, folder = ParquetRows(source), source.parent
     else:
         raise ConfigError(
-            f"{found}: tasks are not read from {found.suffix or 'such a file'}",
-            "give a .jsonl or .parquet file, a folder of shards, or the id of a data set",
+            f"{source}: unsupported file type {source.suffix!r}",
+            "use a .jsonl or .parquet file, a folder of shards, or the id of a dataset",
         )
     if not len(rows):
-        raise ConfigError(f"{found} has no rows", "a run needs tasks")
+        raise ConfigError(f"{source} has no rows", "use a file with at least one row")
     return TaskFile(rows, folder, images, {"eval": eval_fraction, "sft": sft_fraction}, seed)
 
 
-def _folder(path: Path, dataset_split: str) -> tuple[TaskRows, Path]:
-    several = path / "dataset_dict.json"
-    if several.is_file():
-        parts = json.loads(several.read_text())["splits"]
-        if dataset_split not in parts:
+def _open_folder(path: Path, dataset_split: str) -> tuple[TaskRows, Path]:
+    index = path / "dataset_dict.json"
+    if index.is_file():
+        splits = json.loads(index.read_text())["splits"]
+        if dataset_split not in splits:
             raise ConfigError(
-                f"{path} has the parts {', '.join(parts)}, and {dataset_split!r} was asked for",
-                "name one of them: open_tasks(path, dataset_split=...)",
+                f"{path} has no split {dataset_split!r}; it has {', '.join(splits)}",
+                "choose one of them: open_tasks(path, dataset_split=...)",
             )
         path = path / dataset_split
     if (path / "state.json").is_file():
@@ -142,15 +141,15 @@ def _load_with_datasets(name: str, dataset_split: str) -> ArrowRows:
         loaded = library.load_dataset(name, split=dataset_split or "train")
     except (OSError, ValueError) as error:
         raise ConfigError(
-            f"{name}, split {dataset_split or 'train'!r}: the datasets library cannot load it: "
+            f"the datasets library cannot load {name}, split {dataset_split or 'train'!r}: "
             f"{type(error).__name__}: {error}",
-            "check the name, the split and the network; or download it and name the folder",
+            "check the name, the split and the network, or download it and pass the folder",
         ) from error
     return ArrowRows(loaded.data.table, loaded.features.arrow_schema)
 
 
 class JsonlRows:
-    """Rows of a JSONL file, which stays on disk: only the offsets of its lines are in memory."""
+    """Rows of a JSONL file; only the offsets of its lines are in memory."""
 
     image_columns: frozenset[str] = frozenset()
 
@@ -174,16 +173,17 @@ class JsonlRows:
         try:
             row = json.loads(line)
         except (ValueError, RecursionError) as error:
-            raise ConfigError(f"{self._path}, row {number}: {error}", "mend the line") from error
+            raise ConfigError(f"{self._path}, row {number}: {error}", "fix this line") from error
         if not isinstance(row, dict):
             raise ConfigError(
-                f"{self._path}, row {number} is a {type(row).__name__}", "write an object a line"
+                f"{self._path}, row {number} is a {type(row).__name__}",
+                "write one JSON object per line",
             )
         return row
 
 
 class ParquetRows:
-    """Rows of a parquet file, read by row group; the last group is cached for its neighbours."""
+    """Rows of a parquet file, read by row group; the last group is cached."""
 
     def __init__(self, path: Path, max_group_bytes: int = MAX_GROUP_BYTES) -> None:
         self._path = path
@@ -208,7 +208,7 @@ class ParquetRows:
             return _read_row(table, number - first)
 
     def _read_group(self, group: int) -> Any:
-        """In pieces: a value that is there once may be that of every row."""
+        """Read in pieces, because a value that is stored once may expand to every row."""
         most, num_bytes, batches = self._max_group_bytes, 0, []
         for batch in self._file.iter_batches(_BATCH_ROWS, row_groups=[group]):
             num_bytes += batch.nbytes
@@ -221,44 +221,44 @@ class ParquetRows:
 def open_parquet(
     path: Path, max_group_bytes: int = MAX_GROUP_BYTES, memory_map: bool = False
 ) -> tuple[Any, list[int]]:
-    """A parquet file, and the rows of its groups; none that its bytes cannot hold."""
+    """Open a parquet file and return it with the sizes of its row groups, both checked."""
     parquet = import_extra("pyarrow.parquet", "data")
     with _name_damage(path):
         file = parquet.ParquetFile(path, memory_map=memory_map)
         groups = [file.metadata.row_group(number) for number in range(file.num_row_groups)]
         sizes = [group.num_rows for group in groups]
         if min(sizes, default=0) < 0 or sum(sizes) != file.metadata.num_rows:
-            raise ValueError(f"its groups say {sizes} rows of {file.metadata.num_rows}")
+            raise ValueError(f"row groups of {sizes} rows, {file.metadata.num_rows} in all")
         num_bytes = path.stat().st_size
         _check_num_rows(sum(sizes), num_bytes)
         most = max_group_bytes + 16 * num_bytes
         largest = max((group.total_byte_size for group in groups), default=0)
         if largest > most:
-            raise ValueError(f"a row group of {largest} bytes, and at most {most} are read")
+            raise ValueError(f"a row group has {largest} bytes, more than {most}")
     return file, sizes
 
 
 def _check_num_rows(num_rows: int, num_bytes: int) -> None:
-    """A row that tells something takes a bit or more; lists of all rows are kept in memory."""
+    """Raise if the file declares more rows than bits, because lists of all rows are kept."""
     if num_rows > 8 * num_bytes:
-        raise ValueError(f"it says {num_rows} rows, and has {num_bytes} bytes")
+        raise ValueError(f"it declares {num_rows} rows in {num_bytes} bytes")
 
 
 @contextmanager
 def _name_damage(path: Path) -> Iterator[None]:
-    """What pyarrow raises about bytes are errors of these classes, and name no file."""
+    """Turn the errors that pyarrow raises about damaged bytes into one that names the file."""
     try:
         yield
     except (
         OSError, ValueError, TypeError, LookupError, AttributeError, ArithmeticError, MemoryError,
         NotImplementedError, RecursionError,
     ) as error:  # fmt: skip
-        what = f"{type(error).__name__}: {error}"
-        raise ConfigError(f"{path} cannot be read: {what}", "write the file again") from error
+        reason = f"{type(error).__name__}: {error}"
+        raise ConfigError(f"{path} cannot be read: {reason}", "write the file again") from error
 
 
 def _read_saved_table(folder: Path) -> Any:
-    """Arrow files, mapped into memory: what the workers of a machine read is there once."""
+    """Map Arrow files into memory, which the workers of a machine share."""
     pyarrow = import_extra("pyarrow", "data")
     import_extra("pyarrow.ipc", "data")
     with _name_damage(folder):
@@ -271,7 +271,7 @@ def _read_saved_table(folder: Path) -> Any:
 
 
 class ArrowRows:
-    """Rows of an arrow table; `schema` says where images are, if the table's own does not."""
+    """Rows of an Arrow table; `schema` declares image columns, if the table's own does not."""
 
     def __init__(self, table: Any, schema: Any = None) -> None:
         self._table = table
@@ -290,11 +290,11 @@ def _read_row(table: Any, at: int) -> dict[str, Any]:
 
 
 TaskRows = JsonlRows | ParquetRows | ArrowRows
-"""Rows by number, with the columns that are known to hold images."""
+"""Rows by number, with the names of the image columns."""
 
 
 def image_columns(schema: Any) -> frozenset[str]:
-    """Columns of images, or of lists of images."""
+    """Return the columns of images, or of lists of images."""
     notes = json.loads((schema.metadata or {}).get(FEATURES_KEY, b"{}"))
     features = notes.get("info", {}).get("features", {})
     return frozenset(name for name, feature in features.items() if _holds_images(feature))
@@ -309,7 +309,7 @@ def _holds_images(feature: Any) -> bool:
 
 
 def put_cell_images(value: Any, put: Put, folder: Path, where: str) -> Any:
-    """The cell with refs for its images: bytes, a path under `folder`, a data URL, or a list."""
+    """Put the images of a cell (bytes, a path below `folder`, a data URL, or a list of those)."""
     if value is None:
         return None
     if isinstance(value, list | tuple):
@@ -323,8 +323,8 @@ def put_cell_images(value: Any, put: Put, folder: Path, where: str) -> Any:
     if isinstance(value, str) and value:
         return put(_get_path_below(folder, value, where))
     raise MediaRefused(
-        f"{where}: a {type(value).__name__} where an image should be",
-        "give bytes, a path below the file's folder, or a data URL",
+        f"{where}: expected an image, got a {type(value).__name__}",
+        "use bytes, a path below the file's folder, or a data URL",
     )
 
 
@@ -335,7 +335,7 @@ def _decode_data_url(url: str, where: str) -> bytes:
             raise ValueError("not in base64")
         return binascii.a2b_base64(body, strict_mode=True)
     except ValueError as error:
-        raise MediaRefused(f"{where}: a data URL that is no image: {error}", "mend it") from error
+        raise MediaRefused(f"{where}: invalid data URL: {error}", "use base64") from error
 
 
 def _get_path_below(folder: Path, name: str, where: str) -> Path:
@@ -343,9 +343,9 @@ def _get_path_below(folder: Path, name: str, where: str) -> Path:
     try:
         path = (root / name).resolve()
     except (OSError, ValueError, RuntimeError) as error:  # a NUL, or links in a circle
-        raise MediaRefused(f"{where}: {name[:80]!r} is no path: {error}", "mend it") from error
+        raise MediaRefused(f"{where}: invalid path {name[:80]!r}: {error}", "fix it") from error
     if not path.is_relative_to(root):
         raise MediaRefused(
-            f"{where}: {name!r} leads out of {folder}", "keep images below the file that names them"
+            f"{where}: {name!r} is outside {folder}", "keep images below the folder of the file"
         )
     return path

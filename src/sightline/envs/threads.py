@@ -1,7 +1,7 @@
-"""Threads in which user code blocks; what they do belongs to the rollout that asked for it.
+"""Threads for blocking user code, each tied to the rollout that started it.
 
-Their number has no bound: a pool of any size could fill with calls that never return, and the calls
-of other rollouts would never start. None of them holds up the end of the process.
+The number of threads is unbounded: calls that never return would fill a pool of any size and starve
+other rollouts. All threads are daemons, so none delays the end of the process.
 """
 
 from __future__ import annotations
@@ -25,20 +25,20 @@ from sightline.render import Tools
 
 T = TypeVar("T")
 WorkQueue = SimpleQueue[Callable[[], None] | None]
-"""What a thread does, one after the other, until there is None."""
+"""Work of one thread; None ends the thread."""
 
 ROLLOUT_FUTURES: ContextVar[set[Future[Any]] | None] = ContextVar("threads", default=None)
-"""What threads do for the rollout in play."""
+"""Unfinished calls in threads of the current rollout."""
 MAX_IDLE_THREADS = 32
-"""Threads that wait for another call: to start one holds up the event loop for a moment."""
+"""Idle threads to keep, because starting a thread blocks the event loop for a moment."""
 
 
 def _new_rollout_future() -> Future[Any]:
-    """A future among those of the rollout in play, until it is done."""
+    """Return a future that belongs to the current rollout until it is done."""
     future: Future[Any] = Future()
-    if (together := ROLLOUT_FUTURES.get()) is not None:
-        together.add(future)
-        future.add_done_callback(together.discard)
+    if (pending := ROLLOUT_FUTURES.get()) is not None:
+        pending.add(future)
+        future.add_done_callback(pending.discard)
     return future
 
 
@@ -47,14 +47,14 @@ def _run_into_future(future: Future[T], work: Callable[[], T]) -> None:
         return
     try:
         result = work()
-    except BaseException as error:  # user code: whatever it raises belongs to who waits for it
+    except BaseException as error:  # user code may raise anything
         future.set_exception(error)
     else:
         future.set_result(result)
 
 
 def start_thread(work: Callable[[], T], name: str) -> Future[T]:
-    """Does `work` in a new thread that knows what its task knows; the result may be left unread."""
+    """Run `work` in a new thread, with the context of the caller."""
     future = _new_rollout_future()
     run = copy_context().run
     threading.Thread(
@@ -63,74 +63,75 @@ def start_thread(work: Callable[[], T], name: str) -> Future[T]:
     return future
 
 
-def _run_queue(todo: WorkQueue) -> None:
-    while (work := todo.get()) is not None:
+def _run_queue(queue: WorkQueue) -> None:
+    while (work := queue.get()) is not None:
         work()
 
 
 class SerialThread:
-    """Does one thing after the other, for what may be used only in the thread that made it."""
+    """A thread that runs one call after another, for objects that must stay in one thread."""
 
     def __init__(self, name: str) -> None:
-        self._todo: WorkQueue = SimpleQueue()
-        start_thread(lambda: _run_queue(self._todo), name)
+        self._queue: WorkQueue = SimpleQueue()
+        start_thread(lambda: _run_queue(self._queue), name)
 
     async def run(self, work: Callable[[], T]) -> T:
         future: Future[T] = Future()
-        self._todo.put(lambda: _run_into_future(future, work))
+        self._queue.put(lambda: _run_into_future(future, work))
         return await asyncio.wrap_future(future)
 
     def end(self, last: Callable[[], None]) -> None:
-        """Has `last` done when all else is, then ends the thread. Nobody waits, nobody is told."""
-        self._todo.put(lambda: _run_into_future(Future(), last))
-        self._todo.put(None)
+        """Run `last` after all other work, then end the thread. Does not wait; errors are lost."""
+        self._queue.put(lambda: _run_into_future(Future(), last))
+        self._queue.put(None)
 
 
 class ThreadPerCallExecutor(ThreadPoolExecutor):
-    """A thread for each call, as the default executor of an event loop: `asyncio.to_thread`."""
+    """Default executor of an event loop (`asyncio.to_thread`) with a thread for each call."""
 
     def __init__(self) -> None:
-        super().__init__(1)  # loops take this class only; its own threads are never started
+        super().__init__(1)  # event loops require the class; its own threads never start
         self._idle: deque[WorkQueue] = deque()
 
     def submit(self, fn: Callable[..., T], /, *args: Any, **kwargs: Any) -> Future[T]:
         future = _new_rollout_future()
         try:
-            todo = self._idle.pop()
+            queue = self._idle.pop()
         except IndexError:
-            todo = SimpleQueue()
-            start = threading.Thread(target=_run_queue, args=(todo,), daemon=True, name="user-code")
-            start.start()
-        todo.put(lambda: _run_into_future(future, lambda: fn(*args, **kwargs)))
-        todo.put(lambda: self._rest(todo))
+            queue = SimpleQueue()
+            threading.Thread(
+                target=_run_queue, args=(queue,), daemon=True, name="user-code"
+            ).start()
+        queue.put(lambda: _run_into_future(future, lambda: fn(*args, **kwargs)))
+        queue.put(lambda: self._release(queue))
         return future
 
-    def _rest(self, todo: WorkQueue) -> None:
+    def _release(self, queue: WorkQueue) -> None:
         if len(self._idle) < MAX_IDLE_THREADS:
-            self._idle.append(todo)
+            self._idle.append(queue)
         else:
-            todo.put(None)
+            queue.put(None)
 
     def shutdown(self, wait: bool = True, *, cancel_futures: bool = False) -> None:
-        """Waits for nothing: what hangs would hold up the end of the loop."""
+        """End the idle threads. Does not wait, because user code may hang."""
         while self._idle:
             self._idle.pop().put(None)
 
 
 @dataclass
 class BlockingChat:
-    """The chat of a rollout that is a plain function: in a thread, where calls wait.
+    """The chat of a plain `def rollout`, which runs in a thread: its calls block.
 
-    When the rollout is over, every call ends the thread.
+    Once the rollout is over, every call raises `CancelledError`.
     """
 
     asynchronous: Chat
-    """The `Chat` behind this one, whose calls one may `wait` for: a `Conversation`, say."""
+    """The underlying `Chat`. Use `wait` for its calls, or for those of a `Conversation`."""
     loop: asyncio.AbstractEventLoop
 
     def __post_init__(self) -> None:
         self._is_over = False
-        self._under_way: set[Future[Any]] = set()
+        self._pending: set[Future[Any]] = set()
         self._lock = threading.Lock()
 
     @property
@@ -162,14 +163,14 @@ class BlockingChat:
         return self.asynchronous.get(ref)
 
     def wait(self, work: Awaitable[T]) -> T:
-        """The result of something asynchronous, such as the verdict of a judge model."""
+        """Return the result of an awaitable, such as the score of a judge model."""
         with self._lock:
             if self._is_over:
                 if isinstance(work, Coroutine):
                     work.close()
                 raise _rollout_over_error()
             future = asyncio.run_coroutine_threadsafe(guard_user_code(work), self.loop)
-            self._under_way.add(future)
+            self._pending.add(future)
         try:
             return future.result()
         except CancelledError:
@@ -177,24 +178,24 @@ class BlockingChat:
                 raise _rollout_over_error() from None
             raise
         finally:
-            self._under_way.discard(future)
+            self._pending.discard(future)
 
     def end(self) -> None:
-        """What the thread waits for is cancelled, and so is whatever it asks for from now on."""
+        """Cancel the pending calls of the thread, and refuse later ones."""
         with self._lock:
             self._is_over = True
-            under_way = list(self._under_way)
-        for future in under_way:
+            pending = list(self._pending)
+        for future in pending:
             future.cancel()
 
 
 def _rollout_over_error() -> asyncio.CancelledError:
-    # No Exception: user code that goes on after any of those would never end.
+    # Not an Exception: user code that catches those would never end.
     return asyncio.CancelledError("the rollout is over")
 
 
 async def guard_user_code(work: Awaitable[T]) -> T:
-    """The result of user code; sys.exit and its like would end the event loop."""
+    """Await user code, and turn `sys.exit` and the like into an error of the rollout."""
     try:
         return await work
     except (Exception, asyncio.CancelledError, GeneratorExit):

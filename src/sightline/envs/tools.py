@@ -1,4 +1,4 @@
-"""Python functions as tools: their schemas for the prompt, their results for the next message."""
+"""Python functions as tools: schemas for the prompt, and results as messages."""
 
 from __future__ import annotations
 
@@ -23,14 +23,14 @@ from sightline.message import (
     ToolCall,
     VideoPart,
     build_part,
+    join_texts,
 )
-from sightline.message import join_texts as joined
 
 Put = Callable[[Any], MediaRef]
 
 
 class ToolError(Exception):
-    """Raised by a tool for what the model got wrong: it is told so, and may try again."""
+    """Raised by a tool when the model made a mistake; the model reads the message."""
 
 
 @dataclass(frozen=True)
@@ -38,16 +38,16 @@ class Tool:
     function: Callable[..., Any]
     schema: dict[str, Any]
     hints: dict[str, Any]
-    """The type of each parameter."""
+    """Type of each parameter."""
     required: frozenset[str]
 
 
 class Toolbox:
     """Tools from functions: `Toolbox(click, scroll)`.
 
-    The name, the first paragraph of the docstring and the annotated parameters of a function
-    describe it to the model; `Annotated[int, "pixels from the left"]` describes a parameter. A
-    result is text, an image, anything that JSON can say, or a tuple of those.
+    A function's name, the first paragraph of its docstring and its annotated parameters become the
+    schema; `Annotated[int, "pixels from the left"]` describes a parameter. A result is text, an
+    image, anything that JSON can encode, or a tuple of those.
     """
 
     def __init__(self, *functions: Callable[..., Any]) -> None:
@@ -55,15 +55,15 @@ class Toolbox:
 
     @property
     def schemas(self) -> list[dict[str, Any]]:
-        """What `chat.send(..., tools=...)` takes."""
+        """The schemas for `chat.send(..., tools=...)`."""
         return [tool.schema for tool in self._tools.values()]
 
     async def run(self, answer: AssistantMessage, put: Put) -> list[Message]:
-        """Makes the calls in their order and returns a message for each.
+        """Make the calls in order and return a message for each.
 
-        Functions that are not async run in a thread: the event loop goes on meanwhile.
+        Functions that are not async run in a thread.
         """
-        answers = []
+        results = []
         for call in answer.tool_calls:
             try:
                 function, values = self._bind_call(call)
@@ -73,20 +73,20 @@ class Toolbox:
                     result = await asyncio.to_thread(function, **values)
             except ToolError as error:
                 result = f"error: {mask(str(error))}"
-            answers.append(_result_message(call, result, put))
-        return answers
+            results.append(_result_message(call, result, put))
+        return results
 
     def run_blocking(self, answer: AssistantMessage, put: Put) -> list[Message]:
-        """Makes the calls as `run` does, for a rollout that is a plain function."""
-        answers = []
+        """Make the calls as `run` does, in a plain `def rollout`."""
+        results = []
         for call in answer.tool_calls:
             try:
                 function, values = self._bind_call(call)
                 result = function(**values)
             except ToolError as error:
                 result = f"error: {mask(str(error))}"
-            answers.append(_result_message(call, result, put))
-        return answers
+            results.append(_result_message(call, result, put))
+        return results
 
     def _bind_call(self, call: ToolCall) -> tuple[Callable[..., Any], dict[str, Any]]:
         tool = self._tools.get(call.name)
@@ -117,7 +117,9 @@ def _build_tool(function: Callable[..., Any]) -> Tool:
     properties, required, types = {}, [], {}
     for name, parameter in inspect.signature(function).parameters.items():
         if parameter.kind in (parameter.VAR_POSITIONAL, parameter.VAR_KEYWORD):
-            raise ConfigError(f"tool {function.__name__}: *{name}", "name its parameters")
+            raise ConfigError(
+                f"tool {function.__name__} takes *{name}", "declare each parameter by name"
+            )
         if name not in hints:
             raise ConfigError(
                 f"tool {function.__name__}: parameter {name} has no type", "annotate it"
@@ -149,7 +151,7 @@ def _split_annotation(hint: Any) -> tuple[Any, str]:
 
 
 def _type_schema(hint: Any, where: str) -> dict[str, Any]:
-    if typing.get_origin(hint) is Literal:  # whose values msgspec would sort
+    if typing.get_origin(hint) is Literal:  # msgspec would sort the values
         return {"enum": list(typing.get_args(hint))}
     try:
         (schema,), classes = msgspec.json.schema_components((hint,))
@@ -165,19 +167,19 @@ def _type_schema(hint: Any, where: str) -> dict[str, Any]:
 
 def _result_message(call: ToolCall, result: Any, put: Put) -> Message:
     results = result if isinstance(result, tuple) else (result,)
-    parts = joined([_result_part(one, put) for one in results if one is not None])
+    parts = join_texts([_result_part(value, put) for value in results if value is not None])
     return Message(role="tool", content=parts, tool_call_id=call.id or None)
 
 
 def _result_part(result: Any, put: Put) -> Part:
     if isinstance(result, str | MediaRef | VideoPart):
         return build_part(result)
-    if isinstance(result, bytes | Path) or hasattr(result, "getbands"):  # or a PIL image
+    if isinstance(result, bytes | Path) or hasattr(result, "getbands"):  # a PIL image
         return build_part(put(result))
     try:
         return TextPart(msgspec.json.encode(result).decode())
     except TypeError as error:
         raise EnvironmentFailed(
             f"a tool returned a {type(result).__name__}",
-            "return text, an image, a video, what JSON can say, or a tuple of those",
+            "return text, an image, a video, a JSON value, or a tuple of those",
         ) from error

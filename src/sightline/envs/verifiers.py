@@ -1,9 +1,9 @@
-"""verifiers: an environment of that library runs as it is, and its agent speaks to our endpoint.
+"""Adapter for environments of the verifiers library, which run unchanged against our endpoint.
 
-    its harness --> its own interception --> chat.base_url (OpenAI dialect) --> trace
+    its harness --> its own interception --> chat.base_url (OpenAI API) --> trace
 
-Tasks come from its taskset, rewards from its own scoring. Every rollout has an instance of the
-environment and of its servers, so that one rollout's key serves nobody else.
+Tasks come from its taskset, rewards from its own scoring. Every rollout has its own instance of the
+environment and of its servers, because each rollout has its own key.
 """
 
 from __future__ import annotations
@@ -35,9 +35,7 @@ class VerifiersEnvironment(Environment):
         runtimes = import_extra("verifiers.v1.runtimes", "verifiers")
         loaders = import_extra("verifiers.v1.utils.loaders", "verifiers")
         if eval_every < 2:
-            raise ConfigError(
-                f"verifiers: eval_every = {eval_every}", "2 or more leaves tasks for training"
-            )
+            raise ConfigError(f"verifiers: [env.args] eval_every = {eval_every}", "use 2 or more")
         values: dict[str, Any] = dict(env or {})
         if taskset:
             values["taskset"] = {**values.get("taskset", {}), "id": taskset}
@@ -45,7 +43,7 @@ class VerifiersEnvironment(Environment):
             values["agent"] = {**values.get("agent", {}), "harness": {"id": harness}}
         try:
             self.config = loaders.resolve_env_config(values)
-            # Programs of agents run on this machine, unless a role says otherwise.
+            # Agent programs run on this machine, unless a role says otherwise.
             for role in agents.agent_config_fields(self.config):
                 values[role] = {"runtime": {"type": runtime}, **values.get(role, {})}
             self.config = loaders.resolve_env_config(values)
@@ -54,15 +52,15 @@ class VerifiersEnvironment(Environment):
         except (ModuleNotFoundError, TypeError, ValueError) as error:
             raise ConfigError(
                 f"verifiers: {error}",
-                "name an installed taskset in [env.args] taskset; [env.args.env] is its own "
-                "configuration",
+                "set [env.args] taskset to an installed taskset; its own configuration goes into "
+                "[env.args.env]",
             ) from error
         self.name = f"verifiers:{self.config.env_id}"
         for role, spec in agents.agent_config_fields(self.config).items():
             if not runtimes.runtime_is_local(spec.runtime):
                 raise ConfigError(
-                    f"{self.name}: role {role!r} runs remotely ({spec.runtime.type}), and the "
-                    "endpoint of a rollout is on this machine",
+                    f"{self.name}: role {role!r} runs remotely ({spec.runtime.type}), but the "
+                    "endpoint of a rollout listens on this machine only",
                     "set [env.args] runtime to 'subprocess' or 'docker'",
                 )
         self.shows_media = shows_media
@@ -72,7 +70,7 @@ class VerifiersEnvironment(Environment):
         self._tasks_lock = threading.Lock()
 
     def task(self, index: int, split: str) -> Task:
-        """Every `eval_every`-th task of the taskset is for evaluation; a finite one comes round."""
+        """Reserve every `eval_every`-th task for evaluation; a finite taskset wraps around."""
         if split == "eval":
             place = index * self.eval_every
         else:
@@ -83,7 +81,7 @@ class VerifiersEnvironment(Environment):
     async def rollout(self, task: Task, chat: Chat) -> Outcome:
         import verifiers.v1 as vf
 
-        # verifiers reads the key of an endpoint from the variable that its config names.
+        # verifiers reads the key from the environment variable that its config names.
         variable = f"SIGHTLINE_KEY_{id(chat)}"
         os.environ[variable] = chat.api_key
         try:
@@ -102,10 +100,10 @@ class VerifiersEnvironment(Environment):
     def _outcome(self, episode: Any) -> Outcome:
         problems = [*episode.errors, *(e for trace in episode.traces for e in trace.errors)]
         if not episode.ok:
-            said = "; ".join(f"{e.type}: {e.message}" for e in problems) or "no error is named"
+            reasons = "; ".join(f"{e.type}: {e.message}" for e in problems) or "unknown error"
             raise EnvironmentFailed(
-                f"{self.name}: the episode failed: {said}"[:2000],
-                "run it with verifiers' own command, against any endpoint, to see it alone",
+                f"{self.name}: the episode failed: {reasons}"[:2000],
+                "reproduce it with verifiers' own command against any endpoint",
             )
         rewards: dict[str, float] = defaultdict(float)
         for name, reward in (pair for trace in episode.traces for pair in trace.rewards.items()):
@@ -125,14 +123,14 @@ class VerifiersEnvironment(Environment):
             known += itertools.islice(self._source, max(place + 1 - len(known), 0))
             if place < len(known):
                 return known[place]
-            mine = [i for i in range(len(known)) if (i % self.eval_every == 0) == for_eval]
-            if not mine:
+            split = [i for i in range(len(known)) if (i % self.eval_every == 0) == for_eval]
+            if not split:
                 raise EnvironmentFailed(
-                    f"{self.name}: its taskset has {len(known)} tasks, and none is left for "
+                    f"{self.name}: its taskset has {len(known)} tasks, which leaves none for "
                     f"{'evaluation' if for_eval else 'training'}",
-                    "give it more tasks, or lower [env.args] eval_every",
+                    "add tasks, or lower [env.args] eval_every",
                 )
-            return known[mine[place % len(mine)]]
+            return known[split[place % len(split)]]
 
 
 ENVIRONMENT = VerifiersEnvironment

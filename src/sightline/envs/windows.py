@@ -1,9 +1,8 @@
-"""Windows: what of a long history the model is shown. A policy of the environment.
+"""Windows: which part of a long history the model sees.
 
-A window is a pure function from a history to the part of it that is asked. What it takes out is
-gone from the prompt only: the trace keeps every turn as it was asked, and the first turn behind a
-cut is a fork. A cut costs the window's own tokens, rendered and computed again; `step` makes cuts
-rarer, so that the turns between two of them are bridged.
+A window is a pure function from a history to the messages of the prompt. The trace keeps every turn
+as it was sent, and forks at the first turn after a cut: the engine computes that prompt again.
+`step` makes cuts rarer; the turns between two cuts are bridged.
 """
 
 from __future__ import annotations
@@ -22,34 +21,33 @@ IMAGE_PLACEHOLDER = "[earlier image]"
 
 
 def last_images(count: int, instead: str = IMAGE_PLACEHOLDER, step: int = 1) -> Window:
-    """At most the newest `count` images; in place of an older one stands the text `instead`.
+    """Show the newest `count` images at most, and the text `instead` for each older one.
 
-    A video counts as an image. With `step` more than 1 images leave so many at a time: between
-    `count - step + 1` and `count` are shown.
+    A video counts as an image. Images leave `step` at a time: between `count - step + 1` and
+    `count` are shown.
     """
     _check_at_least("count", count, 0)
     _check_at_least("step", step, 1)
 
     def window(history: Sequence[Message]) -> list[Message]:
         num_images = sum(map(_count_shown, history))
-        left = _num_dropped(num_images, count, step)
-        shown = []
+        num_left = _num_dropped(num_images, count, step)
+        prompt = []
         for message in history:
-            gone = min(left, _count_shown(message))
-            left -= gone
-            shown.append(_without_images(message, gone, instead) if gone else message)
-        return shown
+            num_gone = min(num_left, _count_shown(message))
+            num_left -= num_gone
+            prompt.append(_without_images(message, num_gone, instead) if num_gone else message)
+        return prompt
 
     return window
 
 
 def last_turns(count: int, keep_task: bool = True, step: int = 1) -> Window:
-    """At most the newest `count` turns: answers, each with the messages that it answers.
+    """Show the newest `count` turns at most: answers, each with the messages before it.
 
-    What is yet to be answered is a turn too. System messages at the beginning stay, and so does
-    the first message of the user, unless `keep_task` is False. A result of a tool does not go
-    without the call that it answers: where the oldest turn shown begins with one, the answer that
-    called is shown before it.
+    Messages without an answer yet are a turn too. The first system messages stay, and so does the
+    user's first message unless `keep_task` is False. A tool result keeps its call: where the oldest
+    turn begins with a result, the calling answer is shown before it.
     """
     _check_at_least("count", count, 1)
     _check_at_least("step", step, 1)
@@ -69,10 +67,10 @@ def last_turns(count: int, keep_task: bool = True, step: int = 1) -> Window:
 
 
 def opening(history: Sequence[Message]) -> list[Message]:
-    """The system messages at the beginning, and the user's first message behind them."""
+    """Return the first system messages and the user's first message after them."""
     head = _num_system(history)
-    is_asked = [message.role for message in history[head : head + 1]] == ["user"]
-    return list(history[: head + is_asked])
+    has_task = [message.role for message in history[head : head + 1]] == ["user"]
+    return list(history[: head + has_task])
 
 
 def _num_system(history: Sequence[Message]) -> int:
@@ -80,7 +78,7 @@ def _num_system(history: Sequence[Message]) -> int:
 
 
 def _num_dropped(num: int, count: int, step: int) -> int:
-    """How many of `num` leave, a multiple of `step`, so that at most `count` stay."""
+    """Return how many of `num` to drop, a multiple of `step`, so that at most `count` stay."""
     return min(num, -(-max(num - count, 0) // step) * step)
 
 
@@ -88,15 +86,15 @@ def _count_shown(message: Message) -> int:
     return len(message.images) + len(message.videos)
 
 
-def _without_images(message: Message, gone: int, instead: str) -> Message:
-    """The message with the first `gone` of its images replaced."""
+def _without_images(message: Message, num_gone: int, instead: str) -> Message:
+    """Return the message with its first `num_gone` images replaced."""
     parts = list[Part](message.content)
     images = (i for i, part in enumerate(message.content) if not isinstance(part, TextPart))
-    for i in itertools.islice(images, gone):
+    for i in itertools.islice(images, num_gone):
         parts[i] = TextPart(instead)
     return msgspec.structs.replace(message, content=join_texts(parts))
 
 
 def _check_at_least(name: str, value: int, least: int) -> None:
     if value < least:
-        raise ConfigError(f"a window with {name} = {value}", f"take at least {least}")
+        raise ConfigError(f"a window has {name} = {value}", f"use {least} or more")

@@ -1,8 +1,7 @@
-"""Messages and parts: what environments speak.
+"""Messages and parts, in which environments and models talk.
 
-OpenAI-shaped dicts and the structs of `parts` mean the same; `to_message` of `read` turns the first
-into the second, once, where messages come in. Images and videos become refs, and adjacent texts
-become one. From there on there is one form.
+A message is an OpenAI-shaped dict or a struct of `parts`. `to_message` converts dicts to structs
+once, where messages come in, and images and videos to refs. All later code sees structs only.
 """
 
 from sightline.message.parts import (

@@ -1,5 +1,5 @@
-"""The structs: messages and their parts, how environments make them, and how what they show is
-replaced by refs."""
+"""Structs of messages and their parts, functions that build them, and replacement of images by
+refs."""
 
 from __future__ import annotations
 
@@ -28,37 +28,35 @@ class TextPart(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag="tex
 
 class ImagePart(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag="image"):
     ref: MediaRef
-    """The image's name; until the message is sent also the image itself, as `user` was given it."""
+    """The image's ref. Until the message is sent, it may be the image itself."""
 
 
 class VideoFrame(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """An image of a video that is a list of images."""
+    """One image of a video that consists of images."""
 
     ref: MediaRef
     seconds: float
-    """When it is shown, from the beginning of the video on."""
+    """Time at which it is shown, from the start of the video."""
 
 
 class VideoPart(
     msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=True, tag="video"
 ):
-    """A video: a file, or images with their times. `video` makes one."""
+    """A video: a file, or images with their times. `video` builds one."""
 
     ref: MediaRef | None = None
-    """The name of a file; until the message is sent also the file itself."""
+    """The file's ref. Until the message is sent, it may be the file itself."""
     frames: tuple[VideoFrame, ...] = ()
-    """Images of one size, shown as they are, where there is no file."""
+    """Images of one size, if there is no file."""
 
     def __post_init__(self) -> None:
         if (self.ref is None) == (not self.frames):
-            raise MessageError(
-                "a video without a file and without frames, or with both", _FIX_VIDEO
-            )
+            raise MessageError("a video needs either a file or frames", _FIX_VIDEO)
         times = [frame.seconds for frame in self.frames]
         ascends = all(a < b for a, b in itertools.pairwise([-math.ulp(0.0), *times, math.inf]))
         if self.frames and not ascends:
             raise MessageError(
-                f"frames at {times[:8]} seconds", "pass times that ascend, from 0 on"
+                f"frames at {times[:8]} seconds", "pass increasing times that start at 0 or later"
             )
 
     @property
@@ -68,29 +66,29 @@ class VideoPart(
 
 Part = TextPart | ImagePart | VideoPart
 
-_FIX_VIDEO = "pass a file of a video, or images with their times: video([(image, 0.0), ...])"
+_FIX_VIDEO = "pass a video file, or images with their times: video([(image, 0.0), ...])"
 
 
 class ToolCall(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     name: str
     arguments: str
-    """JSON text, as the model wrote it."""
+    """JSON text, exactly as the model wrote it."""
     id: str = ""
 
 
 class Message(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=True):
-    """One message of a conversation: who speaks, what is said and shown, and tool calls."""
+    """One message of a conversation."""
 
     role: Role
     content: tuple[Part, ...] = ()
-    """Parts as they came. Most chat formats write texts side by side as one, and a renderer joins
-    them then; some trim each text, and some write an empty one otherwise than none."""
+    """Parts as received. Texts are not joined here: some chat formats trim each text, and some
+    treat an empty text differently from none."""
     reasoning: str | None = None
-    """Empty is not None: without reasoning, chat formats may look for it in the content."""
+    """None differs from empty: with None, a chat format may look for reasoning in the content."""
     tool_calls: tuple[ToolCall, ...] = ()
     tool_call_id: str | None = None
     name: str | None = None
-    """Who speaks, where a chat format says it; others leave it out, as their templates do."""
+    """Name of the speaker; chat formats without names leave it out, as their templates do."""
 
     def __repr__(self) -> str:
         parts: list[Any] = []
@@ -103,7 +101,7 @@ class Message(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_defa
 
     @property
     def text(self) -> str:
-        """The texts of the message, images and videos left out."""
+        """All texts of the message, without images and videos."""
         return "".join(part.text for part in self.content if isinstance(part, TextPart))
 
     @property
@@ -116,7 +114,7 @@ class Message(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_defa
 
     @property
     def refs(self) -> tuple[MediaRef, ...]:
-        """All that the message shows, in order: images, files of videos, and frames of others."""
+        """Refs of all images, video files and video frames, in order."""
         shown = (part for part in self.content if not isinstance(part, TextPart))
         return tuple(
             ref for p in shown for ref in (p.refs if isinstance(p, VideoPart) else (p.ref,))
@@ -124,15 +122,15 @@ class Message(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_defa
 
     @property
     def digest(self) -> str:
-        """Names the message: equal messages have equal digests, in every process."""
+        """Digest of the message; equal messages have equal digests in every process."""
         return hashlib.blake2b(_encoder.encode(self), digest_size=16).hexdigest()
 
 
 class AssistantMessage(Message, frozen=True, forbid_unknown_fields=True, omit_defaults=True):
-    """What `parse` makes of a completion."""
+    """A parsed completion."""
 
     stopped: bool = True
-    """False when the completion ended without a stop token (it was cut off)."""
+    """False when the completion was cut off before a stop token."""
     malformed_calls: tuple[str, ...] = ()
     """Raw text of what was meant as a tool call and is none; it stands in the content too."""
 
@@ -154,11 +152,11 @@ def text(content: str) -> tuple[Part, ...]:
 
 
 def user(*parts: str | MediaRef | VideoPart | Image | bytes | Path) -> Message:
-    """A user message from texts, images and videos, in order. Texts side by side are one text.
+    """Return a user message with texts, images and videos, in order.
 
-    An image is a ref, or what `put` takes: a PIL image, bytes or a `pathlib.Path`. Whoever sends
-    the message puts it into the store. A str is text, also where a file has that name. A file of a
-    video may stand as it is, too; frames with times are a video by `video`.
+    An image is a ref, a PIL image, bytes or a `pathlib.Path`, which the chat puts into the store
+    when it sends the message. A str is always text, even if a file has that name. A video file may
+    be passed directly; use `video` for frames with times.
     """
     for i, part in enumerate(parts):
         if not isinstance(part, str | MediaRef | VideoPart) and not is_image_source(part):
@@ -170,7 +168,7 @@ def user(*parts: str | MediaRef | VideoPart | Image | bytes | Path) -> Message:
 def video(
     source: MediaRef | bytes | Path | Sequence[tuple[MediaRef | Image | bytes | Path, float]],
 ) -> VideoPart:
-    """A video for `user`: a file, or images with the seconds at which each is shown."""
+    """Return a video for `user`, from a file or from (image, seconds) pairs."""
     if isinstance(source, MediaRef) or is_image_source(source):
         return VideoPart(ref=source)  # type: ignore[arg-type]
     try:
@@ -181,12 +179,12 @@ def video(
 
 
 def system(content: str) -> Message:
-    """A system message from a text."""
+    """Return a system message."""
     return Message(role="system", content=text(content))
 
 
 def assistant(content: str, reasoning: str | None = None) -> Message:
-    """What the assistant says in a demonstration, after its reasoning if it has any."""
+    """Return an assistant message, for demonstrations."""
     return Message(role="assistant", content=text(content), reasoning=reasoning)
 
 
@@ -202,8 +200,8 @@ def _show(ref: Any) -> Part:
 
 
 def replace_images(value: Any, replace: Callable[[Any], Any]) -> Any:
-    """Messages, structs or dicts, with `replace(image)` for each ref and each image itself, and
-    so for videos and their frames."""
+    """Return messages (structs or dicts) with `replace(x)` for each ref or image `x` in them,
+    including videos and their frames."""
     if isinstance(value, dict):
         return {key: replace_images(inner, replace) for key, inner in value.items()}
     if isinstance(value, list | tuple):
@@ -233,12 +231,14 @@ def _replace_frames(part: VideoPart, replace: Callable[[Any], Any]) -> VideoPart
 
 
 def put_images(messages: Any, put: Callable[[Any], MediaRef]) -> Any:
-    """The messages with refs for the images themselves, which `put` takes in."""
-    return replace_images(messages, lambda one: one if isinstance(one, MediaRef) else put(one))
+    """Return the messages with refs in place of images, which `put` stores."""
+    return replace_images(
+        messages, lambda image: image if isinstance(image, MediaRef) else put(image)
+    )
 
 
 def join_texts(parts: Sequence[Part]) -> tuple[Part, ...]:
-    """The parts with neighbouring texts joined, and without empty ones."""
+    """Return the parts with adjacent texts joined and empty texts removed."""
     joined: list[Part] = []
     for is_text, run in itertools.groupby(parts, lambda part: isinstance(part, TextPart)):
         same = list(run)

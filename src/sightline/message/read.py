@@ -1,5 +1,6 @@
-"""OpenAI-shaped dicts in our form, and parts in theirs: everything that we do not know is refused
-with its JSON path."""
+"""Convert OpenAI-shaped dicts to messages, and parts to OpenAI's format.
+
+Unknown keys and types are refused with their JSON path."""
 
 from __future__ import annotations
 
@@ -27,14 +28,14 @@ TEXT_KINDS = ("text", "input_text")
 IMAGE_KINDS = ("image_url", "image", "input_image")
 VIDEO_KINDS = ("video_url", "video", "input_video")
 AUDIO_KINDS = ("input_audio", "audio_url", "audio")
-NO_AUDIO = "audio, and no model family here hears"
-SEND_TEXT = "send what is said as text, or leave it out"
+NO_AUDIO = "audio is not supported"
+SEND_TEXT = "send a transcript as text, or remove it"
 _SOURCE_KEYS = ("ref", "image_url", "image", "video_url", "video", "url", "source", "data")
 _TYPE_KEYS = ("media_type", "mime_type", "mimeType")
 
 
 class ImageResolver(Protocol):
-    """What turns the url of an image into a ref; `media.ImageIngestor` is one."""
+    """Turns the URL of an image into a ref; `media.ImageIngestor` implements it."""
 
     def resolve(self, url: str, path: str) -> MediaRef: ...
 
@@ -47,15 +48,15 @@ def check_message_list(messages: object, path: str) -> None:
 def to_messages(
     messages: Sequence[Message | dict[str, Any]], resolver: ImageResolver
 ) -> list[Message]:
-    """All of `messages` in our form; the path of an error starts at `messages[i]`."""
+    """Convert `messages`; the path of an error starts at `messages[i]`."""
     check_message_list(messages, "messages")
     return [to_message(m, resolver, f"messages[{i}]") for i, m in enumerate(messages)]
 
 
 def check_unicode(text: str, path: str) -> None:
-    """Raises MessageError for text that no UTF-8 has, and so no tokenizer takes and no file."""
+    """Raise MessageError for text that cannot be encoded as UTF-8."""
     if not is_whole_text(text):
-        raise MessageError.at(path, "text with half a surrogate pair", "pass whole characters")
+        raise MessageError.at(path, "text with an unpaired surrogate", "remove or replace it")
 
 
 def is_whole_text(text: str) -> bool:
@@ -113,7 +114,7 @@ def _check_type(value: Any, kinds: Any, path: str, fix: str) -> None:
 
 
 def _check_parts(parts: Any, path: str) -> None:
-    """A struct does not look at what it is made of; unchecked, it would fail far from here."""
+    """Check the types of parts, which structs do not check themselves."""
     _check_type(parts, tuple, path, "pass a tuple of parts")
     for i, part in enumerate(parts):
         _check_type(part, Part, f"{path}[{i}]", "pass TextPart, ImagePart and VideoPart only")
@@ -121,7 +122,7 @@ def _check_parts(parts: Any, path: str) -> None:
 
 
 def _check_refs(part: Part, path: str) -> Part:
-    """Raises unless an image part names an image, and a video part a video or images."""
+    """Raise unless an image part refers to an image, and a video part to a video or images."""
     refs: list[tuple[MediaRef, str, bool]] = []
     if isinstance(part, ImagePart):
         refs = [(part.ref, "ref", False)]
@@ -130,13 +131,13 @@ def _check_refs(part: Part, path: str) -> Part:
     elif isinstance(part, VideoPart):
         refs = [(frame.ref, f"frames[{k}].ref", False) for k, frame in enumerate(part.frames)]
     for ref, where, is_video in refs:
-        _check_type(ref, MediaRef, f"{path}.{where}", "put it into the store, and pass its ref")
+        _check_type(ref, MediaRef, f"{path}.{where}", "put it into the store and pass its ref")
         if ref.is_video != is_video:
-            found, wanted = ("a video", "an image") if ref.is_video else ("an image", "a video")
+            actual, wanted = ("a video", "an image") if ref.is_video else ("an image", "a video")
             raise MessageError.at(
                 f"{path}.{where}",
-                f"{found} in the place of {wanted}",
-                "send images as image parts, and videos as parts of the type video_url",
+                f"expected {wanted}, got {actual}",
+                "send images as image parts, and videos as parts of type video_url",
             )
     return part
 
@@ -156,7 +157,7 @@ def _read_part(part: Any, resolver: ImageResolver, path: str) -> Part:
     if isinstance(part, (str, MediaRef)):
         return build_part(part)
     _check_type(part, dict, path, "pass a dict with a type")
-    # The type decides, and nothing else: some programs write every key of every kind of part.
+    # Only the type decides: some programs write the keys of every kind of part.
     kind = part.get("type")
     if kind in TEXT_KINDS:
         if not isinstance(part.get("text"), str):
@@ -172,13 +173,13 @@ def _read_part(part: Any, resolver: ImageResolver, path: str) -> Part:
         raise MessageError.at(f"{path}.type", f"{kind!r}: {NO_AUDIO}", SEND_TEXT)
     raise MessageError.at(
         f"{path}.type",
-        f"{kind!r} is not a part that we know" if "type" in part else "missing",
+        f"{kind!r} is not supported" if "type" in part else "missing",
         f"use one of {', '.join(TEXT_KINDS + IMAGE_KINDS + VIDEO_KINDS)}",
     )
 
 
 def _read_video(part: dict[str, Any], resolver: ImageResolver, path: str) -> VideoPart:
-    """A url or a ref of a file, as images have them; or `frames`, each an image with `seconds`."""
+    """Read a video: the URL or ref of a file, or `frames`, each an image with `seconds`."""
     if part.get("frames") is None:
         source, where = get_image_source(part, path, "video")
         ref = source if isinstance(source, MediaRef) else resolver.resolve(source, where)
@@ -190,7 +191,7 @@ def _read_video(part: dict[str, Any], resolver: ImageResolver, path: str) -> Vid
         _check_type(frame, dict, where, "pass a dict with an image and its seconds")
         seconds = frame.get("seconds")
         if isinstance(seconds, bool) or not isinstance(seconds, int | float):
-            raise MessageError.at(f"{where}.seconds", "missing or no number", "pass the time")
+            raise MessageError.at(f"{where}.seconds", "missing or not a number", "pass the time")
         image, at = get_image_source(frame, where)
         ref = image if isinstance(image, MediaRef) else resolver.resolve(image, at)
         frames.append(VideoFrame(ref, float(seconds)))
@@ -203,31 +204,29 @@ def _read_video(part: dict[str, Any], resolver: ImageResolver, path: str) -> Vid
 def get_image_source(
     part: dict[str, Any], path: str, what: str = "image"
 ) -> tuple[str | MediaRef, str]:
-    """The url or ref that the part of an image or a video holds, and where in the part it stands.
+    """Return the URL or ref of an image or video part, with its path in the part.
 
-    A url stands under `image_url`, `image`, `video_url`, `video` or `url`, plain or in an object;
-    base64 without a url under `data`, beside its type, plain or in the object `source`.
+    A URL may be under `image_url`, `image`, `video_url`, `video` or `url`, as a string or in an
+    object. Bare base64 may be under `data` next to its type, or in the object `source`.
     """
     key = next((key for key in _SOURCE_KEYS if part.get(key) is not None), f"{what}_url")
-    found, where = part.get(key), f"{path}.{key}"
-    if isinstance(found, dict):
-        key = "data" if found.get("data") is not None else "url"
-        part, found, where = found, found.get(key), f"{where}.{key}"
-    if isinstance(found, str) and found and key == "data":
+    source, where = part.get(key), f"{path}.{key}"
+    if isinstance(source, dict):
+        key = "data" if source.get("data") is not None else "url"
+        part, source, where = source, source.get(key), f"{where}.{key}"
+    if isinstance(source, str) and source and key == "data":
         kind = next((part[k] for k in _TYPE_KEYS if isinstance(part.get(k), str)), f"{what}/*")
-        found = f"data:{kind};base64,{found}"
-    if isinstance(found, MediaRef) or (isinstance(found, str) and found):
-        return found, where
+        source = f"data:{kind};base64,{source}"
+    if isinstance(source, MediaRef) or (isinstance(source, str) and source):
+        return source, where
     problem = (
-        f"no url of the {what}" if not found else f"a {type(found).__name__} in place of a url"
+        f"expected a URL, got a {type(source).__name__}" if source else f"no URL of the {what}"
     )
-    raise MessageError.at(
-        where, problem, "pass a data: or media: url, or a ref that chat.put has returned"
-    )
+    raise MessageError.at(where, problem, "pass a data: or media: URL, or a ref from chat.put")
 
 
 def to_openai_part(part: Part, url_of: Callable[[MediaRef], str]) -> dict[str, Any]:
-    """The dict of a part; `url_of` says how what it shows is named."""
+    """Convert a part to OpenAI's format; `url_of` returns the URL of a ref."""
     if isinstance(part, TextPart):
         return {"type": "text", "text": part.text}
     if isinstance(part, ImagePart):

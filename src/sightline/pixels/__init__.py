@@ -1,7 +1,7 @@
-"""Images and steps of videos become uint8 patches here, for inference server and trainer alike.
+"""Turn images and video steps into uint8 patches, for inference servers and the trainer.
 
-Decoding runs in a bounded pool, once per key however many ask at once; the cache is bounded in
-bytes; a pixel digest names what was made. Failures are never cached.
+A bounded thread pool decodes each item once, even for concurrent callers. The cache is bounded in
+bytes, a pixel digest identifies the result, and failures are never cached.
 """
 
 from sightline.pixels.materialize import Materializer, PixelCacheStats

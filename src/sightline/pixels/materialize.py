@@ -1,4 +1,4 @@
-"""The pool that turns items into patches."""
+"""The thread pool that turns media items into patches."""
 
 from __future__ import annotations
 
@@ -25,19 +25,19 @@ WARM_TIMEOUT_S = 60.0
 
 @dataclass
 class PixelCacheStats:
-    """What the pool has done; reset by nobody, read by metrics."""
+    """Counters for metrics; never reset."""
 
     made: int = 0
     hits: int = 0
     joined: int = 0
-    """Asked for while another caller's flight was under way."""
+    """Requests that joined a computation in progress."""
     evicted: int = 0
     failed: int = 0
     oversized: int = 0
     bytes_held: int = 0
 
     def totals(self) -> dict[str, float]:
-        """What only grows, by the names of metrics."""
+        """Return the monotonic counters by metric name."""
         return {
             "images_made": self.made,
             "images_failed": self.failed,
@@ -48,7 +48,7 @@ class PixelCacheStats:
         }
 
     def figures(self) -> dict[str, int]:
-        """By the names that the metrics of every cache have."""
+        """Return the figures by the names that all caches share."""
         return {
             "hits": self.hits + self.joined,
             "misses": self.made + self.failed,
@@ -59,9 +59,9 @@ class PixelCacheStats:
 
 @dataclass
 class Materializer:
-    """Safe for many threads.
+    """Turns media items into patches, with a cache. Thread-safe.
 
-    Several callers may wait for one flight: whoever can be cancelled waits for it shielded.
+    Several callers may share one future, so a caller that can be cancelled must shield it.
     """
 
     family: Family
@@ -70,32 +70,32 @@ class Materializer:
     threads: int = 1
     counts: PixelCacheStats = field(default_factory=PixelCacheStats)
     shared: SharedPatches | None = None
-    """A cache that other processes use too, beside this one's own of `max_bytes`."""
+    """A cache shared with other processes, in addition to this one of `max_bytes`."""
 
     def __post_init__(self) -> None:
         self._pool = ThreadPoolExecutor(self.threads, thread_name_prefix="pixels")
         self._lock = threading.Lock()
         self._videos = VideoReaders(self.store.get, self.store.limits)
-        # By the whole item, not its key: one that lies about its image's size fails alone, and
-        # finds nothing that was made for the true one.
+        # Keyed by the whole item, so that an item with a wrong size never finds the pixels of the
+        # right one.
         self._cache: LRUCache[MediaItem, Pixels] = LRUCache(
             self.max_bytes, getsizeof=lambda pixels: pixels.patches.nbytes
         )
-        self._flights: dict[MediaItem, Future[Pixels]] = {}
+        self._in_progress: dict[MediaItem, Future[Pixels]] = {}
 
     def warm_up(self) -> None:
-        """Starts the threads and takes a small picture through each; returns when all have."""
-        together = threading.Barrier(self.threads)
+        """Start all threads and process a small picture in each."""
+        barrier = threading.Barrier(self.threads)
 
-        def one() -> None:
-            together.wait(WARM_TIMEOUT_S)  # a thread that was done could take a second turn
+        def warm_thread() -> None:
+            barrier.wait(WARM_TIMEOUT_S)  # otherwise a fast thread could run twice
             _ = self._count_values()
 
-        for started in [self._pool.submit(one) for _ in range(self.threads)]:
-            started.result()
+        for future in [self._pool.submit(warm_thread) for _ in range(self.threads)]:
+            future.result()
 
     def _count_values(self) -> int:
-        """Bytes of a patch, from a small picture."""
+        """Return the bytes of a patch, measured on a small picture."""
         image = decode.warm_up()
         if not self.family.shows_media:
             return 0
@@ -104,22 +104,25 @@ class Materializer:
 
     @cached_property
     def patch_bytes(self) -> int:
-        """Bytes of a patch of an image."""
+        """Bytes of one patch of an image."""
         return self._count_values()
 
     def count_bytes(self, item: MediaItem) -> int:
-        """Bytes of an item's patches."""
+        """Return the bytes of an item's patches."""
         return item.num_patches * item.patch_frames * self.patch_bytes
 
     def get_width(self, items: Iterable[MediaItem]) -> int:
-        """Bytes of a patch where these are stacked: that of the widest."""
+        """Return the bytes of a patch when these items are stacked: those of the widest."""
         return self.patch_bytes * max((item.patch_frames for item in items), default=1)
 
     def iterate(
         self, items: Iterable[MediaItem], max_bytes: int, keep: bool = True
     ) -> Iterator[tuple[MediaItem, Future[Pixels]]]:
-        """Every item with its flight, in their order; no more than `max_bytes` of them are under
-        way, or held, at once: one at least. An item that is refused is a flight that failed."""
+        """Yield every item with the future of its pixels, in order.
+
+        At most `max_bytes` are in progress or held at once, but always at least one item. A refused
+        item yields a failed future.
+        """
         ahead: deque[tuple[MediaItem, Future[Pixels]]] = deque()
         held = 0
         for item in items:
@@ -129,20 +132,17 @@ class Materializer:
                 yield ahead.popleft()
             held += nbytes
             try:
-                flight = self.submit(item, keep)
+                future = self.submit(item, keep)
             except SightlineError as error:
-                flight = Future()
-                flight.set_exception(error)
-            ahead.append((item, flight))
-            del flight  # what was taken from here is held by the taker alone
+                future = Future()
+                future.set_exception(error)
+            ahead.append((item, future))
+            del future  # so that only the consumer keeps the pixels alive
         while ahead:
             yield ahead.popleft()
 
     def submit(self, item: MediaItem, keep: bool = True) -> Future[Pixels]:
-        """The pixels of `item`, soon. The family's check of the item comes first.
-
-        With `keep` they go into the cache, if they were not there.
-        """
+        """Check `item` and return the future of its pixels; `keep` adds them to the cache."""
         self.family.check_item(item)
         with self._lock:
             if (pixels := self._cache.get(item)) is not None:
@@ -150,13 +150,13 @@ class Materializer:
                 done: Future[Pixels] = Future()
                 done.set_result(pixels)
                 return done
-            if (flight := self._flights.get(item)) is not None:
+            if (future := self._in_progress.get(item)) is not None:
                 self.counts.joined += 1
-                return flight
-            flight = self._pool.submit(self._make, item, keep)
-            self._flights[item] = flight
-        flight.add_done_callback(lambda _: self._finish_flight(item))
-        return flight
+                return future
+            future = self._pool.submit(self._make, item, keep)
+            self._in_progress[item] = future
+        future.add_done_callback(lambda _: self._forget(item))
+        return future
 
     def get(self, item: MediaItem) -> Pixels:
         return self.submit(item).result()
@@ -165,10 +165,10 @@ class Materializer:
         self._pool.shutdown(wait=False, cancel_futures=True)
 
     def _make(self, item: MediaItem, keep: bool) -> Pixels:
-        if self.shared is not None and (found := self.shared.find(item)) is not None:
+        if self.shared is not None and (pixels := self.shared.find(item)) is not None:
             with self._lock:
                 self.counts.hits += 1
-            return found
+            return pixels
         try:
             patches = self._make_patches(item)
             pixels = Pixels(patches, pixel_digest(item, patches))
@@ -201,6 +201,6 @@ class Materializer:
             return self.family.step_patches(self._videos.read(item.ref, step.frames), item)
         return self.family.step_patches([self.store.image(ref) for ref in item.refs], item)
 
-    def _finish_flight(self, item: MediaItem) -> None:
+    def _forget(self, item: MediaItem) -> None:
         with self._lock:
-            self._flights.pop(item, None)
+            self._in_progress.pop(item, None)

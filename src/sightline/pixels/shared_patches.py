@@ -1,7 +1,7 @@
-"""Patches that the processes of one machine share: each image is made once, where there is room.
+"""A cache of patches that the processes of one machine share, as files in memory.
 
-Files in memory, in a folder named after the process that answers for it: whoever opens one removes
-those of processes that are gone.
+The folder is named after the process that owns it. Opening a cache removes the folders of processes
+that have ended.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ _DIGEST_CHARS = 32
 
 
 class SharedPatches:
-    """The cache of the processes that name the same `owner`, a process id: one of them."""
+    """The cache of all processes that pass the same `owner`, the process id of one of them."""
 
     def __init__(self, max_bytes: int, owner: int, folder: Path | None = None) -> None:
         memory = Path("/dev/shm")
@@ -39,11 +39,11 @@ class SharedPatches:
         if owner == os.getpid():
             atexit.register(shutil.rmtree, self.root, ignore_errors=True)
             remove_of_dead(folder, PREFIX)
-        # Entries are named after items, and say themselves what their digest is.
+        # Entries are named after items, and each contains its own digest.
         self._cache = DiskCache(self.root, max_bytes, num_folders=1, verify=lambda _, data: data)
 
     def find(self, item: MediaItem) -> Pixels | None:
-        """The patches of `item`, if they are there and are still those that were put there."""
+        """Return the patches of `item`, or None if they are missing or damaged."""
         data = self._cache.find(_name(item)) or b""
         if len(data) <= _DIGEST_CHARS or (len(data) - _DIGEST_CHARS) % item.num_patches:
             return None
@@ -54,12 +54,12 @@ class SharedPatches:
 
     @property
     def bytes_held(self) -> int:
-        """As of the last image that this process added."""
+        """Bytes in the cache when this process last added an image."""
         return self._cache.folder_bytes
 
     def add(self, item: MediaItem, pixels: Pixels) -> None:
         data = b"".join((pixels.digest.encode(), np.ascontiguousarray(pixels.patches).data))
-        with suppress(MediaError):  # no room: they are made again where they are needed
+        with suppress(MediaError):  # no room: the patches are computed again when needed
             self._cache.add(_name(item), data)
 
 

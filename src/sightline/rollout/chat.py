@@ -126,7 +126,7 @@ class RolloutChat(ModelChat):
                     f"max_tokens = {self.max_tokens} needs {needed}; the limit is [inference] "
                     f"max_model_len = {self.max_model_len}",
                     f"raise max_model_len to {needed}, send a window of the history "
-                    f"(docs/environments.md), or {SMALLER_IMAGES}",
+                    f"(docs/conversations.md), or {SMALLER_IMAGES}",
                 )
             )
 

@@ -1,6 +1,6 @@
-"""What the processes of a run write: the run directory, events and spans.
+"""Files that the processes of a run write: the run directory, events and spans.
 
-Readers of it stand in `view`; of a run's processes only the launcher has them.
+Code that reads them is in `view`, which only the launcher imports.
 """
 
 from sightline.run.events import EventLog

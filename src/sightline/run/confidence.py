@@ -1,4 +1,4 @@
-"""How far a mean over a sample can be from the mean over everything: 95% confidence intervals."""
+"""95% confidence intervals of a mean."""
 
 from __future__ import annotations
 
@@ -7,14 +7,14 @@ import statistics
 from collections.abc import Sequence
 
 NORMAL_QUANTILE = 1.959964
-"""97.5% of a normal distribution lies below it."""
+"""The 97.5% quantile of the normal distribution."""
 
 
 def confidence_interval(values: Sequence[float]) -> tuple[float, float]:
-    """Of the mean of `values`; no narrower than what is known of one value: everything.
+    """Return the confidence interval of the mean of `values`.
 
-    Successes and failures by Wilson's score, which holds at 0 and at 1 too; other numbers by
-    Student's t.
+    Values of 0 and 1 use Wilson's score, which also works at the ends; other numbers use Student's
+    t. The interval is infinite where the values say nothing.
     """
     if not values:
         return -math.inf, math.inf
@@ -32,10 +32,10 @@ def confidence_interval(values: Sequence[float]) -> tuple[float, float]:
 
 
 def _student_t_quantile(freedom: int) -> float:
-    """97.5% of Student's t lies below it, by the expansion around the normal; to 2% from 3 on."""
-    few = {1: 12.7062, 2: 4.30265}
-    if freedom in few:
-        return few[freedom]
+    """Return the 97.5% quantile of Student's t, by an expansion that is within 2%."""
+    exact = {1: 12.7062, 2: 4.30265}
+    if freedom in exact:
+        return exact[freedom]
     z = NORMAL_QUANTILE
     first = (z**3 + z) / 4
     second = (5 * z**5 + 16 * z**3 + 3 * z) / 96

@@ -1,4 +1,4 @@
-"""`metrics.jsonl`: one line an event, appended by every process of a run."""
+"""`metrics.jsonl`: one event per line, appended by every process of a run."""
 
 from __future__ import annotations
 
@@ -18,8 +18,11 @@ _encoder = msgspec.json.Encoder()
 
 
 class EventLog:
-    """Appends the events of one process. What cannot be written never ends the process: a line on
-    stderr says so once, and the run ends where its data does not fit."""
+    """Appends the events of one process.
+
+    A failed write never ends the process; it is reported once on stderr. A full disk ends the run
+    when its data can no longer be written.
+    """
 
     def __init__(self, path: Path, process: str) -> None:
         self._path = path
@@ -33,8 +36,7 @@ class EventLog:
         except (OSError, DiskFull) as error:
             if not self.num_lost:
                 with contextlib.suppress(OSError):  # the log may be on the same disk
-                    # Without what to do: who ends for it says that.
-                    words = str(error).partition("\n")[0]
-                    print(f"events are lost, {self._path}: {words}", file=sys.stderr, flush=True)
+                    reason = str(error).partition("\n")[0]
+                    print(f"events are lost, {self._path}: {reason}", file=sys.stderr, flush=True)
             self.num_lost += 1
         return event

@@ -1,7 +1,7 @@
-"""The words in which a process ends, on a disk that may have no room for them.
+"""The error file of a process, in disk space that is reserved when the process starts.
 
-The room is taken when the process starts. A disk that was full may not be so any more when the
-launcher looks, and then nothing else tells why a process ended.
+A full disk must not hide why a process ended: there may be room again by the time the launcher
+looks.
 """
 
 from __future__ import annotations
@@ -13,11 +13,11 @@ from pathlib import Path
 
 MAX_BYTES = 1 << 16
 MAX_CHARS = 5000
-"""Of the problem, and of the fix: of JSON's longest escapes, both fit into `MAX_BYTES`."""
+"""Length limit of the problem and of the fix, so that both fit into `MAX_BYTES` as JSON."""
 
 
 def reserve_last_words(target: Path) -> Path:
-    """A file with room for the words that `target` may have to hold."""
+    """Reserve space for the later contents of `target` and return the reserved file."""
     path = target.with_name(f".{target.name}.reserved")
     with contextlib.suppress(OSError):
         handle = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o644)
@@ -30,7 +30,7 @@ def reserve_last_words(target: Path) -> Path:
 
 
 def leave_last_words(reserved: Path, target: Path, words: dict[str, str]) -> None:
-    """Has the words at `target`, over bytes that the disk has given already, if it gave any."""
+    """Write the words into the reserved file and move it to `target`."""
     data = json.dumps({key: text[:MAX_CHARS] for key, text in words.items()}).encode()
     with contextlib.suppress(OSError):
         target.parent.mkdir(parents=True, exist_ok=True)

@@ -1,4 +1,4 @@
-"""What this machine offers, and the environment variables of processes that start on it."""
+"""Resources of this machine, and environment variables of the processes started on it."""
 
 from __future__ import annotations
 

@@ -1,11 +1,10 @@
-"""A run directory on a machine that does not see the run's own: a copy of what a process needs, and
-the way back for what it writes.
+"""A copy of the run directory on a machine that cannot see the original.
 
-    process --JoinRequest--> orchestrator --FileChanges--> process: a folder of its own
-    process --FileChanges: what is new--> orchestrator      before every word that rests on it
+    process --JoinRequest--> orchestrator --FileChanges--> process: its own folder
+    process --FileChanges--> orchestrator      before every message that relies on the files
 
-The orchestrator owns the run directory. Small files travel over the channel, which keeps their
-order; large ones as parts in the store beside the images.
+The orchestrator owns the run directory. Small files travel over the channel, in order; large files
+travel as parts in the image store.
 """
 
 from __future__ import annotations
@@ -34,41 +33,40 @@ from sightline.wire.weights import MANIFEST
 COPIED = ".copied"
 """Marks a copy of a run directory."""
 JOIN_TIMEOUT_S = 600.0
-"""How long the orchestrator may take to answer; it may have to store a large checkpoint first."""
+"""Time for the orchestrator to answer; it may have to store a large checkpoint first."""
 MAX_INLINE_BYTES = 1 << 20
 """Larger files go through the store."""
 FLUSH_EVERY_S = 1.0
 BEAT = ".beat"
-"""How the files of heartbeats end."""
+"""Suffix of heartbeat files."""
 APPENDED = ("metrics.jsonl",)
-"""Files that several processes write to, each at the end."""
+"""Files to which several processes append."""
 PUBLISHED = "weights/*.safetensors"
-"""Goes to the store by itself, where servers find it."""
+"""Published weights, which go to the store separately."""
 OWN = ("model", "media", "batches", "secret", "config.toml", "run_id")
-"""What a copy has for itself alone."""
+"""Files of a copy that are never sent."""
 
 
 def join(name: str, hub: str, key: str) -> tuple[FileChange, ...]:
-    """The files that the orchestrator at `hub` has for the process called `name`, whose channel has
-    this `key`."""
+    """Return the files that the orchestrator at `hub` has for the process `name`."""
     spoke, deadline = Spoke(hub, name, key), time.monotonic() + JOIN_TIMEOUT_S
     try:
         spoke.send(control.encode(JoinRequest(name, get_release())))
         while (data := spoke.receive(max(0.0, deadline - time.monotonic()))) is not None:
-            found = control.decode_from("orchestrator", data)
-            if isinstance(found, FileChanges):
-                return found.files
-            # For its predecessor: what is still wanted is said again when this one is ready.
+            message = control.decode_from("orchestrator", data)
+            if isinstance(message, FileChanges):
+                return message.files
+            # Other messages were meant for a predecessor; the orchestrator repeats them later.
     finally:
         spoke.close()
     raise ProcessFailed(
         f"{hub} did not answer {name} within {JOIN_TIMEOUT_S:.0f} s",
-        "check that this machine reaches [launch] address, and that both have one secret",
+        "check that this machine can reach [launch] address, and that both have the same secret",
     )
 
 
 def write_file(root: Path, file: FileChange, blobs: MediaStore | None) -> None:
-    """Does to the folder `root` what was done elsewhere."""
+    """Apply a change to the folder `root`."""
     path = root / _check_name(file.name)
     if file.is_removed:
         path.unlink(missing_ok=True)
@@ -82,7 +80,7 @@ def write_file(root: Path, file: FileChange, blobs: MediaStore | None) -> None:
         if file.stored.salt:
             for part in file.stored.parts:
                 blobs.remove(part)
-    elif path.suffix == BEAT:  # not synced: it says nothing that outlasts the processes
+    elif path.suffix == BEAT:  # not synced to disk: it need not survive a crash
         temporary = path.with_name(f".{path.name}.part")
         temporary.write_bytes(file.data)
         temporary.replace(path)
@@ -95,7 +93,7 @@ def write_file(root: Path, file: FileChange, blobs: MediaStore | None) -> None:
 def _check_name(name: str) -> str:
     parts = PurePosixPath(name).parts
     if not parts or name.startswith("/") or ".." in parts or "\0" in name:
-        raise WireError(f"{name[:100]!r} is no file of a run", "this is a bug; report it")
+        raise WireError(f"{name[:100]!r} is not a file of a run", "this is a bug; report it")
     return name
 
 
@@ -104,8 +102,7 @@ def is_copy(run_dir: RunDir) -> bool:
 
 
 class RunMirror:
-    """Sends what appears in a copy of the run directory: its checkpoints, when it is told to, or
-    all the rest."""
+    """Sends the changes in a copy of the run directory: checkpoints on request, or all the rest."""
 
     def __init__(
         self,
@@ -124,36 +121,36 @@ class RunMirror:
             threading.Thread(target=target, daemon=True, name="mirror").start()
 
     def flush(self) -> None:
-        """Returns when everything that was written before is on its way, in order."""
+        """Send everything that has been written so far, in order."""
         with self._lock:
-            found = {name: _get_stamp(path) for name, path in self._iter_files()}
+            stamps = {name: _get_stamp(path) for name, path in self._iter_files()}
             if not (self._root / COPIED).exists():
-                return  # the copy goes, and not its files
-            new = [name for name, stamp in found.items() if self._seen.get(name) != stamp]
-            # A manifest makes the files beside it count: it comes after them.
+                return  # the whole copy is being removed
+            new = [name for name, stamp in stamps.items() if self._seen.get(name) != stamp]
+            # A manifest makes the files next to it valid, so it comes after them.
             new.sort(key=lambda name: (name.endswith(MANIFEST), name))
-            gone = [name for name in self._seen if name not in found]
+            gone = [name for name in self._seen if name not in stamps]
             gone.sort(key=lambda name: (not name.endswith(MANIFEST), name))
             files = []
             for name in new:
                 try:
                     files.append(self._read(name))
                 except FileNotFoundError:  # it has just been removed
-                    del found[name]
+                    del stamps[name]
             files += [FileChange(name, is_removed=True) for name in gone]
             if files:
                 self._send(FileChanges(tuple(files)))
-            self._seen = found
+            self._seen = stamps
             for file in files:
                 if file.is_appended:
                     self._lengths[file.name] = self._lengths.get(file.name, 0) + len(file.data)
 
     def is_behind(self) -> bool:
-        """Whether something is not on its way yet."""
+        """Return whether some change has not been sent yet."""
         return {name: _get_stamp(path) for name, path in self._iter_files()} != self._seen
 
     def send_heartbeats(self) -> None:
-        """Waits for no large file that is on its way."""
+        """Send the heartbeats, without waiting for large files."""
         for path in (self._root / "logs").glob(f"[!.]*{BEAT}"):
             with contextlib.suppress(FileNotFoundError):  # one that has just been replaced
                 self._send(FileChanges((FileChange(f"logs/{path.name}", path.read_bytes()),)))
@@ -176,19 +173,19 @@ class RunMirror:
             for file in files:
                 path = Path(folder) / file
                 name = str(path.relative_to(self._root))
-                # Whatever begins with a dot is not finished yet.
+                # A name that begins with a dot belongs to an unfinished file.
                 is_own = file.startswith(".") or name in OWN or fnmatch(name, PUBLISHED)
                 is_wanted = name.startswith("checkpoints/") == self._of_checkpoints
                 if is_wanted and not is_own and not file.endswith(BEAT):
                     yield name, path
 
     def _keep_flushing(self) -> None:
-        """So that metrics and errors are seen while nothing is said."""
+        """Flush regularly, so that metrics and errors arrive while no messages are sent."""
         while True:
             time.sleep(self._every_s)
             try:
                 self.flush()
-            except (OSError, SightlineError) as error:  # who flushes next is told
+            except (OSError, SightlineError) as error:  # the next explicit flush raises it
                 print(error, file=sys.stderr, flush=True)
 
     def _keep_beating(self) -> None:
@@ -200,7 +197,7 @@ class RunMirror:
 
 def _get_stamp(path: Path) -> tuple[int, int, int]:
     try:
-        found = path.stat()
+        stat = path.stat()
     except FileNotFoundError:  # it has just been removed
         return 0, 0, 0
-    return found.st_mtime_ns, found.st_size, found.st_ino
+    return stat.st_mtime_ns, stat.st_size, stat.st_ino

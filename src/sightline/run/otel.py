@@ -1,4 +1,4 @@
-"""Opens the export of stages, where the packages for it are there."""
+"""Open the OpenTelemetry export of stages, if its packages are installed."""
 
 from __future__ import annotations
 
@@ -10,22 +10,22 @@ from sightline.run.stages import DEFAULT_LIMITS, NO_STAGE_RECORDER, ExportLimits
 
 
 def check_otel(target: str) -> None:
-    """Refuses a target, if there is one, where the packages are missing."""
+    """Raise if a target is set and the packages are missing."""
     try:
-        is_there = importlib.util.find_spec("opentelemetry.exporter.otlp.proto.http") is not None
-    except ModuleNotFoundError:  # not even the first part of the name
-        is_there = False
-    if target and not is_there:
+        installed = importlib.util.find_spec("opentelemetry.exporter.otlp.proto.http") is not None
+    except ModuleNotFoundError:  # a parent package is missing
+        installed = False
+    if target and not installed:
         raise ConfigError(
-            f"spans that go to {target!r} need the packages of OpenTelemetry",
-            f"pip install 'sightline-rl[otel]' for {sys.executable}",
+            f"[logging] otel = {target!r} needs the OpenTelemetry packages",
+            f"run `{sys.executable} -m pip install 'sightline-rl[otel]'`",
         )
 
 
 def open_stages(
     target: str, process: str, run: str = "", limits: ExportLimits = DEFAULT_LIMITS
 ) -> StageRecorder:
-    """Where the stages of `process` go: an address, the path of a file, or nowhere if empty."""
+    """Return the recorder of `process` for an address, a file path, or an empty target."""
     if not target:
         return NO_STAGE_RECORDER
     check_otel(target)

@@ -1,10 +1,9 @@
-"""Exports stages as OpenTelemetry spans; needs the packages of the extra `otel`, and is imported
-only where a run exports them.
+"""Export stages as OpenTelemetry spans. Needs the extra `otel`.
 
     a stage ends --> a bounded queue --> one thread --> OTLP/HTTP collector, or a file
 
-Whoever ends a stage never waits. A collector that is away or slow costs spans: the queue drops its
-oldest, and a line on stderr says so.
+Ending a stage never blocks. If the collector is slow or unreachable, the queue drops its oldest
+spans, and a line on stderr reports it.
 """
 
 from __future__ import annotations
@@ -43,15 +42,15 @@ KINDS = {"generate": SpanKind.CLIENT, "judge": SpanKind.CLIENT, "serve": SpanKin
 
 class OtelStages(StageRecorder):
     def __init__(self, target: str, process: str, run: str, limits: ExportLimits) -> None:
-        # Says once a second that nobody listens; `_LossReporter` says it once.
+        # The library logs every failure; `_LossReporter` reports it once.
         logging.getLogger("opentelemetry.exporter").setLevel(logging.CRITICAL)
         kind = process.partition("-")[0]
-        named = {"service.name": f"sightline-{kind}", "service.instance.id": process}
+        names = {"service.name": f"sightline-{kind}", "service.instance.id": process}
         if run:
-            named[PREFIX + "run"] = run
-        # Named, for variables of the environment would decide otherwise.
+            names[PREFIX + "run"] = run
+        # Explicit, because environment variables would decide otherwise.
         self._provider = TracerProvider(
-            sampler=DEFAULT_ON, resource=Resource(named), shutdown_on_exit=False
+            sampler=DEFAULT_ON, resource=Resource(names), shutdown_on_exit=False
         )
         self._provider.add_span_processor(
             BatchSpanProcessor(
@@ -71,7 +70,7 @@ class OtelStages(StageRecorder):
         return _OtelStage(self._tracer, name, parent, attributes)
 
     def close(self) -> None:
-        """Exports what waits, in a thread that is left alone if a collector holds it up."""
+        """Export the remaining spans, but wait `close_timeout_s` at most."""
         closing = threading.Thread(target=self._provider.shutdown, daemon=True, name="otel-close")
         closing.start()
         closing.join(self._close_timeout_s)
@@ -88,17 +87,17 @@ class _OtelStage(Stage):
 
     @property
     def headers(self) -> dict[str, str]:
-        carried: dict[str, str] = {}
-        TraceContextTextMapPropagator().inject(carried, self._inside)
-        return carried
+        headers: dict[str, str] = {}
+        TraceContextTextMapPropagator().inject(headers, self._inside)
+        return headers
 
     def begin(self, name: str, **attributes: Attribute) -> _OtelStage:
         return _OtelStage(self._tracer, name, self._inside, attributes)
 
     def add_finished(self, name: str, began: float, ended: float, **attributes: Attribute) -> None:
         start = int(began * NANOSECONDS)
-        named = _prefix_names(attributes)
-        span = self._tracer.start_span(name, self._inside, attributes=named, start_time=start)
+        prefixed = _prefix_names(attributes)
+        span = self._tracer.start_span(name, self._inside, attributes=prefixed, start_time=start)
         span.end(int(ended * NANOSECONDS))
 
     def note(self, **attributes: Attribute) -> None:
@@ -126,34 +125,34 @@ def _build_exporter(target: str, timeout_s: float) -> SpanExporter:
 
 
 class _FileExporter(SpanExporter):
-    """OTLP's own file format: a line is a JSON object with the spans of one batch."""
+    """Writes OTLP's file format: each line is a JSON object with the spans of one batch."""
 
     def __init__(self, path: Path) -> None:
         self._path = path
 
     def export(self, spans: Sequence[ReadableSpan]) -> SpanExportResult:
-        found = MessageToDict(encode_spans(spans), use_integers_for_enums=True)
-        for resource in found["resourceSpans"]:
+        batch = MessageToDict(encode_spans(spans), use_integers_for_enums=True)
+        for resource in batch["resourceSpans"]:
             for scope in resource["scopeSpans"]:
                 for span in scope["spans"]:
-                    # As hexadecimal digits, where protobuf's JSON has base64.
+                    # OTLP wants hexadecimal ids, where protobuf's JSON has base64.
                     span |= {key: base64.b64decode(span[key]).hex() for key in IDS if key in span}
-        append_line(self._path, json.dumps(found, separators=(",", ":")).encode())
+        append_line(self._path, json.dumps(batch, separators=(",", ":")).encode())
         return SpanExportResult.SUCCESS
 
 
 class _LossReporter(SpanExporter):
-    """Says once that spans do not arrive, and how many were lost when they do again."""
+    """Reports once that spans are lost, and how many were lost once they arrive again."""
 
     def __init__(self, exporter: SpanExporter, target: str) -> None:
         self._exporter, self._target = exporter, target
         self._num_lost = 0
 
     def export(self, spans: Sequence[ReadableSpan]) -> SpanExportResult:
-        why = "it does not take them"
+        why = "the collector does not accept them"
         try:
             result = self._exporter.export(spans)
-        except Exception as error:  # a library of others, or a disk that is full
+        except Exception as error:  # a failing library or a full disk
             result, why = SpanExportResult.FAILURE, f"{type(error).__name__}: {error}"
         if result is SpanExportResult.SUCCESS:
             if self._num_lost:

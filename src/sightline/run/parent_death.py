@@ -1,4 +1,4 @@
-"""The end of a process with the one that started it."""
+"""End a process together with its parent."""
 
 from __future__ import annotations
 
@@ -10,6 +10,6 @@ PR_SET_PDEATHSIG = 1
 
 
 def die_with_parent() -> None:
-    """Has the kernel end this process with the one that started it, whatever this one is doing."""
+    """Make the kernel kill this process when its parent ends."""
     if sys.platform == "linux":
         ctypes.CDLL(None, use_errno=True).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)

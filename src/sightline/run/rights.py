@@ -1,5 +1,6 @@
-"""What each process of a run may do: keys that are made from the run's secret, which only launcher
-and orchestrator need to have."""
+"""Keys of the processes of a run, derived from the run's secret.
+
+Only the launcher and the orchestrator need the secret itself."""
 
 from __future__ import annotations
 
@@ -12,25 +13,25 @@ class Rights(msgspec.Struct, frozen=True, omit_defaults=True, forbid_unknown_fie
     """The keys of one process."""
 
     channel: str = ""
-    """Speaks to the orchestrator under the name of the process, and no other."""
+    """Authenticates the process to the orchestrator under its own name."""
     token: str = ""
-    """Asks the run's own servers for turns."""
+    """Lets the process send generate requests to the run's servers."""
     control_token: str = ""
-    """Leases these servers, and has them adopt weights; servers know it to check it."""
+    """Lets the process lease servers and update their weights."""
     ranks: str = ""
-    """The secret of the channel between the ranks of the trainer."""
+    """Secret of the channel between the trainer's ranks."""
 
     def encode(self) -> str:
-        """One line that stands in the place of the run's secret."""
+        """Return one line that a process takes in place of the run's secret."""
         return _MARK + msgspec.json.encode(self).decode()
 
 
 def derive_rights(secret: str, name: str) -> Rights:
-    """The rights of the process called `name`; `secret` is that of the run, or those rights."""
+    """Return the rights of the process `name`; `secret` is the run's secret or encoded rights."""
     secret = secret.strip()
     if secret.startswith(_MARK):
         return msgspec.json.decode(secret.removeprefix(_MARK), type=Rights)
-    # Not above: commands that start nothing do without ZMQ.
+    # Imported here, because commands that start nothing do not need ZMQ.
     from sightline.transport.zmq_channel import derive_key, derive_spoke_key
 
     channel, role = derive_spoke_key(secret, name), name.partition("-")[0]

@@ -1,4 +1,4 @@
-"""Where the files of a run are. All of them can be read while the run goes on."""
+"""Paths of the files of a run. All of them can be read while the run is active."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ class _Inside:
 
 
 def show_path(path: Path) -> str:
-    """A path as people read it: from the current folder, where it lies below that."""
+    """Return the path relative to the current folder, if it is inside."""
     here = Path.cwd()
     return str(path.relative_to(here) if path.is_relative_to(here) else path)
 
@@ -44,27 +44,27 @@ class RunDir:
     metrics = _Inside("metrics.jsonl")
     summary = _Inside("summary.json")
     ledger = _Inside("ledger.jsonl")
-    """Step and batch digest of every step in the history of the surviving weights."""
+    """Step and batch digest of every step that led to the current weights."""
     verdicts = _Inside("verdicts.jsonl")
-    """What became of each rollout, a line a step; the last line of a step holds."""
+    """Verdicts of the rollouts, one line per step; the last line of a step counts."""
     view = _Inside("view")
-    """What the dashboard has indexed. It can be removed at any time, and is made again."""
+    """Index of the dashboard. It may be removed at any time and is built again."""
     pruned = _Inside("pruned.txt")
-    """The files that `sightline prune` has removed, a line each: nobody misses them."""
+    """Files that `sightline prune` has removed, one per line."""
     notes = _Inside("notes.md")
-    """What a person writes about the run, by hand; `#word` in it is a tag."""
+    """Notes of the user; `#word` is a tag."""
     spans = _Inside("spans.jsonl")
-    """The OpenTelemetry spans of a run that keeps them itself."""
+    """OpenTelemetry spans, if the run writes them to a file."""
     secret = _Inside("secret")
-    """What the processes of the run know one another by; nobody but its owner may read it."""
+    """Shared secret of the run's processes, readable by its owner only."""
     id_file = _Inside("run_id")
-    """The run's id: every version that it publishes carries it, before and after a resume."""
+    """Id of the run, which every published version carries. A resume keeps it."""
     lock = _Inside(".lock")
-    """Held by the launcher for as long as the run goes on."""
+    """Locked by the launcher while the run is active."""
     servers = _Inside("servers.json")
-    """Servers that a person has added to the run, or taken from it."""
+    """Servers that the user has added to the run or removed from it."""
     server_report = _Inside("logs/servers.json")
-    """How the servers of the run stand, while it goes on."""
+    """State of the run's servers while it is active."""
     progress = _Inside("checkpoints/orchestrator.json")
     """The orchestrator's own state."""
 
@@ -86,26 +86,26 @@ class RunDir:
         except OSError as error:
             raise ResumeRefused(
                 f"{self.id_file} cannot be read: {error.strerror}",
-                "restore it from a copy; a resume of the run says what it was",
+                "restore it from a copy. Resuming the run prints the id that it expects",
             ) from error
 
     def heartbeat(self, name: str) -> Path:
-        """The file that a process touches for as long as it can run."""
+        """Return the heartbeat file of a process."""
         return self.logs / f"{name}.beat"
 
     def server_address(self, name: str) -> Path:
-        """Where a server of the run that is on another machine says that it is."""
+        """Return the file in which a server on another machine writes its address."""
         return self.logs / f"{name}.url"
 
     def error_file(self, name: str) -> Path:
-        """The problem and the fix of a process that failed, which the launcher quotes."""
+        """Return the file with the problem and the fix of a failed process."""
         return self.logs / f"{name}.error.json"
 
     def batch(self, step: int) -> Path:
         return self.batches / f"step_{step:06d}.msgpack"
 
     def list_batches(self) -> list[tuple[int, Path]]:
-        """The steps whose batches are on disk, each with its file."""
+        """Return the steps whose batches are on disk, with their files."""
         return [(int(file.stem[5:]), file) for file in self.batches.glob("step_*.msgpack")]
 
     def traces_of(self, step: int) -> Path:

@@ -1,10 +1,9 @@
-"""Which servers a person has added to a run, or taken from it: a small file in the run directory.
+"""Servers that the user added to a run or removed from it, as a file in the run directory.
 
     sightline servers --writes--> servers.json --read by--> orchestrator, launcher
-      nobody waits
 
-It holds changes to the servers of the run file, and outlasts the processes of the run; under
-another `[inference] servers` it says nothing any more.
+The file survives the processes of the run. It is ignored once `[inference] servers` in the run file
+has changed.
 """
 
 from __future__ import annotations
@@ -27,13 +26,13 @@ Wanted = Literal["serve", "drain", "remove"]
 
 class ServerChanges(msgspec.Struct, forbid_unknown_fields=True):
     base: tuple[str, ...] = ()
-    """The `[inference] servers` that were changed."""
+    """The `[inference] servers` to which the changes apply."""
     servers: dict[str, Wanted] = {}
-    """What is wanted of each server, by its address."""
+    """The wanted state of each server, by address."""
 
 
 class ServerReport(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """What the orchestrator says of a server, in `logs/servers.json`."""
+    """State of a server as the orchestrator reports it in `logs/servers.json`."""
 
     url: str
     state: str
@@ -43,10 +42,10 @@ class ServerReport(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 def list_wanted(run_dir: RunDir, base: Sequence[str]) -> dict[str, Wanted]:
-    """What is wanted of each server of a run whose run file has the servers `base`."""
+    """Return the wanted state of each server, for a run file with the servers `base`."""
     wanted: dict[str, Wanted] = dict.fromkeys(base, SERVE)
     if run_dir.servers.exists():
-        fix = "remove it: the run then has the servers of its run file"
+        fix = "remove it; the run then uses the servers of its run file"
         changes = read_checked(run_dir.servers, ServerChanges, fix)
         if changes.base == tuple(base):
             wanted |= changes.servers
@@ -54,7 +53,7 @@ def list_wanted(run_dir: RunDir, base: Sequence[str]) -> dict[str, Wanted]:
 
 
 def change_server(run_dir: RunDir, base: Sequence[str], url: str, wanted: Wanted) -> None:
-    """Writes that `url` is to serve, to be drained or to go."""
+    """Record that `url` should serve, drain or be removed."""
     with _locked(run_dir):
         servers = list_wanted(run_dir, base) | {url: wanted}
         known = {

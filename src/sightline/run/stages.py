@@ -1,16 +1,16 @@
-"""Stages of a rollout: stretches of time with a name, inside one another, in several processes.
+"""Stages of a rollout: named, nested time intervals, across several processes.
 
     rollout                       a worker
-    ├── environment               between one answer and the next question
+    ├── environment               from an answer to the next request
     ├── judge
     └── turn
         ├── render
-        └── generate              a request; one more for each server that was tried
+        └── generate              a request; one for each server that was tried
             └── serve             the server, which finds its parent in the request's headers
-                └── queue, materialize, prefill, decode: what its engine knows
+                └── queue, materialize, prefill, decode: reported by the engine
 
-`Stage` and `StageRecorder` keep nothing: code that nobody gave others has `NO_STAGE` and
-`NO_STAGE_RECORDER`. `run.otel_spans` exports stages as spans of OpenTelemetry.
+`Stage` and `StageRecorder` record nothing; they serve as defaults (`NO_STAGE`,
+`NO_STAGE_RECORDER`). `run.otel_spans` exports stages as OpenTelemetry spans.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ Headers = Mapping[str, str]
 
 @dataclass(frozen=True)
 class ExportLimits:
-    """How many spans wait for a collector, and how long anything waits for it."""
+    """Queue sizes and timeouts of the export."""
 
     queue_size: int = 4096
     batch_size: int = 512
@@ -38,18 +38,18 @@ DEFAULT_LIMITS = ExportLimits()
 
 
 class Stage:
-    """One stage that is under way. Left by an exception, it has failed."""
+    """A stage in progress. An exception that leaves it marks it as failed."""
 
     @property
     def headers(self) -> Headers:
-        """What a request carries, so that stages of another process go on from this one."""
+        """Headers for a request, which make this stage the parent in another process."""
         return {}
 
     def begin(self, name: str, **attributes: Attribute) -> Stage:
         return self
 
     def add_finished(self, name: str, began: float, ended: float, **attributes: Attribute) -> None:
-        """Adds a stage inside this one that is over; seconds since 1970."""
+        """Add a finished stage inside this one; times are seconds since 1970."""
 
     def note(self, **attributes: Attribute) -> None: ...
 
@@ -63,18 +63,18 @@ class Stage:
 
 NO_STAGE = Stage()
 CURRENT_STAGE: ContextVar[Stage] = ContextVar("stage", default=NO_STAGE)
-"""The rollout's own, for what an environment calls: its code passes none on."""
+"""The stage of the current rollout, for library code that an environment calls."""
 
 
 class StageRecorder:
-    """Where the stages of a process go."""
+    """Records the stages of a process."""
 
     def begin(self, name: str, headers: Headers | None = None, **attributes: Attribute) -> Stage:
-        """The outermost stage of this process, inside the one that `headers` name, if they do."""
+        """Begin an outermost stage of this process, inside the one that `headers` name, if any."""
         return NO_STAGE
 
     def close(self) -> None:
-        """Takes a few seconds at most, whoever listens."""
+        """Flush what is left; takes a few seconds at most."""
 
 
 NO_STAGE_RECORDER = StageRecorder()

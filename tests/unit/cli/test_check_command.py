@@ -65,7 +65,7 @@ def test_a_supervised_run_is_checked_too(file: Path, capsys: pytest.CaptureFixtu
     [
         ("inference.max_model_len=12", "max_tokens = 4 needs 15; [inference] max_model_len = 12"),
         ("media.root=run.toml", "run.toml"),
-        ("env.name=colour", "no module of that name is built in"),
+        ("env.name=colour", "is not a built-in environment"),
         ("run.dir=run.toml", "cannot create a run directory in"),
         ("run.dir=/sys/runs", "cannot create a run directory in /sys/runs"),
     ],

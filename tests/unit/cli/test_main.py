@@ -7,15 +7,12 @@ import subprocess
 import sys
 import tomllib
 from pathlib import Path
-from types import SimpleNamespace
 
 import pytest
 
 from sightline.cli.main import (
     EXTRA_OF_PACKAGE,
     RENAMED_OPTIONS,
-    Parser,
-    add_command,
     build_parser,
     main,
 )
@@ -38,22 +35,6 @@ def test_an_unknown_command_names_the_known_ones(capsys: pytest.CaptureFixture[s
         main(["trian"])
     assert ended.value.code == 2
     assert "'config'" in capsys.readouterr().err
-
-
-def test_a_command_runs_its_own_file_s_run_unless_an_action_names_another() -> None:
-    def add_arguments(parser: argparse.ArgumentParser) -> None:
-        actions = parser.add_subparsers()
-        actions.add_parser("one")
-        actions.add_parser("two").set_defaults(run=lambda args: 2)
-
-    parser = Parser()
-    module = SimpleNamespace(
-        __doc__="`sightline thing`: does it.", add_arguments=add_arguments, run=lambda args: 1
-    )
-    add_command("thing", module, parser.add_subparsers())  # type: ignore[arg-type]
-    for words, status in ((["thing", "one"], 1), (["thing", "two"], 2)):
-        args = parser.parse_args(words)
-        assert args.run(args) == status
 
 
 def test_help_needs_no_heavy_library_and_is_that_of_all_commands() -> None:

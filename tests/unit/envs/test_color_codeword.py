@@ -1,15 +1,13 @@
 from __future__ import annotations
 
 import asyncio
-import io
 import random
 from typing import Any
 
 from answering import ScriptedChat
-from PIL import Image
 
 from sightline.envs import Outcome
-from sightline.envs.color_codeword import COLORS, LETTERS, ColorCodeword
+from sightline.envs.color_codeword import LETTERS, ColorCodeword
 from sightline.media import MediaStore
 
 
@@ -49,18 +47,6 @@ def test_a_letter_that_is_not_repeated_is_lost_and_one_that_is_mended_is_paid(
     assert mended.per_turn == [0.0, 2.0, 1.0]
     for one in (outcome, mended):
         assert sum(one.per_turn or []) == round(3 * one.parts["letters"])
-
-
-def test_every_shade_is_nearest_to_its_own_colour() -> None:
-    env = ColorCodeword()
-    for letter in LETTERS:
-        for shade in range(env.shades):
-            colour = Image.open(io.BytesIO(env.square(letter, shade))).getpixel((0, 0))
-            nearest = min(
-                COLORS,
-                key=lambda x: sum((a - b) ** 2 for a, b in zip(COLORS[x], colour, strict=True)),
-            )
-            assert nearest == letter
 
 
 def test_demonstrations_teach_the_format_and_no_colour(store: MediaStore) -> None:

@@ -1,4 +1,4 @@
-"""What a game does in its own thread, with a stand-in for the package: the worker's loop is free.
+"""A game runs in its own thread and leaves the worker's loop free; a stand-in replaces the package.
 
 The adapter against the package itself is tested in tests/adapters.
 """

@@ -24,7 +24,7 @@ def says(text: Any) -> web.Response:
 
 
 def ask(answer: Answer, store: MediaStore, *parts: Any, **settings: Any) -> tuple[Any, list[Any]]:
-    """What `score` makes of a server that gives `answer(n)` to the n-th request."""
+    """Return the score from a server that gives `answer(n)` to the n-th request."""
     bodies: list[Any] = []
 
     async def serve(http: web.Request) -> web.Response:

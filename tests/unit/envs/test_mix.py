@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 from collections import Counter
-from pathlib import Path
 from typing import Any
 
 import pytest
 
 from sightline.config import RunFile, validate_config
 from sightline.envs.mix import build_environment
-from sightline.envs.protocol import load_environment
 from sightline.errors import ConfigError
 
 
@@ -55,15 +53,5 @@ def test_what_cannot_be_mixed_is_refused(env: dict[str, Any], problem: str) -> N
 
 def test_two_of_one_name_are_told_apart_by_a_label() -> None:
     same = [{"name": "color_codeword"}, {"name": "color_codeword"}]
-    with pytest.raises(ConfigError, match="two environments are called 'color_codeword'"):
+    with pytest.raises(ConfigError, match="two environments called 'color_codeword'"):
         build_environment(run_file(mix=same).env)
-
-
-def test_an_environment_with_the_old_name_of_what_it_shows_is_refused(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Nothing would read it, and a model that cannot see would be refused for images."""
-    (tmp_path / "silent_words.py").write_text("class Silent:\n    shows_images = False\n")
-    monkeypatch.syspath_prepend(tmp_path)
-    with pytest.raises(ConfigError, match="has `shows_images`, which nothing reads"):
-        load_environment("silent_words:Silent", {})

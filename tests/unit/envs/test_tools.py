@@ -1,4 +1,4 @@
-"""Functions as tools: what the model is told of them, and what it is told back."""
+"""Functions as tools: their schemas, and the results that the model reads."""
 
 from __future__ import annotations
 

@@ -71,7 +71,7 @@ def test_a_result_of_a_tool_keeps_its_call() -> None:
 
 @pytest.mark.parametrize("window", [lambda: last_images(-1), lambda: last_turns(0)])
 def test_a_window_that_shows_nothing_is_refused(window: Callable[[], object]) -> None:
-    with pytest.raises(ConfigError, match="take at least"):
+    with pytest.raises(ConfigError, match="use 0 or more|use 1 or more"):
         window()
 
 
@@ -191,7 +191,7 @@ def test_a_retry_and_an_edit_are_forks_and_everything_trains_once(play) -> None:
         trained = [s.node for s in (flatten(chat.trace, lambda n: 1.0)) for s in s.segments]
         assert sorted(trained) == [node.id for node in chat.trace.turns]
         talk.history.clear()
-        with pytest.raises(EnvironmentFailed, match="no answer to ask for again"):
+        with pytest.raises(EnvironmentFailed, match="before any answer"):
             await talk.retry()
 
     policy = play(script)
@@ -214,7 +214,7 @@ def test_a_conversation_takes_dicts_and_goes_on_from_a_chat(play) -> None:
 
 
 def test_the_example_of_the_docs_runs(tiny_model: Path, store: MediaStore) -> None:
-    page = (Path(__file__).parents[3] / "docs" / "environments.md").read_text()
+    page = (Path(__file__).parents[3] / "docs" / "conversations.md").read_text()
     (source,) = re.findall(r"```python\n((?:(?!```).)*class Explorer.*?)```", page, re.S)
     names: dict[str, Any] = {}
     exec(source, names)

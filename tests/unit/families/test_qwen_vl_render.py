@@ -10,7 +10,7 @@ import pytest
 from PIL import Image
 
 from sightline import FamilyError, MediaStore, load_renderer
-from sightline.message import Message, TextPart, ToolCall, assistant, system, user
+from sightline.message import Message, assistant, system, user
 from sightline.render import Bridged, Renderer
 
 
@@ -51,17 +51,6 @@ def test_neighbouring_tool_messages_share_a_turn(renderer: Renderer) -> None:
         for s in bridged.spans
     ]
     assert texts[1] == "\n<tool_response>\n3\n</tool_response><|im_end|>\n"
-
-
-@pytest.mark.parametrize("calls", [(), (ToolCall("f", "{}"),)])
-def test_messages_that_are_written_alike_are_equal(
-    renderer: Renderer, calls: tuple[ToolCall, ...]
-) -> None:
-    whole, parts = (
-        Message(role="assistant", content=tuple(map(TextPart, texts)), tool_calls=calls)
-        for texts in (["ab"], ["a", "", "b"])
-    )
-    assert renderer.read_messages([parts]) == renderer.read_messages([whole]) == [whole]
 
 
 @pytest.mark.parametrize(

@@ -35,22 +35,6 @@ def test_only_qwen3_vl_is_claimed() -> None:
     assert not claims({})
 
 
-def test_limits_come_from_size(tmp_path: Path) -> None:
-    settings = load_family(folder(tmp_path), {}).settings
-    assert (settings["min_pixels"], settings["max_pixels"]) == (65536, 16777216)
-    assert settings["std"] == (0.25, 0.25, 0.25)
-
-
-def test_min_pixels_and_max_pixels_win_over_size(tmp_path: Path) -> None:
-    settings = load_family(folder(tmp_path, min_pixels=1024, max_pixels=None), {}).settings
-    assert (settings["min_pixels"], settings["max_pixels"]) == (1024, 16777216)
-
-
-def test_overrides_win_over_the_files(tmp_path: Path) -> None:
-    settings = load_family(folder(tmp_path, min_pixels=1024), {"min_pixels": 2048}).settings
-    assert settings["min_pixels"] == 2048
-
-
 def test_the_nested_processor_file_wins_as_in_transformers(tmp_path: Path) -> None:
     folder(tmp_path)
     nested = {"image_processor": {**PROCESSOR, "size": {"shortest_edge": 7, "longest_edge": 8}}}

@@ -111,9 +111,9 @@ def test_a_gpu_that_is_not_there_is_refused(refuse, section: str) -> None:
 
 
 def test_an_environment_that_is_not_there_is_refused(refuse) -> None:
-    assert "no module" in refuse("", "env.name=no_such_game")
+    assert "is not a built-in environment" in refuse("", "env.name=no_such_game")
     assert "has no 'Nothing'" in refuse("", "env.name=sightline.envs.color_codeword:Nothing")
-    assert "[env.args] do not fit" in refuse("", "env.args.colour=3")
+    assert "[env.args] does not fit" in refuse("", "env.args.colour=3")
 
 
 def test_top_p_has_no_setting_because_training_needs_the_whole_distribution(refuse) -> None:

@@ -319,3 +319,24 @@ def test_a_process_without_a_secret_says_so(tmp_path: Path) -> None:
         stdin=subprocess.DEVNULL, capture_output=True, text=True, timeout=120, check=False,
     )  # fmt: skip
     assert done.returncode == 2 and "got no rights" in done.stderr, shlex.join(words)
+
+
+def test_unlike_processes_have_a_job_for_each_seed(
+    file: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    said = dry_run(capsys, str(file), "--on", "slurm", "--seeds", "0-1,5")
+    assert "--array" not in said and said.count("#!/bin/bash") == 3
+    for seed in (0, 1, 5):
+        assert f"# Job_1-seed{seed}.sbatch\n" in said
+        assert f" run.seed={seed} run.name=Job_1-seed{seed} " in said
+    assert "limits" in refuse(capsys, str(file), "--on", "slurm", "--seeds", "0-3%2")
+
+
+def test_files_are_written_for_a_cluster_alone(
+    file: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for words in ([], ["--dry-run"], ["--on", "ray"]):
+        words = [*words, "launch.num_servers=1", "-o", str(file.parent / "out")]
+        assert main(["rl", str(file), *words]) != 0
+        assert "needs no files" in capsys.readouterr().err
+    assert not (file.parent / "out").exists() and not (file.parent / "runs").exists()

@@ -54,3 +54,8 @@ def test_an_interpreter_without_sightline(tmp_path: Path) -> None:
         ConfigError, match="cannot run sightline.envs.environment_info: No module named"
     ):
         describe_environment(CODEWORD, python)
+
+
+def test_another_version_of_sightline_is_refused_with_both() -> None:
+    with pytest.raises(ConfigError, match=r"has sightline 0\.[\d.]+, and this is 9\.9\.9"):
+        describe_environment(CODEWORD, sys.executable, version="9.9.9")

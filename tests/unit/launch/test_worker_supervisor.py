@@ -17,6 +17,7 @@ from sightline.launch.processes import Processes, ProcessSpec
 from sightline.launch.worker_supervisor import (
     WorkerSupervisor,
     count_in_flight,
+    get_memory_limit,
     resolve_workers,
 )
 from sightline.rollout.heartbeat import find_heartbeat
@@ -139,3 +140,30 @@ def test_a_worker_that_ends_well_before_its_first_beat_ends_the_run(
     worker = supervise("")
     with pytest.raises(ProcessFailed, match="worker-0 ended with 0"):
         worker.until(lambda: False)
+
+
+def test_workers_share_half_of_the_memory_unless_told() -> None:
+    one, _ = resolve_workers(config(2), 8)
+    four, _ = resolve_workers(config(64), 8)
+    assert four.rollout.workers == 4
+    assert get_memory_limit(four) * 4 == pytest.approx(get_memory_limit(one), rel=1e-6)
+    assert get_memory_limit(config(2, worker_max_memory_gb=1.5)) == 1_500_000_000
+
+
+def test_a_worker_that_was_told_to_quit_is_not_missed(
+    supervise: Callable[..., SupervisedWorker],
+) -> None:
+    worker = supervise(BEATING.replace("END", "heartbeat.stop(); return"))
+    worker.until(lambda: worker.processes.exit_code("worker-0") is not None)
+    worker.workers.supervise()
+    beat = find_heartbeat(worker.beat)
+    assert not worker.lost and beat is not None and beat.told_to_quit
+
+
+@pytest.mark.parametrize("end", ["os._exit(0)", "sys.exit()"])
+def test_a_worker_that_ends_without_an_error_is_replaced(
+    supervise: Callable[..., SupervisedWorker], end: str
+) -> None:
+    worker = supervise(BEATING.replace("END", end))
+    worker.until(lambda: worker.lost)
+    assert worker.lost[0] == ("worker-0", "crash: worker-0 ended with 0")

@@ -80,15 +80,6 @@ def test_an_allowed_name_at_a_private_address_is_refused_before_connect(
     assert connections == []
 
 
-@pytest.mark.parametrize("address", [PUBLIC, "2606:4700::1111", "64:ff9b::808:808"])
-def test_an_address_of_the_open_internet_may_be_tried(
-    store: MediaStore, connections: list[Any], address: str
-) -> None:
-    ingest = ImageIngestor(store, http_hosts=["pictures.example"], resolve=Resolver([address]))
-    assert "cannot fetch an image" in refused(ingest, "http://pictures.example/a.png")
-    assert {tried[0] for tried in connections} == {address}
-
-
 def test_a_host_that_is_not_on_the_list_is_not_even_looked_up(
     store: MediaStore, connections: list[Any]
 ) -> None:

@@ -17,7 +17,6 @@ from PIL import Image
 
 from sightline.errors import MediaError, MediaRefused, StoreFull
 from sightline.media import MediaStore, files
-from sightline.media import store as store_module
 from sightline.media.header import ImageLimits
 
 Picture = Callable[..., Image.Image]
@@ -35,13 +34,6 @@ def age_of(store: MediaStore, digest: str) -> float:
 # --- last use
 
 
-def test_putting_again_renews_the_last_use(store: MediaStore, picture: Picture) -> None:
-    digest = store.put(picture()).digest
-    grow_old(store, digest)
-    store.put(picture())
-    assert age_of(store, digest) < 60
-
-
 def test_reading_renews_the_last_use_once_it_is_old(store: MediaStore, picture: Picture) -> None:
     ref = store.put(picture())
     uses = (
@@ -57,40 +49,7 @@ def test_reading_renews_the_last_use_once_it_is_old(store: MediaStore, picture: 
         assert age_of(store, ref.digest) < 60
 
 
-def test_reading_leaves_a_recent_last_use_alone(store: MediaStore, picture: Picture) -> None:
-    ref = store.put(picture())
-    grow_old(store, ref.digest, age_s=300)
-    store.get(ref)
-    store.get_ref(ref.digest)
-    assert age_of(store, ref.digest) > 250
-
-
-def test_a_last_use_in_the_future_is_renewed(store: MediaStore, picture: Picture) -> None:
-    ref = store.put(picture())
-    grow_old(store, ref.digest, age_s=-9_000)
-    store.get(ref)
-    assert abs(age_of(store, ref.digest)) < 60
-
-
 # --- gc
-
-
-def test_gc_removes_only_what_is_old_and_not_in_use(store: MediaStore, picture: Picture) -> None:
-    used, young, gone = (store.put(picture(seed=seed)) for seed in range(3))
-    grow_old(store, used.digest)
-    grow_old(store, gone.digest)
-    report = store.gc({used.digest})
-    assert report.removed == [gone.digest]
-    assert (report.removed_bytes, report.num_in_use, report.num_young) == (gone.nbytes, 1, 1)
-    assert set(store.digests()) == {used.digest, young.digest}
-    assert store.size_bytes() == used.nbytes + young.nbytes
-
-
-def test_a_dry_run_reports_and_removes_nothing(store: MediaStore, picture: Picture) -> None:
-    ref = store.put(picture())
-    grow_old(store, ref.digest)
-    assert store.gc(set(), dry_run=True).removed == [ref.digest]
-    assert store.has(ref)
 
 
 def test_gc_removes_half_written_files_of_dead_writers_when_old(
@@ -167,27 +126,6 @@ def test_a_put_waits_while_a_sweep_looks_at_times(store: MediaStore, picture: Pi
 
 
 # --- room
-
-
-def test_size_is_not_counted_anew_at_every_question(store: MediaStore, picture: Picture) -> None:
-    store.put(picture())
-    size = store.size_bytes()
-    MediaStore(store.root).put(picture(seed=2))
-    assert store.size_bytes() == size, "what others put shows at the next count"
-    added = store.put(picture(seed=1))
-    store.put(picture(seed=1))
-    assert (store.size_bytes(), store.count()) == (size + added.nbytes, 2)
-
-
-def test_what_others_put_shows_at_the_next_count(
-    store: MediaStore, picture: Picture, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    assert store.size_bytes() == 0
-    ref = MediaStore(store.root).put(picture())
-    assert store.size_bytes() == 0
-    monkeypatch.setattr(store_module, "_SURVEY_EVERY_S", -1.0)
-    monkeypatch.setattr(store_module, "_SURVEY_SHARE", float("inf"))
-    assert store.size_bytes() == ref.nbytes
 
 
 def test_check_room_raises_above_the_limit_of_the_store(tmp_path: Path, picture: Picture) -> None:

@@ -31,17 +31,6 @@ def write(path: Path, data: bytes) -> Path:
     return path
 
 
-@pytest.mark.parametrize("size", [0, 1, 999, 1000, 1001, 5500])
-def test_a_file_comes_out_as_it_went_in(tmp_path: Path, size: int) -> None:
-    store, data = open_blobs(tmp_path / "images"), os.urandom(size)
-    for salt in (b"", b"salt"):
-        stored = store_file(store, write(tmp_path / "in", data), salt=salt)
-        assert stored.nbytes == size and len(stored.parts) == -(-size // 1000)
-        fetch_file(store, stored, tmp_path / "out", {})
-        assert (tmp_path / "out").read_bytes() == data
-    assert not list((tmp_path / "images").glob("??"))  # next to the images, not among them
-
-
 def test_parts_that_did_not_change_are_neither_sent_nor_fetched(tmp_path: Path) -> None:
     store, data = open_blobs(tmp_path), bytearray(os.urandom(5500))
     before = store_file(store, write(tmp_path / "v1", bytes(data)))

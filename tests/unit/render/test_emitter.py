@@ -26,17 +26,6 @@ def tokenizer(tmp_path: Path) -> Tokenizer:
     return Tokenizer(tmp_path)
 
 
-def test_text_beside_text_is_one_run(tokenizer: Tokenizer) -> None:
-    emitter = Emitter(tokenizer)
-    emitter.text("a")
-    emitter.text("b")
-    emitter.special(S)
-    emitter.text("a")
-    assert emitter.position == 3
-    emitter.text("b")
-    assert emitter.rendered().token_ids == [AB, S, A, B]
-
-
 def test_a_token_across_the_seam_is_not_the_assistants(tokenizer: Tokenizer) -> None:
     emitter = Emitter(tokenizer)
     emitter.text("ca")
@@ -47,29 +36,6 @@ def test_a_token_across_the_seam_is_not_the_assistants(tokenizer: Tokenizer) -> 
     rendered = emitter.rendered()
     assert rendered.token_ids == [C, AB, C, S]
     assert rendered.trained == [Span(2, 4)]
-
-
-def test_what_is_trained_begins_where_the_text_does(tokenizer: Tokenizer) -> None:
-    emitter = Emitter(tokenizer, start=10)
-    emitter.text("c")
-    emitter.begin_trained()
-    emitter.text("ab")
-    emitter.special(S)
-    emitter.end_trained()
-    assert emitter.rendered().trained == [Span(11, 13)]
-
-
-def test_an_answer_without_text_trains_its_stop_alone(tokenizer: Tokenizer) -> None:
-    emitter = Emitter(tokenizer)
-    emitter.text("c")
-    emitter.begin_trained()
-    emitter.special(S)
-    emitter.end_trained()
-    emitter.special(S)
-    emitter.begin_trained()
-    emitter.special(S)
-    emitter.end_trained()
-    assert emitter.rendered().trained == [Span(1, 2), Span(3, 4)]
 
 
 def test_a_token_that_is_not_there_is_named(tokenizer: Tokenizer) -> None:

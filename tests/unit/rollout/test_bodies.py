@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import base64
-import gc
 import json
-import tracemalloc
 from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
@@ -188,49 +186,6 @@ def test_a_body_counts_as_held_from_its_arrival_until_refs_stand_for_it(
 
     trace = asyncio.run(main())
     assert not trace.error, trace.error
-
-
-def test_while_an_agent_waits_nothing_keeps_what_it_sent(
-    tiny_model: Path, store: CountingStore, tmp_path: Path
-) -> None:
-    """Neither the body nor the messages with their base64: an answer may take minutes."""
-    urls = [picture_url(n, 256, 256) for n in range(8)]
-    parts = [{"type": "image_url", "image_url": {"url": url}} for url in urls]
-    body = tmp_path / "body.json"
-    body.write_text(json.dumps({"model": "m", "messages": [{"role": "user", "content": parts}]}))
-
-    async def main() -> tuple[Trace, list[int]]:
-        policy, held = Stuck(), list[int]()
-
-        async def rollout(chat: Chat) -> float:
-            async def ask() -> int:
-                with body.open("rb") as file:  # which is sent as it is read
-                    return (await post(chat, file))[0]
-
-            policy.may_answer.set()
-            assert await ask() == 200, "what is made once is there from here on"
-            policy.may_answer.clear()
-            policy.arrived.clear()
-            gc.collect()
-            tracemalloc.start()
-            try:
-                asking = asyncio.ensure_future(ask())
-                await policy.arrived.wait()
-                gc.collect()
-                held.append(tracemalloc.get_traced_memory()[0])
-            finally:
-                tracemalloc.stop()
-            policy.may_answer.set()
-            assert await asking == 200
-            return 1.0
-
-        async with listening(policy.app()) as address:
-            return await Worker(tiny_model, store, address).play(rollout), held
-
-    trace, (held,) = asyncio.run(main())
-    assert not trace.error, trace.error
-    assert store.num_put == 8 and len(trace.turns) == 2
-    assert held < body.stat().st_size / 4
 
 
 def test_a_body_that_is_under_way_when_its_rollout_ends_leaves_nothing(

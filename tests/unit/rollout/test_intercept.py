@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import threading
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -21,7 +20,6 @@ from sightline.media import MediaStore
 from sightline.message import Message, assistant, user
 from sightline.trace import Trace
 from sightline.wire.control import RolloutRequest
-from tests.unit.rollout.test_many import Slow
 
 ARGUMENTS = '{"x": 1.0, "names": ["é", true]}'
 
@@ -131,28 +129,6 @@ def test_other_chat_formats_know_their_turns_again_too(
         trace = sent_back(model, store, change, reasons)
         assert trace.forks == {} and len(trace.branches()) == 1, change.__name__
     assert sent_back(model, store, other_value, reasons).forks == {"diverged": 1}
-
-
-def test_of_two_answers_alike_the_one_is_meant_whose_call_ids_come_back(
-    tiny_model: Path, store: MediaStore
-) -> None:
-    async def rollout(chat: Chat) -> float:
-        asked: list[Any] = [{"role": "user", "content": "go"}]
-        async with agent(chat) as client:
-            answers = [
-                await client.chat.completions.create(model="m", messages=asked, tools=[LOOK])
-                for _ in range(2)
-            ]
-            message = answers[0].choices[0].message.model_dump(exclude_none=True)
-            tool = {"role": "tool", "tool_call_id": message["tool_calls"][0]["id"], "content": "x"}
-            await client.chat.completions.create(
-                model="m", messages=[*asked, message, tool], tools=[LOOK]
-            )
-        return 1.0
-
-    trace = play(tiny_model, store, rollout, [calls("{}"), calls("{}"), assistant("ok")])
-    assert trace.forks == {"resampled": 1}
-    assert trace.branches() == [[0, 2], [0, 1, 3, 4]]
 
 
 # --- keys
@@ -298,41 +274,6 @@ def test_a_request_whose_agent_hangs_up_is_given_up_and_leaves_nothing(
     trace = asyncio.run(main())
     assert not trace.error, trace.error
     assert len(trace.turns) == 1 and trace.forks == {} and not trace.refused_requests
-
-
-def test_the_event_loop_turns_while_images_are_taken_in_and_messages_rendered(
-    tiny_model: Path, store: MediaStore
-) -> None:
-    async def main() -> Trace:
-        loop = asyncio.get_running_loop()
-        taken: list[int] = []
-
-        class Watched(MediaStore):
-            """Puts only while the event loop turns: one that it held up would hang."""
-
-            def put(self, source: Any) -> Any:
-                turned = threading.Event()
-                loop.call_soon_threadsafe(turned.set)
-                assert turned.wait(10), "the event loop stands still while an image is put"
-                taken.append(1)
-                return super().put(source)
-
-        async def rollout(chat: Chat) -> float:
-            async with agent(chat) as client:
-                await client.chat.completions.create(model="m", messages=[shown(0), shown(1)])
-            return 1.0
-
-        async with listening(ScriptedPolicy().app()) as address:
-            worker = Worker(tiny_model, Watched(store.root), address)
-            with worker.player(rollout) as player:
-                player.chats.renderer = slow = Slow(player.chats.renderer, loop)
-                played = await player.play(RolloutRequest("r", "g", 0, "train", 1, 1.0))
-                await player.close()
-            assert slow.calls == ["render", "parse"] and len(taken) == 2
-            return played.trace
-
-    trace = asyncio.run(main())
-    assert not trace.error, trace.error
 
 
 # --- refusals
@@ -551,31 +492,3 @@ def test_exchanged_images_stand_in_for_those_that_an_agent_sends(
 
 
 # --- together with the rest of the kit
-
-
-def test_an_agent_that_is_cut_short_is_told_and_its_rollout_is_truncated(
-    tiny_model: Path, store: MediaStore
-) -> None:
-    told: list[str | None] = []
-
-    async def rollout(chat: Chat) -> float:
-        async with agent(chat) as client:
-            messages: list[Any] = []
-            for number in range(5):
-                messages.append(shown(number))
-                try:
-                    said = await client.chat.completions.create(model="any", messages=messages)
-                except openai.BadRequestError as error:
-                    told.append(error.code)
-                    raise
-                messages.append(said.choices[0].message.model_dump(exclude_none=True))
-        return 1.0
-
-    async def main() -> Trace:
-        async with listening(ScriptedPolicy().app()) as address:
-            return await Worker(tiny_model, store, address, max_turns=2).play(rollout)
-
-    trace = asyncio.run(main())
-    assert told == ["max_turns_reached"]
-    assert trace.error_kind == "truncated" and not trace.error
-    assert len(trace.turns) == 2 and trace.reward == 0.0

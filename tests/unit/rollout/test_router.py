@@ -81,23 +81,6 @@ def test_a_rollout_stays_with_its_server_and_rollouts_spread_by_load() -> None:
     play(scene)
 
 
-def test_requests_of_one_process_go_where_fewer_of_them_are() -> None:
-    async def scene(router: ServerRouter, a: SmallServer, b: SmallServer) -> None:
-        a.generates.clear()
-        b.generates.clear()
-        asking = [
-            asyncio.ensure_future(router.open_client(f"r{index}").generate(REQUEST))
-            for index in range(10)
-        ]
-        await until(lambda: a.asked[GENERATE] + b.asked[GENERATE] == 10)
-        assert a.asked[GENERATE] == b.asked[GENERATE] == 5
-        a.generates.set()
-        b.generates.set()
-        await asyncio.gather(*asking)
-
-    play(scene)
-
-
 def test_a_turn_goes_where_its_version_is_and_not_to_one_that_drains() -> None:
     async def scene(router: ServerRouter, a: SmallServer, b: SmallServer) -> None:
         client = router.open_client("r", min_version=5)
@@ -242,3 +225,17 @@ def test_a_server_whose_engine_is_stuck_is_lost_although_it_answers() -> None:
         a.generates.set()
 
     play(scene, times=ProbeTimes(ask_every_s=0.05, timeout_s=60.0, silent_after_s=0.2))
+
+
+def test_a_server_that_is_asked_by_name_is_the_only_one() -> None:
+    async def scene(router: ServerRouter, a: SmallServer, b: SmallServer) -> None:
+        router.update(ServerList((status(a),), ""))
+        client = router.open_client("r", pinned=b.url)
+        await client.generate(REQUEST)
+        assert (a.asked[GENERATE], b.asked[GENERATE]) == (0, 1)
+        b.refusals = [503, 503]
+        await client.generate(REQUEST)
+        assert (a.asked[GENERATE], b.asked[GENERATE]) == (0, 4)
+        assert sum(client.counts.retries for client in router.clients) == 2
+
+    play(scene)

@@ -23,10 +23,3 @@ def test_an_event_that_cannot_be_written_is_counted_and_said_once(
     missing.parent.mkdir()
     log.write("train", 3, loss=0.5)
     assert [event.step for event in read_events(missing)] == [3]
-
-
-@pytest.mark.skipif(not Path("/dev/full").exists(), reason="needs /dev/full")
-def test_a_full_disk_is_said_without_what_to_do(capsys: pytest.CaptureFixture[str]) -> None:
-    EventLog(Path("/dev/full"), "trainer").write("train", 1)
-    said = capsys.readouterr().err
-    assert "No space left on device" in said and "fix:" not in said

@@ -110,7 +110,7 @@ def test_a_process_writes_its_own_files_alone(tmp_path: Path, peer: str, name: s
 
 @pytest.mark.parametrize("kind", ["removed", "stored"])
 def test_a_worker_has_nothing_removed(tmp_path: Path, kind: str) -> None:
-    """What is stored is removed from there once it was fetched: it may be a part of the model."""
+    """Stored parts are removed once they were fetched."""
     pair = Pair(tmp_path)
     (tmp_path / "model.safetensors").write_bytes(b"weights")
     stored = store_file(pair.blobs, tmp_path / "model.safetensors", salt=b"salt")
@@ -174,7 +174,7 @@ def test_a_process_that_joins_hears_nothing_that_was_meant_for_its_predecessor()
 
 def test_a_file_lies_below_the_run_directory(tmp_path: Path) -> None:
     for name in ("/etc/x", "../x", "a/../../x", "", "a\0b"):
-        with pytest.raises(WireError, match="no file of a run"):
+        with pytest.raises(WireError, match="not a file of a run"):
             write_file(tmp_path / "run", FileChange(name, b"x"), None)
 
 

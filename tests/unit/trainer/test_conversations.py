@@ -131,7 +131,10 @@ def bad_row(content: Any, images: int = 0) -> dict[str, Any]:
     [
         (bad_row([{"type": "file", "file": "x"}]), r"messages\[0\].content\[0\].type: 'file'"),
         (bad_row([{"text": "no type"}]), r"messages\[0\].content\[0\].type: missing"),
-        (bad_row([{"type": "image", "image": 3}]), r"content\[0\].image: a int in place of a url"),
+        (
+            bad_row([{"type": "image", "image": 3}]),
+            r"content\[0\].image: expected a URL, got a int",
+        ),
         (bad_row([{"type": "image_url", "image_url": {"url": "http://x/y.png"}}]), "not allowed"),
         (
             bad_row([{"type": "image_url", "image_url": {"url": "ftp://x"}}]),

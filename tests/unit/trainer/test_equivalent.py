@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from pathlib import Path
 
 import making
@@ -10,13 +9,12 @@ import msgspec
 import numpy as np
 import pytest
 import torch
-from PIL import Image
 
 from sightline.compute.attention import PackedPattern, TreePattern, build_attention_pattern
 from sightline.media import MediaStore
 from sightline.pack import PackSize
 from sightline.pixels import Materializer
-from sightline.trainer.feed import BatchPreparer, ReadyBatch, ReadyMicroBatch
+from sightline.trainer.feed import BatchPreparer, ReadyBatch
 from sightline.trainer.learner import SUM_NAMES, Learner
 from sightline.trainer.step_result import MetricSums, StepTimer
 from sightline.wire.sample import Batch, Sample
@@ -59,45 +57,6 @@ def test_the_plain_mask_gives_what_the_flat_pattern_gives() -> None:
     tree = TreePattern(ends, device).attend(0, q, k, v, 0.3)
     assert torch.allclose(flat, tree, atol=1e-6)
     assert isinstance(build_attention_pattern(ends, device), PackedPattern)
-
-
-def test_pixels_made_of_references_give_the_gradients_of_pixels_made_at_once(
-    learner: Learner, tiny_model: Path, store: MediaStore
-) -> None:
-    samples = making.samples(tiny_model, store, count=4, seed=2)
-    images = {i.key: store.image(i.ref) for sample in samples for i in sample.items}
-    deferred = ready(learner, store, samples, PackSize(160, 4096))
-    at_once = [replace(one, made=_patches(learner, one, images)) for one in deferred.micro_batches]
-    loss, grads = gradients(learner, deferred)
-    loss_at_once, grads_at_once = gradients(learner, replace(deferred, micro_batches=at_once))
-    assert loss == loss_at_once
-    assert all(torch.equal(grads[name], grads_at_once[name]) for name in grads)
-
-
-def _patches(
-    learner: Learner, one: ReadyMicroBatch, images: dict[str, Image.Image]
-) -> np.ndarray | None:
-    items = [entry.item for entry in one.batch.items]
-    made = [learner.family.patches(images[item.key], item) for item in items]
-    return np.concatenate(made) if made else None
-
-
-def test_each_distinct_image_passes_the_tower_once(
-    learner: Learner, tiny_model: Path, store: MediaStore
-) -> None:
-    samples = making.samples(tiny_model, store, count=8, seed=5)
-    batch = ready(learner, store, samples, WHOLE)
-    distinct = {item.ref.digest for sample in samples for item in sample.items}
-    shown = sum(len(sample.slots) for sample in samples)
-    assert shown > len(distinct)
-    seen: list[int] = []
-    handle = learner.forward.model.model.visual.register_forward_pre_hook(  # type: ignore
-        lambda module, args, kwargs: seen.append(len(kwargs["grid_thw"])), with_kwargs=True
-    )
-    learner.algorithm, learner.reference = making.algorithm(), None
-    gradients(learner, batch)
-    handle.remove()
-    assert seen == [len(distinct)]
 
 
 @pytest.mark.parametrize("temperature", [1.0, 0.7])

@@ -11,7 +11,6 @@ import torch
 from unit.trainer.test_resume import STEPS, run_file, train, weights_digest, write_batches
 
 from sightline.compute.feature_cache import FeatureCache
-from sightline.errors import Misaligned
 from sightline.families.device_copy import copy_to_device
 from sightline.media import MediaStore
 from sightline.pack import PackSize
@@ -76,19 +75,6 @@ def test_an_image_goes_through_a_frozen_tower_once_in_all_steps(
     assert cache.evicted == 0 and 0 < cache.bytes_held <= cache.maxsize
 
 
-def test_a_tower_that_trains_sees_images_at_every_step(tiny_model: Path, store: MediaStore) -> None:
-    learner = learner_of(tiny_model, store, train_vision=True)
-    counted = Counted(learner)
-    batches = [ready(learner, store, tiny_model, step) for step in (1, 2)]
-    for batch in batches:
-        learner.step(batch)
-    assert learner.features is None
-    assert counted.num == sum(len(m.batch.items) for b in batches for m in b.micro_batches)
-    assert learner.reference is not None
-    kept = learner.reference.features
-    assert kept is not None and kept.cache.encoded == batches[0].num_items
-
-
 def test_what_is_held_changes_no_bit(tiny_model: Path, store: MediaStore) -> None:
     found = []
     for cache_mb, max_bytes in ((256, None), (0, None), (256, 3000)):
@@ -128,26 +114,6 @@ def test_pixels_go_to_the_device_whole(
         learner.score(micro_batch)
     pixels = {id(array) for array in sent if array.dtype == np.uint8}
     assert pixels and pixels <= {id(one.made) for one in batch.micro_batches}
-
-
-def test_pixels_that_are_not_made_are_not_made_on_the_way(
-    tiny_model: Path, store: MediaStore
-) -> None:
-    learner = learner_of(tiny_model, store, train_vision=False)
-    batch = ready(learner, store, tiny_model, 1)
-    shows = next(one for one in batch.micro_batches if one.batch.items)
-    with pytest.raises(Misaligned, match="0 patches were made"):
-        learner.score(shows)
-    with shows.hold_pixels() as held:
-        assert held.made is not None and len(learner.score(held))
-
-
-def test_a_probe_does_not_see_what_is_kept(tiny_model: Path, store: MediaStore) -> None:
-    learner = learner_of(tiny_model, store, train_vision=False)
-    learner.diagnostics_every = 1
-    for step in (1, 2):
-        probe = learner.step(ready(learner, store, tiny_model, step)).probe
-        assert probe is not None and not probe.is_blind
 
 
 def test_resumed_with_nothing_held_is_bit_equal(tiny_model: Path, tmp_path: Path) -> None:

@@ -122,19 +122,6 @@ def test_adapters_in_a_tower_that_does_not_train_are_refused_at_load(kind: Any) 
         validate_config(kind, values, "run.toml")
 
 
-def test_adapters_begin_as_nothing_and_are_the_same_everywhere(
-    tiny_model: Path, store: MediaStore
-) -> None:
-    one, two = (learner_of(tiny_model, store, **BOTH) for _ in range(2))
-    state = dict(one.forward.model.named_parameters())
-    for name, parameter in two.forward.model.named_parameters():
-        assert torch.equal(state[name], parameter), name
-        assert "lora_B" not in name or not parameter.any()
-    plain = learner_of(tiny_model, store)
-    ready = batch_of(plain, tiny_model, store)
-    assert one.step(ready).metrics["loss"] == pytest.approx(plain.step(ready).metrics["loss"])
-
-
 def test_exported_it_is_a_plain_checkpoint_and_adapters_that_peft_loads(
     tiny_model: Path, store: MediaStore, tmp_path: Path
 ) -> None:

@@ -193,3 +193,13 @@ def test_a_link_out_of_the_folder_is_no_run_and_no_file(
     said = capsys.readouterr().out
     assert "linked" not in said and "finished" not in said and "again" in said
     assert get_status(inside).step == 0
+
+
+def test_a_run_on_another_machine_is_stopped_there(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run_dir = make_run(tmp_path / "r", 2)
+    with lock_run_dir(run_dir):
+        run_dir.lock.write_text("7 elsewhere")
+        assert main(["stop", str(run_dir.path)]) == 2
+    assert "runs on elsewhere" in capsys.readouterr().err

@@ -6,7 +6,7 @@ from sightline.run import RunDir
 from sightline.view.events import read_events
 from sightline.view.summary import build_summary, summarize
 
-from .event_fixtures import T0, append, state, step, train, write_run
+from .event_fixtures import append, step, train, write_run
 
 FIELDS = [
     "reward_start", "reward_final", "steps", "seconds", "mismatch_kl", "tokens_per_s",
@@ -55,18 +55,6 @@ def test_the_last_event_of_a_replayed_step_wins(tmp_path):
     assert summary["mismatch_kl"] == 2e-8
     assert summary["tokens_per_s"] == 1900
     assert summary["images_shown"] == 800
-
-
-def test_the_pause_before_a_resume_does_not_count():
-    events = [
-        state("starting", T0, "launcher"),
-        state("starting", T0 + 3, "server"),
-        step(1, at=T0 + 10),
-        state("starting", T0 + 5000, "launcher"),
-        state("starting", T0 + 5004, "server"),
-        step(2, at=T0 + 5010),
-    ]
-    assert build_summary(events)["seconds"] == pytest.approx(20)
 
 
 def test_a_torn_line_and_values_of_a_wrong_kind_are_left_out(tmp_path):

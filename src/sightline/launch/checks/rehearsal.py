@@ -24,7 +24,12 @@ from sightline.errors import (
 from sightline.families import Family
 from sightline.launch.checks.model import draw_probe_images, run_module
 from sightline.media import MediaStore, is_address
-from sightline.pixels.probe import ProbeAnswer, ProbedImage, ProbeRequest, probe
+from sightline.pixels.pixel_check import (
+    CheckedImage,
+    PixelCheckRequest,
+    PixelCheckResult,
+    check_pixels,
+)
 from sightline.rollout.chat_sources import build_policy_chats
 from sightline.rollout.client import GenerateClient
 from sightline.rollout.engines import load_engine
@@ -51,10 +56,10 @@ def check_probe_images(config: RunFile, family: Family) -> str:
         refs = [store.put(data) for data in draw_probe_images()]
         model = config.model
         writable = "" if is_address(config.media.root) else config.media.root
-        request = ProbeRequest(model.path, model.overrides(), folder, refs, writable)
-        images = probe(request)
+        request = PixelCheckRequest(model.path, model.overrides(), folder, refs, writable)
+        images = check_pixels(request)
         for setting, python in others.items():
-            their_images = _probe_with(setting, python, request)
+            their_images = _check_pixels_with(setting, python, request)
             for ref, ours, theirs in zip(refs, images, their_images, strict=True):
                 if ours != theirs:
                     raise PixelMismatch(
@@ -67,10 +72,10 @@ def check_probe_images(config: RunFile, family: Family) -> str:
     return f"{len(images)} of {tokens[0]} to {tokens[-1]} tokens, {interpreters}"
 
 
-def _probe_with(setting: str, python: str, request: ProbeRequest) -> list[ProbedImage]:
+def _check_pixels_with(setting: str, python: str, request: PixelCheckRequest) -> list[CheckedImage]:
     text = msgspec.json.encode(request).decode()
-    line = run_module(f"{setting} = {python!r}", python, "sightline.pixels.probe", text)
-    answer = msgspec.json.decode(line, type=ProbeAnswer)
+    line = run_module(f"{setting} = {python!r}", python, "sightline.pixels.pixel_check", text)
+    answer = msgspec.json.decode(line, type=PixelCheckResult)
     if answer.problem:
         raise ConfigError(f"{setting} = {python!r}: {answer.problem}", answer.fix)
     return answer.images

@@ -1,7 +1,7 @@
-"""How this interpreter lays out and makes a few images, asked of another one by `python -m`.
+"""Check how another interpreter processes images: `python -m sightline.pixels.pixel_check`.
 
-Interpreters with other decoders make other pixels. The launcher sends a request as JSON, and reads
-the answers back as one line of JSON.
+Interpreters with different decoders produce different pixels. The launcher sends a request as JSON
+and reads the result as one line of JSON.
 """
 
 from __future__ import annotations
@@ -18,58 +18,59 @@ from sightline.message import user
 from sightline.pixels.materialize import Materializer
 
 
-class ProbeRequest(msgspec.Struct, frozen=True):
+class PixelCheckRequest(msgspec.Struct, frozen=True):
     model: str
     overrides: dict[str, int]
     store: str
-    """A store that holds the images."""
+    """The store with the images."""
     refs: list[MediaRef]
     writable: str = ""
     """A store that this interpreter must be able to write to; empty for none."""
 
 
-class ProbedImage(msgspec.Struct, frozen=True):
+class CheckedImage(msgspec.Struct, frozen=True):
     num_tokens: int
     fingerprint: str
     pixel_digest: str
 
 
-class ProbeAnswer(msgspec.Struct, frozen=True):
-    images: list[ProbedImage] = []
+class PixelCheckResult(msgspec.Struct, frozen=True):
+    images: list[CheckedImage] = []
     problem: str = ""
     fix: str = ""
 
 
-def probe(request: ProbeRequest) -> list[ProbedImage]:
-    """Renders every image and makes its pixels; raises where the two do not agree."""
+def check_pixels(request: PixelCheckRequest) -> list[CheckedImage]:
+    """Render every image and compute its pixels; raise if the two do not agree."""
     if request.writable:
         MediaStore(Path(request.writable)).check_writable()
     store = MediaStore(Path(request.store))
     family = load_family(request.model, **request.overrides)
     renderer = load_renderer(request.model, store, family)
     materializer = Materializer(family, store, max_bytes=1 << 26)
-    found = []
+    images = []
     for ref in request.refs:
         rendered = renderer.render([user(ref, "?")])
         [slot] = rendered.slots
         pixels = materializer.get(slot.item)
         if len(pixels.patches) != slot.item.num_patches:
             raise Misaligned(
-                f"an image of {ref.width}x{ref.height} has {slot.item.num_patches} patches by its "
-                f"layout, and {len(pixels.patches)} were made",
-                "use the processor settings of one checkpoint",
+                f"by its layout, an image of {ref.width}x{ref.height} has {slot.item.num_patches} "
+                f"patches, but the processor produces {len(pixels.patches)}",
+                "use the processor settings of the same checkpoint",
             )
-        found.append(ProbedImage(slot.length, slot.item.fingerprint, pixels.digest))
+        images.append(CheckedImage(slot.length, slot.item.fingerprint, pixels.digest))
     materializer.close()
-    return found
+    return images
 
 
 def main() -> None:
     try:
-        answer = ProbeAnswer(probe(msgspec.json.decode(sys.stdin.buffer.read(), type=ProbeRequest)))
+        request = msgspec.json.decode(sys.stdin.buffer.read(), type=PixelCheckRequest)
+        result = PixelCheckResult(check_pixels(request))
     except SightlineError as error:
-        answer = ProbeAnswer(problem=error.problem, fix=error.fix)
-    print("\n" + msgspec.json.encode(answer).decode())
+        result = PixelCheckResult(problem=error.problem, fix=error.fix)
+    print("\n" + msgspec.json.encode(result).decode())
 
 
 if __name__ == "__main__":
