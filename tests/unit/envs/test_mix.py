@@ -40,8 +40,8 @@ def test_tasks_come_by_weight_and_always_from_the_same_one() -> None:
     ("env", "problem"),
     [
         ({}, r"\[env\] name is missing"),
-        ({"name": "color_codeword", **MIXED}, "stand in the"),
-        ({"args": {"squares": 1}, **MIXED}, "stand in the"),
+        ({"name": "color_codeword", **MIXED}, "next to"),
+        ({"args": {"squares": 1}, **MIXED}, "next to"),
         ({"mix": [{"weight": 1.0}]}, "name is missing"),
         ({"mix": [{"name": "x", "weight": 0}]}, "greater than 0"),
     ],
