@@ -50,7 +50,7 @@ def test_a_failure_shows_its_cause_and_a_signal_does_not_look_like_one(
     expect(end).to_contain_text("server ended with 1: broken: KeyError: 'a'")
     expect(end).to_contain_text("give the server a model")
     expect(page.locator(".fact", has_text="step").first).to_contain_text("0of 40")
-    expect(page.locator("main .empty")).to_contain_text("failed before a step was trained")
+    expect(page.locator("main .empty")).to_contain_text("failed before its first step finished")
     line = page.locator(".runs li", has_text="failed-001")
     expect(line.locator(".s-failed")).to_have_text("failed")
     expect(line.locator(".cause")).to_contain_text("KeyError: 'a'")
@@ -78,10 +78,10 @@ def test_exceptions_lead_to_their_rollouts(page: Page, address: str) -> None:
 
 def test_a_collapse_is_an_alert_and_a_new_number_has_a_chart(page: Page, address: str) -> None:
     page.goto(f"{address}/?run=collapsed-001")
-    expect(page.locator(".alert")).to_contain_text("The reward has fallen to 0.1 from 0.8")
+    expect(page.locator(".alert")).to_contain_text("The reward fell to 0.1 from 0.8")
     expect(page.locator(".runs li", has_text="collapsed-001")).to_contain_text("⚠ collapses")
     assert page.locator(".chart h3", has_text="never heard of").count() == 0
-    page.get_by_role("button", name="every other number").click()
+    page.get_by_role("button", name="more chart").click()
     expect(page.locator(".chart h3", has_text="never heard of")).to_be_visible()
 
 
