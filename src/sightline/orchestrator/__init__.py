@@ -1,4 +1,4 @@
-"""PROCESS: traces in, batches out, and the engines told when to adopt.
+"""PROCESS: turns traces into batches, and tells the engines when to adopt new weights.
 
-`build` constructs, `loop` runs, `run_state` remembers; `algo` decides what trains.
+`build` constructs, `loop` runs and `run_state` persists. `algo` decides what trains.
 """

@@ -1,13 +1,13 @@
-"""Evaluates held-out tasks while the run goes on, against the weights of one step each.
+"""Evaluates held-out tasks while training continues, on the weights of one step at a time.
 
-    published k --every so many steps--> waiting --> evaluator adopts k --> tasks --> event, best
-                                           |
-                     a newer one takes its place, if an evaluation takes that long
+    published k --if due--> waiting --> evaluator adopts k --> tasks --> event, best checkpoint
+                               |
+          a newer version replaces it if an evaluation takes that long
 
       an evaluation waits for: the one before it      unblocked by: its last task
 
-A server of its own holds the weights of that step for as long as its tasks take, so that neither
-the run's server nor its rollouts wait. The files of a version stay until it was evaluated.
+A separate server holds that step's weights while its tasks run, so training does not wait. The
+version's files stay until it is evaluated.
 """
 
 from __future__ import annotations
@@ -35,10 +35,10 @@ class BackgroundEvaluator:
     server: str
     """Address of the server that evaluates."""
     adopt: Callable[[str], Awaitable[None]]
-    """Takes the path of a manifest and returns when that server holds its weights."""
+    """Makes that server adopt the manifest at a path, and returns when it has."""
     every: int
     last_step: int
-    """The last step is evaluated when the run has ended."""
+    """Not evaluated here: the run evaluates it at its end."""
     _waiting: PublishedWeights | None = None
     _news: asyncio.Event = field(default_factory=asyncio.Event)
     _idle: asyncio.Event = field(default_factory=asyncio.Event)
@@ -60,7 +60,7 @@ class BackgroundEvaluator:
         self._news.set()
 
     async def keep_evaluating(self) -> None:
-        """Runs beside the loop for as long as the run lasts."""
+        """Evaluate versions as they are published, until cancelled."""
         while True:
             await self._news.wait()
             self._news.clear()
@@ -70,11 +70,11 @@ class BackgroundEvaluator:
             self._idle.set()
 
     async def drain(self) -> None:
-        """Returns when nothing waits and nothing is evaluated."""
+        """Wait until no evaluation is waiting or running."""
         await self._idle.wait()
 
     async def keep_final_if_best(self, step: int) -> None:
-        """The last step, which the run's own server has evaluated, may be the best."""
+        """Keep the last step's weights if its final evaluation was the best."""
         measure = self.run_state.find_eval("final", step)
         published = self.policy.published
         if measure is not None and published is not None and published.version == step:

@@ -1,7 +1,7 @@
-"""The best checkpoint so far, by held-out tasks: a folder that transformers and we can load.
+"""The best checkpoint so far by held-out reward, in a folder that transformers can load.
 
-Published weights become a checkpoint without being computed on: bytes are copied, and what a
-checkpoint has beside parameters comes from the one that the run started from.
+Published weights are copied byte by byte. Everything else in the folder comes from the checkpoint
+that the run started from.
 """
 
 from __future__ import annotations
@@ -34,38 +34,38 @@ class BestCheckpoint:
     target: Path
     run_state: RunState
     blobs: MediaStore | None = None
-    """Has the weights that are published there."""
+    """The store of weights that are published there."""
 
     async def keep_if_best(self, step: int, measure: float, published: Path) -> None:
-        """Keeps the weights in the folder of `step` unless an earlier step was as good."""
+        """Keep the weights of `step` if its reward is higher than every earlier one."""
         progress = self.run_state.progress
         if progress.best_step and measure <= progress.best_measure:
             return
-        # In a thread: a large checkpoint takes a while to copy.
+        # In a thread, because copying a large checkpoint takes a while.
         progress.best_digest = await asyncio.to_thread(self._write, published)
         progress.best_step, progress.best_measure = step, measure
         self.run_state.save()
 
     def find_problem(self) -> str:
-        """What is wrong with the best checkpoint of a run that goes on; empty where nothing is."""
+        """Describe damage to the best checkpoint of a resumed run; empty if there is none."""
         progress, weights = self.run_state.progress, self.target / WEIGHTS
         if not progress.best_step:
             return ""
         if not weights.is_file():
-            return f"{weights} is gone"
+            return f"{weights} is missing"
         with open(weights, "rb") as file:
-            found = hashlib.file_digest(file, "sha256").hexdigest()
-        is_known = found == (progress.best_digest or found)
-        return "" if is_known else f"{weights} is damaged: it is not what was written"
+            digest = hashlib.file_digest(file, "sha256").hexdigest()
+        is_known = digest == (progress.best_digest or digest)
+        return "" if is_known else f"{weights} is damaged: its checksum has changed"
 
     def forget(self) -> None:
-        """Lets the next evaluation write the best checkpoint anew."""
+        """Let the next evaluation write the best checkpoint again."""
         progress = self.run_state.progress
         progress.best_step, progress.best_measure, progress.best_digest = 0, 0.0, ""
         self.run_state.save()
 
     def _write(self, published: Path) -> str:
-        """Returns the digest of the weights."""
+        """Write the checkpoint and return the digest of its weights."""
         part = self.target.with_name(f".{self.target.name}.part")
         shutil.rmtree(part, ignore_errors=True)
         part.mkdir(parents=True)
@@ -83,15 +83,17 @@ class BestCheckpoint:
             )
             digest = merge_safetensors(weights, others, part / WEIGHTS)
         write_sums(part, {WEIGHTS: digest})
-        # A reader finds the old one, none for a moment, or the new one; never a part.
+        # A reader sees the old checkpoint, none for a moment, or the new one; never a partial one.
         shutil.rmtree(self.target, ignore_errors=True)
         os.rename(part, self.target)
         return digest
 
 
 def merge_safetensors(weights: list[Path], others: list[Path], target: Path) -> str:
-    """Writes a file with all of `weights`, in the layout of `others`, and with what only those
-    have; returns its digest."""
+    """Write one file with all of `weights`, in the layout of `others`, and return its digest.
+
+    Tensors that only `others` have are copied too.
+    """
     sources: dict[str, tuple[Path, int, dict[str, Any]]] = {}
     shapes: dict[str, list[int]] = {}
     for path in (*weights, *others):
@@ -99,16 +101,16 @@ def merge_safetensors(weights: list[Path], others: list[Path], target: Path) -> 
         for name, described in header.items():
             if name == "__metadata__":
                 continue
-            found = sources.setdefault(name, (path, start, described))
-            if name not in shapes or is_transposed(described["shape"], found[2]["shape"]):
+            source = sources.setdefault(name, (path, start, described))
+            if name not in shapes or is_transposed(described["shape"], source[2]["shape"]):
                 shapes[name] = described["shape"]
     header_out: dict[str, Any] = {"__metadata__": {"format": "pt"}}
-    at = 0
+    offset = 0
     for name, (_, _, described) in sources.items():
         first, last = described["data_offsets"]
-        place = [at, at + last - first]
-        header_out[name] = {**described, "shape": shapes[name], "data_offsets": place}
-        at += last - first
+        offsets = [offset, offset + last - first]
+        header_out[name] = {**described, "shape": shapes[name], "data_offsets": offsets}
+        offset += last - first
     encoded = json.dumps(header_out, separators=(",", ":")).encode()
     encoded += b" " * (-len(encoded) % 8)
     digest = hashlib.sha256()
@@ -125,7 +127,7 @@ def merge_safetensors(weights: list[Path], others: list[Path], target: Path) -> 
             if shapes[name] == shape:
                 write(stored.data)
                 continue
-            # Each matrix of a stack is transposed; what its numbers are does not matter.
+            # Transpose each matrix of a stack, whatever its dtype.
             stack = stored.view(f"V{len(stored) // math.prod(shape)}").reshape(-1, *shape[-2:])
             for matrix in stack:
                 write(matrix.T.tobytes())

@@ -1,4 +1,4 @@
-"""Constructs the orchestrator's components from a run file. No flow here."""
+"""Constructs the orchestrator from a run file."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ from sightline.wire.disk import check_disk_room
 def open_best_checkpoint(
     config: RunFile, run_dir: RunDir, run_state: RunState, events: EventLog, blobs: MediaStore
 ) -> BestCheckpoint:
-    """The best checkpoint so far; one that is damaged is named and forgotten."""
+    """Open the best checkpoint so far; report a damaged one and forget it."""
     best = BestCheckpoint(Path(config.model.path), run_dir.checkpoints / "best", run_state, blobs)
     if problem := best.find_problem():
         print(f"refused: {problem}", file=sys.stderr, flush=True)
@@ -48,12 +48,12 @@ def open_best_checkpoint(
 
 @dataclass(frozen=True)
 class ServerClients:
-    """Makes the clients of a run's servers."""
+    """Builds the clients of a run's servers."""
 
     config: RunFile
     store: MediaStore
     secret: str
-    """The secret of the run, of which the tokens of servers that it starts are made."""
+    """The run's secret, from which the tokens of its own servers are derived."""
 
     def build(self, url: str, is_own: bool) -> GenerateClient:
         inference = self.config.inference
@@ -64,14 +64,14 @@ class ServerClients:
 def build_servers(
     config: RunFile, run_dir: RunDir, events: EventLog, clients: ServerClients, urls: Sequence[str]
 ) -> ServerPool:
-    """The servers that rollouts are sampled from."""
+    """Build the pool of servers that sample rollouts."""
     is_own = not config.inference.servers
     wanted = list_wanted(run_dir, config.inference.servers)
     return ServerPool(
         run_dir.read_id(),
         events,
         [clients.build(url, is_own) for url in urls if url and wanted.get(url) != REMOVE],
-        # Servers that ran before the run hold whatever they hold, until they adopt its weights.
+        # The weights of servers that the run did not start are unknown until they adopt.
         first_version=0 if is_own else UNKNOWN_VERSION,
         outage_timeout_s=config.inference.outage_timeout_s,
         joined_file=run_dir.heartbeat("server") if is_own else None,
@@ -79,7 +79,7 @@ def build_servers(
 
 
 def build_evaluators(run_dir: RunDir, events: EventLog, client: GenerateClient) -> ServerPool:
-    """The server that evaluates while the run goes on."""
+    """Build the pool of the server that evaluates in the background."""
     return ServerPool(
         run_dir.read_id(),
         events,

@@ -1,4 +1,4 @@
-"""What one step has gathered of its batch."""
+"""The batch of one step while it is being collected."""
 
 from __future__ import annotations
 
@@ -20,27 +20,27 @@ class StepCollection:
     traces: list[Trace] = field(default_factory=list)
     lags: list[int] = field(default_factory=list)
     ids_by_verdict: defaultdict[str, list[str]] = field(default_factory=lambda: defaultdict(list))
-    """The rollouts of each verdict."""
+    """The rollouts' ids by verdict."""
     num_groups: int = 0
     """Groups that count towards the batch, with signal or without."""
     has_signal: bool = False
     num_judged: int = 0
     num_without_signal: int = 0
     num_resampled: int = 0
-    """Groups without signal in whose place another was played."""
+    """Groups without signal that another group replaced."""
     num_empty: int = 0
-    """Whole batches in which nothing trained."""
+    """Complete batches that had no signal and were discarded."""
     num_dropped: int = 0
-    """Groups in a row that did not count towards the batch: stale, broken or filtered."""
+    """Consecutive groups that did not count: stale, broken or filtered."""
     has_fresh_group: bool = False
-    """Whether some group was sampled by version step-1 alone."""
+    """Whether at least one group was sampled by version step-1 alone."""
     reward_range: RewardRange = field(default_factory=RewardRange)
     """The rewards of the groups that count towards the batch."""
     rewards: list[list[float]] = field(default_factory=list)
     """The rewards of each group that was judged and not dropped, in the order of judging."""
 
     def add(self, group: Group, verdict: GroupVerdict, max_resampled: int) -> None:
-        """Takes in a judged group: its samples train, or another group is played in its place."""
+        """Add a judged group: it counts towards the batch, or another group replaces it."""
         self.samples += verdict.samples
         self.traces += group.traces
         self.lags += verdict.lags
@@ -62,11 +62,11 @@ class StepCollection:
             self.num_resampled += 1
 
     def recent_rewards(self, num_groups: int) -> list[float]:
-        """The rewards of the rollouts of the last groups."""
+        """Return the rewards of all rollouts in the last groups."""
         return [reward for group in self.rewards[-num_groups:] for reward in group]
 
     def start_over(self) -> None:
-        """Empties a batch in which nothing can train; what was played stays counted."""
+        """Discard a batch without signal. Its rollouts stay in the counts."""
         self.num_empty += 1
         self.num_groups = 0
         self.samples.clear()

@@ -43,23 +43,23 @@ TRAINER = "trainer"
 
 @dataclass
 class ControlRouter:
-    """Sends to the other processes and hands what they send to whom it concerns."""
+    """Sends control messages, and dispatches those that other processes send."""
 
     hub: AsyncHub
     peers: frozenset[str]
-    """The processes that it hears."""
+    """The processes whose messages it accepts."""
     ready: dict[str, ProcessReady] = field(default_factory=dict)
     finished: asyncio.Event = field(default_factory=asyncio.Event)
     last_step: int = 0
-    """The step that the trainer's last checkpoint covers."""
+    """The step of the trainer's last checkpoint."""
     announced: int | None = None
-    """The last step that the trainer was told of; None while there is no trainer."""
+    """The last step sent to the trainer; None while there is no trainer."""
     is_finishing: bool = False
-    """Whether the trainer is to end."""
+    """Whether the trainer has to finish."""
     servers: ServerList | None = None
-    """The servers that workers may ask."""
+    """The servers that workers may use."""
     remote_files: RemoteFiles | None = None
-    """The run directory, for processes that do not see it."""
+    """The run directory, for processes on machines that do not share it."""
     trainer_watch: TrainerWatch = field(default_factory=lambda: TrainerWatch())
     orchestrator: Orchestrator = field(init=False)
     """Gets what the other processes send."""
@@ -75,11 +75,11 @@ class ControlRouter:
         await self.hub.send(peer, control.encode(message))
 
     async def announce(self, ready: BatchReady) -> None:
-        """Tells the trainer of a batch that is on disk; one that starts later is told then."""
+        """Send the trainer a batch that is on disk. A trainer that starts later gets it then."""
         await self._tell_trainer([ready])
 
     async def finish(self) -> None:
-        """Tells the trainer that no batch follows."""
+        """Tell the trainer that this was the last batch."""
         self.is_finishing = True
         await self._tell_trainer([])
 
@@ -93,20 +93,20 @@ class ControlRouter:
                 if self.is_finishing and self.announced is not None:
                     await self.send(TRAINER, FinishTraining(self.announced))
             except ProcessFailed:
-                # It has just ended: the launcher ends the run, or starts another.
+                # The trainer has just ended. The launcher ends the run or restarts it.
                 self.announced = None
 
     async def _on_trainer_ready(self, at: int) -> None:
-        """Brings a trainer that starts from the checkpoint of step `at` to the last batch."""
+        """Send a trainer that starts from the checkpoint of step `at` all later batches."""
         self.orchestrator.policies.last = None  # it publishes this and later versions again
         self.announced = at
         await self._tell_trainer(self.orchestrator.run_state.announcements_after(at))
 
     async def tell_servers(self, servers: ServerList) -> None:
-        """Tells the workers which servers they may ask."""
+        """Tell the workers which servers they may use."""
         self.servers = servers
         for worker in self.ready.keys() - {TRAINER}:
-            with contextlib.suppress(ProcessFailed):  # its successor is told when it is ready
+            with contextlib.suppress(ProcessFailed):  # its successor gets the list when it is ready
                 await self.send(worker, servers)
 
     async def wait_until_ready(self, names: set[str]) -> None:
@@ -114,7 +114,7 @@ class ControlRouter:
             await self._ready_changed.wait_for(lambda: names <= self.ready.keys())
 
     async def keep_receiving(self) -> None:
-        """Runs beside the loop for as long as the run lasts."""
+        """Handle messages until cancelled."""
         await run_until_first(
             self._keep_receiving(), self._keep_heeding_trainer(), self._keep_giving_files(),
             self._checkpoints.keep_writing(), self.trainer_watch.keep_watching(),
@@ -125,15 +125,15 @@ class ControlRouter:
         while True:
             try:
                 peer, data = await self.hub.receive()
-            except PeerLost as lost:  # the launcher, or a cluster, looks after its process
+            except PeerLost as lost:  # the launcher or the cluster restarts its process
                 print(lost, file=sys.stderr, flush=True)
                 if self.ready.pop(lost.peer, None) and lost.peer != TRAINER:
                     rollouts.on_worker_lost(lost.peer, f"silence: {lost.problem}")
                 continue
             if peer not in self.peers:
                 raise WireError(
-                    f"{peer} speaks to the orchestrator, and is no process of this run",
-                    "let no other process have the secret of the run",
+                    f"{peer} sent a message, and is not a process of this run",
+                    "keep the run's secret from other processes",
                 )
             message = control.decode_from(peer, data)
             if peer == TRAINER:
@@ -165,20 +165,18 @@ class ControlRouter:
                     raise _unexpected_error(peer, message)
 
     async def _keep_giving_files(self) -> None:
-        """Gives processes that join what they work on; the first may have to wait until the model
-        is stored."""
+        """Send processes that join their files. The first may wait for the model's upload."""
         while True:
             await self._give_files(await self._joining.get())
 
     async def _give_files(self, peer: str) -> None:
         assert self.remote_files is not None
         files = await asyncio.to_thread(self.remote_files.collect, peer)
-        with contextlib.suppress(ProcessFailed):  # it has just ended: another will ask
+        with contextlib.suppress(ProcessFailed):  # it has just ended, and its successor will ask
             await self.send(peer, files)
 
     async def _keep_heeding_trainer(self) -> None:
-        """Takes what the trainer says in its order: its files may take a while to arrive, and its
-        successor is given them."""
+        """Handle the trainer's messages in order, since a successor needs the files in them."""
         while True:
             message = await self._from_trainer.get()
             match message:
@@ -189,12 +187,14 @@ class ControlRouter:
                     await self._give_files(TRAINER)
                 case FileChanges(files) if self.remote_files is not None:
                     if all(file.name.startswith("checkpoints/") for file in files):
-                        # Large: new weights do not wait for them.
+                        # Checkpoints are large, and new weights must not wait for them.
                         self._checkpoints.put(partial(self.remote_files.write, TRAINER, message))
                     else:
                         await asyncio.to_thread(self.remote_files.write, TRAINER, message)
                 case PublishedWeights():
-                    if self._checkpoints.num_waiting:  # what covers the batches may not be here yet
+                    if (
+                        self._checkpoints.num_waiting
+                    ):  # the checkpoint that covers the batches may still be on its way
                         message = structs.replace(message, checkpoint_step=0)
                     self.orchestrator.publish(message)
                 case ProcessReady():
@@ -216,5 +216,5 @@ class ControlRouter:
 
 def _unexpected_error(peer: str, message: ControlMessage) -> WireError:
     return WireError(
-        f"{peer} sent {str(message)[:200]}", "this is a bug, or no process of this run; report it"
+        f"{peer} sent an unexpected message: {str(message)[:200]}", "this is a bug; report it"
     )

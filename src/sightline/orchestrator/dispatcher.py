@@ -1,8 +1,8 @@
-"""Which worker plays what, and how much at a time.
+"""Assigns rollouts to workers, within limits on their number and memory.
 
-submit --> waiting --(room by count and by bytes, a worker that is there)--> in flight --> done
+submit --> waiting --(room by count and bytes, an available worker)--------> in flight --> done
               ^                                                              |
-              +------------------- no such worker any more ------------------+  or lost
+              +------------------- the worker is gone -----------------------+  or lost
 
   waiting waits for: room, a worker     unblocked by: done, ProcessReady, MemoryReport
 """
@@ -19,7 +19,7 @@ from sightline.wire.control import ControlMessage, RolloutRequest
 
 SendControl = Callable[[str, ControlMessage], Awaitable[None]]
 EMA_WEIGHT = 0.1
-"""The weight of the newest rollout in the running mean of their sizes."""
+"""Weight of the newest rollout in the running mean of their sizes."""
 
 
 @dataclass
@@ -27,9 +27,9 @@ class RolloutDispatcher:
     send: SendControl
     workers: Sequence[str]
     max_in_flight: int = 0
-    """How many rollouts may be in flight; 0 is any number."""
+    """Maximum number of rollouts in flight; 0 is unlimited."""
     max_bytes: int = 0
-    """Bytes that all rollouts in flight may take in the workers' memory; 0 is any number."""
+    """Maximum memory of all rollouts in flight, in the workers; 0 is unlimited."""
 
     def __post_init__(self) -> None:
         self._waiting: deque[RolloutRequest] = deque()
@@ -49,24 +49,23 @@ class RolloutDispatcher:
 
     @property
     def bytes_in_flight(self) -> int:
-        """What workers report, or what as many rollouts of the usual size would take, if more."""
+        """The workers' reports or an estimate from the mean size, whichever is larger."""
         if not self._in_flight:
-            return 0  # the last report is older than the end of what it reports
+            return 0  # the last report is out of date
         return max(
             sum(self._bytes_of_worker.values()), int(len(self._in_flight) * self._mean_bytes)
         )
 
     async def submit(self, request: RolloutRequest) -> None:
         if request.server:
-            # Another server plays it: it takes no place from the run's own rollouts.
+            # It runs on another server, so it does not count against the run's own rollouts.
             self._waiting.appendleft(request)
         else:
             self._waiting.append(request)
         await self._send_waiting()
 
     def take_result(self, rollout_id: str, held_bytes: int) -> bool:
-        """Takes a rollout out of those in flight; False for one that was lost or cancelled before,
-        and comes too late."""
+        """Remove a finished rollout; return False if it was lost or cancelled before."""
         if self._in_flight.pop(rollout_id, None) is None:
             return False
         usual = self._mean_bytes or held_bytes
@@ -79,7 +78,7 @@ class RolloutDispatcher:
         self._changed.set()
 
     def on_worker_lost(self, worker: str) -> list[RolloutRequest]:
-        """Forgets, and returns, what a worker was playing; its successor can play again."""
+        """Remove and return a lost worker's rollouts. Its successor is available again."""
         requests = [request for name, request in self._in_flight.values() if name == worker]
         for request in requests:
             del self._in_flight[request.rollout_id]
@@ -93,7 +92,7 @@ class RolloutDispatcher:
         self._in_flight.clear()
 
     async def keep_sending(self) -> None:
-        """Sends what waits as soon as there is room."""
+        """Send waiting requests as soon as there is room, until cancelled."""
         while True:
             await self._changed.wait()
             self._changed.clear()
@@ -102,7 +101,7 @@ class RolloutDispatcher:
     def _has_room(self) -> bool:
         counted = sum(not request.server for _, request in self._in_flight.values())
         if not counted:
-            return True  # one always may: a limit under a single rollout's size stops nothing
+            return True  # always allow one, even if a single rollout exceeds the limit
         if self.max_in_flight and counted >= self.max_in_flight:
             return False
         return not self.max_bytes or self.bytes_in_flight + self._mean_bytes <= self.max_bytes
@@ -118,7 +117,7 @@ class RolloutDispatcher:
             try:
                 await self.send(worker, request)
             except ProcessFailed:
-                # It has just ended. The launcher replaces it, and its successor says so.
+                # The worker has just ended. Its successor reports ready.
                 self._missing_workers.add(worker)
                 if self._in_flight.pop(request.rollout_id, None) is not None:
                     self._waiting.appendleft(request)

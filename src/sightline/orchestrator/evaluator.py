@@ -1,6 +1,8 @@
-"""Held-out tasks, played before the first and after the last step, and between them if the run
-wants it; and again, where they show images, with those of two tasks swapped, which tells whether
-the model looks."""
+"""Evaluates a run on held-out tasks: before the first step, after the last, and in between if set.
+
+Tasks with images are played again with the images of two tasks swapped. If the reward stays the
+same, the model ignores its images.
+"""
 
 from __future__ import annotations
 
@@ -16,12 +18,12 @@ from sightline.trace import Trace, write_traces
 
 MAX_CONCURRENT = 128
 MAX_CONCURRENT_IN_BACKGROUND = 16
-"""Rollouts of an evaluation beside rollouts that train, which want the workers too."""
+"""Limit for evaluations in the background, which share the workers with training."""
 
 
 @dataclass
 class Evaluator:
-    """Plays a run's held-out tasks, and writes traces and an event of each evaluation."""
+    """Plays a run's held-out tasks, and writes the traces and an event of each evaluation."""
 
     rollouts: RolloutScheduler
     run_state: RunState
@@ -33,10 +35,10 @@ class Evaluator:
     async def evaluate(
         self, name: str, step: int, swap_images: bool = False, server: str = ""
     ) -> float | None:
-        """The mean reward over the tasks, recorded and written as an event; None without tasks.
+        """Return the mean reward over the tasks, and record it; None without tasks.
 
-        What was played before the run was resumed is not played again. `server` is asked in place
-        of the run's own.
+        An evaluation that a resumed run already has is not repeated. `server` replaces the run's
+        own servers.
         """
         known = self.run_state.find_eval(name, step)
         if not self.tasks or known is not None:
@@ -49,10 +51,10 @@ class Evaluator:
         played = list(traces)
         extra: dict[str, float] = {}
         if swap_images and any(map(_list_images, traces)):
-            # Task i is shown the images of its neighbour, if that has shown any.
-            shown = [_list_images(trace) for trace in (*traces[1:], traces[0])]
+            # Task i gets the images of its neighbour, if that has any.
+            neighbours = [_list_images(trace) for trace in (*traces[1:], traces[0])]
             swapped = await self._play_all(
-                {i: images for i, images in enumerate(shown) if images}, step
+                {i: images for i, images in enumerate(neighbours) if images}, step
             )
             self._write_traces(f"{file}_exchanged", swapped)
             played += swapped
@@ -61,12 +63,12 @@ class Evaluator:
         self.events.write(
             "eval",
             step,
-            # One line in the metrics for each evaluation beside the run, not one for all of them.
+            # Each background evaluation gets its own line in the metrics.
             name=f"{name} {step}" if server else name,
             **summary.event_values,
             **extra,
         )
-        # Counted when all is played: an evaluation that is cut short is played again.
+        # Counted at the end, because an interrupted evaluation is played again.
         for trace in played:
             self.run_state.count_trace(trace)
         self.run_state.record_eval(name, step, summary.reward)
@@ -75,8 +77,7 @@ class Evaluator:
     async def _play_all(
         self, images: dict[int, tuple[MediaRef, ...]], step: int, server: str = ""
     ) -> list[Trace]:
-        """Plays each task on the version of `step`, with the images that are to be shown in place
-        of its own."""
+        """Play each task on the version of `step`, with `images` in place of its own if given."""
         return await play_tasks(
             lambda task: self.rollouts.play_once(
                 task, EVAL_SPLIT, self.temperature, images[task], server, step
@@ -89,14 +90,14 @@ class Evaluator:
         write_traces(self.run_dir.eval_traces(name), traces)
         if all(trace.reward is None for trace in traces):
             raise EnvironmentFailed(
-                f"evaluation {name!r}: every one of {len(traces)} rollouts broke; the first: "
+                f"evaluation {name!r}: all {len(traces)} rollouts failed. The first error: "
                 f"{traces[0].error}",
-                "repair the environment or the server; logs/ has the details",
+                "fix the environment or the server; logs/ has the details",
             )
 
 
 def _list_images(trace: Trace) -> tuple[MediaRef, ...]:
-    """What its environment has put, in order: a file of a video once, of a list every image."""
+    """List the images that an environment sent, in order; a video file counts once."""
     items = (slot.item for node in trace.nodes for slot in node.slots)
     return tuple(
         ref

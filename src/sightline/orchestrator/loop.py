@@ -226,7 +226,7 @@ class Orchestrator:
         raise NoTrainableSamples(
             f"{problem} (verdict {NO_SIGNAL!r}: all rollouts of a group earned the same reward)",
             "use tasks of mixed difficulty, raise the temperature or group_size, or stop here: "
-            "the policy may be as good as this reward can measure",
+            "this reward may not measure further progress",
         )
 
     def _check_dropped(self, step: int, collection: StepCollection, verdict: GroupVerdict) -> None:

@@ -1,4 +1,4 @@
-"""Which policy version the engines hold. The orchestrator alone tells them to adopt."""
+"""Makes the engines adopt policy versions. Nothing else tells them to."""
 
 from __future__ import annotations
 
@@ -18,41 +18,40 @@ from sightline.wire.control import PublishedWeights
 from sightline.wire.weights import MANIFEST, read_manifest
 
 UNKNOWN_VERSION = -1
-"""The version of engines that have not adopted one of this run."""
+"""The version of engines that have not adopted any version of this run."""
 _VERSION_FOLDER = re.compile(r"v(\d{6})(\.\d+)?")
 
 
 @dataclass
 class PolicyUpdater:
-    """Adopts every published version as it comes, the newest when several wait."""
+    """Adopts every published version as it comes, or the newest when several wait."""
 
     engines: Sequence[Callable[[str], Awaitable[None]]]
-    """Each takes the path of a manifest and returns when the engine holds its weights."""
+    """Each makes an engine adopt the manifest at a path, and returns when it has."""
     weights: Path
     blobs: MediaStore
-    """Has the files of versions that are published there."""
+    """The store of versions that are published there."""
     version: int = 0
     """The version that all engines hold."""
     published: PublishedWeights | None = None
     """The newest version that the trainer has written."""
     pinned_versions: set[int] = field(default_factory=set)
-    """Versions whose files stay although newer ones are in use."""
+    """Versions whose files stay although newer versions are in use."""
     on_adopted: Callable[[int, float], None] = lambda version, seconds: None
-    """Hears which version all engines hold from now on, and how long they took."""
+    """Called with the version that all engines now hold, and the seconds it took."""
 
     def __post_init__(self) -> None:
         self._changed = asyncio.Condition()
         self._news = asyncio.Event()
 
     def publish(self, published: PublishedWeights) -> None:
-        """Takes note of what the trainer has written; a trainer that was started again makes
-        versions anew that the engines are past."""
+        """Note a published version. A restarted trainer may repeat versions that engines have."""
         if self.published is None or published.version >= self.published.version:
             self.published = published
             self._news.set()
 
     async def keep_adopting(self) -> None:
-        """Runs beside the loop for as long as the run lasts."""
+        """Adopt versions as they are published, until cancelled."""
         while True:
             await self._news.wait()
             self._news.clear()
@@ -66,20 +65,24 @@ class PolicyUpdater:
             await asyncio.to_thread(self._remove_old_versions, newest.version)
 
     async def wait_for_version(self, version: int) -> None:
-        """Returns when the engines hold `version` or a newer one."""
+        """Wait until the engines hold `version` or a newer one."""
         async with self._changed:
             await self._changed.wait_for(lambda: self.version >= version)
 
     def _remove_old_versions(self, version: int) -> None:
-        """Removes published versions that no engine can be told to adopt any more; parts before
-        the manifests that name them. What the store does not take now goes with the next."""
+        """Remove versions that no engine can adopt any more; parts before their manifests.
+
+        If the store fails, the next call tries again.
+        """
         folders = {
-            folder: int(found[1])
+            folder: int(match[1])
             for folder in self.weights.iterdir()
-            if (found := _VERSION_FOLDER.fullmatch(folder.name))
+            if (match := _VERSION_FOLDER.fullmatch(folder.name))
         }
         pinned = set(self.pinned_versions)
-        old = [one for one, number in folders.items() if number < version and number not in pinned]
+        old = [
+            path for path, number in folders.items() if number < version and number not in pinned
+        ]
         unused = _list_parts(old) - _list_parts(folders.keys() - set(old))
         try:
             for part in unused:
@@ -92,10 +95,10 @@ class PolicyUpdater:
 
 
 def _list_parts(folders: Iterable[Path]) -> set[str]:
-    """The parts and deltas of versions in the store."""
-    found: set[str] = set()
+    """Return the digests of all parts and deltas of these versions."""
+    digests: set[str] = set()
     for folder in folders:
         with contextlib.suppress(WireError):  # half written, or half removed before a kill
             files = read_manifest(folder / MANIFEST).files
-            found.update(digest for file in files for digest in file.stored)
-    return found
+            digests.update(digest for file in files for digest in file.stored)
+    return digests

@@ -1,4 +1,4 @@
-"""The orchestrator as a process: connects the others, runs the loop, ends in order."""
+"""The orchestrator's process: connects to the others, runs the loop, and ends in order."""
 
 from __future__ import annotations
 
@@ -41,11 +41,14 @@ async def main(
     evaluator: str,
     secret: str,
 ) -> None:
-    """Runs the loop to its end, or until a signal. `evaluator` is the address of the server that
-    evaluates while the run goes on, if there is one; `secret` is that of the run."""
+    """Run the loop to its end, or until a signal.
+
+    `evaluator` is the address of the background evaluator's server; empty for none. `secret` is the
+    run's secret.
+    """
     events = EventLog(run_dir.metrics, "orchestrator")
     workers = [f"worker-{i}" for i in range(config.rollout.workers)]
-    # Servers join, and say where they are; others speak for as long as they live.
+    # Servers on other machines join and report their address.
     placed = list(filter(config.launch.is_elsewhere, config.server_names))
     for name in placed:
         run_dir.server_address(name).unlink(missing_ok=True)
@@ -78,15 +81,15 @@ async def main(
 
     async def job() -> None:
         events.write("state", phase="starting")
-        for one in pools:
-            await one.wait_joined()
+        for each in pools:
+            await each.wait_joined()
         await asyncio.to_thread(store.renew_lease, run_dir.read_id())
         await router.wait_until_ready({TRAINER, *workers})
         at, last = router.ready[TRAINER].version, run_state.progress.step
         await orchestrator.policy.wait_for_version(max(at, last - orchestrator.max_lag))
         await _run_until_stopped(orchestrator, events, stop)
         await stats_poller.poll()
-        # Of servers that a cluster started nobody else says that they may end.
+        # Nothing else tells servers that a cluster started to end.
         await _finish(router, run_state, store, [*workers, *ending], events)
         await asyncio.to_thread(store.end_lease, run_dir.read_id())
 
@@ -95,7 +98,7 @@ async def main(
         orchestrator.policy.keep_adopting(),
         orchestrator.rollouts.dispatcher.keep_sending(),
         stats_poller.keep_polling(),
-        *(one.keep_serving() for one in pools),
+        *(each.keep_serving() for each in pools),
         _keep_telling_workers(router, pool),
         _keep_server_changes(run_dir, config.inference.servers, pool, clients),
         _keep_placing_servers(run_dir, placed, pool, clients),
@@ -104,11 +107,11 @@ async def main(
     if orchestrator.background_evaluator is not None:
         helpers.append(orchestrator.background_evaluator.keep_evaluating())
     try:
-        # A helper that ends before the job has failed, and its error is the run's.
+        # A helper that ends before the job has failed. Its error ends the run.
         await run_until_first(job(), *helpers)
     finally:
-        for one in pools:
-            await one.close()
+        for each in pools:
+            await each.close()
         router.hub.close()
 
 
@@ -141,14 +144,14 @@ async def _finish(
     await router.finished.wait()
     run_state.remove_covered_batches(router.last_step)
     for peer in others:
-        with contextlib.suppress(ProcessFailed):  # it has just ended by itself
+        with contextlib.suppress(ProcessFailed):  # it has already ended
             await router.send(peer, QuitRequest())
     run_state.save()
     events.write(
         "totals",
         run_state.progress.step,
         images_shown=run_state.progress.images_shown,
-        # A fresh look: this process learns of what the workers put only now and then.
+        # A fresh count: this object notices only now and then what the workers put.
         images_stored=copy.copy(store).count(),
         tokens_sampled=run_state.progress.tokens_sampled,
         forks=run_state.progress.forks,
@@ -160,7 +163,7 @@ async def _finish(
 
 
 async def _keep_telling_workers(router: ControlRouter, pool: ServerPool) -> None:
-    """Tells the workers of every change among the servers."""
+    """Tell the workers about every change among the servers."""
     while True:
         if (now := pool.status) == router.servers:
             await pool.changed.wait()
@@ -172,7 +175,7 @@ async def _keep_telling_workers(router: ControlRouter, pool: ServerPool) -> None
 async def _keep_server_changes(
     run_dir: RunDir, base: Sequence[str], pool: ServerPool, clients: ServerClients
 ) -> None:
-    """Adds and removes the servers that a person wants so, and reports how they stand."""
+    """Add and remove servers as users request, and write a report of their states."""
     seen, reported = -1, b""
     while True:
         with contextlib.suppress(FileNotFoundError):
@@ -182,7 +185,7 @@ async def _keep_server_changes(
                 await pool.apply(wanted, lambda url: clients.build(url, is_own=False))
         if (report := msgspec.json.encode(pool.reports)) != reported:
             reported = report
-            # Not synced: it says nothing that outlasts the processes.
+            # Not synced: it matters only while the processes live.
             part = run_dir.server_report.with_suffix(".part")
             part.write_bytes(report)
             part.replace(run_dir.server_report)
@@ -192,7 +195,7 @@ async def _keep_server_changes(
 async def _keep_placing_servers(
     run_dir: RunDir, names: Sequence[str], pool: ServerPool, clients: ServerClients
 ) -> None:
-    """Takes the servers of the run that start elsewhere, each time that one says where it is."""
+    """Add the run's remote servers whenever one reports its address."""
     known: dict[str, str] = {}
     while True:
         for name in names:
@@ -206,9 +209,11 @@ async def _keep_placing_servers(
 
 
 async def _keep_checking_store(store: MediaStore, run_id: str) -> None:
-    """Renews the run's lease of its images, and ends the run when store or disk are full; a step,
-    or an evaluation, may last long."""
-    fresh = copy.copy(store)  # it has counted nothing yet, and does so again as time passes
+    """Renew the run's lease on its images, and raise when the store or disk is full.
+
+    Runs in the background, because a step or an evaluation may take long.
+    """
+    fresh = copy.copy(store)  # a copy with its own counts
 
     def check() -> None:
         try:
@@ -217,7 +222,9 @@ async def _keep_checking_store(store: MediaStore, run_id: str) -> None:
         except MediaError as error:
             if type(error) is not MediaError or not isinstance(error.__cause__, OSError):
                 raise
-            print(error, file=sys.stderr, flush=True)  # it may heal, and who needs an image says so
+            print(
+                error, file=sys.stderr, flush=True
+            )  # temporary; a reader that needs an image raises
 
     while True:
         await asyncio.sleep(30.0)

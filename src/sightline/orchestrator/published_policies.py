@@ -1,4 +1,4 @@
-"""Which policies this run has published: nothing else samples for it, nothing else is adopted."""
+"""The policies that this run has published. No other policy may sample for it or be adopted."""
 
 from __future__ import annotations
 
@@ -24,12 +24,12 @@ from sightline.wire.weights import (
 class PublishedPolicies:
     run: str
     weights: Path
-    """The folder of the run's versions, with their history."""
+    """The folder of the run's versions and their history."""
     owns_servers: bool
-    """Whether the run starts its servers, which then hold its checkpoint as version 0."""
+    """Whether the run starts its servers. They then hold its checkpoint as version 0."""
     known: set[PolicyLabel] = field(init=False)
     last: int | None = None
-    """The version that was published last in this process."""
+    """The last version published to this process."""
 
     def __post_init__(self) -> None:
         self.known = read_policies(self.weights, self.run)
@@ -37,54 +37,49 @@ class PublishedPolicies:
             self.known.add(Manifest(version=0, vision_version=0, files=[], run=self.run).policy)
 
     def check_trace(self, trace: Trace) -> None:
-        """Raises for what ends the run, not one rollout: an answer that no server of ours gives, or
-        that another policy sampled."""
+        """Raise if a trace must end the run: an invalid answer, or one from another policy."""
         if trace.error_kind == WRONG_ANSWER:
             problem, _, fix = trace.error.partition("\n  fix: ")
             raise EngineError(f"rollout {trace.id}: {problem}", fix, WRONG_ANSWER, status=502)
         foreign = {span.policy for node in trace.nodes for span in node.versions} - self.known
         if foreign:
-            found = min(foreign)
-            names = {label.version: str(label) for label in sorted(self.known)}
-            ours = (
-                f"it published {names[found.version]}" if found.version in names else "it did not"
-            )
+            label = min(foreign)
+            names = {known.version: str(known) for known in sorted(self.known)}
+            ours = names.get(label.version, "nothing")
             raise PolicyMismatch(
-                f"rollout {trace.id} was sampled by the weights {str(found)!r}, which run "
-                f"{self.run} did not publish ({ours} as version {found.version})",
-                "let no other run or person change the weights of this run's servers, then resume; "
-                "no sample of that rollout was trained on",
+                f"rollout {trace.id} was sampled by the weights {str(label)!r}, which run "
+                f"{self.run} did not publish (it published {ours} as version {label.version})",
+                "make sure that nothing else changes the weights of this run's servers, then "
+                "resume; the run did not train on that rollout",
             )
 
     def check_published(self, published: PublishedWeights, announced: int) -> None:
-        """Raises unless the message is about weights that the trainer has published now, on top of
-        batches up to step `announced`."""
+        """Raise unless the trainer has just published this, from batches up to `announced`."""
         version, last = published.version, self.last
         if not 0 <= version <= announced or (last is not None and version != last + 1):
             raise self._refusal(
                 published,
-                f"batches up to step {announced} are announced, and the version before it was "
-                f"{'none' if last is None else last}",
+                f"batches up to step {announced} were announced, and the last version was {last}",
             )
         if not 0 <= published.checkpoint_step <= version:
-            raise self._refusal(published, f"its checkpoint is of step {published.checkpoint_step}")
+            raise self._refusal(published, f"its checkpoint has step {published.checkpoint_step}")
         try:
             path = resolve_manifest(str(self.weights.parent / published.manifest), self.weights)
             if path.name != MANIFEST or path.parents[1] != Path(os.path.realpath(self.weights)):
                 raise PolicyMismatch("its manifest is not in the folder of a version", "")
-            found = read_manifest(path).policy
+            label = read_manifest(path).policy
         except SightlineError as error:
             raise self._refusal(published, error.problem) from error
-        if found[:3] != (version, published.epoch, self.run):
-            raise self._refusal(published, f"its manifest is of {found}")
-        if found not in read_policies(self.weights, self.run):
-            raise self._refusal(published, f"the history of versions does not have {found}")
-        self.known.add(found)
+        if label[:3] != (version, published.epoch, self.run):
+            raise self._refusal(published, f"its manifest says {label}")
+        if label not in read_policies(self.weights, self.run):
+            raise self._refusal(published, f"the history of versions lacks {label}")
+        self.known.add(label)
         self.last = version
 
     def _refusal(self, published: PublishedWeights, why: str) -> PolicyMismatch:
         return PolicyMismatch(
-            f"a message says that version {published.version} of run {self.run} is published, and "
-            f"it is not: {why}",
-            "no weights were adopted; resume the run, and find out which process sent it",
+            f"a message falsely says that version {published.version} of run {self.run} is "
+            f"published: {why}",
+            "find out which process sent it, then resume the run; no weights were adopted",
         )

@@ -1,5 +1,4 @@
-"""The run directory for processes on machines that do not see it: what they need of it, and what
-they write into it."""
+"""The run directory for processes on machines that do not share it: it sends and receives files."""
 
 from __future__ import annotations
 
@@ -29,15 +28,15 @@ TRAINER_WRITES = (
 class RemoteFiles:
     run_dir: RunDir
     model: Path
-    """The folder of the checkpoint that the run began with."""
+    """The folder of the checkpoint that the run started from."""
     blobs: MediaStore
-    """Carries what is large."""
+    """Carries large files."""
 
     _model_files: dict[Path, FileChange] = field(default_factory=dict)
-    """Of the checkpoint, once somebody has asked for them: its files do not change."""
+    """The checkpoint's files, read once: they do not change."""
 
     def collect(self, peer: str) -> FileChanges:
-        """What the process called `peer` works on."""
+        """Return the files that the process `peer` needs."""
         return FileChanges(tuple(self._iter_files(peer)))
 
     def _iter_files(self, peer: str) -> Iterator[FileChange]:
@@ -53,7 +52,7 @@ class RemoteFiles:
         if peer.startswith("trainer"):
             for pattern in TRAINER_READS:
                 for path in sorted(self.run_dir.path.glob(pattern)):
-                    # Each is asked for once, and its parts go then.
+                    # The parts are removed once it has them, so they must not be shared.
                     name = str(path.relative_to(self.run_dir.path))
                     yield self._read(name, path, secrets.token_bytes(16))
 
@@ -63,23 +62,23 @@ class RemoteFiles:
         return FileChange(name, stored=store_file(self.blobs, path, salt=salt))
 
     def write(self, peer: str, written: FileChanges) -> None:
-        """Does to the run directory what `peer` did to its copy."""
+        """Apply the changes that `peer` made to its copy of the run directory."""
         for file in written.files:
             is_trainer = peer == "trainer"
             allowed = TRAINER_WRITES if is_trainer else (f"logs/{peer}.*",)
-            # What is stored is removed there once it is here: that is not for everybody to ask.
+            # Only the trainer may remove files, or have files fetched from the store.
             is_small = file.stored is None and not file.is_removed
             is_allowed = any(fnmatch(file.name, pattern) for pattern in allowed)
             if not is_allowed or not (is_trainer or is_small):
                 raise WireError(
-                    f"{peer} sent {file.name[:100]!r}, which is not its to write",
-                    "this is a bug, or no process of this run; report it",
+                    f"{peer} sent {file.name[:100]!r}, which it may not write",
+                    "this is a bug; report it",
                 )
             write_file(self.run_dir.path, file, self.blobs)
 
 
 class WriteQueue:
-    """Writes in a thread, one file after the other, while its owner goes on."""
+    """Writes files one after the other in a background thread."""
 
     def __init__(self) -> None:
         self._queue: asyncio.Queue[Callable[[], None]] = asyncio.Queue()
@@ -90,7 +89,7 @@ class WriteQueue:
         self._queue.put_nowait(write)
 
     async def join(self) -> None:
-        """Returns when all that was put is written."""
+        """Wait until everything that was put is written."""
         await self._queue.join()
 
     async def keep_writing(self) -> None:

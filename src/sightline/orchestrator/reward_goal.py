@@ -1,8 +1,8 @@
-"""The reward at which a run ends: its rollouts reach it, and held-out tasks confirm it.
+"""The reward at which a run ends. Its rollouts must reach it, and held-out tasks confirm it.
 
       an evaluation waits for: the version of its step     unblocked by: trainer, then policy
 
-Training goes on where held-out tasks earn less; they are played again some steps later.
+Training continues if held-out tasks earn less. They are played again some steps later.
 """
 
 from __future__ import annotations
@@ -31,12 +31,12 @@ class RewardGoal:
 
     @property
     def was_reached(self) -> bool:
-        """Whether an earlier process of this run has reached it."""
+        """Return whether an earlier process of this run has reached it."""
         reached = self.run_state.progress.goal_reached
         return reached is not None and reached >= self.stop_at
 
     async def is_reached(self, step: int, rewards: Sequence[float]) -> bool:
-        """Whether the rollouts that `rewards` are of, and then held-out tasks, earned enough."""
+        """Return whether rollouts with these `rewards`, and held-out tasks, earned enough."""
         if step < self._next_step or not rewards or fmean(rewards) < self.stop_at:
             return False
         await self.policy.wait_for_version(step)

@@ -1,4 +1,4 @@
-"""Keeps rollouts running ahead, as far as the lag allows, and hands out finished groups."""
+"""Runs groups of rollouts ahead of training, and returns them as they finish."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ class Group:
 
 @dataclass
 class RolloutScheduler:
-    """Starts groups, spreads them over workers, collects what they played."""
+    """Starts groups, sends their rollouts to workers, and collects the traces."""
 
     dispatcher: RolloutDispatcher
     group_size: int
@@ -47,7 +47,7 @@ class RolloutScheduler:
     seed: int
     next_group: int = 0
     unjudged_groups: list[int] = field(default_factory=list)
-    """Groups that were started and not judged before the run was resumed; they come first."""
+    """Groups that were started but not judged before the run was resumed. They come first."""
     check_trace: Callable[[Trace], None] = lambda trace: None
     """Raises for a trace of training or evaluation that must end the run."""
 
@@ -60,23 +60,23 @@ class RolloutScheduler:
         self.trace_bytes = 0
         """The size of all traces that came from workers."""
         self.waited_s = 0.0
-        """Seconds that somebody waited for a group to be finished."""
+        """Seconds spent waiting for a group to finish."""
         self.workers_lost: Counter[str] = Counter()
-        """Workers that were replaced, by what was wrong with them."""
+        """Number of replaced workers, by reason."""
 
     @property
     def num_ahead(self) -> int:
-        """Groups that are playing or wait to be judged."""
+        """Number of groups that are running or wait to be judged."""
         return len(self._open) + len(self._finished)
 
     @property
     def open_groups(self) -> list[int]:
-        """The groups that were started and not judged."""
+        """The groups that were started but not judged."""
         started = [group.index for group in (*self._open.values(), *self._finished)]
         return sorted(started + self.unjudged_groups)
 
     async def start_groups(self, num_groups: int, min_version: int = 0) -> None:
-        """Starts groups that no version older than `min_version` samples."""
+        """Start groups that are sampled by `min_version` or newer."""
         for _ in range(num_groups):
             if self.unjudged_groups:
                 index = self.unjudged_groups.pop(0)
@@ -115,7 +115,7 @@ class RolloutScheduler:
         server: str = "",
         min_version: int = 0,
     ) -> Trace:
-        """One rollout outside any group, for evaluation; at `server`, or the run's own."""
+        """Play one rollout for evaluation, on `server` or the run's own servers."""
         request = build_eval_request(
             task, split, self.seed, temperature, swapped_images, server, min_version
         )
@@ -126,14 +126,14 @@ class RolloutScheduler:
 
     @property
     def wire(self) -> dict[str, int]:
-        """Bytes that crossed each wire so far; prompts are the one thing that grows with turns."""
+        """Bytes that crossed each wire so far."""
         total = Counter({"trace_bytes": self.trace_bytes})
         for counts in self._wires.values():
             total.update(counts)
         return dict(total)
 
     def on_result(self, result: RolloutResult, worker: str = "") -> None:
-        """Takes in what a worker reports."""
+        """Handle a worker's finished rollout."""
         self._wires[worker] = result.wire
         self.trace_bytes += len(result.trace)
         if self.dispatcher.take_result(result.rollout_id, result.held_bytes):
@@ -142,16 +142,16 @@ class RolloutScheduler:
             self._accept_trace(trace)
 
     def on_worker_lost(self, worker: str, why: str) -> None:
-        """A worker has been replaced: what it was playing is broken, and counted."""
+        """Mark the rollouts of a replaced worker as broken."""
         self.workers_lost[why.partition(":")[0]] += 1
-        # Its successor counts from 0.
+        # Its successor starts counting at 0.
         self._wires[f"{worker}#{self.workers_lost.total()}"] = self._wires.pop(worker, {})
         for request in self.dispatcher.on_worker_lost(worker):
             self._accept_trace(
                 open_trace(
                     request,
                     ended=time.time(),
-                    error=f"{worker} was lost while it played this: {why}",
+                    error=f"{worker} was lost during this rollout: {why}",
                     error_kind=WORKER_LOST,
                 )
             )
@@ -174,6 +174,6 @@ class RolloutScheduler:
     async def cancel(self) -> None:
         self.dispatcher.clear()
         for worker in self.dispatcher.workers:
-            with contextlib.suppress(ProcessFailed):  # it plays nothing, then
+            with contextlib.suppress(ProcessFailed):  # it is gone, and so are its rollouts
                 await self.dispatcher.send(worker, CancelRollouts())
         self._open.clear()

@@ -1,15 +1,15 @@
-"""The inference servers of a run, of which any may come and go.
+"""The inference servers of a run. Servers may come and go at any time.
 
     joining --lease--> catching up --adopt--> ready <--adopt--> updating
-       ^                                        | silent, or started again
+       ^                                        | silent, or restarted
        +----------------- lost <----------------+
 
-      an update waits for: half of the servers that are there     unblocked by: their adopting
-      a server waits to adopt while half of those ready do        unblocked by: them, a clock
+      an update waits for: half of the available servers          unblocked by: their adopting
+      a server waits to adopt while half of those ready do        unblocked by: them, a timeout
       the run ends: no server was ready for `outage_timeout_s`
 
-Every server is leased to the run and adopts the newest version before it is given turns; one that
-returns does so again. Versions roll over the servers, and the slowest holds up nobody.
+Every server is leased to the run and adopts the newest version before it serves. A server that
+returns does so again. Versions roll over the servers, so a slow server delays no other.
 """
 
 from __future__ import annotations
@@ -22,6 +22,7 @@ from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from sightline.compute.weight_transport import load_transport
 from sightline.errors import EngineError, SightlineError
 from sightline.orchestrator.policy_updater import UNKNOWN_VERSION
 from sightline.rollout.client import GenerateClient
@@ -39,33 +40,33 @@ RENEW_EVERY_S = 10.0
 GIVE_BACK_S = 5.0
 CANCEL_AGAIN_S = 1.0
 STAGGER_S = 10.0
-"""How long a server waits for others that adopt before it does."""
+"""How long a server waits for others that are adopting."""
 CHECK_EVERY_S = 0.2
 
 
 @dataclass(eq=False)
 class PooledServer:
-    """One server, and how far it is with the run."""
+    """One server and its state."""
 
     client: GenerateClient
     is_added: bool = False
-    """Whether it came while the run went on: refusing it does not end the run."""
+    """Whether it was added during the run: refusing it then does not end the run."""
     name: str = ""
-    """The process of the run that it is, where that says itself at which address."""
+    """Name of the run's process, for a server that reports its own address."""
     joined_file: Path | None = None
-    """Touched when it has joined: the launcher starts one again that has worked."""
+    """Touched when it joins: the launcher restarts only servers that have worked."""
     state: str = JOINING
     is_draining: bool = False
-    """Whether it is given no further turns."""
+    """Whether it gets no new requests."""
     manifest: str = ""
-    """What it adopted last; empty for none since it joined."""
+    """Path of the last manifest that it adopted; empty for none since it joined."""
     version: int = UNKNOWN_VERSION
     load: int = 0
     problem: str = ""
-    """Why it is lost or refused, or holds an older version."""
+    """Why it is lost, refused or behind."""
     has_joined: bool = False
     lost_since: float = 0.0
-    """When it was lost, by the monotonic clock; 0 while it is there."""
+    """When it was lost, by the monotonic clock; 0 while it is available."""
     task: asyncio.Task[None] | None = None
 
     @property
@@ -74,7 +75,7 @@ class PooledServer:
 
     @property
     def is_there(self) -> bool:
-        """Whether it is part of an update."""
+        """Return whether it takes part in updates."""
         return self.state in (CATCHING_UP, READY, UPDATING) and not self.is_draining
 
     @property
@@ -90,44 +91,48 @@ class PooledServer:
 @dataclass
 class ServerPool:
     run: str
-    """Id of the run: a resumed one has its leases again at once."""
+    """Id of the run. A resumed run regains its leases at once."""
     events: EventLog
     clients: Sequence[GenerateClient]
-    """The servers to begin with."""
+    """The initial servers."""
     first_version: int = UNKNOWN_VERSION
-    """What they hold when they start: 0 for those that the run starts itself."""
+    """The initial servers' version: 0 for servers that the run starts."""
     outage_timeout_s: float = math.inf
     joined_file: Path | None = None
-    """Of the servers to begin with."""
+    """The `joined_file` of the initial servers."""
     times: ProbeTimes = DEFAULT_PROBE_TIMES
     renew_every_s: float = RENEW_EVERY_S
-    """Between two renewals of a lease."""
+    """Seconds between renewals of a lease."""
     rejoin_after_s: float = 5.0
-    """The pause before a server is asked again that refused the run, or could not fetch."""
+    """Seconds before the next try at a server that refused the run or could not fetch weights."""
 
     def __post_init__(self) -> None:
         self.changed = ChangeSignal()
         self.manifest, self.version = "", UNKNOWN_VERSION
-        """The newest version, which every server is to adopt."""
+        """The newest version, which every server should adopt."""
         self.servers = {
             client.base_url: PooledServer(client, joined_file=self.joined_file)
             for client in self.clients
         }
         self._ready_at = math.inf
+        self._adopts_together = False
+        """Whether the newest version is sent once, to all servers at the same time."""
 
     @property
     def status(self) -> ServerList:
-        """The servers that may be asked."""
-        asked = [server.status for server in self.servers.values() if server.is_serving]
-        return ServerList(tuple(asked), self.run)
+        """The servers that workers may use."""
+        serving = [server.status for server in self.servers.values() if server.is_serving]
+        return ServerList(tuple(serving), self.run)
 
     def list_clients(self) -> list[GenerateClient]:
-        """The clients of the servers that are there."""
+        """Return the clients of the servers in use."""
         return [server.client for server in self.servers.values() if server.is_serving]
 
     async def keep_serving(self) -> None:
-        """Runs beside the loop for as long as the run lasts. Raises where a server refuses the run
-        from the first, and where none is left."""
+        """Keep the servers joined and up to date, until cancelled.
+
+        Raise if an initial server refuses the run, or if none is left.
+        """
         try:
             while True:
                 for server in list(self.servers.values()):
@@ -142,8 +147,10 @@ class ServerPool:
             await _cancel(*tasks)
 
     async def adopt(self, manifest: str) -> None:
-        """Returns when at least half of the servers that are there hold the version."""
-        self.manifest, self.version = manifest, read_manifest(Path(manifest)).version
+        """Return when at least half of the available servers hold the version."""
+        content = read_manifest(Path(manifest))
+        self.manifest, self.version = manifest, content.version
+        self._adopts_together = load_transport(content.transport).is_sent_once
         self.changed.notify()
         while True:
             there = [server for server in self.servers.values() if server.is_there]
@@ -153,22 +160,22 @@ class ServerPool:
             await self.changed.wait()
 
     async def wait_joined(self) -> None:
-        """Returns when a server is there."""
+        """Wait until a server has joined."""
         while not any(server.has_joined for server in self.servers.values()):
             await self.changed.wait()
 
     @property
     def reports(self) -> list[ServerReport]:
-        """How each server stands."""
+        """The state of each server."""
         return [
-            ServerReport(one.url, one.status.state, one.version, one.load, one.problem)
-            for one in self.servers.values()
+            ServerReport(s.url, s.status.state, s.version, s.load, s.problem)
+            for s in self.servers.values()
         ]
 
     async def apply(
         self, wanted: Mapping[str, Wanted], build: Callable[[str], GenerateClient]
     ) -> None:
-        """Adds, drains and removes servers, as is `wanted` of each; others stay."""
+        """Add, drain and remove servers as `wanted`."""
         for url, want in wanted.items():
             if want == REMOVE and url in self.servers:
                 await self.remove(url)
@@ -177,19 +184,18 @@ class ServerPool:
             server = self.servers.get(url)
             if server is not None and server.is_draining != (want == DRAIN):
                 self.drain(url, want == DRAIN)
-        for url in [one.url for one in self.servers.values() if one.is_added]:
+        for url in [server.url for server in self.servers.values() if server.is_added]:
             if url not in wanted:
                 await self.remove(url)
 
     def add(self, client: GenerateClient) -> None:
         self.servers[client.base_url] = PooledServer(client, is_added=True)
-        self._tell(f"{client.base_url} is added: it is given turns when it has the newest version")
+        self._tell(f"{client.base_url} is added: it gets requests when it has the newest version")
 
     async def place(self, name: str, client: GenerateClient, joined_file: Path) -> None:
-        """Has the run's server `name` at the address where it has started, in place of any that it
-        had before."""
-        before = [one.url for one in self.servers.values() if one.name == name]
-        if client.base_url in self.servers:  # another's until now, or its own before
+        """Set the address of the run's server `name`, and remove its earlier address."""
+        before = [server.url for server in self.servers.values() if server.name == name]
+        if client.base_url in self.servers:  # another server's address until now, or its own
             await self.remove(client.base_url)
         self.servers[client.base_url] = PooledServer(client, name=name, joined_file=joined_file)
         self._tell(f"{client.base_url} is {name}")
@@ -198,12 +204,12 @@ class ServerPool:
                 await self.remove(url)
 
     def drain(self, url: str, is_draining: bool = True) -> None:
-        """Gives a server no further turns, or turns again."""
+        """Stop sending a server new requests, or start again."""
         self.servers[url].is_draining = is_draining
-        self._tell(f"{url} {'is given no further turns' if is_draining else 'is given turns'}")
+        self._tell(f"{url} gets {'no new requests' if is_draining else 'requests again'}")
 
     async def remove(self, url: str) -> None:
-        """Forgets a server and gives its lease back; what it was asked is asked elsewhere."""
+        """Remove a server and return its lease. Other servers get its requests."""
         server = self.servers.pop(url)
         self._tell(f"{url} is removed")
         if server.task is not None:
@@ -216,7 +222,7 @@ class ServerPool:
             await server.client.close()
 
     def _check_outage(self) -> None:
-        """Raises when no server has been ready for long; starting may take any time."""
+        """Raise when no server was ready for too long. The first start has no limit."""
         now = time.monotonic()
         if any(server.is_serving and not server.is_draining for server in self.servers.values()):
             self._ready_at = now
@@ -228,13 +234,13 @@ class ServerPool:
             raise EngineError(
                 f"no inference server was ready for {now - self._ready_at:.0f} s, [inference] "
                 f"outage_timeout_s = {self.outage_timeout_s:.0f}: {'; '.join(states)}",
-                "start one again, or name others in [inference] servers, and resume the run",
+                "restart a server, or list others in [inference] servers, and resume the run",
                 UNREACHABLE,
                 503,
             )
 
     async def _keep(self, server: PooledServer) -> None:
-        """Joins, and serves until it is lost; again and again."""
+        """Join the server, and join again whenever it was lost."""
         while True:
             try:
                 await self._join(server)
@@ -254,7 +260,7 @@ class ServerPool:
         await server.client.wait_healthy()
         probe = HealthProbe(server.client, self.times)
         while server.lost_since and not await probe.ask():
-            pass  # it may answer, and be stuck
+            pass  # a server may answer although it is stuck
         await server.client.lease(self.run, LEASE_S)
         server.manifest = ""
         if server.joined_file is not None:
@@ -270,23 +276,23 @@ class ServerPool:
         self._set_state(server, READY if is_ready else CATCHING_UP)
 
     async def _watch(self, server: PooledServer) -> None:
-        """Returns when the server is silent, or was started again."""
+        """Return when the server is silent or was restarted."""
         probe = HealthProbe(server.client, self.times)
         while not probe.is_silent:
             if await probe.ask():
-                found = probe.answer
-                load = int(found.get("running") or 0) + int(found.get("waiting") or 0)
+                health = probe.answer
+                load = int(health.get("running") or 0) + int(health.get("waiting") or 0)
                 if load != server.load:
                     server.load = load
                     self.changed.notify()
-                if found.get("leased_to", self.run) != self.run:
-                    problem = "was started again, or has another run"
-                    self._tell(f"{server.url} {problem}: its turns go elsewhere meanwhile")
+                if health.get("leased_to", self.run) != self.run:
+                    problem = "was restarted, or is leased to another run"
+                    self._tell(f"{server.url} {problem}: other servers get its requests")
                     self._leave(server, LOST, problem)
                     return
         words = (
-            f"{server.url} has not answered for {probe.silent_s:.0f} s: the server is stopped or "
-            "gone, or its machine cannot be reached; its turns go elsewhere"
+            f"{server.url} has not answered for {probe.silent_s:.0f} s. It has stopped, or its "
+            "machine is unreachable; other servers get its requests"
         )
         if probe.stuck_s:
             words = f"{server.url} has computed one step for {probe.stuck_s:.0f} s: it is stuck"
@@ -305,21 +311,23 @@ class ServerPool:
                 await server.client.adopt(manifest)
             except EngineError as error:
                 if error.kind == WEIGHTS_UNAVAILABLE:
-                    # It serves the version that it has, and tries again.
+                    # It keeps its version and tries again.
                     if error.problem != server.problem:
-                        self._tell(f"{server.url} has no version {version} yet: {error.problem}")
+                        self._tell(
+                            f"{server.url} cannot fetch version {version} yet: {error.problem}"
+                        )
                     server.problem = error.problem
                     self._set_state(server, before)
                     await asyncio.sleep(self.rejoin_after_s)
                 elif manifest == self.manifest:
                     raise
-                continue  # a newer version came meanwhile, and the files of this one have gone
+                continue  # a newer version exists, and the files of this one are gone
             server.manifest, server.version, server.problem = manifest, version, ""
             self._set_state(server, READY)
 
     async def _wait_for_others(self, server: PooledServer) -> None:
-        """Waits while half of the servers that are ready adopt, but not long for a slow one."""
-        until = time.monotonic() + STAGGER_S
+        """Wait while half of the ready servers adopt, for at most `STAGGER_S`."""
+        until = time.monotonic() + (0.0 if self._adopts_together else STAGGER_S)
         while server.state == READY and (left_s := until - time.monotonic()) > 0:
             serving = [other for other in self.servers.values() if other.is_serving]
             updating = [other for other in serving if other.state == UPDATING]
@@ -347,7 +355,7 @@ class ServerPool:
 
 
 async def give_back_lease(client: GenerateClient, run: str) -> None:
-    """Lets other runs have the server; one that does not answer keeps the lease until it ends."""
+    """Return a lease. A server that does not answer keeps it until it expires."""
     with contextlib.suppress(EngineError, TimeoutError):
         async with asyncio.timeout(GIVE_BACK_S):
             await client.lease(run, 0.0)
@@ -361,7 +369,7 @@ async def give_back_leases(servers: Sequence[str], token: str, run: str) -> None
 
 
 async def run_until_first(*jobs: Awaitable[None]) -> None:
-    """Runs all until the first ends, whose error is raised, and cancels the others."""
+    """Run all jobs until the first ends, cancel the others, and raise its error."""
     tasks = [asyncio.ensure_future(job) for job in jobs]
     try:
         done, _ = await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
@@ -373,10 +381,10 @@ async def run_until_first(*jobs: Awaitable[None]) -> None:
 
 async def _cancel(*tasks: asyncio.Task[None]) -> None:
     left = set(tasks)
-    while left:  # what swallows one cancellation, as libraries may, is cancelled again
+    while left:  # cancel again, because a library may swallow one cancellation
         for task in left:
             task.cancel()
         _, left = await asyncio.wait(left, timeout=CANCEL_AGAIN_S)
     for task in tasks:
         if not task.cancelled():
-            task.exception()  # that of the first is raised, the others are its consequence
+            task.exception()  # retrieved, because only the first task's error is raised

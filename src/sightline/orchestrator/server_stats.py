@@ -1,4 +1,4 @@
-"""What the inference servers tell of themselves, every few seconds."""
+"""Polls the statistics of the inference servers."""
 
 from __future__ import annotations
 
@@ -22,24 +22,24 @@ WRITTEN_TOTALS = (
     "busy_adopt_seconds", "steps", "computed_tokens", "cached_tokens", "sampled_tokens",
     "images_encoded", "decode_steps", "decode_tokens", "decode_keys", "decode_seconds",
 )  # fmt: skip
-"""Counters that say what the time went into; an engine may lack some."""
+"""Counters of where the time went. An engine may lack some."""
 STATS_TIMEOUT_S = 10.0
 
 
 @dataclass
 class ServerStatsPoller:
-    """Notes when a server was busy, for the timeline, and the state of their caches."""
+    """Records when servers were busy, for the timeline, and the state of their caches."""
 
     list_clients: Callable[[], Sequence[GenerateClient]]
-    """The clients of the servers that are there."""
+    """Returns the clients of the available servers."""
     events: EventLog
     caches: dict[str, dict[str, float]]
-    """Filled with what the servers tell of their caches, summed."""
+    """Filled with the summed cache statistics of the servers."""
     since: float = field(default_factory=time.time)
 
     def __post_init__(self) -> None:
         self._ahead_s: dict[str, float] = {}
-        """How far the clock of each server is ahead of ours."""
+        """Seconds by which each server's clock is ahead of this process's."""
 
     async def keep_polling(self) -> None:
         while True:
@@ -47,42 +47,42 @@ class ServerStatsPoller:
             await self.poll()
 
     async def poll(self) -> None:
-        """Asks the servers once. One that does not answer is for others to name."""
+        """Poll each server once. Servers that do not answer are skipped."""
         now = time.time()
         answers = await asyncio.gather(*map(self._find_stats, self.list_clients()))
         stats = [answer for answer in answers if answer is not None]
         if not stats:
             return
         self.since = now
-        totals = _sum_counts([one.get("totals", {}) for one in stats])
-        now_held = _sum_counts([one.get("now", {}) for one in stats])
+        totals = _sum_counts([server.get("totals", {}) for server in stats])
+        now_held = _sum_counts([server.get("now", {}) for server in stats])
         self.caches.update(summarize_caches(totals, now_held))
-        if busy := [span for one in stats for span in one.get("busy", ())]:
+        if busy := [span for server in stats for span in server.get("busy", ())]:
             written = {name: totals[name] for name in WRITTEN_TOTALS if name in totals}
             self.events.write("busy", intervals=sorted(busy), totals=written)
 
     async def _find_stats(self, client: GenerateClient) -> dict[str, Any] | None:
-        """What a server tells since the last time, with its times by our own clock."""
+        """Return a server's statistics since the last poll, with times by this process's clock."""
         url = client.base_url
         try:
             async with asyncio.timeout(STATS_TIMEOUT_S):
                 if url not in self._ahead_s:
                     await self._ask(client, math.inf)
                 ahead_s = self._ahead_s[url]
-                found = await self._ask(client, self.since + ahead_s)
+                stats = await self._ask(client, self.since + ahead_s)
         except (OSError, ValueError, aiohttp.ClientError):
             return None
-        if isinstance(found, dict):
-            busy = found.get("busy", ())
-            return {**found, "busy": [[time_s - ahead_s for time_s in span] for span in busy]}
+        if isinstance(stats, dict):
+            busy = stats.get("busy", ())
+            return {**stats, "busy": [[time_s - ahead_s for time_s in span] for span in busy]}
         return None
 
     async def _ask(self, client: GenerateClient, since: float) -> Any:
-        found = json.loads(await client.get(f"/sightline/v1/stats?since={since}"))
+        stats = json.loads(await client.get(f"/sightline/v1/stats?since={since}"))
         now = time.time()
-        its_time = found.get("time", now) if isinstance(found, dict) else now
+        its_time = stats.get("time", now) if isinstance(stats, dict) else now
         self._ahead_s[client.base_url] = its_time - now
-        return found
+        return stats
 
 
 def _sum_counts(counted: list[dict[str, float]]) -> dict[str, float]:
@@ -95,7 +95,7 @@ def _sum_counts(counted: list[dict[str, float]]) -> dict[str, float]:
 def summarize_caches(
     totals: dict[str, float], now: dict[str, float]
 ) -> dict[str, dict[str, float]]:
-    """Hits, misses, evictions and bytes of each cache that the server has, since its start."""
+    """Return hits, misses, evictions and bytes of each cache since the server's start."""
     names = {
         "server_pixels": (
             ("pixel_cache_hits", "pixel_cache_joined"), "images_made", "pixel_cache_evicted",

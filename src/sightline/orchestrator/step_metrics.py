@@ -1,4 +1,4 @@
-"""Counts what the loop sees and writes it as events."""
+"""Writes the orchestrator's metrics as events."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ class StepMetrics:
     rollouts: RolloutScheduler
     steps_total: int
     caches: dict[str, dict[str, float]] = field(default_factory=dict)
-    """The server's caches, as it last told."""
+    """The servers' caches at the last poll."""
     _recent_s: list[float] = field(default_factory=list)
     _began: float = field(default_factory=time.monotonic)
     _waited_s: float = 0.0
@@ -81,8 +81,8 @@ class StepMetrics:
             lag_mean=sum(collection.lags) / max(len(collection.lags), 1),
             lag_max=max(collection.lags, default=0),
             envs={
-                env: {"rollouts": len(found), "reward": sum(found) / len(found)}
-                for env, found in rewards.items()
+                env: {"rollouts": len(values), "reward": sum(values) / len(values)}
+                for env, values in rewards.items()
             },
             groups=collection.num_groups,
             no_signal_rate=collection.num_without_signal / max(collection.num_judged, 1),

@@ -1,4 +1,4 @@
-"""Finds that a trainer on another machine has gone for good, where a cluster looks after it."""
+"""Detects that a trainer on another machine is lost, if a cluster is responsible for it."""
 
 from __future__ import annotations
 
@@ -12,25 +12,25 @@ from pathlib import Path
 from sightline.errors import ProcessFailed
 
 TRAINER_TIMEOUT_S = 3600.0
-"""How long nothing may be heard of a trainer elsewhere, which sends heartbeats every second once it
-has its copy of the run: long enough to be started again on another node, and to fetch that."""
+"""How long a remote trainer may be silent. It sends heartbeats every second once it has its copy of
+the run. The time is enough to be restarted on another node and to fetch that copy."""
 
 
 @dataclass
 class TrainerWatch:
     error_file: Path | None = None
-    """Where a trainer elsewhere leaves its last words; None for one that need not be watched."""
+    """File with the error of a remote trainer that ended; None for a local trainer."""
     timeout_s: float = TRAINER_TIMEOUT_S
     heard_at: float | None = None
-    """By the monotonic clock; None before the first trainer was heard."""
+    """Time of the last message, by the monotonic clock; None before the first."""
 
     def note_heard(self, is_ready: bool) -> None:
         self.heard_at = time.monotonic()
         if is_ready and self.error_file is not None:
-            self.error_file.unlink(missing_ok=True)  # of its predecessor
+            self.error_file.unlink(missing_ok=True)  # left by its predecessor
 
     async def keep_watching(self) -> None:
-        """Raises when the trainer is lost and none has taken its place."""
+        """Raise when the trainer is lost and no other has replaced it."""
         while True:
             await asyncio.sleep(min(30.0, self.timeout_s / 4))
             if self.error_file is None or self.heard_at is None:
@@ -39,9 +39,9 @@ class TrainerWatch:
                 raise self._explain(self.error_file, silent_s)
 
     def _explain(self, error_file: Path, silent_s: float) -> ProcessFailed:
-        lost = f"nothing was heard of a trainer for {silent_s:.0f} s"
-        fix = "look at what the cluster says about it, then resume the run"
-        with suppress(OSError, ValueError):  # it left none
+        lost = f"no message from a trainer for {silent_s:.0f} s"
+        fix = "check the cluster's log of the trainer, then resume the run"
+        with suppress(OSError, ValueError):  # there is no such file
             left = json.loads(error_file.read_text())
-            return ProcessFailed(f"{lost}; the last one ended: {left['problem']}", left["fix"])
+            return ProcessFailed(f"{lost}; the last one failed: {left['problem']}", left["fix"])
         return ProcessFailed(lost, fix)

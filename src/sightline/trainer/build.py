@@ -1,4 +1,4 @@
-"""Constructs the trainer's parts from a run file, of `rl` or `sft`, on any rank. No flow here."""
+"""Constructs the trainer from a run file of `rl` or `sft`, on any rank."""
 
 from __future__ import annotations
 
@@ -80,7 +80,7 @@ MEGABYTE = 1 << 20
 
 
 def pick_rank_device(name: str, ranks: RankInfo) -> torch.device:
-    """Where a rank computes; ranks of one machine take its GPUs in turn."""
+    """Return a rank's device; the ranks of one machine use its GPUs in turn."""
     device = torch.device(pick_device(name))
     if device.type == "cuda":
         if str(device) == "cuda":
@@ -110,7 +110,7 @@ def build_learner(
         dims.join(ranks, device)
     family = load_family(model.path, model.exact, **model.overrides())
     renderer = load_renderer(model.path, store, family)
-    # With several ranks none holds the whole model: each reads its rows once they are cut.
+    # With several ranks, no rank holds the whole model: each reads its shards.
     place = "meta" if dims.is_distributed else str(device)
     exact = (str(device), model.dtype) if model.exact else None
     forward = load_model(model.path, family, place, master, exact)
@@ -190,7 +190,7 @@ def _check_teacher(path: str, teacher: Forward, policy: Forward, family: Family)
 def build_preparer(
     media: MediaConfig, learner: Learner, pixels: MicroBatchPixels, sampled: bool = True
 ) -> BatchPreparer:
-    """`sampled` is false for conversations that no sampler saw: there is no digest to ask for."""
+    """Build the preparer. `sampled` is False for conversations, which have no pixel digests."""
     trainer, settings = learner.config, learner.algorithm.settings
     return BatchPreparer(
         family=learner.family,
@@ -209,15 +209,14 @@ def build_preparer(
 
 
 def build_pixels(learner: Learner, store: MediaStore) -> MicroBatchPixels:
-    """What makes this rank's pixels, within its part of what the machine may hold of them.
+    """Build what makes this rank's pixels, within its share of `pixel_cache_mb`.
 
-    Half is the cache, which the ranks of a machine share; of the other half each rank has as much
-    for its micro-batches and the images under way. As many threads make them as the process may
-    compute with. Every rank has to call it.
+    Half is a cache that the ranks of a machine share. The other half is divided among the ranks,
+    for their micro-batches and images in progress. Every rank has to call it.
     """
     machines = learner.dims.gather_list([f"{identify_machine()} {os.getpid()}"])
     machine = machines[learner.dims.rank].split()[0]
-    here = [int(one.split()[1]) for one in machines if one.split()[0] == machine]
+    here = [int(name.split()[1]) for name in machines if name.split()[0] == machine]
     half = learner.config.pixel_cache_mb * MEGABYTE // 2
     shared = SharedPatches(half, owner=here[0]) if len(here) > 1 and half else None
     materializer = Materializer(
@@ -229,10 +228,10 @@ def build_pixels(learner: Learner, store: MediaStore) -> MicroBatchPixels:
     )
     return MicroBatchPixels(
         materializer,
-        half // len(here) * 7 // 8,  # an eighth is for the images that rank 0 digests
+        half // len(here) * 7 // 8,  # an eighth is for the images that rank 0 verifies
         allocate=partial(allocate_pinned, device=learner.device),
         is_pinned=learner.device.type == "cuda",
-        keep=machines[0].split()[0] != machine,  # where rank 0 is, it has put them there
+        keep=machines[0].split()[0] != machine,  # on rank 0's machine, rank 0 has cached them
     )
 
 
@@ -245,7 +244,7 @@ def build_conversations(
     stop: Event | None = None,
     run_dir: RunDir | None = None,
 ) -> ConversationBatches:
-    """The batches of supervised training, from the step after `done`."""
+    """Build the batches of supervised training, from the step after `done`."""
     store, model = pixels.materializer.store, config.model
     return ConversationBatches(
         open_source(config, store),
@@ -260,13 +259,13 @@ def build_conversations(
 
 
 class Orchestrator(NamedTuple):
-    """The orchestrator, as rank 0 of `rl` sees it."""
+    """Rank 0's connection to the orchestrator in `rl`."""
 
     announcements: Callable[[], BatchReady | None]
-    """Waits for the next batch to be announced; None where there are no more."""
+    """Waits for the next batch; returns None after the last."""
     send: Callable[[ControlMessage], None]
     send_checkpoints: Callable[[], None] = lambda: None
-    """Has new checkpoints in the run directory, where that is elsewhere."""
+    """Sends new checkpoints to a run directory on another machine."""
 
 
 def build(
@@ -278,11 +277,11 @@ def build(
     watchdog: StallWatchdog | None = None,
     stop: Event | None = None,
 ) -> TrainerComponents:
-    """The parts of one rank, with the newest checkpoint of the run restored.
+    """Build the parts of one rank, and restore the run's newest checkpoint.
 
-    Every rank calls it, since loading and restoring are collectives. `orchestrator` is given to
-    rank 0 of `rl`; `channel` joins the ranks, where there are several; `stop` ends a supervised
-    run before its next step.
+    Every rank calls it, because loading and restoring are collectives. Rank 0 of `rl` passes
+    `orchestrator`. `channel` connects several ranks. `stop` ends a supervised run before its next
+    step.
     """
     store = open_store(config.media.root or run_dir.media, **config.media.store_options())
     trainer = config.trainer
@@ -298,11 +297,11 @@ def build(
     checkpoints = CheckpointStore(
         run_dir.checkpoints, trainer.keep_checkpoints, trainer.keep_checkpoints_every
     )
-    resume = checkpoints.choose(learner.dims)  # every rank comes to the same one
+    resume = checkpoints.choose(learner.dims)  # the same on every rank
     if resume.path is not None:
         shards = open_shards(resume.path)
         restore(shards, learner.forward.model, learner.optimizer, learner.dims, resume.path)
-        if learner.device.type != "cpu":  # where versions are made again with the same bits
+        if learner.device.type != "cpu":  # on a CPU, replayed versions have the same bits
             steps = itertools.takewhile(
                 lambda step: run_dir.batch(step).is_file(), itertools.count(resume.step + 2)
             )
@@ -347,7 +346,7 @@ def build(
 
 
 def _limit_memory(config: RunFile, ranks: RankInfo) -> None:
-    """Leaves the servers on this rank's GPU what is theirs."""
+    """Leave the servers on this rank's GPU their share of its memory."""
     if share := config.get_trainer_memory_share(ranks.rank):
         device = str(pick_rank_device(config.trainer.device, ranks))
         if limit := limit_gpu_memory(device, share):
@@ -365,7 +364,7 @@ def _build_batches(
     watchdog: StallWatchdog,
     stop: Event | None,
 ) -> Iterable[ReadyBatch]:
-    """What this rank trains on, from the step after the checkpoint."""
+    """Build this rank's batches, from the step after the checkpoint."""
     pixels = build_pixels(learner, store)
     learner.pixels = pixels.materializer.counts
     if isinstance(channel, FollowerChannel):
@@ -386,12 +385,12 @@ def _build_batches(
 
 
 def _check_batches(resume: ResumePoint, run_dir: RunDir) -> None:
-    """Going back further than the newest checkpoint needs the batches since."""
+    """Raise if a resume from an older checkpoint lacks the batches since then."""
     trained = len(read_ledger(run_dir.ledger))
     if resume.refused and trained > resume.step and not run_dir.batch(resume.step + 1).is_file():
         raise ResumeRefused(
-            f"{resume.refused[0]}, and the batches after step {resume.step} are gone",
-            "restore the checkpoint from a copy, or start a new run",
+            f"{resume.refused[0]}, and the batches after step {resume.step} are missing",
+            "restore the checkpoint from a backup, or start a new run",
         )
 
 
@@ -402,7 +401,7 @@ def _add_publishing(
     task: BackgroundTask,
     step: int,
 ) -> None:
-    """Lets every version leave, as `rl` needs it; every rank calls it, before the first step."""
+    """Publish every version, as `rl` needs. Every rank calls it before the first step."""
     writer.publishes = True
     writer.learner.diagnostics_every = config.orchestrator.diagnostics_every
     writer.max_mismatch = config.orchestrator.max_mismatch

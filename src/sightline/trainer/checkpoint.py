@@ -1,18 +1,16 @@
-"""Checkpoints of the trainer: everything that makes the next step bit-equal.
+"""The trainer's checkpoints: everything that the next step needs to be bit-identical.
 
     step_000050/  rank_000.safetensors  rank_001.safetensors ..  manifest.json
 
     loop --snapshot--> thread of each rank: its files --names, checksums--> rank 0: manifest
       waits for: the checkpoint before this one     unblocked by: the disk
 
-Each rank writes what it holds. The manifest, with the checksum of every file, is written last, and
-the folder appears by one rename. What has no valid manifest is not read; what does not match its
-manifest is refused by name, and the checkpoint before it is used.
+Each rank writes its own part. The manifest, with the checksum of every file, is written last, and a
+rename makes the folder visible. A damaged checkpoint is refused by name, and the one before it is
+used.
 
-Why not torch.distributed.checkpoint, which reshards as well: tried with torch 2.13, it loads a file
-with a flipped byte, and with safetensors one whose first shard is missing, without a word. With our
-manifest around it about 185 lines would go, and a process group beside training would come. Look
-again when a mesh has two axes (tensor parallel, hybrid shards), which our rows refuse.
+torch.distributed.checkpoint reshards too, but torch 2.13 loads a file with a flipped byte, and one
+whose first shard is missing, without an error. Reconsider it for meshes with two axes.
 """
 
 from __future__ import annotations
@@ -47,13 +45,13 @@ class CheckpointManifest(msgspec.Struct, frozen=True, forbid_unknown_fields=True
     step: int
     vision_version: int
     files: list[WeightFile]
-    """The file of each rank, in the order of ranks."""
+    """The files of all ranks, in rank order."""
     schema: int = SCHEMA
 
 
 @dataclass(frozen=True)
 class ResumePoint:
-    """The newest intact checkpoint, and why newer ones were refused."""
+    """The newest intact checkpoint, and the problems of newer ones."""
 
     path: Path | None
     step: int
@@ -61,7 +59,7 @@ class ResumePoint:
 
 
 def read_manifest(path: Path) -> CheckpointManifest:
-    """The manifest of the checkpoint folder at `path`; raises where it is missing or torn."""
+    """Read the manifest of the checkpoint at `path`; raise if it is missing or torn."""
     try:
         manifest = read_checked(path / MANIFEST, CheckpointManifest, _USE_ANOTHER)
     except ResumeRefused as error:
@@ -69,8 +67,8 @@ def read_manifest(path: Path) -> CheckpointManifest:
         raise ResumeRefused(problem, _USE_ANOTHER) from None
     if manifest.schema != SCHEMA:
         raise ResumeRefused(
-            f"{path} is of schema {manifest.schema}, this is {SCHEMA}",
-            "go on with the version of sightline that wrote it",
+            f"{path} has schema {manifest.schema}, this version reads {SCHEMA}",
+            "resume with the version of sightline that wrote it",
         )
     return manifest
 
@@ -80,11 +78,11 @@ def open_shards(path: Path) -> ShardReader:
 
 
 def check_files(path: Path, files: Sequence[WeightFile]) -> None:
-    """Raises unless files of the checkpoint folder at `path` have their sizes and checksums."""
+    """Raise if a file of the checkpoint at `path` has a wrong size or checksum."""
     with ThreadPoolExecutor(MAX_THREADS) as threads:
         for file, intact in zip(files, threads.map(partial(is_intact, path), files), strict=True):
             if not intact:
-                problem = f"{path / file.name} is not the file that its manifest names"
+                problem = f"{path / file.name} does not match the checksum in its manifest"
                 raise ResumeRefused(problem, _USE_ANOTHER)
 
 
@@ -96,29 +94,29 @@ _USE_ANOTHER = "use another checkpoint of the run"
 class CheckpointStore:
     root: Path
     keep: int
-    """How many of the newest checkpoints stay."""
+    """Number of newest checkpoints to keep."""
     keep_every: int = 0
-    """Checkpoints of every so many steps stay too; 0 keeps none of them."""
+    """Steps between checkpoints that are kept forever; 0 for none."""
 
     def all(self) -> list[Path]:
-        """The folders of all checkpoints, oldest first."""
+        """Return the folders of all checkpoints, oldest first."""
         if not self.root.is_dir():
             return []
-        found = (path for path in self.root.iterdir() if _NAME.fullmatch(path.name))
-        return sorted(found, key=step_of)
+        folders = (path for path in self.root.iterdir() if _NAME.fullmatch(path.name))
+        return sorted(folders, key=step_of)
 
     @property
     def oldest_resume_step(self) -> int:
-        """No resume goes back beyond this step: the batches up to it may go.
+        """The oldest step that a resume may start from. Batches up to it can be removed.
 
-        Where several checkpoints are kept, the newest may turn out corrupt.
+        If several checkpoints are kept, the newest may turn out to be corrupt.
         """
         steps = [step_of(path) for path in self.all()]
         fallback = 1 if self.keep == 1 else 2
         return steps[-fallback] if len(steps) >= fallback else 0
 
     def choose(self, dims: ParallelDims | None = None) -> ResumePoint:
-        """Every rank calls it, reads its share of the files, and gets the same answer."""
+        """Choose the newest intact checkpoint. Each rank verifies a share of the files."""
         dims = dims or ParallelDims()
         refused: list[str] = []
         for path in reversed(self.all()):
@@ -128,11 +126,11 @@ class CheckpointStore:
         return ResumePoint(None, 0, refused)
 
     def part(self, step: int) -> Path:
-        """The folder that a checkpoint grows in."""
+        """Return the folder of an unfinished checkpoint."""
         return self.root / f".step_{step:06d}.part"
 
     def complete(self, manifest: CheckpointManifest) -> None:
-        """Called once, when the files of all ranks are on the disk."""
+        """Write the manifest and make the checkpoint visible, once all ranks have written."""
         part = self.part(manifest.step)
         target = self.root / f"step_{manifest.step:06d}"
         for stray in {file.name for file in part.iterdir()} - {f.name for f in manifest.files}:
@@ -140,13 +138,13 @@ class CheckpointStore:
         for file in manifest.files:
             if (nbytes := (part / file.name).stat().st_size) != file.nbytes:
                 raise ResumeRefused(
-                    f"{part / file.name} has {nbytes} bytes, its rank has written {file.nbytes}",
+                    f"{part / file.name} has {nbytes} bytes, but its rank wrote {file.nbytes}",
                     "give all ranks the same run directory",
                 )
-        ShardReader(part / file.name for file in manifest.files)  # raises where a row is missing
+        ShardReader(part / file.name for file in manifest.files)  # raises if a row is missing
         write_atomic(part / MANIFEST, add_checksum(msgspec.json.encode(manifest)))
         fsync_path(part)
-        # One of this step that is there was refused, or the run would not have made it again.
+        # An existing checkpoint of this step was refused, or the run would not repeat the step.
         shutil.rmtree(target, ignore_errors=True)
         os.rename(part, target)
         fsync_path(self.root)
@@ -155,7 +153,7 @@ class CheckpointStore:
                 shutil.rmtree(old)
 
     def clear(self) -> None:
-        """Removes what a kill left half written."""
+        """Remove unfinished checkpoints that a kill left."""
         for part in self.root.glob(".*.part"):
             shutil.rmtree(part)
 
@@ -169,17 +167,19 @@ class CheckpointSaver:
     every: int
     """Steps between checkpoints."""
     step: int
-    """Step of the newest checkpoint that was begun."""
+    """Step of the newest checkpoint that was started."""
     train_vision: bool
     collect_files: CollectFiles = NO_CHANNEL.collect_files
-    """Hands over this rank's files of a step; rank 0 gets those of all ranks once they exist."""
+    """Hands over this rank's files of a step. On rank 0, returns those of all ranks."""
     background_task: BackgroundTask = field(default_factory=lambda: BackgroundTask("checkpoint"))
     on_complete: Callable[[], None] = lambda: None
-    """Called by the thread of rank 0 when a checkpoint is on the disk."""
+    """Called in rank 0's thread when a checkpoint is complete."""
 
     def save(self, step: int, model: nn.Module, optimizer: Optimizer, last: bool) -> None:
-        """Begins the checkpoint of `step` if it is due. Of the last one no copy is made: nothing
-        may change until `background_task` is done."""
+        """Start the checkpoint of `step` if it is due.
+
+        The last one is not copied, so the weights must not change until `background_task` is done.
+        """
         self.background_task.check()
         if step > self.step and (last or step % self.every == 0):
             self.background_task.wait()

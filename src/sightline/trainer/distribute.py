@@ -1,8 +1,8 @@
-"""A ready batch over ranks: rank 0 packs and hands out, every rank makes the pixels of its share.
+"""Distributes a batch over ranks: rank 0 packs it, and every rank makes its own pixels.
 
 rank 0: ready batch k --assignments--> channel --assignment k--> rank r (own thread)
-  waits for: every rank to receive its share       rank r makes its pixels, a micro-batch ahead,
-  unblocked by: the threads that listen            and compares them with rank 0's digests
+  waits for: every rank to receive its share       rank r makes its pixels one micro-batch ahead
+  unblocked by: the listening threads              and compares them with rank 0's digests
 """
 
 from __future__ import annotations
@@ -20,19 +20,19 @@ from sightline.wire.rank_messages import RankAssignment
 
 @dataclass
 class BatchDistributor:
-    """Gives every other rank its share and keeps rank 0's."""
+    """Sends every other rank its share of a batch and keeps rank 0's."""
 
     channel: LeadChannel
     dims: ParallelDims
     price: CostModel
 
     def iterate_shares(self, batches: Iterable[ReadyBatch]) -> Iterator[ReadyBatch]:
-        """Rank 0's share of each batch; the other ranks are told when there are no more."""
+        """Yield rank 0's share of each batch, then announce the end to the other ranks."""
         yield from map(self.distribute, batches)
         self.channel.announce_end()
 
     def distribute(self, ready: ReadyBatch) -> ReadyBatch:
-        """Rank 0's share of the batch; returns when every other rank has received its own."""
+        """Return rank 0's share of the batch once every other rank has received its own."""
         packs = [micro_batch.batch for micro_batch in ready.micro_batches]
         places: list[list[int | None]] = [[] for _ in range(self.dims.data)]
         minibatch_sizes = []
@@ -42,20 +42,20 @@ class BatchDistributor:
             for own, share in zip(places, shares, strict=True):
                 own += [None if at is None else minibatch[at] for at in share]
         runs_tower = [
-            any(at is not None and packs[at].items for at in beside)
-            for beside in zip(*places, strict=True)
+            any(at is not None and packs[at].items for at in round_places)
+            for round_places in zip(*places, strict=True)
         ]
         self.channel.send_shares(
             [
                 RankAssignment(
                     step=ready.step,
                     digest=ready.digest,
-                    micro_batches=[None if at is None else packs[at] for at in own],
+                    micro_batches=[None if at is None else packs[at] for at in rank_places],
                     runs_tower=runs_tower,
                     minibatch_sizes=minibatch_sizes,
                     held_out=ready.held_out,
                 )
-                for own in places[1:]
+                for rank_places in places[1:]
             ]
         )
         axes = packs[0].positions.shape[0] if packs else 1
@@ -69,7 +69,7 @@ class BatchDistributor:
 
 @dataclass
 class ShareReader:
-    """Iterates over a rank's ready shares, in step order, until rank 0 announces the end."""
+    """Iterates over a rank's shares in step order, until rank 0 announces the end."""
 
     channel: FollowerChannel
     pixels: MicroBatchPixels

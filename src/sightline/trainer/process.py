@@ -1,4 +1,4 @@
-"""The trainer as a process, of any rank: connects, loads, says that it is ready, runs the loop."""
+"""The process of any trainer rank: it connects, loads the model, reports ready, runs the loop."""
 
 from __future__ import annotations
 
@@ -33,19 +33,19 @@ NAME = "trainer"
 
 
 def run(config: RunFile | SftFile, run_dir: RunDir, ranks: RankInfo, name: str, hub: str) -> None:
-    """Trains as one rank until there is nothing more to train.
+    """Train as one rank until the run ends.
 
-    Rank 0 of `rl` hears the orchestrator at `hub`, and the other ranks hear rank 0 alone. It waits
-    for every rank to start before the model is loaded, which is a collective, and for every rank
-    to have loaded it before the first batch is handed out.
+    Rank 0 of `rl` connects to the orchestrator at `hub`; other ranks talk to rank 0 only. Rank 0
+    waits for every rank to start before it loads the model, which is a collective, and for every
+    rank to have loaded it before it hands out the first batch.
     """
     channel, stop = open_channel(ranks), Event()
     components: TrainerComponents | None = None
     if isinstance(config, SftFile) and ranks.is_lead:
-        # In `rl` the orchestrator hears it, and announces no further batch.
+        # In `rl` the orchestrator handles the signal.
         signal.signal(signal.SIGTERM, lambda number, frame: stop.set())
     try:
-        # From here on it touches its heartbeat file, before the other ranks have come, too.
+        # Start the heartbeat before waiting for the other ranks.
         limit_s, heartbeat_file = config.trainer.stall_timeout_s, run_dir.heartbeat(name)
         watchdog = StallWatchdog(limit_s, channel.fail, heartbeat_file)
         if isinstance(channel, LeadChannel):
@@ -55,7 +55,7 @@ def run(config: RunFile | SftFile, run_dir: RunDir, ranks: RankInfo, name: str, 
         orchestrator = None if spoke is None else _connect(spoke, config, run_dir)
         components = build(config, run_dir, orchestrator, ranks, channel, watchdog, stop)
         if isinstance(channel, LeadChannel):
-            watchdog.idle()  # the barrier has a deadline of its own, and names who is missing
+            watchdog.idle()  # the barrier has its own deadline and names missing ranks
             channel.wait_until_loaded(components.first_step)
         elif isinstance(channel, FollowerChannel):
             channel.report_ready(components.first_step)
@@ -63,19 +63,21 @@ def run(config: RunFile | SftFile, run_dir: RunDir, ranks: RankInfo, name: str, 
             hello = control.ProcessReady(NAME, components.first_step, release=get_release())
             orchestrator.send(hello)
         if isinstance(config, RunFile) and (components.first_step or config.inference.servers):
-            # Servers that the run starts hold its checkpoint; others hold whatever they hold.
+            # Servers that the run starts hold its checkpoint. The weights of others are unknown.
             watchdog.enter(f"publishing version {components.first_step}", LONG_LIMIT_S)
             components.run_writer.publish(components.first_step, {})
         watchdog.enter("importing the compiler", LONG_LIMIT_S)
-        import_compiler(config.trainer.compile_backend)  # while the first rollouts are played
+        import_compiler(config.trainer.compile_backend)  # during the first rollouts
         watchdog.idle()
         loop.run(components)
-    except BaseException as error:  # the other ranks are told first: they may wait in a collective
+    except (
+        BaseException
+    ) as error:  # tell the other ranks first: they may be waiting in a collective
         channel.claim_end()
         cause = find_cause(error, components)
         channel.fail(f"{type(cause).__name__}: {cause}")
         if channel is not NO_CHANNEL and is_broken_collective(cause):
-            # Whoever broke it has the cause; the launcher looks for that.
+            # The rank that broke the collective has the cause, and the launcher reports it.
             traceback.print_exception(cause)
             sys.stderr.flush()
             os._exit(EXIT_OTHER_RANK_FAILED)
@@ -83,23 +85,23 @@ def run(config: RunFile | SftFile, run_dir: RunDir, ranks: RankInfo, name: str, 
             raise
         raise cause from error
     if spoke is not None and not spoke.close(MAX_SILENCE_S):
-        # Without its last words the orchestrator would wait for ever.
+        # The orchestrator would wait forever for the last message.
         raise ProcessFailed(
-            "the orchestrator has not acknowledged the last messages of the trainer",
-            "look at the log of the orchestrator, and at the network between the machines",
+            "the orchestrator has not acknowledged the trainer's last messages",
+            "check the orchestrator's log and the network between the machines",
         )
-    if not ranks.is_lead:  # rank 0's end goes with its process: others may still listen
+    if not ranks.is_lead:  # rank 0 closes its end at process exit: others may still listen
         channel.close()
 
 
 def find_cause(error: BaseException, components: TrainerComponents | None) -> BaseException:
-    """What went wrong in a thread beside the loop, where that is why the loop failed."""
+    """Return the error of a background task if it made the loop fail, or else `error`."""
     tasks = [] if components is None else components.run_writer.background_tasks
     return next((task.problem for task in tasks if task.problem is not None), error)
 
 
 def is_broken_collective(error: BaseException) -> bool:
-    """Whether a rank cannot compute because another is gone."""
+    """Return whether a collective failed because another rank is gone."""
     if isinstance(error, (dist.DistBackendError, dist.DistNetworkError)):
         return True
     return type(error) is RuntimeError and "gloo" in str(error)
@@ -117,7 +119,7 @@ def _connect(spoke: Spoke, config: RunFile | SftFile, run_dir: RunDir) -> Orches
             return None
         if not isinstance(message, BatchReady):
             raise WireError(
-                f"the trainer was sent a {type(message).__name__}", "this is a bug; report it"
+                f"the trainer received a {type(message).__name__}", "this is a bug; report it"
             )
         return message
 
@@ -131,7 +133,7 @@ def _connect(spoke: Spoke, config: RunFile | SftFile, run_dir: RunDir) -> Orches
         mirror.flush()
         if not isinstance(message, control.PublishedWeights):
             checkpoints.flush()
-        elif checkpoints.is_behind():  # weights do not wait, and no batch goes meanwhile
+        elif checkpoints.is_behind():  # weights do not wait for it, and no batch is removed yet
             message = structs.replace(message, checkpoint_step=0)
         tell(message)
 

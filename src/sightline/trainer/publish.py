@@ -29,16 +29,16 @@ from sightline.wire.weights import Adapter, Manifest
 class PublishTiming:
     began: float
     ended: float
-    """When its manifest was on the disk; in seconds since 1970, as `began`."""
+    """When its manifest was on the disk. Both are in seconds since 1970."""
 
     @property
     def seconds(self) -> float:
         return self.ended - self.began
 
     def hidden_share(self, busy: tuple[float, float]) -> float:
-        """The fraction of that time that a step, busy from `busy[0]` to `busy[1]`, ran beside."""
-        beside = min(self.ended, busy[1]) - max(self.began, busy[0])
-        return max(beside, 0.0) / self.seconds if self.seconds > 0 else 0.0
+        """Return the fraction of that time during which a step ran, from `busy[0]` to `busy[1]`."""
+        overlap = min(self.ended, busy[1]) - max(self.began, busy[0])
+        return max(overlap, 0.0) / self.seconds if self.seconds > 0 else 0.0
 
 
 Announce = Callable[[Path, Manifest], None]

@@ -1,8 +1,4 @@
-"""FSDP2: parameters live in shards, and a block's are gathered while it computes.
-
-Gradients of all ranks are averaged; losses are multiplied by the number of ranks, so that the sum
-comes out.
-"""
+"""FSDP2: parameters are sharded, and a block's parameters are gathered while it computes."""
 
 from __future__ import annotations
 
@@ -24,10 +20,10 @@ T = TypeVar("T")
 
 
 class ShardedModel(nn.Module):
-    """Calls a function with the parameters outside of blocks gathered.
+    """Calls a function while the parameters outside of blocks are gathered.
 
-    A family calls the parts of its model one by one, and never the model itself: what is gathered
-    around the model's own call would not be there.
+    A family calls parts of its model, and never the model itself. FSDP gathers around the call of a
+    module, so this module wraps the family's calls.
     """
 
     def __init__(self, model: nn.Module) -> None:
@@ -39,9 +35,9 @@ class ShardedModel(nn.Module):
 
 
 def call_gathered(sharded: ShardedModel | None, function: Callable[[], T]) -> T:
-    """Calls `function` with the parameters of `sharded` gathered; None where none are sharded.
+    """Call `function` while the parameters of `sharded` are gathered; None if it is not sharded.
 
-    It takes no arguments: FSDP on a GPU would hand on copies, and sums are to come back.
+    The function takes no arguments, because FSDP on a GPU would pass copies of them.
     """
     result: T = function() if sharded is None else sharded(function)
     return result
@@ -53,19 +49,19 @@ def shard_model(
     frozen: bool = False,
     compute: torch.dtype | None = None,
 ) -> ShardedModel:
-    """Cuts the model into shards, in place: each block a unit, and the rest one.
+    """Shard the model in place: each block is a unit, and the rest is one.
 
-    With `compute` the shards keep their precision, a block computes in that one, and gradients are
-    added up in float32. A single rank, which saves no memory by shards, gathers for a whole step.
+    With `compute`, shards keep their precision, blocks compute in `compute`, and gradients are
+    reduced in float32. A single rank saves no memory by sharding, so it gathers once per step.
     """
     reduce = None if compute is None else torch.float32
     inner = MixedPrecisionPolicy(param_dtype=compute, reduce_dtype=reduce)
-    # What goes into the function is no activation.
+    # The inputs of the wrapped function are not activations.
     outer = replace(inner, cast_forward_inputs=False)
     for block in forward.blocks():
         fully_shard(block, mesh=mesh, mp_policy=inner)
     sharded = ShardedModel(forward.model)
-    # What has no backward pass would stay gathered for ever.
+    # Without a backward pass it would stay gathered forever.
     fully_shard(sharded, mesh=mesh, mp_policy=outer, reshard_after_forward=True if frozen else None)
     if mesh.size() == 1:
         unit = cast(FSDPModule, sharded)
@@ -75,20 +71,20 @@ def shard_model(
 
 
 def set_gradient_sync(sharded: ShardedModel | None, syncs: bool) -> None:
-    """Whether the next backward passes bring gradients to their shards, or add them up before."""
+    """Set whether the next backward passes reduce gradients, or accumulate them locally."""
     if sharded is not None:
         cast(FSDPModule, sharded).set_requires_gradient_sync(syncs)
 
 
 def release_gathered(sharded: ShardedModel | None) -> None:
-    """Gives up what is gathered: a backward pass that does so has not run, or keeps it."""
+    """Free gathered parameters that no backward pass has freed."""
     for part in () if sharded is None else sharded.modules():
         if isinstance(part, FSDPModule):
             part.reshard()
 
 
 def full_tensor(tensor: torch.Tensor) -> torch.Tensor:
-    """The tensor itself; a sharded one is gathered, and then every rank has to call."""
+    """Return the full tensor. For a sharded one, every rank has to call."""
     if not isinstance(tensor, DTensor):
         return tensor
     is_whole = tensor.device_mesh.size() == 1 and not any(p.is_partial() for p in tensor.placements)
@@ -96,6 +92,6 @@ def full_tensor(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def identify_machine() -> str:
-    """A word that the processes of this machine have in common, and those of no other."""
+    """Return an id that is the same for all processes of this machine, and for no others."""
     boot = Path("/proc/sys/kernel/random/boot_id")
     return boot.read_text().strip() if boot.exists() else socket.gethostname()

@@ -1,7 +1,7 @@
-"""What a rank holds of model and optimizer, as files of its own, and read back as any rows.
+"""Writes each rank's part of model and optimizer to files, and reads any rows back.
 
-A sharded tensor is cut along its rows: each rank has some in a row. Files say which, so that any
-number of ranks can read what any other number wrote.
+A sharded tensor is split along its rows, and files say which rows they hold. So any number of ranks
+can read what any other number wrote.
 """
 
 from __future__ import annotations
@@ -28,23 +28,25 @@ from sightline.wire.weights import WeightFile
 
 MODEL, OPTIMIZER, RNG, CUDA_RNG = "model", "optimizer", "rng", "cuda_rng"
 FILE_BYTES = 1 << 31
-"""Most of a file, unless one tensor has more."""
+"""Maximum size of a file, unless a single tensor is larger."""
 MAX_THREADS = 8
-"""That write files of a checkpoint, or look whether they are intact."""
+"""Threads that write or verify the files of a checkpoint."""
 _PLACES = "places"
 
 
 @dataclass(frozen=True)
 class ShardSnapshot:
-    """What a checkpoint holds: copies on the CPU where training goes on while they are written."""
+    """The tensors of a checkpoint; copies on the CPU if training continues during the write."""
 
     tensors: dict[str, Tensor]
     places: dict[str, tuple[int, int]]
-    """First row of each tensor in the full one, and how many rows the full one has."""
+    """For each tensor, its first row in the full tensor, and the full tensor's number of rows."""
 
     def write(self, folder: Path, name: str, file_bytes: int = FILE_BYTES) -> list[WeightFile]:
-        """Writes NAME.safetensors, and where that would be large NAME_001.safetensors and so on, at
-        the same time: to hash one file takes longer than a fast disk takes to write it."""
+        """Write NAME.safetensors and, for large snapshots, NAME_001.safetensors and so on.
+
+        The files are written in parallel, because hashing is slower than a fast disk.
+        """
         parts, nbytes = [list[str]()], 0
         for key in sort_names(self.tensors):
             if parts[-1] and nbytes + self.tensors[key].nbytes > file_bytes:
@@ -66,7 +68,7 @@ class ShardSnapshot:
 def take_snapshot(
     model: nn.Module, optimizer: Optimizer, dims: ParallelDims, copy: bool = True
 ) -> ShardSnapshot:
-    """What this rank holds, as a copy or as it is; what every rank has is held by rank 0 alone."""
+    """Return this rank's tensors, copied or not. Only rank 0 keeps tensors that all ranks have."""
     tensors: dict[str, Tensor] = {}
     places: dict[str, tuple[int, int]] = {}
     for key, tensor in _named_tensors(model, optimizer):
@@ -84,13 +86,13 @@ def take_snapshot(
 
 
 def get_local_rows(tensor: Tensor) -> tuple[Tensor, int]:
-    """This rank's rows, and the place of the first of them in the full tensor."""
+    """Return this rank's rows, and the index of the first in the full tensor."""
     if not isinstance(tensor, DTensor):
         return tensor, 0
     [placement] = tensor.placements
     if not placement.is_shard(0):
         raise ResumeRefused(
-            f"checkpoints hold rows of tensors, and one is placed as {placement}",
+            f"a tensor is placed as {placement}, but checkpoints support shards of rows only",
             "shard along rows",
         )
     share = -(-tensor.shape[0] // tensor.device_mesh.size())
@@ -99,7 +101,7 @@ def get_local_rows(tensor: Tensor) -> tuple[Tensor, int]:
 
 
 class ShardReader:
-    """The files of a checkpoint, read as full tensors or as any rows of them."""
+    """Reads full tensors, or any of their rows, from the files of a checkpoint."""
 
     def __init__(self, files: Iterable[Path]) -> None:
         self._pieces: dict[str, list[tuple[int, int, Any]]] = {}
@@ -114,9 +116,7 @@ class ShardReader:
             pieces.sort(key=lambda piece: piece[0])
             ends = [0, *(stop for _, stop, _ in pieces)]
             if [start for start, _, _ in pieces] != ends[:-1] or ends[-1] != self._num_rows[key]:
-                raise ResumeRefused(
-                    f"the rows of {key} are not all there", "use another checkpoint"
-                )
+                raise ResumeRefused(f"the checkpoint lacks rows of {key}", "use another checkpoint")
 
     def names(self, kind: str) -> list[str]:
         return [key.partition("/")[2] for key in self._pieces if key.startswith(f"{kind}/")]
@@ -126,12 +126,12 @@ class ShardReader:
         return (self._num_rows[key], *first[1:]) if first else ()
 
     def rows(self, key: str, start: int, stop: int) -> Tensor:
-        found = []
+        pieces = []
         for first, last, file in self._pieces[key]:
             if first < stop and start < last:
                 part = file.get_slice(key)
-                found.append(part[max(start, first) - first : min(stop, last) - first])
-        return found[0] if len(found) == 1 else torch.cat(found)
+                pieces.append(part[max(start, first) - first : min(stop, last) - first])
+        return pieces[0] if len(pieces) == 1 else torch.cat(pieces)
 
     def full(self, key: str) -> Tensor:
         if not self.shape(key):
@@ -143,7 +143,7 @@ class ShardReader:
 def restore(
     shards: ShardReader, model: nn.Module, optimizer: Optimizer, dims: ParallelDims, source: Path
 ) -> None:
-    """Puts everything back, on as many ranks as there are now."""
+    """Restore model, optimizer and random state, on any number of ranks."""
     restore_model(shards, model)
     _restore_optimizer(shards, model, optimizer, source)
     states = shards.names(RNG)
@@ -154,12 +154,12 @@ def restore(
 
 def restore_model(shards: ShardReader, model: nn.Module) -> None:
     own = dict(model.named_parameters())
-    found = {
+    stored = {
         name: torch.empty(shards.shape(f"{MODEL}/{name}"), device="meta")
         for name in shards.names(MODEL)
         if name in own or not is_value_head(name)  # a model to export has no value head
     }
-    check_parameters(own, found)
+    check_parameters(own, stored)
     with torch.no_grad():
         for name, parameter in own.items():
             _fill_from_shards(parameter.detach(), shards, f"{MODEL}/{name}")
@@ -183,8 +183,8 @@ def _restore_optimizer(
         parameter, _, what = name.rpartition("/")
         if parameter not in places:
             raise ResumeRefused(
-                f"{source} holds optimizer state of {parameter}, which does not train",
-                "resume with the [model] settings that the run began with",
+                f"{source} has optimizer state for {parameter}, which does not train",
+                "resume with the run's original [model] settings",
             )
         key = f"{OPTIMIZER}/{name}"
         own = parameters[parameter].detach()
@@ -209,12 +209,12 @@ def _named_tensors(model: nn.Module, optimizer: Optimizer) -> Iterator[tuple[str
 
 
 def _optimizer_indices(model: nn.Module, optimizer: Optimizer) -> dict[str, int]:
-    """The optimizer's number of each parameter that trains."""
+    """Return the optimizer's index of each trained parameter."""
     names = {id(parameter): name for name, parameter in model.named_parameters()}
     ordered = [p for group in optimizer.param_groups for p in group["params"]]
     return {names[id(parameter)]: place for place, parameter in enumerate(ordered)}
 
 
 def _count_rows(shape: Iterable[int]) -> int:
-    """The length of the first dim; a scalar is one row."""
+    """Return the length of the first dim; a scalar is one row."""
     return next(iter(shape), 1)

@@ -172,7 +172,7 @@ def test_a_lost_or_older_progress_never_costs_a_batch(run_dir: RunDir) -> None:
     newest = run_dir.progress.read_bytes()
     run_dir.progress.unlink()
     before = list_files(run_dir)
-    assert "orchestrator.json is gone, and the run has come to step 3" in find_problem(
+    assert "orchestrator.json is missing, but the run has reached step 3" in find_problem(
         run_dir, read_batches
     )
     assert list_files(run_dir) == before
@@ -181,7 +181,7 @@ def test_a_lost_or_older_progress_never_costs_a_batch(run_dir: RunDir) -> None:
     other.make()
     RunState.open(other)
     shutil.copy(other.progress, run_dir.progress)
-    assert "is of step 0, and the run has come to step 2" in find_problem(run_dir, read_batches)
+    assert "has step 0, but the run has reached step 2" in find_problem(run_dir, read_batches)
     assert run_dir.batch(3).exists()
     run_dir.progress.write_bytes(newest)
     assert not find_problem(run_dir, read_batches)

@@ -91,7 +91,7 @@ def test_noise_and_messages_without_the_secret_change_nothing() -> None:
     [
         ("worker-0", b"garbage", "worker-0 sent 7 bytes are not"),
         ("trainer", b"", "trainer sent 0 bytes are not"),
-        ("worker-7", WEIGHTS, "worker-7 speaks to the orchestrator, and is no process"),
+        ("worker-7", WEIGHTS, "worker-7 sent a message, and is not a process"),
         ("worker-0", WEIGHTS, "worker-0 sent PublishedWeights"),
         ("worker-0", control.encode(TrainingFinished(3)), "worker-0 sent TrainingFinished"),
         ("trainer", control.encode(TrainingFinished(4)), "trainer sent TrainingFinished"),
@@ -233,7 +233,7 @@ def test_a_trainer_that_nobody_starts_again_ends_the_run_with_its_last_words(
         beat = FileChanges((FileChange("logs/trainer.beat", b""),))
         await trainer.send(control.encode(beat))
         trainer.close()
-        with pytest.raises(ProcessFailed, match=f"nothing was heard of a trainer.*{words}"):
+        with pytest.raises(ProcessFailed, match=f"no message from a trainer.*{words}"):
             await receiving
 
     play(scene, watch=TrainerWatch(timeout_s=0.1))

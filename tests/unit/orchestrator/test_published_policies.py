@@ -211,6 +211,6 @@ def test_a_forged_message_of_published_weights_ends_the_run(
 ) -> None:
     message = forge(run, tmp_path)
     before = run.policy.published
-    with pytest.raises(SightlineError, match="is published, and it is not"):
+    with pytest.raises(SightlineError, match="a message falsely says that version"):
         run.publish(message)
     assert run.policy.published is before, "no engine is told of it"

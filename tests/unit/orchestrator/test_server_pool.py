@@ -277,7 +277,7 @@ def test_a_store_that_is_away_costs_no_server(tmp_path: Path) -> None:
         await one.until(READY, READY)
         a.is_store_away = True
         adopting = asyncio.ensure_future(one.pool.adopt(one.publish(2)))
-        told = f"{a.url} has no version 2 yet: the store is not available"
+        told = f"{a.url} cannot fetch version 2 yet: the store is not available"
         await until(lambda: told in one.words())
         await one.until(READY, READY)
         assert [status.version for status in one.pool.status.servers] == [1, 2]

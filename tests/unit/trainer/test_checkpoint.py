@@ -275,5 +275,5 @@ def test_export_gives_a_checkpoint_that_auto_classes_load(
     assert "--force" in capsys.readouterr().err
     flip_a_byte(older / "rank_000.safetensors")
     assert main(["export", str(older), str(tmp_path / "again")]) == 2
-    assert "not the file that its manifest names" in capsys.readouterr().err
+    assert "does not match the checksum in its manifest" in capsys.readouterr().err
     assert not (tmp_path / "again").exists()
