@@ -1,8 +1,12 @@
 """Channels between the processes of a run: one hub, any number of named spokes.
 
-Promises, the same for processes with an event loop and for those with threads: messages of one
-sender to one receiver arrive once and in order; a message to a peer that never said hello is an
-error, not a silence; a send does not wait for the receiver to read; a process that replaces one of
-the same name takes its place at once. What is sent after `close`, or to a peer that has gone, is
-lost: what must survive the death of a process is on disk before it is announced here.
+Processes with an event loop and processes with threads get the same guarantees:
+
+- Messages from one sender to one receiver arrive once and in order.
+- A message to a peer that never connected is an error.
+- A send does not wait for the receiver.
+- A process that replaces another of the same name takes its place at once.
+
+Messages sent after `close`, or to a peer that is gone, are lost. Data that must survive a crash is
+written to disk before it is announced here.
 """

@@ -1,10 +1,10 @@
-"""The lock of every HTTP server of ours: who may ask, and how slowly.
+"""Access control and connection limits of every HTTP server in Sightline.
 
-A web page can make a browser post to this machine, or have its own name resolved to it. So a
-request names the server by an address, comes from no other origin, and what it posts is JSON, which
-no page can send unasked (before it puts or deletes, a browser asks). Where a server has a token, it
-is needed too. The connection has limits of its own: bytes and seconds of a request's head, seconds
-of its body, seconds in which nothing of the answer is taken, and the number of connections.
+A web page can make a browser post to this machine, or resolve its own name to it. So a request must
+name the server by an address, come from the same origin, and post JSON, which a page cannot send
+without a preflight request. A server with a token requires it too. Limits apply to the bytes and
+seconds of a request's head, the seconds of its body, the seconds in which a client reads nothing of
+an answer, and the number of connections.
 """
 
 from __future__ import annotations
@@ -34,41 +34,41 @@ App = Callable[[Message, Receive, Send], Awaitable[None]]
 
 SAFE_METHODS = ("GET", "HEAD")
 OPEN_PATHS = ("/health",)
-"""Paths that are answered without a token."""
+"""Paths that need no token."""
 
 
 def check_address(host: str, token: str, option: str) -> None:
-    """Refuses to listen without a token where others than this machine can ask."""
+    """Raise if other machines can reach `host` and there is no token."""
     if not token and not is_loopback(host):
         raise ConfigError(
-            f"{host} can be reached from elsewhere, and there is no token to ask for",
-            f"give one with {option} env:NAME or file:PATH, or listen at 127.0.0.1",
+            f"other machines can reach {host}, and the server has no token",
+            f"set one with {option} env:NAME or file:PATH, or listen at 127.0.0.1",
         )
 
 
 @dataclass(frozen=True)
 class RequestGuard:
-    """Says which requests are refused before anything is done for them."""
+    """Refuses requests before they are processed."""
 
     host: str
     """The address that the server is bound to."""
     token: str = field(default="", repr=False)
-    """What a request must bear; empty asks for nothing."""
+    """Token that requests need; empty for none."""
     control_token: str = field(default="", repr=False)
-    """What a request must bear that `is_control`; where empty, `token`."""
+    """Token that control requests need; if empty, `token`."""
     is_control: Callable[[str, str], bool] = lambda method, path: False
-    """Whether a method and a path are of those that change more than their own answer."""
+    """Returns whether a method and path change the server's state."""
 
     def find_refusal(
         self, method: str, path: str, headers: Mapping[str, str], token: str = ""
     ) -> EngineError | None:
-        """Why the request is not answered; `token` is what it bears elsewhere than in `headers`."""
+        """Return why a request is refused. `token` is a token from outside `headers`."""
         host, origin = headers.get("host", ""), headers.get("origin")
         given = token or read_bearer(headers)
         is_known = bool(self.token) and self.is_token(given)
         if self.token and not is_known and path not in OPEN_PATHS:
             return EngineError(
-                "the token of this server is needed",
+                "this server requires a token",
                 "send it as `Authorization: Bearer TOKEN`",
                 "unauthorized",
                 401,
@@ -79,22 +79,22 @@ class RequestGuard:
             and not _is_same(given, self.control_token)
         ):
             return EngineError(
-                "the control token of this server is needed",
-                "leave it to the run, whose [inference] or [media] control_token names it",
+                "this request requires the server's control token",
+                "set [inference] or [media] control_token, as the run does",
                 "control",
                 403,
             )
-        # Elsewhere a server has whatever name the network gives it, and a page has no token.
+        # On other hosts the network names the server, and a web page has no token.
         if (is_loopback(self.host) or not is_known) and not self._is_own_name(parse_host(host)):
             return EngineError(
-                f"{parse_host(host)[:80]!r} is no name of this server",
-                f"ask by its address: {self.host}",
+                f"{parse_host(host)[:80]!r} is not a name of this server",
+                f"use its address: {self.host}",
                 "host",
                 421,
             )
         if origin is not None and origin.partition("://")[2] != host:
-            problem = f"a page of {origin[:80]!r} may not ask"
-            return EngineError(problem, "ask from outside of a browser", "origin", 403)
+            problem = f"pages of {origin[:80]!r} may not use this server"
+            return EngineError(problem, "send the request without a browser", "origin", 403)
         kind = headers.get("content-type", "").partition(";")[0].strip().lower()
         if method not in (*SAFE_METHODS, "PUT", "DELETE") and kind != "application/json":
             problem = f"the content-type is {kind[:80]!r}"
@@ -102,7 +102,7 @@ class RequestGuard:
         return None
 
     def is_token(self, given: str) -> bool:
-        """Whether it is either token: who may control may ask."""
+        """Return whether it is either token. The control token allows every request."""
         control = self.control_token or self.token
         return _is_same(given, self.token) | _is_same(given, control)
 
@@ -121,7 +121,7 @@ def read_bearer(headers: Mapping[str, str]) -> str:
 
 
 def parse_host(host: str) -> str:
-    """The name in a Host header, without its port."""
+    """Return the name in a Host header, without its port."""
     name = host.partition("]")[0].strip("[") if host.startswith("[") else host.partition(":")[0]
     return name.lower()
 
@@ -138,7 +138,7 @@ def encode_refusal(error: EngineError) -> bytes:
 
 
 class GuardMiddleware:
-    """The guard in front of an ASGI application."""
+    """Applies a guard to an ASGI application."""
 
     def __init__(self, app: App, guard: RequestGuard) -> None:
         self._app, self._guard = app, guard
@@ -149,10 +149,12 @@ class GuardMiddleware:
             error = self._guard.find_refusal(scope["method"], scope["path"], headers)
             if error is not None:
                 body = encode_refusal(error)
-                shown = [(b"content-type", b"application/json")]
-                shown += [(b"content-length", str(len(body)).encode())]
-                start = {"type": "http.response.start", "status": error.status, "headers": shown}
-                await send(start)
+                response_headers = [
+                    (b"content-type", b"application/json"),
+                    (b"content-length", str(len(body)).encode()),
+                ]
+                start = {"type": "http.response.start", "status": error.status}
+                await send({**start, "headers": response_headers})
                 await send({"type": "http.response.body", "body": body})
                 return
         await self._app(scope, receive, send)
@@ -160,27 +162,26 @@ class GuardMiddleware:
 
 @dataclass(frozen=True)
 class ConnectionLimits:
-    """docs/serving.md states them."""
+    """Limits of one connection, which docs/serving.md lists."""
 
     max_head_bytes: int = 1 << 16
     head_s: float = 30.0
-    """From the first byte of a request, or the start of its connection, to the end of its head."""
+    """From the first byte of a request, or the start of its connection, to its head's end."""
     silence_s: float = 30.0
     """Between two pieces of a body."""
     body_s: float = 120.0
     """From the end of the head to the end of the body."""
     unread_s: float = 60.0
-    """Without a byte taken of an answer; looked at once in so many seconds."""
+    """Time in which the client reads nothing of an answer; also how often that is checked."""
     max_connections: int = 4096
-    """One more is answered with 503."""
+    """Further connections get a 503."""
 
 
 DEFAULT_LIMITS = ConnectionLimits()
 
 
 class LimitedProtocol(HttpToolsProtocol):
-    """uvicorn's own protocol; a request that does not arrive in time ends its connection, and so
-    does an answer that is not taken."""
+    """uvicorn's protocol with timeouts for slow requests and unread answers."""
 
     def __init__(
         self, *args: Any, limits: ConnectionLimits = DEFAULT_LIMITS, **options: Any
@@ -196,8 +197,7 @@ class LimitedProtocol(HttpToolsProtocol):
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         super().connection_made(transport)
-        # Writing is paused, and nothing added, while anything waits to be taken; under TLS from
-        # `high` bytes on, elsewhere above it.
+        # Pause writing while anything is unread. TLS pauses at `high` bytes, plain TCP above it.
         has_tls = transport.get_extra_info("sslcontext") is not None
         transport.set_write_buffer_limits(high=1 if has_tls else 0, low=0)
         self._await_head()
@@ -216,10 +216,10 @@ class LimitedProtocol(HttpToolsProtocol):
         super().resume_writing()
 
     def _watch_unread(self, num_before: int) -> None:
-        """Ends a connection of which `num_before` bytes waited a while ago and wait still."""
+        """Abort the connection if as many bytes are unread as at the last check."""
         num_unread = self.transport.get_write_buffer_size()
         if num_unread == num_before:
-            # With a reset: the kernel would keep its share of the answer for a while.
+            # With a reset, so that the kernel frees its buffers at once.
             kernel_socket = self.transport.get_extra_info("socket")
             kernel_socket.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
             self.transport.abort()
@@ -235,7 +235,7 @@ class LimitedProtocol(HttpToolsProtocol):
 
     def data_received(self, data: bytes) -> None:
         if self._timer is None and (self.cycle is None or self.cycle.response_complete):
-            self._await_head()  # the next request of a connection that was kept
+            self._await_head()  # the next request of a kept connection
         elif self._timer is not None and not self._is_head:
             self._start_timer(self._limits.silence_s)
         super().data_received(data)
@@ -246,7 +246,7 @@ class LimitedProtocol(HttpToolsProtocol):
 
     def on_message_begin(self) -> None:
         if self._timer is None:
-            self._await_head()  # behind a request that is not answered yet
+            self._await_head()  # pipelined after an unanswered request
         super().on_message_begin()
 
     def on_headers_complete(self) -> None:
@@ -275,7 +275,7 @@ class LimitedProtocol(HttpToolsProtocol):
             self._timer = None
 
     def _refuse(self, status: HTTPStatus) -> None:
-        """Ends the connection, with a word to a client that has none yet."""
+        """Close the connection, with an error if nothing was answered yet."""
         self._stop_timer()
         is_answered = self.cycle is not None and self.cycle.response_started
         if not self.transport.is_closing() and (self._is_head or not is_answered):
@@ -293,14 +293,14 @@ class LimitedProtocol(HttpToolsProtocol):
 def build_uvicorn_config(
     app: Any, limits: ConnectionLimits = DEFAULT_LIMITS, **options: Any
 ) -> uvicorn.Config:
-    """uvicorn with our limits on connections; `options` are its own."""
-    made: dict[str, Any] = {"access_log": False, "log_level": "warning", "server_header": False}
-    made |= {"http": partial(LimitedProtocol, limits=limits), "ws": "none", **options}
-    return uvicorn.Config(app, **made)
+    """Return uvicorn's configuration with our connection limits; `options` are uvicorn's."""
+    config: dict[str, Any] = {"access_log": False, "log_level": "warning", "server_header": False}
+    config |= {"http": partial(LimitedProtocol, limits=limits), "ws": "none", **options}
+    return uvicorn.Config(app, **config)
 
 
 class LoopServer:
-    """An application on the event loop of other work: no signals, no lifespan, and no thread."""
+    """Serves an application on the running event loop, without signals, lifespan or a thread."""
 
     def __init__(self, app: App, limits: ConnectionLimits = DEFAULT_LIMITS, **options: Any) -> None:
         self._config = build_uvicorn_config(app, limits, **options)
@@ -318,7 +318,7 @@ class LoopServer:
         self._server = await loop.create_server(build_protocol, sock=listening, backlog=backlog)
 
     async def close(self, grace_s: float) -> None:
-        """Requests under way have `grace_s` seconds; their clients are then hung up on."""
+        """Stop. Requests in progress have `grace_s` seconds before their connections are closed."""
         if self._server is not None:
             self._server.close()
         for connection in list(self._state.connections):

@@ -1,11 +1,10 @@
-"""Messages both ways between two processes that arrive once and in order, whatever becomes of the
-connections that carry them.
+"""Reliable messages between two processes: once and in order, even if connections break.
 
     sender --DATA n--> receiver --ACK: has all below n + 1--> sender: forgets them
-    receiver sees a number too high --ACK: gap--> sender: sends again all that it keeps
+    receiver sees a number too high --ACK: gap--> sender: resends all that it keeps
 
-A connection keeps its order, so that a number too high is proof of a loss; who has nothing to say
-names its next number now and then (PING). No clock says that something is to be sent again.
+A connection keeps its order, so a number that is too high proves a loss. An idle sender announces
+its next number now and then (PING). Resends do not depend on timeouts.
 """
 
 from __future__ import annotations
@@ -17,25 +16,25 @@ from collections.abc import Callable
 from sightline.errors import PeerLost
 
 MAX_SILENCE_S = 600.0
-"""How long nothing may be heard of a process; each says something every second."""
+"""How long a process may be silent. Each sends something every second."""
 MAX_UNACKED_BYTES = 1 << 30
-"""Bytes that may wait to be acknowledged by one process."""
+"""Maximum number of unacknowledged bytes to one process."""
 HEAD = struct.Struct(">B16sQQII")
-"""Kind, session, number, how many the sender of this has received; which sending this belongs to,
-and in which one the sender of this saw a gap."""
+"""Kind, session, number, number of messages received; the send attempt of this message, and the
+attempt in which its sender saw a gap."""
 DATA, PING, ACK, BYE = range(4)
 Head = tuple[int, bytes, int, int, int, int]
 
 
 class MessageStream:
-    """One end of the messages both ways between two processes, on whatever connections."""
+    """One end of the messages between two processes, over any number of connections."""
 
     def __init__(self, session: bytes, peer: str, write: Callable[[bytes, bytes], None]) -> None:
         self.session, self.peer, self._write = session, peer, write
         self._unacked: deque[bytes] = deque()
         self._num_bytes = self._num_received = 0
         self.num_acked = 0
-        """How many the other has acknowledged: the number of the first message that is kept."""
+        """Number of acknowledged messages, which is the number of the first one kept."""
         self._sending, self._gap = 1, 0
         self._silence_s, self._fault = 0.0, ""
         self.owes_ack = False
@@ -53,7 +52,7 @@ class MessageStream:
         self._write_head(kind, self._next)
 
     def take(self, head: Head, data: bytes) -> bytes | None:
-        """The message, where it is the next one."""
+        """Return the message if it is the next one."""
         kind, _, number, num_acked, sending, gap = head
         self._silence_s = 0.0
         if num_acked > self._next:
@@ -74,15 +73,15 @@ class MessageStream:
         return None
 
     def find_problem(self, passed_s: float) -> PeerLost | None:
-        """What is wrong `passed_s` seconds after the last look."""
+        """Return what is wrong `passed_s` seconds after the last check, if anything is."""
         self._silence_s += passed_s
         is_heard = self._silence_s <= MAX_SILENCE_S and self._num_bytes <= MAX_UNACKED_BYTES
         if is_heard and not self._fault:
             return None
-        unacked = f"has not taken {len(self._unacked)} messages ({self._num_bytes:,} bytes)"
+        unacked = f"has not acknowledged {len(self._unacked)} messages ({self._num_bytes:,} bytes)"
         return PeerLost(
             f"{self.peer} {self._fault or unacked}, and was silent for {self._silence_s:.0f} s",
-            "look at its log in logs/, and at the network between the machines",
+            "check its log in logs/ and the network between the machines",
             self.peer,
         )
 

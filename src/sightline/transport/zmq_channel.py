@@ -1,12 +1,12 @@
 """Channels over ZMQ: ROUTER at the hub, DEALER at the spokes.
 
-ZMQ makes a broken connection anew, and what was under way is lost without a word: a
-`MessageStream` numbers the messages, and sends again what was lost. A connection has no name; every
-message says to which stream it belongs, and the hub answers where it came from last.
+ZMQ reconnects by itself, and silently loses messages in flight. A `MessageStream` numbers the
+messages and resends lost ones. Connections have no names: every message names its stream, and the
+hub answers on the connection that the stream used last.
 
-Hub and spokes prove to one another who they are, and what they say is encrypted (CURVE). A spoke
-knows the hub's public key, and a key of its own name: its first message says the name, and proves
-it. Both come from the secret of the run, which a spoke need not have.
+Hub and spokes authenticate each other, and messages are encrypted (CURVE). A spoke has the hub's
+public key and a key for its own name, which its first message proves. Both keys are derived from
+the run's secret, which a spoke does not need.
 """
 
 from __future__ import annotations
@@ -29,40 +29,40 @@ from sightline.transport.message_stream import ACK, BYE, DATA, HEAD, PING, Head,
 
 TICK_S = 1.0
 LINGER_S = 1.0
-"""How long `close` waits, unless told, until the other side has what was sent."""
+"""Default time that `close` waits for the other side to acknowledge everything."""
 END_TIMEOUT_S = 5.0
-"""How long `close` waits for the end of ZMQ's own threads."""
+"""How long `close` waits for ZMQ's threads to end."""
 _NO_LIMIT = 0
 _TCP_TIMEOUT_S = 60
 _NUM_MAC_BYTES = 32
 _NUM_KEY_CHARS = 40
-_Found = tuple[str, bytes] | ProcessFailed
+_Received = tuple[str, bytes] | ProcessFailed
 
 
 def derive_key(secret: str, label: str) -> str:
-    """A key of its own for each `label`: none tells the secret, or another."""
+    """Derive a key for `label`. It reveals neither the secret nor other keys."""
     return hmac.digest(secret.encode(), b"sightline:" + label.encode(), "sha256").hex()
 
 
 def derive_spoke_key(secret: str, name: str) -> str:
-    """What the spoke called `name` is to have: the hub's public key, and the key of its name."""
+    """Return the key of the spoke `name`: the hub's public key, and the key of its name."""
     return zmq.curve_public(_derive_hub_key(secret)).decode() + derive_key(secret, f"spoke:{name}")
 
 
 class _Channel:
-    """A socket in a thread of its own; others hand it messages through another socket."""
+    """A ZMQ socket in its own thread. Other threads pass it messages through a second socket."""
 
     num_frames: int
-    """Of what comes; anything else was sent by nobody of ours."""
+    """Frames of a valid message. Others come from unknown senders and are dropped."""
 
     def __init__(
         self,
         kind: int,
         set_up: Callable[[zmq.Socket[bytes]], None],
-        deliver: Callable[[_Found], None] | None,
+        deliver: Callable[[_Received], None] | None,
     ) -> None:
         self._context = zmq.Context()
-        self._inbox: queue.SimpleQueue[_Found] = queue.SimpleQueue()
+        self._inbox: queue.SimpleQueue[_Received] = queue.SimpleQueue()
         self._deliver = deliver or self._inbox.put
         self._lock = threading.Lock()
         self._is_closed = self._is_all_acked = False
@@ -72,11 +72,11 @@ class _Channel:
         listener, self._wake = (self._context.socket(zmq.PAIR) for _ in range(2))
         for end in (listener, self._wake):
             end.set_hwm(_NO_LIMIT)
-        listener.bind("inproc://wake")  # a name in this context alone
+        listener.bind("inproc://wake")  # the name is local to this context
         self._wake.connect("inproc://wake")
         self._socket = self._context.socket(kind)
         self._socket.set_hwm(_NO_LIMIT)
-        # A machine that is gone sends no end of its connections.
+        # A machine that crashed does not close its connections.
         for option, value in (
             (zmq.TCP_KEEPALIVE, 1), (zmq.TCP_KEEPALIVE_IDLE, _TCP_TIMEOUT_S // 2),
             (zmq.TCP_KEEPALIVE_INTVL, 10), (zmq.TCP_MAXRT, _TCP_TIMEOUT_S * 1000),
@@ -93,17 +93,16 @@ class _Channel:
         self._thread.start()
 
     def close(self, timeout_s: float = LINGER_S) -> bool:
-        """Returns whether the other side has all that was sent, for which it waits so long; what
-        comes later is not sent."""
+        """Close, and return whether the other side acknowledged everything within `timeout_s`."""
         with self._lock:
             if self._is_closed:
                 return self._is_all_acked
             self._is_closed, self._linger_s = True, timeout_s
-            with suppress(zmq.Again):  # where the thread broke, nobody listens
+            with suppress(zmq.Again):  # the thread has failed
                 self._wake.send(b"", zmq.NOBLOCK)
         self._thread.join(timeout=timeout_s + 5)
         self._wake.close(linger=0)
-        # Rarely libzmq waits for ever, all sockets closed; a process that ends does not.
+        # In rare cases libzmq never returns, although all sockets are closed.
         ending = threading.Thread(target=self._context.term, daemon=True, name="channel's end")
         ending.start()
         ending.join(END_TIMEOUT_S)
@@ -118,10 +117,10 @@ class _Channel:
 
     def _take(self, timeout_s: float | None) -> tuple[str, bytes] | None:
         try:
-            found = self._inbox.get(timeout=timeout_s)
+            received = self._inbox.get(timeout=timeout_s)
         except queue.Empty:
             return None
-        return _check(found)
+        return _check(received)
 
     # --- in the thread
 
@@ -129,7 +128,7 @@ class _Channel:
         try:
             self._keep_running(listener)
             self._on_end()
-        except Exception as error:  # whoever waits for a message is told
+        except Exception as error:  # a thread that waits for a message gets the error
             self._fail(ProcessFailed(f"the channel broke: {error!r}", "this is a bug; report it"))
             raise
         finally:
@@ -149,13 +148,13 @@ class _Channel:
                     self._on_send(frames)
                 else:
                     give_up = time.monotonic() + self._linger_s
-                    self._signal(PING, (one for one in self._all() if not one.is_settled))
+                    self._signal(PING, (stream for stream in self._all() if not stream.is_settled))
             if self._socket in ready:
                 self._read_all()
-                self._signal(ACK, (one for one in self._all() if one.owes_ack))
+                self._signal(ACK, (stream for stream in self._all() if stream.owes_ack))
             if (passed_s := time.monotonic() - last_tick) >= TICK_S:
                 last_tick += passed_s
-                # Time in which this process itself did not run says nothing about the others.
+                # Do not count time in which this process itself was suspended.
                 self._on_tick(min(passed_s, 5 * TICK_S))
         self._is_all_acked = self._is_settled()
 
@@ -175,7 +174,7 @@ class _Channel:
         return list(self._streams.values())
 
     def _is_settled(self) -> bool:
-        return all(one.is_settled for one in self._all())
+        return all(stream.is_settled for stream in self._all())
 
     def _is_over(self) -> bool:
         return self._failure is not None or self._is_settled()
@@ -199,19 +198,19 @@ class _Channel:
 
 
 class Spoke(_Channel):
-    """A spoke of a process with threads; `key` is what `derive_spoke_key` has for `name`.
+    """A spoke for a process with threads; `key` comes from `derive_spoke_key`.
 
-    It fails where the hub is silent for long, is another one than it spoke to, or has given it up:
-    what the process told it is not known there, and a successor has to begin anew.
+    It fails if the hub is silent for too long, was replaced, or has dropped this process. The hub
+    then does not know what this process sent, and a successor has to start over.
     """
 
     num_frames = 2
 
     def __init__(
-        self, address: str, name: str, key: str, deliver: Callable[[_Found], None] | None = None
+        self, address: str, name: str, key: str, deliver: Callable[[_Received], None] | None = None
     ) -> None:
         if len(key) <= _NUM_KEY_CHARS:
-            raise ConfigError("a channel without a key", "give it that of the process's name")
+            raise ConfigError("the channel has no key", "pass the key of the process's name")
         session = os.urandom(16)
         proof = _prove(key[_NUM_KEY_CHARS:], session)
         self._hello = proof + name.encode()
@@ -228,9 +227,9 @@ class Spoke(_Channel):
         self._hand_over(data, b"")
 
     def receive(self, timeout_s: float | None = None) -> bytes | None:
-        """The next message, or None when `timeout_s` has passed."""
-        found = self._take(timeout_s)
-        return None if found is None else found[1]
+        """Return the next message, or None after `timeout_s`."""
+        received = self._take(timeout_s)
+        return None if received is None else received[1]
 
     def _write(self, head: bytes, data: bytes) -> None:
         self._socket.send_multipart([head, data])
@@ -246,13 +245,13 @@ class Spoke(_Channel):
         kind, session, _, num_acked, *_ = head
         if session != self._stream.session:
             return
-        # A connection keeps its order: a hub that knows less than before is another.
+        # Connections keep their order, so a hub that knows less than before is a new one.
         if kind == BYE or num_acked < self._stream.num_acked:
             self._fail(
                 PeerLost(
-                    f"{self._stream.peer} does not know this process any more: it was started "
-                    "again, has given it up, or hears another of its name",
-                    "let what started this process start it again",
+                    f"{self._stream.peer} does not know this process any more: it was restarted, "
+                    "or has dropped or replaced this process",
+                    "restart this process",
                     self._stream.peer,
                 )
             )
@@ -269,17 +268,20 @@ class Spoke(_Channel):
 
 
 class Hub(_Channel):
-    """The hub of a process with threads. A peer that is lost costs no other: `receive` raises
-    PeerLost once, and `send` to it fails until another of its name has spoken."""
+    """The hub for a process with threads.
+
+    A lost peer does not affect others: `receive` raises PeerLost once, and `send` to it fails until
+    a process of the same name connects.
+    """
 
     num_frames = 3
 
     def __init__(
-        self, address: str, secret: str, deliver: Callable[[_Found], None] | None = None
+        self, address: str, secret: str, deliver: Callable[[_Received], None] | None = None
     ) -> None:
         self._secret = secret
         self._sessions: dict[str, bytes] = {}
-        """By name, of the process that was last heard under it."""
+        """The session of the last process with each name."""
         self._routes: dict[bytes, bytes] = {}
         """The connection of each session."""
         self._ended: set[bytes] = set()
@@ -292,30 +294,31 @@ class Hub(_Channel):
                 socket.bind(address)
             except zmq.ZMQError as error:
                 raise ConfigError(
-                    f"cannot bind {address}: {error}", "stop what uses the port, or choose another"
+                    f"cannot bind {address}: {error}",
+                    "stop the process that uses the port, or choose another",
                 ) from error
 
         super().__init__(zmq.ROUTER, set_up, deliver)
 
     def send(self, peer: str, data: bytes) -> None:
         if (session := self._sessions.get(peer)) is None:
-            raise ProcessFailed(f"no process {peer!r} is connected", "look at its log in logs/")
+            raise ProcessFailed(f"no process {peer!r} is connected", "read its log in logs/")
         self._hand_over(session, data)
 
     def receive(self, timeout_s: float | None = None) -> tuple[str, bytes] | None:
-        """The next message and its sender, or None when `timeout_s` has passed."""
+        """Return the next message and its sender, or None after `timeout_s`."""
         return self._take(timeout_s)
 
     def _on_send(self, frames: list[bytes]) -> None:
         stream = self._streams.get(frames[0])
-        if stream is not None:  # or it has ended; whoever watches processes says so
+        if stream is not None:  # otherwise it has ended, and the launcher reports that
             stream.send(frames[1])
 
     def _on_frames(self, route: bytes, head: Head, data: bytes) -> None:
         kind, session, number, *_, sending, _ = head
         if session not in self._streams:
             is_ended = session in self._ended
-            if kind == PING and number:  # where it has not ended, its first message was lost
+            if kind == PING and number:  # if it has not ended, its first message was lost
                 answer = HEAD.pack(BYE if is_ended else ACK, session, 0, 0, 0, sending)
                 self._socket.send_multipart([route, answer, b""])
             if kind != DATA or number or is_ended or not self._greet(session, data):
@@ -325,20 +328,20 @@ class Hub(_Channel):
         self._routes[session] = route
         message = stream.take(head, data)
         if message is not None and number:
-            # Not before: what is sent until then is meant for who had the name.
+            # Not before: earlier messages are meant for the previous process of this name.
             self._sessions[stream.peer] = session
             self._deliver((stream.peer, message))
         if kind == BYE:
             self._forget(session)
 
     def _greet(self, session: bytes, hello: bytes) -> bool:
-        """Whether who says hello has the name that it says; it takes the place of who had it."""
+        """Return whether a new session proves its name. If so, it replaces the earlier one."""
         name = hello[_NUM_MAC_BYTES:].decode(errors="backslashreplace")
         expected = _prove(derive_key(self._secret, f"spoke:{name}"), session)
         if not hmac.compare_digest(hello[:_NUM_MAC_BYTES], expected):
             return False
-        for one in [one for one in self._all() if one.peer == name]:
-            self._forget(one.session)
+        for earlier in [stream for stream in self._all() if stream.peer == name]:
+            self._forget(earlier.session)
 
         def write(head: bytes, data: bytes) -> None:
             self._socket.send_multipart([self._routes[session], head, data])
@@ -361,22 +364,22 @@ class Hub(_Channel):
 
 
 class _AsyncInbox:
-    """Has what comes in the event loop in which it was made."""
+    """Delivers messages to the event loop in which it was created."""
 
     def __init__(self) -> None:
         self._loop = asyncio.get_running_loop()
-        self._received: asyncio.Queue[_Found] = asyncio.Queue()
+        self._received: asyncio.Queue[_Received] = asyncio.Queue()
 
-    def put(self, found: _Found) -> None:
+    def put(self, received: _Received) -> None:
         with suppress(RuntimeError):  # the loop has ended
-            self._loop.call_soon_threadsafe(self._received.put_nowait, found)
+            self._loop.call_soon_threadsafe(self._received.put_nowait, received)
 
     async def get(self) -> tuple[str, bytes]:
         return _check(await self._received.get())
 
 
 class AsyncHub:
-    """The hub of an asyncio process."""
+    """The hub for an asyncio process."""
 
     def __init__(self, address: str, secret: str) -> None:
         self._inbox = _AsyncInbox()
@@ -393,7 +396,7 @@ class AsyncHub:
 
 
 class AsyncSpoke:
-    """A spoke of an asyncio process."""
+    """A spoke for an asyncio process."""
 
     def __init__(self, address: str, name: str, key: str) -> None:
         self._inbox = _AsyncInbox()
@@ -409,15 +412,15 @@ class AsyncSpoke:
         self._spoke.close()
 
 
-def _check(found: _Found) -> tuple[str, bytes]:
-    if isinstance(found, ProcessFailed):
-        raise found
-    return found
+def _check(received: _Received) -> tuple[str, bytes]:
+    if isinstance(received, ProcessFailed):
+        raise received
+    return received
 
 
 def _derive_hub_key(secret: str) -> bytes:
     if not secret:
-        raise ConfigError("a channel without a secret", "give it the secret of the run")
+        raise ConfigError("the channel has no secret", "pass the run's secret")
     return zmq.utils.z85.encode(bytes.fromhex(derive_key(secret, "hub")))
 
 

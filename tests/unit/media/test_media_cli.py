@@ -174,7 +174,7 @@ def test_serve_says_where_it_listens_and_needs_a_token_elsewhere(
     finally:
         process.terminate()
         process.communicate()
-    with pytest.raises(ConfigError, match="no token to ask for"):
+    with pytest.raises(ConfigError, match="the server has no token"):
         call("serve", tmp_path / "served", "--host", "0.0.0.0", "--port", "0")
 
 

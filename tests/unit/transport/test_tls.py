@@ -33,8 +33,8 @@ def test_files_that_are_no_certificate_and_key_are_refused_by_name(tmp_path: Pat
         (("", key), "no certificate"),
         ((f"{cert}x", key), r"tls_cert = .*x': No such file"),
         ((cert, f"{key}x"), r"tls_key = .*x': No such file"),
-        ((cert, other), "is not that of the certificate"),
-        ((key, cert), "no certificate and key can be read"),
+        ((cert, other), "does not match the certificate"),
+        ((key, cert), "do not contain a certificate and a key"),
     ):
         with pytest.raises(ConfigError, match=words):
             check_tls(*given, "127.0.0.1")
@@ -45,7 +45,7 @@ def test_a_server_beyond_this_machine_says_that_it_is_not_encrypted(
 ) -> None:
     assert check_tls("", "", "127.0.0.1") == {} and capsys.readouterr().out == ""
     assert check_tls("", "", "0.0.0.0") == {}
-    assert "0.0.0.0 is not encrypted: give --tls-cert" in capsys.readouterr().err
+    assert "0.0.0.0 are not encrypted: pass --tls-cert" in capsys.readouterr().err
     check_tls(*write_certificate(tmp_path), "0.0.0.0")
     assert capsys.readouterr().out == ""
 
