@@ -187,7 +187,7 @@ def test_nothing_outside_of_the_root_is_read_or_told(
     errors = [refused(client, path) for path in paths]
     assert {(error.type, error.code) for error in errors} == {("weights", 422)}
     assert len({error.message for error in errors}) == 1, "what exists there is not told"
-    assert "not in the folder that this server takes weights from" in errors[0].message
+    assert "not in the folder that this server reads weights from" in errors[0].message
 
 
 @pytest.mark.timeout(60)
@@ -203,13 +203,13 @@ def test_what_is_no_regular_file_of_its_size_does_not_hold_the_server_up(
     with open(huge, "wb") as file:
         file.truncate(1 << 40)
     assert "not a regular file" in refused(client, fifo).message
-    assert "at most are read" in refused(client, huge).message
+    assert "but the limit is" in refused(client, huge).message
     assert refused(client, root).type == "weights"
     file = msgspec.json.decode(published.read_bytes(), type=Manifest).files[0]
     for name, make, said in (
         ("v000006", os.mkfifo, "not a regular file"),
         ("v000007", lambda path: os.symlink(published.parent / file.name, path), "symbolic"),
-        ("v000008", lambda path: path.write_bytes(b"x" * (file.nbytes + 1)), "at most are read"),
+        ("v000008", lambda path: path.write_bytes(b"x" * (file.nbytes + 1)), "but the limit is"),
     ):
         manifest = change(published, name, version=int(name[1:]))
         (manifest.parent / file.name).unlink()

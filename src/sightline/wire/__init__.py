@@ -1,8 +1,8 @@
-"""The messages and files by which processes talk to one another.
+"""The messages and files that processes exchange.
 
-What we send ourselves is keyed structs that refuse unknown fields; the answers of an engine
-(`generate`) are read leniently, as it may say more than we know. Beside them stand the two other
-forms in which processes meet: files (`file`) and the text that Prometheus scrapes (`prometheus`).
+Our own messages are structs that refuse unknown fields. Answers of an engine (`generate`) may have
+fields that we do not know. Processes also exchange files (`file`), and text for Prometheus
+(`prometheus`).
 """
 
 from sightline.wire.array import Array

@@ -1,4 +1,4 @@
-"""Arrays on the wire: raw bytes with dtype and shape, named, never by position."""
+"""Arrays on the wire: raw bytes with dtype and shape."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ DTYPES = ("uint8", "int32", "int64", "float32")
 
 
 class Array(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """A numpy array as its bytes, in C order."""
+    """A numpy array as bytes in C order."""
 
     dtype: str
     shape: tuple[int, ...]
@@ -22,12 +22,12 @@ class Array(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     def __post_init__(self) -> None:
         if self.dtype not in DTYPES:
             raise Misaligned(f"array of dtype {self.dtype!r}", f"use one of {', '.join(DTYPES)}")
-        want = math.prod(self.shape) * np.dtype(self.dtype).itemsize
-        if min(self.shape, default=0) < 0 or want != len(self.data):
+        nbytes = math.prod(self.shape) * np.dtype(self.dtype).itemsize
+        if min(self.shape, default=0) < 0 or nbytes != len(self.data):
             raise Misaligned(
                 f"array of shape {self.shape} and dtype {self.dtype} has {len(self.data)} bytes, "
-                f"not {want}",
-                "the message is damaged or its sender is broken; send it again",
+                f"not {nbytes}",
+                "the message is damaged; send it again",
             )
 
     @classmethod
@@ -36,7 +36,7 @@ class Array(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         return cls(dtype=dtype, shape=array.shape, data=array.tobytes())
 
     def numpy(self) -> np.ndarray:
-        """A read-only view on the bytes."""
+        """Return a read-only view of the bytes."""
         return np.frombuffer(self.data, dtype=self.dtype).reshape(self.shape)
 
     def __len__(self) -> int:

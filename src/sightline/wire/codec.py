@@ -1,4 +1,4 @@
-"""Structs to bytes and back: what cannot be read, or is of another schema, is a `WireError`."""
+"""Encodes structs as bytes, and decodes them. Unreadable bytes raise a `WireError`."""
 
 from __future__ import annotations
 
@@ -11,14 +11,14 @@ from sightline.errors import WireError
 
 Message = TypeVar("Message")
 UNREADABLE = (msgspec.MsgspecError, UnicodeDecodeError, RecursionError)
-"""What msgspec raises about bytes: of the wrong shape, text that is no UTF-8, nested too deeply."""
+"""Errors that msgspec raises for bad bytes: wrong shape, invalid UTF-8, too deep nesting."""
 MAX_JSON_VALUES = 1_000_000
-"""Values of a request in JSON, beside a token or a word for each that a sequence may have."""
+"""Maximum number of values in a JSON request, in addition to one per token of a sequence."""
 _FIX = "run the same version of sightline on both sides"
 
 
 class Codec(Generic[Message]):
-    """MessagePack of one kind of message, which `name` calls by name in errors."""
+    """MessagePack of one kind of message. Errors call it `name`."""
 
     def __init__(self, kind: Any, name: str) -> None:
         self._encoder = msgspec.msgpack.Encoder()
@@ -35,7 +35,7 @@ class Codec(Generic[Message]):
             raise WireError(f"{len(data)} bytes are not {self._name}: {error}", _FIX) from error
 
     def decode_from(self, peer: str, data: bytes) -> Message:
-        """What `peer` sent; the error names it."""
+        """Decode a message from `peer`, which errors name."""
         try:
             return self.decode(data)
         except WireError as error:
@@ -43,10 +43,9 @@ class Codec(Generic[Message]):
 
 
 def find_json_excess(body: bytes, max_model_len: int) -> str:
-    """Says how many values JSON may hold if it is more than are decoded; empty if not.
+    """Describe JSON that may hold too many values to decode; empty if it does not.
 
-    A value takes 3 bytes of JSON and 100 of memory. Marks are counted, so that those in texts,
-    which are tokens, count too.
+    A value takes 3 bytes of JSON and 100 of memory. Separators inside strings count too.
     """
     num_values = sum(body.count(mark) for mark in (b",", b"[", b"{"))
     most = MAX_JSON_VALUES + max_model_len
@@ -54,19 +53,19 @@ def find_json_excess(body: bytes, max_model_len: int) -> str:
 
 
 def get_release() -> str:
-    """What a process says of itself at a handshake."""
+    """Return the version that a process reports in a handshake."""
     return f"sightline {sightline.__version__}"
 
 
-def check_release(found: str, who: str) -> None:
-    """Refuses a process of another version, which may mean other things by the same words."""
-    if found != get_release():
+def check_release(release: str, who: str) -> None:
+    """Raise if a process runs another version, whose messages may have other meanings."""
+    if release != get_release():
         raise WireError(
-            f"{who} runs {found or 'an older sightline'}, this is {get_release()}", _FIX
+            f"{who} runs {release or 'an older sightline'}, this is {get_release()}", _FIX
         )
 
 
-def check_schema(found: int, known: int, name: str, oldest: int | None = None) -> None:
+def check_schema(schema: int, known: int, name: str, oldest: int | None = None) -> None:
     """Refuse a schema other than `known`, or outside of `oldest` to `known`."""
-    if not (known if oldest is None else oldest) <= found <= known:
-        raise WireError(f"{name} of schema {found}, this is {known}", _FIX)
+    if not (known if oldest is None else oldest) <= schema <= known:
+        raise WireError(f"{name} of schema {schema}, this is {known}", _FIX)

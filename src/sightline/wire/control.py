@@ -1,4 +1,4 @@
-"""Short messages between the processes of a run."""
+"""Control messages between the processes of a run."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from sightline.wire.codec import Codec
 
 
 class BatchReady(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag="announce"):
-    """Orchestrator to trainer: the batch of `step`, which is in the run directory by now."""
+    """Orchestrator to trainer: the batch of `step`, which is also in the run directory."""
 
     step: int
     digest: str
@@ -18,13 +18,13 @@ class BatchReady(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag="a
 
 
 class FinishTraining(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag="finish"):
-    """Orchestrator to trainer: no batch follows; write a checkpoint and end."""
+    """Orchestrator to trainer: that was the last batch; write a checkpoint and end."""
 
     last_step: int
 
 
 class PublishedWeights(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag="published"):
-    """Trainer to orchestrator: the weights of `version` are where servers find them."""
+    """Trainer to orchestrator: servers can adopt `version`."""
 
     version: int
     epoch: int
@@ -32,19 +32,19 @@ class PublishedWeights(msgspec.Struct, frozen=True, forbid_unknown_fields=True, 
     """Path of the manifest in the run directory."""
     metrics: dict[str, float | None]
     checkpoint_step: int
-    """The newest step that a checkpoint covers; batches up to it may go. 0 while the checkpoint is
-    on its way to the run directory."""
+    """The newest step that a checkpoint covers: batches up to it can be removed. 0 while the
+    checkpoint is being copied to the run directory."""
 
 
 class ProcessReady(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag="ready"):
-    """A worker or the trainer has started and listens."""
+    """A worker or the trainer to the orchestrator: it has started and listens."""
 
     who: str
     version: int = 0
     after: str = ""
-    """How the process ended that this one replaces; empty for the first of its name."""
+    """How the previous process of this name ended; empty for the first."""
     release: str = ""
-    """The sender's version of sightline; of another one it is refused."""
+    """The sender's version of sightline. Other versions are refused."""
 
 
 class TrainingFinished(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag="finished"):
@@ -54,27 +54,27 @@ class TrainingFinished(msgspec.Struct, frozen=True, forbid_unknown_fields=True, 
 
 
 class JoinRequest(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag="join"):
-    """A process on another machine to the orchestrator: it asks for its files of the run."""
+    """A process on another machine to the orchestrator: send me my files of the run."""
 
     who: str
     release: str
 
 
 class FileChange(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=True):
-    """A file of the run directory, or what came to the end of one."""
+    """A file of the run directory, or bytes appended to one."""
 
     name: str
-    """Its path below the run directory."""
+    """Path relative to the run directory."""
     data: bytes = b""
     stored: StoredFile | None = None
-    """Where its bytes are, if it is large."""
+    """The parts in the store, for a large file."""
     is_appended: bool = False
     is_removed: bool = False
 
 
 class FileChanges(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag="file_changes"):
-    """Orchestrator to a process that joins: what it works on. From then on, that process to the
-    orchestrator: what it has written, before it says anything that rests on it."""
+    """Orchestrator to a process that joins: the files it needs. Later, that process to the
+    orchestrator: the files it has written, before any message that depends on them."""
 
     files: tuple[FileChange, ...]
 
@@ -87,20 +87,20 @@ class RolloutRequest(msgspec.Struct, frozen=True, forbid_unknown_fields=True, ta
     task: int
     """Index of the task in its split."""
     split: str
-    """Which tasks the index counts: `train` or `eval`."""
+    """The split: `train` or `eval`."""
     seed: int
     temperature: float
     exchanged: tuple[MediaRef, ...] = ()
-    """Images to show in place of the task's own, in order: tells whether a model looks."""
+    """Images that replace the task's own, in order, to test whether the model uses images."""
     server: str = ""
-    """Address of the inference server to ask; empty is any of the run's own."""
+    """Address of the inference server to use; empty for any of the run's own."""
     min_version: int = 0
     """Oldest policy version that may sample for it."""
 
 
 READY, UPDATING, DRAINING = "ready", "updating", "draining"
-"""A server takes turns; it takes them, and may let them wait while it adopts a version; it ends
-those that it has."""
+"""States of a server: it takes requests; it takes them, but they may wait for it to adopt a
+version; it only finishes the requests that it has."""
 
 
 class ServerStatus(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -109,16 +109,16 @@ class ServerStatus(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     url: str
     state: str = READY
     version: int | None = None
-    """Policy version that it holds; None is not known."""
+    """Policy version that it holds; None if unknown."""
     load: int = 0
-    """Requests that it had when it was last asked, of all clients."""
+    """Number of its requests, from all clients, at the last poll."""
     is_own: bool = False
-    """Whether the run started it, on another machine: it asks for the token of the run's own
-    servers, and not for that of `[inference] token`."""
+    """Whether the run started it on another machine. It then requires the token of the run's own
+    servers, not `[inference] token`."""
 
 
 class ServerList(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag="servers"):
-    """Orchestrator to worker: the servers that may be asked from now on."""
+    """Orchestrator to worker: the servers to use from now on."""
 
     servers: tuple[ServerStatus, ...]
     run: str
@@ -133,25 +133,25 @@ class RolloutResult(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag
     trace: bytes
     """An encoded trace; its images are references."""
     wire: dict[str, int] = {}
-    """Bytes that crossed the worker's wires to the server and to agents so far, by kind."""
+    """Bytes that the worker has exchanged with servers and agents, by kind."""
     held_bytes: int = 0
-    """Bytes that the rollout took in the worker's memory at its end."""
+    """Memory that the rollout used in the worker at its end."""
 
 
 class MemoryReport(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag="held"):
-    """Worker to orchestrator: what its rollouts take in memory now."""
+    """Worker to orchestrator: the memory that its rollouts use now."""
 
     held_bytes: int
 
 
 class CancelRollouts(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag="cancel"):
-    """Orchestrator to worker: these rollouts are of no use any more; empty means all."""
+    """Orchestrator to worker: stop these rollouts; empty means all."""
 
     rollout_ids: tuple[str, ...] = ()
 
 
 class QuitRequest(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag="quit"):
-    """Orchestrator to any process: end in order."""
+    """Orchestrator to any process: shut down."""
 
 
 ControlMessage = (

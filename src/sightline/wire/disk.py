@@ -1,4 +1,4 @@
-"""Disks that are full: an error that names the file, the free bytes and what to do."""
+"""Errors about full disks, which name the file and the free bytes."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ FIX = "free space on this disk, or move the run to a larger one; then resume the
 
 
 def measure_free_bytes(path: Path) -> int:
-    """Free bytes of the disk that `path` is on, or will be."""
+    """Return the free bytes of the disk of `path`, which need not exist yet."""
     path = path.absolute()
     return shutil.disk_usage(next(p for p in (path, *path.parents) if p.exists())).free
 
@@ -31,7 +31,7 @@ def build_disk_full(path: Path, error: OSError, fix: str = FIX) -> DiskFull:
 
 @contextmanager
 def disk_errors(path: Path, fix: str = FIX) -> Iterator[None]:
-    """Raises `DiskFull` where there is no room for what is written at `path`."""
+    """Turn errors about a full disk into `DiskFull`."""
     try:
         yield
     except OSError as error:
@@ -41,7 +41,7 @@ def disk_errors(path: Path, fix: str = FIX) -> Iterator[None]:
 
 
 def check_disk_room(path: Path, reserve_bytes: int = DEFAULT_RESERVE_BYTES) -> None:
-    """Raises `DiskFull` where the disk under `path` has less than the reserve left."""
+    """Raise `DiskFull` if the disk of `path` has less than the reserve left."""
     if (free := measure_free_bytes(path)) < reserve_bytes:
         raise DiskFull(
             f"the disk under {path} has {free} bytes left, {reserve_bytes} are kept in reserve",

@@ -1,4 +1,4 @@
-"""What happened, as one line of `metrics.jsonl`: any process writes it, `view` reads it."""
+"""One line of `metrics.jsonl`. Any process writes events, and `view` reads them."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ class Event(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_defaul
     process: str
     """Name of the process that wrote it, such as orchestrator, trainer or worker-0."""
     kind: str
-    """What happened: step, train, probe, eval, goal, busy, dropped, lost, sink, health or state."""
+    """The event: step, train, probe, eval, goal, busy, dropped, lost, sink, health or state."""
     step: int = 0
     values: dict[str, Any] = {}
-    """Numbers, or tables of numbers; null where a value was not measured."""
+    """Numbers, or tables of numbers; null if a value was not measured."""

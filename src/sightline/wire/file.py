@@ -1,7 +1,7 @@
-"""Files are a wire too: written whole or not at all, so that no reader meets a half.
+"""Files are written completely or not at all, so readers never see a partial one.
 
-What a run reads again ends with a checksum of itself, or has its digest elsewhere: a flipped bit is
-refused by name. Files of versions that wrote no checksum are read as they are.
+Files that a run reads again end with a checksum, or have their digest elsewhere. Damaged files are
+refused by name. Files of versions that wrote no checksum are read without one.
 """
 
 from __future__ import annotations
@@ -33,31 +33,31 @@ __all__ = [
 ]
 
 SUMS = "SHA256SUMS"
-"""Digests of the files of a folder, which `sha256sum -c SHA256SUMS` compares, too."""
+"""Digests of a folder's files, in the format of `sha256sum -c SHA256SUMS`."""
 
 _CHECKED = re.compile(rb'(.+),"checksum":"([0-9a-f]{64})"\}', re.DOTALL)
-Found = TypeVar("Found")
+Content = TypeVar("Content")
 
 
 def add_checksum(data: bytes) -> bytes:
-    """A JSON object with, as its last field, the SHA-256 of what it was without it."""
+    """Add a last field to a JSON object: the SHA-256 of the object without it."""
     return data[:-1] + f',"checksum":"{hashlib.sha256(data).hexdigest()}"}}'.encode()
 
 
-def decode_checked(data: bytes, kind: type[Found], where: str, fix: str) -> Found:
-    """The object that `add_checksum` was given; one that is damaged is refused as `where`."""
-    if found := _CHECKED.fullmatch(data):
-        data = found[1] + b"}"
-        if hashlib.sha256(data).hexdigest().encode() != found[2]:
-            raise ResumeRefused(f"{where} is damaged: its checksum is that of other bytes", fix)
+def decode_checked(data: bytes, kind: type[Content], where: str, fix: str) -> Content:
+    """Return the object that `add_checksum` was given; raise if it is damaged."""
+    if match := _CHECKED.fullmatch(data):
+        data = match[1] + b"}"
+        if hashlib.sha256(data).hexdigest().encode() != match[2]:
+            raise ResumeRefused(f"{where} is damaged: its checksum does not match", fix)
     try:
         return msgspec.json.decode(data, type=kind)
     except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
         raise ResumeRefused(f"{where} is damaged: {error}", fix) from error
 
 
-def read_checked(path: Path, kind: type[Found], fix: str) -> Found:
-    """The object in a file; one that is missing or damaged is refused by its path."""
+def read_checked(path: Path, kind: type[Content], fix: str) -> Content:
+    """Return the object in a file; raise if the file is missing or damaged."""
     try:
         data = path.read_bytes()
     except OSError as error:
@@ -65,22 +65,22 @@ def read_checked(path: Path, kind: type[Found], fix: str) -> Found:
     return decode_checked(data, kind, str(path), fix)
 
 
-def read_checked_lines(path: Path, kind: type[Found], fix: str) -> list[Found]:
-    """The objects in the whole lines of an appended file."""
+def read_checked_lines(path: Path, kind: type[Content], fix: str) -> list[Content]:
+    """Return the objects in the complete lines of an appended file."""
     lines = enumerate(read_lines(path), 1)
     return [decode_checked(line, kind, f"{path}, line {number},", fix) for number, line in lines]
 
 
 def write_atomic(path: Path, data: bytes) -> None:
-    """Have `data` at `path`, durably; raises `DiskFull`, with what was there, if it has no room."""
+    """Write `data` durably. On a full disk, raise `DiskFull` and keep the old content."""
     with disk_errors(path):
         files.write_atomic(path, data)
 
 
 def append_line(path: Path, line: bytes, sync: bool = False) -> None:
-    """One whole line by one write; a kill can tear at most the last line of the file.
+    """Append a line in one write, so that a kill can tear at most the last line of the file.
 
-    With `sync` it also outlasts the machine.
+    With `sync`, the line survives a crash of the machine.
     """
     handle = os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o644)
     try:
@@ -88,7 +88,7 @@ def append_line(path: Path, line: bytes, sync: bool = False) -> None:
             num_written = os.write(handle, line + b"\n")
             if num_written <= len(line):
                 end = os.lseek(handle, 0, os.SEEK_CUR)
-                if os.fstat(handle).st_size == end:  # the next line must not follow a half
+                if os.fstat(handle).st_size == end:  # the next line must not follow a partial one
                     os.ftruncate(handle, end - num_written)
                 raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
             if sync:
@@ -98,7 +98,7 @@ def append_line(path: Path, line: bytes, sync: bool = False) -> None:
 
 
 def read_lines(path: Path) -> list[bytes]:
-    """The whole lines of an appended file; a torn last one is left out."""
+    """Return the complete lines of an appended file, without a torn last one."""
     if not path.is_file():
         return []
     data = path.read_bytes()
@@ -106,7 +106,7 @@ def read_lines(path: Path) -> list[bytes]:
 
 
 def write_sums(folder: Path, known: Mapping[str, str]) -> None:
-    """Writes `SUMS` over all files at and below `folder`; digests in `known` are not made again."""
+    """Write `SUMS` for all files in `folder`; digests in `known` are not computed again."""
     names = sorted(str(file.relative_to(folder)) for file in folder.rglob("*") if file.is_file())
     sums = {name: known.get(name) or _hash(folder / name) for name in names if name != SUMS}
     lines = "".join(f"{digest}  {name}\n" for name, digest in sums.items())
@@ -114,18 +114,18 @@ def write_sums(folder: Path, known: Mapping[str, str]) -> None:
 
 
 def find_changed_files(folder: Path) -> list[str]:
-    """What is not as `write_sums` found it; raises OSError where there are no sums."""
+    """Describe each file that has changed since `write_sums`; raise OSError without sums."""
     lines = (folder / SUMS).read_text(errors="replace").splitlines()
     problems = [] if lines else [f"{folder / SUMS} is damaged: it is empty"]
     for number, line in enumerate(lines, 1):
-        found = re.fullmatch(r"([0-9a-f]{64})  (.+)", line)
-        path = folder / (found[2] if found else "")
-        if found is None or ".." in path.parts or path.is_symlink():
+        match = re.fullmatch(r"([0-9a-f]{64})  (.+)", line)
+        path = folder / (match[2] if match else "")
+        if match is None or ".." in path.parts or path.is_symlink():
             problems.append(f"{folder / SUMS}, line {number}, is damaged")
         elif not path.is_file():
-            problems.append(f"{path} is gone")
-        elif _hash(path) != found[1]:
-            problems.append(f"{path} is damaged: it is not what {SUMS} says")
+            problems.append(f"{path} is missing")
+        elif _hash(path) != match[1]:
+            problems.append(f"{path} is damaged: it does not match {SUMS}")
     return problems
 
 

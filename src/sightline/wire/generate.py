@@ -1,4 +1,4 @@
-"""The generate protocol: vLLM's `/inference/v1/generate` shape, with references for pixels."""
+"""The generate protocol: vLLM's `/inference/v1/generate`, with references in place of pixels."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ from sightline.wire.item import MediaItem, Slot, check_slots
 from sightline.wire.weights import Manifest, parse_version_label
 
 WEIGHTS_UNAVAILABLE = "weights_unavailable"
-"""The kind of an error where the store of the weights cannot be read just now."""
+"""The kind of an error if the store of the weights is temporarily unavailable."""
 WRONG_ANSWER = "wrong_answer"
-"""The kind of an EngineError about an answer that a sampler cannot give."""
+"""The kind of an EngineError about an invalid answer."""
 FINISH_REASONS = ("stop", "length", "abort")
 LOGPROB_ROUNDING = 1e-4
-"""How far over 0 rounding may bring a logprob."""
+"""How far rounding may raise a logprob above 0."""
 
 
 class SamplingParams(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=True):
@@ -26,30 +26,30 @@ class SamplingParams(msgspec.Struct, frozen=True, forbid_unknown_fields=True, om
     temperature: float = 1.0
     top_p: float = 1.0
     top_k: int = 0
-    """Number of likeliest tokens to sample from; 0 or -1 takes all."""
+    """Number of most likely tokens to sample from; 0 or -1 for all."""
     min_p: float = 0.0
     seed: int | None = None
     stop_token_ids: tuple[int, ...] = ()
     banned_token_ids: tuple[int, ...] = ()
-    """Tokens that cannot be sampled, beside the pads, which never can."""
+    """Tokens that must not be sampled, in addition to the pads."""
     logprobs: int | None = 0
-    """0 asks for the logprob of each sampled token; null asks for none."""
+    """0 for the logprob of each sampled token; null for none."""
     prompt_logprobs: int | None = None
-    """0 asks for the logprobs of the prompt's own tokens; null asks for none."""
+    """0 for the logprobs of the prompt's tokens; null for none."""
     n: int = 1
     detokenize: bool = False
     skip_reading_prefix_cache: bool | None = None
 
 
 class Placeholder(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """The place of a slot as vLLM writes it, without its item."""
+    """The position of a slot in vLLM's format, without its item."""
 
     offset: int
     length: int
 
 
 class MultiModalFeatures(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """Lists per modality, in step with one another: hash, place and reference of each slot."""
+    """Parallel lists per modality: hash, position and reference of each slot."""
 
     mm_hashes: dict[str, list[str]]
     mm_placeholders: dict[str, list[Placeholder]]
@@ -86,23 +86,23 @@ class GenerateRequest(msgspec.Struct, frozen=True, forbid_unknown_fields=True, o
         return cls(token_ids, params, features, request_id, model)
 
     def slots(self) -> list[Slot]:
-        """The slots of the request, checked: counts, order, bounds and keys."""
+        """Return the request's slots; raise if counts, order, bounds or keys are wrong."""
         if self.features is None:
             return []
         features = self.features
         hashes, places, raws = features.mm_hashes, features.mm_placeholders, features.kwargs_data
         if not (hashes.keys() == places.keys() == raws.keys()):
             raise Misaligned(
-                "features: its three lists name different modalities", "send the same in each"
+                "features: the three lists have different modalities", "use the same in each"
             )
         slots: list[Slot] = []
         for modality in hashes:
             counts = (len(hashes[modality]), len(places[modality]), len(raws[modality]))
             if len(set(counts)) != 1:
                 raise Misaligned(
-                    f"{_find_odd_list(counts, modality)}: the lists of hashes, places and items "
-                    f"hold {counts} entries",
-                    "send one entry a slot in each",
+                    f"{_find_odd_list(counts, modality)}: the lists of hashes, placeholders and "
+                    f"items have {counts} entries",
+                    "send one entry per slot in each",
                 )
             for i, (key, place, raw) in enumerate(
                 zip(hashes[modality], places[modality], raws[modality], strict=True)
@@ -114,7 +114,7 @@ class GenerateRequest(msgspec.Struct, frozen=True, forbid_unknown_fields=True, o
                     raise WireError(f"{path}: {error.problem}", error.fix) from error
                 if key != item.key:
                     raise Misaligned(
-                        f"features.mm_hashes.{modality}[{i}]: not the key of its item",
+                        f"features.mm_hashes.{modality}[{i}]: this is not the key of its item",
                         "send MediaItem.key: SHA-256 over media digest and fingerprint",
                     )
                 slots.append(Slot(place.offset, place.length, item))
@@ -123,7 +123,7 @@ class GenerateRequest(msgspec.Struct, frozen=True, forbid_unknown_fields=True, o
 
 
 def _find_odd_list(counts: tuple[int, int, int], modality: str) -> str:
-    """The path of the list that differs from the two others; of all where each differs."""
+    """Return the path of the list whose length differs from the other two, if one does."""
     odd = [name for name, num in zip(FEATURE_LISTS, counts, strict=True) if counts.count(num) == 1]
     return f"features.{odd[0]}.{modality}" if len(odd) == 1 else "features"
 
@@ -138,7 +138,7 @@ class Logprobs(msgspec.Struct, frozen=True):
 
 
 class VersionSpan(msgspec.Struct, frozen=True):
-    """Output tokens [start, end) were sampled by the weights called `version`: vLLM's shape."""
+    """Output tokens [start, end) were sampled by the weights `version`, in vLLM's format."""
 
     version: str
     start: int
@@ -146,7 +146,7 @@ class VersionSpan(msgspec.Struct, frozen=True):
 
 
 def join_version_labels(spans: list[VersionSpan]) -> str:
-    """The versions that sampled an answer, as one word; several where weights changed in it."""
+    """Join the labels of all versions that sampled an answer."""
     return ",".join(dict.fromkeys(span.version for span in spans))
 
 
@@ -160,10 +160,10 @@ class Choice(msgspec.Struct, frozen=True):
 
 
 class SightlineFields(msgspec.Struct, frozen=True):
-    """What our engines add to vLLM's own fields."""
+    """Fields that our engines add to vLLM's."""
 
     pixel_digests: list[str]
-    """Digests of the pixels that the engine made, one per slot of the request."""
+    """Digests of the engine's pixels, one per slot of the request."""
     cached_tokens: int = 0
     """Prompt tokens that the engine found in its KV cache."""
 
@@ -173,7 +173,7 @@ class PromptLogprob(msgspec.Struct, frozen=True):
 
 
 class GenerateResponse(msgspec.Struct, frozen=True, omit_defaults=True):
-    """Read leniently: an engine may say more than we know."""
+    """Unknown fields are ignored, because an engine may add its own."""
 
     request_id: str
     choices: list[Choice]
@@ -190,7 +190,7 @@ def decode_answer(data: bytes, kind: type[Answer]) -> Answer:
     try:
         return msgspec.json.decode(data, type=kind)
     except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
-        raise _wrong_answer("", f"it cannot be read: {error}") from error
+        raise _wrong_answer("", f"it cannot be decoded: {error}") from error
 
 
 def check_answer(
@@ -200,14 +200,14 @@ def check_answer(
     banned_token_ids: Collection[int] = (),
     max_model_len: int = 0,
 ) -> None:
-    """Raises for an answer that a sampler of this request cannot give; 0 is not known.
+    """Raise if the answer is invalid for this request. A size of 0 is unknown.
 
-    The error is about the server, not about one rollout: it ends a run.
+    The error concerns the server, not one rollout, so it ends the run.
     """
     params = request.sampling_params
     if sorted(choice.index for choice in response.choices) != list(range(params.n)):
         indices = [choice.index for choice in response.choices[:8]]
-        raise _wrong_answer(request.request_id, f"choices {indices} where n = {params.n}")
+        raise _wrong_answer(request.request_id, f"choices {indices} for n = {params.n}")
     banned = {*banned_token_ids, *params.banned_token_ids}
     for choice in response.choices:
         problem = (
@@ -225,15 +225,15 @@ def _find_wrong_end(request: GenerateRequest, choice: Choice, max_model_len: int
     if reason not in FINISH_REASONS:
         return f"finish reason {reason[:40]!r}"
     if len(ids) > params.max_tokens:
-        return f"{len(ids)} tokens where max_tokens = {params.max_tokens}"
+        return f"{len(ids)} tokens for max_tokens = {params.max_tokens}"
     is_full = 0 < max_model_len <= len(request.token_ids) + len(ids)
     if reason == "length" and len(ids) < params.max_tokens and not is_full:
-        return f"{len(ids)} tokens, ended by length, where max_tokens = {params.max_tokens}"
+        return f"ended by length after {len(ids)} tokens, for max_tokens = {params.max_tokens}"
     stops = [at for at, token in enumerate(ids) if token in params.stop_token_ids]
     if stops[:1] not in ([], [len(ids) - 1]):
         return f"tokens after the stop token at {stops[0]}"
     if reason == "stop" and not stops:
-        return f"ended by stop with token {ids[-1:]}, which is no stop token"
+        return f"ended by stop with token {ids[-1:]}, which is not a stop token"
     return ""
 
 
@@ -242,7 +242,7 @@ def _find_wrong_ids(ids: list[int], vocab_size: int, banned: set[int]) -> str:
         if token in banned:
             return f"token {at} is {token}, which is banned"
         if token < 0 or 0 < vocab_size <= token:
-            return f"token {at} is {token}, of a vocabulary of {vocab_size or 'unknown size'}"
+            return f"token {at} is {token}, for a vocabulary of {vocab_size or 'unknown size'}"
     return ""
 
 
@@ -251,7 +251,7 @@ def _find_wrong_logprobs(params: SamplingParams, choice: Choice) -> str:
         return ""
     entries = [] if choice.logprobs is None else choice.logprobs.content
     if [entry.token_id for entry in entries] != choice.token_ids:
-        return f"{len(entries)} logprobs that are not those of its {len(choice.token_ids)} tokens"
+        return f"{len(entries)} logprobs that do not match its {len(choice.token_ids)} tokens"
     for at, entry in enumerate(entries):
         if not -math.inf < entry.logprob <= LOGPROB_ROUNDING:
             return f"the logprob of token {at} is {entry.logprob}"
@@ -259,7 +259,7 @@ def _find_wrong_logprobs(params: SamplingParams, choice: Choice) -> str:
 
 
 def _find_wrong_versions(choice: Choice) -> str:
-    """A server that names no versions at all is refused where they are needed."""
+    """Describe spans that do not cover the tokens. A missing list is checked elsewhere."""
     if choice.weight_versions is None:
         return ""
     end = 0
@@ -275,7 +275,7 @@ def _find_wrong_versions(choice: Choice) -> str:
         if end == len(choice.token_ids):
             return ""
     spans = [(span.start, span.end) for span in choice.weight_versions[:8]]
-    return f"weight_versions {spans} of {len(choice.token_ids)} tokens"
+    return f"weight_versions {spans} for {len(choice.token_ids)} tokens"
 
 
 def _wrong_answer(request_id: str, what: str) -> EngineError:
@@ -294,7 +294,7 @@ class ErrorBody(msgspec.Struct, frozen=True):
     code: int
     fix: str = ""
     path: str = ""
-    """JSON path of the field that a 400 is about."""
+    """JSON path of the field that caused a 400."""
 
 
 class ErrorAnswer(msgspec.Struct, frozen=True):
@@ -302,18 +302,18 @@ class ErrorAnswer(msgspec.Struct, frozen=True):
 
 
 class AdoptRequest(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """Tells an engine to take the weights of a manifest."""
+    """Asks an engine to adopt the weights of a manifest."""
 
     manifest: str
     """Path of the manifest file, as the server sees it."""
     content: Manifest | None = None
-    """The manifest, where the server sees no file of it."""
+    """The manifest itself, if the server does not see the file."""
 
 
 class LeaseRequest(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """Takes, renews or, for 0 seconds, gives back the right to change a server's weights."""
+    """Takes, renews or, for 0 seconds, returns the right to change a server's weights."""
 
     run: Annotated[str, msgspec.Meta(pattern="^[0-9a-f]{1,64}$")]
     """Id of the run."""
     seconds: Annotated[float, msgspec.Meta(ge=0, le=3600)]
-    """How long it holds from now on."""
+    """How long the lease lasts from now on."""

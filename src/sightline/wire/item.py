@@ -1,8 +1,4 @@
-"""The descriptor of an image that travels, or of a step of a video, and the runs of tokens that it
-fills.
-
-`Slot` is the one class for (offset, length, item), and `Span` the one for [start, stop).
-"""
+"""Descriptors of images and video steps, and the runs of tokens that they fill."""
 
 from __future__ import annotations
 
@@ -22,79 +18,77 @@ from sightline.wire.codec import check_schema
 ITEM_SCHEMA = 1
 RAW_PREFIX = "mmraw:"
 MAX_STEP_S = 86_400.0
-"""Seconds between two steps of a video, at most: their positions in time stay numbers."""
+"""Maximum seconds between two video steps, so that positions in time stay finite."""
 
 
 class VideoStep(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=True):
-    """Which part of a video an item is: the frames that its patches span, as a vision tower looks
-    at them at once. An item of an image has none."""
+    """The frames of a video that a vision tower processes together. Images have no step."""
 
     number: int
-    """Its place among the steps of the video, from 0 on."""
+    """Index of the step in the video, from 0."""
     num_frames: int
-    """Frames that are shown of the whole video: what its sizes are made of."""
+    """Number of sampled frames of the whole video."""
     seconds: float
-    """From one step to the next."""
+    """Seconds from one step to the next."""
     frames: tuple[int, ...] = ()
-    """Numbers of its frames in the file that the item's ref names."""
+    """Indices of its frames in the item's file."""
     further: tuple[MediaRef, ...] = ()
-    """The images behind the item's ref, where the video is a list of images."""
+    """The images after the item's ref, if the video is a list of images."""
 
     @property
     def num_steps(self) -> int:
-        """Steps of the whole video."""
+        """Number of steps of the whole video."""
         return -(-self.num_frames // (len(self.frames) or 1 + len(self.further)))
 
     def __post_init__(self) -> None:
         is_placed = 0 <= self.number < self.num_frames and 0 < self.seconds <= MAX_STEP_S
         has_frames = bool(self.frames) != bool(self.further) and min(self.frames, default=0) >= 0
         if not is_placed or not has_frames:
-            raise Misaligned(f"not a step of a video: {self}", "make items with family.steps")
+            raise Misaligned(f"not a video step: {self}", "create items with family.steps")
 
 
 class MediaItem(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=True):
-    """An image, or a step of a video, as one family lays it out. It cannot hold pixels: unknown
-    fields are refused."""
+    """An image or video step in the layout of one family. It has no field for pixels."""
 
     ref: MediaRef
-    """The image; of a step the video's file, or the first of its images."""
+    """The image. For a step, the video file or the first of its images."""
     family: str
     grid: tuple[int, int, int]
     """Patches along time, height and width."""
     fingerprint: str
-    """Names the processor settings that turn the image into exactly these patches."""
-    # A default that is made is written, unlike one that is a value.
+    """Hash of the processor settings that determine the patches."""
+    # omit_defaults writes the result of a default_factory, unlike a default value.
     schema: int = msgspec.field(default_factory=lambda: ITEM_SCHEMA)
     step: VideoStep | None = None
-    """Left out of what is written where the item is an image."""
+    """The video step; None for an image, and then not written."""
 
     def __post_init__(self) -> None:
         check_schema(self.schema, ITEM_SCHEMA, "media item")
         if min(self.grid) < 1:
-            raise Misaligned(f"media item with grid {self.grid}", "make items with family.item")
+            raise Misaligned(f"media item with grid {self.grid}", "create items with family.item")
         if self.ref.is_video != (self.step is not None and bool(self.step.frames)):
             raise Misaligned(
-                f"an item of {self.ref!r} with the step {self.step}", "make items with the family"
+                f"an item of {self.ref!r} with step {self.step}", "create items with the family"
             )
 
     @property
     def key(self) -> str:
-        """Binds content and processing: SHA-256 over media digest and fingerprint, and the step."""
+        """SHA-256 over media digest, fingerprint and step: it identifies the item's pixels."""
         return _key(self.ref.digest, self.fingerprint, self.step)
 
     @property
     def refs(self) -> tuple[MediaRef, ...]:
-        """All that its pixels are made of."""
+        """All files that its pixels come from."""
         return (self.ref, *(self.step.further if self.step is not None else ()))
 
     @property
     def patch_frames(self) -> int:
-        """Frames that a patch of it holds."""
+        """Number of frames in each patch."""
         return len(self.step.frames) or len(self.refs) if self.step is not None else 1
 
     @property
     def name(self) -> str:
-        """What it is, in words for errors."""
+        """Description of the item for error messages."""
         if self.step is None:
             return f"image {self.ref.digest[:12]}"
         return f"step {self.step.number} of video {self.ref.digest[:12]}"
@@ -110,17 +104,17 @@ class MediaItem(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_de
     def from_raw(cls, raw: str) -> MediaItem:
         if not raw.startswith(RAW_PREFIX):
             raise WireError(
-                f"a media item that starts {raw[:12]!r}", f"send {RAW_PREFIX!r} and the item's JSON"
+                f"a media item starts with {raw[:12]!r}", f"send {RAW_PREFIX!r} and the item's JSON"
             )
         try:
             return _decoder.decode(raw[len(RAW_PREFIX) :])
         except msgspec.MsgspecError as error:
             raise WireError(
-                f"not a media item: {error}", "make it with MediaItem.to_raw"
+                f"not a media item: {error}", "create it with MediaItem.to_raw"
             ) from error
 
 
-# Every request names all items of its history: what is known of one is not made again.
+# Cached, because every request contains all items of its history.
 @lru_cache(maxsize=65536)
 def _key(digest: str, fingerprint: str, step: VideoStep | None) -> str:
     text = f"{digest}:{fingerprint}".encode()
@@ -142,18 +136,18 @@ Item = TypeVar("Item", default=MediaItem)
 class Slot(
     msgspec.Struct, Generic[Item], frozen=True, forbid_unknown_fields=True, omit_defaults=True
 ):
-    """The run of tokens that one item fills: the pads only, not the marks around them.
+    """The run of pad tokens that one item fills, without the markers around them.
 
-    A struct that is decoded names what its slots hold, `Slot[MediaItem]` or `Slot[int]`.
+    Decoded structs state the item's type: `Slot[MediaItem]` or `Slot[int]`.
     """
 
     offset: int
-    """Counted from the start of whatever holds the slot: a prompt, a node, a micro-batch."""
+    """Counted from the start of the prompt, node or micro-batch that holds the slot."""
     length: int
     item: Item
-    """The item itself, or its index where the holder lists its items once."""
+    """The item, or its index in the holder's list of items."""
     pixel_digest: str | None = None
-    """Digest of the pixels that the sampler saw there; None where nobody said."""
+    """Digest of the sampler's pixels; None if unknown."""
 
     @property
     def end(self) -> int:
@@ -164,19 +158,19 @@ class Slot(
 
 
 class Span(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """A run of tokens, [start, stop), counted from the start of whatever holds the span."""
+    """A run of tokens, [start, stop), counted from the start of its holder."""
 
     start: int
     stop: int
 
 
 def check_slots(slots: Sequence[Slot[Any]], num_tokens: int, path: str = "slots") -> None:
-    """Slots are sorted, apart from one another and inside the tokens."""
+    """Raise unless slots are sorted, do not overlap and are inside the tokens."""
     last = 0
     for i, slot in enumerate(slots):
         if slot.length < 1 or slot.offset < last or slot.end > num_tokens:
             raise Misaligned(
                 f"{path}[{i}]: covers {slot.offset} to {slot.end}, after {last}, of {num_tokens}",
-                "slots must be sorted, must not overlap and must lie inside the tokens",
+                "sort the slots; they must not overlap and must be inside the tokens",
             )
         last = slot.end

@@ -1,5 +1,4 @@
-"""What one forward pass uses: nodes side by side, each once, and who may see whom; and the scores
-that come of it.
+"""The input of one forward pass, with its attention pattern, and the scores of a step.
 
 Letters: T tokens, S trained tokens, A position axes (1, or 3 for MRoPE).
 A token q attends to k when k <= q < subtree_end[k].
@@ -23,9 +22,9 @@ class PackedItem(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
     item: MediaItem
     pixel_digest: str | None
-    """Digest of the pixels that the sampler saw; None where its engine cannot say."""
+    """Digest of the sampler's pixels; None if its engine does not report them."""
     wanted_by: str
-    """The first trace that shows the item, for error messages."""
+    """The first trace that contains the item, for error messages."""
 
 
 class TokenOrigin(Segment, frozen=True, forbid_unknown_fields=True, kw_only=True):
@@ -74,7 +73,7 @@ class MicroBatch(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
             raise Misaligned(
                 f"micro-batch of step {self.step}: {', '.join(wrong)} do not line up with "
                 f"{num_tokens} tokens, {num_trained} trained",
-                "this is a bug of the packer; keep batches/ and report it",
+                "this is a bug in the packer; keep batches/ and report it",
             )
         if num_trained and int(self.parent.numpy()[self.trained.numpy()].min()) < 0:
             raise Misaligned(
@@ -88,11 +87,11 @@ class MicroBatch(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class StepScores(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """What the trainer thinks of the tokens of one step, by trace and node."""
+    """The trainer's scores of one step's tokens, by trace and node."""
 
     step: int
     origins: list[TokenOrigin]
-    """Each names the node whose tokens lie at [start, stop) of the arrays."""
+    """The nodes whose tokens are at [start, stop) of the arrays."""
     logprobs: Array
     """float32, log-probabilities by the trainer, before the update."""
     ratios: Array
@@ -103,14 +102,12 @@ class StepScores(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     def __post_init__(self) -> None:
         shapes = {array.shape for array in (self.logprobs, self.ratios, self.advantages)}
         size = self.logprobs.shape[0] if self.logprobs.shape else 0
-        is_inside = all(
-            0 <= one.start <= one.stop <= size and one.node >= 0 for one in self.origins
-        )
+        is_inside = all(0 <= o.start <= o.stop <= size and o.node >= 0 for o in self.origins)
         if shapes != {(size,)} or not is_inside:
             raise Misaligned(
-                f"scores of step {self.step}: arrays of {sorted(shapes)} do not line up with the "
-                "nodes that they are of",
-                "the file is damaged, or its writer is broken; remove it: the run does not need it",
+                f"scores of step {self.step}: arrays of {sorted(shapes)} do not line up with their "
+                "nodes",
+                "the file is damaged; remove it, because the run does not need it",
             )
 
     def to_bytes(self) -> bytes:

@@ -1,4 +1,4 @@
-"""Numbers of a server in the text form that Prometheus scrapes."""
+"""Formats a server's metrics as the text that Prometheus scrapes."""
 
 from __future__ import annotations
 
@@ -13,15 +13,17 @@ LabelledMetric = tuple[str, str, Mapping[str, str], float]
 
 
 def format_prometheus(numbers: Iterable[LabelledMetric]) -> str:
-    """One line a number, those of one name together behind its type."""
-    found: dict[tuple[str, str], list[str]] = {}
+    """Return one line per number, grouped by name after a line with the type."""
+    lines_by_metric: dict[tuple[str, str], list[str]] = {}
     for kind, name, labels, value in numbers:
         suffix = "_total" if kind == "counter" else ""
         full = PREFIX + re.sub(r"[^a-zA-Z0-9_]", "_", name) + suffix
         marks = ",".join(f'{key}="{_escape_label(text)}"' for key, text in labels.items())
         line = f"{full}{{{marks}}} {value:.17g}" if marks else f"{full} {value:.17g}"
-        found.setdefault((full, kind), []).append(line)
-    groups = ([f"# TYPE {full} {kind}", *values] for (full, kind), values in found.items())
+        lines_by_metric.setdefault((full, kind), []).append(line)
+    groups = (
+        [f"# TYPE {full} {kind}", *values] for (full, kind), values in lines_by_metric.items()
+    )
     return "".join(f"{line}\n" for lines in groups for line in lines)
 
 

@@ -1,7 +1,7 @@
-"""The manifest of a published set of weights: written last, so that what it names is whole.
+"""The manifest of published weights. It is written last, so the files that it names are complete.
 
-A version means its bits, once and for all; made again with others, it is a new epoch. Its label
-says whose weights they are, and every answer of an engine carries the label.
+A version always means the same bits. If it is made again with other bits, it gets a new epoch. Its
+label identifies the weights, and every answer of an engine carries the label.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from sightline.wire.file import add_checksum, append_line, read_checked_lines, w
 WEIGHTS_SCHEMA = 1
 MANIFEST = "manifest.json"
 HISTORY = "history.jsonl"
-"""The digest of every version that was ever published, beside the folders of versions."""
+"""The digests of all versions ever published, next to the folders of versions."""
 MAX_MANIFEST_BYTES = 32 << 20
 FILES = "files"
 """The transport of manifests that do not name one."""
@@ -39,7 +39,7 @@ Payload = TypeVar("Payload")
 
 
 class HistoryLine(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """A line of the history."""
+    """One line of the history."""
 
     version: int
     epoch: int
@@ -51,46 +51,45 @@ class WeightFile(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_d
     nbytes: int
     sha256: str
     parts: tuple[str, ...] = ()
-    """Digests of its parts, where they are in a store and not beside the manifest."""
+    """Digests of its parts, if it is in a store and not next to the manifest."""
     deltas: dict[str, PartDelta] = {}
-    """Of parts that differ little from those of the version before, by digest."""
+    """Deltas from the version before, by the digest of the part that they produce."""
 
     @property
     def stored(self) -> set[str]:
-        """Digests of all that the store has of it."""
+        """Digests of all its parts and deltas in the store."""
         return {*self.parts, *(delta.stored for delta in self.deltas.values())}
 
 
 class Adapter(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """Weights that stand on a base, of which each matrix W in `scales` becomes W + s B A."""
+    """The base of LoRA adapters. Each matrix W in `scales` becomes W + s B A."""
 
     base: str
-    """sha256 over the parameters of the base that do not train."""
+    """SHA-256 over the base's frozen parameters."""
     dtype: str
-    """Dtype in which the base was digested, as safetensors writes it."""
+    """Dtype of the digested base, in safetensors' notation."""
     scales: dict[str, float]
-    """The s of each W; its B and A are among the version's tensors."""
+    """The scale s of each W. The version's tensors include B and A."""
 
 
 class Manifest(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     version: int
-    """Number of optimizer steps that the policy has taken."""
+    """Number of optimizer steps of the policy."""
     vision_version: int
     """The version at which the vision tower last changed."""
     files: list[WeightFile]
     epoch: int = 0
-    """Grows when a version has to be made again and comes out with other bits."""
+    """Incremented when a version is made again with other bits."""
     transport: str = FILES
     """Name of the weight transport that reads this manifest (`compute.weight_transport`)."""
     payload: dict[str, Any] = {}
-    """What that transport needs to know beside `files`."""
+    """What that transport needs in addition to `files`."""
     adapter: Adapter | None = None
-    """What the tensors are added to; None where they are whole weights."""
+    """The base of adapters; None for full weights."""
     run: str = ""
-    """Id of the run that published them; empty for weights that no run published."""
+    """Id of the run that published the weights; empty for none."""
     weights_digest: str = ""
-    """Digest of the tensors, however they travel (`compute.weights_digest`); empty in manifests of
-    releases that named weights by their files."""
+    """Digest of the tensors (`compute.weights_digest`); empty in manifests of earlier releases."""
     schema: int = WEIGHTS_SCHEMA
 
     def __post_init__(self) -> None:
@@ -98,7 +97,7 @@ class Manifest(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
     @property
     def digest(self) -> str:
-        """What names the weights: the digest of their tensors, and that of the base of adapters."""
+        """The digest that identifies the weights: of the tensors and of the adapters' base."""
         parts = [self.weights_digest] if self.weights_digest else [f.sha256 for f in self.files]
         parts += [self.adapter.base] if self.adapter is not None else []
         return parts[0] if len(parts) == 1 else hashlib.sha256("".join(parts).encode()).hexdigest()
@@ -120,7 +119,7 @@ class Manifest(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
     @property
     def policy(self) -> PolicyLabel:
-        """Whose weights they are; a run's own carry its id and a part of their digest."""
+        """The label as a tuple; weights of a run include its id and part of their digest."""
         digest = self.digest[:16] if self.run else ""
         return PolicyLabel(self.version, self.epoch, self.run, digest)
 
@@ -131,8 +130,8 @@ class Manifest(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class PolicyLabel(NamedTuple):
-    """What names the weights that sampled a token: `7-RUN-DIGEST`, `7.1-RUN-DIGEST` for epoch 1 of
-    a version, `7` for weights of no run."""
+    """The label of weights: `7-RUN-DIGEST`, `7.1-RUN-DIGEST` for epoch 1 of a version, or `7` for
+    weights that no run published."""
 
     version: int
     epoch: int = 0
@@ -146,47 +145,48 @@ class PolicyLabel(NamedTuple):
 
 
 def parse_version_label(label: str) -> PolicyLabel:
-    found = _LABEL.fullmatch(label)
-    if found is None:
+    match = _LABEL.fullmatch(label)
+    if match is None:
         raise WireError(
             f"{label[:100]!r} is not a label of weights",
             "see docs/serving_api.md for the format",
         )
-    version, epoch, run, digest = found.groups(default="")
+    version, epoch, run, digest = match.groups(default="")
     return PolicyLabel(int(version), int(epoch or 0), run, digest)
 
 
 def read_history(root: Path) -> list[HistoryLine]:
-    """The lines of the history; one that is damaged is refused by its number."""
-    fix = "put it back from a copy; checkpoints and batches are not touched"
+    """Return the history; raise with the number of a damaged line."""
+    fix = "restore it from a backup; checkpoints and batches are intact"
     return read_checked_lines(root / HISTORY, HistoryLine, fix)
 
 
 def check_history(root: Path, step: int) -> None:
-    """Raises unless the history has every version before `step`, the checkpoint's, whose own may
-    have been on its way. A last line that is half, as a power cut leaves one, is cut off: the next
-    would go on in it."""
+    """Raise unless the history has every version before the checkpoint's `step`.
+
+    The version of `step` itself may not have been published. A torn last line is removed, because
+    the next line would continue it.
+    """
     path = root / HISTORY
     missing = set(range(1, step)) - {line.version for line in read_history(root)}
     if missing:
         raise ResumeRefused(
-            f"{path} does not hold version {min(missing)}, and the checkpoint is of step {step}",
-            "put it back from a copy; checkpoints and batches are not touched",
+            f"{path} lacks version {min(missing)}, and the checkpoint is of step {step}",
+            "restore it from a backup; checkpoints and batches are intact",
         )
     if path.is_file() and not (data := path.read_bytes()).endswith(b"\n"):
         write_atomic(path, data[: data.rfind(b"\n") + 1])
 
 
 def read_policies(root: Path, run: str) -> set[PolicyLabel]:
-    """Every policy that the run with this folder of versions has published."""
+    """Return every policy that the run has published."""
     return {PolicyLabel(x.version, x.epoch, run, x.sha256[:16]) for x in read_history(root)}
 
 
 def log_version(root: Path, manifest: Manifest) -> tuple[Path, Manifest]:
-    """The folder of a version with these bits, and its manifest with their epoch.
+    """Add a version to the history; return its folder, and its manifest with the epoch.
 
-    The history outlasts the folders, which go when no engine can need them: a version that is made
-    again is compared with what it was.
+    The history outlives the folders, so that a version made again is compared with its first bits.
     """
     history, version, sha256 = root / HISTORY, manifest.version, manifest.digest
     known = [line.sha256 for line in read_history(root) if line.version == version]
@@ -202,7 +202,7 @@ def log_version(root: Path, manifest: Manifest) -> tuple[Path, Manifest]:
 
 
 def write_manifest(root: Path, unlogged: Manifest) -> tuple[Path, Manifest]:
-    """Publishes weights that are in no file: their manifest alone is in the version's folder."""
+    """Publish weights without files: the version's folder contains only the manifest."""
     folder, manifest = log_version(root, unlogged)
     folder.mkdir(exist_ok=True)
     write_atomic(folder / MANIFEST, msgspec.json.encode(manifest))
@@ -210,15 +210,15 @@ def write_manifest(root: Path, unlogged: Manifest) -> tuple[Path, Manifest]:
 
 
 def resolve_manifest(path: str, root: Path | None) -> Path:
-    """The real path of a manifest, which must lie under `root`; what lies elsewhere is not told."""
+    """Return the real path of a manifest; raise if it is not under `root`."""
     try:
         real = Path(os.path.realpath(path))
     except ValueError:  # a NUL byte
         real = Path()
     if root is None or not real.is_relative_to(os.path.realpath(root)):
         raise WeightsError(
-            "the manifest is not in the folder that this server takes weights from",
-            "start the server with --weights-root, the folder of the runs that use it"
+            "the manifest is not in the folder that this server reads weights from",
+            "start the server with --weights-root set to the folder of the runs"
             if root is None
             else "publish under the server's --weights-root, or start it with another",
         )
@@ -226,7 +226,7 @@ def resolve_manifest(path: str, root: Path | None) -> Path:
 
 
 def read_manifest(path: Path) -> Manifest:
-    """The manifest at `path`; its files have plain names, and so lie beside it."""
+    """Read the manifest at `path`; raise if a file name points outside its folder."""
     try:
         fields = msgspec.json.decode(read_regular_file(path, MAX_MANIFEST_BYTES), type=dict)
         for name in _RETIRED_FIELDS:
@@ -242,7 +242,7 @@ def read_manifest(path: Path) -> Manifest:
 
 
 def check_file_names(manifest: Manifest, what: str) -> None:
-    """Raises for a file that would not lie beside its manifest."""
+    """Raise if a file would not be next to its manifest."""
     for file in manifest.files:
         if file.name in ("", ".", "..") or "/" in file.name or "\0" in file.name:
             raise WireError(
@@ -254,8 +254,10 @@ def check_file_names(manifest: Manifest, what: str) -> None:
 def fetch_files(
     manifest: Manifest, blobs: MediaStore, folder: Path, here: KnownParts = MappingProxyType({})
 ) -> None:
-    """Brings the files of a version in the store into `folder`; parts that are `here` are copied,
-    and deltas to them are fetched in place of the parts that they make."""
+    """Fetch the files of a version from the store into `folder`.
+
+    Parts that are `here` are copied. Deltas are fetched in place of parts if their base is `here`.
+    """
     check_file_names(manifest, f"version {manifest.label}")
     for file in manifest.files:
         stored = StoredFile(file.nbytes, file.parts)
@@ -263,21 +265,21 @@ def fetch_files(
 
 
 def read_regular_file(path: Path, max_bytes: int) -> bytes:
-    """All of a file of at most `max_bytes`; raises OSError for a link, a FIFO and the like."""
+    """Read a file of at most `max_bytes`; raise OSError for links, FIFOs and other kinds."""
     handle = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_NOFOLLOW | os.O_CLOEXEC)
     with open(handle, "rb") as file:
-        found = os.fstat(handle)
-        if not stat.S_ISREG(found.st_mode):
+        status = os.fstat(handle)
+        if not stat.S_ISREG(status.st_mode):
             raise OSError("not a regular file")
-        if found.st_size > max_bytes:
-            raise OSError(f"{found.st_size} bytes, and {max_bytes} at most are read")
+        if status.st_size > max_bytes:
+            raise OSError(f"{status.st_size} bytes, but the limit is {max_bytes}")
         return file.read(max_bytes + 1)
 
 
 def is_transposed(stored: Iterable[int], own: Iterable[int]) -> bool:
-    """Whether two stacks of matrices differ in that each matrix is transposed.
+    """Return whether two stacks of matrices differ only by a transpose of each matrix.
 
-    Files of some models hold experts so; trainer and engines hold them as transformers does.
+    The files of some models store experts that way. Trainer and engines use transformers' layout.
     """
-    one, other = tuple(stored), tuple(own)
-    return len(one) > 2 and one != other and one == (*other[:-2], other[-1], other[-2])
+    first, second = tuple(stored), tuple(own)
+    return len(first) > 2 and first != second and first == (*second[:-2], second[-1], second[-2])

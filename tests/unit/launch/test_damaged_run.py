@@ -223,7 +223,7 @@ def test_a_history_of_weights_that_is_cut_is_refused_or_goes_on_in_a_new_line(
         (tmp_path / HISTORY).write_bytes(whole[:size])
         has_needed = size >= len(b"".join(lines[:2]))
         if not has_needed:  # the checkpoint is of step 3, and version 3 may have been on its way
-            with pytest.raises(ResumeRefused, match=r"history.jsonl does not hold version [12],"):
+            with pytest.raises(ResumeRefused, match=r"history.jsonl lacks version [12],"):
                 check_history(tmp_path, 3)
             assert (tmp_path / HISTORY).read_bytes() == whole[:size], "it stays as it is"
             continue

@@ -263,7 +263,7 @@ def test_the_chats_of_a_run_know_what_no_answer_may_hold(
         async with listening(app) as address:
             chats = build_policy_chats(config, [address], store)
             for token, told in (
-                (chats.renderer.vocab_size, "of a vocabulary of"),
+                (chats.renderer.vocab_size, "for a vocabulary of"),
                 (chats.renderer.pad_token_ids[0], "which is banned"),
             ):
                 answers.append(build_answer(TEXT, token, STOP))
