@@ -98,7 +98,7 @@ def test_one_of_two_servers_is_killed_and_a_third_takes_its_place(tmp_path: Path
         events = list(read_events(job.run_dir.metrics))
         assert not [event for event in events if event.kind == "dropped"], "no rollout was lost"
         words = [str(event.values["words"]) for event in events if event.kind == "process"]
-        assert any("the server is stopped or gone" in line and a in line for line in words)
+        assert any("It has stopped" in line and a in line for line in words)
         last = ledger(job.run_dir)[-1][0]
         # The list outlasts the processes; the third server is one of the run's own from now on.
         before = ask(c, "/sightline/v1/stats")["totals"]["finished"]

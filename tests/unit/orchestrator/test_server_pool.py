@@ -155,7 +155,7 @@ def test_a_server_that_returns_is_taken_back_when_it_has_caught_up(
         assert one.pool.servers[a.url].version == 2
         if how != "is started again":
             lost, back = [line for line in one.words() if line.startswith(a.url)][-2:]
-            assert "the server is stopped or gone" in lost and "answers again, after" in back
+            assert "It has stopped" in lost and "answers again, after" in back
 
     play(tmp_path, scene, times=QUICK if how == "hangs" else PATIENT)
 
