@@ -28,27 +28,26 @@ Rows = Int[np.ndarray, " rows"]
 # transformers hands the boundaries of images to attention functions with "flash" in their name.
 ATTENTION_NAME = "sightline_flash"
 COMPILABLE_PATTERNS = (attention_cuda.FlexTreePattern, attention_cuda.VarlenPattern)
-"""What a compiler takes into the graph of its block: what differs from pack to pack is data."""
+"""Patterns that a compiler can trace, because packs differ in data only."""
 
 
 class AttentionPattern(Protocol):
     state: Any
-    """State of recurrent layers so far, in a cache of transformers that they update; None where
-    they begin here and nobody needs their state afterwards. Then `subtree_end` of the pattern says
-    where: that of a pack has it."""
+    """Cache with the state of recurrent layers, which they update. None if they start here and the
+    state is not needed later; then the pattern's `subtree_end` says where sequences start."""
 
     def attend(self, layer: int, q: Queries, k: Keys, v: Values, scaling: float) -> Attended: ...
 
 
 def register_attention(opaque: bool = False, exact: bool = False) -> str:
-    """Makes the function known to transformers, and returns its name.
+    """Register the attention function with transformers, and return its name.
 
-    No function for masks goes with it: transformers then makes none, and does not search the
-    positions for packed sequences, which it would have to ask the device for.
+    There is no mask function, so transformers builds no masks and does not search the positions for
+    packed sequences, which would synchronize with the device.
 
-    A compiler leaves an `opaque` one as it is, unless its pattern is of `COMPILABLE_PATTERNS`:
-    others differ from pack to pack in more than data, and each would be compiled anew. An `exact`
-    one attends to images in a trainer as in an engine, where no gradients are taken.
+    A compiler does not trace an `opaque` function unless its pattern is in `COMPILABLE_PATTERNS`.
+    Other patterns would be compiled again for each pack. An `exact` function attends to images in a
+    trainer as in an engine.
     """
     name = f"{ATTENTION_NAME}_exact" if exact else ATTENTION_NAME
     plain = partial(_attention_forward, exact=exact)
@@ -169,7 +168,7 @@ class _PaddedRows:
         self._real = torch.from_numpy(np.flatnonzero(is_real)).to(device)
 
     def attend(self, q: Queries, k: Keys, v: Values, scaling: float) -> Tensor:
-        """What the tokens of the rows attend to, row after row."""
+        """Return the attention output of the rows' tokens, row after row."""
         gqa = q.shape[1] != k.shape[1]
         rows = (self._split(x) for x in (q, k, v))
         out = attend(*rows, scale=scaling, enable_gqa=gqa, **self._options)

@@ -36,7 +36,7 @@ BLOCK = 128
 TREE_BUCKET = 1024
 """Trees are padded to a multiple, so that few shapes of masks are seen."""
 HALF_DTYPES = (torch.bfloat16, torch.float16)
-"""What the kernels for rows take."""
+"""Dtypes that the kernels for rows support."""
 
 
 def is_supported(x: Tensor) -> bool:
@@ -98,8 +98,8 @@ def _attend_sequences(
 def is_cudnn_usable(
     heads: tuple[int, int], width: int, causal: bool, device: torch.device, dtype: torch.dtype
 ) -> bool:
-    """Whether cuDNN takes such heads (of queries, and of keys), and gives the outputs and gradients
-    that the kernels for rows of any lengths give."""
+    """Return whether cuDNN supports such heads (of queries and keys), with the same outputs and
+    gradients as the kernels for rows of any lengths."""
     return _try_cudnn(heads, width, causal, device, dtype)
 
 

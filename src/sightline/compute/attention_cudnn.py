@@ -34,17 +34,17 @@ MAX_GROUPS = 4
 MAX_PADDING_RATIO = 1.3
 """Pairs of attention with padding over pairs without."""
 ROW_BUCKET = 256
-"""Padded rows have a multiple of so many tokens, so that shapes come back."""
+"""Rows are padded to a multiple of this, so that shapes repeat."""
 
 
 class ShapeCounter:
-    """Which shapes came back, of the last so many."""
+    """Counts repeated shapes among the most recent ones."""
 
     def __init__(self, kept: int = 4096) -> None:
         self._seen: LRUCache[tuple[int, int], int] = LRUCache(kept)
 
     def count_shape(self, rows: int, length: int) -> bool:
-        """Whether the shape has been asked for often enough, this time counted."""
+        """Count a shape, and return whether it has occurred often enough."""
         count = self._seen[rows, length] = self._seen.get((rows, length), 0) + 1
         return count >= MIN_SHAPE_REPEATS
 
@@ -54,10 +54,9 @@ _decision_by_bounds: Any = WeakIdKeyDictionary()
 
 
 def decide_images(ends: Bounds, longest: int, total: int) -> bool:
-    """Whether images that end at `ends` are of one length, and it came back.
+    """Return whether images that end at `ends` have one length that has repeated.
 
-    Decided once for a micro-batch: its boundaries are one tensor for all layers, also for those
-    that are computed again.
+    Decided once per micro-batch: all layers share its tensor of boundaries, also recomputed ones.
     """
     if not torch.is_grad_enabled():
         return False

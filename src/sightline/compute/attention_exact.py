@@ -1,8 +1,8 @@
-"""Attention that gives a query the same bits in any company, for `[model] exact = true`.
+"""Batch-invariant attention for `[model] exact = true`.
 
-Queries go in tiles of a fixed size over keys in pages, whether a sequence is trained whole, comes
-in chunks or decodes a token: what a query sums up, and in which order, hangs on its own keys alone.
-On CUDA the tiles go through the kernel that decodes.
+Tiles of queries with a fixed size attend to pages of keys, whether a sequence is trained whole,
+prefilled in chunks or decoded. So the order of a query's sums depends on its own keys only. On CUDA
+the tiles use the decoding kernel.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ PAGE = 64
 TILE_ROWS = {"cpu": 16, "cuda": 64}
 """Queries of a tile, times the heads that share their keys."""
 QUERIES_AT_ONCE = 4096
-"""What so many hold on the way is let go before the next."""
+"""Queries per pass. Buffers are freed before the next pass."""
 
 KeyPages = Float[Tensor, "pages page kv_heads width"]
 ValuePages = Float[Tensor, "pages page kv_heads value_width"]
@@ -35,7 +35,7 @@ ValuePages = Float[Tensor, "pages page kv_heads value_width"]
 
 @contextlib.contextmanager
 def without_onednn() -> Iterator[None]:
-    """oneDNN is picked by the number of rows, and of products."""
+    """Disable oneDNN, whose use depends on the number of rows and products."""
     backend: Any = torch.backends.mkldnn  # torch's stubs take the switch for constant
     before, backend.enabled = backend.enabled, False
     try:
@@ -56,7 +56,7 @@ class Tiles:
     queries: Int[Tensor, "tiles queries"]
     """Places in the run."""
     places: Int[Tensor, " tokens"]
-    """Where each token of the run is among the queries of all tiles."""
+    """Index of each token of the run among the queries of all tiles."""
     block_tables: Int[Tensor, "tiles row_pages"]
     first_seen: Int[Tensor, " tiles"]
     """Keys that the first query sees; each of the others sees one more, up to `seq_lens`."""
@@ -91,13 +91,13 @@ def build_tiles(
 def attend_run(
     q: TokenQueries, keys: KeyPages, values: ValuePages, tiles: Tiles, scaling: float
 ) -> Float[Tensor, "tokens heads value_width"]:
-    """What the tokens of a run attend to."""
-    found, at_once = [], max(1, QUERIES_AT_ONCE // tiles.queries.shape[1])
+    """Return the attention output of a run's tokens."""
+    outputs, at_once = [], max(1, QUERIES_AT_ONCE // tiles.queries.shape[1])
     for at in range(0, len(tiles.queries), at_once):
         part = slice(at, at + at_once)
         seen = (tiles.block_tables[part], tiles.seq_lens[part], tiles.first_seen[part])
-        found.append(attend_tiles(q[tiles.queries[part]], keys, values, *seen, scaling))
-    return torch.cat(found).flatten(0, 1)[tiles.places]
+        outputs.append(attend_tiles(q[tiles.queries[part]], keys, values, *seen, scaling))
+    return torch.cat(outputs).flatten(0, 1)[tiles.places]
 
 
 def attend_tiles(
@@ -109,10 +109,10 @@ def attend_tiles(
     first_seen: Int[Tensor, " tiles"],
     scaling: float,
 ) -> Float[Tensor, "tiles queries heads value_width"]:
-    """What the queries of each tile attend to.
+    """Return the attention output of each tile's queries.
 
-    On a CPU every product is of one tile and one page, and pages that a query does not see add
-    zeros to what it has.
+    On a CPU every product covers one tile and one page, and pages that a query does not see add
+    zeros.
     """
     if q.is_cuda:
         from sightline.compute.triton_kernels import attend_paged
@@ -182,7 +182,7 @@ class ExactPattern:
 
     @cached_property
     def plain(self) -> AttentionPattern:
-        """What says the same but for rounding, and has gradients."""
+        """A pattern with the same result up to rounding, which has gradients."""
         ends = np.repeat(np.cumsum(self._lengths), self._lengths)
         return build_attention_pattern(ends, self._device, self._dtype)
 

@@ -82,13 +82,13 @@ def find_transposed(opened: TensorFiles, own: Mapping[str, Tensor]) -> list[str]
 
 
 class LocalRows(NamedTuple):
-    """What a rank holds of a tensor."""
+    """A rank's rows of a tensor."""
 
     rows: Tensor
     first: int
-    """The place of the first of them in the full tensor."""
+    """Index of the first row in the full tensor."""
     shape: tuple[int, ...]
-    """The full tensor's."""
+    """Shape of the full tensor."""
 
 
 def fill_rows(model: Any, folder: Path, own: Mapping[str, LocalRows]) -> set[str]:

@@ -1,11 +1,11 @@
-"""`[model] exact = true`: a token's result hangs on its own sequence alone, bit for bit.
+"""`[model] exact = true`: batch invariance. A token's result depends only on its own sequence.
 
-Sampler and trainer load their model here and compute with the same functions. What lies between
-matrices is row by row as it is. Products of matrices are not: libraries pick a kernel by the number
-of rows, so each gets a number of rows that gives a row the same bits, which is tried at the start.
-On a CPU they all have `ROWS` rows, one thread computes, and a pass has a multiple of `ROWS` tokens:
-the last few values of a vector are computed by other instructions, and an image goes through the
-vision tower alone. On CUDA images go through it together, whose products are computed likewise.
+Sampler and trainer load their model here and compute with the same functions. Operations between
+matrix products work row by row already. For matrix products, libraries choose a kernel by the
+number of rows, so each product gets a number of rows for which a row has the same bits; this is
+tested at the start. On a CPU all products have `ROWS` rows, one thread computes, and a pass has a
+multiple of `ROWS` tokens, because other instructions compute the last few values of a vector. Each
+image goes through the vision tower alone. On CUDA images go through the tower together.
 """
 
 from __future__ import annotations
@@ -86,8 +86,8 @@ def _check_kind(forward: Forward, device: torch.device, dtype: torch.dtype) -> N
     stacked = [n for n, p in forward.model.named_parameters() if p.ndim > 2 and id(p) not in inside]
     if stacked:
         raise ConfigError(
-            f"[model] exact = true, and {stacked[0]} holds several matrices: how many rows each "
-            "gets hangs on the other rows",
+            f"[model] exact = true does not work with {stacked[0]}, which holds several matrices: "
+            "the number of rows of each depends on other rows",
             "choose a model without experts, or remove exact",
         )
 
@@ -97,7 +97,7 @@ def _has_own_product(module: nn.Module) -> bool:
 
 
 def _is_patch_product(module: nn.Module) -> bool:
-    """Whether it computes a row from each patch, where it is given one patch a row."""
+    """Return whether it computes one row from each patch."""
     return isinstance(module, nn.Conv2d | nn.Conv3d) and (
         module.kernel_size == module.stride and module.groups == 1 and not any(module.padding)
     )
@@ -207,7 +207,7 @@ def find_rows(name: str, module: Any, device: torch.device, dtype: torch.dtype) 
 
 
 def _is_same(x: Tensor, whole: Tensor, num: int, *how: Any) -> bool:
-    """Whether `num` rows, the first and the last, are what they are in the whole."""
+    """Return whether the first and the last `num` rows alone equal those of the whole."""
     return torch.equal(multiply(x[:num], *how), whole[:num]) and torch.equal(
         multiply(x[-num:], *how), whole[-num:]
     )

@@ -25,12 +25,12 @@ from sightline.compute.plain_gradient import call_exact
 
 TRIAL_TOKENS = 5
 TOLERANCE = 1e-2
-"""Of the norm of what the original says: twice bfloat16's rounding."""
+"""Relative to the norm of the original output: twice bfloat16's rounding."""
 
 
 def fuse_layers(model: nn.Module, exact: bool = False) -> int:
-    """Replaces the forward passes that can be, in place; parameters keep their names, and are
-    written in place. Returns how many there were."""
+    """Replace supported forward passes in place, and return their number. Parameters keep their
+    names and can be written in place."""
     fused = 0
     same: dict[type[nn.Module], bool] = {}
     for module in model.modules():
@@ -50,7 +50,7 @@ def fuse_layers(model: nn.Module, exact: bool = False) -> int:
 
 def _find_replacement(module: Any, exact: bool) -> Callable[[Any, bool], Callable[..., Any]] | None:
     if _is_plain(module, "q_proj", "k_proj", "v_proj", "o_proj"):
-        # Twice as many outputs are gates beside the queries; a window is another attention. The
+        # Twice as many outputs would be queries and gates; a window is another attention. The
         # kernel takes a head as one block, whose width Triton wants to be a power of two.
         width = getattr(module, "head_dim", None)
         if (
@@ -79,7 +79,7 @@ def _find_replacement(module: Any, exact: bool) -> Callable[[Any, bool], Callabl
 
 
 def _is_plain(module: Any, *names: str) -> bool:
-    """Whether the module has these linear layers, all with a bias or none among the first ones."""
+    """Return whether the module has these linear layers, with consistent biases."""
     layers: list[Any] = [getattr(module, name, None) for name in names]
     if not all(type(layer) is nn.Linear for layer in layers):
         return False
@@ -87,7 +87,7 @@ def _is_plain(module: Any, *names: str) -> bool:
 
 
 def _join(exact: bool, *layers: nn.Linear) -> Callable[[Tensor], Sequence[Tensor]]:
-    """What each layer says: by one matrix, and bias, of which their own are parts."""
+    """Compute all layers with one matrix and bias, of which their own are views."""
     if exact:
         return lambda x: [layer(x) for layer in layers]
 
@@ -183,7 +183,7 @@ def _build_attention(module: Any, exact: bool) -> Callable[..., tuple[Tensor, No
 
 
 def _build_image_attention(module: Any, exact: bool) -> Callable[..., Tensor]:
-    """Of a vision tower, whose heads are turned in float32 by a handful of kernels a layer."""
+    """Fuse the attention of a vision tower, whose rotary embedding is in float32."""
     from sightline.compute.triton_kernels import rotate_heads
 
     width = int(module.head_dim)
@@ -214,7 +214,7 @@ def plain_rotate(
     q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, *norms: Tensor,
     eps: float = 0.0, rounds: bool = True,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
-    """What `rotate_heads` says."""
+    """Compute `rotate_heads` with plain torch operations."""
 
     def rotate(x: Tensor) -> Tensor:
         low, high = (x if rounds else x.float()).chunk(2, dim=-1)

@@ -1,7 +1,7 @@
-"""Weights in host memory: copied in the order of the device's own work, read when they are there.
+"""A copy of the weights in host memory, made without stalling the device.
 
-One set of buffers serves every version. On CUDA they are page-locked, and the copies are asked for
-without waiting: a training step that follows comes after them on the device.
+All versions share one set of buffers. On CUDA they are page-locked and the copies are asynchronous:
+the next training step follows them on the device.
 """
 
 from __future__ import annotations
@@ -26,13 +26,13 @@ class HostCopy:
     def take(
         self, tensors: NamedTensors, gather: Gather = keep_tensor, dtype: torch.dtype | None = None
     ) -> None:
-        """Copies floating tensors as `dtype`, where it is given, over what was copied before.
+        """Copy the tensors, floating ones as `dtype` if given, over the previous copy.
 
         Sharded tensors are gathered one by one, so that the device holds one of them at a time.
         """
         on_cuda = False
         for name, gathered in iterate_gathered(tensors, gather):
-            # Narrowed before it travels, and on the device.
+            # Converted on the device, before the copy.
             part = gathered.to(resolve_dtype(gathered, dtype))
             self._buffer(name, part).copy_(part, non_blocking=True)
             on_cuda |= part.is_cuda
@@ -45,8 +45,10 @@ class HostCopy:
             del self._buffers[gone]
 
     def tensors(self) -> NamedTensors:
-        """The buffers, when all that was taken last has arrived. Any thread may call; the next
-        `take` writes into the same buffers, so the publisher must have written them by then."""
+        """Wait for the last copy and return the buffers. Any thread may call.
+
+        The next `take` overwrites the buffers, so the publisher must be done with them by then.
+        """
         if self._copied is not None:
             self._copied.synchronize()
         return self._buffers

@@ -1,10 +1,10 @@
-"""Versions that are adapters: small matrices A and B, and a base whose W they make W + s B A.
+"""Versions that are LoRA adapters: matrices A and B that turn W of a base into W + s B A.
 
     tensors of a version: W.lora_A (r, in), W.lora_B (out, r) for each W that is adapted,
                           and those parameters that train without adapters
 
-An engine that takes them keeps to the checkpoint that it was started with, and merges anew for each
-version: what it computes with is what it would have been sent merged.
+An engine merges each version into the checkpoint that it was started with, so it computes with the
+same weights as if it had received them merged.
 """
 
 from __future__ import annotations
@@ -61,7 +61,7 @@ def digest_tensors(tensors: Iterable[tuple[str, Tensor]], dtype: torch.dtype | N
 
 
 class AdapterBase:
-    """What adapters are added to: a checkpoint, read when the first of them comes."""
+    """The base of adapters: a checkpoint, read when the first adapters come."""
 
     def __init__(self, read: Callable[[], NamedTensors]) -> None:
         self._read = read

@@ -14,19 +14,19 @@ import torch
 from torch import Tensor
 
 _backend = ""
-"""Of torch.compile, for the gradients of formulas; empty where they are not compiled."""
+"""Backend of torch.compile for the gradients of formulas; empty if not compiled."""
 
 
 def compile_gradients(backend: str) -> None:
-    """From now on gradients of formulas are compiled in this process: a kernel or two for each."""
+    """Compile the gradients of formulas in this process from now on."""
     global _backend
     _backend = backend
 
 
 def call_exact(exact: Callable[..., Any], plain: Callable[..., Any], *inputs: Tensor) -> Any:
-    """What `exact` says, a tensor or several, with the gradients of `plain`.
+    """Return the result of `exact`, with the gradients of `plain`.
 
-    A `partial` of a function is taken for a formula, which can be compiled.
+    A `partial` of a function counts as a formula, which can be compiled.
     """
     if not torch.is_grad_enabled():
         return exact(*inputs)

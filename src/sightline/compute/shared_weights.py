@@ -1,5 +1,5 @@
-"""Weights from trainer to servers of its machine through memory that both see: CUDA IPC on a GPU, a
-mapped file on the CPU. No byte of them goes over a disk.
+"""Weights in memory that the trainer shares with the servers of its machine: CUDA IPC on a GPU, a
+mapped file on the CPU.
 
     trainer --exclusive lock--> copy, digest --label, unlock--> manifest --> orchestrator --> adopt
     server  --shared lock, label and digest as the manifest says--> copy between two steps --unlock
@@ -7,9 +7,9 @@ mapped file on the CPU. No byte of them goes over a disk.
       the trainer waits to write: servers that still copy the version before
       a server waits to read: the trainer's copy
 
-There is one buffer, whose newest version any server may copy at any time, also one that joins late.
-Locks are the kernel's (`flock`): those of a process that dies go with it, in the middle of a copy,
-too. What a trainer held that is gone is not touched; it publishes anew when it is back.
+There is one buffer. Any server may copy its newest version at any time, even one that joins late.
+Locks are the kernel's (`flock`), so the locks of a process that dies are released. Servers do not
+read the memory of a trainer that is gone; it publishes again when it is back.
 """
 
 from __future__ import annotations
@@ -51,10 +51,10 @@ from sightline.errors import WeightsError, WeightsGone
 from sightline.wire.weights import Manifest, write_manifest
 
 LOCK, OWNER, HOST_MEMORY = "shared.lock", "shared.owner", "shared.bin"
-"""Beside the folders of versions: whose turn it is, with the label of what the buffer holds; that
-the trainer lives; and the buffer, where it is the host's."""
+"""Files next to the folders of versions: the lock, which contains the label of the buffer's
+version; a lock that the trainer holds while it lives; and the buffer, for host memory."""
 LOCK_TIMEOUT_S = 600.0
-"""How long each side waits for the other, which copies for a fraction of a second."""
+"""How long each side waits for the other. A copy takes a fraction of a second."""
 LOCK_POLL_S = 0.001
 Flat = UInt8[Tensor, " bytes"]
 
@@ -63,7 +63,7 @@ class DeviceMemory(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """GPU memory as CUDA IPC describes it: the result of `torch.UntypedStorage._share_cuda_`."""
 
     uuid: str
-    """Of the GPU: processes may number GPUs differently."""
+    """The GPU's UUID, because processes may number GPUs differently."""
     handle: bytes
     nbytes: int
     offset: int
@@ -104,9 +104,10 @@ class SharedWeights(WeightPublisher):
     def take(
         self, tensors: NamedTensors, gather: Gather = keep_tensor, dtype: torch.dtype | None = None
     ) -> None:
-        """Copies floating tensors as `dtype`, where it is given, over the version before, once no
-        server copies that. On a GPU it does not wait for the copies: what is asked of the device
-        from now on comes after them."""
+        """Copy the weights over the version before, once no server copies that one.
+
+        On a GPU this does not wait for the copies, because later work on the device follows them.
+        """
         _lock(self._label, fcntl.LOCK_EX)
         os.ftruncate(self._label, 0)
         specs = describe_tensors(tensors, dtype)
@@ -116,7 +117,7 @@ class SharedWeights(WeightPublisher):
             self._tensors[name].copy_(gathered)
             del gathered  # before the next one is gathered
         assert self._buffer is not None
-        # Here and not in the publisher's thread: there it would come after the next step.
+        # Not in the publisher's thread, where it would run after the next step.
         self._sum.copy_(sum_words(self._buffer), non_blocking=True)
         if self._buffer.is_cuda:
             self._copied = torch.cuda.Event()
@@ -153,12 +154,14 @@ class SharedWeights(WeightPublisher):
 
 @contextmanager
 def map_shared(root: Path, manifest: Manifest) -> Iterator[dict[str, Tensor]]:
-    """The tensors of a version that stands in shared memory, checked against its digest; they stand
-    still until the end of the `with` block, which waits for what was asked of the device."""
+    """Return the tensors of a version in shared memory, checked against its digest.
+
+    They do not change until the end of the `with` block, which waits for the device.
+    """
     memory = manifest.read_payload(SharedMemory)
     gone = WeightsGone(
-        f"version {manifest.label} is no longer in the memory of its trainer",
-        "wait for the next version; a run whose trainer ended is resumed",
+        f"version {manifest.label} is no longer in the trainer's memory",
+        "wait for the next version, or resume the run if its trainer ended",
     )
     if not (root / LOCK).is_file() or not (root / OWNER).is_file():
         raise gone
@@ -168,10 +171,9 @@ def map_shared(root: Path, manifest: Manifest) -> Iterator[dict[str, Tensor]]:
             raise gone
         buffer = _map_memory(root, memory)
         try:
-            if finish_digest(memory.tensors, _sum_beside(buffer)) != manifest.weights_digest:
+            if finish_digest(memory.tensors, _sum_concurrently(buffer)) != manifest.weights_digest:
                 raise WeightsError(
-                    f"version {manifest.label} stands in shared memory with other bits than were "
-                    "announced",
+                    f"version {manifest.label} has other bits in shared memory than were announced",
                     "resume the run; the engine keeps the weights it has",
                 )
             yield _view(buffer, memory.tensors)
@@ -181,23 +183,23 @@ def map_shared(root: Path, manifest: Manifest) -> Iterator[dict[str, Tensor]]:
 
 
 def _count_bytes(specs: list[TensorSpec]) -> int:
-    """Bytes of the buffer: each tensor begins a row, as in the digest, and zeros fill its last."""
+    """Count the bytes of the buffer. Each tensor starts a row, as in the digest."""
     return ROW_BYTES * sum(count_rows(_nbytes(spec)) for spec in specs)
 
 
 def _nbytes(spec: TensorSpec) -> int:
     if spec.dtype not in TORCH_DTYPES or min(spec.shape, default=0) < 0:
-        raise WeightsError(f"{spec} is no tensor", "publish the version again")
+        raise WeightsError(f"{spec} is not a tensor", "publish the version again")
     return prod(spec.shape) * TORCH_DTYPES[spec.dtype].itemsize
 
 
 def _view(buffer: Flat, specs: list[TensorSpec]) -> dict[str, Tensor]:
-    found, at = {}, 0
+    tensors, at = {}, 0
     for spec in specs:
         data = buffer[at : at + _nbytes(spec)]
-        found[spec.name] = data.view(TORCH_DTYPES[spec.dtype]).view(spec.shape)
+        tensors[spec.name] = data.view(TORCH_DTYPES[spec.dtype]).view(spec.shape)
         at += ROW_BYTES * count_rows(len(data))
-    return found
+    return tensors
 
 
 def _map_memory(root: Path, memory: SharedMemory) -> Flat:
@@ -209,7 +211,7 @@ def _map_memory(root: Path, memory: SharedMemory) -> Flat:
         return _map_device(memory.device)
     path = root / HOST_MEMORY
     if path.is_symlink() or not path.is_file() or path.stat().st_size < nbytes:
-        raise WeightsError(f"{path} is no memory of {nbytes} bytes", "publish the version again")
+        raise WeightsError(f"{path} does not have {nbytes} bytes", "publish the version again")
     return _map_file(path, nbytes)
 
 
@@ -226,13 +228,13 @@ def _export(buffer: Flat) -> DeviceMemory:
 
 @lru_cache(maxsize=1)
 def _map_device(memory: DeviceMemory) -> Flat:
-    """Memory of another process; it is mapped once, and stays until a trainer shares another."""
+    """Map another process's memory. The mapping stays until a trainer shares another buffer."""
     count = torch.cuda.device_count()
     uuids = [str(torch.cuda.get_device_properties(index).uuid) for index in range(count)]
     if memory.uuid not in uuids:
         raise WeightsError(
-            f"the trainer shares memory of GPU {memory.uuid}, which this process does not see",
-            'let it see the GPU, or set [trainer] publish = "files"',
+            f"the trainer shares memory of GPU {memory.uuid}, which this process cannot see",
+            'make the GPU visible to it, or set [trainer] publish = "files"',
         )
     torch.cuda.init()
     index, kind = uuids.index(memory.uuid), torch.UntypedStorage
@@ -249,8 +251,8 @@ def _map_device(memory: DeviceMemory) -> Flat:
     return torch.empty(0, dtype=torch.uint8, device=f"cuda:{index}").set_(storage)
 
 
-def _sum_beside(buffer: Flat) -> int:
-    """The sum of the words; on a GPU beside the engine's steps, not behind them."""
+def _sum_concurrently(buffer: Flat) -> int:
+    """Sum the words; on a GPU, concurrently with the engine's steps."""
     if not buffer.is_cuda:
         return int(sum_words(buffer))
     with torch.cuda.stream(torch.cuda.Stream(buffer.device)):
@@ -266,14 +268,14 @@ def _lock(handle: int, kind: int) -> None:
         except BlockingIOError:
             if time.monotonic() > until:
                 raise WeightsError(
-                    f"another process holds weights/{LOCK} for {LOCK_TIMEOUT_S:.0f} s",
-                    "look for a process of the run that stands still, end it, and resume the run",
+                    f"another process has held weights/{LOCK} for {LOCK_TIMEOUT_S:.0f} s",
+                    "end the process of the run that hangs, and resume the run",
                 ) from None
             time.sleep(LOCK_POLL_S)
 
 
 def _is_locked(handle: int) -> bool:
-    """Whether another process has an exclusive lock."""
+    """Return whether another process has an exclusive lock."""
     try:
         fcntl.flock(handle, fcntl.LOCK_SH | fcntl.LOCK_NB)
     except BlockingIOError:

@@ -41,7 +41,7 @@ def connect_store(address: str, timeout_s: float) -> dist.TCPStore:
 
 
 class RendezvousStore:
-    """Where ranks that torchrun started learn which run they belong to: torchrun's own store."""
+    """Torchrun's own store, from which ranks learn which run they belong to."""
 
     def __init__(self, host: str, port: int, is_master: bool) -> None:
         if is_master:

@@ -24,7 +24,7 @@ SAFETENSORS_DTYPES = {
 }  # fmt: skip
 TORCH_DTYPES = {name: dtype for dtype, name in SAFETENSORS_DTYPES.items()}
 MIN_THREADED_BYTES = 1 << 20
-"""To hand less to another thread takes longer than to write it."""
+"""Passing less than this to another thread takes longer than writing it."""
 Gather = Callable[[Tensor], Tensor]
 NamedTensors = Mapping[str, Tensor]
 
@@ -34,19 +34,19 @@ def keep_tensor(tensor: Tensor) -> Tensor:
 
 
 def resolve_dtype(tensor: Tensor, dtype: torch.dtype | None) -> torch.dtype:
-    """The dtype that a tensor is written as: `dtype`, where that is given and the tensor floats."""
+    """Return the dtype that a tensor is written as: `dtype` if given, for floating tensors."""
     return dtype if dtype is not None and tensor.is_floating_point() else tensor.dtype
 
 
 def sort_names(tensors: NamedTensors, dtype: torch.dtype | None = None) -> list[str]:
-    """Names in the order of a file: wide elements come first, so that each tensor is aligned."""
+    """Return the names in file order: wide elements first, so that each tensor is aligned."""
     return sorted(tensors, key=lambda n: (-resolve_dtype(tensors[n], dtype).itemsize, n))
 
 
 def iterate_gathered(
     tensors: NamedTensors, gather: Gather = keep_tensor
 ) -> Iterator[tuple[str, Tensor]]:
-    """Every tensor, gathered, in the one order that all ranks keep to; one is held at a time."""
+    """Yield every gathered tensor in an order that all ranks share; one is held at a time."""
     for name in sort_names(tensors):
         with torch.no_grad():
             gathered = gather(tensors[name]).detach()
@@ -63,12 +63,10 @@ def write_tensors(
     transposed: Collection[str] = (),
     durable: bool = True,
 ) -> WeightFile:
-    """Writes `tensors`, floating ones as `dtype` where it is given. A `durable` file is synced, and
-    so outlasts a crash of the machine.
+    """Write `tensors`, floating ones as `dtype` if given. A `durable` file is synced to the disk.
 
-    Two pieces are held at once, on the host. Stacks of matrices that `transposed` names are written
-    with each matrix transposed. safetensors' own `save_file` wants all tensors in memory at once,
-    and reads the file again for its digest.
+    The host holds two pieces at a time. For stacks of matrices in `transposed`, each matrix is
+    written transposed. safetensors' `save_file` would need all tensors in memory at once.
     """
     sizes = {name: _transpose(name, tensor, transposed).shape for name, tensor in tensors.items()}
     kinds = {name: resolve_dtype(tensor, dtype) for name, tensor in tensors.items()}
@@ -89,8 +87,7 @@ def write_tensors(
         for part in (len(head).to_bytes(8, "little"), head):
             digest.update(part)
             file.write(part)
-        # A piece is hashed and written while the next one is fetched: for gigabytes each of
-        # these takes as long as the disk.
+        # A piece is hashed and written while the next one is fetched.
         busy: list[Future[object]] = []
         for name, gathered in iterate_gathered(tensors, gather):
             for data in iterate_pieces(_transpose(name, gathered, transposed), dtype):
@@ -112,8 +109,8 @@ def write_tensors(
 
 
 def _wait_for(busy: list[Future[object]]) -> None:
-    for one in busy:
-        one.result()
+    for future in busy:
+        future.result()
 
 
 def _transpose(name: str, tensor: Tensor, transposed: Collection[str]) -> Tensor:
@@ -121,15 +118,17 @@ def _transpose(name: str, tensor: Tensor, transposed: Collection[str]) -> Tensor
 
 
 def tensor_bytes(tensor: Tensor, dtype: torch.dtype | None = None) -> UInt8[Tensor, " bytes"]:
-    """The bytes of the tensor, as `dtype` where that is given and it floats, in host memory."""
+    """Return the tensor's bytes in host memory, as `dtype` if given and floating."""
     tensor = tensor.detach().to("cpu", resolve_dtype(tensor, dtype))
     return tensor.contiguous().reshape(-1).view(torch.uint8)
 
 
 def iterate_pieces(tensor: Tensor, dtype: torch.dtype | None = None) -> Iterator[memoryview]:
-    """The bytes of the tensor, as `dtype` where that is given and it floats, piece by piece in host
-    memory. From a GPU they come through page-locked memory, narrowed before: torch keeps such
-    memory for the next piece, and copies to any other are many times slower."""
+    """Yield the tensor's bytes in pieces, in host memory, as `dtype` if given and floating.
+
+    From a GPU they come through page-locked memory, which torch reuses. Copies to other memory are
+    many times slower.
+    """
     whole = tensor.detach().to(resolve_dtype(tensor, dtype)).contiguous()
     for piece in whole.reshape(-1).view(torch.uint8).split(PIECE_BYTES):
         if piece.is_cuda:
@@ -138,7 +137,7 @@ def iterate_pieces(tensor: Tensor, dtype: torch.dtype | None = None) -> Iterator
 
 
 def is_intact(folder: Path, file: WeightFile) -> bool:
-    """Whether the file in `folder` has the size and the checksum that its manifest says."""
+    """Return whether the file in `folder` has the size and checksum of its manifest."""
     path = folder / file.name
     if not path.is_file() or path.stat().st_size != file.nbytes:
         return False
@@ -147,7 +146,7 @@ def is_intact(folder: Path, file: WeightFile) -> bool:
 
 
 def fsync_path(path: Path) -> None:
-    """Waits until a file, or the names in a folder, outlast the machine."""
+    """Sync a file, or the names in a folder, to the disk."""
     handle = os.open(path, os.O_RDONLY)
     try:
         os.fsync(handle)

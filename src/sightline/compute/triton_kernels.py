@@ -132,12 +132,12 @@ def attend_paged(
     scaling: float,
     first_seen: Tensor | None = None,
 ) -> Tensor:
-    """What each row's one query (rows, heads, width) attends to.
+    """Return the attention output of each row's query (rows, heads, width).
 
     Row i sees its first `seq_lens[i]` keys, in the blocks that `block_tables[i]` lists, of keys and
     values (blocks, block_size, kv_heads, width). With `first_seen` a row has several queries (rows,
-    queries, heads, width): the first sees so many keys, and each of the others one more, up to
-    `seq_lens[i]`. What a query gets is bit for bit what it gets alone.
+    queries, heads, width): the first sees `first_seen[i]` keys, and each further query one more, up
+    to `seq_lens[i]`. The result of a query has the same bits as if it were alone.
     """
     shape = (*q.shape[:-1], values.shape[-1])
     queries = 1 if first_seen is None else q.shape[1]

@@ -1,7 +1,7 @@
-"""Weight files: safetensors and a manifest that is written last.
+"""Weight files: safetensors, and a manifest that is written last.
 
-A reader sees a manifest only when all that it names is written. A machine that goes down may take
-the newest versions with it: they are made again from the last checkpoint, which outlasts it.
+A reader sees a manifest only when all its files are complete. Files are not synced: a crash of the
+machine may lose the newest versions, which are made again from the last checkpoint.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ from sightline.wire.weights import (
 )
 
 MAX_FILE_BYTES = 1 << 29
-"""A larger model is several files, beside each other: a core digests one of them at a time."""
+"""Larger models are split into several files, which are hashed in parallel."""
 MAX_THREADS = 8
 
 
@@ -61,10 +61,10 @@ def write_weights(
     run: str = "",
     max_file_bytes: int = MAX_FILE_BYTES,
 ) -> tuple[Path, Manifest]:
-    """Publishes `tensors` as `root/v<version>` and returns its manifest's path.
+    """Publish `tensors` as `root/v<version>`, and return the manifest with its path.
 
-    A version keeps its meaning: made again with the same bits it is the same version, with
-    other bits it becomes the next epoch of it.
+    A version made again with the same bits is the same version. With other bits it becomes its next
+    epoch.
     """
     part = root / f".v{version:06d}.part"
     shutil.rmtree(part, ignore_errors=True)
@@ -124,16 +124,16 @@ class StorePublisher(FilesPublisher):
         return path, self.put(path, structs.replace(manifest, transport=draft.transport))
 
     def put(self, path: Path, manifest: Manifest) -> Manifest:
-        """Moves the files of the manifest at `path`; parts of the version before are there."""
+        """Move the files of the manifest at `path` to the store, which has earlier parts."""
         sent = {part for _, parts in self._last.values() for part in parts}
         files = [self._put_file(path.with_name(file.name), file, sent) for file in manifest.files]
         moved = structs.replace(manifest, files=files)
         write_atomic(path, msgspec.json.encode(moved))
         newest = {file.name: (path.with_name(file.name), file.parts) for file in files}
-        kept = {one for one, _ in newest.values()} if self._has_deltas else set()
-        for one, _ in (*self._last.values(), *newest.values()):
-            if one not in kept:
-                one.unlink(missing_ok=True)
+        bases = {file for file, _ in newest.values()} if self._has_deltas else set()
+        for file, _ in (*self._last.values(), *newest.values()):
+            if file not in bases:
+                file.unlink(missing_ok=True)
         self._last = newest
         return moved
 
@@ -147,7 +147,7 @@ class StorePublisher(FilesPublisher):
 def _split_into_files(
     tensors: NamedTensors, stem: str, max_file_bytes: int
 ) -> dict[str, dict[str, Tensor]]:
-    """Which tensors each file gets, by its name; more than `max_file_bytes` only for one tensor."""
+    """Split tensors into files by name. Only a single tensor may exceed `max_file_bytes`."""
     shares: list[dict[str, Tensor]] = [{}]
     nbytes = 0
     for name in sort_names(tensors):
@@ -165,7 +165,7 @@ def _split_into_files(
 
 
 def _has_version(target: Path, manifest: Manifest) -> bool:
-    """Whether the version stands there already, and is still what it was."""
+    """Return whether an intact copy of the version already exists."""
     path = target / MANIFEST
     if not path.is_file() or path.read_bytes() != msgspec.json.encode(manifest):
         return False
@@ -183,11 +183,11 @@ def read_tensors(folder: Path, manifest: Manifest) -> dict[str, Tensor]:
     """Return the tensors of a manifest's files in `folder`, checked against its digests."""
     tensors: dict[str, Tensor] = {}
     with ThreadPoolExecutor(MAX_THREADS, "weights") as pool:
-        for found in pool.map(partial(_read, folder), manifest.files):
-            tensors |= found
+        for file_tensors in pool.map(partial(_read, folder), manifest.files):
+            tensors |= file_tensors
     if manifest.weights_digest and digest_weights(tensors) != manifest.weights_digest:
         raise WeightsError(
-            f"the files of {folder} are whole, and not the weights that their manifest names",
+            f"the files of {folder} are intact, but are not the weights of their manifest",
             "publish the version again; the engine keeps the weights it has",
         )
     return tensors
@@ -203,22 +203,22 @@ def _read(folder: Path, file: WeightFile) -> dict[str, Tensor]:
         what = f"{len(data)} bytes, not {file.nbytes}, or another checksum"
         raise _other_file_error(path, what)
     try:
-        return load(data)  # from the bytes that were checked: the file may go meanwhile
+        return load(data)  # from the verified bytes, because the file may be removed
     except SafetensorError as error:
         raise WeightsError(
-            f"{path} is no safetensors file: {error}", "publish the version again"
+            f"{path} is not a safetensors file: {error}", "publish the version again"
         ) from error
 
 
 def _other_file_error(path: Path, what: str) -> WeightsError:
     return WeightsError(
-        f"{path} is not the file that its manifest names ({what})",
+        f"{path} does not match its manifest ({what})",
         "publish the version again; the engine keeps the weights it has",
     )
 
 
 def adopt_into(model: torch.nn.Module, tensors: dict[str, Tensor]) -> None:
-    """Copies `tensors` into the model, all or nothing: names and shapes are checked first."""
+    """Copy `tensors` into the model. Names and shapes are checked before anything changes."""
     own = dict(model.named_parameters())
     check_parameters(own, tensors)
     with torch.no_grad():
@@ -227,11 +227,11 @@ def adopt_into(model: torch.nn.Module, tensors: dict[str, Tensor]) -> None:
 
 
 def check_parameters(own: NamedTensors, tensors: NamedTensors) -> None:
-    """Raises unless both name the same parameters, with the same shapes."""
+    """Raise unless both have the same parameters with the same shapes."""
     if own.keys() != tensors.keys():
         odd = sorted(own.keys() ^ tensors.keys())[:3]
         raise WeightsError(
-            f"weights name other parameters than the model, such as {odd}",
+            f"the weights and the model have different parameters, such as {odd}",
             "serve the checkpoint that the trainer trains",
         )
     for name, parameter in own.items():
