@@ -433,7 +433,7 @@ def test_a_message_reaches_the_process_that_it_was_sent_to_or_none(address: str)
     hub, first = Hub(address, SECRET), open_spoke(address)
     meet(hub, first)
     second = open_spoke(address)  # it has a model to load before it says anything
-    with pytest.raises(PeerLost, match="hears another of its name"):
+    with pytest.raises(PeerLost, match="replaced this process"):
         first.receive(30.0)
     hub.send("a", b"for the first")
     meet(hub, second)

@@ -109,7 +109,7 @@ def listen(channel: RankChannel) -> None:
     try:
         while True:
             channel.take_next()
-    except Exception as error:  # the other ranks are told, and this one ends
+    except Exception as error:  # tell the other ranks, and end this one
         channel.claim_end()
         channel.fail(f"{type(error).__name__}: {error}")
         traceback.print_exception(error)

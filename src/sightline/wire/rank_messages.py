@@ -21,7 +21,7 @@ def rank_process_name(rank: int, lead: str = "trainer") -> str:
 
 
 class Rendezvous(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """Where the ranks of one trainer meet. It holds no secret."""
+    """The addresses at which a trainer's ranks meet. It contains no secret."""
 
     run_dir: str
     address: str

@@ -83,7 +83,7 @@ class Manifest(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     transport: str = FILES
     """Name of the weight transport that reads this manifest (`compute.weight_transport`)."""
     payload: dict[str, Any] = {}
-    """What that transport needs in addition to `files`."""
+    """Data for that transport, in addition to `files`."""
     adapter: Adapter | None = None
     """The base of adapters; None for full weights."""
     run: str = ""

@@ -207,5 +207,5 @@ def test_an_atomic_write_that_fails_leaves_nothing_behind(tmp_path: Path) -> Non
 
 
 def test_lists_of_different_length_are_refused() -> None:
-    with pytest.raises(Misaligned, match="one entry a slot"):
+    with pytest.raises(Misaligned, match="one entry per slot"):
         request(kwargs_data={"image": []}).slots()
