@@ -41,11 +41,8 @@ async def main(
     evaluator: str,
     secret: str,
 ) -> None:
-    """Run the loop to its end, or until a signal.
-
-    `evaluator` is the address of the background evaluator's server; empty for none. `secret` is the
-    run's secret.
-    """
+    """Run the loop to its end, or until a signal. `evaluator` is the address of the background
+    evaluator's server, if there is one."""
     events = EventLog(run_dir.metrics, "orchestrator")
     workers = [f"worker-{i}" for i in range(config.rollout.workers)]
     # Servers on other machines join and report their address.
