@@ -91,7 +91,7 @@ def test_a_trainer_whose_last_words_nobody_heard_has_failed(
     monkeypatch.setattr(process.loop, "run", train_when_nobody_hears)
     with ThreadPoolExecutor(1) as pool:
         cut = pool.submit(cut_off_after_the_start)
-        with pytest.raises(ProcessFailed, match="has not acknowledged the last messages"):
+        with pytest.raises(ProcessFailed, match="has not acknowledged the trainer's last messages"):
             ranks = RankInfo(hub_key=derive_spoke_key("s", "trainer"))
             process.run(config, run_dir, ranks, "trainer", address)
 
