@@ -21,4 +21,4 @@ BENCHMARKS = {
     "store": "throughput of each kind of image store",
     "trl": "the demo's training step, compared with TRL's",
 }
-"""What each benchmark measures, by module name."""
+"""The subject of each benchmark, by module name."""

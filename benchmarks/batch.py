@@ -1,13 +1,13 @@
 """`python -m benchmarks batch`: many requests at once, each with an image and a length of its own.
 
-The embedded engine, over HTTP, beside transformers' `generate`: called for one request after
+The embedded engine, over HTTP, compared with transformers' `generate`: called for one request after
 another (on a few of the requests, spread over their lengths), and once for all of them as a padded
 batch. Greedy, equally many tokens for each. Pixels are made beforehand on both sides; the vision
 tower, the prompts and the answers are computed in the measured time, and no side keeps anything.
 
-With `--rows` it measures decoding alone: steps of so many rows of mixed lengths, which leave and
-join, against the time to read weights, keys and values once at the measured copy bandwidth. With
-`--prompts` it measures prompts alone: so many at once, an image of 640x480 each, tower included,
+With `--rows` it measures decoding alone: steps of N rows of mixed lengths, which leave and join,
+against the time to read weights, keys and values once at the measured copy bandwidth. With
+`--prompts` it measures prompts alone: N at once, an image of 640x480 each, tower included,
 against the measured speed of one large matrix product.
 """
 
@@ -86,7 +86,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--exact", action="store_true", help="also with [model] exact = true")
     parser.add_argument(
         "--rows", type=_read_numbers, metavar="N,N",
-        help="measure decoding with so many rows, such as 16,64,256, against the memory's limit",
+        help="measure decoding with N rows, such as 16,64,256, against the memory's limit",
     )  # fmt: skip
     parser.add_argument(
         "--lengths", type=_read_numbers, default=[1000, 4000], metavar="N,N",
@@ -94,7 +94,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )  # fmt: skip
     parser.add_argument(
         "--prompts", type=_read_numbers, metavar="N,N",
-        help="measure so many prompts at once, such as 4,64, against the matrix peak",
+        help="measure N prompts at once, such as 4,64, against the matrix peak",
     )  # fmt: skip
     parser.add_argument("--baseline", type=Path, help=argparse.SUPPRESS)
 

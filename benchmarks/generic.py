@@ -38,7 +38,7 @@ class Side:
     ready: Any
 
     def build_work(self, size: tuple[int, int]) -> Timed:
-        """What is measured. All but the step is a turn that shows one new screenshot."""
+        """Return the work to measure. All but the step is a turn with one new screenshot."""
         bench, forward = self.bench, self.learner.forward
         family, store = bench.family, bench.store
         ref = bench.put_screen(size)

@@ -1,4 +1,4 @@
-"""`python -m benchmarks load`: how long a small request takes beside a thousand rollouts."""
+"""`python -m benchmarks load`: how long a small request takes during a thousand rollouts."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ from sightline.wire.generate import GenerateRequest, GenerateResponse, SamplingP
 
 MAX_LEN = 2048
 MAX_TIMES = 5.0
-"""The target: the 99th percentile is at most so many times the median."""
+"""The target: the highest allowed ratio of the 99th percentile to the median."""
 IDLE_S, RAMP_S = 5.0, 2.0
 CLIENTS = {"the same client": "127.0.0.1", "another client": "127.0.0.2"}
 """Addresses that small requests come from; the rollouts come from the first."""
@@ -59,8 +59,8 @@ class Measured:
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.description = (
-        "Keeps so many rollouts in flight at a server, a new image every turn, and sends requests "
-        "for one token beside them, a few at a time, from the address of the rollouts and from "
+        "Keeps many rollouts in flight at a server, a new image every turn, and sends requests "
+        "for one token at the same time, a few at once, from the address of the rollouts and from "
         "another one; before that, the same at an idle server. Memory is that of the server's "
         "processes."
     )

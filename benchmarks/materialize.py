@@ -56,7 +56,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "Turns a decoded screenshot into what is sent to the device, on one thread: "
         "our uint8 patches, and the float rows of transformers' Pillow processor (and of its "
         "torchvision one, where that is importable). Both are compared in the same run, after our "
-        "table has turned ours into floats. Beside it, the same from PNG and JPEG bytes, with the "
+        "table has turned ours into floats. It also measures PNG and JPEG bytes, with the "
         "shares of decoding, resizing, gathering and digest."
     )
     parser.add_argument("--sizes", nargs="+", default=SIZES, help="default: %(default)s")
@@ -196,7 +196,7 @@ def bytes_table(found: list[Measured]) -> Table:
 
 
 def stages(one: Measured, kind: str) -> dict[str, float]:
-    """What the parts of our way cost, in ms; read is with the check of the bytes' digest."""
+    """Return the ms of each of our stages. Reading includes the check of the bytes' digest."""
     ms = one.ms
     resize = max(ms["ours"] - ms["gather"], 0.0) if one.is_resized else 0.0
     return {

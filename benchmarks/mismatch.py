@@ -74,7 +74,7 @@ class Result(msgspec.Struct, frozen=True):
 
     @property
     def steps_to_goal(self) -> float:
-        """The first step at which the mean of so many steps reached the goal; inf if none did."""
+        """First step at which a mean over `WINDOW` steps reached the goal; inf if none did."""
         rewards = self.record.rewards
         means = (fmean(rewards[i - WINDOW : i]) for i in range(WINDOW, len(rewards) + 1))
         reached = (i for i, mean in enumerate(means, WINDOW) if mean >= GOAL)
@@ -211,7 +211,7 @@ def list_cells(conditions: Sequence[str], corrections: Sequence[str], seeds: int
 
 
 def read_results(path: Path, size: StudySize) -> list[Result]:
-    """What a study has come to so far."""
+    """Return the results of a study so far."""
     lines = path.read_bytes().splitlines() if path.is_file() else []
     results = [msgspec.json.decode(line, type=Result) for line in lines]
     if any(one.size != size for one in results):
@@ -358,6 +358,6 @@ def draw_charts(results: Sequence[Result]) -> Iterator[tuple[str, str]]:
 
 
 def _find_level(condition: str) -> float:
-    """Where a condition stands on its axis, which has whole numbers."""
+    """Return a condition's position on its axis, which has whole numbers."""
     kind, _, level = condition.partition("=")
     return 0.0 if not level else float(level) * (100 if kind == "noise" else 1)

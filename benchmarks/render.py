@@ -43,7 +43,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.description = (
         "Extends a conversation by one screenshot a turn, with our renderer and with "
         f"{PEER}=={PEER_VERSION} where it is installed (the extra `peers`), each in one thread. "
-        "A turn of ours is `bridge` with an image that is in the store, and `put`, which writes it "
+        "Our turn is `bridge` with an image that is in the store, and `put`, which writes it "
         "there; a turn of the peer reads the image and makes its pixels."
     )
     parser.add_argument("--turns", type=int, default=100, help="default: %(default)s")

@@ -153,7 +153,7 @@ GROWING: tuple[tuple[str, Measure], ...] = (
     ("worker -> policy, references", lambda f: f.policy.reference_bytes),
     ("policy -> worker, pixel digests", lambda f: f.policy.digest_bytes),
 )
-"""What a request that is complete in itself, and its answer, repeat of the history."""
+"""Parts of the history that a self-contained request and its answer repeat."""
 RESENT: tuple[tuple[str, Measure], ...] = (
     ("all images every turn, data URLs *", lambda f: f.resent.data_urls),
     ("all images every turn, float32 *", lambda f: f.resent.floats),

@@ -1,7 +1,7 @@
 """`python -m benchmarks soak`: memory, descriptors and threads of every process of a long run.
 
-Bounded caches fill for minutes, and would look like a leak, and so would a policy whose rollouts
-change: those of the run are full by the end of the warm-up, and it hardly learns.
+Caches that still fill, and a policy whose rollouts change, would look like a leak. This run's
+bounded caches are full by the end of the warm-up, and its policy learns almost nothing.
 """
 
 from __future__ import annotations
@@ -40,8 +40,8 @@ WINDOW_S = 60.0
 """Memory swings within a step: of each window the least counts."""
 MIN_WINDOWS = 5
 NUM_STANDARD_ERRORS = 2.0
-"""By so many a growth must be over its bound: a trainer's least swings by 5 MB from
-window to window, and a line through 15 of them by 18 MB an hour."""
+"""Number of standard errors by which a growth must exceed its bound. A trainer's least memory
+swings by 5 MB from window to window, and a line through 15 windows by 18 MB an hour."""
 STOP_S = 300.0
 NEVER = 10**9
 PROCESSES = ("rl", "orchestrator", "server", "trainer", "worker-0")
@@ -79,7 +79,7 @@ class Measure:
     unit: str
     read: Callable[[ProcessSample], float]
     max_growth: float
-    """What a process may grow by in an hour and be called flat."""
+    """The most that a process may grow in an hour and still count as flat."""
 
 
 MEASURES = {
@@ -165,7 +165,7 @@ def count_steps(folder: Path) -> int:
 def _check_alive(job: subprocess.Popen[bytes], log: Path) -> None:
     if job.poll() is not None:
         last = log.read_text(errors="replace").strip()[-2000:]
-        raise ProcessFailed(f"the run ended with {job.returncode}:\n{last}", "mend what it names")
+        raise ProcessFailed(f"the run ended with {job.returncode}:\n{last}", "fix the error above")
 
 
 def show(watch: ProcessWatch, steps: int) -> list[str]:
@@ -222,8 +222,10 @@ def find_missing(found: dict[str, list[ProcessSample]]) -> list[str]:
 
 
 def find_growth(found: dict[str, list[ProcessSample]]) -> list[str]:
-    """What grows by more than it may, beyond what the swings of its windows explain; nothing where
-    the time has too few windows to say."""
+    """Return every growth over its bound that the swings of its windows do not explain.
+
+    The list is empty if there are too few windows to judge.
+    """
     problems = []
     for name, samples in found.items():
         for measure in MEASURES.values() if find_window_s(samples[-1].seconds) == WINDOW_S else ():

@@ -35,8 +35,8 @@ PROGRESS_EVERY_S = 10.0
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.description = (
-        "Puts images into each store, reads all of them with an empty cache and again, beside "
-        "plain files that nobody syncs or checks. The images stay in the stores that are named: "
+        "Puts images into each store, reads all of them with an empty cache and again, compared "
+        "with plain files that nobody syncs or checks. The images stay in the named stores: "
         "give a prefix, or a service, of their own."
     )
     parser.add_argument(

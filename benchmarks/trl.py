@@ -79,7 +79,7 @@ def run(args: argparse.Namespace) -> int:
 def write_task(folder: Path, pads: tuple[int, ...]) -> list[dict[str, str]]:
     """Squares of one colour each, and what is asked of them.
 
-    TRL is told not to sample image pads; left to itself it does, and our trainer refuses them.
+    TRL is configured not to sample image pads. By default it does, and our trainer refuses them.
     """
     prompts = []
     for i in range(SAMPLES // GROUP):

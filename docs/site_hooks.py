@@ -1,4 +1,4 @@
-"""What the site changes of a page: links to files outside docs/ become their names."""
+"""Changes to pages of the site: links to files outside docs/ become their names."""
 
 from __future__ import annotations
 

@@ -25,7 +25,7 @@ def read_version(root: Path) -> str:
 
 
 def find_problems(root: Path) -> list[str]:
-    """What keeps the checkout from being released, each with what to do."""
+    """Return the problems that prevent a release, each with what to do."""
     version = read_version(root)
     problems = []
     if not re.fullmatch(r"\d+\.\d+\.\d+((a|b|rc)\d+)?", version):

@@ -1,7 +1,7 @@
 """Decoding steps of the embedded engine against the memory's limit, in this process.
 
 A step cannot be shorter than it takes to read the weights of the language model and the keys and
-values of all rows once. How fast memory is, a copy says that is measured beside it.
+values of all rows once. The memory bandwidth is that of a copy measured in the same run.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ PREFILL_CHUNK = 2048
 
 @dataclass(frozen=True)
 class GenerateSpeed:
-    """Of transformers."""
+    """The decoding speed of transformers."""
 
     keys: float
     step_ms: float
@@ -43,10 +43,10 @@ class GenerateSpeed:
 
 @dataclass(frozen=True)
 class DecodeSpeed:
-    """Of the engine's steps that compute no prompt, while no row is idle."""
+    """The speed of the engine's steps that compute no prompt, while no row is idle."""
 
     rows: float
-    """That decode in a step, in the mean."""
+    """Mean number of rows that decode in a step."""
     keys: float
     """Tokens whose keys and values a step reads."""
     step_ms: float
@@ -54,11 +54,11 @@ class DecodeSpeed:
     """Sampled until the last row is done, the time of the prompts included."""
     weight_bytes: int
     key_bytes: int
-    """Of one token's keys and values."""
+    """Size of one token's keys and values."""
     bandwidth: float
 
     def compute_share(self, keys: float, step_ms: float) -> float:
-        """Of the bound: what a step reads at the bandwidth, over the time that it takes."""
+        """Return the share of a step's time that reading its bytes at the bandwidth takes."""
         read = self.weight_bytes + keys * self.key_bytes
         return read / self.bandwidth * 1e3 / step_ms
 
@@ -72,7 +72,7 @@ def draw_prompts(rows: int, args: argparse.Namespace, ids: range) -> list[list[i
 
 
 def build_bench_spec(args: argparse.Namespace, media: Path, **values: Any) -> ServerSpec:
-    """Of an engine that keeps nothing of a request that is over."""
+    """Build the spec of an engine that keeps nothing of a finished request."""
     return ServerSpec.of(
         path=args.model,
         media_roots=(media,),

@@ -94,7 +94,7 @@ class GrainyCodeword(ColorCodeword):
 
 @dataclass(frozen=True)
 class Mismatch:
-    """What differs between sampler and trainer; by default nothing but rounding."""
+    """The differences between sampler and trainer; by default nothing but rounding."""
 
     is_exact: bool = False
     """Whether the sampler's logprobs are taken to be the trainer's own, bit for bit."""
@@ -168,7 +168,7 @@ class Versions:
 
 @dataclass(frozen=True)
 class StudySize:
-    """What all runs of a study have in common."""
+    """The size that all runs of a study share."""
 
     steps: int = 20
     groups: int = 12
@@ -182,7 +182,7 @@ class StudySize:
 
 @dataclass
 class RunRecord:
-    """What one run came to."""
+    """The results of one run."""
 
     rewards: list[float] = field(default_factory=list)
     """Mean reward of the rollouts of each step, as the sampler played them."""

@@ -1,4 +1,4 @@
-"""What processes hold, by the kernel's account: memory, descriptors, threads."""
+"""Resources of processes, as the kernel counts them: memory, descriptors, threads."""
 
 from __future__ import annotations
 

@@ -43,12 +43,12 @@ PIXEL_CACHE_BYTES = 4 * 2**30
 
 @dataclass(frozen=True)
 class PromptSpeed:
-    """Of prompts that are all asked at once, and answered by a token each."""
+    """The speed of prompts that are sent at once and answered by one token each."""
 
     tokens: int
     seconds: list[float]
     tower_seconds: float
-    """Of the last repeat."""
+    """Seconds of the vision tower in the last repeat."""
     flops: float
     tower_flops: float
     peak: float
@@ -59,7 +59,7 @@ class PromptSpeed:
 
     @property
     def share(self) -> float:
-        """Of the matrix peak."""
+        """The speed as a share of the matrix peak."""
         return self.flops / self.median_s / self.peak
 
 
@@ -126,7 +126,7 @@ def _build_request(index: int, prompt: Rendered) -> TorchRequest:
 
 
 def _count_tower_flops(forward: Forward, pixels: Materializer, prompt: Rendered) -> float:
-    """Of the prompt's image, counted while it is encoded."""
+    """Count the operations of encoding the prompt's image."""
     model: Any = forward.model
     names = {name.rsplit(".", 1)[0] for name, _ in forward.vision_parameters()}
     total = 0.0

@@ -12,7 +12,7 @@ import torch
 Processor = Callable[[Any], torch.Tensor]
 """A PIL image to float rows."""
 _LIBRARIES: list[torch.library.Library] = []
-"""What a library declares goes with it."""
+"""Libraries to keep alive: an operator's declaration ends with its library."""
 
 
 def load_processor(model: Path, backend: str) -> Processor:
@@ -33,7 +33,7 @@ def set_threads(num: int) -> None:
 
 
 def prepare_torchvision() -> bool:
-    """Whether torchvision can be imported. To be called before transformers is."""
+    """Return whether torchvision can be imported. Call this before importing transformers."""
     spec = importlib.util.find_spec("torchvision")
     if spec is None:
         return False
@@ -54,8 +54,11 @@ def _load_compiled(files: list[Path]) -> bool:
 
 
 def _declare_operators() -> None:
-    """A build for CUDA beside a CPU build of torch cannot load its compiled half; importing the
-    rest fails on two operators that image processors do not call."""
+    """Declare two operators of torchvision that image processors do not call.
+
+    With a CPU build of torch, a CUDA build of torchvision cannot load its compiled half, and
+    importing the rest fails without these operators.
+    """
     library = torch.library.Library("torchvision", "FRAGMENT")
     _LIBRARIES.append(library)
     for name in ("nms", "qnms"):

@@ -93,7 +93,7 @@ class MemoryUse:
 
 @dataclass
 class ResentBytes:
-    """What the same rollouts would post if every turn sent all screenshots again; counted only."""
+    """Bytes that the same rollouts would post if every turn sent all screenshots again."""
 
     data_urls: int = 0
     """PNG in base64."""
@@ -120,7 +120,7 @@ def count_base64_bytes(nbytes: int) -> int:
 
 @dataclass
 class RehearsalFigures:
-    """What one rehearsal came to; sizes in bytes."""
+    """The results of one rehearsal, sizes in bytes."""
 
     plan: RehearsalPlan
     memory: dict[str, MemoryUse] = field(default_factory=dict)

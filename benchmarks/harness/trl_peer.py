@@ -31,9 +31,9 @@ def since(began: tuple[float, float]) -> list[float]:
 
 
 def declare_operators() -> torch.library.Library:
-    """Declares two operators of torchvision. They stay while the library lives.
+    """Declare two operators of torchvision. They stay while the library lives.
 
-    The registry's torchvision is built for CUDA: beside a CPU build of torch its compiled half is
+    The registry's torchvision is built for CUDA: with a CPU build of torch its compiled half is
     missing, and importing the rest fails on two operators that nothing here calls.
     """
     library = torch.library.Library("torchvision", "FRAGMENT")

@@ -19,7 +19,7 @@ INK_LEVELS = (0, 30)
 
 @dataclass(frozen=True)
 class Scene:
-    """What a task shows: cells that hold a blob, and the seed of their small differences."""
+    """The picture of a task: cells that hold a blob, and the seed of their small differences."""
 
     cells: tuple[int, ...]
     seed: int

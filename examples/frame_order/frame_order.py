@@ -18,7 +18,7 @@ COLORS = {"R": (220, 40, 40), "G": (40, 200, 60), "B": (50, 70, 220), "Y": (225,
 
 @dataclass(frozen=True)
 class Film:
-    """What a task shows: letters of colours in their order, and the seed of their shades."""
+    """The video of a task: letters of colours in their order, and the seed of their shades."""
 
     letters: str
     seed: int

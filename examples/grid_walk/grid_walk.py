@@ -133,7 +133,7 @@ class GridWalk(Environment):
         return messages
 
     def step(self, maze: Maze, at: Cell, move: str) -> Cell:
-        """Where a move leads; nowhere, when a wall or the edge is in the way."""
+        """Return the cell after a move: the same one if a wall or the edge blocks it."""
         to = (at[0] + MOVES[move][0], at[1] + MOVES[move][1])
         inside = all(0 <= place < self.cells for place in to)
         return to if inside and to not in maze.walls else at

@@ -232,7 +232,7 @@ class Tab:
         return answer["result"].get("value")
 
     def screenshot(self) -> bytes:
-        """What the tab shows, as a PNG."""
+        """Return a PNG of the tab."""
         answer = self.call("Page.captureScreenshot", {"format": "png"})
         return base64.b64decode(answer["data"])
 

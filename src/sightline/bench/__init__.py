@@ -11,4 +11,4 @@ BENCHMARKS = {
     "serve": "tokens per second of the inference server",
     "step": "a training step, compared with the GPU's peak and with transformers",
 }
-"""What each benchmark measures, by module name."""
+"""The subject of each benchmark, by module name."""

@@ -1,8 +1,8 @@
 """`sightline bench serve`: tokens per second of the engines, over HTTP.
 
-Rollouts of several turns, a new image each turn, greedy, so many at a time; at least `--rollouts`
-of them, and one for each that may play at once. The first are also played by transformers'
-`generate`, one request after another, in a process of its own.
+Rollouts have several turns, with a new image each turn, and sample greedily. A fixed number plays
+at once. There are at least `--rollouts`, and no fewer than play at once. The first are also played
+by transformers' `generate`, one request after another, in a process of its own.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ Answer = Callable[[list[int], list["Slot"]], Awaitable[list[int]]]
 
 @dataclass(frozen=True)
 class Work:
-    """What is played; the same for every contestant."""
+    """The work to play, the same for every contestant."""
 
     rollouts: int
     turns: int

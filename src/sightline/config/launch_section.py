@@ -19,8 +19,8 @@ RESOURCES = ("cpus", "gpus", "memory_gb", "slurm")
 
 class LaunchConfig(ConfigSection):
     on: Mutable[Literal["local", "ray", "slurm", "kubernetes"]] = "local"
-    """Where the trainer, servers and workers run: on this machine (and `hosts`), on a Ray cluster,
-    in a Slurm job, or in Kubernetes pods, which Kubernetes itself starts."""
+    """Location of the trainer, servers and workers: on this machine (and `hosts`), on a Ray
+    cluster, in a Slurm job, or in Kubernetes pods, which Kubernetes itself starts."""
     num_servers: Mutable[int] = Field(1, ge=1)
     """Number of inference servers that the run starts. More than one requires other machines."""
     resources: Mutable[Keywords] = {}
@@ -113,7 +113,7 @@ class LaunchConfig(ConfigSection):
 
     @property
     def cluster_starts_processes(self) -> bool:
-        """Whether the cluster, not the launcher, starts the processes."""
+        """Return whether the cluster, not the launcher, starts the processes."""
         return self.on == "kubernetes"
 
     @property

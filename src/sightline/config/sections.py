@@ -88,7 +88,7 @@ class MediaConfig(ConfigSection):
     http_hosts: tuple[str, ...] = ()
     """Hosts from which http(s) images are allowed; none by default."""
     on_bad_image: Mutable[Literal["drop_sample", "stop"]] = "drop_sample"
-    """What to do with an unusable image: drop the samples that show it, or stop the run."""
+    """Action on an unusable image: drop the samples that show it, or stop the run."""
     max_bad_fraction: Mutable[float] = Field(0.1, ge=0, le=1)
     """Fraction of a batch's samples that may be dropped for bad images before the run stops."""
     allow_unverified_pixels: bool = False
@@ -364,7 +364,7 @@ class LoraConfig(ConfigSection):
 
 
 class LoggingConfig(ConfigSection):
-    """Where a run sends its metrics, besides its own files."""
+    """Destinations of a run's metrics, in addition to its own files."""
 
     sinks: Mutable[tuple[Literal["tensorboard", "wandb", "trackio"], ...]] = ()
     """Trackers that receive the run's metrics in addition to its own files."""
@@ -373,5 +373,5 @@ class LoggingConfig(ConfigSection):
     wandb_offline: Mutable[bool] = False
     """Whether W&B keeps the run on this machine."""
     otel: Mutable[str] = Field("", pattern=r"^(file|https?://[^/\s@]+(/\S*)?)?$")
-    """Where to send every rollout's stages as OpenTelemetry spans: the URL of an OTLP/HTTP
+    """Destination of every rollout's stages as OpenTelemetry spans: the URL of an OTLP/HTTP
     collector, or `file` for `spans.jsonl` in the run directory."""

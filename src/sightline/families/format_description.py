@@ -1,4 +1,4 @@
-"""What a chat format supports, and how it is described when a checkpoint is loaded."""
+"""Describe what a chat format supports, for the log line when a checkpoint is loaded."""
 
 from __future__ import annotations
 

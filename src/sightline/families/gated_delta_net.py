@@ -44,7 +44,7 @@ SubtreeEnd = Int[np.ndarray, " tokens"]
 
 @dataclass(frozen=True, eq=False)
 class RecurrencePlan:
-    """What each token of a pack continues from. All layers share one plan."""
+    """The tokens that each token of a pack continues from. All layers share one plan."""
 
     ancestors: Int[Tensor, "window_less_1 tokens"]
     """The indices of a token's parent, its parent's parent and so on; T for none."""

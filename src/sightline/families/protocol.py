@@ -97,7 +97,7 @@ class Family(Protocol):
     """The ids that fill slots and appear nowhere else."""
     packing: Packing
     found: Sequence[str]
-    """What a probe found out about the checkpoint, one line each. Empty for native families."""
+    """Findings of a probe about the checkpoint, one line each. Empty for native families."""
 
     def layout(self, width: int, height: int) -> ImageLayout: ...
 
@@ -259,7 +259,7 @@ class ServingSpec:
     def map_parameters(
         self, family: Any, config: dict[str, Any], shapes: Mapping[str, tuple[int, ...]]
     ) -> dict[str, list[ParameterSlice]]:
-        """Return the engine's parameters by name, each as slices of ours that are concatenated."""
+        """Return the engine's parameters by name, each as concatenated slices of our own."""
         return {name: [ParameterSlice(name)] for name in shapes}
 
     def build_fields(

@@ -337,7 +337,7 @@ class BaseRenderer(MessageRenderer):
     video_mark: ClassVar[str] = ""
     """The text that the chat template writes for a video. Empty where it takes none."""
     template_settings: Mapping[str, Any] = MappingProxyType({})
-    """What the chat template takes besides messages and tools."""
+    """Arguments of the chat template in addition to messages and tools."""
     lists_tool_content: ClassVar[bool] = False
     """Whether the chat template takes every tool message's content as a list of parts."""
 

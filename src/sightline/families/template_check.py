@@ -46,7 +46,7 @@ _SPELLED = "a tool's answer from a user"
 mark in the template's."""
 
 Example = tuple[str, Sequence[Message], dict[str, Any]]
-"""What is particular to a conversation, for errors; its messages; and how it is rendered."""
+"""A description of a conversation for errors, its messages, and its rendering arguments."""
 Renderer = TypeVar("Renderer", bound=BaseRenderer)
 
 

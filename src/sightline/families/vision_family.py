@@ -41,7 +41,7 @@ class ImageFamily(ABC):
     found: Sequence[str] = ()
     video_refusal = "this model family shows no videos"
     settings_owner: str
-    """What server and trainer must share for equal settings, for errors."""
+    """The name, for errors, of what server and trainer must share for equal settings."""
 
     def __init__(
         self, settings: dict[str, Any], slot_token_ids: tuple[int, ...], packing: Packing

@@ -126,7 +126,7 @@ Deliver = Callable[[list[Any]], None]
 
 
 class Engine(ABC):
-    """What the server calls. `build_requests` creates instances of `request_class`."""
+    """The engine that the server calls. `build_requests` creates instances of `request_class`."""
 
     request_class: type[EngineRequest]
 

@@ -113,7 +113,7 @@ class InferenceServer:
     validator: RequestValidator
     chat: ChatEndpoint
     identity: dict[str, Any]
-    """What /health reports about the model."""
+    """The facts about the model that /health reports."""
     max_body_bytes: int
     guard: RequestGuard
     stages: StageRecorder = NO_STAGE_RECORDER

@@ -33,7 +33,7 @@ from sightline.wire.control import RolloutRequest
 
 @dataclass(kw_only=True)
 class ChatSource(ABC):
-    """What the rollouts of a process share."""
+    """The state that the rollouts of a process share."""
 
     store: MediaStore
     max_tokens: int

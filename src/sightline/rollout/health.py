@@ -66,7 +66,7 @@ class HealthProbe:
 
     @property
     def is_refused(self) -> bool:
-        """Whether the last connection was refused."""
+        """Return whether the last connection was refused."""
         return self._num_refused > 0
 
     @property

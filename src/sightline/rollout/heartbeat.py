@@ -77,7 +77,7 @@ class Heartbeat:
             record = HeartbeatRecord(time.monotonic(), self._loop_s, self.stuck_s(), is_last)
             # Not synced: a heartbeat is useless after the machine has crashed.
             part = self.path.with_name(f".{self.path.name}.part")
-            with contextlib.suppress(OSError):  # whoever needs the disk reports that it is full
+            with contextlib.suppress(OSError):  # other writers report a full disk
                 part.write_bytes(msgspec.json.encode(record))
                 os.replace(part, self.path)
             if is_last:

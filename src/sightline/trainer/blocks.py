@@ -39,8 +39,10 @@ def import_compiler(backend: str) -> None:
 
 
 def end_compile_workers() -> None:
-    """Ends the processes that inductor keeps for further graphs, beside what follows: when this one
-    exits it would wait for them, for seconds."""
+    """End the processes that inductor keeps for further graphs, in a background thread.
+
+    Otherwise this process would wait for them for seconds when it exits.
+    """
     if compiler := sys.modules.get("torch._inductor.async_compile"):
         Thread(target=compiler.shutdown_compile_workers).start()
 

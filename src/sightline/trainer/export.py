@@ -44,7 +44,7 @@ def export_checkpoint(
     for file in source.iterdir():
         if file.is_file() and file.suffix != ".safetensors" and "index.json" not in file.name:
             shutil.copy2(file, part / file.name)
-    # What a checkpoint holds beside parameters: the bias of a router, say. It does not train.
+    # A checkpoint also holds buffers, such as the bias of a router. They do not train.
     saved = model.state_dict().keys()
     buffers = {name: buffer for name, buffer in model.named_buffers() if name in saved}
     weights = plain_parameters(model) | buffers
@@ -65,7 +65,7 @@ def export_checkpoint(
 
 
 def gather_for_export(model: nn.Module) -> None:
-    """What the other ranks do while rank 0 exports: they hand over their shards."""
+    """Hand over this rank's shards while rank 0 exports. All other ranks call it."""
     gather_for_lead(plain_parameters(model), build_merge_gather(model))
     if has_adapters(model):
         gather_for_lead(peft_tensors(model))

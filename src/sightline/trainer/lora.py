@@ -171,7 +171,7 @@ def select_published(
 
 
 def gather_for_lead(tensors: Mapping[str, Tensor], gather: Gather = full_tensor) -> None:
-    """What the other ranks do while rank 0 writes `tensors`: they hand over their shards."""
+    """Hand over this rank's shards while rank 0 writes `tensors`. All other ranks call it."""
     for _ in iterate_gathered(tensors, gather):
         pass
 

@@ -1,6 +1,6 @@
 """Pixels where they are used: those of a micro-batch, while the one before it is computed.
 
-    one that is computed | the next, if it fits beside it | the first of the next batch, if small
+    one that is computed | the next, if it fits as well | the first of the next batch, if small
 
 What is ahead is made by a thread, within a number of bytes. What does not fit is made when its
 turn comes, alone if need be: nothing waits for room that another has to give up.
@@ -23,7 +23,7 @@ from sightline.trainer.bad_media import add_location, build_pixel_mismatch
 from sightline.wire.micro_batch import MicroBatch
 
 AllocatePatches = Callable[[int, int], np.ndarray]
-"""Memory for so many patches of so many bytes each."""
+"""Allocate memory for a number of patches of a number of bytes each."""
 
 
 def allocate_patches(num: int, values: int) -> np.ndarray:

@@ -85,7 +85,7 @@ def test_the_parts_of_every_process_add_up_to_the_wall_clock(tmp_path: Path) -> 
     }  # fmt: skip
     # In the window: 3 of 4 busy seconds of the second look, 7 of 8 of the third.
     assert found.seconds["server"] == {
-        "prefill, and what decodes beside it": 0.75 + 3.5, "decode": 0.75 + 3.5,
+        "prefill, and decoding in its steps": 0.75 + 3.5, "decode": 0.75 + 3.5,
         "vision tower": 0.375, "adopting weights": 0.375,
         "waiting for workers": 1.0, "waiting for the orchestrator to start rollouts": 3.0,
         OTHER: 0.75,

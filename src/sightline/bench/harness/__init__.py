@@ -1,1 +1,1 @@
-"""What the benchmarks share: recorded and synthetic runs, scripted agents, baselines, meters."""
+"""Shared benchmark code: recorded and synthetic runs, scripted agents, baselines, meters."""

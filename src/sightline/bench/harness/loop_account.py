@@ -1,7 +1,7 @@
-"""Where the seconds of a run's processes went, by what they wrote down themselves.
+"""Account for the seconds of a run's processes, from what they recorded themselves.
 
-All between two ends of an optimizer step, by the wall clock. The parts of a process add up to that
-time: what none of them covers is its part `other`.
+The window is the wall-clock time between the ends of two optimizer steps. The parts of a process
+add up to it: the part `other` is the time that no other part covers.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from sightline.wire.event import Event
 Seconds = dict[str, float]
 OTHER = "other"
 SERVER_PARTS = {
-    "prefill, and what decodes beside it": "busy_prefill_seconds",
+    "prefill, and decoding in its steps": "busy_prefill_seconds",
     "decode": "busy_decode_seconds",
     "vision tower": "busy_vision_seconds",
     "adopting weights": "busy_adopt_seconds",
@@ -44,7 +44,7 @@ class TrainingRecord:
     """When the first rollouts were asked for, in seconds since 1970."""
     trained: list[Event]
     stepped: list[Event]
-    """Of every step: that it was trained, and before that, that its batch was complete."""
+    """Events of every step: trained, and before that, its batch was complete."""
 
 
 @dataclass(frozen=True)
@@ -63,7 +63,7 @@ class LoopAccount:
     seconds: dict[str, Seconds]
     """By process, by what it did or for whom it waited."""
     engine: dict[str, float]
-    """What the engine counted, by the names of its metrics."""
+    """The engine's counts, by the names of its metrics."""
     in_use_s: float | None
     """From an optimizer step to its version in use at the server, the median."""
     adopt_s: float | None
@@ -121,8 +121,10 @@ def account_loop(run_dir: RunDir, steps: int, warmup: int, max_lag: int) -> Loop
 
 
 def count_in_window(events: Sequence[Event], busy: list[Interval], window: Interval) -> Seconds:
-    """What the engine counted in the window; of the time between two looks at it that lies there
-    in part, as much as the busy time says."""
+    """Return the engine's counts in the window.
+
+    An interval between two reports that is only partly inside counts by its share of busy time.
+    """
     found: Counter[str] = Counter()
     before: dict[str, float] = {}
     since = 0.0
@@ -182,8 +184,10 @@ def account_orchestrator(record: TrainingRecord, max_lag: int, window: Interval)
 
 
 def account_workers(traces: Sequence[Trace], window: Interval) -> dict[str, Seconds]:
-    """Of every worker, from what `TimedScreenshots` says; CPU time that it used in the window is
-    that between the ends of its first rollout there and its last."""
+    """Return every worker's seconds, as `TimedScreenshots` reports them.
+
+    A worker's CPU time is that between the ends of its first and last rollouts in the window.
+    """
     played: defaultdict[float, list[Trace]] = defaultdict(list)
     for trace in sorted(traces, key=lambda trace: trace.ended):
         if "pid" in trace.rewards:  # not of one that broke
@@ -224,7 +228,7 @@ def account_device(timeline: Timeline, window: Interval) -> Seconds:
 
 
 def find_gaps(intervals: Sequence[Interval], window: Interval) -> list[Interval]:
-    """What of the window none of the disjoint intervals, in order, covers."""
+    """Return the parts of the window outside the intervals, which are disjoint and in order."""
     inside = intersect_intervals(intervals, [window])
     ends = [window[0], *(end for _, end in inside)]
     starts = [*(start for start, _ in inside), window[1]]

@@ -112,7 +112,7 @@ class TimedScreenshots(Screenshots):
 
 
 def add_text_chunk(png: bytes, text: str) -> bytes:
-    """The picture with a text chunk: other bytes, and so another image, without drawing anew."""
+    """Add a text chunk to a picture: other bytes, and so another image, without redrawing."""
     body = b"tEXt" + b"page\0" + text.encode("latin-1")
     chunk = (len(body) - 4).to_bytes(4) + body + zlib.crc32(body).to_bytes(4)
     return png[:-END_BYTES] + chunk + png[-END_BYTES:]

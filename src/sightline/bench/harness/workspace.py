@@ -1,4 +1,4 @@
-"""Where a benchmark works: its folder, its checkpoint, its store, its server."""
+"""A benchmark's workspace: its folder, its checkpoint, its store, its server."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def write_tiny(folder: Path, size: str = "tiny") -> Path:
 
 
 def run_sightline(command: str, file: Path, text: str, *words: str) -> None:
-    """`sightline COMMAND` on a run file, which is written; its output goes into a file beside."""
+    """Write a run file and run `sightline COMMAND` on it, with a log file next to it."""
     file.write_text(text)
     log = file.with_suffix(".log")
     with open(log, "wb") as out:
@@ -57,7 +57,7 @@ def run_sightline(command: str, file: Path, text: str, *words: str) -> None:
         last = log.read_text(errors="replace").strip()[-2000:]
         raise ProcessFailed(
             f"`sightline {command}` ended with {done.returncode}:\n{last}",
-            "mend what it names; --dir keeps the files",
+            "fix the error above and rerun; --dir keeps the files",
         )
 
 

@@ -1,4 +1,4 @@
-"""What a probe found out about a checkpoint: plain data in a file of the checkpoint folder.
+"""Findings of a probe about a checkpoint: plain data in a file of the checkpoint folder.
 
 Every process can read it, wherever the folder is. `load` does.
 """
@@ -60,7 +60,7 @@ class Expansion(msgspec.Struct, frozen=True):
 
 
 class Findings(msgspec.Struct, frozen=True):
-    """What the trials established. Each trial fills in its own fields."""
+    """The results of the trials. Each trial fills in its own fields."""
 
     source: str = ""
     """The digest of the checkpoint files that were probed."""

@@ -30,7 +30,7 @@ FOREIGN = (
     ArithmeticError, AttributeError, ImportError, LookupError, OSError, RuntimeError, TypeError,
     ValueError,
 )  # fmt: skip
-"""What foreign code raises for a checkpoint that it cannot handle."""
+"""Exceptions that foreign code raises for a checkpoint that it cannot handle."""
 UNSUPPORTED = "add a family for it (docs/adding_a_family.md), or use another checkpoint"
 UNUSED = ("video_processor", "feature_extractor")
 """Parts of a processor for videos and audio, which are not shown."""

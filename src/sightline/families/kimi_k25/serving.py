@@ -85,7 +85,7 @@ class Serving(ServingSpec):
     def map_parameters(
         self, family: object, config: dict[str, Any], shapes: Mapping[str, tuple[int, ...]]
     ) -> dict[str, list[ParameterSlice]]:
-        """Return every published parameter as slices of ours. Published names stay."""
+        """Return every published parameter as slices of our parameters. Published names stay."""
         heads = config["vision_config"]["num_attention_heads"]
         return {
             name: parts

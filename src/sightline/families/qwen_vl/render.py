@@ -1,4 +1,4 @@
-"""What all of Qwen's chat formats share, with exactly the tokens of their templates.
+"""The parts that all of Qwen's chat formats share, with exactly the tokens of their templates.
 
 A turn is `<|im_start|>role`, a newline, the content, `<|im_end|>` and a newline. Marks of the
 format are emitted as tokens. Text of a message is emitted as text, whatever it spells. `formats/`

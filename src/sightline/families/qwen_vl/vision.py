@@ -48,7 +48,7 @@ class QwenVLFamily(VideoFamily[VideoSettings]):
 
     @property
     def joins_steps(self) -> bool:
-        """Whether a video is one block, with no marks between its steps."""
+        """Return whether a video is one block, with no marks between its steps."""
         return isinstance(self.video, VideoSettings) and self.video.is_joined
 
     def fit_image_size(self, width: int, height: int) -> tuple[int, int]:

@@ -1,1 +1,1 @@
-"""A vLLM without our plugin, which somebody else started. It runs no code of ours."""
+"""A vLLM without our plugin, which somebody else started. It runs none of our code."""

@@ -1,4 +1,4 @@
-"""What the embedded engine measures: counters, request timelines, and where its time goes.
+"""Measurements of the embedded engine: counters, request timelines, and where its time goes.
 
 The engine and its scheduler report events here. They never read this object to decide anything.
 """
@@ -61,7 +61,7 @@ class EngineObserver:
         request.timeline.end("prefill")
 
     def on_interrupted(self, request: TorchRequest, num_sampled: int, loses_kv: bool) -> None:
-        """New weights stop a request, which goes on with them."""
+        """Record that new weights stopped a request, which continues with them."""
         is_waiting = request.pending or request.awaited_prompt is not None
         stage = "decode" if num_sampled else "prefill"
         request.timeline.end("materialize" if is_waiting else stage)

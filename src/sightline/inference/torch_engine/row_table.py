@@ -36,7 +36,7 @@ class RowTable:
         self.computed = np.zeros(self.num_rows, dtype=np.int64)
         """Number of tokens in the KV cache."""
         self.pause = np.zeros(self.num_rows, dtype=np.int64)
-        """Where a prefill pauses until the next step; 0 for nowhere."""
+        """Position at which a prefill pauses until the next step; 0 for none."""
         self.prompt_length = np.zeros(self.num_rows, dtype=np.int64)
         self.limit = np.zeros(self.num_rows, dtype=np.int64)
         """Maximum length of the sequence."""
