@@ -67,7 +67,7 @@ def media(tmp_path_factory: pytest.TempPathFactory) -> MediaStore:
 
 @pytest.fixture(scope="session")
 def settings(tiny_model: Path, media: MediaStore) -> ServerSpec:
-    """Of the server that most tests ask."""
+    """Return the settings of the server that most tests use."""
     from sightline.inference.server_spec import ServerSpec
 
     return ServerSpec.of(
@@ -116,7 +116,7 @@ def store(tmp_path: Path) -> MediaStore:
 
 @pytest.fixture(scope="session")
 def shared() -> Path:
-    """The folder of reference material beside the checkout."""
+    """Return the folder of reference material next to the checkout."""
     path = ROOT.parent / "shared"
     if not path.is_dir():
         pytest.skip("there is no folder `shared` beside the checkout")
@@ -182,7 +182,10 @@ def fence() -> Iterator[Fence]:
 
 @pytest.fixture(autouse=True)
 def only_here(fence: Fence) -> Iterator[list[str]]:
-    """What a test tried elsewhere; it fails unless it takes that back, as those of the fence do."""
+    """Yield the outside addresses that a test tried, and fail unless the test clears the list.
+
+    The tests of the fence itself do clear it.
+    """
     fence.tried.clear()
     yield fence.tried
     if fence.tried:

@@ -124,7 +124,7 @@ def play(
 def prepare(
     learner: Learner, model: Path, store: MediaStore, samples: list[Sample], tokens: int, step: int
 ) -> ReadyBatch:
-    """The samples in micro-batches of at most so many tokens."""
+    """Pack the samples into micro-batches of at most `tokens` tokens."""
     materializer = Materializer(load_family(model), store, max_bytes=1 << 28)
     preparer = BatchPreparer(learner.family, materializer, PackSize(tokens, 1 << 20))
     ready = preparer.prepare(Batch(step, samples), digest="").with_pixels()
@@ -194,7 +194,7 @@ class Passes:
     def prefill(
         self, kv: KVCache, counts: list[int], row: int = 0, start: int = 0, beside: int = 0
     ) -> torch.Tensor:
-        """In chunks of so many tokens; with each of them `beside` further rows begin."""
+        """Prefill in chunks of `counts` tokens, and start other rows in each chunk's step."""
         found = []
         for count in counts:
             rows = np.array([row, *range(row + 1, row + 1 + beside)])
@@ -206,7 +206,7 @@ class Passes:
         return torch.cat(found)
 
     def decode(self, kv: KVCache, start: int, idle: int = 0) -> torch.Tensor:
-        """Token by token from `start` on, with `idle` places beside."""
+        """Decode token by token from `start`, in a batch with `idle` unused places."""
         found = []
         for at in range(start, self.length):
             plan = StepPlan(*(np.array([x]) for x in (0, at, 1, True)))

@@ -42,7 +42,7 @@ WORDS = (
 
 
 def mutate(value: Any, rng: random.Random) -> Any:
-    """The same JSON with one place changed, however deep; items are taken apart too."""
+    """Return the same JSON with one change at any depth, inside items too."""
     if isinstance(value, dict) and value and rng.random() < 0.85:
         key = rng.choice(sorted(value))
         kind = rng.random()
@@ -76,7 +76,7 @@ def mutate(value: Any, rng: random.Random) -> Any:
 
 
 def broken(body: bytes, rng: random.Random) -> bytes:
-    """Bytes that are hardly JSON any more."""
+    """Damage the bytes so that they are rarely valid JSON."""
     at = rng.randrange(len(body))
     match rng.randrange(6):
         case 0:

@@ -155,8 +155,8 @@ def upward_arrows() -> tuple[str, ...]:
 def circles() -> tuple[tuple[str, ...], ...]:
     """Groups of modules that import one another, directly or around corners.
 
-    A package's `__init__` that gathers the names of its modules is left out: whoever imports one
-    of them means that module.
+    A package's `__init__` that gathers the names of its modules is left out: importing one of
+    these names counts as importing its module.
     """
     modules = {module_of(path): path for path in files()}
     packages = {module_of(path) for path in files() if path.name == "__init__.py"}

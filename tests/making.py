@@ -172,7 +172,7 @@ def build_learner(*args: Any, **options: Any) -> Learner:
 def trainer_logprobs(
     learner: Learner, store: MediaStore, rendered: Rendered, said: Sequence[int]
 ) -> np.ndarray:
-    """What the trainer's own forward pass gives the tokens of an answer, banned ids left out."""
+    """Return an answer's logprobs by the trainer's own forward pass, without banned ids."""
     family, forward = learner.family, learner.forward
     ids = [*rendered.token_ids, *said]
     placed, _ = family.positions(len(ids), rendered.slots)

@@ -176,8 +176,10 @@ def embedded(
 def serve_here(
     model: Path, media: Path | str, more: Sequence[str] = (), threads: int = 1
 ) -> Iterator[str]:
-    """In the place of `temporary_server`: the same options and address, and no process that would
-    import torch anew."""
+    """Serve in this process, with the options of `temporary_server`, and yield the address.
+
+    No new process has to import torch again.
+    """
     args = build_parser(["serve"]).parse_args(["serve", str(model), "--media", str(media), *more])
     names = {*ServerSpec.model_fields, *ModelConfig.model_fields, *InferenceConfig.model_fields}
     given = {name: value for name, value in vars(args).items() if name in names}
@@ -223,7 +225,7 @@ class Reference:
         return inputs
 
     def _processed(self, slots: Sequence[Slot]) -> dict[str, torch.Tensor]:
-        """What the checkpoint's own processor makes of the images, by the names of the arrays."""
+        """Return the checkpoint's own processor outputs for the images, by array name."""
         from sightline.families.anyvlm.processor import load_processor, process
 
         processor, found = load_processor(self.family.path), self.family.findings
@@ -247,7 +249,7 @@ class Reference:
         slots: Sequence[Slot],
         temperature: float = 1.0,
     ) -> np.ndarray:
-        """Of the tokens of `said`, banned ids left out."""
+        """Return the logprobs of the tokens in `said`, without banned ids."""
         logits = self.logits([*prompt, *said], slots)[len(prompt) - 1 : -1]
         logits[:, list(self.renderer.pad_token_ids)] = float("-inf")
         logs = (logits / temperature).log_softmax(-1)

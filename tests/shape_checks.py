@@ -87,7 +87,7 @@ def holds_array(hint: Any) -> bool:
 
 
 def layout_of(value: Any) -> object:
-    """All of a value that an annotation speaks of."""
+    """Return the properties of a value that an annotation describes: dtypes and shapes."""
     if isinstance(value, (torch.Tensor, np.ndarray)):
         return value.dtype, tuple(value.shape)
     return tuple(map(layout_of, value)) if isinstance(value, tuple) else None

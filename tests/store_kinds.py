@@ -27,7 +27,7 @@ BUCKET = "images"
 
 
 class Backing(Protocol):
-    """What lies behind a store, seen without it."""
+    """The storage of a store, accessed directly."""
 
     def names(self) -> list[str]: ...
     def write(self, name: str, data: bytes) -> None: ...
@@ -56,7 +56,7 @@ class FolderBacking:
 
 @dataclass(frozen=True)
 class BucketBacking:
-    """Of moto, whose server runs in this process and keeps objects in memory."""
+    """A bucket of moto, whose server runs in this process and keeps objects in memory."""
 
     prefix: str
 
@@ -171,7 +171,7 @@ KINDS: dict[str, Callable[..., Any]] = {"directory": folder_kind, "http": http_k
 
 
 def get_endpoint(kind: StoreKind) -> str:
-    """What a proxy stands in front of."""
+    """Return the address that a proxy forwards to."""
     address = str(kind.store.root)
     return address if urlsplit(address).scheme == "http" else os.environ["AWS_ENDPOINT_URL"]
 

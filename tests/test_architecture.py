@@ -249,7 +249,7 @@ ACTING = {"open", "os", "print", "random", "socket", "subprocess", "threading", 
 
 
 def acts(statement: ast.stmt) -> bool:
-    """Whether a statement at the top of a module does more than name something."""
+    """Return whether a statement at the top of a module does more than define a name."""
     match statement:
         case ast.Import() | ast.ImportFrom() | ast.FunctionDef() | ast.AsyncFunctionDef():
             return False
@@ -485,9 +485,11 @@ WALL_CLOCK = {
     "run": ("events.py",),
     "trainer": ("loop.py", "publish.py"),
 }
-"""Who reads it, to show when something was, or (in `media`) to renew what is read often; the one
-that asks another machine for times, `server_stats`, measures how far its clock is ahead. Leases,
-limits, heartbeats and orders go by monotonic clocks, numbers and versions."""
+"""Files that read the wall clock, to show times or (in `media`) to renew files that are read often.
+
+Only `server_stats` asks another machine for times, and it measures the offset of that clock.
+Leases, limits, heartbeats and orders use monotonic clocks, numbers and versions.
+"""
 
 
 def test_no_decision_hangs_on_the_clocks_of_two_machines_agreeing() -> None:

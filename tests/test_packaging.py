@@ -1,4 +1,4 @@
-"""What is shipped: dependencies, tested versions, licence."""
+"""Package contents: dependencies, tested versions, licence."""
 
 from __future__ import annotations
 

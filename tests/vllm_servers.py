@@ -97,7 +97,7 @@ def start(settings: ServerSpec) -> Server:
         )
         folder = Path(tempfile.mkdtemp(prefix="sightline-vllm-"))
         words = build_vllm_command(settings, os.path.abspath(python))
-        # Beside our own, one that writes down what the vision tower gets.
+        # In addition to ours, one that records the vision tower's inputs.
         words.insert(words.index(LOGITS_PROCESSOR) + 1, "seen_by_tower:Watch")
         # Inside our own, one that writes down what vLLM's application gets.
         at = words.index(MIDDLEWARE) - 1

@@ -64,13 +64,13 @@ class ChaosRun:
     overrides: tuple[str, ...] = ()
     """Settings of every life."""
     variables: dict[str, str] = field(default_factory=dict)
-    """Of the environment of every process."""
+    """Environment variables of every process."""
     run: str = "runs/chaos-001"
     seen: dict[int, str] = field(default_factory=dict)
     """Every step and its batch, from the first time that the progress named it."""
     process: subprocess.Popen[bytes] | None = None
     life_began: int = 0
-    """Where the words of this life begin in the output."""
+    """The byte offset in the output at which this life begins."""
 
     @property
     def run_dir(self) -> RunDir:
@@ -118,7 +118,7 @@ class ChaosRun:
             self.expect(self.process.wait(PATIENCE_S) == 0, "a run that is told to ends well")
 
     def kill_all(self) -> None:
-        """What a power cut does: all processes end at once."""
+        """Kill all processes at once, as a power cut does."""
         assert self.process is not None
         if self.process.poll() is None:
             os.kill(self.process.pid, signal.SIGSTOP)  # so that it replaces nobody
@@ -177,7 +177,7 @@ class ChaosRun:
         return max(by_step(read_events(self.run_dir.metrics), "train"), default=0)
 
     def words(self) -> str:
-        """What the launcher said in this life."""
+        """Return the launcher's output in this life."""
         with open(self.output, "rb") as file:
             file.seek(self.life_began)
             return file.read().decode(errors="replace")

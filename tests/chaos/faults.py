@@ -1,4 +1,4 @@
-"""What happens to a run: each fault by its kind, what it hits, and how the run must take it."""
+"""Faults of a run: the kind of each, the part that it hits, and the expected reaction."""
 
 from __future__ import annotations
 
@@ -253,7 +253,7 @@ def disturb(how: str) -> Callable[[Testbed], Survived]:
 
 
 def answer_wrongly(how: str) -> Callable[[Testbed], Survived]:
-    """What the server says is impossible: the run ends before it trains on it."""
+    """Return a fault: the server answers wrongly, and the run ends before it trains on that."""
 
     def happen(testbed: Testbed) -> Survived:
         with testbed.proxy.disturbed(how):
@@ -297,7 +297,7 @@ def list_faults() -> Iterator[Fault]:
 def deal_faults(
     rng: random.Random, num: int, kinds: set[str], missing: dict[str, str]
 ) -> list[Fault]:
-    """So many faults, kind by kind in turn, so that a few of them are of many kinds."""
+    """Return `num` faults, taking the kinds in turn, so that even a few cover many kinds."""
     decks: dict[str, list[Fault]] = {}
     for fault in list_faults():
         if fault.kind not in missing and (not kinds or fault.kind in kinds):

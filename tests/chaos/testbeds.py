@@ -1,4 +1,4 @@
-"""What a run stands on while faults happen to it: a disk, a clock, and a way to its server."""
+"""The testbed of a run with faults: a disk, a clock, and a connection to its server."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from proxy import Proxy
 DISK_BYTES = 4 << 30
 """More than the run keeps in reserve. The file behind it is sparse."""
 ALMOST_BYTES = 32 << 20
-"""What is left to be filled by writing: a file system needs some for itself."""
+"""The space left for writes to fill: the file system needs some for itself."""
 FOLDERS = ("traces", "batches", "weights", "checkpoints")
 
 

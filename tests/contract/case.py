@@ -49,9 +49,9 @@ class Case:
     mixes_media: bool = True
     """Whether transformers' model takes images and videos in one prompt."""
     video_mark: str = ""
-    """What the chat template writes in the place of a video."""
+    """The text that the chat template writes for a video."""
     write_video: Callable[[Family, dict[str, Any]], str] = lambda family, inputs: ""
-    """What transformers' processor writes in the place of the mark, of grids and times."""
+    """Build the text with which transformers' processor replaces the mark, from grids and times."""
     video_setting: str = '{"fps": 1}'
     """A setting of the video processor, as JSON, by which a video has fewer tokens."""
     shows_system_images: bool = False
@@ -63,9 +63,9 @@ class Case:
     alternates: bool = False
     """Whether user and assistant take turns, the user first, and the template refuses all else."""
     carried: Callable[[str], str] = str
-    """What is left of a content that `parse` gives back."""
+    """Return the part of a message's content that `parse` preserves."""
     thought: Callable[[str], str] = str
-    """Likewise of reasoning."""
+    """Return the part of a message's reasoning that `parse` preserves."""
     types_arguments: bool = True
     """Whether a call tells the number 1 from the text "1"."""
     overrides: tuple[tuple[str, int], ...] = (("min_pixels", 4096), ("max_pixels", 1 << 20))
@@ -76,7 +76,7 @@ class Case:
     """Whether the template leaves out reasoning even of the last answer: then what it keeps is
     tested with the family, and conversations here go without."""
     openers: tuple[tuple[str, str], ...] = ()
-    """Where a turn of the assistant ends by the token that opens the next: that of each role."""
+    """Each role's opening token, if an assistant turn ends with that of the next turn."""
     closes_reasoning: bool = False
     """Whether the header of a turn closes an empty block of reasoning: completions go without."""
     has_own_format: bool = True
@@ -100,7 +100,7 @@ class Case:
     as_given: Callable[[Sequence[dict[str, Any]]], list[dict[str, Any]]] = list
     """Messages as the published template wants them."""
     template_settings: Callable[[Sequence[dict[str, Any]]], dict[str, Any]] = lambda tools: {}
-    """What the template is given beside messages and tools."""
+    """Return the template's variables other than messages and tools."""
 
     @property
     def sampled_reasoning(self) -> str | None:
@@ -158,7 +158,7 @@ class Checkpoint:
         generation_prompt: bool = True,
         template: str | None = None,
     ) -> list[int]:
-        """What transformers makes of the messages, each image pad repeated for its image.
+        """Return transformers' tokens for the messages, each image pad repeated for its image.
 
         `template` None stands for the checkpoint's own.
         """

@@ -24,7 +24,7 @@ class Result:
     test: str
     case: str
     variant: str
-    """Of a test with parameters, which; without the case."""
+    """The parameters of a parametrized test, without the case."""
     outcome: str
     """`passed`, `failed` in the test itself, or `error` and `skipped`."""
     message: str

@@ -1,4 +1,4 @@
-"""Who may change a server's weights, and from where: the lease, the root, what a manifest names."""
+"""Permission to change a server's weights: the lease, the root, and the manifest's files."""
 
 from __future__ import annotations
 
@@ -67,7 +67,7 @@ def refused(client: Client, manifest: Path | str) -> ErrorBody:
 
 
 def change(published: Path, name: str, **changes: object) -> Path:
-    """A copy of the version beside it, whose manifest differs."""
+    """Copy the version to a sibling folder and change the copy's manifest."""
     folder = published.parents[1] / name
     shutil.rmtree(folder, ignore_errors=True)
     shutil.copytree(published.parent, folder)
@@ -249,7 +249,7 @@ def test_weights_in_the_store_are_fetched_checked_and_adopted(
     assert "is not in its folder" in refused_content(
         client, structs.replace(seven, files=[outside])
     )
-    # Each of what it is told is compared with what it finds.
+    # The server compares each value in the manifest with the file.
     other = structs.replace(file, sha256="0" * 64)
     eight = structs.replace(seven, version=8)
     assert "another checksum" in refused_content(client, structs.replace(eight, files=[other]))

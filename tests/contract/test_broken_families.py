@@ -19,7 +19,7 @@ from importlib import import_module
 CASES = tuple(case for name in {names!r} for case in import_module(name + "_cases").CASES)
 """
 MISHAPS = ("AttributeError", "ImportError", "NameError", "SyntaxError", "TypeError")
-"""What a family raises that breaks down before it breaks a promise."""
+"""Errors of a family that crashes before it breaks a promise."""
 
 
 @pytest.fixture(scope="module")

@@ -1,4 +1,4 @@
-"""What every channel promises: order, nothing lost, nothing dropped in silence."""
+"""Promises of every channel: order, no loss, and no silent drops."""
 
 from __future__ import annotations
 
@@ -173,7 +173,7 @@ def test_a_channel_without_a_secret_is_refused() -> None:
 
 
 def send_in_the_open(address: str) -> None:
-    """What a process can say that knows no secret: ZMQ without one, HTTP, and noise."""
+    """Send messages that need no secret: plain ZMQ, HTTP, and noise."""
     context = zmq.Context()
     stranger = context.socket(zmq.DEALER)
     stranger.set(zmq.IDENTITY, b"trainer")
@@ -206,8 +206,10 @@ def test_who_does_not_know_the_secret_is_not_heard() -> None:
 
 
 class CuttingProxy:
-    """Hands bytes on between spokes and the hub at `address`, and cuts connections with whatever is
-    under way: each after so many bytes, and all at a word."""
+    """Forwards bytes between spokes and the hub at `address`, and cuts connections in mid-transfer.
+
+    Each connection is cut after a random number of bytes. The test can also cut all at once.
+    """
 
     def __init__(self, address: str, seed: int) -> None:
         self._host, port = address.removeprefix("tcp://").split(":")

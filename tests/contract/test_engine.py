@@ -566,7 +566,7 @@ BAD_FIELDS = [
 def test_what_the_client_got_wrong_is_a_400_with_its_type_and_path(
     client: Client, prompts: list[Prompt], field: str, value: Any, kind: str, path: str
 ) -> None:
-    # The table speaks of images, as most families do.
+    # The table uses images, as most families do.
     field, path = (text.replace(".image", f".{client.modality}") for text in (field, path))
     path = path.replace("FIRST_PAD", str(prompts[0][1][0].offset))
     body = put_at(as_json(client, prompts[0]), field, value)

@@ -31,8 +31,11 @@ from sightline.wire.generate import GenerateRequest, GenerateResponse, SamplingP
 from sightline.wire.sample import Batch, Sample, Segment
 
 TOLERANCE = 1e-4
-"""Of float32, where a state goes through every token before: by the company that a sequence has,
-sums go in other orders. A state that is lost or another's is seen in the first digit."""
+"""The float32 tolerance for a state that depends on every earlier token.
+
+The order of summation depends on the other sequences in the batch. A lost or swapped state changes
+the first digit.
+"""
 Prompt = tuple[list[int], list[Slot]]
 
 
@@ -76,7 +79,7 @@ def reference(model: Path, media: MediaStore) -> Reference:
 
 @pytest.fixture(scope="module")
 def prompts(reference: Reference, media: MediaStore) -> list[Prompt]:
-    """Of many lengths, two of them alike; with none to two images."""
+    """Return prompts of many lengths, two of them alike, with zero to two images each."""
     rng = random.Random(0)
     made = []
     for i in range(8):
@@ -154,8 +157,10 @@ def test_in_company_a_request_is_answered_as_alone(client: Client, prompts: list
 def test_a_turn_computes_what_is_new_and_says_what_the_trainer_computes(
     client: Client, fresh: Client, model: Path, media: MediaStore, reference: Reference
 ) -> None:
-    """Three turns with images, several conversations at once; one engine goes on from the states
-    that it kept, the other prefills every turn anew."""
+    """Run three turns with images, in several conversations at once, on two engines.
+
+    One engine continues from its cached states. The other prefills every turn again.
+    """
     rng, renderer = random.Random(1), reference.renderer
     talks: list[Prompt] = []
     for i in range(5):

@@ -1,4 +1,4 @@
-"""What every family promises, on every checkpoint of conftest.
+"""Promises of every family, on every checkpoint of conftest.
 
 1. A layout needs an image's size alone, and its grid is the one that transformers' processor has.
 2. Patches are uint8, as many as the grid says, each pixel once; equal images, and only those, give
@@ -240,7 +240,7 @@ assert not heavy, heavy
 
 
 def test_pixels_do_not_change_with_torchvision(making_pixels: Any, tmp_path: Path) -> None:
-    # A torchvision that can be found and cannot be imported: whoever touches it fails.
+    # This torchvision can be found but not imported: any use of it fails.
     fake = tmp_path / "torchvision"
     fake.mkdir()
     (fake / "__init__.py").write_text("raise ImportError('operator torchvision::nms missing')")

@@ -1,6 +1,6 @@
-"""What the torch half of every family promises, on every checkpoint of conftest with weights.
+"""Promises of every family's torch half, on every checkpoint of conftest with weights.
 
-1. It packs as the family declares: no sequence depends on what lies beside it.
+1. It packs as the family declares: no sequence depends on the others in its pack.
 2. Images are encoded apart from one another, and shown where the places say.
 3. The vision parameters are all that the features of an image depend on.
 4. The engine says the logprobs of one forward pass, and the trainer moves every parameter.
@@ -105,7 +105,7 @@ def places_of(computing: Any, slots: Sequence[Slot]) -> torch.Tensor | None:
 def test_packed_sequences_compute_what_they_compute_alone(computing: Any, forward: Forward) -> None:
     samples = making.samples(computing.path, computing.store, count=5)
     packed, alone = (prepare(computing, samples, limit) for limit in (WHOLE, ALONE))
-    # Formats that begin alike make a tree of the first group, which rows are not beside.
+    # In formats with a common prefix the first group is a tree, in a micro-batch of its own.
     assert len(packed.micro_batches) in (1, 2)
     assert len(alone.micro_batches) == len(samples)
     together, apart = gradients(computing, forward, packed), gradients(computing, forward, alone)
@@ -119,7 +119,7 @@ def test_packed_sequences_compute_what_they_compute_alone(computing: Any, forwar
 
 
 def gradients(computing: Any, forward: Forward, batch: ReadyBatch) -> dict[str, torch.Tensor]:
-    """Of the summed logprobs of what trains."""
+    """Return the gradients of the trained tokens' summed logprobs."""
     forward.model.zero_grad(set_to_none=True)
     for ready in batch.micro_batches:
         logits = forward.logits(compute_hidden(forward, ready, computing.family, CPU))
@@ -280,7 +280,7 @@ def logprobs(
     said: Sequence[int],
     slots: Sequence[Slot],
 ) -> np.ndarray:
-    """Of the tokens of `said`, banned ids left out."""
+    """Return the logprobs of the tokens in `said`, without banned ids."""
     states = hidden(computing, forward, [*prompt, *said], slots)[len(prompt) - 1 : -1]
     logits = forward.logits(states)
     logits[:, list(computing.renderer.pad_token_ids)] = float("-inf")
@@ -321,7 +321,7 @@ def digests(folder: Path) -> dict[str, str]:
 def test_blocks_are_apart_and_the_smallest_image_reaches_the_whole_tower(
     computing: Any, forward: Forward
 ) -> None:
-    """What ranks of a trainer shard, and what a rank without images computes beside the others."""
+    """Check the blocks that ranks shard, and the image that a rank without images computes."""
     blocks = forward.blocks()
     held = [id(parameter) for block in blocks for parameter in block.parameters()]
     assert len(blocks) > 1 and len(held) == len(set(held))

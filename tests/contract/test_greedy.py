@@ -38,7 +38,7 @@ ELSEWHERE = {
     "qwen3_5": "test_engine_recurrent.py",
     "qwen3_5_nonthinking": "test_engine_recurrent.py",
 }
-"""Types that have suites of their own, beside this file."""
+"""Types that have their own test files, next to this one."""
 
 
 class Witness:

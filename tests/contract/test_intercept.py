@@ -1,6 +1,6 @@
 """Any program with the OpenAI SDK, against the real tiny model on the embedded engine.
 
-What the engine saw and said is what the trace holds, whoever leads the conversation.
+The trace holds exactly the engine's input and output, no matter which side leads the conversation.
 """
 
 from __future__ import annotations
@@ -166,7 +166,7 @@ def test_a_stream_says_the_same_as_an_answer_in_one_piece(play: Any) -> None:
 
 @pytest.fixture(scope="module")
 def caller(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A tiny checkpoint that has learned to call a tool, whatever it is told."""
+    """Return a tiny checkpoint that was trained to call a tool on any prompt."""
     from transformers import AutoModelForImageTextToText
 
     path = tmp_path_factory.mktemp("caller")
@@ -288,7 +288,7 @@ def test_sub_agents_may_ask_at_the_same_time(play: Any) -> None:
 
     trace = play(rollout)
     assert len(trace.branches()) == 4 and len(trace.turns) == 12
-    # Each begins beside the others; none of their turns leaves its own path.
+    # Each starts a branch of its own, and none of their turns leaves its branch.
     assert trace.forks == {"diverged": 3}
 
 
@@ -322,8 +322,10 @@ def test_a_blocking_client_in_a_thread_and_a_program_of_its_own_are_agents_too(
 def test_a_second_model_plays_the_user_and_shows_pictures(
     play: Any, tiny_model: Path, media: CountingStore, server: Client
 ) -> None:
-    """The agent asks through the endpoint, the environment goes on with chat.send and chat.ask;
-    the words of the user come from another rollout's model, over an endpoint of its own."""
+    """The agent uses the endpoint, and the environment continues with chat.send and chat.ask.
+
+    The user's messages come from another rollout's model, over its own endpoint.
+    """
     users: list[Trace] = []
 
     async def trained(chat: Chat) -> float:

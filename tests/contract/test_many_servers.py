@@ -46,7 +46,7 @@ def settings(tiny_model: Path, store: MediaStore) -> ServerSpec:
 
 @asynccontextmanager
 async def round_robin(servers: list[str]) -> AsyncIterator[tuple[str, list[int]]]:
-    """An address whose generations go to the servers in turn, whoever asks; and their statuses."""
+    """Yield an address that sends each generation to the next server, and the list of statuses."""
     turn, statuses = itertools.cycle(servers), list[int]()
     async with aiohttp.ClientSession() as session:
 
@@ -110,7 +110,7 @@ def test_two_servers_without_affinity_and_one_without_caches_say_what_one_cached
 
 
 class Gated(MediaStore):
-    """Gives no image before it is told to."""
+    """Holds back every image until the gate opens."""
 
     def __init__(self, store: MediaStore) -> None:
         super().__init__(store.root)

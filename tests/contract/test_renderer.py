@@ -1,4 +1,4 @@
-"""What every renderer promises, on every checkpoint of conftest.
+"""Promises of every renderer, on every checkpoint of conftest.
 
 1. Its tokens are those of the chat template, each image pad repeated for its image.
 2. Spans tile the tokens, slots lie on pads, and trained tokens are the assistant's own.

@@ -1,4 +1,4 @@
-"""What every renderer keeps out, on every checkpoint of conftest.
+"""Refusals of every renderer, on every checkpoint of conftest.
 
 1. Text of a message cannot forge a special token, a turn or an image.
 2. What the chat format cannot express is refused, with the path.

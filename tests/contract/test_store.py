@@ -1,4 +1,4 @@
-"""What every store promises, run on each implementation."""
+"""Promises of every store, tested on each implementation."""
 
 from __future__ import annotations
 

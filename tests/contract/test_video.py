@@ -1,4 +1,4 @@
-"""What a family promises that shows videos, on every checkpoint of conftest that does.
+"""Promises of every family that supports videos, on every such checkpoint of conftest.
 
 1. Its tokens are those of the chat template, a video as its processor writes it.
 2. Each step is an item and a slot of its own; a step is never cut.
@@ -60,7 +60,7 @@ def videos(filming: Any) -> list[VideoPart]:
 
 
 def joins_steps(family: Any) -> bool:
-    """Whether the steps of a video stand side by side, and are placed by their times."""
+    """Return whether a video's steps are adjacent, with positions from their times."""
     return getattr(family, "joins_steps", False)
 
 
@@ -68,9 +68,9 @@ def joins_steps(family: Any) -> bool:
 
 
 def written(checkpoint: Any, part: VideoPart) -> str:
-    """What the processor of transformers writes in the place of a video pad.
+    """Return the text that transformers' processor writes for a video pad.
 
-    It is made of what its class says, since a whole one needs torchvision: see tests/processors.
+    It uses only the class, since a whole processor needs torchvision: see tests/processors.
     """
     from transformers.video_utils import VideoMetadata
 

@@ -122,7 +122,7 @@ def fuzz(target: Target, num_inputs: int, seed: str) -> FuzzReport:
 
 
 def _try_input(target: Target, data: bytes, coverage: LineCoverage | None) -> bool:
-    """Whether the input was accepted."""
+    """Return whether the target accepts the input."""
     with _cpu_limit(), coverage.watch() if coverage else _nothing():
         try:
             target.parse(data)

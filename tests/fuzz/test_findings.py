@@ -1,4 +1,4 @@
-"""What mutated inputs have found, each as it was mended."""
+"""Regression tests for the bugs that mutated inputs found."""
 
 from __future__ import annotations
 

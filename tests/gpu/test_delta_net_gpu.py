@@ -1,4 +1,4 @@
-"""Gated delta nets on a GPU: the kernels of flash-linear-attention beside plain torch."""
+"""Gated delta nets on a GPU: flash-linear-attention's kernels compared with plain torch."""
 
 from __future__ import annotations
 

@@ -62,7 +62,7 @@ class Job:
             time.sleep(0.1)
 
     def pid_of(self, name: str) -> int:
-        """Of the process `name`, among the launcher's children."""
+        """Return the PID of the process `name` among the launcher's children."""
         for folder in Path("/proc").iterdir():
             if not folder.name.isdigit():
                 continue

@@ -1,7 +1,7 @@
 """Machines on one: network namespaces, joined by a router that delays, loses and cuts off.
 
-Every namespace has a TUN device whose packets this process carries, so that all of it happens to
-packets, as on a wire: nothing above them is told.
+Every namespace has a TUN device whose packets this process carries. Faults therefore happen to
+packets, as on a wire, and no layer above them is notified.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""The page "bring your model", command by command: a model that no file of ours names trains."""
+"""The page "bring your model", command by command: train a model that none of our files names."""
 
 from __future__ import annotations
 

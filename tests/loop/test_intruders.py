@@ -1,4 +1,4 @@
-"""A process of the same machine that belongs to no run, beside one that does."""
+"""A process that belongs to no run, on the same machine as one that does."""
 
 from __future__ import annotations
 

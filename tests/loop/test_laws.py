@@ -1,4 +1,4 @@
-"""What a finished run leaves: references only, each image once, none missing."""
+"""Files of a finished run: references only, each image stored once, none missing."""
 
 from __future__ import annotations
 

@@ -1,5 +1,7 @@
-"""color_codeword in words: text-only checkpoints warm up, train and are scored, and nothing of the
-run speaks of images. `FULL=1` trains until the reward has left chance behind."""
+"""color_codeword in words: warm up, train and score text-only checkpoints.
+
+No output of the run mentions images. `FULL=1` trains until the reward is above chance.
+"""
 
 from __future__ import annotations
 

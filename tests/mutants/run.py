@@ -34,10 +34,10 @@ NUM_PER_LAW = 2
 NUM_COPIES = 2
 TIMEOUT_S = 600
 PROCESSES = multiprocessing.get_context("forkserver")
-"""Starts processes that have loaded what takes seconds to load, and nothing of ours."""
+"""Starts processes that have already imported the slow libraries, and none of our modules."""
 PRELOADED = ["fastapi", "torch", "transformers.modeling_utils"]
 MISHAPS = ("AttributeError", "ImportError", "ModuleNotFoundError", "NameError", "SyntaxError")
-"""What a mutant raises that breaks down before it breaks a law."""
+"""Errors of a mutant that crashes before it breaks a law."""
 
 
 @dataclass(frozen=True)

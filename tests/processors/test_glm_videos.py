@@ -1,4 +1,4 @@
-"""Videos of GLM beside the whole processors of transformers, which need torchvision."""
+"""GLM's videos compared with transformers' whole processors, which need torchvision."""
 
 from __future__ import annotations
 

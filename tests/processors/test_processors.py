@@ -1,4 +1,4 @@
-"""Our checkpoints and pixels beside the processors of transformers that need torchvision."""
+"""Our checkpoints and pixels compared with transformers' processors that need torchvision."""
 
 from __future__ import annotations
 

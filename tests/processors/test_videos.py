@@ -1,4 +1,4 @@
-"""Videos beside the video processors of transformers, which need torchvision."""
+"""Videos compared with transformers' video processors, which need torchvision."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def processor(folder: Path) -> Any:
 
 
 def process(processor: Any, frames: np.ndarray, text: str, fps: float) -> Any:
-    """What transformers makes of a video whose frames were decoded; its rule takes some of them."""
+    """Process decoded frames as transformers does, including its choice of frames."""
     metadata = {"total_num_frames": len(frames), "fps": fps}
     return processor(
         text=[text],

@@ -61,8 +61,10 @@ class World:
 
 
 def ends_calls_otherwise(world: World) -> bool:
-    """Whether an answer ends by what may follow it, a call by another token than a text: where
-    something else follows, the turn is rendered anew."""
+    """Return whether a tool call ends with another token than a text.
+
+    The end then depends on the next message. If another kind follows, the turn is rendered again.
+    """
     return world.sayings[0][-1] != world.call[-1]
 
 
@@ -193,7 +195,7 @@ class Agent:
         await self.send(talk, act)
 
     async def side_agent(self, talk: Conversation, act: Act) -> None:
-        """A branch that returns; its parent goes on with what it found."""
+        """Run a branch that returns. Its parent continues with the result."""
         side = self.fork(talk)
         await self.send(side, act)
         await talk.send([user(f"found {side.history[-1].text}")])

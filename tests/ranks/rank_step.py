@@ -144,7 +144,7 @@ def ways(counts: Counter[str]) -> list[str]:
 
 
 def units(learner) -> list[bool]:  # type: ignore[no-untyped-def]
-    """Of every block whether it is a unit that is gathered by itself, and of the rest."""
+    """Return for every block, and for the rest, whether it is gathered as a unit of its own."""
     if learner.sharded is None:
         return []
     return [isinstance(one, FSDPModule) for one in (*learner.forward.blocks(), learner.sharded)]
@@ -163,7 +163,7 @@ def feed(learner, ranks, model, store, pixels):  # type: ignore[no-untyped-def]
         return ShareReader(follow, pixels, family.num_axes)
     batch = Batch(1, with_loss(samples(model, store), store))
     limit = PackSize(1 << 20, 1 << 20) if "one" in sys.argv else PackSize(160, 4096)
-    if "beside" in sys.argv:  # a sample with images, and one of text that trains beside it
+    if "beside" in sys.argv:  # one sample with images, and one of text only
         seeing = next(sample for sample in batch.samples if sample.items)
         batch, limit = Batch(1, [seeing, batch.samples[-1]]), PackSize(1, 1)
     ready = BatchPreparer(

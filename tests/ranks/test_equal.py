@@ -58,7 +58,7 @@ class Found:
 
 @pytest.fixture(scope="module")
 def step(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Found]:
-    """Runs one step on so many ranks, once for every question."""
+    """Return a function that runs one step on `size` ranks, once for each set of arguments."""
     made: dict[Any, Found] = {}
     models: dict[Any, Path] = {}
 

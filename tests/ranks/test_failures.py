@@ -30,9 +30,9 @@ SAID = {
     "publish": "OSError: a fault in publishing",
 }
 LEAD_ALONE = ("packing", "publish", "feed")
-"""What rank 0 alone does."""
+"""Faults in the work that only rank 0 does."""
 FOLLOWERS_ALONE = ("transport",)
-"""What other ranks alone do: they read their share."""
+"""Faults in the work that only the other ranks do: they read their share."""
 
 
 IN_CI = [("error", "trainer-1"), ("stuck", "trainer"), ("publish", "trainer")]

@@ -52,7 +52,7 @@ def test_adapters_that_leave_unmerged_are_those_that_sample(quick_home: Path, wa
 
 
 def check_mismatch(job: Job) -> None:
-    """What sampled is what was trained, to the last bits of a float."""
+    """Check that sampler and trainer logprobs agree to the last bits of a float."""
     trained = by_step(read_events(job.run_dir.metrics), "train")
     measured = [event.values["mismatch_kl"] for event in trained.values()]
     found = [kl for kl in measured if kl is not None]

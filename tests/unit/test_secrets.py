@@ -297,7 +297,10 @@ def test_nothing_that_a_run_writes_or_shows_holds_a_secret(
 
 
 def check_shows_nothing(run_dir: RunDir, hidden: tuple[str, ...]) -> str:
-    """What report and dashboard show; no file of the run but its secret has any of `hidden`."""
+    """Return the text of report and dashboard.
+
+    Check that no file of the run, except its secret, contains any of `hidden`.
+    """
     write_report(run_dir)
     runs = RunCollection([run_dir.path])
     with TestClient(build_app(runs), base_url="http://127.0.0.1") as web:

@@ -48,7 +48,7 @@ Spans = tuple[tuple[str, int, int], ...]
 
 
 class Gated(MediaStore):
-    """Gives no image before it is told to."""
+    """Holds back every image until the gate opens."""
 
     def __init__(self, root: Path) -> None:
         super().__init__(root)
@@ -61,7 +61,7 @@ class Gated(MediaStore):
 
 
 class Bench:
-    """Items over vLLM's own sender cache of `cache_bytes`, and a receiver cache beside it."""
+    """Items over vLLM's own sender cache of `cache_bytes`, together with a receiver cache."""
 
     def __init__(self, folder: Path, cache_bytes: int = 0) -> None:
         self.model = folder / "model"
@@ -88,7 +88,7 @@ class Bench:
         )
 
     def slots(self, *shades: int) -> list[Slot]:
-        """Of a prompt that shows one grey picture after the other."""
+        """Return the slots of a prompt that shows grey pictures of the given shades."""
         refs = [self.store.put(Image.new("RGB", (64, 64), (n, n, n))) for n in shades]
         return list(self.renderer.render([user(*refs)]).slots)
 
@@ -316,8 +316,10 @@ def check_tokens_on_old_keys_and_values_are_counted_from_the_first_old_one(folde
 def counted_on_old_kv(
     bench: Bench, spans: Spans, scheduled_at: float, first_token_at: float, num_cached: int
 ) -> int:
-    """Of a request of ten tokens. Seconds count from the moment at which vLLM got it; weights
-    change after 5, and after 8."""
+    """Return the count for a request of ten tokens.
+
+    Seconds count from the moment at which vLLM receives it. Weights change after 5 and after 8.
+    """
     request = bench.request()
 
     async def main() -> VllmEngine:

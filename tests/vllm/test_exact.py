@@ -119,7 +119,7 @@ def preparer(learner: Any, media: MediaStore) -> BatchPreparer:
 def trained_logprobs(
     model: Path, media: MediaStore, samples: list[Sample]
 ) -> dict[str, np.ndarray]:
-    """What the trainer computes for them, before its step."""
+    """Return the trainer's logprobs for the samples, before its step."""
     config = making.trainer_config()
     learner = making.build_learner(making.model_config(model), config, media, steps=10)
     scores = learner.step(preparer(learner, media).prepare(Batch(1, samples), "")).scores

@@ -1,4 +1,4 @@
-"""What `sightline export` writes is a checkpoint that vLLM loads: it says what the trainer says."""
+"""Checkpoints of `sightline export`: vLLM loads them and answers as the trainer does."""
 
 from __future__ import annotations
 
@@ -84,7 +84,7 @@ def test_vllm_as_it_comes_says_what_the_trainer_says(
     ]
     (tmp_path / "questions").write_text(json.dumps(questions))
     words = [python, str(OFFLINE), str(tmp_path / "questions"), str(tmp_path / "answers")]
-    # One process for all of it: each that vLLM starts reads its libraries anew.
+    # One process for all questions: each process that vLLM starts loads its libraries again.
     variables = build_vllm_environ("auto", 1) | {
         "VLLM_PLUGINS": "none",
         "VLLM_ENABLE_V1_MULTIPROCESSING": "0",

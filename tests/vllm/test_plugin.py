@@ -15,7 +15,7 @@ CHECKS = Path(__file__).parent / "plugin_checks.py"
 
 @pytest.fixture(scope="session")
 def found(python: str, tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
-    """What went wrong in each check."""
+    """Return the error of each check."""
     done = subprocess.run(
         [python, str(CHECKS), str(tmp_path_factory.mktemp("checks"))],
         capture_output=True, text=True, timeout=300, check=False, cwd="/",

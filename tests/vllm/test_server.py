@@ -1,5 +1,5 @@
-"""What is particular to a server that is vLLM: names that may move, paths that are closed, its
-end, and what is refused before it starts.
+"""Details of a vLLM server: names that may move, closed paths, its shutdown, and the settings that
+are refused before it starts.
 """
 
 from __future__ import annotations
@@ -113,7 +113,7 @@ def test_requests_in_flight_are_refused_with_503_when_the_server_ends(
 
 
 def _children(pid: int) -> list[int]:
-    """Of a process, and theirs."""
+    """Return the PIDs of a process's children and of their descendants."""
     found = []
     for folder in Path("/proc").iterdir():
         if folder.name.isdigit():

@@ -88,7 +88,7 @@ class Images:
         return resized
 
     def _describe(self, height: int, width: int) -> dict[str, Any]:
-        """What the processor reads of an image's arrays to write its text."""
+        """Return the image arrays that the processor reads to write its text."""
         num = self.get_number_of_image_patches(height, width)
         made: dict[str, Any] = {"num_patches": [num], "pixel_values": np.zeros((1, 3, 16, 16))}
         made["num_crops"] = [0]

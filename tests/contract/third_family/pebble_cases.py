@@ -33,7 +33,7 @@ class Images:
 
 
 def make_arrays(checkpoint: Checkpoint, image: Image.Image) -> dict[str, np.ndarray]:
-    """What the release's processor would make of an image, patch by patch."""
+    """Compute the arrays of the release's processor for an image, patch by patch."""
     processor = checkpoint.transformers_images.processor
     factor, side = 1, processor["patch"]
     while math.prod(math.ceil(edge / factor) for edge in image.size) > processor["max_pixels"]:

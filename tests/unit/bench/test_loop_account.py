@@ -57,7 +57,7 @@ def write_run(run_dir: RunDir) -> None:
     step(107, 2, 3.0)
     write(108, "orchestrator", "adopted", 1, seconds=0.5)
     train(111, 2, 2.0)
-    # Four busy seconds, of which the first lies in the warm-up, and one between two turns.
+    # Four busy seconds: the first is in the warm-up, and one is between two turns.
     write(112, "server", "busy", intervals=[[105, 109]], totals=totals(3, 2, 1.5, 0.5, 18))
     write(113, "orchestrator", "adopted", 2, seconds=0.5)
     step(114, 3, 4.0)
@@ -92,7 +92,7 @@ def test_the_parts_of_every_process_add_up_to_the_wall_clock(tmp_path: Path) -> 
     }  # fmt: skip
     assert found.engine["decode_steps"] == 0.75 * 8 + 7
     assert found.seconds["orchestrator"] == {
-        # 3 s of the 4 of step 2, of which one lies in the window; step 3 waits for version 1 first.
+        # 3 of step 2's 4 s, one of them in the window. Step 3 waits for version 1 first.
         "waiting for rollouts": 0.75 + 4.0, "waiting for a version": 1.0 + 6.0, OTHER: 2.25,
     }  # fmt: skip
     assert found.seconds["worker-0"] == {

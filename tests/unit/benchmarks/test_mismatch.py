@@ -98,7 +98,7 @@ def test_a_lag_samples_from_the_version_that_is_so_much_older(
     finally:
         run.close()
     assert seen[0] < 1e-6 < min(seen[1:])  # the first step is on-policy, the others are not
-    # Importance sampling mends a lag, as long as no ratio reaches the cap.
+    # Importance sampling corrects a lag, as long as no ratio reaches the cap.
     assert record.cosines == [pytest.approx(1.0, abs=1e-3)]
 
 

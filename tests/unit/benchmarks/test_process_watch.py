@@ -1,4 +1,4 @@
-"""What a process holds, and how fast it grows."""
+"""Memory of a process, and its growth rate."""
 
 from __future__ import annotations
 

@@ -57,7 +57,7 @@ Memory = Callable[[float], float]
 
 
 def watch_of(minutes: float, **memory: Memory) -> ProcessWatch:
-    """A watch that saw every process of a run, with so many MB at each minute."""
+    """Return a watch of all processes of a run. `memory` gives the MB of each at a minute."""
     watch = ProcessWatch()
     for moment in range(0, int(minutes * 60) + 1, 2):
         watch.samples += [

@@ -1,4 +1,4 @@
-"""Of a run's processes only the launcher imports what reads runs."""
+"""Imports of a run's processes: only the launcher imports the modules that read runs."""
 
 from __future__ import annotations
 

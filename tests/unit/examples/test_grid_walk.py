@@ -30,7 +30,7 @@ def shortest(env: GridWalk, maze: Maze) -> list[str]:
 
 
 def places(env: GridWalk, picture: bytes) -> tuple[tuple[int, int], tuple[int, int]]:
-    """Where walker and goal are, read from the picture alone."""
+    """Find the cells of walker and goal in the picture."""
     image = Image.open(io.BytesIO(picture))
     pitch = env.side // env.cells
     at: dict[Any, tuple[int, int]] = {}

@@ -102,7 +102,7 @@ def test_a_tiny_smolvlm_is_written_and_loaded_without_a_warning(tmp_path: Path) 
 
 
 def test_a_tiny_gemma4_begins_with_no_table_of_one_value(tmp_path: Path) -> None:
-    """As transformers makes it, all patches have one place, beside which no colour is seen."""
+    """transformers initializes all patch positions to one value, which hides the colours."""
     tiny.write(tmp_path, type="gemma4")
     weights = load_file(tmp_path / "model.safetensors")
     tables = {name: tensor for name, tensor in weights.items() if tensor.ndim > 1}

@@ -126,7 +126,7 @@ def test_what_a_row_carries_on_without_a_plan_leaks(layer: Any) -> None:
 def rule_of_a_package(
     q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, cu_seqlens: Tensor, **options: Any
 ) -> tuple[Tensor, None]:
-    """What flash-linear-attention computes, which needs a GPU."""
+    """Compute the result of flash-linear-attention, which itself needs a GPU."""
     bounds = cu_seqlens.numpy()
     plan = build_recurrence_plan(np.repeat(bounds[1:], np.diff(bounds)), WINDOW, CPU)
     return apply_delta_rule(q[0], k[0], v[0], g[0], beta[0], plan)[None], None

@@ -1,7 +1,7 @@
-"""Videos of GLM: frames, times and positions, beside what transformers computes.
+"""GLM's videos: frames, times and positions, compared with those of transformers.
 
-transformers' video processors need torchvision: tests/processors has them. Here their rules are
-taken out of their source.
+transformers' video processors need torchvision: tests/processors has them. The rules used here are
+extracted from their source.
 """
 
 from __future__ import annotations

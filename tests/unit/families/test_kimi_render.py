@@ -104,7 +104,7 @@ def answered(content: str) -> Message:
 
 
 def said(renderer: Renderer, message: Message) -> list[int]:
-    """What a sampler says for the message, its header given."""
+    """Return the tokens that a sampler generates for the message, after its header."""
     rendered = renderer.render([user("hi"), message], generation_prompt=False)
     own = rendered.trained[0]
     return rendered.token_ids[own.start : own.stop]

@@ -32,7 +32,7 @@ def made(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture
 def published(made: Path, tmp_path: Path) -> Path:
-    """The tiny checkpoint in the shape of the release, with code beside it that fails when run."""
+    """Return the tiny checkpoint in the release's layout, with code that fails when run."""
     path = Path(shutil.copytree(made, tmp_path / "published"))
     library = Library.from_file(str(made / "tokenizer.json"))
     words = sorted(library.get_vocab(with_added_tokens=False).items(), key=lambda pair: pair[1])
@@ -54,7 +54,7 @@ def published(made: Path, tmp_path: Path) -> Path:
 
 
 def byte_letters() -> list[str]:
-    """What GPT-2 shows for each byte: itself where it can be seen, else a letter from 256 on."""
+    """Return GPT-2's character for each byte: itself if printable, else a letter from 256 on."""
     shown = set(range(33, 127)) | set(range(161, 173)) | set(range(174, 256))
     hidden = [byte for byte in range(256) if byte not in shown]
     return [chr(b) if b in shown else chr(256 + hidden.index(b)) for b in range(256)]

@@ -1,4 +1,4 @@
-"""What is particular to each chat format; what they all promise is in the contract suite."""
+"""Details of each chat format. The promises that all share are in the contract suite."""
 
 from __future__ import annotations
 
@@ -365,7 +365,7 @@ def test_a_turn_is_parsed_with_the_tools_that_it_was_offered(
 
 
 def template_texts(kind: str, folder: Path, messages: list[dict[str, Any]]) -> list[str]:
-    """What the checkpoint's own template writes, and the published one where it is here."""
+    """Render with the checkpoint's own template, and with the published one if it is available."""
     published = ROOT.parent / "shared" / "references" / f"{kind}_chat_template.jinja"
     sources = [file for file in (folder / "chat_template.jinja", published) if file.is_file()]
     return [

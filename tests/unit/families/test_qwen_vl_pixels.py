@@ -57,7 +57,7 @@ def picture(width: int, height: int, mode: str = "RGB", seed: int = 0) -> Image.
 
 
 def check_equal(family: QwenVLFamily, store: MediaStore, source: Any, shown: Image.Image) -> None:
-    """What we make of the stored source is what transformers makes of the image `shown`."""
+    """Check that our pixels of the stored source equal transformers' pixels of `shown`."""
     ref = store.put(source)
     check_image(family, ref, store.image(ref), shown)
 

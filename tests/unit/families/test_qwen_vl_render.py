@@ -1,4 +1,4 @@
-"""What is particular to Qwen3-VL's chat format; the rest is in the contract suite."""
+"""Details of Qwen3-VL's chat format. The rest is in the contract suite."""
 
 from __future__ import annotations
 

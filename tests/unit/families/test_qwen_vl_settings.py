@@ -1,4 +1,4 @@
-"""Where the processor settings of a Qwen-VL checkpoint come from."""
+"""Sources of a Qwen-VL checkpoint's processor settings."""
 
 from __future__ import annotations
 

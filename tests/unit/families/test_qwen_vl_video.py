@@ -1,4 +1,4 @@
-"""Videos of Qwen-VL: frames, sizes, times and positions, beside what transformers computes.
+"""Qwen-VL's videos: frames, sizes, times and positions, compared with those of transformers.
 
 transformers' video processors need torchvision: tests/processors has them.
 """

@@ -1,4 +1,4 @@
-"""What a family hands to an engine that is not ours: its own pixels, under that engine's names."""
+"""Inputs of a family for a third-party engine: its own pixels, under that engine's names."""
 
 from __future__ import annotations
 

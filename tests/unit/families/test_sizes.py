@@ -1,5 +1,7 @@
-"""What depends on the sizes of images is worked out on the host: the same numbers, and a step that
-asks nothing of the device, which would have to finish first."""
+"""Values that depend on image sizes are computed on the host.
+
+The numbers are the same, and a step never waits for the device to read them back.
+"""
 
 from __future__ import annotations
 

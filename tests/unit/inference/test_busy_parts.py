@@ -1,4 +1,4 @@
-"""What the engine's busy seconds go into: prefill, decode, the vision tower, and new weights."""
+"""Parts of the engine's busy seconds: prefill, decode, the vision tower, and new weights."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Who is admitted next: the client and the call that hold least."""
+"""Order of admission: next is the client, and its call, that holds least."""
 
 from __future__ import annotations
 

@@ -30,7 +30,7 @@ def test_chunks_and_single_tokens_attend_as_whole_sequences_do(rows: list[int]) 
     kv = KVCache(8, 512, torch.device("cpu"), torch.float32)
     outs: list[list[torch.Tensor]] = [[], [], []]
     done = [0, 0, 0]
-    # Uneven chunks, rows that rest, and single tokens beside long ones.
+    # Uneven chunks, idle rows, and single tokens together with long chunks.
     for step in ([100, 4, 7], [0, 1, 20], [150, 1, 1], [1, 1, 1], [49, 2, 11]):
         live = [i for i, count in enumerate(step) if count]
         plan = StepPlan(

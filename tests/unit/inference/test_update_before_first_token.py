@@ -70,7 +70,7 @@ class Stepped:
         return request
 
     def compute(self, steps: int) -> None:
-        """So many steps; one that has to wait for pixels is tried again."""
+        """Run `steps` engine steps, and retry a step that has to wait for pixels."""
         with torch.inference_mode():
             for _ in range(steps):
                 while not self.engine._run_once():

@@ -1,4 +1,4 @@
-"""Evaluations beside a run: each against its own weights, none in the way, the best one kept."""
+"""Evaluations during a run: each uses its own weights, none delays it, and the best is kept."""
 
 from __future__ import annotations
 

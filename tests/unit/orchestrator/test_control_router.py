@@ -1,4 +1,4 @@
-"""Who is heard by the orchestrator, over real sockets: its own processes, and nobody else."""
+"""Senders that the orchestrator accepts, over real sockets: only its own processes."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def play(
     rollouts: Any = None,
     watch: TrainerWatch | None = None,
 ) -> None:
-    """Runs a scene beside a router that expects a trainer and a worker."""
+    """Run a scene together with a router that expects a trainer and a worker."""
 
     async def whole() -> None:
         address = f"tcp://127.0.0.1:{reserve_port('127.0.0.1', 0, 'port')}"

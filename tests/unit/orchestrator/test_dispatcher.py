@@ -1,4 +1,4 @@
-"""Who plays what: limits by count and by bytes, and workers that are lost."""
+"""Assignment of rollouts to workers: limits by count and by bytes, and lost workers."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ def make_request(number: int) -> RolloutRequest:
 
 
 class Sent:
-    """What was sent, by worker; a worker that is gone refuses."""
+    """Records the messages sent to each worker. Sending to a lost worker fails."""
 
     def __init__(self) -> None:
         self.to: dict[str, list[str]] = {"a": [], "b": []}

@@ -1,4 +1,4 @@
-"""What the loop counts reaches metrics.jsonl, over the whole run and over a restart."""
+"""The loop's counters in metrics.jsonl, over the whole run and across a restart."""
 
 from __future__ import annotations
 

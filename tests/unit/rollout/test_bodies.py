@@ -1,4 +1,4 @@
-"""What agents send: a history that comes again costs nothing, and no body is kept for long."""
+"""Request bodies of agents: a repeated history costs nothing, and no body is kept for long."""
 
 from __future__ import annotations
 
@@ -103,7 +103,7 @@ def test_a_history_that_comes_again_is_not_looked_at_again(
 
 
 class Stuck(ScriptedPolicy):
-    """Has a request, and answers it when it is told to."""
+    """Receives a request, and answers it once the test allows it."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -116,7 +116,7 @@ class Stuck(ScriptedPolicy):
 
 
 class Halves:
-    """A body that is sent in two halves, the second when it is told to."""
+    """A body that is sent in two halves, the second once the test allows it."""
 
     def __init__(self, body: bytes) -> None:
         self.body = body

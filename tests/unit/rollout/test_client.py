@@ -194,7 +194,7 @@ WRONG = {
 
 
 def answered(kind: type[GenerateClient], answer: bytes, store: MediaStore) -> GenerateResponse:
-    """What a client makes of a server that gives this answer to all requests."""
+    """Return a client's response from a server that gives this answer to all requests."""
     known: dict[str, Any] = {"vocab_size": 10, "banned_token_ids": (PAD,), "max_model_len": 100}
     if kind is StockVLLMClient:
         known["store"] = store

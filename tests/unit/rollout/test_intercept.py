@@ -27,7 +27,7 @@ ARGUMENTS = '{"x": 1.0, "names": ["é", true]}'
 def play(
     model: Path, store: MediaStore, rollout: Any, says: list[Message] | None = None, **more: Any
 ) -> Trace:
-    """Plays against a policy that says random text, or what it is told to."""
+    """Play against a policy that answers with random text, or with the messages in `says`."""
 
     async def main() -> Trace:
         renderer = load_renderer(model, store)

@@ -130,7 +130,7 @@ def test_the_event_loop_turns_while_a_renderer_works(tiny_model: Path, store: Me
 
 
 class Untouchable:
-    """Whoever asks it for anything pays for images."""
+    """A stand-in that fails on any access, since each access would cost image work."""
 
     def __getattr__(self, name: str) -> Any:
         raise AssertionError(f"a turn of text asked for {name}")

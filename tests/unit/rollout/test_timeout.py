@@ -129,7 +129,7 @@ def test_a_clean_up_that_does_not_end_costs_the_rollout_and_is_counted(
 
 
 def test_a_plain_function_that_is_over_its_time_waits_for_nothing_more(play: Trial) -> None:
-    """What it waits for, such as an answer of the server, is cancelled with it."""
+    """The timeout also cancels a pending wait, such as one for the server's answer."""
     cancelled, ended = threading.Event(), threading.Event()
 
     async def answer() -> None:

@@ -34,7 +34,7 @@ class Trap:
 
 
 def torch_file(payload: bytes) -> bytes:
-    """What torch.save writes: an archive with a pickle in it."""
+    """Build a file as torch.save writes it: an archive with a pickle in it."""
     made = io.BytesIO()
     with zipfile.ZipFile(made, "w") as archive:
         archive.writestr("trace/data.pkl", payload)

@@ -35,7 +35,7 @@ def test_a_path_becomes_one_sample_with_all_its_turns() -> None:
 
 
 def forked() -> tuple[Trace, list[int]]:
-    """Two turns, and an answer beside the second that is longer."""
+    """Return a trace of two turns, with a longer alternative to the second answer."""
     trace = Trace(id="t", reward=1.0)
     first = talk(trace, ([user("hi")], "yes"))
     return trace, [first, *(talk(trace, ([user("go")], say), leaf=first) for say in ("a", "abc"))]

@@ -147,7 +147,7 @@ def test_arrays_that_do_not_line_up_cannot_be_built(packed: MicroBatch) -> None:
 def test_the_learner_checks_every_micro_batch_before_its_forward_pass(
     tiny_model: Path, store: MediaStore, way: str
 ) -> None:
-    """Of two, the second has a pad id in the place of a word, which a model would take."""
+    """The second of two has a pad id in place of a word, which a model would accept."""
     samples = making.samples(tiny_model, store, count=2)
     learner = making.build_learner(
         making.model_config(tiny_model), making.trainer_config(), store, steps=10

@@ -1,4 +1,4 @@
-"""Checkpoints: whole or not there, checked on reading, cut by ranks, written beside training."""
+"""Checkpoints: complete or absent, checked on reading, split by rank, written during training."""
 
 from __future__ import annotations
 

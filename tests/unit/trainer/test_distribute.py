@@ -53,7 +53,7 @@ def test_each_rank_makes_the_images_of_its_share(tiny_model: Path, store: MediaS
 
 
 def _bits(*batches: ReadyBatch) -> list[tuple[bytes, bytes]]:
-    """Of every micro-batch and its pixels, in one order; empty ones left out."""
+    """Return the bytes of every micro-batch and its pixels, sorted, without empty ones."""
     return sorted(
         (msgspec.msgpack.encode(one.batch), b"" if one.made is None else one.made.tobytes())
         for batch in batches

@@ -1,4 +1,4 @@
-"""What the trainer does is marked from its start to its end: whatever stands still is named."""
+"""Activities of the trainer, marked from start to end, so that a stall has a name."""
 
 from __future__ import annotations
 

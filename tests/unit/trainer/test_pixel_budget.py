@@ -38,7 +38,7 @@ BUDGET = 16 * IMAGE
 
 
 def screens(model: Path, store: MediaStore, count: int, images: int) -> list[Sample]:
-    """Samples that show so many images each."""
+    """Return `count` samples with `images` images each."""
     renderer, rng = load_renderer(model, store), random.Random(0)
     talks = [
         [

@@ -1,4 +1,4 @@
-"""Of several things that went wrong in the ranks of a trainer, the one that caused the others."""
+"""Root cause of a failed trainer: the one error, among those of all ranks, that caused the rest."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What the ranks of a trainer tell one another, over real sockets; the processes are threads."""
+"""Messages between a trainer's ranks, over real sockets, with threads as processes."""
 
 from __future__ import annotations
 

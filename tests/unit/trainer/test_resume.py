@@ -66,7 +66,7 @@ def train(
 ) -> list[ControlMessage]:
     """One life of the trainer; it dies after it has published `die_after`.
 
-    It is told of the batches `after` its checkpoint, by default the newest.
+    It receives the batches `after` its checkpoint, by default the newest.
     """
     sent: list[ControlMessage] = []
 

@@ -68,7 +68,7 @@ def warmup(tiny_model: Path, tmp_path: Path) -> SftFile:
 
 @pytest.fixture
 def talks(tmp_path: Path) -> Path:
-    """A file of ten conversations, each with an image beside it."""
+    """Write a file of ten conversations, with one image for each next to it."""
     import random
 
     path = tmp_path / "talks.jsonl"
@@ -135,7 +135,7 @@ def test_a_few_conversations_are_kept_as_they_are_trained(talks: Path, tiny_mode
 def test_the_loss_is_the_mean_of_minus_log_pi(
     tiny_model: Path, talks: Path, tmp_path: Path
 ) -> None:
-    """Of transformers' own model, with the images, a conversation at a time."""
+    """Compare with transformers' own model, with the images, one conversation at a time."""
     from transformers import AutoModelForImageTextToText
 
     config = config_of(tiny_model, tmp_path, data={"path": str(talks)}, run={"steps": 1})

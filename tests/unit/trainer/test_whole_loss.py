@@ -1,6 +1,6 @@
 """The loss of a whole batch, packed, against plain loops in float64 over transformers' own model.
 
-Nothing of ours is in the reference but the pixels: one sample at a time, no packing, no chunks.
+The reference shares only the pixels with our code: one sample at a time, no packing, no chunks.
 """
 
 from __future__ import annotations
@@ -33,12 +33,12 @@ LOSS_ARGS = {"ppo": CLIP, "cispo": CLIP, "gspo": CLIP, "tis": {"ratio_cap": CAP}
 
 @dataclass
 class Plain:
-    """What transformers says of one sample, in float64."""
+    """The results of transformers for one sample, in float64."""
 
     sample: Sample
     logprobs: np.ndarray
     kl: np.ndarray
-    """Of each trained token, to the reference with the images."""
+    """The KL of each trained token to the reference that sees the images."""
     kl_blind: np.ndarray
     """The same, with the reference not shown the images."""
 

@@ -1,4 +1,4 @@
-"""What crosses a process boundary: keyed, versioned, unknown fields refused, arrays compact."""
+"""Messages between processes: keyed, versioned, unknown fields refused, arrays compact."""
 
 from __future__ import annotations
 

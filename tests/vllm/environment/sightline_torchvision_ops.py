@@ -1,10 +1,10 @@
-"""Lets a CUDA build of torchvision be imported beside a CPU build of torch.
+"""Make a CUDA build of torchvision importable with a CPU build of torch.
 
 There is no CPU build of torchvision on the registry, and vLLM needs the package for its image
 processors. Importing it fails because its compiled operators are missing: they are declared here,
 without an implementation, just before torchvision is imported. `make` puts this file into the
 environment of vLLM with a .pth file that imports it, so that vLLM's child processes have it too,
-and beside the torchvision of its tests, where Python imports it as sitecustomize.
+and next to the torchvision of its tests, where Python imports it as sitecustomize.
 """
 
 from __future__ import annotations

@@ -86,7 +86,7 @@ class PebbleForward:
     def read_arrays(
         self, patches: torch.Tensor, grids: list[tuple[int, int, int]]
     ) -> dict[str, torch.Tensor]:
-        """What the tower takes of images; a test compares it with what the release would make."""
+        """Return the tower's inputs. A test compares them with the release's arrays."""
         values = (patches.float() / 255 - 0.5).to(self.model.head.weight.dtype)
         place = [torch.cartesian_prod(torch.arange(h), torch.arange(w)) for _, h, w in grids]
         places = torch.cat([p.view(-1, 2) for p in place])

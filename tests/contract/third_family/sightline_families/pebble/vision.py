@@ -72,7 +72,7 @@ class Pebble(VisionFamily[Settings]):
         return ImageLayout((1, rows, columns), rows * columns, new_height, new_width)
 
     def _factor(self, width: int, height: int) -> int:
-        """What each side is divided by: a power of two."""
+        """Return the power of two that divides each side."""
         factor = 1
         while -(-width // factor) * -(-height // factor) > self._settings.max_pixels:
             factor *= 2
