@@ -305,5 +305,5 @@ def test_a_server_that_scores_nothing_is_refused(
         async with talking(ScriptedPolicy(), renderer, media) as chat:
             await replay_trace(trace, renderer, ServerPromptScorer(chat.client))
 
-    with pytest.raises(EngineError, match="no logprobs of the prompt"):
+    with pytest.raises(EngineError, match="no prompt logprobs"):
         asyncio.run(main())

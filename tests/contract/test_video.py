@@ -224,13 +224,13 @@ def test_what_cannot_be_shown_is_refused_by_path(filming: Any, videos: list[Vide
     url = filming.refs[0].url
     with pytest.raises(MessageError, match=r"messages\[0\]\.content\[1\].* cannot show a video"):
         renderer.render([Message("assistant", user("a", videos[0]).content)])
-    with pytest.raises(MessageError, match=r"messages\[0\]\.content\[0\].*in the place of a video"):
+    with pytest.raises(MessageError, match=r"messages\[0\]\.content\[0\].*expected a video"):
         renderer.render([{"role": "user", "content": [{"type": "video_url", "video_url": url}]}])
     one = video([(filming.refs[0], 0.0)])
     with pytest.raises(MediaRefused, match=r"messages\[0\]\.content\[1\].*1 frames"):
         renderer.render([user("a", one)])
     uneven = video([(filming.refs[0], 0.0), (filming.refs[1], 1.0)])
-    with pytest.raises(MediaRefused, match=r"messages\[0\]\.content\[0\].*one size"):
+    with pytest.raises(MediaRefused, match=r"messages\[0\]\.content\[0\].*different sizes"):
         renderer.render([user(uneven)])
 
 

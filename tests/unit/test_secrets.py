@@ -367,7 +367,7 @@ def test_what_holds_a_key_does_not_show_it() -> None:
 
 
 def test_a_table_of_a_loss_takes_no_secret_either() -> None:
-    given = {**values(), "trainer": {"loss_args": {"key": KEY}}}
+    given = {**values(), "algorithm": {"loss_args": {"key": KEY}}}
     with pytest.raises(ConfigError, match="this is a secret"):
         validate_config(RunFile, given, "run.toml")
 

@@ -5,6 +5,7 @@ Everything here reads /proc, and does nothing on systems without it.
 
 from __future__ import annotations
 
+import ctypes
 import os
 import signal
 import time
@@ -18,6 +19,8 @@ STOPPED_AFTER_S = 3.0
 MARK_VARIABLE = "SIGHTLINE_PROCESS"
 """Names the process of the run that this process is, or directly or indirectly comes from."""
 _KILL_ROUNDS = 100
+_KEEP_SIZE_AND_PUNCH_HOLE = 0x01 | 0x02
+_BLOCK = 4096
 MAX_LOG_BYTES, LOG_TAIL_BYTES = 64 << 20, 32 << 20
 """The largest size of a log, and what is kept of a larger one."""
 
@@ -106,18 +109,25 @@ def find_marked(run_dir: Path) -> dict[int, str]:
 def bound_logs(
     folder: Path, max_bytes: int = MAX_LOG_BYTES, tail_bytes: int = LOG_TAIL_BYTES
 ) -> None:
-    """Cut each log above `max_bytes` to its last `tail_bytes`, which say why a process died.
+    """Free the disk space of each log above `max_bytes`, except for its last `tail_bytes`.
 
-    Processes append, so that they continue after the cut. Lines that are printed during the cut may
-    be lost.
+    The last lines say why a process died. A hole replaces the rest, because processes continue to
+    append: truncating the file could lose a line.
     """
     for path in folder.glob("*.log"):
         with suppress(OSError):
-            if path.is_symlink() or path.stat().st_size <= max_bytes:
-                continue
-            with open(path, "rb+", buffering=0) as log:
-                log.seek(-tail_bytes, os.SEEK_END)
-                tail = log.read()
-                log.truncate(0)
-            with open(path, "ab", buffering=0) as log:
-                log.write(b"[the log was too long: its beginning was cut]\n" + tail)
+            if path.stat(follow_symlinks=False).st_blocks * 512 > max_bytes:
+                _punch_hole(path, tail_bytes)
+
+
+def _punch_hole(path: Path, tail_bytes: int) -> None:
+    handle = os.open(path, os.O_RDWR | os.O_NOFOLLOW)
+    try:
+        end = (os.fstat(handle).st_size - tail_bytes) // _BLOCK * _BLOCK
+        hole = (ctypes.c_longlong(0), ctypes.c_longlong(end))
+        if ctypes.CDLL(None).fallocate(handle, _KEEP_SIZE_AND_PUNCH_HOLE, *hole) == 0:
+            os.pwrite(
+                handle, f"[the first {end} bytes were cut: the log is too long]\n".encode(), 0
+            )
+    finally:
+        os.close(handle)

@@ -215,7 +215,7 @@ def test_causes_are_the_true_ones(finished: RunDir) -> None:
     finished.metrics.unlink()
     found = examine_run(finished)
     assert found.state.startswith("failed at step 2"), "by the ledger"
-    assert f"{finished.metrics} is gone" in found.problems[0].text
+    assert f"{finished.metrics} is missing" in found.problems[0].text
 
 
 def test_a_model_that_was_moved_is_gone_and_not_changed(tmp_path: Path) -> None:

@@ -32,7 +32,7 @@ def test_a_taken_port_is_refused_with_the_cure() -> None:
         port = taken.getsockname()[1]
         with pytest.raises(ConfigError, match=f"127.0.0.1:{port}") as caught:
             bind_socket("127.0.0.1", port)
-    assert "take a free one" in caught.value.fix
+    assert "for a free one" in caught.value.fix
 
 
 def test_the_command_refuses_a_taken_port_before_it_looks_at_the_model(

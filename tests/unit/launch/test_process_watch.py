@@ -167,8 +167,8 @@ def test_a_log_is_bounded_and_keeps_its_last_lines(tmp_path: Path) -> None:
         bound_logs(log.parent, max_bytes=1 << 18, tail_bytes=1 << 16)
         time.sleep(0.002)
     bound_logs(log.parent, max_bytes=1 << 18, tail_bytes=1 << 16)
-    assert log.stat().st_size <= 1 << 18
-    assert log.read_bytes().startswith(b"[the log was too long")
+    assert log.stat().st_blocks * 512 <= 1 << 18
+    assert log.read_bytes().startswith(b"[the first ")
     how = processes.explain_exit("worker-0", 1)
     assert "the last line of its log: the cause of death" in how.problem
     processes.kill()

@@ -231,13 +231,13 @@ def test_models_that_cannot_hold_it_are_refused(
 @pytest.mark.parametrize(
     ("settings", "why"),
     [
-        ({"inference": {"keep_kv_over_updates": True}}, "keys and values of other weights"),
-        ({"inference": {"device": "cpu"}, "trainer": {"device": "cuda:0"}}, "two kinds"),
+        ({"inference": {"keep_kv_over_updates": True}}, "KV cache of old weights"),
+        ({"inference": {"device": "cpu"}, "trainer": {"device": "cuda:0"}}, "round differently"),
         (
             {"model": {"path": "m", "exact": True, "dtype": "bfloat16"}},
-            "rounded as they are gathered",
+            "while it gathers them",
         ),
-        ({"lora": {"rank": 4}}, "adds the adapters"),
+        ({"lora": {"rank": 4}}, "merges the adapters"),
     ],
 )
 def test_settings_that_cannot_hold_it_are_refused(settings: dict[str, Any], why: str) -> None:
