@@ -227,10 +227,11 @@ smoke: $(STAMP) ## the mini browser task for one step, and what the trainer was 
 	"$$sightline" rl --plain smoke.toml; \
 	"$$sightline" inspect --require-images runs/mini_browser-001
 
-check: $(STAMP) ## formatter, linter, type checker and the architecture test
+check: $(STAMP) ## formatter, linter, type checker, prose check and architecture test
 	$(BIN)/ruff format --check .
 	$(BIN)/ruff check .
 	$(BIN)/mypy src benchmarks $(wildcard examples/*/*.py)
+	$(BIN)/python tools/check_prose.py
 	$(BIN)/python -m pytest -q tests/test_architecture.py
 
 format: $(STAMP) ## format the code and sort its imports

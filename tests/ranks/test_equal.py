@@ -202,11 +202,11 @@ def test_each_image_is_made_once_for_all_ranks_of_a_machine(
 
 
 @pytest.mark.thorough
-def test_a_rank_that_trains_text_beside_images_learns_its_text_alone(
+def test_a_rank_that_trains_text_next_to_images_learns_its_text_alone(
     step: Callable[..., Found],
 ) -> None:
     """It takes part in the vision tower with a blank image, of which nothing is left."""
-    alone, together = step("qwen_vl", {}, 1, "beside"), step("qwen_vl", {}, 2, "beside")
+    alone, together = step("qwen_vl", {}, 1, "mixed"), step("qwen_vl", {}, 2, "mixed")
     assert [rank["shows"] for rank in together.ranks] == [[True], [False]]
     assert together.gradients.keys() == alone.gradients.keys()
     for name, gradient in alone.gradients.items():
