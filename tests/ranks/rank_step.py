@@ -1,7 +1,7 @@
 r"""One rank of a trainer that takes one step and writes what came of it.
 
 python rank_step.py RANK SIZE MEET CHANNEL MODEL STORE OUT \
-    [frozen|lora|lost|kept|one|mixed|probe|blind]
+    [frozen|lora|lost|kept|one|with_text|probe|blind]
 """
 
 from __future__ import annotations
@@ -163,7 +163,7 @@ def feed(learner, ranks, model, store, pixels):  # type: ignore[no-untyped-def]
         return ShareReader(follow, pixels, family.num_axes)
     batch = Batch(1, with_loss(samples(model, store), store))
     limit = PackSize(1 << 20, 1 << 20) if "one" in sys.argv else PackSize(160, 4096)
-    if "mixed" in sys.argv:  # one sample with images, and one of text only
+    if "with_text" in sys.argv:  # one sample with images, and one of text only
         seeing = next(sample for sample in batch.samples if sample.items)
         batch, limit = Batch(1, [seeing, batch.samples[-1]]), PackSize(1, 1)
     ready = BatchPreparer(
@@ -171,7 +171,7 @@ def feed(learner, ranks, model, store, pixels):  # type: ignore[no-untyped-def]
     ).prepare(batch, "digest")
     assert len(ready.dropped) == ("lost" in sys.argv) * 1
     num = len(ready.micro_batches)
-    assert num == 1 if "one" in sys.argv else num == 2 if "mixed" in sys.argv else num >= 3, num
+    assert num == 1 if "one" in sys.argv else num == 2 if "with_text" in sys.argv else num >= 3, num
     if ranks.size == 1:
         return [ready]
     lead = LeadChannel(ranks)

@@ -206,7 +206,7 @@ def test_a_rank_that_trains_text_next_to_images_learns_its_text_alone(
     step: Callable[..., Found],
 ) -> None:
     """It takes part in the vision tower with a blank image, of which nothing is left."""
-    alone, together = step("qwen_vl", {}, 1, "mixed"), step("qwen_vl", {}, 2, "mixed")
+    alone, together = step("qwen_vl", {}, 1, "with_text"), step("qwen_vl", {}, 2, "with_text")
     assert [rank["shows"] for rank in together.ranks] == [[True], [False]]
     assert together.gradients.keys() == alone.gradients.keys()
     for name, gradient in alone.gradients.items():

@@ -5,6 +5,7 @@ FAULT names what breaks, VICTIM the process (trainer, trainer-1) that it breaks 
 
 from __future__ import annotations
 
+import dataclasses
 import os
 import sys
 import time
@@ -21,26 +22,27 @@ def _break() -> None:
     from sightline.wire import rank_messages as share
 
     fault = os.environ["FAULT"]
-    loss, update = learner.Learner._loss, learner.Learner.update
+    compute_loss, update = learner.Learner.compute_loss, learner.Learner.update
 
-    def broken_loss(self: Any, ready: Any, step: int, sums: Any) -> Any:
-        if step == AT_STEP and fault == "error":
+    def broken_loss(self: Any, ready: Any, prior: Any) -> Any:
+        is_due = ready.batch.step == AT_STEP
+        if is_due and fault == "error":
             raise RuntimeError("a fault in the forward pass")
-        if step == AT_STEP and fault == "memory":
+        if is_due and fault == "memory":
             raise torch.OutOfMemoryError("CUDA out of memory, or so")
-        if step == AT_STEP and fault == "stuck":
+        if is_due and fault == "stuck":
             time.sleep(3600)
-        total, chosen = loss(self, ready, step, sums)
-        if step == AT_STEP and fault == "nan":
-            total = total * float("nan")
-        return total, chosen
+        loss = compute_loss(self, ready, prior)
+        if is_due and fault == "nan":
+            return dataclasses.replace(loss, total=loss.total * float("nan"))
+        return loss
 
     def broken_update(self: Any, step: int) -> float:
         if step == AT_STEP and fault == "update":
             raise RuntimeError("a fault between two collectives")
         return update(self, step)
 
-    learner.Learner._loss = broken_loss  # type: ignore[method-assign]
+    learner.Learner.compute_loss = broken_loss  # type: ignore[method-assign]
     learner.Learner.update = broken_update  # type: ignore[method-assign]
     if fault == "transport":
 
@@ -72,10 +74,10 @@ def _break() -> None:
         feed.pack = unpackable
     if fault == "feed":
 
-        def stands_still(self: Any, batch: Any, digest: str) -> Any:
+        def stands_still(self: Any, batch: Any, digest: str, *rest: Any) -> Any:
             if batch.step == AT_STEP:
                 time.sleep(3600)
-            return make_ready(self, batch, digest)
+            return make_ready(self, batch, digest, *rest)
 
         make_ready = feed.BatchPreparer.prepare
         feed.BatchPreparer.prepare = stands_still  # type: ignore[method-assign]
@@ -83,16 +85,16 @@ def _break() -> None:
         # After the lead has verified the image, a rank cannot read it.
         def unreadable(self: Any, pack: Any) -> Any:
             if pack.step == AT_STEP:
-                raise MediaError("image 0123 is not in the store", "mend the store")
+                raise MediaError("image 0123 is not in the store", "repair the store")
             return stack(self, pack)
 
         stack = micro_batch_pixels.MicroBatchPixels.stack
         micro_batch_pixels.MicroBatchPixels.stack = unreadable  # type: ignore[method-assign]
 
-        def unpacked(self: Any, batch: Any, digest: str) -> Any:
+        def unpacked(self: Any, batch: Any, digest: str, *rest: Any) -> Any:
             if batch.step == AT_STEP:
-                raise MediaError("image 0123 is not in the store", "mend the store")
-            return prepare(self, batch, digest)
+                raise MediaError("image 0123 is not in the store", "repair the store")
+            return prepare(self, batch, digest, *rest)
 
         prepare = feed.BatchPreparer.prepare
         feed.BatchPreparer.prepare = unpacked  # type: ignore[method-assign]
