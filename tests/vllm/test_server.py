@@ -77,7 +77,7 @@ def test_an_interpreter_without_vllm_is_refused_with_the_cure(tmp_path: Path) ->
     with pytest.raises(ConfigError, match="vLLM is not installed") as caught:
         check_python(sys.executable)
     assert "docs/vllm.md" in caught.value.fix
-    with pytest.raises(ConfigError, match="no interpreter"):
+    with pytest.raises(ConfigError, match="is not an interpreter"):
         check_python(str(tmp_path / "python"))
 
 

@@ -218,7 +218,7 @@ def test_a_run_samples_from_it_and_gives_it_weights(
         check=False,
     )
     assert refused.returncode == 2
-    assert "no sample with an image would be trained on" in refused.stderr
+    assert "no sample with an image would train" in refused.stderr
     sightline("rl", "--plain", "run.toml", cwd=tmp_path)
     run_dir = RunDir(tmp_path / "runs" / "stock-001")
     found = summary(run_dir)
