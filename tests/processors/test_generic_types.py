@@ -13,7 +13,7 @@ from sightline.config import LoraConfig
 from sightline.errors import FamilyError
 from sightline.families import load_family
 from sightline.families.anyvlm import layout, tiny
-from sightline.families.anyvlm.load import _ask_process
+from sightline.families.anyvlm.load import _probe_in_process
 from sightline.families.registry import load_serving
 from sightline.media import MediaStore
 from tests.contract.suites import run_suites
@@ -99,6 +99,6 @@ def test_without_torchvision_the_refusal_names_it(
     folders = os.environ["PYTHONPATH"].split(os.pathsep)
     left = [folder for folder in folders if not (Path(folder) / "torchvision").is_dir()]
     monkeypatch.setenv("PYTHONPATH", os.pathsep.join(left))
-    answer = _ask_process(tmp_path / "model")
+    answer = _probe_in_process(tmp_path / "model")
     assert "with torchvision only, which is not installed here" in answer.problem
     assert "install the torchvision" in answer.fix
