@@ -267,6 +267,7 @@ class BatchPreparer:
                     store, sample = self.materializer.store, wanted[item]
                     raise add_location(error, sample.trace_id, batch.step, item, store) from error
                 problems[item] = error
+            del flight  # frees its pixels before the next item is made
         return digests, problems
 
 

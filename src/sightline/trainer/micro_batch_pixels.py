@@ -97,7 +97,8 @@ class MicroBatchPixels:
         flights = self.materializer.iterate(
             (entry.item for entry in pack.items), self.item_bytes, self.keep
         )
-        for entry, (item, flight) in zip(pack.items, flights, strict=True):
+        for entry in pack.items:
+            item, flight = next(flights)  # `zip` would hold the previous future meanwhile
             try:
                 pixels = flight.result()
                 if entry.pixel_digest is not None and entry.pixel_digest != pixels.digest:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import random
 import threading
 import weakref
+from concurrent.futures import Future, wait
 from pathlib import Path
 from typing import Any
 
@@ -23,7 +24,7 @@ from sightline.families.device_copy import round_pinned
 from sightline.media import MediaStore
 from sightline.message import assistant, user
 from sightline.pack import PackSize
-from sightline.pixels import Materializer
+from sightline.pixels import Materializer, Pixels
 from sightline.trainer.bad_media import BadMediaPolicy
 from sightline.trainer.build import build_pixels
 from sightline.trainer.feed import BatchPrefetcher, BatchPreparer
@@ -77,6 +78,15 @@ class Live:
             self.most = max(self.most, self.now)
 
 
+class EagerMaterializer(Materializer):
+    """Makes every item before `submit` returns: the least favourable order of the threads."""
+
+    def submit(self, item: MediaItem, keep: bool = True) -> Future[Pixels]:
+        future = super().submit(item, keep)
+        wait([future])
+        return future
+
+
 def train(
     model: Path, store: MediaStore, samples: list[Sample], budget: int
 ) -> tuple[dict[str, torch.Tensor], int, int]:
@@ -84,7 +94,7 @@ def train(
     config = making.trainer_config()
     learner = making.build_learner(making.model_config(model), config, store, steps=10)
     live = Live(learner.family)
-    materializer = Materializer(live, store, budget // 2, threads=2)
+    materializer = EagerMaterializer(live, store, budget // 2, threads=2)
     pixels = MicroBatchPixels(materializer, budget // 2 * 7 // 8, live.allocate)
     unverified = BadMediaPolicy(allows_unverified_pixels=True)
     preparer = BatchPreparer(live, materializer, PackSize(1, 1), unverified, pixels=pixels)
