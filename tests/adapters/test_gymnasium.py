@@ -121,7 +121,7 @@ def register_dark() -> None:
     ("args", "says"),
     [
         ({"id": "NoSuchGame-v0"}, "check .env.args. id"),
-        ({"id": "MountainCarContinuous-v0"}, "name a parser"),
+        ({"id": "MountainCarContinuous-v0"}, "set it to a parser"),
         ({"id": "CliffWalking-v1", "kwargs": {"no_such": 1}}, "kwargs"),
         ({"id": "Dark-v0"}, "does not draw pictures"),
         ({"id": "CartPole-v1", "actions": "no_such_module:Parser"}, "no module named"),
