@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from typing import Any
 
-OUTSIDE = re.compile(r"\[([^\]]+)\]\(\.\./[^)]+\)")
+OUTSIDE = re.compile(r"\[([^\]]+)\]\((?:\.\./)+(?:src|tests|examples|benchmarks|tools)/[^)]+\)")
 """A link to a source file, which a checkout has and the site does not."""
 
 

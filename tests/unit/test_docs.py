@@ -40,7 +40,7 @@ from sightline.trace import PolicySpan
 ROOT = Path(__file__).resolve().parents[2]
 SRC = ROOT / "src" / "sightline"
 PAGES = sorted(
-    [*(ROOT / "docs").glob("*.md")]
+    [*(ROOT / "docs").rglob("*.md")]
     + [ROOT / name for name in ("README.md", "CONTRIBUTING.md", "SECURITY.md")]
 )
 NAMES = [page.name for page in PAGES]
@@ -207,8 +207,10 @@ def test_the_page_of_the_python_api_lists_every_public_name() -> None:
 
 def test_every_page_has_one_place_on_the_site() -> None:
     nav = (ROOT / "mkdocs.yml").read_text().partition("\nnav:\n")[2]
-    named = re.findall(r": (\w+\.md)$", nav, re.M)
-    assert sorted(named) == sorted(page.name for page in (ROOT / "docs").glob("*.md"))
+    named = re.findall(r": ([\w/]+\.md)$", nav, re.M)
+    assert sorted(named) == sorted(
+        str(page.relative_to(ROOT / "docs")) for page in (ROOT / "docs").rglob("*.md")
+    )
 
 
 def test_the_site_asks_for_nothing_elsewhere() -> None:
