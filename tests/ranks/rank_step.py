@@ -1,7 +1,7 @@
 r"""One rank of a trainer that takes one step and writes what came of it.
 
 python rank_step.py RANK SIZE MEET CHANNEL MODEL STORE OUT \
-    [frozen|lora|lost|kept|one|with_text|probe|blind]
+    [frozen|lora|lost|kept|one|with_text|probe|blind|critic]
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ from pathlib import Path
 
 import numpy as np
 import torch
+from msgspec import structs
 from safetensors.torch import save_file
 from torch.distributed.fsdp import FSDPModule
 
@@ -22,8 +23,11 @@ torch.set_num_threads(1)
 
 import making  # noqa: E402
 
+from sightline.algo.algorithm import Algorithm, AlgorithmLoss, RolloutBatch  # noqa: E402
+from sightline.algo.losses import LossInputs  # noqa: E402
+from sightline.algo.needs import Needs  # noqa: E402
 from sightline.compute.tensor_file import iterate_gathered  # noqa: E402
-from sightline.config import LoraConfig  # noqa: E402
+from sightline.config import AlgorithmConfig, LoraConfig  # noqa: E402
 from sightline.media import MediaStore  # noqa: E402
 from sightline.message import assistant, user  # noqa: E402
 from sightline.pack import PackSize  # noqa: E402
@@ -41,6 +45,23 @@ from sightline.trainer.shard import full_tensor  # noqa: E402
 from sightline.wire.sample import Batch  # noqa: E402
 
 
+class Critic(Algorithm):
+    """Advantages depend on values, which ranks compute and rank 0 collects."""
+
+    needs = Needs(values=True)
+
+    def build_value_head(self, hidden_size: int) -> torch.nn.Module:
+        return torch.nn.Sequential(torch.nn.Linear(hidden_size, 1), torch.nn.Flatten(0))
+
+    def advantages(self, batch: RolloutBatch) -> list[np.ndarray]:
+        return [s.reward - v for s, v in zip(batch.samples, batch.values, strict=True)]
+
+    def loss(self, tokens: LossInputs) -> AlgorithmLoss:
+        error = (tokens.values - 0.5) ** 2
+        policy_loss = -tokens.importance_ratios() * tokens.advantages
+        return AlgorithmLoss(policy_loss + error, {"value_loss": error})
+
+
 def main() -> None:
     rank, size = int(sys.argv[1]), int(sys.argv[2])
     ranks = RankInfo(rank, size, sys.argv[3], sys.argv[4], "secret")
@@ -48,7 +69,7 @@ def main() -> None:
     frozen = "frozen" in sys.argv[8:]
     words = sys.argv[8:]
     trainer = making.trainer_config(
-        lr=1e-2,
+        lr=1e-4 if "critic" in words else 1e-2,
         max_grad_norm=1e9,
         activation_checkpointing="recompute" in words,
         compile_backend="aot_eager" if "compile" in words else "",
@@ -57,6 +78,8 @@ def main() -> None:
     dtype = "bfloat16" if "mixed" in words else "float32"
     settings = making.model_config(model, train_vision=not frozen, dtype=dtype)
     algorithm = making.algorithm(kl_coef=0.1)
+    if "critic" in words:
+        algorithm = Critic(AlgorithmConfig(epochs=2, minibatches=2))
     learner = making.build_learner(
         settings, trainer, store, 10, ranks, algorithm=algorithm, lora=lora
     )
@@ -79,8 +102,11 @@ def main() -> None:
     made = [m.made for m in ready.with_pixels().micro_batches]
     patches = [one for one in made if one is not None]
     found: dict[str, torch.Tensor] = {}
+    num_updates = 0
 
     def note(*_: object) -> None:
+        nonlocal num_updates
+        num_updates += 1
         for name, parameter in learner.forward.model.named_parameters():
             if parameter.grad is not None:
                 found[name] = full_tensor(parameter.grad).detach().clone()
@@ -109,6 +135,7 @@ def main() -> None:
         "asked": None if asked is None else asked[0],
         "shows": [bool(m.batch.items) for m in ready.micro_batches],
         "patches": sum(len(p) for p in patches),
+        "updates": num_updates,
     }
     (out / f"rank{rank}.json").write_text(json.dumps(note_rank))
     if ranks.is_lead:
@@ -166,9 +193,14 @@ def feed(learner, ranks, model, store, pixels):  # type: ignore[no-untyped-def]
     if "with_text" in sys.argv:  # one sample with images, and one of text only
         seeing = next(sample for sample in batch.samples if sample.items)
         batch, limit = Batch(1, [seeing, batch.samples[-1]]), PackSize(1, 1)
-    ready = BatchPreparer(
+    preparer = BatchPreparer(
         family, pixels.materializer, limit, BadMediaPolicy(max_bad_fraction=0.5), pixels=pixels
-    ).prepare(batch, "digest")
+    )
+    if "critic" in sys.argv:
+        preparer.algorithm = learner.algorithm
+        preparer.num_minibatches = learner.algorithm.settings.minibatches
+        batch = Batch(1, [structs.replace(s, advantages=None) for s in batch.samples])
+    ready = preparer.prepare(batch, "digest")
     assert len(ready.dropped) == ("lost" in sys.argv) * 1
     num = len(ready.micro_batches)
     assert num == 1 if "one" in sys.argv else num == 2 if "with_text" in sys.argv else num >= 3, num

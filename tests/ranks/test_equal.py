@@ -259,6 +259,17 @@ def test_adapters_train_and_merge_on_ranks_as_on_one(step: Callable[..., Found])
         torch.testing.assert_close(together.tensors[name], alone.tensors[name], atol=2e-3, rtol=0)
 
 
+def test_a_critic_and_several_updates_are_those_of_one_rank(step: Callable[..., Found]) -> None:
+    """Two epochs of two minibatches, with advantages from the values of all ranks."""
+    alone, together = step("qwen_vl", {}, 1, "critic"), step("qwen_vl", {}, 2, "critic")
+    assert [rank["updates"] for rank in alone.ranks + together.ranks] == [4] * 3
+    assert together.gradients.keys() == alone.gradients.keys()
+    assert any("value_head" in name for name in alone.gradients)
+    assert _relative(together.gradients, alone.gradients) < 1e-4
+    for name in ("loss", "value_loss", "grad_norm"):
+        assert math.isclose(together.metrics[name], alone.metrics[name], rel_tol=1e-4), name
+
+
 def check_probes(alone: Found, together: Found) -> None:
     """The same tokens were asked, and said the same."""
     probed, ours = alone.metrics["probe"], together.metrics["probe"]
