@@ -1,8 +1,7 @@
-"""The import graph of the package, read from its source: rooms, rows, arrows and circles.
+"""The import graph of the package, read from its source.
 
-`python tests/import_graph.py` rewrites the generated part of docs/architecture.md and its picture;
-the architecture test fails where they are out of date. An import counts wherever it stands, also
-inside a function or for type checking alone.
+`python tests/import_graph.py` rewrites the generated part of docs/architecture.md. The architecture
+test fails if that is out of date. Imports inside functions and for type checking count too.
 """
 
 from __future__ import annotations
@@ -13,10 +12,11 @@ from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
 
+import networkx
+
 ROOT = Path(__file__).resolve().parents[1]
 SRC = ROOT / "src" / "sightline"
 PAGE = ROOT / "docs" / "architecture.md"
-PICTURE = ROOT / "docs" / "charts" / "import_graph.svg"
 BEGIN, END = "<!-- begin: made by `make docs` -->", "<!-- end -->"
 
 ROWS = (
@@ -153,10 +153,9 @@ def upward_arrows() -> tuple[str, ...]:
 
 @cache
 def circles() -> tuple[tuple[str, ...], ...]:
-    """Groups of modules that import one another, directly or around corners.
+    """Return groups of modules that import each other, directly or indirectly.
 
-    A package's `__init__` that gathers the names of its modules is left out: importing one of
-    these names counts as importing its module.
+    Importing a name from a package's `__init__` counts as importing the module that defines it.
     """
     modules = {module_of(path): path for path in files()}
     packages = {module_of(path) for path in files() if path.name == "__init__.py"}
@@ -169,7 +168,9 @@ def circles() -> tuple[tuple[str, ...], ...]:
                     graph[name] |= _shown_by(modules[target], found.names)
                 elif target in graph and target != name:
                     graph[name].add(target)
-    return tuple(tuple(sorted(group)) for group in _strong_components(graph) if len(group) > 1)
+    edges = [(name, target) for name, targets in graph.items() for target in targets]
+    components = networkx.strongly_connected_components(networkx.DiGraph(edges))
+    return tuple(tuple(sorted(group)) for group in components if len(group) > 1)
 
 
 def _shown_by(init: Path, names: tuple[str, ...]) -> set[str]:
@@ -179,35 +180,6 @@ def _shown_by(init: Path, names: tuple[str, ...]) -> set[str]:
         for found in imports_of(init)
         if set(found.names) & set(names) and found.module.startswith("sightline.")
     }
-
-
-def _strong_components(graph: dict[str, set[str]]) -> list[list[str]]:
-    """Tarjan's algorithm."""
-    index: dict[str, int] = {}
-    low: dict[str, int] = {}
-    stack: list[str] = []
-    groups: list[list[str]] = []
-
-    def visit(name: str) -> None:
-        index[name] = low[name] = len(index)
-        stack.append(name)
-        for target in graph[name]:
-            if target not in graph:
-                continue
-            if target not in index:
-                visit(target)
-                low[name] = min(low[name], low[target])
-            elif target in stack:
-                low[name] = min(low[name], index[target])
-        if low[name] == index[name]:
-            at = stack.index(name)
-            groups.append(stack[at:])
-            del stack[at:]
-
-    for name in graph:
-        if name not in index:
-            visit(name)
-    return groups
 
 
 def lines_of(room: str) -> int:
@@ -237,66 +209,6 @@ def make_table() -> str:
     return "\n".join(lines)
 
 
-def make_picture() -> str:
-    """Rooms as boxes in their rows. An arrow that follows from two others is left out."""
-    width, box_w, box_h, gap = 980, 148, 40, 34
-    places: dict[str, tuple[float, float]] = {}
-    for number, row in enumerate(ROWS):
-        y = 16 + number * (box_h + gap)
-        step = width / (len(row) + 1)
-        for at, room in enumerate(row, 1):
-            places[room] = (at * step, y)
-    reach = _reachable(set(room_arrows()))
-    kept = [
-        (a, b)
-        for a, b in sorted(room_arrows())
-        if not any((a, c) in room_arrows() and b in reach[c] for c in ROW_OF if c not in (a, b))
-    ]
-    height = 16 + len(ROWS) * (box_h + gap)
-    body = []
-    for a, b in kept:
-        (xa, ya), (xb, yb) = places[a], places[b]
-        body.append(
-            f'<line x1="{xa:.0f}" y1="{ya:.0f}" x2="{xb:.0f}" y2="{yb + box_h:.0f}" class="arrow" '
-            f'marker-end="url(#head)"><title>{a} imports {b}</title></line>'
-        )
-    for room, (x, y) in places.items():
-        body.append(
-            f'<rect x="{x - box_w / 2:.0f}" y="{y:.0f}" width="{box_w}" height="{box_h}" rx="6"/>'
-            f'<text x="{x:.0f}" y="{y + 25:.0f}" class="name">{room}</text>'
-        )
-    style = (
-        "rect{fill:#f6f8fa;stroke:#57606a}text{text-anchor:middle;font-family:sans-serif;"
-        "fill:#1f2328}.name{font-size:14px;font-weight:600}"
-        ".arrow{stroke:#8c959f;stroke-width:1.2}"
-        "@media(prefers-color-scheme:dark){rect{fill:#161b22;stroke:#8b949e}text{fill:#e6edf3}"
-        ".arrow{stroke:#6e7681}}"
-    )
-    head = (
-        '<marker id="head" viewBox="0 0 8 8" refX="7" refY="4" markerWidth="7" markerHeight="7" '
-        'orient="auto"><path d="M0 0 8 4 0 8z" fill="#8c959f"/></marker>'
-    )
-    return "\n".join(
-        [
-            f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {width} {height}" role="img">',
-            "<title>Which room imports which</title>",
-            f"<defs>{head}</defs><style>{style}</style>",
-            *body,
-            "</svg>",
-            "",
-        ]
-    )
-
-
-def _reachable(arrows: set[tuple[str, str]]) -> dict[str, set[str]]:
-    reach: dict[str, set[str]] = {}
-    for row in ROWS:
-        for room in row:
-            direct = {b for a, b in arrows if a == room}
-            reach[room] = direct | {c for b in direct for c in reach.get(b, set())}
-    return reach
-
-
 def make_page(page: str) -> str:
     before, _, rest = page.partition(BEGIN)
     _, _, after = rest.partition(END)
@@ -305,7 +217,6 @@ def make_page(page: str) -> str:
 
 def main() -> None:
     PAGE.write_text(make_page(PAGE.read_text()))
-    PICTURE.write_text(make_picture())
 
 
 if __name__ == "__main__":

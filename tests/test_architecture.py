@@ -119,7 +119,6 @@ def test_the_page_of_the_architecture_is_drawn_from_the_code() -> None:
         re.sub(r"[\d,]+", "#", text) for text in (import_graph.make_page(page), page)
     )  # counts of lines may be a few commits old
     assert drawn == written, "run `make docs`"
-    assert import_graph.PICTURE.read_text() == import_graph.make_picture(), "run `make docs`"
 
 
 def test_every_file_lives_in_a_room_of_the_design() -> None:
