@@ -11,12 +11,13 @@ samples are then rebuilt from the traces and from the nodes that the trainer sco
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Any
 
 import msgspec
+import numpy as np
 from rich.console import Console
 from rich.table import Table
 
@@ -29,6 +30,7 @@ from sightline.pack import PackSize, pack
 from sightline.run.run_dir import RunDir
 from sightline.trace import Node, flatten, read_traces
 from sightline.view.run_files import get_run_dir
+from sightline.wire.array import Array
 from sightline.wire.micro_batch import StepScores
 from sightline.wire.sample import Batch, Sample, digest_batch
 
@@ -98,7 +100,7 @@ def inspect_run(run_dir: RunDir) -> Inspection:
         counts.slots += sum(len(sample.slots) for sample in batch.samples)
         items = (sample.items[slot.item] for sample in batch.samples for slot in sample.slots)
         counts.video_slots += sum(item.step is not None for item in items)
-        for micro_batch in pack(batch.samples, batch.step, family, limit):
+        for micro_batch in pack(_add_zeros(batch.samples), batch.step, family, limit):
             counts.micro_batches += 1
             counts.micro_batches_with_references += bool(micro_batch.items)
             counts.descriptors += len(micro_batch.items)
@@ -214,6 +216,16 @@ def _decode_batch(raw: bytes, file: Path) -> Batch:
             f"{file} is not a batch: {error}; tensors in it: {tensors}",
             "send samples with references: the trainer makes the pixels",
         ) from error
+
+
+def _add_zeros(samples: Iterable[Sample]) -> list[Sample]:
+    """Return the samples with zero advantages, which the trainer would compute before it packs."""
+    return [
+        msgspec.structs.replace(
+            sample, advantages=Array.of(np.zeros(len(sample.trained)), "float32")
+        )
+        for sample in samples
+    ]
 
 
 def _zero_advantages(nodes: set[int]) -> Callable[[Node], float | None]:

@@ -37,7 +37,8 @@ def run_dir(tmp_path: Path, tiny_model: Path) -> RunDir:
         "trainer": {"micro_batch_tokens": 200},
     }
     made.config.write_text(dump_toml(RunFile.model_validate(values)))
-    batch = Batch(1, samples(tiny_model, MediaStore(made.media), count=6))
+    drawn = samples(tiny_model, MediaStore(made.media), count=6)
+    batch = Batch(1, [msgspec.structs.replace(sample, advantages=None) for sample in drawn])
     write_batch(made, batch.to_bytes())
     return made
 
