@@ -25,8 +25,7 @@ SMOKE := build/smoke
 VLLM_TESTS := tests/contract/test_engine.py tests/contract/test_engine_adapters.py \
 	tests/contract/test_chat_endpoint.py tests/contract/test_bans.py \
 	tests/contract/test_text_engine.py tests/contract/test_fuzz.py tests/vllm/test_plugin.py tests/vllm/test_exact.py \
-	tests/vllm/test_stock.py tests/vllm/test_export.py tests/vllm/test_run.py \
-	tests/vllm/test_server.py
+	tests/vllm/test_export.py tests/vllm/test_run.py tests/vllm/test_server.py
 # Other ways to serve. CI runs the first; FULL=1 runs all, and every kind of the generic family.
 VLLM_WAYS := shards=tensor $(if $(FULL),shards=data family=kimi_k25 family=glm_v)
 VLLM_FAMILY_TESTS := tests/vllm/test_exact.py tests/contract/test_engine.py

@@ -37,15 +37,13 @@ from sightline.wire.weights import Manifest
 RUN = "be0c4"
 FILES, FOLDER, SERVICE = "files", "store: a folder", "store: a service"
 BROADCAST, SHARED = "broadcast", "ipc"
-COMPRESSED = "store: deltas"
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.description = (
         "Publishes versions of a model to a server on this machine in every way, with all of the "
-        "weights changed and with a share of the tensors, and prints the bytes that the trainer "
-        "sends and the server fetches, and the seconds from the end of the optimizer step to the "
-        "first token of the new version."
+        "weights changed and with a share of the tensors, and prints the bytes that are sent, "
+        "and the seconds from the end of the optimizer step to the first token of the new version."
     )
     parser.add_argument("--model", type=Path, help="checkpoint; default: a new one of --size")
     parser.add_argument("--size", default="tiny", help="default: %(default)s")
@@ -66,12 +64,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> int:
     check_at_least(args, 1, "repeats", "threads")
     table = Table(title="From the optimizer step to the first token of its version, medians")
-    columns = ("MB of weights", "MB sent", "MB fetched", "written, s", "first token, s")
+    columns = ("MB of weights", "MB sent", "written, s", "first token, s")
     for column in ("way", "changed", *columns):
         table.add_column(column, justify="left" if column == "way" else "right")
     with tempfile.TemporaryDirectory(prefix="sightline-bench-") as scratch:
         args.model = args.model or write_tiny(Path(scratch) / "model", args.size)
-        for way in (FILES, FOLDER, SERVICE, COMPRESSED, BROADCAST, SHARED):
+        for way in (FILES, FOLDER, SERVICE, BROADCAST, SHARED):
             print(way, file=sys.stderr, flush=True)
             with open_way(args, way, Path(scratch)) as publishing:
                 for share in args.changed:
@@ -96,15 +94,15 @@ class PublishTrial:
     def measure(self, share: float, repeats: int) -> list[str]:
         """The cells of a row, from the columns of bytes on."""
         found = [asyncio.run(self._publish_next(share)) for _ in range(repeats + 1)]
-        total, sent, fetched, written, first = (
+        total, sent, written, first = (
             statistics.median(column) for column in zip(*found[1:], strict=True)
         )
-        sizes = [f"{size / 1e6:.2f}" for size in (total, sent, fetched)]
+        sizes = [f"{size / 1e6:.2f}" for size in (total, sent)]
         return [*sizes, f"{written:.3f}", f"{first:.3f}"]
 
-    async def _publish_next(self, share: float) -> tuple[float, float, float, float, float]:
-        """Bytes of the weights, those that were sent and those that were fetched; seconds until the
-        files were written, and until the first token."""
+    async def _publish_next(self, share: float) -> tuple[float, float, float, float]:
+        """Bytes of the weights and those that were sent; seconds until the files were written, and
+        until the first token."""
         self.version += 1
         tensors = list(self.model.parameters())
         with torch.no_grad():
@@ -131,18 +129,16 @@ class PublishTrial:
         assert versions is not None and versions[0].version == manifest.label
         self.publisher.background_task.wait()
         total = sum(tensor.numel() for tensor in tensors) * self.publisher.dtype.itemsize
-        return total, *self._count_bytes(manifest, total), written, first
+        return total, self._count_bytes(manifest, total), written, first
 
-    def _count_bytes(self, manifest: Manifest, total: int) -> tuple[float, float]:
-        """Bytes that the version before did not have, as they were sent and as they were fetched;
-        all of them for other ways than the store."""
+    def _count_bytes(self, manifest: Manifest, total: int) -> float:
+        """Bytes that the previous version did not have; `total` for other ways than the store."""
         if not isinstance(self.publisher.publisher, StorePublisher):
-            return total, total
+            return total
         sizes = dict(self.publisher.publisher.blobs.iter_sizes())
-        new = {digest for file in manifest.files for digest in file.stored} - self._stored
-        replaced = {part for file in manifest.files for part in file.deltas}
+        new = {part for file in manifest.files for part in file.parts} - self._stored
         self._stored |= new
-        return sum(sizes[one] for one in new), sum(sizes[one] for one in new - replaced)
+        return sum(sizes[part] for part in new)
 
 
 @contextmanager
@@ -153,7 +149,7 @@ def open_way(args: argparse.Namespace, way: str, scratch: Path) -> Iterator[Publ
         media, token = str(root / "media"), ""
         more = ["--weights-root", str(root), "--max-model-len", "256", "--device", args.device]
         more += ["--dtype", args.dtype]
-        if way in (SERVICE, COMPRESSED):
+        if way == SERVICE:
             secret = scratch / "token"
             secret.write_text(secrets.token_hex(16))
             media, token = stack.enter_context(serve(root, secret)), secret.read_text()
@@ -168,9 +164,9 @@ def open_way(args: argparse.Namespace, way: str, scratch: Path) -> Iterator[Publ
             transport, ours = "broadcast", Broadcaster(weights, "127.0.0.1")
         elif way == SHARED:
             transport, ours = "ipc", SharedWeights(weights)
-        elif way in (FOLDER, SERVICE, COMPRESSED):
+        elif way in (FOLDER, SERVICE):
             blobs = open_blobs(media, token)
-            transport, ours = "store", StorePublisher(weights, blobs, way == COMPRESSED)
+            transport, ours = "store", StorePublisher(weights, blobs)
         else:
             transport, ours = "files", FilesPublisher(weights)
         task = BackgroundTask("publish")

@@ -172,7 +172,7 @@ def test_no_shared_file_names_a_family() -> None:
     assert breaches == []
 
 
-ENGINE_FOLDERS = ("inference/torch_engine/", "inference/vllm_plugin/", "inference/stock_vllm/")
+ENGINE_FOLDERS = ("inference/torch_engine/", "inference/vllm_plugin/")
 
 
 def test_shared_code_compares_no_name_of_an_engine() -> None:

@@ -241,9 +241,8 @@ class StudyRun:
         self.learner = build_learner(
             self.model, trainer, self.store, size.steps, algorithm=algorithm, seed=seed
         )
-        unproven = MediaConfig(allow_unverified_pixels=True)
         pixels = build_pixels(self.learner, self.store)
-        self._preparer = build_preparer(unproven, self.learner, pixels)
+        self._preparer = build_preparer(MediaConfig(), self.learner, pixels, sampled=False)
         self._judge = GroupJudge(mismatch.lag, algorithm)
         self._rng = np.random.default_rng(seed)
         self._clipped: list[float] = []

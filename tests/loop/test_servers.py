@@ -163,7 +163,6 @@ def test_a_server_that_would_serve_another_way_is_refused(
     assert "has fingerprint" in refused("model.max_pixels=4096")
     assert "takes 256 tokens" in refused("inference.max_model_len=512")
     assert "has engine 'torch', the run 'vllm'" in refused("inference.engine=vllm")
-    assert "runs no vLLM" in refused("inference.engine=stock_vllm")
     assert "without [media] root" in refused("media.root=")
     assert "which take files" in refused("trainer.publish=broadcast")
     assert "does not answer" in refused('inference.servers=["http://127.0.0.1:9"]')

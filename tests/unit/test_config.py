@@ -234,14 +234,14 @@ def test_a_stored_file_in_old_names_is_read_in_todays(tmp_path: Path) -> None:
     path = tmp_path / "config.toml"
     path.write_text(STORED)
     found = load_stored_config(RunFile, path)
-    assert found.model.number_images and found.media.allow_unverified_pixels
+    assert found.model.number_images
     assert found.media.on_bad_image == "stop"
     rollout, orchestrator, inference = found.rollout, found.orchestrator, found.inference
     assert not rollout.keep_truncated
     assert (rollout.worker_hang_timeout_s, rollout.worker_max_memory_gb) == (7.0, 2.5)
     assert (orchestrator.max_resample_fraction, orchestrator.diagnostics_every) == (0.5, 3)
     assert (inference.max_model_len, inference.max_num_seqs) == (512, 8)
-    assert (inference.prefill_chunk_tokens, inference.inline_images) == (64, False)
+    assert inference.prefill_chunk_tokens == 64
     logging = found.logging
     assert (logging.sinks, logging.wandb_offline) == (("wandb",), True)
     assert (logging.samples_every, logging.otel) == (4, "file")

@@ -19,7 +19,6 @@ from sightline.config import SftFile, dump_toml
 from sightline.families import load_renderer
 from sightline.families.registry import write_tiny
 from sightline.inference.server_spec import ServerSpec
-from sightline.inference.stock_vllm.client import collapse_pads
 from sightline.inference.vllm_plugin.command import build_vllm_environ
 from sightline.media import MediaStore
 from sightline.message import user
@@ -71,12 +70,13 @@ def test_vllm_as_it_comes_says_what_the_trainer_says(
     rendered = prompt_of(tiny_model, media)
     made = [exported(tiny_model, tmp_path / kind, lora) for kind, lora in KINDS.items()]
     banned = list(made[0][0].pad_ids)
-    short = collapse_pads(rendered.token_ids, rendered.slots)
+    [slot], ids = rendered.slots, rendered.token_ids
+    short = [*ids[: slot.offset + 1], *ids[slot.end :]]  # vLLM repeats the pad
     questions = [
         {
             "model": str(folder),
             "token_ids": short,
-            "image": str(media.path(rendered.slots[0].item.ref.digest)),
+            "image": str(media.path(slot.item.ref.digest)),
             "banned": banned,
             "max_tokens": COUNT,
         }

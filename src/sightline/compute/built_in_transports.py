@@ -38,14 +38,14 @@ class FilesTransport(WeightTransport):
 class StoreTransport(FilesTransport):
     """Files in the store of `[media] root`. A server fetches them to its disk before it reads."""
 
-    sends_manifest = reaches_other_machines = has_deltas = True
+    sends_manifest = reaches_other_machines = True
 
     def open_publisher(self, config: RunFile, run_dir: RunDir) -> WeightPublisher:
         from sightline.compute.weights import StorePublisher
 
         token = config.media.read_token(for_control=True)
         blobs = open_blobs(config.media.root or run_dir.media, token)
-        return StorePublisher(run_dir.weights, blobs, config.trainer.compress_weights)
+        return StorePublisher(run_dir.weights, blobs)
 
 
 class BroadcastTransport(WeightTransport):

@@ -74,8 +74,6 @@ class WeightTransport(ABC):
     """Whether a server that starts after a version was sent cannot adopt it any more."""
     takes_adapters: ClassVar[bool] = True
     """Whether `[lora] publish = "adapter"` works."""
-    has_deltas: ClassVar[bool] = False
-    """Whether `[trainer] compress_weights` works."""
 
     @abstractmethod
     def open_publisher(self, config: RunFile, run_dir: RunDir) -> WeightPublisher:
@@ -105,9 +103,6 @@ class WeightTransport(ABC):
         elif config.lora.publish == "adapter" and not self.takes_adapters:
             problem = 'does not work with [lora] publish = "adapter": it shares whole weights'
             fix = 'set [lora] publish = "merged", or [trainer] publish = "files"'
-        elif config.trainer.compress_weights and not self.has_deltas:
-            problem = "does not work with compress_weights"
-            fix = f"{self._list_others('has_deltas')}, or compress_weights = false"
         if problem:
             raise ConfigError(f'[trainer] publish = "{config.trainer.publish}" {problem}', fix)
 

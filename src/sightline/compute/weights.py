@@ -9,7 +9,6 @@ from __future__ import annotations
 import hashlib
 import os
 import shutil
-from collections.abc import Collection
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from pathlib import Path
@@ -34,7 +33,7 @@ from sightline.compute.weight_transport import WeightPublisher, WeightReceiver
 from sightline.compute.weights_digest import digest_weights
 from sightline.errors import WeightsError
 from sightline.media import MediaStore
-from sightline.media.stored_file import store_deltas, store_file
+from sightline.media.stored_file import store_file
 from sightline.wire.disk import disk_errors
 from sightline.wire.file import write_atomic
 from sightline.wire.weights import (
@@ -107,17 +106,13 @@ class FilesPublisher(WeightPublisher):
 
 
 class StorePublisher(FilesPublisher):
-    """Moves the files of each version into the store. Folders keep the manifests alone.
+    """Moves the files of each version into the store. Folders keep the manifests alone."""
 
-    With `has_deltas` the store also gets the differences to the version before, and the newest
-    files stay in their folder to compare with.
-    """
-
-    def __init__(self, root: Path, blobs: MediaStore, has_deltas: bool = False) -> None:
+    def __init__(self, root: Path, blobs: MediaStore) -> None:
         super().__init__(root)
-        self.blobs, self._has_deltas = blobs, has_deltas
-        self._last: dict[str, tuple[Path, tuple[str, ...]]] = {}
-        """The files of the version before and their parts, which the store has, by name."""
+        self.blobs = blobs
+        self._sent: set[str] = set()
+        """Parts of the previous version, which the store has."""
 
     def write(self, draft: Manifest) -> tuple[Path, Manifest]:
         path, manifest = super().write(draft)
@@ -125,23 +120,18 @@ class StorePublisher(FilesPublisher):
 
     def put(self, path: Path, manifest: Manifest) -> Manifest:
         """Move the files of the manifest at `path` to the store, which has earlier parts."""
-        sent = {part for _, parts in self._last.values() for part in parts}
-        files = [self._put_file(path.with_name(file.name), file, sent) for file in manifest.files]
+        paths = [path.with_name(file.name) for file in manifest.files]
+        stored = [store_file(self.blobs, file, self._sent).parts for file in paths]
+        files = [
+            structs.replace(file, parts=parts)
+            for file, parts in zip(manifest.files, stored, strict=True)
+        ]
         moved = structs.replace(manifest, files=files)
         write_atomic(path, msgspec.json.encode(moved))
-        newest = {file.name: (path.with_name(file.name), file.parts) for file in files}
-        bases = {file for file, _ in newest.values()} if self._has_deltas else set()
-        for file, _ in (*self._last.values(), *newest.values()):
-            if file not in bases:
-                file.unlink(missing_ok=True)
-        self._last = newest
+        for file in paths:
+            file.unlink(missing_ok=True)
+        self._sent = {part for parts in stored for part in parts}
         return moved
-
-    def _put_file(self, path: Path, file: WeightFile, sent: Collection[str]) -> WeightFile:
-        parts, deltas = store_file(self.blobs, path, sent).parts, {}
-        if self._has_deltas and file.name in self._last:
-            deltas = store_deltas(self.blobs, path, parts, *self._last[file.name])
-        return structs.replace(file, parts=parts, deltas=deltas)
 
 
 def _split_into_files(

@@ -12,8 +12,7 @@ from sightline.config.section import ConfigSection, Keywords, Mutable, SecretRef
 
 class InferenceConfig(ConfigSection):
     engine: str = "torch"
-    """Inference engine: torch (embedded), vllm (with our plugin), stock_vllm (without it, at
-    `servers`), or one from an installed package."""
+    """Inference engine: torch (embedded), vllm, or one from an installed package."""
     servers: Mutable[tuple[str, ...]] = ()
     """URLs of running servers that can read the run's files. Without any, the run starts its
     own."""
@@ -25,8 +24,6 @@ class InferenceConfig(ConfigSection):
     `token`."""
     outage_timeout_s: Mutable[float] = Field(600.0, gt=0)
     """Seconds without any ready server after which the run ends."""
-    inline_images: Mutable[bool] = False
-    """Whether to send images to a stock vLLM as data URLs, if it cannot read the store."""
     python: Mutable[str] = ""
     """Python interpreter of the server, with vLLM and Sightline installed. Empty uses the run's
     own."""

@@ -17,9 +17,7 @@ RENAMED = {
     "inference.max_len": "inference.max_model_len",
     "inference.max_rows": "inference.max_num_seqs",
     "inference.prefill_chunk": "inference.prefill_chunk_tokens",
-    "inference.sends_images": "inference.inline_images",
     "inference.vllm_args": "inference.engine_args",
-    "media.allow_unproven": "media.allow_unverified_pixels",
     "media.on_bad": "media.on_bad_image",
     "model.number_pictures": "model.number_images",
     "monitor.offline": "logging.wandb_offline",
@@ -76,8 +74,15 @@ OF_OTHER_FRAMEWORKS = {
 }
 """Names of settings in TRL, verl and prime-rl, in any section, and their names here."""
 COST_MODEL_FIX = "remove it: ranks are balanced by counting the model's operations"
+INLINE_IMAGES_FIX = 'remove it: the engine "stock_vllm" is gone; serve with engine = "vllm"'
+UNVERIFIED_FIX = "remove it: every engine reports the digests of its pixels"
 REMOVED = {
+    "inference.inline_images": INLINE_IMAGES_FIX,
+    "inference.sends_images": INLINE_IMAGES_FIX,
     "launch.skypilot": "remove it: SkyPilot is no longer supported",
+    "media.allow_unproven": UNVERIFIED_FIX,
+    "media.allow_unverified_pixels": UNVERIFIED_FIX,
+    "trainer.compress_weights": "remove it: the store no longer holds deltas of weights",
     "trainer.micro_batch_cost_model": COST_MODEL_FIX,
     "trainer.micro_batch_price": COST_MODEL_FIX,
     "trainer.secret": "remove it: a run creates its own secret. If ranks on other machines cannot "

@@ -91,8 +91,6 @@ class MediaConfig(ConfigSection):
     """Action on an unusable image: drop the samples that show it, or stop the run."""
     max_bad_fraction: Mutable[float] = Field(0.1, ge=0, le=1)
     """Fraction of a batch's samples that may be dropped for bad images before the run stops."""
-    allow_unverified_pixels: bool = False
-    """Whether to train on samples whose engine returns no pixel digest."""
 
     @model_validator(mode="after")
     def _has_no_password(self) -> MediaConfig:
@@ -290,9 +288,6 @@ class TrainerConfig(ConfigSection):
     `[media] root`, which other machines reach too), broadcast (torch.distributed, on one machine),
     ipc (memory that trainer and embedded servers share on one machine), or one that an installed
     package provides. auto is ipc if both use the machine's GPUs, and files otherwise."""
-    compress_weights: bool = False
-    """Whether to publish deltas to the store as well. Servers that have the previous version then
-    fetch less. Uses at least one core of the trainer."""
     device: str = "auto"
     """Device of the trainer: cpu, cuda or auto."""
     ranks: Mutable[int] = Field(1, ge=1)

@@ -18,7 +18,6 @@ from sightline.errors import ConfigError
 from sightline.launch.processes import temporary_server
 from sightline.media import MediaStore
 from sightline.rollout.chat_sources import ChatSource, OpenAIChats, build_policy_chats
-from sightline.rollout.engines import load_engine
 from sightline.rollout.evaluation import EvalSummary, build_eval_request, play_tasks
 from sightline.rollout.openai_chat import OpenAIClient
 from sightline.rollout.player import PlayedRollout, RolloutPlayer
@@ -63,11 +62,7 @@ def evaluate(
 def build_eval_config(values: dict[str, Any], checkpoint: str, settings: dict[str, Any]) -> RunFile:
     """Return the settings of an evaluation: a run file's `values`, updated with `settings`."""
     values.setdefault("model", {})["path"] = checkpoint
-    inference = values.setdefault("inference", {})
-    if not load_engine(inference.get("engine", DEFAULT_ENGINE)).can_start:
-        inference["engine"] = DEFAULT_ENGINE
-        inference.pop("inline_images", None)
-    inference.pop("token", None)
+    values.setdefault("inference", {}).pop("token", None)
     for name, value in settings.items():
         values.setdefault(SECTION_OF[name], {})[name] = value
     config = validate_config(RunFile, values, "evaluation")

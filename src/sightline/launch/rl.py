@@ -34,7 +34,6 @@ from sightline.launch.run_plan import (
 from sightline.launch.training_run import TrainingJob
 from sightline.launch.worker_supervisor import WorkerSupervisor, get_memory_limit, resolve_workers
 from sightline.orchestrator.server_pool import give_back_leases
-from sightline.rollout.engines import load_engine
 from sightline.run import EventLog, RunDir
 from sightline.run.run_dir import show_path
 from sightline.run.server_changes import list_wanted
@@ -128,7 +127,7 @@ class RlJob(TrainingJob[RunFile]):
     def release(self, file: RunFile, run_dir: RunDir) -> None:
         run_dir.server_report.unlink(missing_ok=True)
         servers = list(list_wanted(run_dir, file.inference.servers))
-        if servers and load_engine(file.inference.engine).takes_leases:
+        if servers:
             token = file.inference.read_control_token()
             leases = give_back_leases(servers, token, run_dir.read_id())
             # In a thread: a notebook already runs an event loop in this one.

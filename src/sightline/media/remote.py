@@ -214,7 +214,7 @@ class RemoteStore(MediaStore):
         check_digest(digest)
         raise MediaError(
             f"image {digest[:12]} is at {self.root}, not in a file of this machine",
-            'read its bytes with get; with engine = "stock_vllm", set inline_images = true',
+            "read its bytes with get",
         )
 
     def remove(self, digest: str) -> None:

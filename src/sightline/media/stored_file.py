@@ -3,33 +3,26 @@
     file --parts, several at a time--> store --missing parts--> file
 
 A failed part is sent again by itself, and every part is verified. Versions of weights share
-unchanged parts, which are neither sent nor fetched again. For a changed part the store may also
-have a delta, for readers that have the previous part.
+unchanged parts, which are neither sent nor fetched again.
 """
 
 from __future__ import annotations
 
 import os
-import zlib
 from collections.abc import Iterable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from hashlib import sha256
 from pathlib import Path
-from types import MappingProxyType
 
 import msgspec
-import numpy as np
 
 from sightline.errors import MediaCorrupt, MediaError
 from sightline.media.files import BLOBS
 from sightline.media.open import is_address, open_store
-from sightline.media.ref import verify_bytes
 from sightline.media.store import MediaStore
 
 PART_BYTES = 16 << 20
 NUM_CONNECTIONS = 8
-MAX_DELTA_FRACTION = 0.75
-"""Largest size of a delta, as a fraction of its part."""
 
 
 class StoredFile(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -42,21 +35,8 @@ class StoredFile(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """Prefix of every part. It makes uploads distinct, so that a reader may remove its own."""
 
 
-class PartDelta(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """The difference of two parts: zlib over the XOR of their bytes. The first bytes of all 4-byte
-    words come first, then the second ones, and so on, because high bytes seldom change."""
-
-    base: str
-    """Digest of the part to apply it to."""
-    stored: str
-    """Digest of the delta."""
-
-
 KnownParts = Mapping[str, tuple[Path, int]]
 """Local files that contain a part, and its offset in them."""
-Deltas = Mapping[str, PartDelta]
-"""Deltas by the digest of the part that they produce."""
-NO_DELTAS: Deltas = MappingProxyType({})
 
 
 def open_blobs(root: str | Path, token: str = "", max_bytes: int | None = None) -> MediaStore:
@@ -86,36 +66,8 @@ def store_file(
     return StoredFile(nbytes, parts, salt)
 
 
-def store_deltas(
-    store: MediaStore, path: Path, parts: Iterable[str], base: Path, base_parts: Iterable[str]
-) -> dict[str, PartDelta]:
-    """Store deltas of the parts of `path` to the parts at the same offsets of `base`."""
-    here = list_parts(path, parts) | (bases := list_parts(base, base_parts))
-
-    def put(pair: tuple[str, str]) -> tuple[str, PartDelta] | None:
-        data, before = (_find_here(digest, PART_BYTES, here) for digest in pair)
-        if not before or len(before) != len(data):
-            return None
-        changes = np.frombuffer(data, np.uint8) ^ np.frombuffer(before, np.uint8)
-        delta = zlib.compress(changes.reshape(-1, _count_planes(len(data))).T.tobytes(), 1)
-        if len(delta) > MAX_DELTA_FRACTION * len(data):
-            return None
-        return pair[0], PartDelta(pair[1], store.put_bytes(delta))
-
-    changed = [(new, old) for new, old in zip(parts, base_parts, strict=False) if new not in bases]
-    with ThreadPoolExecutor(NUM_CONNECTIONS, "deltas") as pool:
-        return dict(delta for delta in pool.map(put, changed) if delta)
-
-
-def _count_planes(size: int) -> int:
-    return 1 if size % 4 else 4
-
-
-def fetch_file(
-    store: MediaStore, file: StoredFile, path: Path, here: KnownParts, deltas: Deltas = NO_DELTAS
-) -> None:
-    """Fetch a file to `path`, atomically. Parts are copied from local files, or made from deltas,
-    where possible."""
+def fetch_file(store: MediaStore, file: StoredFile, path: Path, here: KnownParts) -> None:
+    """Fetch a file to `path`, atomically. Parts are copied from local files where possible."""
     starts = range(0, file.nbytes, PART_BYTES)
     sizes = [min(PART_BYTES, file.nbytes - start) for start in starts]
     if len(sizes) != len(file.parts):
@@ -128,11 +80,8 @@ def fetch_file(
 
     def fetch(number: int) -> None:
         digest = file.parts[number]
-        size = sizes[number]
-        data = _find_here(digest, size, here)
-        if not data and (delta := deltas.get(digest)) is not None:
-            data = _apply_delta(store, digest, delta, _find_here(delta.base, size, here))
-        data = (data or store.get_bytes(digest))[len(file.salt) :]
+        data = _find_here(digest, sizes[number], here) or store.get_bytes(digest)
+        data = data[len(file.salt) :]
         if len(data) != sizes[number]:
             problem = f"part {number} of {path} has {len(data)} bytes, not {sizes[number]}"
             raise MediaCorrupt(problem, "send the file again")
@@ -146,22 +95,6 @@ def fetch_file(
     finally:
         os.close(handle)
         temporary.unlink(missing_ok=True)
-
-
-def _apply_delta(store: MediaStore, digest: str, delta: PartDelta, base: bytes) -> bytes:
-    """Return the part with this digest; empty without its base."""
-    if not base:
-        return b""
-    inflate = zlib.decompressobj()
-    try:
-        planes = inflate.decompress(store.get_bytes(delta.stored), len(base))
-    except zlib.error:
-        planes = b""
-    if len(planes) != len(base):
-        problem = f"the delta of part {digest[:12]} does not have {len(base)} bytes"
-        raise MediaCorrupt(problem, "publish the version again")
-    changes = np.frombuffer(planes, np.uint8).reshape(_count_planes(len(base)), -1).T.reshape(-1)
-    return verify_bytes(digest, (changes ^ np.frombuffer(base, np.uint8)).tobytes())
 
 
 def list_parts(path: Path, parts: Iterable[str]) -> dict[str, tuple[Path, int]]:

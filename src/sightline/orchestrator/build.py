@@ -58,7 +58,7 @@ class ServerClients:
     def build(self, url: str, is_own: bool) -> GenerateClient:
         inference = self.config.inference
         token = derive_control_token(self.secret) if is_own else inference.read_control_token()
-        return load_engine(inference.engine).build_client(url, inference, self.store, token=token)
+        return load_engine(inference.engine).build_client(url, token=token)
 
 
 def build_servers(

@@ -95,10 +95,10 @@ class PolicyUpdater:
 
 
 def _list_parts(folders: Iterable[Path]) -> set[str]:
-    """Return the digests of all parts and deltas of these versions."""
+    """Return the digests of all parts of these versions."""
     digests: set[str] = set()
     for folder in folders:
         with contextlib.suppress(WireError):  # half written, or half removed before a kill
             files = read_manifest(folder / MANIFEST).files
-            digests.update(digest for file in files for digest in file.stored)
+            digests.update(part for file in files for part in file.parts)
     return digests

@@ -172,8 +172,6 @@ def build_policy_chats(
     )
     client = load_engine(inference.engine).build_client(
         servers[0],
-        inference,
-        store,
         settings=family.settings,
         token=inference.read_token(own_token),
         vocab_size=renderer.vocab_size,

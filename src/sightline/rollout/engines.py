@@ -17,7 +17,6 @@ from sightline.compute.weight_transport import WeightTransport
 from sightline.config import InferenceConfig, RunFile
 from sightline.errors import ConfigError
 from sightline.families import Family
-from sightline.media import MediaStore
 from sightline.rollout.client import GenerateClient
 from sightline.wire.codec import check_release
 
@@ -25,11 +24,8 @@ ENTRY_POINT_GROUP = "sightline.engines"
 BUILT_IN = {
     "torch": "sightline.inference.torch_engine.inference_engine:TorchInference",
     "vllm": "sightline.inference.vllm_plugin.inference_engine:VllmInference",
-    "stock_vllm": "sightline.inference.stock_vllm.inference_engine:StockVllmInference",
 }
-ENGINE_SETTINGS = (
-    "python", "inline_images", "tensor_parallel_size", "data_parallel_size", "engine_args",
-)  # fmt: skip
+ENGINE_SETTINGS = ("python", "tensor_parallel_size", "data_parallel_size", "engine_args")
 """Settings of `[inference]` that only some engines read."""
 
 FetchJson = Callable[[str], dict[str, Any]]
@@ -44,10 +40,6 @@ class InferenceEngine(ABC):
     """The names in `ENGINE_SETTINGS` that this engine reads."""
     inexact_reason: ClassVar[str] = ""
     """Why it cannot sample with `[model] exact = true`; empty if it can."""
-    can_start: ClassVar[bool] = True
-    """Whether a run can start its servers. If not, `[inference] servers` must name them."""
-    takes_leases: ClassVar[bool] = True
-    """Whether its servers answer the routes under /sightline/v1, which lease and adopt."""
 
     @abstractmethod
     def serve(self, spec: Any) -> None:
@@ -73,11 +65,6 @@ class InferenceEngine(ABC):
                     f"[inference] {name} requires {' or '.join(names)} (it is {self.name!r})",
                     f"remove {name}, or change [inference] engine",
                 )
-        if not self.can_start and not inference.servers:
-            raise ConfigError(
-                f'[inference] engine = "{self.name}" needs servers: a run cannot start this engine',
-                "add the address of each server to [inference] servers",
-            )
 
     def check_server(self, config: RunFile, family: Family, address: str, fetch: FetchJson) -> None:
         """Raise if a server that the run did not start would not serve it as expected."""
@@ -86,8 +73,7 @@ class InferenceEngine(ABC):
         where = f"[inference] servers: {address}"
         if "fingerprint" not in health:
             raise ConfigError(
-                f"{where} is not a Sightline server",
-                'start it with `sightline serve`, or set engine = "stock_vllm"',
+                f"{where} is not a Sightline server", "start it with `sightline serve`"
             )
         check_release(str(health.get("release", "")), where)
         expected = {"fingerprint": family.fingerprint, "engine": config.inference.engine}
@@ -114,9 +100,7 @@ class InferenceEngine(ABC):
         """Return what a user should know about serving this family; empty for nothing."""
         return ""
 
-    def build_client(
-        self, url: str, inference: InferenceConfig, store: MediaStore, **options: Any
-    ) -> GenerateClient:
+    def build_client(self, url: str, **options: Any) -> GenerateClient:
         """Return the client of one server. `options` are fields of `GenerateClient`."""
         return GenerateClient(url, **options)
 

@@ -41,7 +41,7 @@ class BadMediaPolicy:
     on_bad_image: Literal["drop_sample", "stop"] = "drop_sample"
     max_bad_fraction: float = 0.0
     allows_unverified_pixels: bool = False
-    """Whether samples train if their sampler reported no pixel digest."""
+    """Whether samples train without a pixel digest: conversations have no sampler to report it."""
 
     def filter_samples(
         self,
@@ -91,7 +91,7 @@ class BadMediaPolicy:
             if seen is None and not self.allows_unverified_pixels:
                 return item, PixelsUnproven(
                     "the sampler reported no digest of its pixels",
-                    "use an engine that reports one, or set [media] allow_unverified_pixels = true",
+                    "use an engine that reports one",
                 )
         return None
 

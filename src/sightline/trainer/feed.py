@@ -99,8 +99,6 @@ class ReadyBatch:
     """Whether the evaluation ends with this batch."""
     waited_s: float = 0.0
     """Seconds that the loop waited for the batch."""
-    num_unproven: int = 0
-    """Samples that train although their sampler reported no pixel digest."""
     num_made: int = 0
     """Distinct items that were materialized for the batch; the others came from the cache."""
     minibatch_sizes: list[int] | None = None
@@ -214,7 +212,6 @@ class BatchPreparer:
             num_items=len({item.key for sample in kept for item in sample.items}),
             dropped=dropped,
             truncated=truncated,
-            num_unproven=sum(any(s.pixel_digest is None for s in one.slots) for one in kept),
             # Items of the previous batch that were made again meanwhile count too.
             num_made=min(self.materializer.counts.made - made_before, len(digests)),
         )

@@ -172,7 +172,6 @@ class RunWriter:
             "hidden_share": 1 - visible / ready.materialize_s if has_hidden else None,
             "publish_s": previous and previous.seconds,
             "publish_hidden_share": previous and previous.hidden_share(busy),
-            "unproven": float(ready.num_unproven),
             "images_made": float(ready.num_made),
             "images_from_cache": float(max(ready.num_items - ready.num_made, 0)),
             "seconds": {

@@ -19,7 +19,7 @@ import msgspec
 
 from sightline.errors import ResumeRefused, WeightsError, WireError
 from sightline.media import MediaStore
-from sightline.media.stored_file import KnownParts, PartDelta, StoredFile, fetch_file
+from sightline.media.stored_file import KnownParts, StoredFile, fetch_file
 from sightline.wire.codec import check_schema
 from sightline.wire.file import add_checksum, append_line, read_checked_lines, write_atomic
 
@@ -46,19 +46,14 @@ class HistoryLine(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     sha256: str
 
 
-class WeightFile(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=True):
+class WeightFile(msgspec.Struct, frozen=True, omit_defaults=True):
+    """Other fields are ignored: earlier releases wrote `deltas`."""
+
     name: str
     nbytes: int
     sha256: str
     parts: tuple[str, ...] = ()
     """Digests of its parts, if it is in a store and not next to the manifest."""
-    deltas: dict[str, PartDelta] = {}
-    """Deltas from the version before, by the digest of the part that they produce."""
-
-    @property
-    def stored(self) -> set[str]:
-        """Digests of all its parts and deltas in the store."""
-        return {*self.parts, *(delta.stored for delta in self.deltas.values())}
 
 
 class Adapter(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -254,14 +249,11 @@ def check_file_names(manifest: Manifest, what: str) -> None:
 def fetch_files(
     manifest: Manifest, blobs: MediaStore, folder: Path, here: KnownParts = MappingProxyType({})
 ) -> None:
-    """Fetch the files of a version from the store into `folder`.
-
-    Parts that are `here` are copied. Deltas are fetched in place of parts if their base is `here`.
-    """
+    """Fetch the files of a version from the store into `folder`, copying parts that are `here`."""
     check_file_names(manifest, f"version {manifest.label}")
     for file in manifest.files:
         stored = StoredFile(file.nbytes, file.parts)
-        fetch_file(blobs, stored, folder / file.name, here, file.deltas)
+        fetch_file(blobs, stored, folder / file.name, here)
 
 
 def read_regular_file(path: Path, max_bytes: int) -> bytes:

@@ -131,7 +131,6 @@ def test_a_transport_from_outside_publishes_and_a_server_adopts(
     ("publish", "sections", "problem"),
     [
         ("pickle", {"eval": {"every": 2}}, "needs files for checkpoints/best"),
-        ("pickle", {"trainer": {"compress_weights": True}}, "compress_weights"),
         ("ipc", {"lora": {"rank": 2, "publish": "adapter"}}, "it shares whole weights"),
         ("broadcast", {"inference": {"servers": ["http://127.0.0.1:9"]}}, "which take files"),
     ],

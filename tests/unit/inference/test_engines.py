@@ -57,20 +57,19 @@ def test_an_engine_from_outside_serves_by_its_entry_point(outside: Path, tiny_mo
 
 
 def test_the_registry_lists_every_engine(outside: Path) -> None:
-    assert list_engines() == ["outside", "stock_vllm", "torch", "vllm"]
+    assert list_engines() == ["outside", "torch", "vllm"]
     assert load_engine("outside").name == "outside"
 
 
 def test_an_unknown_engine_is_refused_with_the_known_ones() -> None:
     with pytest.raises(ConfigError, match="'sglang' is not an engine") as refused:
         load_engine("sglang")
-    assert "stock_vllm" in refused.value.fix
+    assert "vllm" in refused.value.fix
 
 
 def test_a_setting_that_an_engine_does_not_read_is_refused() -> None:
     values = {
         "python": "python3",
-        "inline_images": True,
         "tensor_parallel_size": 2,
         "data_parallel_size": 2,
         "engine_args": {"a": 1},

@@ -15,11 +15,10 @@ import pytest
 from safetensors.numpy import load_file, save_file
 
 from sightline.cli.main import main
-from sightline.config import ModelConfig, RunFile, SftFile, resolve_paths
+from sightline.config import RunFile, SftFile, resolve_paths
 from sightline.errors import ConfigError, DiskFull, MediaError
-from sightline.families import load_family
 from sightline.families.registry import write_tiny
-from sightline.launch.checks.model import check_disk, check_store, describe_family
+from sightline.launch.checks.model import check_disk, check_store
 from sightline.launch.processes import split_threads
 from sightline.run import RunDir
 from sightline.run.machine import has_gpu
@@ -191,11 +190,6 @@ def test_adapters_are_not_shared(refuse) -> None:
     assert "it shares whole weights" in said
 
 
-def test_deltas_of_weights_that_are_not_in_the_store_are_refused(refuse) -> None:
-    said = refuse("[trainer]\ncompress_weights = true\n")
-    assert "does not work with compress_weights" in said and 'publish = "store"' in said
-
-
 ELSEWHERE = """
 [media]
 root = "http://10.0.0.1:8100"
@@ -277,11 +271,6 @@ def test_settings_without_a_run_file_are_not_taken_for_its_path(
 ) -> None:
     assert main(["rl", "run.seed=1"]) == 2
     assert "name one before the settings" in capsys.readouterr().err
-
-
-def test_a_run_on_a_stock_vllm_says_that_it_has_no_lease(tiny_model: Path) -> None:
-    said = describe_family(ModelConfig(path=str(tiny_model)), load_family(tiny_model), "stock_vllm")
-    assert "another run can change the weights of this vLLM" in said
 
 
 def test_a_store_that_cannot_be_reached_is_refused(tmp_path: Path) -> None:

@@ -3,20 +3,17 @@
 from __future__ import annotations
 
 import os
-import zlib
 from pathlib import Path
 
 import pytest
 from msgspec import structs
 
-from sightline.errors import MediaCorrupt, MediaError, MediaMissing
+from sightline.errors import MediaError, MediaMissing
 from sightline.media import MediaStore, stored_file
 from sightline.media.stored_file import (
-    PartDelta,
     fetch_file,
     list_parts,
     open_blobs,
-    store_deltas,
     store_file,
 )
 
@@ -48,52 +45,6 @@ def test_parts_that_did_not_change_are_neither_sent_nor_fetched(tmp_path: Path) 
     with pytest.raises(MediaMissing):
         fetch_file(store, after, tmp_path / "again", here)
     assert not (tmp_path / "again").exists() and not list(tmp_path.glob(".again*"))
-
-
-def test_who_has_the_part_before_fetches_a_delta_and_everyone_else_the_part(tmp_path: Path) -> None:
-    store, data = open_blobs(tmp_path / "store"), bytearray(os.urandom(5502))
-    v1, v2 = tmp_path / "v1", tmp_path / "v2"
-    before = store_file(store, write(v1, bytes(data)))
-    data[1003] ^= 5
-    data[3000:4000] = os.urandom(1000)  # no delta would be smaller
-    data[5501] ^= 1  # of the last part, whose 502 bytes are not whole words
-    after = store_file(store, write(v2, bytes(data)), before.parts)
-    deltas = store_deltas(store, v2, after.parts, v1, before.parts)
-    changed = [after.parts[number] for number in (1, 5)]
-    assert list(deltas) == changed
-    sizes = dict(store.iter_sizes())
-    assert all(sizes[delta.stored] < 50 for delta in deltas.values())
-    fetch_file(store, after, tmp_path / "all", {}, deltas)  # has no base
-    for part in {*before.parts, *changed}:
-        store.remove(part)  # what may not be fetched
-    here = list_parts(v1, before.parts)
-    fetch_file(store, after, tmp_path / "out", here, deltas)
-    assert (tmp_path / "all").read_bytes() == (tmp_path / "out").read_bytes() == data
-    with pytest.raises(MediaMissing):
-        fetch_file(store, after, tmp_path / "again", {}, deltas)
-
-
-def test_a_delta_that_makes_another_part_is_refused(tmp_path: Path) -> None:
-    store, v1, v2 = open_blobs(tmp_path / "store"), tmp_path / "v1", tmp_path / "v2"
-    before = store_file(store, write(v1, bytes(1000)))
-    after = store_file(store, write(v2, bytes(999) + b"1"))
-    here = list_parts(v1, before.parts)
-    ((part, delta),) = store_deltas(store, v2, after.parts, v1, before.parts).items()
-    others = [
-        (zlib.compress(bytes(1000)), "hash to"),
-        (zlib.compress(bytes(1 << 20)), "hash to"),  # of which 1000 bytes are inflated
-        (zlib.compress(bytes(999)), "does not have 1000 bytes"),
-        (b"no zlib", "does not have 1000 bytes"),
-    ]
-    for data, said in others:
-        wrong = {part: PartDelta(delta.base, store.put_bytes(data))}
-        with pytest.raises(MediaCorrupt, match=said):
-            fetch_file(store, after, tmp_path / "out", here, wrong)
-    store.path(delta.stored).chmod(0o600)
-    store.path(delta.stored).write_bytes(b"damaged on its disk")
-    with pytest.raises(MediaCorrupt):
-        fetch_file(store, after, tmp_path / "out", here, {part: delta})
-    assert not (tmp_path / "out").exists()
 
 
 def test_two_uploads_of_one_file_can_be_removed_apart(tmp_path: Path) -> None:

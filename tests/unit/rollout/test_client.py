@@ -19,7 +19,6 @@ from scripted_policy import ScriptedPolicy
 from sightline.config import RunFile
 from sightline.errors import EngineError
 from sightline.inference.errors import STATUS_BY_TYPE, build_engine_error, encode_error
-from sightline.inference.stock_vllm.client import StockVLLMClient
 from sightline.media import MediaStore
 from sightline.message import user
 from sightline.rollout.chat_sources import build_policy_chats
@@ -193,11 +192,9 @@ WRONG = {
 }
 
 
-def answered(kind: type[GenerateClient], answer: bytes, store: MediaStore) -> GenerateResponse:
+def answered(answer: bytes) -> GenerateResponse:
     """Return a client's response from a server that gives this answer to all requests."""
     known: dict[str, Any] = {"vocab_size": 10, "banned_token_ids": (PAD,), "max_model_len": 100}
-    if kind is StockVLLMClient:
-        known["store"] = store
 
     async def generate(http: web.Request) -> web.Response:
         return web.Response(body=answer)
@@ -206,7 +203,7 @@ def answered(kind: type[GenerateClient], answer: bytes, store: MediaStore) -> Ge
         app = web.Application()
         app.router.add_post("/inference/v1/generate", generate)
         async with listening(app) as address:
-            client = kind(address, **known)
+            client = GenerateClient(address, **known)
             try:
                 return await client.generate(ASKED)
             finally:
@@ -215,36 +212,13 @@ def answered(kind: type[GenerateClient], answer: bytes, store: MediaStore) -> Ge
     return asyncio.run(main())
 
 
-CLIENTS = pytest.mark.parametrize("kind", [GenerateClient, StockVLLMClient])
-
-
-@CLIENTS
 @pytest.mark.parametrize("wrong", [*WRONG, "no JSON", "no object"])
-def test_an_answer_that_no_sampler_gives_is_refused(
-    kind: type[GenerateClient], wrong: str, store: MediaStore
-) -> None:
+def test_an_answer_that_no_sampler_gives_is_refused(wrong: str) -> None:
     garbage = {"no JSON": b"\xff\xfe{", "no object": b"[1]"}
     answer = garbage.get(wrong) or json.dumps(WRONG[wrong]).encode()
     with pytest.raises(EngineError, match="gave a wrong answer") as caught:
-        answered(kind, answer, store)
+        answered(answer)
     assert caught.value.kind == "wrong_answer"
-
-
-@pytest.mark.parametrize(
-    "change",
-    [
-        {"prompt_token_ids": [1, 2, 2]},
-        {"prompt_token_ids": [1, 3]},
-        {"mm_placeholders": {"image": [{"offset": 0, "length": 1}]}},
-    ],
-)
-def test_a_prompt_that_vllm_expands_in_its_own_way_is_refused(
-    change: dict[str, Any], store: MediaStore
-) -> None:
-    answer = json.dumps(build_answer() | change).encode()
-    with pytest.raises(EngineError, match="expanded the prompt differently") as caught:
-        answered(StockVLLMClient, answer, store)
-    assert caught.value.kind == "expansion"
 
 
 def test_the_chats_of_a_run_know_what_no_answer_may_hold(

@@ -77,7 +77,7 @@ def _answers(address: str) -> bool:
 def check_server_files(config: RunFile, family: Family, run_dir: RunDir) -> None:
     """Raise if another run leases a server, if a server refuses weights from this run's folder,
     or if it does not find an image of this run's store."""
-    if not config.inference.servers or not load_engine(config.inference.engine).takes_leases:
+    if not config.inference.servers:
         return
     token, control_token = config.inference.read_token(), config.inference.read_control_token()
     run_id = run_dir.read_id() if run_dir.id_file.is_file() else ""

@@ -139,11 +139,6 @@ def _list_conflicts(config: RunFile) -> Iterator[tuple[bool, str, str]]:
         "change one of the two settings",
     )
     yield (
-        not engine.can_start and every > 0,
-        f"[eval] every starts a second server, and a run cannot start {engine.name!r}",
-        "set every = 0: the run is still evaluated at its start and its end",
-    )
-    yield (
         sends_adapters and every > 0,
         '[eval] every needs whole weights for checkpoints/best, and [lora] publish = "adapter"',
         'set [lora] publish = "merged", or [eval] every = 0',
