@@ -15,7 +15,7 @@ from sightline.media import ImageIngestor, MediaRef, MediaStore
 from sightline.message import ImagePart, TextPart, to_message, to_messages
 
 UNKNOWN_KINDS: list[Any] = [
-    "file", "input_file", "movie",
+    "file", "input_file", "movie", "input_audio",
     "document", "refusal", "tool_result", "IMAGE_URL", "", None, 3, ["image_url"], {"a": 1},
 ]  # fmt: skip
 
@@ -92,23 +92,6 @@ def test_any_other_type_is_refused_by_its_path(store: MediaStore, url: str, kind
         to_messages(messages, ImageIngestor(store))
     assert "image_url" in caught.value.fix
     assert store.count() == 1, "nothing but the fixture's image was put"
-
-
-@pytest.mark.parametrize("kind", ["input_audio", "audio_url", "audio"])
-def test_audio_is_refused_in_words_of_its_own(store: MediaStore, kind: str) -> None:
-    part = {"type": kind, kind: {"data": "UklGRg==", "format": "wav"}}
-    said = {"role": "assistant", "content": "a", "audio": {"id": "audio_1"}}
-    for message, path in (
-        ({"role": "user", "content": ["hear ", part]}, "content[1].type: "),
-        (said, "audio: "),
-    ):
-        with pytest.raises(MessageError) as caught:
-            to_messages([message], ImageIngestor(store))
-        assert caught.value.problem.startswith(f"messages[0].{path}")
-        assert "audio is not supported" in caught.value.problem
-        assert "as text" in caught.value.fix
-    spoken = {"role": "assistant", "content": "a", "audio": None}
-    assert to_messages([spoken], ImageIngestor(store))[0].text == "a"
 
 
 @pytest.mark.parametrize(

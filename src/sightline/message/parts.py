@@ -189,52 +189,31 @@ def assistant(content: str, reasoning: str | None = None) -> Message:
 
 
 def build_part(part: Any) -> Part:
+    """Return the part for a text, a ref, or an image that has no ref yet."""
     if isinstance(part, VideoPart):
         return part
-    return TextPart(part) if isinstance(part, str) else _show(part)
+    if isinstance(part, str):
+        return TextPart(part)
+    return VideoPart(ref=part) if isinstance(part, MediaRef) and part.is_video else ImagePart(part)
 
 
-def _show(ref: Any) -> Part:
-    """Return the part for a ref, or for an image that has none yet."""
-    return VideoPart(ref=ref) if isinstance(ref, MediaRef) and ref.is_video else ImagePart(ref)
-
-
-def replace_images(value: Any, replace: Callable[[Any], Any]) -> Any:
-    """Return messages (structs or dicts) with `replace(x)` for each ref or image `x` in them,
-    including videos and their frames."""
+def put_images(value: Any, put: Callable[[Any], MediaRef]) -> Any:
+    """Return messages (structs or dicts) with refs in place of images, which `put` stores."""
     if isinstance(value, dict):
-        return {key: replace_images(inner, replace) for key, inner in value.items()}
+        return {key: put_images(inner, put) for key, inner in value.items()}
     if isinstance(value, list | tuple):
-        return [replace_images(inner, replace) for inner in value]
+        return [put_images(inner, put) for inner in value]
     if isinstance(value, Message):
-        content = tuple(replace_images(part, replace) for part in value.content)
-        same = all(new is old for new, old in zip(content, value.content, strict=True))
-        return value if same else msgspec.structs.replace(value, content=content)
+        content = tuple(put_images(part, put) for part in value.content)
+        return msgspec.structs.replace(value, content=content)
     if isinstance(value, ImagePart):
-        ref = replace(value.ref)
-        return value if ref is value.ref else _show(ref)
+        return build_part(put_images(value.ref, put))
+    if isinstance(value, VideoPart) and value.ref is not None:
+        return VideoPart(ref=put_images(value.ref, put))
     if isinstance(value, VideoPart):
-        return _replace_frames(value, replace)
-    return replace(value) if isinstance(value, MediaRef) or is_image_source(value) else value
-
-
-def _replace_frames(part: VideoPart, replace: Callable[[Any], Any]) -> VideoPart:
-    if part.ref is not None:
-        ref = replace(part.ref)
-        return part if ref is part.ref else VideoPart(ref=ref)
-    refs = [replace(frame.ref) for frame in part.frames]
-    if all(new is frame.ref for new, frame in zip(refs, part.frames, strict=True)):
-        return part
-    return VideoPart(
-        frames=tuple(VideoFrame(r, f.seconds) for r, f in zip(refs, part.frames, strict=True))
-    )
-
-
-def put_images(messages: Any, put: Callable[[Any], MediaRef]) -> Any:
-    """Return the messages with refs in place of images, which `put` stores."""
-    return replace_images(
-        messages, lambda image: image if isinstance(image, MediaRef) else put(image)
-    )
+        frames = (VideoFrame(put_images(f.ref, put), f.seconds) for f in value.frames)
+        return VideoPart(frames=tuple(frames))
+    return put(value) if is_image_source(value) else value
 
 
 def join_texts(parts: Sequence[Part]) -> tuple[Part, ...]:

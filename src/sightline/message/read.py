@@ -27,9 +27,6 @@ ROLES = ("system", "user", "assistant", "tool")
 TEXT_KINDS = ("text", "input_text")
 IMAGE_KINDS = ("image_url", "image", "input_image")
 VIDEO_KINDS = ("video_url", "video", "input_video")
-AUDIO_KINDS = ("input_audio", "audio_url", "audio")
-NO_AUDIO = "audio is not supported"
-SEND_TEXT = "send a transcript as text, or remove it"
 _SOURCE_KEYS = ("ref", "image_url", "image", "video_url", "video", "url", "source", "data")
 _TYPE_KEYS = ("media_type", "mime_type", "mimeType")
 
@@ -83,28 +80,19 @@ def to_message(message: Message | dict[str, Any], resolver: ImageResolver, path:
         raise MessageError.at(f"{path}.role", f"{role!r}", f"use one of {', '.join(ROLES)}")
     for key in message.keys() - _KNOWN_KEYS:
         raise MessageError.at(f"{path}.{key}", "an unknown key", "remove it")
-    if message.get("audio"):
-        raise MessageError.at(f"{path}.audio", NO_AUDIO, SEND_TEXT)
-    for key in ("function_call", "refusal"):
+    for key in ("audio", "function_call", "refusal"):
         if message.get(key):
             raise MessageError.at(f"{path}.{key}", "not supported", "remove it")
+    for key in ("reasoning_content", "reasoning", "tool_call_id", "name"):
+        _check_type(message.get(key), str | None, f"{path}.{key}", "pass text or null")
     reasoning = message.get("reasoning_content")
-    reasoning = message.get("reasoning") if reasoning is None else reasoning
-    if reasoning is not None and not isinstance(reasoning, str):
-        raise MessageError.at(f"{path}.reasoning_content", "not a string", "pass text or null")
-    tool_call_id = message.get("tool_call_id")
-    if tool_call_id is not None and not isinstance(tool_call_id, str):
-        raise MessageError.at(f"{path}.tool_call_id", "not a string", "pass the id of a call")
-    name = message.get("name")
-    if name is not None and not isinstance(name, str):
-        raise MessageError.at(f"{path}.name", "not a string", "pass text or null")
     return Message(
         role=role,
         content=_read_content(message.get("content"), resolver, f"{path}.content"),
-        reasoning=reasoning,
+        reasoning=message.get("reasoning") if reasoning is None else reasoning,
         tool_calls=_read_tool_calls(message.get("tool_calls"), f"{path}.tool_calls"),
-        tool_call_id=tool_call_id,
-        name=name or None,
+        tool_call_id=message.get("tool_call_id"),
+        name=message.get("name") or None,
     )
 
 
@@ -169,8 +157,6 @@ def _read_part(part: Any, resolver: ImageResolver, path: str) -> Part:
         return _check_refs(ImagePart(ref), path)
     if kind in VIDEO_KINDS:
         return _check_refs(_read_video(part, resolver, path), path)
-    if kind in AUDIO_KINDS:
-        raise MessageError.at(f"{path}.type", f"{kind!r}: {NO_AUDIO}", SEND_TEXT)
     raise MessageError.at(
         f"{path}.type",
         f"{kind!r} is not supported" if "type" in part else "missing",

@@ -12,12 +12,15 @@ from pathlib import Path
 import msgspec
 
 from sightline.errors import WireError
-from sightline.trace.foreign_data import MAX_FOREIGN_BYTES, build_foreign_data_error
 from sightline.trace.trace import TRACE_SCHEMA, Trace
 from sightline.wire.codec import UNREADABLE
 from sightline.wire.file import write_atomic
 
 FILE_MAGIC = b"sightline traces 1\n"
+_FIX = (
+    "read files of a run's traces/, which sightline wrote; other formats cannot be converted, "
+    "because pixels fit only the processor that computed them"
+)
 
 
 class _SchemaHeader(msgspec.Struct):
@@ -40,22 +43,15 @@ def decode_trace(data: bytes, what: str = "data") -> Trace:
     """Return the trace in `data`; `what` names the data in errors."""
     try:
         schema = _heads.decode(data).schema
+        if schema not in _readers:
+            raise WireError(
+                f"{what} is a trace of schema {schema}; this sightline reads {min(_readers)} to "
+                f"{TRACE_SCHEMA}",
+                "upgrade sightline to the version that wrote it, or a later one",
+            )
+        return _readers[schema](data)
     except UNREADABLE as error:
-        raise build_foreign_data_error(data, f"{what} is not a trace: {error}") from error
-    reader = _readers.get(schema)
-    if reader is None:
-        raise build_foreign_data_error(
-            data,
-            f"{what} is a trace of schema {schema}; this sightline reads {min(_readers)} to "
-            f"{TRACE_SCHEMA}",
-            "upgrade sightline to the version that wrote it, or a later one",
-        )
-    try:
-        return reader(data)
-    except UNREADABLE as error:
-        raise build_foreign_data_error(
-            data, f"{what} claims to be a trace of schema {schema}, but is not: {error}"
-        ) from error
+        raise WireError(f"{what} is not a trace: {error}", _FIX) from error
 
 
 def encode_traces(traces: Iterable[Trace]) -> bytes:
@@ -75,10 +71,8 @@ def write_traces(path: Path | str, traces: Iterable[Trace]) -> None:
 def read_traces(path: Path | str) -> Iterator[Trace]:
     """Yield the traces of a file."""
     with open(path, "rb") as file:
-        if (head := file.read(len(FILE_MAGIC))) != FILE_MAGIC:
-            raise build_foreign_data_error(
-                head + file.read(MAX_FOREIGN_BYTES), f"{path} is not a file of traces"
-            )
+        if file.read(len(FILE_MAGIC)) != FILE_MAGIC:
+            raise WireError(f"{path} is not a file of traces", _FIX)
         number = 0
         while size := file.read(4):
             data = file.read(int.from_bytes(size, "big"))

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from sightline.message import Message, ToolCall
 from sightline.trace.graph import TraceGraph
@@ -73,19 +73,16 @@ def _is_same_call(recorded: ToolCall, sent: ToolCall) -> bool:
     if recorded.name != sent.name or recorded.arguments == sent.arguments:
         return recorded.name == sent.name
     try:
-        return _is_same_value(json.loads(recorded.arguments), json.loads(sent.arguments))
+        return _canonicalize(recorded.arguments) == _canonicalize(sent.arguments)
     except (ValueError, RecursionError):
         return False
 
 
-def _is_same_value(one: Any, other: Any) -> bool:
-    """Compare JSON values: 1.0 equals 1, as JavaScript writes it, and true is not a number."""
-    if isinstance(one, dict) and isinstance(other, dict):
-        return one.keys() == other.keys() and all(
-            _is_same_value(one[key], other[key]) for key in one
-        )
-    if isinstance(one, list) and isinstance(other, list):
-        return len(one) == len(other) and all(map(_is_same_value, one, other))
-    if isinstance(one, bool) or isinstance(other, bool):
-        return one is other
-    return bool(one == other)
+def _canonicalize(arguments: str) -> str:
+    """Return JSON with sorted keys and with 1.0 as 1, as JavaScript writes it."""
+    return json.dumps(json.loads(arguments, parse_float=_read_number), sort_keys=True)
+
+
+def _read_number(spelled: str) -> float:
+    number = float(spelled)
+    return int(number) if number.is_integer() else number

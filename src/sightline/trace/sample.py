@@ -13,44 +13,26 @@ from sightline.wire import Array, MediaItem, Slot, VideoStep
 from sightline.wire.sample import Sample, Segment
 
 ItemKey = tuple[str, str, VideoStep | None]
-Advantages = Mapping[int, float] | Callable[[Node], float | None]
 
 
-def flatten(trace: Trace, advantages: Advantages | None = None) -> list[Sample]:
+def flatten(
+    trace: Trace, get_advantage: Callable[[Node], float | None] | None = None
+) -> list[Sample]:
     """Return samples of `trace` that train every turn once.
 
-    `advantages` gives the advantage of a turn by its node id, or from its node; None leaves the
-    turn out of training, as context. Without `advantages` every turn trains, and the trainer's
-    algorithm computes them. A node trains in the first of `Trace.split_turns` that holds it and
-    is context in the others.
+    `get_advantage` returns the advantage of a turn, or None to leave the turn out of training, as
+    context. Without it every turn trains, and the trainer's algorithm computes the advantages. A
+    node trains in the first of `Trace.split_turns` that holds it and is context in the others.
     """
-    advantage_of: dict[int, float] | dict[int, None]
-    if advantages is None:
-        advantage_of = dict.fromkeys(node.id for node in trace.turns)
-    else:
-        advantage_of = _map_advantages(trace, advantages)
+    advantage_of: dict[int, float | None] = {}
+    for node in trace.turns:
+        advantage = get_advantage(node) if get_advantage else None
+        if get_advantage is None or advantage is not None:
+            advantage_of[node.id] = advantage
     return [
         _build_sample(trace, path, {n: advantage_of[n] for n in turns})
         for path, turns in trace.split_turns(advantage_of)
     ]
-
-
-def _map_advantages(trace: Trace, advantages: Advantages) -> dict[int, float]:
-    """Return the advantage of every turn that trains."""
-    advantage_of: dict[int, float] = {}
-    for node in trace.turns:
-        if callable(advantages):
-            advantage = advantages(node)
-        elif node.id in advantages:
-            advantage = advantages[node.id]
-        else:
-            raise Misaligned(
-                f"trace {trace.id}: no advantage for turn {node.id}",
-                "give one for each of trace.turns; a function may return None to leave a turn out",
-            )
-        if advantage is not None:
-            advantage_of[node.id] = float(advantage)
-    return advantage_of
 
 
 def _build_sample(

@@ -6,6 +6,9 @@ from pathlib import Path
 
 import msgspec
 import pytest
+from hypothesis import example as with_example
+from hypothesis import given
+from hypothesis import strategies as st
 
 from sightline.errors import WireError
 from sightline.message import ToolCall, assistant, system, user
@@ -111,3 +114,15 @@ def test_a_foreign_or_cut_off_file_is_refused_in_words(tmp_path: Path) -> None:
         path.write_bytes(whole[:size])
         with pytest.raises(WireError, match="ends inside trace 1"):
             list(read_traces(path))
+
+
+DEEP = b"\x91" * 200_000
+
+
+@with_example(DEEP, b"\x81\xa1a").via("nested too deeply")
+@with_example(DEEP, b"\x82\xa6schema\x01\xa5nodes").via("a trace, nested too deeply")
+@with_example(b"\xa2\xff\xfe", b"\x82\xa6schema\x01\xa2id").via("a trace whose text is no UTF-8")
+@given(st.binary(max_size=200), st.sampled_from([b"", b"\x80", b"PK\x03\x04", b"{", b"["]))
+def test_no_bytes_end_in_anything_but_a_refusal(data: bytes, head: bytes) -> None:
+    with pytest.raises(WireError):
+        decode_trace(head + data)
