@@ -13,10 +13,8 @@ from videos import encode_video, noise_frames
 
 from sightline import MediaStore
 from sightline.families import load_family, load_renderer
-from sightline.families.qwen_vl import tiny
-from sightline.families.qwen_vl.settings import VideoSettings
-from sightline.families.qwen_vl.sizes import fit_frames
-from sightline.families.qwen_vl.video import sample_frames
+from sightline.families.qwen_vl.vision import VideoSettings, fit_frames, sample_frames
+from sightline.families.registry import write_tiny
 from sightline.media import MediaRef
 from sightline.message import user, video
 from sightline.pixels import Materializer
@@ -25,7 +23,7 @@ from sightline.pixels import Materializer
 @pytest.fixture(scope="module", params=["qwen3_vl", "qwen2_5_vl", "qwen3_5"])
 def folder(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
     path = tmp_path_factory.mktemp(request.param)
-    tiny.write(path, type=request.param)
+    write_tiny("qwen_vl", path, type=request.param)
     return path
 
 

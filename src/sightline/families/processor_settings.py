@@ -10,7 +10,7 @@ import hashlib
 import json
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, ClassVar, TypeVar, cast
+from typing import Any, ClassVar, cast
 
 from sightline.errors import FamilyError
 from sightline.families.checkpoint_files import read_json
@@ -64,12 +64,32 @@ class FrameSettings(PixelSettings):
     std: tuple[float, ...] = (0.26862954, 0.26130258, 0.27577711)
 
 
-Frames = TypeVar("Frames", bound=FrameSettings)
 _LIMITS = ("min_pixels", "max_pixels")
 
 
-def override_limits(settings: Frames, overrides: dict[str, int]) -> Frames:
-    """Apply a run's pixel limits; FamilyError if they cannot work."""
+def read_frame_settings(
+    path: Path, overrides: dict[str, int], default: FrameSettings, has_limit_keys: bool
+) -> FrameSettings:
+    """Read the settings of a checkpoint folder; FamilyError if its pixel limits cannot work.
+
+    `has_limit_keys` says that the processor may also have the limits as keys of their own.
+    `overrides`, the run's limits, win.
+    """
+    raw = read_processor_config(path)
+    size = raw.get("size") or {}
+    min_pixels = read_int(size, default.min_pixels, "shortest_edge")
+    max_pixels = read_int(size, default.max_pixels, "longest_edge")
+    if has_limit_keys:
+        min_pixels = read_int(raw, min_pixels, "min_pixels")
+        max_pixels = read_int(raw, max_pixels, "max_pixels")
+    settings = FrameSettings(
+        patch=read_int(raw, default.patch, "patch_size"),
+        merge=read_int(raw, default.merge, "merge_size"),
+        temporal=read_int(raw, default.temporal, "temporal_patch_size"),
+        min_pixels=min_pixels,
+        max_pixels=max_pixels,
+        **read_pixel_settings(raw, default, path),
+    )
     for key in overrides.keys() - set(_LIMITS):
         raise FamilyError(f"unknown processor setting {key!r}", f"use {' or '.join(_LIMITS)}")
     settings = dataclasses.replace(settings, **cast(Any, overrides))

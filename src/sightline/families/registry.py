@@ -18,6 +18,7 @@ from __future__ import annotations
 import importlib
 import importlib.util
 import pkgutil
+from functools import partial
 from pathlib import Path
 from types import ModuleType
 from typing import TYPE_CHECKING, Any, cast
@@ -72,6 +73,10 @@ def get_default_family() -> str:
 def _import_family_file(name: str, file: str) -> ModuleType:
     """Import a file of a family that only some processes need."""
     return importlib.import_module(f"{_find_modules()[name]}.{file}")
+
+
+def _has_family_file(name: str, file: str) -> bool:
+    return importlib.util.find_spec(f"{_find_modules()[name]}.{file}") is not None
 
 
 def _get_folder(path: Path) -> ModuleType:
@@ -167,21 +172,25 @@ def load_forward(
 
 def load_serving(model: str | Path, family: Family, takes_updates: bool = True) -> ServingSpec:
     """Return how vLLM serves the checkpoint; FamilyError if it cannot."""
-    try:
-        serving = cast(ServingSpec, _import_family_file(family.name, "serving").Serving())
-    except ModuleNotFoundError as error:
-        if error.name != f"{_find_modules()[family.name]}.serving":
-            raise  # serving.py exists, but a module that it imports does not
+    if not _has_family_file(family.name, "serving"):
         raise FamilyError(
             f"the family {family.name!r} cannot be served with vLLM: it has no serving.py",
             'set [inference] engine = "torch", or add the file (docs/adding_a_family.md)',
-        ) from error
+        )
+    serving = cast(ServingSpec, _import_family_file(family.name, "serving").Serving())
     serving.check_servable(resolve_checkpoint(model), takes_updates)
     return serving
 
 
-def write_tiny(name: str, path: Path, seed: int, **options: Any) -> None:
-    """Write the small random checkpoint of family `name`."""
+def write_tiny(name: str, path: Path, seed: int = 0, **options: Any) -> None:
+    """Write the small random checkpoint of family `name`, with its tiny.py if it has one."""
     if name not in family_names():
         raise FamilyError(f"no family {name!r}", f"choose one of {', '.join(family_names())}")
-    _import_family_file(name, "tiny").write(path, seed=seed, **options)
+    if _has_family_file(name, "tiny"):
+        write = _import_family_file(name, "tiny").write
+    else:
+        from sightline.families.tiny_checkpoint import write_tiny_checkpoint
+
+        [folder] = _import_folders()[name].__path__
+        write = partial(write_tiny_checkpoint, Path(folder))
+    write(path, seed=seed, **options)

@@ -16,13 +16,21 @@ from abc import abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
-from typing import TYPE_CHECKING, Any, Generic, TypeVar
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, ClassVar, Generic, Self, TypeVar
 
 import numpy as np
 
 from sightline.errors import FamilyError, MediaRefused, Misaligned
+from sightline.families.checkpoint_files import read_json
 from sightline.families.patchify import patchify
-from sightline.families.processor_settings import FrameSettings, compute_fingerprint
+from sightline.families.processor_settings import (
+    FrameSettings,
+    check_vision_config,
+    compute_fingerprint,
+    read_frame_settings,
+    read_video_config,
+)
 from sightline.families.protocol import TREE_PACKING, ImageLayout, Packing, ShownStep
 from sightline.families.vision_family import (
     MAX_CACHED_ITEMS,
@@ -40,7 +48,9 @@ if TYPE_CHECKING:
     from PIL import Image
 
 VideoSettings = TypeVar("VideoSettings", bound="DataclassInstance")
-"""A frozen dataclass of the video settings that a step's fingerprint hashes."""
+"""A frozen dataclass of the video settings that a step's fingerprint hashes: at least fps,
+min_pixels and max_pixels."""
+MAX_ASPECT = 200
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,6 +69,32 @@ class VideoFamily(PixelFamily[FrameSettings], Generic[VideoSettings]):
     """Images and videos of one checkpoint, with positions on three axes."""
 
     num_axes = 3
+    default_settings: ClassVar[FrameSettings]
+    """The defaults of transformers' image processor."""
+    has_limit_keys: ClassVar[bool] = False
+    """Whether the image processor may also have the keys min_pixels and max_pixels."""
+    pad_keys: ClassVar[tuple[str, ...]] = ("image_token_id",)
+    """The keys of config.json for the ids that fill slots."""
+
+    @classmethod
+    def load(cls, path: Path, overrides: dict[str, int]) -> Self:
+        config = read_json(path / "config.json")
+        images = read_frame_settings(path, overrides, cls.default_settings, cls.has_limit_keys)
+        check_vision_config(
+            config["vision_config"],
+            path,
+            patch_size=images.patch,
+            spatial_merge_size=images.merge,
+            temporal_patch_size=images.temporal,
+        )
+        video: Any = cls.read_video_settings(read_video_config(path), config, images, path)
+        if not isinstance(video, str):
+            keys = ("fps", "min_frames", "max_frames", "min_pixels")
+            is_positive = all(getattr(video, key, 1) > 0 for key in keys)
+            if not is_positive or video.min_pixels > video.max_pixels:
+                video = f"its video processor has unusable settings: {video}"
+        pads = [config[key] for key in cls.pad_keys if config.get(key) is not None]
+        return cls(images, tuple(map(int, pads)), cls.find_packing(config), video)
 
     def __init__(
         self,
@@ -80,6 +116,17 @@ class VideoFamily(PixelFamily[FrameSettings], Generic[VideoSettings]):
         return type(self), (self._settings, self.slot_token_ids, self.packing, self.video)
 
     # -- implemented by a family
+
+    @classmethod
+    def find_packing(cls, config: dict[str, Any]) -> Packing:
+        return TREE_PACKING
+
+    @classmethod
+    @abstractmethod
+    def read_video_settings(
+        cls, raw: dict[str, Any], config: dict[str, Any], images: FrameSettings, path: Path
+    ) -> VideoSettings | str:
+        """Read the settings of the video processor, or say why videos cannot be shown."""
 
     @abstractmethod
     def fit_image_size(self, width: int, height: int) -> tuple[int, int]:
@@ -252,3 +299,70 @@ def pair_frames(values: Sequence[Any], temporal: int) -> list[tuple[Any, ...]]:
     """Return the frames of each step. The last frame is repeated to fill the last step."""
     padded = [*values, *[values[-1]] * (-len(values) % temporal)]
     return [tuple(padded[i : i + temporal]) for i in range(0, len(padded), temporal)]
+
+
+def fit_area(
+    width: int, height: int, factor: int, min_pixels: int, max_pixels: int
+) -> tuple[int, int]:
+    """Return the height and width of a resized image: multiples of `factor` within the limits."""
+    _check_aspect(width, height, f"{width}x{height}")
+    # A side under half a factor rounds to 0; the area is then 0, and the lower limit corrects it.
+    new_height, new_width = round(height / factor) * factor, round(width / factor) * factor
+    if new_height * new_width > max_pixels:
+        return _shrink(width, height, math.sqrt((height * width) / max_pixels), factor)
+    if new_height * new_width < min_pixels:
+        return _grow(width, height, math.sqrt(min_pixels / (height * width)), factor)
+    return new_height, new_width
+
+
+def fit_volume(
+    width: int,
+    height: int,
+    num_frames: int,
+    temporal: int,
+    factor: int,
+    min_pixels: int,
+    max_pixels: int,
+) -> tuple[int, int]:
+    """Return the height and width of resized frames: multiples of `factor`.
+
+    The limits apply to all frames together, rounded to whole steps of `temporal`.
+    """
+    size = f"{width}x{height}"
+    if min(width, height) < 1:
+        raise MediaRefused(f"an image of {size} has no pixels", "send another image")
+    if height < factor or width < factor:
+        scale = max(factor / height, factor / width)
+        height, width = int(height * scale), int(width * scale)
+    _check_aspect(width, height, size)
+    rounded = round(num_frames / temporal) * temporal
+    new_height, new_width = round(height / factor) * factor, round(width / factor) * factor
+    if rounded * new_height * new_width > max_pixels:
+        beta = math.sqrt(num_frames * height * width / max_pixels)
+        return _shrink(width, height, beta, factor)
+    if rounded * new_height * new_width < min_pixels:
+        beta = math.sqrt(min_pixels / (num_frames * height * width))
+        return _grow(width, height, beta, factor)
+    return new_height, new_width
+
+
+def _check_aspect(width: int, height: int, size: str) -> None:
+    if min(width, height) < 1 or max(width, height) / min(width, height) > MAX_ASPECT:
+        raise MediaRefused(
+            f"an image of {size} is more than {MAX_ASPECT} times as long as wide",
+            "crop it, or split it into several images",
+        )
+
+
+def _shrink(width: int, height: int, beta: float, factor: int) -> tuple[int, int]:
+    return (
+        max(factor, math.floor(height / beta / factor) * factor),
+        max(factor, math.floor(width / beta / factor) * factor),
+    )
+
+
+def _grow(width: int, height: int, beta: float, factor: int) -> tuple[int, int]:
+    return (
+        math.ceil(height * beta / factor) * factor,
+        math.ceil(width * beta / factor) * factor,
+    )

@@ -207,7 +207,12 @@ class TextOnlyFamily:
     packing: Packing = TREE_PACKING
     found: Sequence[str] = ()
 
-    def __init__(self, name: str) -> None:
+    def __init__(self, name: str, overrides: dict[str, int] | None = None) -> None:
+        for key in overrides or {}:
+            raise FamilyError(
+                f"[model] {key} is set, but the checkpoint has no vision tower",
+                f"remove [model] {key} from the run file",
+            )
         self.name = name
         self.settings: dict[str, Any] = {"family": name, "shows_media": False}
         self.fingerprint = compute_fingerprint(self.settings)

@@ -15,22 +15,22 @@ PUBLISHED = Path(__file__).parents[3].parent / "shared/references/glm4_6v_chat_t
 
 
 def _write(path: Path) -> None:
-    from sightline.families.glm_v import tiny
+    from sightline.families.registry import write_tiny
 
-    tiny.write(path)
+    write_tiny("glm_v", path)
 
 
 def _write_experts(path: Path) -> None:
-    from sightline.families.glm_v import tiny
+    from sightline.families.registry import write_tiny
 
-    tiny.write(path, type="glm4v_moe")
+    write_tiny("glm_v", path, type="glm4v_moe")
 
 
 def _write_with_merges(path: Path) -> None:
     """With turns that begin with reasoning."""
-    from sightline.families.glm_v import tiny
+    from sightline.families.registry import write_tiny
 
-    tiny.write(path, thinking=True, extra_merges=EXTRA_MERGES)
+    write_tiny("glm_v", path, thinking=True, extra_merges=EXTRA_MERGES)
 
 
 def _load_items(path: Path) -> Any:

@@ -11,16 +11,16 @@ from tests.contract.case import EXTRA_MERGES, Case
 
 
 def _write_llama(path: Path) -> None:
-    from sightline.families.llama3 import tiny
+    from sightline.families.registry import write_tiny
 
-    tiny.write(path)
+    write_tiny("llama3", path)
 
 
 def _write_llama3_with_merges(path: Path) -> None:
     """With a chat that states no dates."""
-    from sightline.families.llama3 import tiny
+    from sightline.families.registry import write_tiny
 
-    tiny.write(path, type="llama3", extra_merges=EXTRA_MERGES[:-1])
+    write_tiny("llama3", path, type="llama3", extra_merges=EXTRA_MERGES[:-1])
 
 
 def _no_images(path: Path) -> Any:

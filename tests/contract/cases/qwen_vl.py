@@ -16,9 +16,9 @@ SHARED = Path(__file__).parents[3].parent / "shared"
 
 def _tiny(kind: str, merges: bool) -> Callable[[Path], None]:
     def write(path: Path) -> None:
-        from sightline.families.qwen_vl import tiny
+        from sightline.families.registry import write_tiny
 
-        tiny.write(path, type=kind, extra_merges=EXTRA_MERGES if merges else ())
+        write_tiny("qwen_vl", path, type=kind, extra_merges=EXTRA_MERGES if merges else ())
 
     return write
 

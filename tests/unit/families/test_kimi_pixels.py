@@ -15,8 +15,11 @@ from PIL import Image
 from shards import num_examples
 
 from sightline import FamilyError, MediaStore
-from sightline.families.kimi_k25.settings import ProcessorSettings, read_processor_settings
-from sightline.families.kimi_k25.vision import KimiK25Family
+from sightline.families.kimi_k25.vision import (
+    KimiK25Family,
+    ProcessorSettings,
+    read_processor_settings,
+)
 
 LIMITS = {"patch_size": 14, "merge_kernel_size": 2, "in_patch_limit": 16384}
 FAMILY = KimiK25Family(ProcessorSettings())

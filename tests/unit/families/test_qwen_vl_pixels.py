@@ -17,17 +17,17 @@ from PIL import Image, ImageOps
 from shards import num_examples
 
 from sightline import MediaRef, MediaRefused, MediaStore
-from sightline.families.qwen_vl.settings import ProcessorSettings
+from sightline.families.processor_settings import FrameSettings
 from sightline.families.qwen_vl.vision import QwenVLFamily
 
 HALF = (0.5, 0.5, 0.5)
-QWEN3_VL = ProcessorSettings(patch=16, min_pixels=65536, max_pixels=16777216, mean=HALF, std=HALF)
-QWEN2_5_VL = ProcessorSettings(patch=14, min_pixels=3136, max_pixels=12845056)
-TINY = ProcessorSettings(patch=16, min_pixels=1024, max_pixels=4096 * 1024, mean=HALF, std=HALF)
+QWEN3_VL = FrameSettings(patch=16, min_pixels=65536, max_pixels=16777216, mean=HALF, std=HALF)
+QWEN2_5_VL = FrameSettings(patch=14, min_pixels=3136, max_pixels=12845056)
+TINY = FrameSettings(patch=16, min_pixels=1024, max_pixels=4096 * 1024, mean=HALF, std=HALF)
 ALL = {"qwen3_vl": QWEN3_VL, "qwen2_5_vl": QWEN2_5_VL, "tiny": TINY}
 
 
-def processor(settings: ProcessorSettings) -> Any:
+def processor(settings: FrameSettings) -> Any:
     from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLImageProcessorPil
 
     return Qwen2VLImageProcessorPil(
@@ -148,7 +148,7 @@ def test_layout_is_that_of_transformers_for_every_size(
     from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import smart_resize
 
     family = QwenVLFamily(
-        ProcessorSettings(patch=patch, min_pixels=min_pixels, max_pixels=min_pixels + more)
+        FrameSettings(patch=patch, min_pixels=min_pixels, max_pixels=min_pixels + more)
     )
     try:
         want = smart_resize(height, width, 2 * patch, min_pixels, min_pixels + more)

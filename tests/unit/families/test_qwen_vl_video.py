@@ -20,7 +20,7 @@ from shards import num_examples
 
 from sightline import MediaRef, MediaRefused, MediaStore, MessageError, Misaligned
 from sightline.families import load_family, load_renderer
-from sightline.families.qwen_vl import tiny
+from sightline.families.registry import write_tiny
 from sightline.families.vision_family import compute_mrope_positions
 from sightline.message import user, video
 from sightline.wire import MediaItem, Slot, VideoStep
@@ -97,7 +97,7 @@ def test_joined_steps_stay_together() -> None:
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     path = tmp_path_factory.mktemp("qwen3_vl")
-    tiny.write(path)
+    write_tiny("qwen_vl", path)
     return path
 
 

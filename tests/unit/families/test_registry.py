@@ -6,6 +6,8 @@ import importlib
 import json
 import sys
 from collections.abc import Callable, Iterator
+from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -13,9 +15,7 @@ from typing import Any
 import pytest
 
 from sightline import FamilyError, load_family
-from sightline.families.kimi_k25 import settings as kimi_settings
-from sightline.families.kimi_k25.vision import KimiK25Family
-from sightline.families.qwen_vl import settings as qwen_settings
+from sightline.families.kimi_k25.vision import KimiK25Family, ProcessorSettings
 from sightline.families.qwen_vl.vision import QwenVLFamily
 from sightline.families.registry import family_names, load_serving
 
@@ -114,7 +114,7 @@ def test_what_serving_lacks_is_not_taken_for_a_family_without_it(
 
 
 def test_fingerprints_stay_so_that_old_items_and_caches_are_known() -> None:
-    kimi, qwen = kimi_settings.ProcessorSettings, qwen_settings.ProcessorSettings
+    kimi, qwen = ProcessorSettings, partial(replace, QwenVLFamily.default_settings)
     assert [
         KimiK25Family(kimi()).fingerprint,
         KimiK25Family(kimi(max_pixels=65536, rescale=None)).fingerprint,

@@ -8,7 +8,6 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from sightline.errors import FamilyError
 from sightline.families.llama3.render import load_renderer
 from sightline.families.protocol import Family
 from sightline.families.vision_family import TextOnlyFamily
@@ -21,9 +20,4 @@ def claims(config: dict[str, Any]) -> bool:
 
 
 def load_family(path: Path, overrides: dict[str, int]) -> Family:
-    for key in overrides:
-        raise FamilyError(
-            f"[model] {key} is set, but {path} has no vision tower",
-            f"remove [model] {key} from the run file",
-        )
-    return TextOnlyFamily("llama3")
+    return TextOnlyFamily("llama3", overrides)

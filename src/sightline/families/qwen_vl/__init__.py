@@ -9,7 +9,6 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from sightline.errors import FamilyError
 from sightline.families.checkpoint_files import read_json
 from sightline.families.protocol import Family
 from sightline.families.qwen_vl.formats import FORMATS, load_renderer
@@ -31,9 +30,4 @@ def load_family(path: Path, overrides: dict[str, int]) -> Family:
     config = read_json(path / "config.json")
     if "vision_config" in config:
         return QwenVLFamily.load(path, overrides)
-    for key in overrides:
-        raise FamilyError(
-            f"[model] {key} is set, but {path} has no vision tower",
-            f"remove [model] {key} from the run file",
-        )
-    return TextOnlyFamily(QwenVLFamily.name)
+    return TextOnlyFamily(QwenVLFamily.name, overrides)

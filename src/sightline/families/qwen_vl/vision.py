@@ -1,49 +1,85 @@
-"""Image sizes to grids, video frames to steps, and MRoPE positions."""
+"""Qwen's images and videos: settings, sizes, sampled frames and MRoPE positions.
+
+The arithmetic is that of transformers' processors.
+"""
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from sightline.families.checkpoint_files import read_json
-from sightline.families.pixel_limits import fit_area
-from sightline.families.processor_settings import check_vision_config
+from sightline.families.processor_settings import FrameSettings, find_frame_difference, read_int
 from sightline.families.protocol import TREE_PACKING, Packing
-from sightline.families.qwen_vl.settings import (
-    VideoSettings,
-    read_processor_settings,
-    read_video_settings,
-)
-from sightline.families.qwen_vl.sizes import fit_frames
-from sightline.families.qwen_vl.video import sample_frames
-from sightline.families.video_family import VideoFamily
+from sightline.families.video_family import VideoFamily, fit_area, fit_volume
 from sightline.families.vision_family import check_slots_fit, compute_mrope_positions
 from sightline.wire import Slot
 
 
+@dataclass(frozen=True, kw_only=True)
+class VideoSettings:
+    """The video settings that a step's fingerprint hashes."""
+
+    is_joined: bool
+    """Whether a video is one block without times, as in Qwen2.5-VL. Limits then apply to a frame,
+    and frames are sampled at one stride. Otherwise each step follows its time, limits apply to the
+    whole video, and frames are sampled from the first to the last."""
+    fps: float = 2.0
+    """Sampled frames per second."""
+    min_frames: int = 4
+    max_frames: int = 768
+    min_pixels: int
+    max_pixels: int
+    max_video_tokens: int = 0
+    """A cap on the tokens of a frame, if the checkpoint has one; otherwise 0."""
+    tokens_per_second: int = 0
+    """Temporal positions per second if steps are joined; otherwise 0."""
+
+
 class QwenVLFamily(VideoFamily[VideoSettings]):
     name = "qwen_vl"
+    default_settings = FrameSettings(min_pixels=56 * 56, max_pixels=28 * 28 * 1280)
+    has_limit_keys = True
+    pad_keys = ("image_token_id", "video_token_id")
 
     @classmethod
-    def load(cls, path: Path, overrides: dict[str, int]) -> QwenVLFamily:
-        config = read_json(path / "config.json")
-        settings = read_processor_settings(path, overrides)
-        check_vision_config(
-            config["vision_config"],
-            path,
-            patch_size=settings.patch,
-            spatial_merge_size=settings.merge,
-            temporal_patch_size=settings.temporal,
+    def read_video_settings(
+        cls, raw: dict[str, Any], config: dict[str, Any], images: FrameSettings, path: Path
+    ) -> VideoSettings | str:
+        is_joined = config.get("model_type") == "qwen2_5_vl"
+        if difference := find_frame_difference(raw, images, path, 14 if is_joined else 16):
+            return difference
+        size, side = raw.get("size") or {}, 28 if is_joined else 32
+        caps = bool(raw.get("cap_pixels_per_frame"))
+        most = int(raw.get("max_video_tokens") or (128_000 if is_joined else 768)) if caps else 0
+        shortest = read_int(size, 128 * side * side, "shortest_edge")
+        longest = read_int(size, 768 * side * side, "longest_edge")
+        per_second = read_int(config["vision_config"], 4, "tokens_per_second")
+        return VideoSettings(
+            is_joined=is_joined,
+            fps=float(raw.get("fps") or 2.0),
+            min_frames=read_int(raw, 4, "min_frames"),
+            max_frames=read_int(raw, 768, "max_frames"),
+            min_pixels=read_int(raw, shortest, "min_pixels") if is_joined else shortest,
+            max_pixels=read_int(raw, longest, "max_pixels") if is_joined else longest,
+            max_video_tokens=most,
+            tokens_per_second=per_second if is_joined else 0,
         )
-        pads = (config.get("image_token_id"), config.get("video_token_id"))
-        return cls(
-            settings,
-            slot_token_ids=tuple(int(pad) for pad in pads if pad is not None),
-            packing=_find_packing(config.get("text_config") or config),
-            video=read_video_settings(path, config, settings),
+
+    @classmethod
+    def find_packing(cls, config: dict[str, Any]) -> Packing:
+        kinds = (config.get("text_config") or config).get("layer_types") or ()
+        if not (recurrent := sum(kind == "linear_attention" for kind in kinds)):
+            return TREE_PACKING
+        return Packing(
+            "tree",
+            f"{recurrent} linear-attention layers carry a state that branches with the tree, and "
+            "the others take an attention mask",
+            carries_state=True,
         )
 
     @property
@@ -56,8 +92,7 @@ class QwenVLFamily(VideoFamily[VideoSettings]):
         return fit_area(width, height, limits.factor, limits.min_pixels, limits.max_pixels)
 
     def fit_frame_size(self, width: int, height: int, num_frames: int) -> tuple[int, int]:
-        video = self.get_video_settings()
-        return fit_frames(width, height, num_frames, video, self._settings)
+        return fit_frames(width, height, num_frames, self.get_video_settings(), self._settings)
 
     def sample_frames(self, num_frames: int, fps: float) -> list[int]:
         return sample_frames(num_frames, fps, self.get_video_settings(), self.temporal)
@@ -74,13 +109,37 @@ class QwenVLFamily(VideoFamily[VideoSettings]):
         return compute_mrope_positions(num_tokens, slots, self.merge, start, per_second)
 
 
-def _find_packing(text_config: dict[str, Any]) -> Packing:
-    recurrent = sum(kind == "linear_attention" for kind in text_config.get("layer_types") or ())
-    if recurrent:
-        return Packing(
-            "tree",
-            f"{recurrent} linear-attention layers carry a state that branches with the tree, and "
-            "the others take an attention mask",
-            carries_state=True,
-        )
-    return TREE_PACKING
+def fit_frames(
+    width: int, height: int, num_frames: int, settings: VideoSettings, images: FrameSettings
+) -> tuple[int, int]:
+    """Return the height and width to which each frame of a video is resized."""
+    factor, largest = images.factor, settings.max_pixels
+    floor = int(settings.min_pixels * 1.05)
+    most_tokens = settings.max_video_tokens
+    if settings.is_joined:
+        if most_tokens:
+            total = int(most_tokens * factor * factor * 0.9) * images.temporal
+            largest = max(min(largest, total // num_frames), floor)
+        return fit_area(width, height, factor, settings.min_pixels, largest)
+    if most_tokens:
+        share = max(min(most_tokens * factor * factor, largest // num_frames), floor)
+        largest = share * num_frames
+    return fit_volume(
+        width, height, num_frames, images.temporal, factor, settings.min_pixels, largest
+    )
+
+
+def sample_frames(total: int, fps: float, settings: VideoSettings, temporal: int) -> list[int]:
+    """Return the indices of the frames to show, of a file with `total` frames."""
+    least, most = settings.min_frames, settings.max_frames
+    if not settings.is_joined:
+        wanted = min(max(int(total / fps * settings.fps), least), most, total)
+        return [int(number) for number in np.linspace(0, total - 1, wanted).round()]
+    most = math.floor(min(most, total) / temporal) * temporal
+    share = min(max(total / fps * settings.fps, least), most, total)
+    wanted = math.floor(share / temporal) * temporal
+    if not wanted:
+        return []
+    stride = total / wanted
+    # In float32 like torch.arange, which may round the last index past the end.
+    return [min(int(np.float32(i * stride)), total - 1) for i in range(wanted)]
