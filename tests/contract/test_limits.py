@@ -21,7 +21,7 @@ from serving import Client, Together, embedded, live
 from sightline import MediaStore, MessageError, user
 from sightline.errors import EngineError, PromptTooLong
 from sightline.families import load_family, load_renderer
-from sightline.families.message_fields import MAX_TOOL_DEPTH
+from sightline.families.turn_parsing import MAX_TOOL_DEPTH
 from sightline.inference.server_spec import ServerSpec
 from sightline.inference.validator import MAX_LISTED_IDS, MAX_NAME_CHARS, RequestValidator
 from sightline.render import Emitter, Tokenizer

@@ -48,6 +48,12 @@ def read_vocab_size(path: Path, tokenizer: Tokenizer) -> int:
     return vocab_size
 
 
+def read_thinking(path: Path) -> bool:
+    """Return `"thinking"` of tokenizer_config.json: whether the model reasons before it answers."""
+    file = path / "tokenizer_config.json"
+    return bool(read_json(file).get("thinking", True)) if file.is_file() else True
+
+
 def read_shapes(model: Path) -> dict[str, list[int]]:
     """Return the shape of every tensor; FamilyError for files that are truncated or missing."""
     from safetensors import SafetensorError, safe_open  # not installed in environment workers

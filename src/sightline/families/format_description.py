@@ -27,31 +27,21 @@ class FormatDescription:
 
     def describe(self) -> list[str]:
         """Return the probe's findings, or a description of the format, one line each."""
-        if self._family.found:
-            return list(self._family.found)
         family, places = self._family, f"in messages of role {' or '.join(self.image_roles)}"
-        no_images = "" if family.shows_media else "this checkpoint has no vision tower"
-        tokens = "" if no_images else f"{family.describe_tokens()}, {places}"
+        if family.found:
+            return list(family.found)
+        tokens = f"{family.describe_tokens()}, {places}" if family.shows_media else ""
+        supported = "supported by the chat format"
         no_tools = "" if self.takes_tools else self.tools_refusal
-        calls = "supported by the chat format"
+        no_reasoning = "" if self.takes_reasoning else self.reasoning_refusal
         return [
             f"model: the family {family.name}",
             f"chat format: {self.format_name}, because {self.format_reason}",
-            f"images: {tokens or _describe_refusal(no_images)}",
+            f"images: {tokens or 'refused, because this checkpoint has no vision tower'}",
             f"videos: {_describe_refusal(self.video_refusal) or places}",
-            f"tools: {_describe_refusal(no_tools) or calls}",
-            f"reasoning: {self.describe_reasoning()}",
-            f"turns: {self.describe_turns()}",
+            f"tools: {_describe_refusal(no_tools) or supported}",
+            f"reasoning: {_describe_refusal(no_reasoning) or supported}",
         ]
-
-    def describe_reasoning(self) -> str:
-        if not self.takes_reasoning:
-            return _describe_refusal(self.reasoning_refusal)
-        return "supported by the chat format"
-
-    def describe_turns(self) -> str:
-        """Describe when new turns are appended to the existing tokens."""
-        return "appended to the existing tokens"
 
 
 def _describe_refusal(why: str) -> str:

@@ -21,15 +21,9 @@ import msgspec
 
 from sightline.errors import MediaRefused, MessageError, PromptTooLong
 from sightline.families.format_description import FormatDescription
-from sightline.families.message_fields import (
-    check_shown,
-    encode_tool,
-    get_field,
-    list_media_paths,
-)
 from sightline.families.protocol import Family, ShownStep
+from sightline.families.turn_parsing import encode_tool
 from sightline.message import (
-    ROLES,
     AssistantMessage,
     ImagePart,
     ImageResolver,
@@ -159,7 +153,7 @@ class MessageRenderer(FormatDescription, ABC):
         """
         check_message_list(new_messages, "new_messages")
         reason = find_bridge_refusal(
-            [get_field(message, "role") for message in new_messages],
+            [m.get("role") if isinstance(m, dict) else m.role for m in new_messages],
             prompt_ids,
             completion_ids,
             header=self.header,
@@ -227,28 +221,33 @@ class MessageRenderer(FormatDescription, ABC):
 
     def _read(self, message: Message | dict[str, Any], path: str) -> Message:
         """Return the message in our form, with its images in the store. `path` is for errors."""
-        paths, role = list_media_paths(message, path), get_field(message, "role")
-        for where, kind in paths:
-            check_shown(where, kind, self._family, self.video_refusal)
-            if role in ROLES and role not in self.image_roles:
-                raise MessageError.at(
-                    where,
-                    f"this chat format cannot show {kind} in a message of role {role!r}",
-                    "put it into a user message",
-                )
         read = to_message(message, self._resolver, path)
+        for i, part in enumerate(read.content):
+            if not isinstance(part, TextPart):
+                self._check_media(part, read.role, f"{path}.content[{i}]")
         read = self.drop_unwritten(read)
         self._check_message(read, path)
-        media = (part for part in read.content if not isinstance(part, TextPart))
-        for (where, _), part in zip(paths, media, strict=True):
-            try:
-                if isinstance(part, VideoPart):
-                    self._family.steps(part)
-                else:
-                    self._family.item(part.ref)
-            except MediaRefused as error:
-                raise MediaRefused(f"{where}: {error.problem}", error.fix) from error
         return read
+
+    def _check_media(self, part: ImagePart | VideoPart, role: str, path: str) -> None:
+        """Raise MessageError or MediaRefused for a part that cannot be shown."""
+        kind = "a video" if isinstance(part, VideoPart) else "an image"
+        if not self._family.shows_media:
+            problem = f"{kind} cannot be shown: this checkpoint has no vision tower"
+            raise MessageError.at(path, problem, "use a vision-language checkpoint")
+        if isinstance(part, VideoPart) and self.video_refusal:
+            problem = f"a video cannot be shown: {self.video_refusal}"
+            raise MessageError.at(path, problem, "send some of its frames as images")
+        if role not in self.image_roles:
+            problem = f"this chat format cannot show {kind} in a message of role {role!r}"
+            raise MessageError.at(path, problem, "put it into a user message")
+        try:
+            if isinstance(part, VideoPart):
+                self._family.steps(part)
+            else:
+                self._family.item(part.ref)
+        except MediaRefused as error:
+            raise MediaRefused(f"{path}: {error.problem}", error.fix) from error
 
     def _check_message(self, message: Message, path: str) -> None:
         if message.reasoning is not None and not self.takes_reasoning:
@@ -358,7 +357,7 @@ class BaseRenderer(MessageRenderer):
         if generation_prompt:
             # The token that ends the assistant's turn may already open the next one.
             is_opened = bool(self.openers) and messages[-1].role == "assistant"
-            emit_ids(emitter, self.header[int(is_opened) :])
+            emitter.special(*self.header[int(is_opened) :])
         return emitter.rendered()
 
     def bridge_read(
@@ -383,7 +382,7 @@ class BaseRenderer(MessageRenderer):
             following="assistant",
         )
         self._emit_messages(emitter, context, 0, start)
-        emit_ids(emitter, self.header)
+        emitter.special(*self.header)
         return emitter.bridged()
 
     def emit_content(self, emitter: Emitter, context: RenderContext, i: int) -> None:
@@ -443,8 +442,3 @@ class BaseRenderer(MessageRenderer):
 
     def close_calls(self, emitter: Emitter, ids: list[int]) -> None:
         """Emit the end of tool calls for a completion that was cut off inside them."""
-
-
-def emit_ids(emitter: Emitter, ids: Sequence[int]) -> None:
-    for token_id in ids:
-        emitter.special(token_id)

@@ -6,16 +6,18 @@ A format is the checkpoint's when our tokens equal the template's on a set of co
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar
 
 from sightline.errors import FamilyError
+from sightline.families.checkpoint_files import read_vocab_size
 from sightline.families.renderer import BaseRenderer, MessageRenderer
 from sightline.media import MediaRef
 from sightline.message import (
     ImagePart,
+    ImageResolver,
     Message,
     TextPart,
     ToolCall,
@@ -25,7 +27,7 @@ from sightline.message import (
     user,
     video,
 )
-from sightline.render import ChatTemplate, TemplateError
+from sightline.render import ChatTemplate, TemplateError, Tokenizer
 
 _TOOLS = (
     {
@@ -51,16 +53,21 @@ Renderer = TypeVar("Renderer", bound=BaseRenderer)
 
 
 def choose_format(
-    path: Path, formats: Sequence[type[Renderer]], build: Callable[[type[Renderer]], Renderer]
+    path: Path,
+    formats: Sequence[type[Renderer]],
+    family: Any,
+    resolver: ImageResolver,
+    **options: Any,
 ) -> Renderer:
     """Return the renderer of the first format that writes what the folder's chat template writes.
 
-    A folder without a template speaks the first format.
+    A folder without a template speaks the first format. `options` are for the format's class.
     """
-    template = ChatTemplate.find(path)
+    tokenizer, template = Tokenizer(path), ChatTemplate.find(path)
+    vocab_size = read_vocab_size(path, tokenizer)
     differences = []
     for kind in formats:
-        renderer = build(kind)
+        renderer = kind(tokenizer, family, resolver, vocab_size, **options)
         others = [other.format_name for other in formats if other is not kind]
         renderer.format_reason = _explain_format(template, others)
         if template is None:

@@ -42,9 +42,20 @@ class Emitter:
     def text(self, text: str) -> None:
         self._run.append(text)
 
-    def special(self, token_id: int) -> None:
+    def special(self, *token_ids: int) -> None:
         self._flush()
-        self._ids.append(token_id)
+        self._ids.extend(token_ids)
+
+    def marked(self, text: str) -> None:
+        """Emit text of the chat format itself, in which added tokens become tokens.
+
+        Never use it for a message's text.
+        """
+        for i, piece in enumerate(self._tokenizer.added_pattern.split(text)):
+            if i % 2:
+                self.special(self._tokenizer.added_tokens[piece])
+            else:
+                self.text(piece)
 
     def image(self, item: MediaItem, pad_id: int, count: int) -> None:
         offset = self.position

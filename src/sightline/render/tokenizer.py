@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import unicodedata
 from collections.abc import Sequence
 from pathlib import Path
@@ -41,6 +42,8 @@ class Tokenizer:
         added = self._full.get_added_tokens_decoder()
         self.added_tokens: dict[str, int] = {token.content: i for i, token in added.items()}
         """The ids of added tokens, by their spelling."""
+        spellings = map(re.escape, sorted(self.added_tokens, key=len, reverse=True))
+        self.added_pattern = re.compile("(" + "|".join(spellings) + ")")
 
     @staticmethod
     def count_chars(text: str, most: int) -> int:

@@ -38,8 +38,8 @@ from sightline.families.anyvlm.reasoning import (
     ReasoningFormat,
 )
 from sightline.families.anyvlm.vision import AnyVLMFamily
-from sightline.families.message_fields import encode_tool
 from sightline.families.renderer import ParsedCompletion
+from sightline.families.turn_parsing import encode_tool
 from sightline.media import MediaRef
 from sightline.message import ImageResolver, Message, ToolCall, assistant, system, user
 from sightline.render import Bridged, ChatTemplate, Rendered, Tokenizer

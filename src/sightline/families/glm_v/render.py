@@ -9,35 +9,28 @@ user's turn followed, or a tool's turn if it calls tools.
 from __future__ import annotations
 
 import json
-import re
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, ClassVar
 
 import numpy as np
 
-from sightline.families.checkpoint_files import read_json, read_vocab_size
+from sightline.families.checkpoint_files import read_thinking
 from sightline.families.glm_v.vision import GlmVFamily
-from sightline.families.message_fields import encode_tool
 from sightline.families.protocol import ShownStep
-from sightline.families.reasoning import (
+from sightline.families.renderer import BaseRenderer, ParsedCompletion, RenderContext
+from sightline.families.template_check import choose_format
+from sightline.families.turn_parsing import (
     END_THINK,
     THINK,
-    keep_told_reasoning,
-    split_sampled_reasoning,
-    split_told_reasoning,
-)
-from sightline.families.renderer import (
-    BaseRenderer,
-    ParsedCompletion,
-    RenderContext,
-)
-from sightline.families.template_check import choose_format
-from sightline.families.tool_calls import (
     check_arguments,
+    encode_tool,
     get_parameters,
+    keep_told_reasoning,
     parse_calls,
     parse_value,
+    split_sampled_reasoning,
+    split_told_reasoning,
 )
 from sightline.message import ImageResolver, Message, TextPart, ToolCall, is_whole_text
 from sightline.render import Emitter, Tokenizer
@@ -55,7 +48,12 @@ _TOOLS_TAIL = (
     "<arg_value>{arg-value-1}</arg_value>\n<arg_key>{arg-key-2}</arg_key>\n"
     "<arg_value>{arg-value-2}</arg_value>\n...\n</tool_call>"
 )
-_CALL_MARK = re.compile(r"(</?(?:tool_call|arg_key|arg_value)>)")
+_OPENERS = {
+    "user": "<|user|>",
+    "tool": "<|observation|>",
+    "assistant": "<|assistant|>",
+    "system": "<|system|>",
+}
 _ARGUMENT_MARKS = ("<arg_key>", "</arg_key>", "<arg_value>", "</arg_value>")
 _VIDEO_PAD = "<|video|>"
 # Marks of media that a policy may not sample, besides the pad.
@@ -86,51 +84,32 @@ class Glm46V(BaseRenderer):
         self.thinking = thinking
         self.template_settings = {} if thinking else {"enable_thinking": False}
         token_id = tokenizer.token_id
-        self._head = [token_id("[gMASK]"), token_id("<sop>")]
-        self.openers = {
-            "user": token_id("<|user|>"),
-            "tool": token_id("<|observation|>"),
-            "assistant": token_id("<|assistant|>"),
-        }
-        self._system = token_id("<|system|>")
+        roles = {role: token_id(mark) for role, mark in _OPENERS.items()}
+        self.openers = {role: roles[role] for role in ("user", "tool", "assistant")}
         self.end_id = self.openers["user"]
         others = self.find_token_ids(("<|endoftext|>",))
         self.stop_token_ids = (*self.openers.values(), *others)
-        self._image_start = token_id("<|begin_of_image|>")
-        self._image_end = token_id("<|end_of_image|>")
-        self._video_start = token_id("<|begin_of_video|>")
-        self._video_end = token_id("<|end_of_video|>")
         self._pad = self.video_pad_id = token_id("<|image|>")
         self.pad_token_ids = (self._pad, *self.find_token_ids(_MEDIA_MARKS))
         self._think, self._end_think = token_id(THINK), token_id(END_THINK)
         self._call_start, self._call_end = token_id("<tool_call>"), token_id("</tool_call>")
         self._argument_marks = [token_id(mark) for mark in _ARGUMENT_MARKS]
-        self._response_start = token_id("<tool_response>")
-        self._response_end = token_id("</tool_response>")
-        line = tokenizer.encode("\n")
-        self._opening = [self.openers["assistant"], *line]
-        closed = [] if thinking else [self._think, self._end_think, *line]
+        for mark in ("[gMASK]", "<sop>", "<tool_response>", "</tool_response>", *_MEDIA_MARKS[1:5]):
+            token_id(mark)  # raises if the tokenizer lacks it
+        self._opening = tokenizer.encode_marked("<|assistant|>\n")
+        closed = [] if thinking else tokenizer.encode_marked("<think></think>\n")
         self.header = [*self._opening, *closed]
 
     # -- emitting
 
     def emit_head(self, emitter: Emitter, context: RenderContext, tools: Tools | None) -> int:
-        for token_id in self._head:
-            emitter.special(token_id)
+        emitter.marked("[gMASK]<sop>")
         if tools:
-            emitter.special(self._system)
             listed = [encode_tool(tool, f"tools[{i}]") + "\n" for i, tool in enumerate(tools)]
-            emitter.text(_TOOLS_HEAD + "".join(listed))
-            self._emit_marked(emitter, _TOOLS_TAIL)
+            emitter.marked("<|system|>" + _TOOLS_HEAD)
+            emitter.text("".join(listed))
+            emitter.marked(_TOOLS_TAIL)
         return 0
-
-    def _emit_marked(self, emitter: Emitter, text: str) -> None:
-        """Emit text of the format itself, in which call marks become single tokens."""
-        for piece in _CALL_MARK.split(text):
-            if _CALL_MARK.fullmatch(piece):
-                emitter.special(self._tokenizer.token_id(piece))
-            else:
-                emitter.text(piece)
 
     def find_history_end(self, messages: Sequence[Message]) -> int:
         """Return the index of the last user message."""
@@ -140,30 +119,20 @@ class Glm46V(BaseRenderer):
         role, before = context.messages[i].role, context.role(i - 1)
         is_open = context.is_new if i == 0 else before == "assistant"
         if not is_open and (role, before) != ("tool", "tool"):
-            emitter.special(self.openers.get(role, self._system))
+            emitter.marked(_OPENERS[role])
         emitter.text("\n")
         if role == "assistant":
             self._emit_assistant(emitter, context, i)
         elif role == "tool":
-            emitter.special(self._response_start)
-            emitter.text("\n")
+            emitter.marked("<tool_response>\n")
             self.emit_content(emitter, context, i)
-            emitter.text("\n")
-            emitter.special(self._response_end)
+            emitter.marked("\n</tool_response>")
         else:
             self.emit_content(emitter, context, i)
-            if role == "user" and not self.thinking:
-                self._emit_no_think(emitter, context.messages[i])
-
-    def _emit_no_think(self, emitter: Emitter, message: Message) -> None:
-        last = message.content[-1] if message.content else None
-        if isinstance(last, TextPart) and last.text.endswith(NO_THINK):
-            return
-        token_id = self._tokenizer.find_token_id(NO_THINK)
-        if token_id is None:
-            emitter.text(NO_THINK)
-        else:
-            emitter.special(token_id)
+            last = context.messages[i].content[-1:]
+            is_told = last and isinstance(last[0], TextPart) and last[0].text.endswith(NO_THINK)
+            if role == "user" and not self.thinking and not is_told:
+                emitter.marked(NO_THINK)
 
     def _emit_assistant(self, emitter: Emitter, context: RenderContext, i: int) -> None:
         message = context.messages[i]
@@ -196,33 +165,32 @@ class Glm46V(BaseRenderer):
         check_arguments(call, path)
 
     def _emit_call(self, emitter: Emitter, call: ToolCall) -> None:
-        key, key_end, value, value_end = self._argument_marks
-        emitter.special(self._call_start)
+        emitter.marked("<tool_call>")
         emitter.text(call.name + "\n")
         for name, argument in json.loads(call.arguments).items():
-            for mark, end, text in ((key, key_end, name), (value, value_end, _spell(argument))):
-                emitter.special(mark)
-                emitter.text(text)
-                emitter.special(end)
-                emitter.text("\n")
-        emitter.special(self._call_end)
+            emitter.marked("<arg_key>")
+            emitter.text(name)
+            emitter.marked("</arg_key>\n<arg_value>")
+            emitter.text(_spell(argument))
+            emitter.marked("</arg_value>\n")
+        emitter.marked("</tool_call>")
 
     def emit_image(self, emitter: Emitter, context: RenderContext, item: MediaItem) -> None:
         self._emit_item(emitter, item)
 
     def _emit_item(self, emitter: Emitter, item: MediaItem) -> None:
-        emitter.special(self._image_start)
+        emitter.marked("<|begin_of_image|>")
         emitter.image(item, self._pad, self._family.num_tokens(item))
-        emitter.special(self._image_end)
+        emitter.marked("<|end_of_image|>")
 
     def emit_video(self, emitter: Emitter, steps: Sequence[ShownStep]) -> None:
         """Emit each step as an image, followed by its time."""
         assert isinstance(self._family, GlmVFamily)
-        emitter.special(self._video_start)
+        emitter.marked("<|begin_of_video|>")
         for step in steps:
             self._emit_item(emitter, step.item)
             emitter.text(self._family.spell_time(step.seconds))
-        emitter.special(self._video_end)
+        emitter.marked("<|end_of_video|>")
 
     def spell_video(self, steps: Sequence[ShownStep]) -> str:
         assert isinstance(self._family, GlmVFamily)
@@ -234,16 +202,6 @@ class Glm46V(BaseRenderer):
         return spelled
 
     # -- bridging
-
-    def describe_reasoning(self) -> str:
-        note = "" if self.thinking else ', but turned off ("thinking": false)'
-        return super().describe_reasoning() + note
-
-    def describe_turns(self) -> str:
-        return (
-            "appended to the existing tokens, or rendered again if a new question drops reasoning "
-            "or an answer opened another role's turn"
-        )
 
     def drop_unwritten(self, message: Message) -> Message:
         return keep_told_reasoning(super().drop_unwritten(message), message)
@@ -276,18 +234,13 @@ class Glm46V(BaseRenderer):
 
     def parse_turn(self, ids: list[int], tools: Tools) -> ParsedCompletion:
         reasoning, rest = self._split_reasoning(ids)
-        calls, malformed = parse_calls(
+        content, calls, malformed = parse_calls(
             rest,
             (self._call_start, self._call_end),
             self._tokenizer,
             lambda inner: self._parse_call(inner, tools),
         )
-        if malformed:
-            calls = ()
-        content_ids = rest[: rest.index(self._call_start)] if calls else rest
-        return ParsedCompletion(
-            self._tokenizer.decode(content_ids).strip(), reasoning, calls, malformed
-        )
+        return ParsedCompletion(content.strip(), reasoning, calls, malformed)
 
     def _split_reasoning(self, ids: list[int]) -> tuple[str | None, list[int]]:
         marks = (self._think, self._end_think, self._call_start)
@@ -330,15 +283,7 @@ FORMATS = (Glm46V, Glm45V)
 
 def load_renderer(path: Path, family: GlmVFamily, resolver: ImageResolver) -> Glm46V:
     """Return the renderer of a checkpoint folder; FamilyError if its chat template is unknown."""
-    tokenizer = Tokenizer(path)
-    vocab_size = read_vocab_size(path, tokenizer)
-    file = path / "tokenizer_config.json"
-    thinking = bool(read_json(file).get("thinking", True)) if file.is_file() else True
-
-    def build(kind: type[Glm46V]) -> Glm46V:
-        return kind(tokenizer, family, resolver, vocab_size, thinking)
-
-    return choose_format(path, FORMATS, build)
+    return choose_format(path, FORMATS, family, resolver, thinking=read_thinking(path))
 
 
 def _spell(value: Any) -> str:

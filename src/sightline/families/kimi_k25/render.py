@@ -13,22 +13,24 @@ from pathlib import Path
 import msgspec
 import numpy as np
 
-from sightline.families.checkpoint_files import read_json, read_vocab_size
+from sightline.families.checkpoint_files import read_thinking, read_vocab_size
 from sightline.families.kimi_k25.tokenizer import load_tokenizer
 from sightline.families.kimi_k25.tool_declaration import declare_tools
 from sightline.families.kimi_k25.vision import KimiK25Family
-from sightline.families.renderer import (
-    BaseRenderer,
-    ParsedCompletion,
-    RenderContext,
-    emit_ids,
-)
+from sightline.families.renderer import BaseRenderer, ParsedCompletion, RenderContext
+from sightline.families.turn_parsing import END_THINK, THINK, parse_calls
 from sightline.message import ImageResolver, Message, ToolCall
 from sightline.render import Emitter, Tokenizer
 from sightline.render.protocol import Tools
 from sightline.wire import MediaItem
 
-THINK, END_THINK = "<think>", "</think>"
+_ROLES = {
+    "system": "<|im_system|>",
+    "tool": "<|im_system|>",
+    "user": "<|im_user|>",
+    "assistant": "<|im_assistant|>",
+}
+_MEDIA_MARKS = ("<|media_pad|>", "<|media_begin|>", "<|media_content|>", "<|media_end|>")
 # Further stop tokens, if the tokenizer has them.
 _OTHER_STOPS = ("[EOS]", "<|endoftext|>")
 _VIDEO_PAD = "<|kimi_k25_video_placeholder|>"
@@ -53,21 +55,11 @@ class KimiK25Renderer(BaseRenderer):
         super().__init__(tokenizer, family, resolver, vocab_size)
         self.thinking = thinking
         token_id = tokenizer.token_id
-        system = token_id("<|im_system|>")
-        self._roles = {
-            "system": system,
-            "tool": system,
-            "user": token_id("<|im_user|>"),
-            "assistant": token_id("<|im_assistant|>"),
-        }
+        self._roles = {role: token_id(mark) for role, mark in _ROLES.items()}
         self._im_middle = token_id("<|im_middle|>")
         self.end_id = token_id("<|im_end|>")
-        self._media_begin = token_id("<|media_begin|>")
-        self._media_content = token_id("<|media_content|>")
-        self._media_end = token_id("<|media_end|>")
-        self._media_pad = token_id("<|media_pad|>")
         self._think, self._end_think = self._encode_mark(THINK), self._encode_mark(END_THINK)
-        assistant = [self._roles["assistant"], *tokenizer.encode("assistant"), self._im_middle]
+        assistant = tokenizer.encode_marked("<|im_assistant|>assistant<|im_middle|>")
         self.header = [*assistant, *self._think, *([] if thinking else self._end_think)]
         self.stop_token_ids = (self.end_id, *self.find_token_ids(_OTHER_STOPS))
         self._end_think_id = tokenizer.find_token_id(END_THINK)
@@ -77,8 +69,8 @@ class KimiK25Renderer(BaseRenderer):
         self._call_begin = token_id("<|tool_call_begin|>")
         self._call_arguments = token_id("<|tool_call_argument_begin|>")
         self._call_end = token_id("<|tool_call_end|>")
-        marks = (self._media_begin, self._media_content, self._media_end)
-        self.pad_token_ids = (self._media_pad, *marks, *self.find_token_ids((_VIDEO_PAD,)))
+        marks = [token_id(mark) for mark in _MEDIA_MARKS]
+        self.pad_token_ids = (*marks, *self.find_token_ids((_VIDEO_PAD,)))
 
     def _encode_mark(self, mark: str) -> Sequence[int]:
         """Return the ids of a reasoning mark, which is a token or separately encoded text.
@@ -90,9 +82,8 @@ class KimiK25Renderer(BaseRenderer):
     @classmethod
     def load(cls, path: Path, family: KimiK25Family, resolver: ImageResolver) -> KimiK25Renderer:
         tokenizer = load_tokenizer(path)
-        file = path / "tokenizer_config.json"
-        thinking = read_json(file).get("thinking", True) if file.is_file() else True
-        return cls(tokenizer, family, resolver, read_vocab_size(path, tokenizer), bool(thinking))
+        vocab_size = read_vocab_size(path, tokenizer)
+        return cls(tokenizer, family, resolver, vocab_size, read_thinking(path))
 
     # -- emitting
 
@@ -104,7 +95,7 @@ class KimiK25Renderer(BaseRenderer):
         return 0
 
     def _open_turn(self, emitter: Emitter, role: str, name: str) -> None:
-        emitter.special(self._roles[role])
+        emitter.marked(_ROLES[role])
         emitter.text(name)
         emitter.special(self._im_middle)
 
@@ -126,11 +117,11 @@ class KimiK25Renderer(BaseRenderer):
 
     def _emit_assistant(self, emitter: Emitter, context: RenderContext, i: int) -> None:
         message = context.messages[i]
-        emit_ids(emitter, self._think)
+        emitter.special(*self._think)
         if self.thinking:
             emitter.begin_trained()
             emitter.text((message.reasoning or "") if i > context.history_end else "")
-        emit_ids(emitter, self._end_think)
+        emitter.special(*self._end_think)
         if not self.thinking:
             emitter.begin_trained()
         self.emit_content(emitter, context, i)
@@ -148,25 +139,14 @@ class KimiK25Renderer(BaseRenderer):
         emitter.end_trained()
 
     def emit_image(self, emitter: Emitter, context: RenderContext, item: MediaItem) -> None:
-        emitter.special(self._media_begin)
-        emitter.text("image")
-        emitter.special(self._media_content)
-        emitter.image(item, self._media_pad, self._family.num_tokens(item))
-        emitter.special(self._media_end)
-        emitter.text("\n")
+        emitter.marked("<|media_begin|>image<|media_content|>")
+        emitter.image(item, self.pad_token_ids[0], self._family.num_tokens(item))
+        emitter.marked("<|media_end|>\n")
 
     # -- bridging
 
-    def describe_reasoning(self) -> str:
-        if self.thinking:
-            return super().describe_reasoning()
-        return 'turned off, because tokenizer_config.json has "thinking": false'
-
-    def describe_turns(self) -> str:
-        return "appended to the existing tokens, or rendered again after an answer with reasoning"
-
     def close_reasoning(self, emitter: Emitter, ids: list[int]) -> None:
-        emit_ids(emitter, self._end_think)
+        emitter.special(*self._end_think)
 
     def close_calls(self, emitter: Emitter, ids: list[int]) -> None:
         _, _, rest = self._split_reasoning(ids)
@@ -205,8 +185,13 @@ class KimiK25Renderer(BaseRenderer):
     def parse_turn(self, ids: list[int], tools: Tools) -> ParsedCompletion:
         reasoning, content, rest = self._split_reasoning(ids)
         first = rest.index(self._calls_begin) if self._calls_begin in rest else len(rest)
-        calls = self._parse_calls(rest[first:])
-        malformed = () if calls or first == len(rest) else (self._tokenizer.decode(rest[first:]),)
+        section = rest[first + 1 :]
+        if section[-1:] == [self._calls_end]:  # a section that was cut off needs no end
+            section.pop()
+        marks = (self._call_begin, self._call_end)
+        text, calls, malformed = parse_calls(section, marks, self._tokenizer, self._parse_call)
+        if text or not calls:
+            calls, malformed = (), (self._tokenizer.decode(rest[first:]),) * (first < len(rest))
         content += self._tokenizer.decode(rest[:first] if calls else rest)
         return ParsedCompletion(content, reasoning or None, calls, malformed)
 
@@ -239,32 +224,17 @@ class KimiK25Renderer(BaseRenderer):
             range(len(ids)), True, key=lambda num: END_THINK in self._tokenizer.decode(ids[:num])
         )
 
-    def _parse_calls(self, section: list[int]) -> tuple[ToolCall, ...]:
-        """Return the tool calls of a section, or none if any of them is incomplete.
-
-        A section that was cut off after a complete call needs no end.
-        """
-        calls: list[ToolCall] = []
-        at, end = 1, len(section) - (section[-1:] == [self._calls_end])
-        while at < end:
-            rest = section[at:end]
-            if rest[0] != self._call_begin or self._call_end not in rest:
-                return ()
-            call = rest[1 : rest.index(self._call_end)]
-            at += len(call) + 2
-            if call.count(self._call_arguments) != 1:
-                return ()
-            middle = call.index(self._call_arguments)
-            # The id of a call is `functions.<name>:<number>`.
-            call_id = self._tokenizer.decode(call[:middle]).strip()
-            name = call_id.partition(":")[0]
-            name = name.partition(".")[2] if "." in name else name
-            arguments = self._tokenizer.decode(call[middle + 1 :])
-            try:
-                msgspec.json.decode(arguments)
-            except (msgspec.MsgspecError, RecursionError):
-                return ()
-            if not name:
-                return ()
-            calls.append(ToolCall(name=name, arguments=arguments, id=call_id))
-        return tuple(calls)
+    def _parse_call(self, ids: list[int]) -> ToolCall | None:
+        if ids.count(self._call_arguments) != 1:
+            return None
+        middle = ids.index(self._call_arguments)
+        # The id of a call is `functions.<name>:<number>`.
+        call_id = self._tokenizer.decode(ids[:middle]).strip()
+        name = call_id.partition(":")[0]
+        name = name.partition(".")[2] if "." in name else name
+        arguments = self._tokenizer.decode(ids[middle + 1 :])
+        try:
+            msgspec.json.decode(arguments)
+        except (msgspec.MsgspecError, RecursionError):
+            return None
+        return ToolCall(name=name, arguments=arguments, id=call_id) if name else None

@@ -11,7 +11,7 @@ import json
 from typing import Any
 
 from sightline.errors import MessageError
-from sightline.families.message_fields import encode_tool
+from sightline.families.turn_parsing import encode_tool
 from sightline.render.protocol import Tools
 
 _INDENT = "  "

@@ -12,13 +12,8 @@ from pathlib import Path
 from types import MappingProxyType
 
 from sightline.errors import FamilyError
-from sightline.families.checkpoint_files import read_vocab_size
 from sightline.families.protocol import Family
-from sightline.families.renderer import (
-    BaseRenderer,
-    ParsedCompletion,
-    RenderContext,
-)
+from sightline.families.renderer import BaseRenderer, ParsedCompletion, RenderContext
 from sightline.families.template_check import choose_format
 from sightline.message import ImageResolver, Message, Part, TextPart
 from sightline.render import Emitter, Tokenizer
@@ -37,34 +32,33 @@ class Llama3(BaseRenderer):
     takes_tools = False
     takes_reasoning = False
     tools_refusal = "a tool call of Llama 3 has no mark to distinguish it from an answer"
+    pad_token_ids = ()
 
     def __init__(
         self, tokenizer: Tokenizer, family: Family, resolver: ImageResolver, vocab_size: int
     ) -> None:
         super().__init__(tokenizer, family, resolver, vocab_size)
-        self._begin, self._start, self._stop, self.end_id = map(tokenizer.token_id, _MARKS)
+        if missing := [mark for mark in _MARKS if tokenizer.find_token_id(mark) is None]:
+            raise FamilyError(
+                "a 'llama' checkpoint without Llama 3's chat format: its tokenizer has no token "
+                f"{missing[0]!r}",
+                "use a Llama 3 checkpoint, or add a family for this one (docs/adding_a_family.md)",
+            )
+        self.end_id = tokenizer.token_id("<|eot_id|>")
         others = self.find_token_ids(("<|end_of_text|>", "<|eom_id|>"))
         self.stop_token_ids = (self.end_id, *others)
-        self.pad_token_ids = ()
-        encode = tokenizer.encode
-        self.header = [self._start, *encode("assistant"), self._stop, *encode("\n\n")]
+        self.header = tokenizer.encode_marked(_open_turn("assistant"))
 
     def emit_head(self, emitter: Emitter, context: RenderContext, tools: Tools | None) -> int:
-        emitter.special(self._begin)
+        emitter.marked("<|begin_of_text|>")
         return 0
-
-    def open_turn(self, emitter: Emitter, role: str) -> None:
-        emitter.special(self._start)
-        emitter.text(role)
-        emitter.special(self._stop)
-        emitter.text("\n\n")
 
     def get_parts(self, message: Message) -> tuple[Part, ...]:
         return (TextPart(message.text.strip()),)
 
     def emit_message(self, emitter: Emitter, context: RenderContext, i: int) -> None:
         role = context.messages[i].role
-        self.open_turn(emitter, role)
+        emitter.marked(_open_turn(role))
         if role == "assistant":
             emitter.begin_trained()
         self.emit_content(emitter, context, i)
@@ -86,7 +80,7 @@ class Llama31(Llama3):
 
     def emit_head(self, emitter: Emitter, context: RenderContext, tools: Tools | None) -> int:
         super().emit_head(emitter, context, tools)
-        self.open_turn(emitter, "system")
+        emitter.marked(_open_turn("system"))
         emitter.text(f"Cutting Knowledge Date: December 2023\nToday Date: {DATE}\n\n")
         first = context.messages[0]
         is_system = first.role == "system"
@@ -95,15 +89,11 @@ class Llama31(Llama3):
         return int(is_system)
 
 
+def _open_turn(role: str) -> str:
+    return f"<|start_header_id|>{role}<|end_header_id|>\n\n"
+
+
 def load_renderer(path: Path, family: Family, resolver: ImageResolver) -> Llama3:
     """Return the renderer of a checkpoint folder; FamilyError if its chat template is unknown."""
-    tokenizer = Tokenizer(path)
-    if missing := [mark for mark in _MARKS if tokenizer.find_token_id(mark) is None]:
-        raise FamilyError(
-            f"{path} is a 'llama' checkpoint without Llama 3's chat format: its tokenizer has no "
-            f"token {missing[0]!r}",
-            "use a Llama 3 checkpoint, or add a family for this one (docs/adding_a_family.md)",
-        )
-    vocab_size = read_vocab_size(path, tokenizer)
     formats: tuple[type[Llama3], ...] = (Llama31, Llama3)
-    return choose_format(path, formats, lambda kind: kind(tokenizer, family, resolver, vocab_size))
+    return choose_format(path, formats, family, resolver)

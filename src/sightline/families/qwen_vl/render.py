@@ -1,26 +1,31 @@
 """The parts that all of Qwen's chat formats share, with exactly the tokens of their templates.
 
 A turn is `<|im_start|>role`, a newline, the content, `<|im_end|>` and a newline. Marks of the
-format are emitted as tokens. Text of a message is emitted as text, whatever it spells. `formats/`
+format are emitted as tokens. Text of a message is emitted as text, whatever it spells. `formats`
 has the differences.
 """
 
 from __future__ import annotations
 
-import re
 from collections.abc import Sequence
 from typing import ClassVar
 
 from sightline.errors import MessageError
 from sightline.families.protocol import Family, ShownStep
 from sightline.families.renderer import BaseRenderer, ParsedCompletion, RenderContext
-from sightline.families.tool_calls import parse_calls
+from sightline.families.turn_parsing import (
+    END_THINK,
+    THINK,
+    keep_told_reasoning,
+    parse_calls,
+    split_sampled_reasoning,
+    split_told_reasoning,
+)
 from sightline.message import ImageResolver, Message, TextPart, ToolCall
 from sightline.render import Emitter, Tokenizer
 from sightline.render.protocol import Tools
 from sightline.wire import MediaItem
 
-_CALL_MARKS = re.compile(r"(</?tool_call>)")
 _RESPONSE_EDGES = ("<tool_response>", "</tool_response>")
 _MEDIA_MARKS = (
     "<|image_pad|>", "<|video_pad|>", "<|vision_pad|>", "<|vision_start|>", "<|vision_end|>",
@@ -37,33 +42,28 @@ class QwenRenderer(BaseRenderer):
     video_mark = "<|vision_start|><|video_pad|><|vision_end|>"
     requires_question: ClassVar[bool] = False
     """Whether a conversation needs a user message that is a question."""
+    header_text: ClassVar[str] = "<|im_start|>assistant\n"
+    """The text before the first sampled token."""
+    numbers_images = False
+    """Whether a number is written before every image."""
 
     def __init__(
         self, tokenizer: Tokenizer, family: Family, resolver: ImageResolver, vocab_size: int
     ) -> None:
         super().__init__(tokenizer, family, resolver, vocab_size)
         token_id = tokenizer.token_id
-        self.numbers_images = False
-        """Whether a number is written before every image."""
-        self.im_start = token_id("<|im_start|>")
         self.end_id = token_id("<|im_end|>")
         self.stop_token_ids = (self.end_id, token_id("<|endoftext|>"))
         self.pad_token_ids = self.find_token_ids(_MEDIA_MARKS)
         if family.shows_media:
-            self._vision_start = token_id("<|vision_start|>")
-            self._vision_end = token_id("<|vision_end|>")
-            self.image_pad = token_id("<|image_pad|>")
-            self.video_pad_id = token_id("<|video_pad|>")
+            self.image_pad, self.video_pad_id = token_id("<|image_pad|>"), token_id("<|video_pad|>")
+            self._vision_start, _ = token_id("<|vision_start|>"), token_id("<|vision_end|>")
         if self.takes_tools:
             self._call_start, self._call_end = token_id("<tool_call>"), token_id("</tool_call>")
-            self._response_start, self._response_end = map(token_id, _RESPONSE_EDGES)
-        self.header = self.make_header()
+            _ = [token_id(mark) for mark in _RESPONSE_EDGES]  # raises if the tokenizer lacks one
+        self.header = tokenizer.encode_marked(self.header_text)
 
     # -- what differs between formats
-
-    def make_header(self) -> list[int]:
-        """Return the ids before the first sampled token."""
-        return [self.im_start, *self._tokenizer.encode("assistant\n")]
 
     def emit_tools(self, emitter: Emitter, tools: Tools, first: Message) -> None:
         """Emit the system turn that offers `tools`, with the text of a `first` system message."""
@@ -111,12 +111,10 @@ class QwenRenderer(BaseRenderer):
         return 0
 
     def open_turn(self, emitter: Emitter, role: str) -> None:
-        emitter.special(self.im_start)
-        emitter.text(role + "\n")
+        emitter.marked(f"<|im_start|>{role}\n")
 
     def close_turn(self, emitter: Emitter) -> None:
-        emitter.special(self.end_id)
-        emitter.text("\n")
+        emitter.marked("<|im_end|>\n")
 
     def find_history_end(self, messages: Sequence[Message]) -> int:
         """Return the index of the last question, or of the last message if there is none."""
@@ -157,23 +155,19 @@ class QwenRenderer(BaseRenderer):
 
     def _emit_tool(self, emitter: Emitter, context: RenderContext, i: int) -> None:
         if self.opens_tool_turn(context, i):
-            emitter.special(self.im_start)
-            emitter.text("user")
-        emitter.text("\n")
-        emitter.special(self._response_start)
-        emitter.text("\n")
+            emitter.marked("<|im_start|>user")
+        emitter.marked("\n<tool_response>\n")
         self.emit_content(emitter, context, i)
-        emitter.text("\n")
-        emitter.special(self._response_end)
+        emitter.marked("\n</tool_response>")
         if context.role(i + 1) != "tool":
             self.close_turn(emitter)
 
     def emit_image(self, emitter: Emitter, context: RenderContext, item: MediaItem) -> None:
         if self.numbers_images:
             emitter.text(f"Picture {context.num_images}: ")
-        emitter.special(self._vision_start)
+        emitter.marked("<|vision_start|>")
         emitter.image(item, self.image_pad, self._family.num_tokens(item))
-        emitter.special(self._vision_end)
+        emitter.marked("<|vision_end|>")
 
     def emit_video(self, emitter: Emitter, steps: Sequence[ShownStep]) -> None:
         """Emit each step after its time, or joined steps as one block without times."""
@@ -182,10 +176,10 @@ class QwenRenderer(BaseRenderer):
             if not joins:
                 emitter.text(f"<{step.seconds:.1f} seconds>")
             if not joins or i == 0:
-                emitter.special(self._vision_start)
+                emitter.marked("<|vision_start|>")
             emitter.image(step.item, self.video_pad_id, self._family.num_tokens(step.item))
             if not joins or i == len(steps) - 1:
-                emitter.special(self._vision_end)
+                emitter.marked("<|vision_end|>")
 
     def spell_video(self, steps: Sequence[ShownStep]) -> str:
         start, end = self.video_mark.split("<|video_pad|>")
@@ -206,37 +200,113 @@ class QwenRenderer(BaseRenderer):
     def emit_calls(self, emitter: Emitter, calls: Sequence[ToolCall], before: str) -> None:
         """Emit calls. `before` separates the first from the content, a newline the others."""
         for call in calls:
-            emitter.text(before)
-            emitter.special(self._call_start)
+            emitter.marked(before + "<tool_call>")
             self.emit_call(emitter, call)
-            emitter.special(self._call_end)
+            emitter.marked("</tool_call>")
             before = "\n"
 
-    def emit_marked(self, emitter: Emitter, text: str) -> None:
-        """Emit text of the format itself, in which call marks become single tokens."""
-        for piece in _CALL_MARKS.split(text):
-            if _CALL_MARKS.fullmatch(piece):
-                emitter.special(self._call_start if piece[1] != "/" else self._call_end)
-            else:
-                emitter.text(piece)
-
-    # -- parsing
-
     def parse_turn(self, ids: list[int], tools: Tools) -> ParsedCompletion:
-        calls: tuple[ToolCall, ...]
-        malformed: tuple[str, ...]
         reasoning, rest = self.split_reasoning(ids)
-        calls, malformed = (), ()
-        if self.takes_tools:
-            marks, tokenizer = (self._call_start, self._call_end), self._tokenizer
-            calls, malformed = parse_calls(
-                rest, marks, tokenizer, lambda ids: self.parse_call(tokenizer.decode(ids), tools)
-            )
-        if calls and not malformed:
-            content = self._tokenizer.decode(rest[: rest.index(self._call_start)])
+        if not self.takes_tools:
+            return ParsedCompletion(self._tokenizer.decode(rest), reasoning)
+        marks, decode = (self._call_start, self._call_end), self._tokenizer.decode
+        content, calls, malformed = parse_calls(
+            rest, marks, self._tokenizer, lambda inner: self.parse_call(decode(inner), tools)
+        )
+        if calls:
             content = content.removesuffix("\n")
-        else:
-            calls, content = (), self._tokenizer.decode(rest)
         if len(rest) < len(ids):
             content = self.strip_content(content)
         return ParsedCompletion(content, reasoning, calls, malformed)
+
+
+class ReasoningFormat(QwenRenderer):
+    """A format with reasoning between `<think>` and `</think>`, by Qwen3's rule: a turn that is not
+    the last shows its reasoning only if it is not empty.
+
+    Templates show the reasoning of turns since the last question and drop older reasoning. A new
+    question therefore rewrites history, and the bridge refuses it.
+    """
+
+    takes_reasoning = True
+    opens_reasoning: ClassVar[bool] = False
+    """Whether a turn's header opens the reasoning."""
+    closes_reasoning: ClassVar[bool] = False
+    """Whether a turn's header contains empty reasoning."""
+    keeps_empty_reasoning: ClassVar[bool] = False
+    """Whether turns since the last question show even empty reasoning."""
+    stripped: ClassVar[str | None] = "\n"
+    """The characters that are stripped from reasoning. None is all whitespace."""
+    call_separator: ClassVar[str] = "\n"
+    """The text between the content and the first call."""
+
+    def __init__(
+        self, tokenizer: Tokenizer, family: Family, resolver: ImageResolver, vocab_size: int
+    ) -> None:
+        super().__init__(tokenizer, family, resolver, vocab_size)
+        self._think, self._end_think = tokenizer.token_id(THINK), tokenizer.token_id(END_THINK)
+
+    def drop_unwritten(self, message: Message) -> Message:
+        return keep_told_reasoning(super().drop_unwritten(message), message)
+
+    def split_message(self, message: Message) -> tuple[str, str]:
+        content = "".join(getattr(part, "text", "") for part in self.get_parts(message))
+        return split_told_reasoning(message.reasoning, content)
+
+    def emit_assistant(self, emitter: Emitter, context: RenderContext, i: int) -> None:
+        message = context.messages[i]
+        reasoning, content = self.split_message(message)
+        is_shown = i > context.history_end and (
+            self.keeps_empty_reasoning or bool(reasoning) or i + 1 == len(context.messages)
+        )
+        self.open_turn(emitter, message.role)
+        if is_shown:
+            if not self.opens_reasoning:
+                emitter.begin_trained()
+            emitter.marked("<think>\n")
+            if self.opens_reasoning:
+                emitter.begin_trained()
+            thought = reasoning.strip(self.stripped)
+            emitter.text(thought + "\n")
+            emitter.marked("</think>\n\n")
+            if self.closes_reasoning and not thought:
+                emitter.begin_trained()
+            emitter.text(content.lstrip("\n"))
+        else:
+            emitter.begin_trained()
+            emitter.text(content)
+        self.emit_calls(emitter, message.tool_calls, self.call_separator if content else "")
+
+    # -- bridging
+
+    def rewrites_history(
+        self, prompt_ids: Sequence[int], ids: list[int], new: Sequence[Message]
+    ) -> bool:
+        has_block = self.opens_reasoning or self._think in ids or self._end_think in ids
+        if any(map(self.is_question, new)):
+            # Reasoning in the prompt belongs to turns since the last question.
+            return has_block or self._think in prompt_ids
+        if self.closes_reasoning:  # the template would replace the empty block
+            return has_block
+        return has_block and not self.keeps_empty_reasoning and not self.split_reasoning(ids)[0]
+
+    def is_reasoning_open(self, ids: list[int]) -> bool:
+        opened = self.opens_reasoning or self._think in ids
+        return opened and self._end_think not in ids and self._call_start not in ids
+
+    def close_reasoning(self, emitter: Emitter, ids: list[int]) -> None:
+        if not self._tokenizer.decode(ids[-1:]).endswith("\n"):
+            emitter.text("\n")
+        emitter.marked("</think>\n\n")
+
+    # -- parsing
+
+    def split_reasoning(self, ids: list[int]) -> tuple[str | None, list[int]]:
+        marks = (self._think, self._end_think, self._call_start)
+        reasoning, rest = split_sampled_reasoning(
+            ids, self._tokenizer, marks, is_open=self.opens_reasoning
+        )
+        return (reasoning or "").strip(self.stripped) or None, rest
+
+    def strip_content(self, content: str) -> str:
+        return content.lstrip("\n")

@@ -1,4 +1,4 @@
-"""Parse tool calls between marks, and arguments whose types the format does not write."""
+"""Reasoning between `<think>` and `</think>`, tool calls between marks, and tools as JSON."""
 
 from __future__ import annotations
 
@@ -6,10 +6,54 @@ import json
 from collections.abc import Callable
 from typing import Any, NoReturn
 
+import msgspec
+
 from sightline.errors import MessageError
-from sightline.message import ToolCall, check_unicode
+from sightline.message import Message, ToolCall, check_unicode
 from sightline.render import Tokenizer
 from sightline.render.protocol import Tools
+
+THINK, END_THINK = "<think>", "</think>"
+MAX_TOOL_DEPTH = 64
+"""The maximum nesting of a tool's JSON."""
+
+
+def keep_told_reasoning(less: Message, message: Message) -> Message:
+    """Return the reduced message `less`, with an empty reasoning that the author gave.
+
+    It keeps a template from looking for reasoning in the content.
+    """
+    is_told = message.reasoning == "" and END_THINK in message.text
+    return msgspec.structs.replace(less, reasoning="") if is_told else less
+
+
+def split_told_reasoning(reasoning: str | None, content: str) -> tuple[str, str]:
+    """Return reasoning and content. Without explicit reasoning, templates search the content."""
+    if reasoning is not None or END_THINK not in content:
+        return reasoning or "", content
+    reasoning = content.split(END_THINK)[0].rstrip("\n").split(THINK)[-1].lstrip("\n")
+    return reasoning, content.split(END_THINK)[-1].lstrip("\n")
+
+
+def split_sampled_reasoning(
+    ids: list[int], tokenizer: Tokenizer, marks: tuple[int, int, int], is_open: bool = False
+) -> tuple[str | None, list[int]]:
+    """Return the reasoning of a completion, or None, and the ids after it.
+
+    `marks` open the reasoning, close it, and open a call. `is_open` says that the prompt opens it.
+    """
+    think, end_think, call = marks
+    start = 0
+    if not is_open or ids[:1] == [think]:
+        if think not in ids:
+            return None, ids
+        start = ids.index(think) + 1
+        if tokenizer.decode(ids[: start - 1]).strip():
+            return None, ids
+    # A call ends reasoning that is never closed. A call inside a closed block is part of it.
+    ends = [mark for mark in (end_think, call) if mark in ids[start:]]
+    end = ids.index(ends[0], start) if ends else len(ids)
+    return tokenizer.decode(ids[start:end]), ids[end + (ends[:1] == [end_think]) :]
 
 
 def parse_calls(
@@ -17,16 +61,17 @@ def parse_calls(
     marks: tuple[int, int],
     tokenizer: Tokenizer,
     parse_call: Callable[[list[int]], ToolCall | None],
-) -> tuple[tuple[ToolCall, ...], tuple[str, ...]]:
-    """Return the calls between the two `marks`, and the raw text of malformed ones.
+) -> tuple[str, tuple[ToolCall, ...], tuple[str, ...]]:
+    """Return the content before the calls, the calls, and the raw text of malformed ones.
 
-    `parse_call` gets the ids between the marks of a call, and returns None if it is malformed. Any
-    text between calls counts as malformed.
+    A call is between the two `marks`. `parse_call` gets the ids between them, and returns None if
+    they are malformed. Any text between calls counts as malformed. If anything is malformed, there
+    are no calls, and the content is the whole text.
     """
     calls: list[ToolCall] = []
     malformed: list[str] = []
     first, last = marks
-    at = ids.index(first) if first in ids else len(ids)
+    begin = at = ids.index(first) if first in ids else len(ids)
     while at < len(ids):
         end = _find_call_end(ids, at, marks)
         raw = tokenizer.decode(ids[at:end])
@@ -37,7 +82,9 @@ def parse_calls(
         elif raw.strip():
             malformed.append(raw)
         at = end
-    return tuple(calls), tuple(malformed)
+    if malformed:
+        return tokenizer.decode(ids), (), tuple(malformed)
+    return tokenizer.decode(ids[:begin] if calls else ids), tuple(calls), ()
 
 
 def _find_call_end(ids: list[int], at: int, marks: tuple[int, int]) -> int:
@@ -107,3 +154,26 @@ def _list_kinds(schema: Any) -> list[Any]:
         return ["string" if isinstance(value, str) else "any" for value in values]
     kinds = schema.get("type", "any")
     return kinds if isinstance(kinds, list) else [kinds]
+
+
+def encode_tool(tool: Any, path: str) -> str:
+    """Return a tool as JSON. `path` is for errors."""
+    check_depth([tool], path)
+    try:
+        encoded = json.dumps(tool, ensure_ascii=False)
+    except (TypeError, ValueError) as error:
+        raise MessageError.at(path, f"not JSON: {error}", "pass plain dicts") from None
+    check_unicode(encoded, path)
+    return encoded
+
+
+def check_depth(value: Any, path: str, most: int = MAX_TOOL_DEPTH) -> None:
+    """Raise MessageError for JSON with more than `most` levels."""
+    level = [value]
+    for _ in range(most + 1):
+        values = (v.values() if isinstance(v, dict) else v for v in level)
+        nested = (v for part in values for v in part if isinstance(v, dict | list | tuple))
+        level = list({id(v): v for v in nested}.values())  # each once, even in a cycle
+        if not level:
+            return
+    raise MessageError.at(path, f"nested deeper than {most} levels", "flatten the schema")
