@@ -40,7 +40,6 @@ from sightline.wire.codec import get_release
 from sightline.wire.control import (
     BatchReady,
     FinishTraining,
-    MemoryReport,
     ProcessReady,
     PublishedWeights,
     RolloutRequest,
@@ -284,8 +283,7 @@ class _Rehearsal:
         while True:
             _, data = await lower.receive()
             message = control.decode(data)
-            if not isinstance(message, MemoryReport):  # those go by the clock, not by the rollouts
-                self.figures.to_orchestrator += len(data)
+            self.figures.to_orchestrator += len(data)
             if isinstance(message, RolloutResult):
                 self.figures.from_agents = message.wire["agent_sent_bytes"]
                 self.figures.to_agents = message.wire["agent_received_bytes"]

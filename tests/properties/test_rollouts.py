@@ -21,7 +21,7 @@ from PIL import Image
 from shards import num_examples
 
 from sightline.envs import Conversation, last_images, last_turns
-from sightline.envs.windows import Window
+from sightline.envs.conversation import Window
 from sightline.families import load_family, load_renderer
 from sightline.media import MediaRef, MediaStore
 from sightline.message import Message, ToolCall, assistant, system, text, user

@@ -25,7 +25,7 @@ from sightline.message import (
     user,
     video,
 )
-from sightline.rollout.openai_api.request import resolve_images
+from sightline.rollout.openai_completions import resolve_images
 
 
 @pytest.fixture

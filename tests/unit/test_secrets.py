@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import os
 import stat
 import subprocess
@@ -20,7 +21,7 @@ from sightline.config import EnvConfig, RunFile, SftFile, dump_toml, validate_co
 from sightline.config.secret_refs import hide_secrets, resolve_secret
 from sightline.envs import Environment
 from sightline.envs.judge_model import JudgeModel
-from sightline.envs.mix import build_environment
+from sightline.envs.protocol import build_environment
 from sightline.envs.tools import Toolbox, ToolError
 from sightline.errors import ConfigError, mask
 from sightline.inference.server_spec import ServerSpec
@@ -175,7 +176,7 @@ def test_a_tool_that_fails_does_not_show_the_model_what_was_read() -> None:
         raise ToolError(f"401 for {KEY}/ä")
 
     call = AssistantMessage("assistant", tool_calls=(ToolCall("look", "{}"),))
-    (answer,) = Toolbox(look).run_blocking(call, put=lambda image: image)
+    (answer,) = asyncio.run(Toolbox(look).run(call, put=lambda image: image))
     assert answer.text == "error: 401 for ***"
 
 

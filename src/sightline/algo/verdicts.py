@@ -59,7 +59,7 @@ class GroupJudge:
         if enough and candidates:
             rewards = get_group_rewards(candidates)
             enters = self.algorithm.has_signal(rewards)
-            # A KL term keeps groups with equal rewards. A batch of nothing else does not train.
+            # A KL term keeps groups with equal rewards.
             trains = enters and (
                 not self.algorithm.needs.reference or self.algorithm.rewards_differ(rewards)
             )

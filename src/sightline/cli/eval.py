@@ -89,7 +89,7 @@ def run(args: argparse.Namespace) -> int:
         raise ConfigError(
             f"--env-args {args.env_args!r} is not a JSON object", "write it as '{\"key\": value}'"
         )
-    from sightline.envs.mix import build_environment
+    from sightline.envs.protocol import build_environment
     from sightline.launch.evaluate import play_evaluation
     from sightline.view.eval_table import print_eval_table, to_line
 

@@ -46,7 +46,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     from sightline.config import EnvConfig, dump_toml, validate_config
-    from sightline.envs.mix import build_environment
+    from sightline.envs.protocol import build_environment
     from sightline.families import load_family, load_renderer, registry
     from sightline.launch.claim import claim_run_dir
     from sightline.launch.evaluate import build_eval_config, play_evaluation

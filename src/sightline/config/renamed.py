@@ -83,6 +83,7 @@ REMOVED = {
     "media.allow_unproven": UNVERIFIED_FIX,
     "media.allow_unverified_pixels": UNVERIFIED_FIX,
     "trainer.compress_weights": "remove it: the store no longer holds deltas of weights",
+    "rollout.max_in_flight_mb": "limit the number of rollouts instead: [rollout] max_in_flight",
     "trainer.micro_batch_cost_model": COST_MODEL_FIX,
     "trainer.micro_batch_price": COST_MODEL_FIX,
     "trainer.secret": "remove it: a run creates its own secret. If ranks on other machines cannot "

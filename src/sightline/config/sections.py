@@ -161,8 +161,6 @@ class RolloutConfig(ConfigSection):
     """Seconds for which a worker's event loop may be blocked before the worker is replaced."""
     max_in_flight: Mutable[int] = Field(0, ge=0)
     """Maximum number of concurrent rollouts. 0 allows as many as `max_lag` does."""
-    max_in_flight_mb: Mutable[int] = Field(0, ge=0)
-    """Maximum memory in MB of all rollouts in flight, over all workers. 0 means no limit."""
     temperature: float = Field(1.0, gt=0)
     """Sampling temperature. The trained softmax uses it too."""
     max_tokens: int = Field(64, ge=1)

@@ -4,7 +4,7 @@ An environment is a class with tasks and a method `rollout(task, chat)`, async o
 returns a reward. Workers load neither torch nor transformers.
 """
 
-from sightline.envs.conversation import Conversation
+from sightline.envs.conversation import Conversation, last_images, last_turns
 from sightline.envs.protocol import (
     Chat,
     Environment,
@@ -14,7 +14,6 @@ from sightline.envs.protocol import (
     load_environment,
 )
 from sightline.envs.threads import BlockingChat
-from sightline.envs.windows import last_images, last_turns
 
 __all__ = [
     "BlockingChat",

@@ -12,7 +12,7 @@ from dataclasses import asdict, dataclass
 
 import sightline
 from sightline.config import EnvConfig
-from sightline.envs.mix import build_environment
+from sightline.envs.protocol import build_environment
 from sightline.errors import SightlineError, mask_output
 
 

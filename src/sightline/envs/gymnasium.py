@@ -19,8 +19,7 @@ from typing import Any
 from PIL import Image
 
 from sightline.envs.actions import EpisodeRules, build_parser
-from sightline.envs.extras import import_extra
-from sightline.envs.protocol import Chat, Environment, Outcome, Task
+from sightline.envs.protocol import Chat, Environment, Outcome, Task, import_extra
 from sightline.envs.threads import SerialThread
 from sightline.errors import ConfigError
 from sightline.media import MediaRef

@@ -13,8 +13,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from sightline.envs.actions import EpisodeRules, build_parser
-from sightline.envs.extras import import_extra
-from sightline.envs.protocol import Chat, Environment, Outcome, Task
+from sightline.envs.protocol import Chat, Environment, Outcome, Task, import_extra
 from sightline.errors import ConfigError, EnvironmentFailed
 from sightline.message import Message, user
 

@@ -2,15 +2,20 @@
 
 from __future__ import annotations
 
+import bisect
 import difflib
+import hashlib
+import importlib
 import inspect
+import itertools
 import random
 import reprlib
-from collections.abc import Awaitable
+from collections.abc import Awaitable, Sequence
 from dataclasses import dataclass, field
 from importlib.util import find_spec
 from typing import Any, Protocol, Self, cast
 
+from sightline.config import EnvConfig
 from sightline.config.load import load_object
 from sightline.config.secret_refs import resolve_references
 from sightline.errors import ConfigError, EnvironmentFailed, SightlineError
@@ -198,3 +203,50 @@ def load_environment(path: str, args: dict[str, Any]) -> Environment:
             f"[env] name = {path!r} cannot be built: {type(error).__name__}: {error}",
             f"fix it, or pass what it needs in [env.args]. Test it with `sightline try {path}`",
         ) from error
+
+
+def import_extra(module: str, extra: str) -> Any:
+    """Import a module, or raise an error that names the extra to install."""
+    try:
+        return importlib.import_module(module)
+    except ModuleNotFoundError as error:
+        raise ConfigError(
+            f"{extra}: the module {error.name!r} is not installed",
+            f"run `pip install 'sightline-rl[{extra}]'` where the workers run",
+        ) from error
+
+
+class EnvironmentMix(Environment):
+    """Environments with weights; a task's index and split determine its environment."""
+
+    name = "mix"
+
+    def __init__(self, members: Sequence[tuple[Environment, float]]) -> None:
+        names = [env.name for env, _ in members]
+        for name in names:
+            if names.count(name) > 1:
+                raise ConfigError(
+                    f"[[env.mix]] has two environments called {name!r}",
+                    "give one of them a `label`, because metrics are grouped by name",
+                )
+        self.members = [env for env, _ in members]
+        self.shows_media = any(env.shows_media for env in self.members)
+        self._stops = list(itertools.accumulate(weight for _, weight in members))
+
+    def choose_environment(self, index: int, split: str) -> Environment:
+        drawn = hashlib.blake2b(f"{split}:{index}".encode(), digest_size=8).digest()
+        at = int.from_bytes(drawn, "big") / 2**64 * self._stops[-1]
+        return self.members[min(bisect.bisect_right(self._stops, at), len(self.members) - 1)]
+
+
+def build_environment(env: EnvConfig) -> Environment:
+    """Build the environment, or the mix of environments, that `[env]` describes."""
+    if not env.mix:
+        return load_environment(env.name, env.args)
+    members = []
+    for share in env.mix:
+        member = load_environment(share.name, share.args)
+        if share.label:
+            member.name = share.label
+        members.append((member, share.weight))
+    return EnvironmentMix(members)

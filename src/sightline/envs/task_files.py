@@ -17,7 +17,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from sightline.envs.extras import import_extra
+from sightline.envs.protocol import import_extra
 from sightline.errors import ConfigError, MediaRefused
 from sightline.media import MediaRef
 

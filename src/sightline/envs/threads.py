@@ -9,11 +9,11 @@ from __future__ import annotations
 import asyncio
 import random
 import threading
-from collections import deque
 from collections.abc import Awaitable, Callable, Coroutine
 from concurrent.futures import CancelledError, Future, ThreadPoolExecutor
 from contextvars import ContextVar, copy_context
 from dataclasses import dataclass
+from functools import partial
 from queue import SimpleQueue
 from typing import Any, TypeVar
 
@@ -24,22 +24,8 @@ from sightline.message import AssistantMessage
 from sightline.render import Tools
 
 T = TypeVar("T")
-WorkQueue = SimpleQueue[Callable[[], None] | None]
-"""Work of one thread; None ends the thread."""
-
 ROLLOUT_FUTURES: ContextVar[set[Future[Any]] | None] = ContextVar("threads", default=None)
 """Unfinished calls in threads of the current rollout."""
-MAX_IDLE_THREADS = 32
-"""Idle threads to keep, because starting a thread blocks the event loop for a moment."""
-
-
-def _new_rollout_future() -> Future[Any]:
-    """Return a future that belongs to the current rollout until it is done."""
-    future: Future[Any] = Future()
-    if (pending := ROLLOUT_FUTURES.get()) is not None:
-        pending.add(future)
-        future.add_done_callback(pending.discard)
-    return future
 
 
 def _run_into_future(future: Future[T], work: Callable[[], T]) -> None:
@@ -54,8 +40,14 @@ def _run_into_future(future: Future[T], work: Callable[[], T]) -> None:
 
 
 def start_thread(work: Callable[[], T], name: str) -> Future[T]:
-    """Run `work` in a new thread, with the context of the caller."""
-    future = _new_rollout_future()
+    """Run `work` in a new thread, with the context of the caller.
+
+    The future belongs to the current rollout until it is done.
+    """
+    future: Future[T] = Future()
+    if (pending := ROLLOUT_FUTURES.get()) is not None:
+        pending.add(future)
+        future.add_done_callback(pending.discard)
     run = copy_context().run
     threading.Thread(
         target=run, args=(_run_into_future, future, work), daemon=True, name=name
@@ -63,17 +55,16 @@ def start_thread(work: Callable[[], T], name: str) -> Future[T]:
     return future
 
 
-def _run_queue(queue: WorkQueue) -> None:
-    while (work := queue.get()) is not None:
-        work()
-
-
 class SerialThread:
     """A thread that runs one call after another, for objects that must stay in one thread."""
 
     def __init__(self, name: str) -> None:
-        self._queue: WorkQueue = SimpleQueue()
-        start_thread(lambda: _run_queue(self._queue), name)
+        self._queue: SimpleQueue[Callable[[], None] | None] = SimpleQueue()
+        start_thread(self._run_queue, name)
+
+    def _run_queue(self) -> None:
+        while (work := self._queue.get()) is not None:
+            work()
 
     async def run(self, work: Callable[[], T]) -> T:
         future: Future[T] = Future()
@@ -87,35 +78,14 @@ class SerialThread:
 
 
 class ThreadPerCallExecutor(ThreadPoolExecutor):
-    """Default executor of an event loop (`asyncio.to_thread`) with a thread for each call."""
+    """Default executor of an event loop (`asyncio.to_thread`) with a thread for each call.
 
-    def __init__(self) -> None:
-        super().__init__(1)  # event loops require the class; its own threads never start
-        self._idle: deque[WorkQueue] = deque()
+    Event loops require a subclass of ThreadPoolExecutor. Its own threads never start, so `shutdown`
+    waits for nothing.
+    """
 
     def submit(self, fn: Callable[..., T], /, *args: Any, **kwargs: Any) -> Future[T]:
-        future = _new_rollout_future()
-        try:
-            queue = self._idle.pop()
-        except IndexError:
-            queue = SimpleQueue()
-            threading.Thread(
-                target=_run_queue, args=(queue,), daemon=True, name="user-code"
-            ).start()
-        queue.put(lambda: _run_into_future(future, lambda: fn(*args, **kwargs)))
-        queue.put(lambda: self._release(queue))
-        return future
-
-    def _release(self, queue: WorkQueue) -> None:
-        if len(self._idle) < MAX_IDLE_THREADS:
-            self._idle.append(queue)
-        else:
-            queue.put(None)
-
-    def shutdown(self, wait: bool = True, *, cancel_futures: bool = False) -> None:
-        """End the idle threads. Does not wait, because user code may hang."""
-        while self._idle:
-            self._idle.pop().put(None)
+        return start_thread(partial(fn, *args, **kwargs), "user-code")
 
 
 @dataclass

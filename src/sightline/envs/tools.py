@@ -61,7 +61,8 @@ class Toolbox:
     async def run(self, answer: AssistantMessage, put: Put) -> list[Message]:
         """Make the calls in order and return a message for each.
 
-        Functions that are not async run in a thread.
+        Functions that are not async run in a thread. In a plain `def rollout`, use
+        `chat.wait(toolbox.run(answer, chat.put))`.
         """
         results = []
         for call in answer.tool_calls:
@@ -71,18 +72,6 @@ class Toolbox:
                     result = await function(**values)
                 else:
                     result = await asyncio.to_thread(function, **values)
-            except ToolError as error:
-                result = f"error: {mask(str(error))}"
-            results.append(_result_message(call, result, put))
-        return results
-
-    def run_blocking(self, answer: AssistantMessage, put: Put) -> list[Message]:
-        """Make the calls as `run` does, in a plain `def rollout`."""
-        results = []
-        for call in answer.tool_calls:
-            try:
-                function, values = self._bind_call(call)
-                result = function(**values)
             except ToolError as error:
                 result = f"error: {mask(str(error))}"
             results.append(_result_message(call, result, put))

@@ -15,8 +15,7 @@ from collections import defaultdict
 from collections.abc import Iterator
 from typing import Any
 
-from sightline.envs.extras import import_extra
-from sightline.envs.protocol import Chat, Environment, Outcome, Task
+from sightline.envs.protocol import Chat, Environment, Outcome, Task, import_extra
 from sightline.errors import ConfigError, EnvironmentFailed
 
 

@@ -33,18 +33,16 @@ from sightline.inference.errors import (
 )
 from sightline.message import ImageResolver
 from sightline.render import Rendered, Renderer, Tools
-from sightline.rollout.openai_api.completion import (
+from sightline.rollout.openai_completions import (
+    SERVER_RULES,
     ChatChoice,
     ChatCompletion,
-    completion_body,
-    stream_events,
-)
-from sightline.rollout.openai_api.error_response import OpenAIErrorResponse
-from sightline.rollout.openai_api.request import (
-    SERVER_RULES,
     ChatRequest,
+    OpenAIErrorResponse,
+    completion_body,
     read_chat_request,
     resolve_images,
+    stream_events,
 )
 from sightline.wire.generate import Choice, GenerateRequest, GenerateResponse, SamplingParams
 

@@ -17,9 +17,8 @@ from sightline.envs import Environment, load_environment
 from sightline.errors import ConfigError
 from sightline.launch.processes import temporary_server
 from sightline.media import MediaStore
-from sightline.rollout.chat_sources import ChatSource, OpenAIChats, build_policy_chats
+from sightline.rollout.chat_sources import ChatSource, OpenAIChats, OpenAIClient, build_policy_chats
 from sightline.rollout.evaluation import EvalSummary, build_eval_request, play_tasks
-from sightline.rollout.openai_chat import OpenAIClient
 from sightline.rollout.player import PlayedRollout, RolloutPlayer
 
 DEFAULT_ENGINE = InferenceConfig().engine

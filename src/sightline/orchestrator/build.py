@@ -13,15 +13,15 @@ from sightline.algo.verdicts import GroupJudge
 from sightline.config import RunFile
 from sightline.media import MediaStore
 from sightline.media.stored_file import open_blobs
-from sightline.orchestrator.background_evaluator import BackgroundEvaluator
 from sightline.orchestrator.best_checkpoint import BestCheckpoint
-from sightline.orchestrator.dispatcher import RolloutDispatcher, SendControl
-from sightline.orchestrator.evaluator import Evaluator
+from sightline.orchestrator.evaluator import BackgroundEvaluator, Evaluator, RewardGoal
 from sightline.orchestrator.loop import Orchestrator
-from sightline.orchestrator.policy_updater import UNKNOWN_VERSION, PolicyUpdater
-from sightline.orchestrator.published_policies import PublishedPolicies
-from sightline.orchestrator.reward_goal import RewardGoal
-from sightline.orchestrator.rollout_scheduler import RolloutScheduler
+from sightline.orchestrator.policies import UNKNOWN_VERSION, PolicyUpdater, PublishedPolicies
+from sightline.orchestrator.rollout_scheduler import (
+    RolloutDispatcher,
+    RolloutScheduler,
+    SendControl,
+)
 from sightline.orchestrator.run_state import RunState
 from sightline.orchestrator.server_pool import ServerPool
 from sightline.orchestrator.step_metrics import StepMetrics
@@ -106,12 +106,7 @@ def build(
     owns_servers = not config.inference.servers
     policies = PublishedPolicies(run_dir.read_id(), run_dir.weights, owns_servers)
     rollouts = RolloutScheduler(
-        RolloutDispatcher(
-            send,
-            workers,
-            config.rollout.max_in_flight,
-            config.rollout.max_in_flight_mb * 1_000_000,
-        ),
+        RolloutDispatcher(send, workers, config.rollout.max_in_flight),
         group_size=settings.group_size,
         temperature=config.rollout.temperature,
         seed=config.run.seed,

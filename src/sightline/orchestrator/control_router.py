@@ -8,10 +8,14 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import json
 import sys
+import time
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import partial
+from pathlib import Path
 
 from msgspec import structs
 
@@ -19,7 +23,6 @@ from sightline.errors import PeerLost, ProcessFailed, WireError
 from sightline.orchestrator.loop import Orchestrator
 from sightline.orchestrator.remote_files import RemoteFiles, WriteQueue
 from sightline.orchestrator.server_pool import run_until_first
-from sightline.orchestrator.trainer_watch import TrainerWatch
 from sightline.run.mirror import BEAT
 from sightline.transport.zmq_channel import AsyncHub
 from sightline.wire import control
@@ -30,7 +33,6 @@ from sightline.wire.control import (
     FileChanges,
     FinishTraining,
     JoinRequest,
-    MemoryReport,
     ProcessReady,
     PublishedWeights,
     RolloutResult,
@@ -141,8 +143,6 @@ class ControlRouter:
             match message:
                 case RolloutResult() if peer != TRAINER:
                     rollouts.on_result(message, peer)
-                case MemoryReport() if peer != TRAINER:
-                    rollouts.dispatcher.on_memory_report(peer, message.held_bytes)
                 case JoinRequest() if peer != TRAINER and self.remote_files is not None:
                     check_release(message.release, peer)
                     self._joining.put_nowait(peer)
@@ -218,3 +218,41 @@ def _unexpected_error(peer: str, message: ControlMessage) -> WireError:
     return WireError(
         f"{peer} sent an unexpected message: {str(message)[:200]}", "this is a bug; report it"
     )
+
+
+TRAINER_TIMEOUT_S = 3600.0
+"""How long a remote trainer may be silent. It sends heartbeats every second once it has its copy of
+the run. The time is enough to be restarted on another node and to fetch that copy."""
+
+
+@dataclass
+class TrainerWatch:
+    """Detects that a trainer on another machine is lost, if a cluster is responsible for it."""
+
+    error_file: Path | None = None
+    """File with the error of a remote trainer that ended; None for a local trainer."""
+    timeout_s: float = TRAINER_TIMEOUT_S
+    heard_at: float | None = None
+    """Time of the last message, by the monotonic clock; None before the first."""
+
+    def note_heard(self, is_ready: bool) -> None:
+        self.heard_at = time.monotonic()
+        if is_ready and self.error_file is not None:
+            self.error_file.unlink(missing_ok=True)  # left by its predecessor
+
+    async def keep_watching(self) -> None:
+        """Raise when the trainer is lost and no other has replaced it."""
+        while True:
+            await asyncio.sleep(min(30.0, self.timeout_s / 4))
+            if self.error_file is None or self.heard_at is None:
+                continue
+            if (silent_s := time.monotonic() - self.heard_at) > self.timeout_s:
+                raise self._explain(self.error_file, silent_s)
+
+    def _explain(self, error_file: Path, silent_s: float) -> ProcessFailed:
+        lost = f"no message from a trainer for {silent_s:.0f} s"
+        fix = "check the cluster's log of the trainer, then resume the run"
+        with suppress(OSError, ValueError):  # there is no such file
+            left = json.loads(error_file.read_text())
+            return ProcessFailed(f"{lost}; the last one failed: {left['problem']}", left["fix"])
+        return ProcessFailed(lost, fix)

@@ -6,15 +6,22 @@ same, the model ignores its images.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+import asyncio
+from collections.abc import Awaitable, Callable, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from statistics import fmean
 
 from sightline.errors import EnvironmentFailed
 from sightline.media import MediaRef
+from sightline.orchestrator.best_checkpoint import BestCheckpoint
+from sightline.orchestrator.policies import PolicyUpdater
 from sightline.orchestrator.rollout_scheduler import RolloutScheduler
 from sightline.orchestrator.run_state import RunState, eval_key
 from sightline.rollout.evaluation import EVAL_SPLIT, EvalSummary, play_tasks
 from sightline.run import EventLog, RunDir
 from sightline.trace import Trace, write_traces
+from sightline.wire.control import PublishedWeights
 
 MAX_CONCURRENT = 128
 MAX_CONCURRENT_IN_BACKGROUND = 16
@@ -105,3 +112,125 @@ def _list_images(trace: Trace) -> tuple[MediaRef, ...]:
         for ref in item.refs
         if not (ref.is_video and item.step is not None and item.step.number)
     )
+
+
+@dataclass
+class BackgroundEvaluator:
+    """Evaluates held-out tasks while training continues, on the weights of one step at a time.
+
+        published k --if due--> waiting --> evaluator adopts k --> tasks --> event, best checkpoint
+                                   |
+              a newer version replaces it if an evaluation takes that long
+
+    A separate server holds that step's weights while its tasks run, so training does not wait. The
+    version's files stay until it is evaluated.
+    """
+
+    evaluator: Evaluator
+    policy: PolicyUpdater
+    best_checkpoint: BestCheckpoint
+    run_state: RunState
+    events: EventLog
+    server: str
+    """Address of the server that evaluates."""
+    adopt: Callable[[str], Awaitable[None]]
+    """Makes that server adopt the manifest at a path, and returns when it has."""
+    every: int
+    last_step: int
+    """Not evaluated here: the run evaluates it at its end."""
+    _waiting: PublishedWeights | None = None
+    _news: asyncio.Event = field(default_factory=asyncio.Event)
+    _idle: asyncio.Event = field(default_factory=asyncio.Event)
+
+    def __post_init__(self) -> None:
+        self._idle.set()
+
+    def publish(self, published: PublishedWeights) -> None:
+        step = published.version
+        is_due = step % self.every == 0 and 0 < step < self.last_step
+        if not is_due or self.run_state.find_eval("step", step) is not None:
+            return
+        if self._waiting is not None:
+            self.policy.pinned_versions.discard(self._waiting.version)
+            self.events.write("eval_skipped", self._waiting.version)
+        self.policy.pinned_versions.add(step)
+        self._waiting = published
+        self._idle.clear()
+        self._news.set()
+
+    async def keep_evaluating(self) -> None:
+        """Evaluate versions as they are published, until cancelled."""
+        while True:
+            await self._news.wait()
+            self._news.clear()
+            while self._waiting is not None:
+                published, self._waiting = self._waiting, None
+                await self._evaluate(published)
+            self._idle.set()
+
+    async def drain(self) -> None:
+        """Wait until no evaluation is waiting or running."""
+        await self._idle.wait()
+
+    async def keep_final_if_best(self, step: int) -> None:
+        """Keep the last step's weights if its final evaluation was the best."""
+        measure = self.run_state.find_eval("final", step)
+        published = self.policy.published
+        if measure is not None and published is not None and published.version == step:
+            await self.best_checkpoint.keep_if_best(step, measure, Path(published.manifest).parent)
+
+    async def _evaluate(self, published: PublishedWeights) -> None:
+        step = published.version
+        await self.adopt(published.manifest)
+        measure = await self.evaluator.evaluate("step", step, server=self.server)
+        if measure is not None:
+            await self.best_checkpoint.keep_if_best(step, measure, Path(published.manifest).parent)
+        self.policy.pinned_versions.discard(step)
+
+
+STEPS_BETWEEN = 5
+"""Steps from an evaluation that did not confirm the reward to the next."""
+
+
+@dataclass
+class RewardGoal:
+    """The reward at which a run ends. Its rollouts must reach it, and held-out tasks confirm it.
+
+    Training continues if held-out tasks earn less. They are played again some steps later.
+    """
+
+    stop_at: float
+    evaluator: Evaluator
+    policy: PolicyUpdater
+    run_state: RunState
+    events: EventLog
+    _next_step: int = 1
+
+    @property
+    def was_reached(self) -> bool:
+        """Return whether an earlier process of this run has reached it."""
+        reached = self.run_state.progress.goal_reached
+        return reached is not None and reached >= self.stop_at
+
+    async def is_reached(self, step: int, rewards: Sequence[float]) -> bool:
+        """Return whether rollouts with these `rewards`, and held-out tasks, earned enough."""
+        if step < self._next_step or not rewards or fmean(rewards) < self.stop_at:
+            return False
+        await self.policy.wait_for_version(step)
+        held_out = await self.evaluator.evaluate("goal", step)
+        is_reached = held_out is None or held_out >= self.stop_at
+        self.events.write(
+            "goal",
+            step,
+            stop_at=self.stop_at,
+            reward=fmean(rewards),
+            held_out=held_out,
+            is_reached=is_reached,
+        )
+        self._next_step = step + STEPS_BETWEEN
+        if is_reached:
+            self.run_state.progress.goal_reached = self.stop_at
+            self.run_state.save()
+        else:
+            self.events.write("state", phase="training")
+        return is_reached

@@ -30,15 +30,11 @@ from sightline.algo.verdicts import (
     describe_failure,
 )
 from sightline.errors import SMALLER_IMAGES, MediaError, NoTrainableSamples, summarize_traceback
-from sightline.orchestrator.background_evaluator import BackgroundEvaluator
-from sightline.orchestrator.collection import StepCollection
-from sightline.orchestrator.evaluator import Evaluator
-from sightline.orchestrator.policy_updater import PolicyUpdater
-from sightline.orchestrator.published_policies import PublishedPolicies
-from sightline.orchestrator.reward_goal import RewardGoal
+from sightline.orchestrator.evaluator import BackgroundEvaluator, Evaluator, RewardGoal
+from sightline.orchestrator.policies import PolicyUpdater, PublishedPolicies
 from sightline.orchestrator.rollout_scheduler import Group, RolloutScheduler
 from sightline.orchestrator.run_state import RunState, is_bad_media
-from sightline.orchestrator.step_metrics import StepMetrics
+from sightline.orchestrator.step_metrics import StepCollection, StepMetrics
 from sightline.wire.control import BatchReady, PublishedWeights
 from sightline.wire.sample import Batch
 
@@ -141,14 +137,11 @@ class Orchestrator:
             verdict = self.judge.judge(group.traces, step)
             self.observer.on_group(step, verdict)
             collection.add(group, verdict, self.max_resampled_groups)
-            if verdict.fills_place:
-                self.run_state.progress.reward_range.add(group.rewards)
             self._check_dropped(step, collection, verdict)
             if collection.num_groups >= self.groups_per_step and not collection.has_signal:
-                self._update_mastery(collection)
                 if await self._is_goal_reached(step - 1, collection):
                     return None
-                if not self._may_train_without_signal(collection):
+                if not collection.samples:  # samples without signal train on their KL term
                     collection.start_over()
                     self._check_empty(step, collection)
         return collection
@@ -198,19 +191,6 @@ class Orchestrator:
     async def _is_goal_reached(self, step: int, collection: StepCollection) -> bool:
         rewards = collection.recent_rewards(self.groups_per_step)
         return self.goal is not None and await self.goal.is_reached(step, rewards)
-
-    def _update_mastery(self, collection: StepCollection) -> None:
-        """Record that every rollout earned the highest reward in as many batches as end a run."""
-        run_range = self.run_state.progress.reward_range
-        is_last = collection.num_empty + 1 >= self.max_empty_batches
-        if is_last and collection.reward_range.is_best_of(run_range):
-            run_range.is_mastered = True
-
-    def _may_train_without_signal(self, collection: StepCollection) -> bool:
-        """Return whether a batch without signal trains anyway, on its KL term alone."""
-        run_range = self.run_state.progress.reward_range
-        is_mastered = run_range.is_mastered and collection.reward_range.is_best_of(run_range)
-        return is_mastered and bool(collection.samples)
 
     def _check_empty(self, step: int, collection: StepCollection) -> None:
         if collection.num_empty < self.max_empty_batches:

@@ -70,7 +70,7 @@ async def main(
     if config.launch.is_elsewhere(TRAINER):
         router.trainer_watch.error_file = run_dir.error_file(TRAINER)
     ending = placed if config.launch.cluster_starts_processes else []
-    stats_poller = ServerStatsPoller(pool.list_clients, events, orchestrator.observer.caches)
+    stats_poller = ServerStatsPoller(pool.list_clients, events)
     pools = [pool] if evaluators is None else [pool, evaluators]
     stop = asyncio.Event()
     for number in (signal.SIGTERM, signal.SIGINT):

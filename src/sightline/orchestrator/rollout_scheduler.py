@@ -6,15 +6,14 @@ import asyncio
 import contextlib
 import time
 from collections import Counter, deque
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass, field
 
 from sightline.errors import ProcessFailed
 from sightline.media import MediaRef
-from sightline.orchestrator.dispatcher import RolloutDispatcher
 from sightline.rollout.evaluation import build_eval_request, derive_seed, open_trace
 from sightline.trace import Trace, decode_trace
-from sightline.wire.control import CancelRollouts, RolloutRequest, RolloutResult
+from sightline.wire.control import CancelRollouts, ControlMessage, RolloutRequest, RolloutResult
 
 WORKER_LOST = "worker_lost"
 
@@ -136,7 +135,7 @@ class RolloutScheduler:
         """Handle a worker's finished rollout."""
         self._wires[worker] = result.wire
         self.trace_bytes += len(result.trace)
-        if self.dispatcher.take_result(result.rollout_id, result.held_bytes):
+        if self.dispatcher.take_result(result.rollout_id):
             trace = decode_trace(result.trace, what=f"rollout {result.rollout_id}")
             self.check_trace(trace)
             self._accept_trace(trace)
@@ -177,3 +176,97 @@ class RolloutScheduler:
             with contextlib.suppress(ProcessFailed):  # it is gone, and so are its rollouts
                 await self.dispatcher.send(worker, CancelRollouts())
         self._open.clear()
+
+
+SendControl = Callable[[str, ControlMessage], Awaitable[None]]
+
+
+@dataclass
+class RolloutDispatcher:
+    """Assigns rollouts to workers, within a limit on their number.
+
+    submit --> waiting --(room, an available worker)--> in flight --> done
+                  ^                                       |
+                  +-------- the worker is gone -----------+  or lost
+
+      waiting waits for: room, a worker     unblocked by: done, ProcessReady
+    """
+
+    send: SendControl
+    workers: Sequence[str]
+    max_in_flight: int = 0
+    """Maximum number of rollouts in flight; 0 is unlimited."""
+
+    def __post_init__(self) -> None:
+        self._waiting: deque[RolloutRequest] = deque()
+        self._in_flight: dict[str, tuple[str, RolloutRequest]] = {}
+        self._missing_workers: set[str] = set()
+        self._changed = asyncio.Event()
+
+    @property
+    def num_in_flight(self) -> int:
+        return len(self._in_flight)
+
+    @property
+    def num_waiting(self) -> int:
+        return len(self._waiting)
+
+    async def submit(self, request: RolloutRequest) -> None:
+        if request.server:
+            # It runs on another server, so it does not count against the run's own rollouts.
+            self._waiting.appendleft(request)
+        else:
+            self._waiting.append(request)
+        await self._send_waiting()
+
+    def take_result(self, rollout_id: str) -> bool:
+        """Remove a finished rollout; return False if it was lost or cancelled before."""
+        if self._in_flight.pop(rollout_id, None) is None:
+            return False
+        self._changed.set()
+        return True
+
+    def on_worker_lost(self, worker: str) -> list[RolloutRequest]:
+        """Remove and return a lost worker's rollouts. Its successor is available again."""
+        requests = [request for name, request in self._in_flight.values() if name == worker]
+        for request in requests:
+            del self._in_flight[request.rollout_id]
+        self._missing_workers.discard(worker)
+        self._changed.set()
+        return requests
+
+    def clear(self) -> None:
+        self._waiting.clear()
+        self._in_flight.clear()
+
+    async def keep_sending(self) -> None:
+        """Send waiting requests as soon as there is room, until cancelled."""
+        while True:
+            await self._changed.wait()
+            self._changed.clear()
+            await self._send_waiting()
+
+    def _has_room(self) -> bool:
+        counted = sum(not request.server for _, request in self._in_flight.values())
+        return not self.max_in_flight or counted < self.max_in_flight
+
+    async def _send_waiting(self) -> None:
+        while (
+            self._waiting
+            and (self._waiting[0].server or self._has_room())
+            and (worker := self._find_idlest_worker()) is not None
+        ):
+            request = self._waiting.popleft()
+            self._in_flight[request.rollout_id] = (worker, request)
+            try:
+                await self.send(worker, request)
+            except ProcessFailed:
+                # The worker has just ended. Its successor reports ready.
+                self._missing_workers.add(worker)
+                if self._in_flight.pop(request.rollout_id, None) is not None:
+                    self._waiting.appendleft(request)
+
+    def _find_idlest_worker(self) -> str | None:
+        there = [worker for worker in self.workers if worker not in self._missing_workers]
+        load = Counter(worker for worker, _ in self._in_flight.values())
+        return min(there, key=lambda worker: load[worker], default=None)

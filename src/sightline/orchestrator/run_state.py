@@ -13,6 +13,7 @@ import time
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 import msgspec
 
@@ -31,26 +32,6 @@ from sightline.wire.sample import Batch, digest_batch
 
 SCHEMA = 2
 """Schema of the progress file; schema 1 had no digests."""
-
-
-class RewardRange(msgspec.Struct, forbid_unknown_fields=True):
-    """The range of rewards seen so far."""
-
-    lowest: float | None = None
-    highest: float | None = None
-    is_mastered: bool = False
-    """Whether whole batches earned the highest reward, after lower rewards before."""
-
-    def add(self, rewards: list[float]) -> None:
-        for reward in rewards:
-            self.lowest = reward if self.lowest is None else min(self.lowest, reward)
-            self.highest = reward if self.highest is None else max(self.highest, reward)
-
-    def is_best_of(self, run: RewardRange) -> bool:
-        """Return whether all of these are the run's highest reward, and the run has lower ones."""
-        if self.lowest is None or run.lowest is None or run.highest is None:
-            return False
-        return self.lowest >= run.highest > run.lowest
 
 
 class Progress(msgspec.Struct, forbid_unknown_fields=True):
@@ -83,7 +64,8 @@ class Progress(msgspec.Struct, forbid_unknown_fields=True):
     """SHA-256 of the weights in checkpoints/best."""
     batches: dict[str, str] = {}
     """Digest of each batch that no checkpoint covers, by step."""
-    reward_range: RewardRange = msgspec.field(default_factory=RewardRange, name="earned")
+    earned: dict[str, Any] = {}
+    """Not used; in progress files of earlier versions."""
     goal_reached: float | None = None
     """The `[run] stop_at` that the run has reached; None for none."""
     seconds: float = 0.0

@@ -24,7 +24,7 @@ from pathlib import Path
 
 from sightline.compute.weight_transport import load_transport
 from sightline.errors import EngineError, SightlineError
-from sightline.orchestrator.policy_updater import UNKNOWN_VERSION
+from sightline.orchestrator.policies import UNKNOWN_VERSION
 from sightline.rollout.client import GenerateClient
 from sightline.rollout.health import DEFAULT_PROBE_TIMES, ChangeSignal, HealthProbe, ProbeTimes
 from sightline.run import EventLog

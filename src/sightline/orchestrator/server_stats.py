@@ -28,13 +28,11 @@ STATS_TIMEOUT_S = 10.0
 
 @dataclass
 class ServerStatsPoller:
-    """Records when servers were busy, for the timeline, and the state of their caches."""
+    """Records when servers were busy, for the timeline."""
 
     list_clients: Callable[[], Sequence[GenerateClient]]
     """Returns the clients of the available servers."""
     events: EventLog
-    caches: dict[str, dict[str, float]]
-    """Filled with the summed cache statistics of the servers."""
     since: float = field(default_factory=time.time)
 
     def __post_init__(self) -> None:
@@ -54,12 +52,12 @@ class ServerStatsPoller:
         if not stats:
             return
         self.since = now
-        totals = _sum_counts([server.get("totals", {}) for server in stats])
-        now_held = _sum_counts([server.get("now", {}) for server in stats])
-        self.caches.update(summarize_caches(totals, now_held))
         if busy := [span for server in stats for span in server.get("busy", ())]:
-            written = {name: totals[name] for name in WRITTEN_TOTALS if name in totals}
-            self.events.write("busy", intervals=sorted(busy), totals=written)
+            totals: Counter[str] = Counter()
+            for server in stats:
+                counts = server.get("totals", {})
+                totals.update({name: counts[name] for name in WRITTEN_TOTALS if counts.get(name)})
+            self.events.write("busy", intervals=sorted(busy), totals=dict(totals))
 
     async def _find_stats(self, client: GenerateClient) -> dict[str, Any] | None:
         """Return a server's statistics since the last poll, with times by this process's clock."""
@@ -83,39 +81,3 @@ class ServerStatsPoller:
         its_time = stats.get("time", now) if isinstance(stats, dict) else now
         self._ahead_s[client.base_url] = its_time - now
         return stats
-
-
-def _sum_counts(counted: list[dict[str, float]]) -> dict[str, float]:
-    total: Counter[str] = Counter()
-    for counts in counted:
-        total.update({name: value for name, value in counts.items() if value is not None})
-    return dict(total)
-
-
-def summarize_caches(
-    totals: dict[str, float], now: dict[str, float]
-) -> dict[str, dict[str, float]]:
-    """Return hits, misses, evictions and bytes of each cache since the server's start."""
-    names = {
-        "server_pixels": (
-            ("pixel_cache_hits", "pixel_cache_joined"), "images_made", "pixel_cache_evicted",
-            "pixel_cache_bytes",
-        ),
-        "server_features": (
-            ("feature_cache_hits",), "images_encoded", "feature_cache_evicted",
-            "feature_cache_bytes",
-        ),
-        "server_prefix_tokens": (
-            ("cached_tokens",), "computed_tokens", "rows_evicted", "kv_bytes",
-        ),
-    }  # fmt: skip
-    return {
-        cache: {
-            "hits": sum(totals.get(name, 0) for name in hits),
-            "misses": totals[misses],
-            "evictions": totals.get(evictions, 0),
-            "bytes": now.get(size, 0),
-        }
-        for cache, (hits, misses, evictions, size) in names.items()
-        if misses in totals
-    }

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -11,7 +12,6 @@ import msgspec
 
 from sightline.compute.weight_transport import load_transport
 from sightline.errors import EngineError
-from sightline.rollout.pacer import LoopPacer
 from sightline.run.stages import NO_STAGE, Stage
 from sightline.transport.http_client import RequestCounts, RetryingClient
 from sightline.wire.codec import check_release
@@ -25,6 +25,22 @@ from sightline.wire.generate import (
     decode_answer,
 )
 from sightline.wire.weights import read_manifest
+
+
+class LoopPacer:
+    """Limits an event loop to one rollout's work per iteration, first come, first served.
+
+    An event loop runs everything that is ready before it looks at its timers. If 200 rollouts get
+    their answers at once, each with a millisecond of work, nothing else happens for 0.2 seconds.
+    """
+
+    def __init__(self) -> None:
+        self._lock = asyncio.Lock()
+
+    async def wait_for_pass(self) -> None:
+        """Wait for an iteration of the loop that no other waiter shares."""
+        async with self._lock:
+            await asyncio.sleep(0)
 
 
 @dataclass

@@ -39,19 +39,19 @@ from sightline.media import MediaRef, UrlRefCache
 from sightline.message import ImageResolver, Message
 from sightline.rollout.chat import CompletedTurn, RolloutChat
 from sightline.rollout.model_chat import AgentEndpoint
-from sightline.rollout.openai_api.completion import (
-    ChatChoice,
-    ChatCompletion,
-    completion_body,
-    stream_events,
-)
-from sightline.rollout.openai_api.error_response import (
+from sightline.rollout.openai_completions import (
     NO_SUCH_ROUTE,
     ROLLOUT_OVER,
     UNKNOWN_KEY,
+    ChatChoice,
+    ChatCompletion,
+    ChatRequest,
     OpenAIErrorResponse,
+    completion_body,
+    read_chat_request,
+    resolve_images,
+    stream_events,
 )
-from sightline.rollout.openai_api.request import ChatRequest, read_chat_request, resolve_images
 from sightline.trace.history_match import make_call_id
 from sightline.transport.http_server import (
     DEFAULT_LIMITS,
@@ -93,37 +93,24 @@ class AgentCounts:
     agent_received_bytes: int = 0
 
 
-class _RequestBody:
-    """The bytes of one request until they are parsed.
+async def _receive_body(http: Request, max_bytes: int) -> list[bytes]:
+    """Return the parts of the body; raise EngineError as soon as it exceeds `max_bytes`.
 
-    A history of screenshots in base64 is by far the largest data of a rollout. Nothing else holds
-    it, so that it is freed before the answer is sampled.
+    A history of screenshots in base64 is by far the largest data of a rollout. `http.body()` would
+    keep it until the answer is sampled, and join it on the event loop.
     """
-
-    def __init__(self) -> None:
-        self.num_bytes = 0
-        """Bytes received. They count until parsing ends, because the parsed form is as large."""
-        self._parts: list[bytes] = []
-
-    async def receive(self, http: Request, max_bytes: int) -> None:
-        """Read the body; raise EngineError as soon as it exceeds `max_bytes`."""
-        if int(http.headers.get("content-length", 0)) > max_bytes:
-            raise _too_large_error(max_bytes)
-        # Not http.body(), which would keep the bytes until the answer, and join them on the loop.
+    num_bytes = int(http.headers.get("content-length", 0))
+    parts: list[bytes] = []
+    if num_bytes <= max_bytes:
+        num_bytes = 0
         async for part in http.stream():
-            self._parts.append(part)
-            self.num_bytes += len(part)
-            if self.num_bytes > max_bytes:
-                raise _too_large_error(max_bytes)
-
-    def take(self) -> bytes:
-        """Return the bytes, and drop them here."""
-        parts, self._parts = self._parts, []
-        return b"".join(parts)
-
-
-def _too_large_error(max_bytes: int) -> EngineError:
-    return EngineError(
+            parts.append(part)
+            num_bytes += len(part)
+            if num_bytes > max_bytes:
+                break
+    if num_bytes <= max_bytes:
+        return parts
+    raise EngineError(
         f"the body exceeds {max_bytes} bytes",
         "send fewer or smaller images, a window of the history, or media: URLs of stored images",
         kind="request_too_large",
@@ -138,7 +125,6 @@ class InterceptionServer:
         self.max_body_bytes = MAX_BODY_BYTES
         self.limits = DEFAULT_LIMITS
         self._resolver = resolver
-        self._bodies: set[_RequestBody] = set()
         self.counts = AgentCounts()
         """Counts of all rollouts since the start."""
         self._sessions: dict[str, _AgentSession] = {}
@@ -160,11 +146,6 @@ class InterceptionServer:
                 self._socket = socket.create_server((_HOST, 0), backlog=_BACKLOG)
                 self._started = asyncio.run_coroutine_threadsafe(self._serve(), self._loop)
             return f"http://{_HOST}:{self._socket.getsockname()[1]}/v1"
-
-    @property
-    def memory_bytes(self) -> int:
-        """Bytes of requests that are not parsed yet."""
-        return sum(body.num_bytes for body in self._bodies)
 
     @asynccontextmanager
     async def serve_rollout(self, chat: RolloutChat) -> AsyncIterator[None]:
@@ -249,12 +230,11 @@ class InterceptionServer:
 
     async def _answer_request(self, session: _AgentSession, http: Request) -> _Reply:
         """Answer a request. Errors are answered too, and recorded in the trace."""
-        chat, body = session.chat, _RequestBody()
-        self._bodies.add(body)
+        chat = session.chat
         try:
-            await body.receive(http, self.max_body_bytes)
+            body = await _receive_body(http, self.max_body_bytes)
             self.counts.agent_requests += 1
-            self.counts.agent_sent_bytes += body.num_bytes
+            self.counts.agent_sent_bytes += sum(map(len, body))
             with _cancelled_when_gone(http):
                 await chat.finish_writes()  # the agent may refer to an image that was just put
                 request, messages = await chat.run_in_pool(self._read_request, session, body)
@@ -263,8 +243,6 @@ class InterceptionServer:
             return OpenAIErrorResponse.of(error)
         except ClientDisconnect:
             return ROLLOUT_OVER  # nobody receives it
-        finally:
-            self._bodies.discard(body)
         try:
             max_tokens = request.max_tokens or chat.max_tokens
             with _cancelled_when_gone(http):
@@ -287,11 +265,13 @@ class InterceptionServer:
             return OpenAIErrorResponse(500, type(error).__name__, f"{error}")
 
     def _read_request(
-        self, session: _AgentSession, body: _RequestBody
+        self, session: _AgentSession, body: list[bytes]
     ) -> tuple[ChatRequest, list[Message]]:
-        """Parse the body and store its images. Call it in a thread."""
-        limit = session.chat.max_model_len
-        request = read_chat_request(body.take(), max_model_len=limit)
+        """Parse the body, free it, and store its images. Call it in a thread."""
+        data = b"".join(body)
+        body.clear()
+        request = read_chat_request(data, max_model_len=session.chat.max_model_len)
+        del data
 
         def take(url: str, path: str) -> MediaRef:
             return session.chat.substitute_image(url, session.urls.resolve(url, path))

@@ -29,8 +29,6 @@ T = TypeVar("T")
 
 MAX_REFUSAL_CHARS = 500
 """Maximum length of a refusal in the trace."""
-TRACE_BYTES_PER_TOKEN = 48
-"""Estimated memory of a rollout per token, which bounds rollouts in flight."""
 
 
 @dataclass(frozen=True)
@@ -145,11 +143,6 @@ class ModelChat(ABC):
         for write in list(self.writes):
             write.result()
         return self.store.get(ref)
-
-    @property
-    def memory_bytes(self) -> int:
-        """Estimated memory of the rollout."""
-        return self.trace.num_tokens * TRACE_BYTES_PER_TOKEN
 
     @property
     def truncated(self) -> str:

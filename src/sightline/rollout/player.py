@@ -2,16 +2,29 @@
 
 from __future__ import annotations
 
+import asyncio
+import contextlib
 import inspect
 import math
 import numbers
+import threading
 import time
 import traceback
+from collections.abc import Callable, Coroutine, Iterator
+from concurrent.futures import Future
 from dataclasses import KW_ONLY, dataclass, field
 from functools import partial
-from typing import Any
+from typing import Any, TypeVar
 
 from sightline.envs import Environment, Outcome, Task
+from sightline.envs.protocol import Chat
+from sightline.envs.threads import (
+    ROLLOUT_FUTURES,
+    BlockingChat,
+    ThreadPerCallExecutor,
+    guard_user_code,
+    start_thread,
+)
 from sightline.errors import (
     EngineError,
     EnvironmentFailed,
@@ -22,13 +35,114 @@ from sightline.errors import (
 from sightline.rollout.chat_sources import ChatSource
 from sightline.rollout.evaluation import open_trace
 from sightline.rollout.model_chat import ModelChat
-from sightline.rollout.rollout_threads import RolloutThreads, RolloutTimeout
 from sightline.run.stages import CURRENT_STAGE, NO_STAGE_RECORDER, Stage, StageRecorder
 from sightline.trace import Trace
 from sightline.wire.control import RolloutRequest
 
 TRUNCATED = "truncated"
 """`Trace.error_kind` of a truncated rollout. It has no `error`, and its reward counts."""
+
+
+T = TypeVar("T")
+RunningWork = Future[Any] | asyncio.Task[Any]
+
+CLEANUP_GRACE_S = 5.0
+"""Time that a cancelled rollout has to clean up."""
+
+
+class RolloutTimeout(TimeoutError):
+    """The rollout exceeded its time limit, as opposed to a TimeoutError of user code."""
+
+
+@dataclass
+class RolloutThreads:
+    """Runs user code with a timeout, and tracks what it leaves running.
+
+    play --starts--> the rollout's task, and a thread if the rollout is a plain function
+      waits for: its end, at most `timeout_s`; after cancelling it, at most `grace_s`
+      unblocked by: a timer
+    """
+
+    grace_s: float = CLEANUP_GRACE_S
+    _leftovers: dict[RunningWork, float] = field(default_factory=dict)
+    """Work that runs although its rollout is over, and since when."""
+    _lock: threading.Lock = field(default_factory=threading.Lock)
+    """The heartbeat's thread reads `_leftovers`."""
+    _loop: asyncio.AbstractEventLoop | None = None
+
+    def stuck_s(self) -> float:
+        """Return how long the oldest thread or task has outlived its rollout; 0 if none has."""
+        with self._lock:
+            since = [ended for work, ended in self._leftovers.items() if not work.done()]
+        return time.monotonic() - min(since) if since else 0.0
+
+    async def play(self, rollout: Callable[[BlockingChat], T], chat: Chat, name: str) -> T:
+        """Run `rollout` in a thread, which is abandoned if the task is cancelled."""
+        blocking = BlockingChat(chat, asyncio.get_running_loop())
+        try:
+            return await asyncio.wrap_future(start_thread(lambda: rollout(blocking), name))
+        finally:
+            blocking.end()
+
+    async def run_with_timeout(self, timeout_s: float, work: Coroutine[Any, Any, T]) -> T:
+        """Return a rollout's result; raise RolloutTimeout after `timeout_s`.
+
+        The rollout is then cancelled, as it is if the caller is cancelled. If its cleanup takes
+        longer than `grace_s`, it continues and is tracked as leftover work.
+        """
+        with self._track_rollout():
+            task = asyncio.create_task(guard_user_code(work))
+            try:
+                await asyncio.wait({task}, timeout=timeout_s)
+                is_late = not task.done()
+            finally:
+                if not task.done():
+                    await self._cancel_rollout(task)
+        if is_late:
+            raise RolloutTimeout(f"took more than {timeout_s} s")
+        if task.cancelled():
+            raise EnvironmentFailed(
+                "the environment's own code cancelled the rollout",
+                "catch asyncio.CancelledError where the environment awaits what it cancels",
+            )
+        return task.result()
+
+    async def _cancel_rollout(self, task: asyncio.Task[Any]) -> None:
+        # Read what it raises from now on, or asyncio would report it as never retrieved.
+        task.add_done_callback(lambda ended: ended.cancelled() or ended.exception())
+        task.cancel()
+        try:
+            await asyncio.wait({task}, timeout=self.grace_s)
+        finally:
+            if not task.done():
+                self._track_leftover(task)
+
+    def _track_leftover(self, work: RunningWork) -> None:
+        """Track work of a finished rollout for as long as it runs."""
+        with self._lock:
+            self._leftovers[work] = time.monotonic()
+        work.add_done_callback(self._forget)
+
+    def _forget(self, work: RunningWork) -> None:
+        with self._lock:
+            self._leftovers.pop(work, None)
+
+    @contextlib.contextmanager
+    def _track_rollout(self) -> Iterator[None]:
+        """Attribute the futures that threads get in this context to one rollout."""
+        loop = asyncio.get_running_loop()
+        if loop is not self._loop:
+            # Work that user code gives to `asyncio.to_thread` starts at once, and is tracked.
+            loop.set_default_executor(ThreadPerCallExecutor())
+            self._loop = loop
+        futures: set[Future[Any]] = set()
+        before = ROLLOUT_FUTURES.set(futures)
+        try:
+            yield
+        finally:
+            ROLLOUT_FUTURES.reset(before)
+            for future in list(futures):
+                self._track_leftover(future)
 
 
 @dataclass(frozen=True)
@@ -39,8 +153,6 @@ class PlayedRollout:
     num_calls: int
     """Number of answered model calls."""
     num_sampled_tokens: int
-    memory_bytes: int
-    """Estimated memory of the rollout at its end."""
 
 
 @dataclass
@@ -54,14 +166,6 @@ class RolloutPlayer:
     threads: RolloutThreads = field(default_factory=RolloutThreads)
     stages: StageRecorder = NO_STAGE_RECORDER
     """Records the stages of its rollouts."""
-
-    def __post_init__(self) -> None:
-        self._in_play: dict[str, ModelChat] = {}
-
-    @property
-    def memory_bytes(self) -> int:
-        """Estimated memory of the running rollouts."""
-        return self.chats.memory_bytes + sum(c.memory_bytes for c in self._in_play.values())
 
     async def close(self) -> None:
         await self.chats.close()
@@ -85,12 +189,11 @@ class RolloutPlayer:
                 CURRENT_STAGE.reset(outer)
                 chat.end_environment_stage()
                 _annotate_stage(stage, trace)
-        return PlayedRollout(trace, chat.num_calls, chat.num_sampled_tokens, chat.memory_bytes)
+        return PlayedRollout(trace, chat.num_calls, chat.num_sampled_tokens)
 
     async def _play_recorded(self, request: RolloutRequest, chat: ModelChat) -> None:
         """Play, and record the outcome in the trace."""
         trace, error, kind = chat.trace, "", ""
-        self._in_play[request.rollout_id] = chat
         try:
             async with self.chats.serve_agent(chat):
                 work = self._run_user_code(request, chat)
@@ -106,8 +209,6 @@ class RolloutPlayer:
             error, kind = str(problem), type(problem).__name__
         except Exception:  # user code: fails this rollout only
             error, kind = traceback.format_exc(), EnvironmentFailed.__name__
-        finally:
-            self._in_play.pop(request.rollout_id, None)
         trace.error, trace.error_kind = clean_text(error), kind
         trace.ended = time.time()
 

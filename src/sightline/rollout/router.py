@@ -23,9 +23,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from sightline.errors import EngineError
-from sightline.rollout.client import GenerateClient
+from sightline.rollout.client import GenerateClient, LoopPacer
 from sightline.rollout.health import DEFAULT_PROBE_TIMES, ChangeSignal, HealthProbe, ProbeTimes
-from sightline.rollout.pacer import LoopPacer
 from sightline.run.stages import NO_STAGE, Stage
 from sightline.transport.http_client import UNREACHABLE
 from sightline.wire.control import DRAINING, READY, ServerList, ServerStatus

@@ -18,7 +18,7 @@ from typing import Any
 
 from sightline.config import EnvConfig, RunFile
 from sightline.envs import Environment
-from sightline.envs.mix import build_environment
+from sightline.envs.protocol import build_environment
 from sightline.errors import ConfigError, EnvironmentFailed
 from sightline.media import open_store
 from sightline.rollout.chat_sources import build_policy_chats
@@ -35,15 +35,12 @@ from sightline.wire.control import (
     CancelRollouts,
     FileChange,
     FileChanges,
-    MemoryReport,
     ProcessReady,
     QuitRequest,
     RolloutRequest,
     RolloutResult,
     ServerList,
 )
-
-MEMORY_REPORT_EVERY_S = 0.5
 
 
 def tune_interpreter() -> None:
@@ -109,7 +106,6 @@ async def main(
                 group_id=request.group_id,
                 trace=_encode_trace(request, played.trace),
                 wire=player.chats.wire_counts,
-                held_bytes=played.memory_bytes,
             )
             await spoke.send(control.encode(result))
         except Exception as error:  # an unreported rollout would stall the run
@@ -118,9 +114,9 @@ async def main(
         finally:
             running.pop(request.rollout_id, None)
 
-    reporting = [asyncio.create_task(_report_memory(player, spoke))]
-    if is_remote:
-        reporting.append(asyncio.create_task(_keep_sending_heartbeat(heartbeat, spoke)))
+    reporting = (
+        [asyncio.create_task(_keep_sending_heartbeat(heartbeat, spoke))] if is_remote else []
+    )
     while True:
         received = asyncio.ensure_future(spoke.receive())
         either: set[asyncio.Future[Any]] = {received, failed}
@@ -170,13 +166,3 @@ async def _send_heartbeat(heartbeat: Heartbeat, spoke: AsyncSpoke) -> None:
     with contextlib.suppress(FileNotFoundError):  # before the first heartbeat
         file = FileChange(f"logs/{heartbeat.path.name}", heartbeat.path.read_bytes())
         await spoke.send(control.encode(FileChanges((file,))))
-
-
-async def _report_memory(player: RolloutPlayer, spoke: AsyncSpoke) -> None:
-    """Report the memory of running rollouts whenever it changes."""
-    reported = 0
-    while True:
-        await asyncio.sleep(MEMORY_REPORT_EVERY_S)
-        if (now := player.memory_bytes) != reported:
-            reported = now
-            await spoke.send(control.encode(MemoryReport(now)))

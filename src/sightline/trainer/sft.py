@@ -15,7 +15,7 @@ from threading import Event
 import numpy as np
 
 from sightline.config import SftFile
-from sightline.envs.mix import build_environment
+from sightline.envs.protocol import build_environment
 from sightline.errors import MediaError, MessageError
 from sightline.media import MediaStore
 from sightline.message import Message

@@ -319,7 +319,7 @@ def _panel_rows(state: _ConsoleState) -> list[tuple[str, RenderableType]]:
         ("trainer", _cells(loss, entropy, f"mismatch KL {_format_mismatch(values)}")),
         ("images", _cells(*images, cell("failed", "bad_media"))),
         ("groups", _cells(*groups, cell("truncated", "truncated"))),
-        ("in flight", _cells(*in_flight, cell("MB", "bytes_in_flight", _format_megabytes))),
+        ("in flight", _cells(*in_flight)),
         ("verdicts", Text(_join_table(numbers_of(values, "verdicts"), count) or NOTHING)),
     ]
     if state.drops:
@@ -347,10 +347,6 @@ def _rewards_by_env(values: dict[str, Any]) -> dict[str, float | None]:
 
 def _three_digits(value: float | None) -> str:
     return fixed(value, 3)
-
-
-def _format_megabytes(size: float | None) -> str:
-    return NOTHING if size is None else f"{size / 1e6:.1f}"
 
 
 def _format_lag(values: dict[str, Any]) -> str:

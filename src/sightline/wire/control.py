@@ -134,14 +134,6 @@ class RolloutResult(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag
     """An encoded trace; its images are references."""
     wire: dict[str, int] = {}
     """Bytes that the worker has exchanged with servers and agents, by kind."""
-    held_bytes: int = 0
-    """Memory that the rollout used in the worker at its end."""
-
-
-class MemoryReport(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag="held"):
-    """Worker to orchestrator: the memory that its rollouts use now."""
-
-    held_bytes: int
 
 
 class CancelRollouts(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag="cancel"):
@@ -165,7 +157,6 @@ ControlMessage = (
     | RolloutRequest
     | ServerList
     | RolloutResult
-    | MemoryReport
     | CancelRollouts
     | QuitRequest
 )

@@ -18,7 +18,7 @@ from sightline.errors import EngineError
 from sightline.inference.server_spec import ServerSpec
 from sightline.launch import evaluate
 from sightline.media import MediaStore
-from sightline.rollout.openai_chat import OpenAIClient
+from sightline.rollout.chat_sources import OpenAIClient
 
 WORDS = ["eval", "color_codeword", "--tasks", "6", "--max-tokens", "12", "--temperature", "0"]
 

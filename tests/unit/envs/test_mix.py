@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from sightline.config import RunFile, validate_config
-from sightline.envs.mix import build_environment
+from sightline.envs.protocol import build_environment
 from sightline.errors import ConfigError
 
 

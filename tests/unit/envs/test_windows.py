@@ -13,7 +13,7 @@ import pytest
 from PIL import Image
 
 from sightline.envs import Conversation, last_images, last_turns
-from sightline.envs.windows import IMAGE_PLACEHOLDER
+from sightline.envs.conversation import IMAGE_PLACEHOLDER
 from sightline.errors import ConfigError, EnvironmentFailed
 from sightline.families import load_renderer
 from sightline.media import MediaRef, MediaStore

@@ -16,7 +16,7 @@ from sightline import config
 from sightline.cli.config import detect_file_kind
 from sightline.compute.model import load_model
 from sightline.config import RunFile, SftFile
-from sightline.envs.mix import build_environment
+from sightline.envs.protocol import build_environment
 from sightline.errors import FamilyError
 from sightline.families import load_family, load_renderer
 from sightline.families.registry import write_tiny

@@ -14,10 +14,10 @@ from safetensors.torch import load_file
 from sightline.compute.weights import write_weights
 from sightline.families.registry import write_tiny
 from sightline.media.stored_file import open_blobs
-from sightline.orchestrator.background_evaluator import BackgroundEvaluator
 from sightline.orchestrator.best_checkpoint import BestCheckpoint, merge_safetensors
-from sightline.orchestrator.dispatcher import RolloutDispatcher
-from sightline.orchestrator.policy_updater import PolicyUpdater
+from sightline.orchestrator.evaluator import BackgroundEvaluator
+from sightline.orchestrator.policies import PolicyUpdater
+from sightline.orchestrator.rollout_scheduler import RolloutDispatcher
 from sightline.orchestrator.run_state import RunState
 from sightline.run import EventLog, RunDir
 from sightline.wire.control import ControlMessage, PublishedWeights, RolloutRequest
@@ -153,7 +153,7 @@ def test_rollouts_at_another_server_take_no_place_of_the_runs_own() -> None:
                 RolloutRequest(f"e{i}", "", i, "eval", 0, 1.0, server="http://evaluator")
             )
         assert sent == ["t0", "t1", "e0", "e1", "e2", "e3"] and dispatcher.num_waiting == 1
-        dispatcher.take_result("t0", 1)
+        dispatcher.take_result("t0")
         await dispatcher._send_waiting()
         assert sent[-1] == "t2"
 

@@ -17,10 +17,9 @@ from sightline.errors import ProcessFailed, WireError
 from sightline.launch.processes import reserve_port
 from sightline.media import MediaStore
 from sightline.media.stored_file import store_file
-from sightline.orchestrator.control_router import ControlRouter
+from sightline.orchestrator.control_router import ControlRouter, TrainerWatch
 from sightline.orchestrator.remote_files import RemoteFiles
 from sightline.orchestrator.server_pool import run_until_first
-from sightline.orchestrator.trainer_watch import TrainerWatch
 from sightline.run import RunDir
 from sightline.transport import message_stream, zmq_channel
 from sightline.transport.zmq_channel import AsyncHub, AsyncSpoke, derive_spoke_key
@@ -29,7 +28,6 @@ from sightline.wire.codec import get_release
 from sightline.wire.control import (
     FileChange,
     FileChanges,
-    MemoryReport,
     ProcessReady,
     PublishedWeights,
     RolloutResult,
@@ -103,7 +101,6 @@ def test_noise_and_messages_without_the_secret_change_nothing() -> None:
             control.encode(TrainingFinished(4)),
             "trainer sent an unexpected .*TrainingFinished",
         ),
-        ("trainer", control.encode(MemoryReport(1)), "trainer sent an unexpected .*MemoryReport"),
         (
             "trainer",
             control.encode(RolloutResult("r", "g", b"")),

@@ -1,4 +1,4 @@
-"""Assignment of rollouts to workers: limits by count and by bytes, and lost workers."""
+"""Assignment of rollouts to workers: their limit, and lost workers."""
 
 from __future__ import annotations
 
@@ -6,8 +6,7 @@ import asyncio
 from collections.abc import Awaitable, Callable
 
 from sightline.errors import ProcessFailed
-from sightline.orchestrator.dispatcher import RolloutDispatcher
-from sightline.orchestrator.rollout_scheduler import RolloutScheduler
+from sightline.orchestrator.rollout_scheduler import RolloutDispatcher, RolloutScheduler
 from sightline.trace import Trace, encode_trace
 from sightline.wire.control import ControlMessage, RolloutRequest, RolloutResult
 
@@ -52,29 +51,10 @@ def test_no_more_than_the_count_are_in_flight() -> None:
             await dispatcher.submit(make_request(number))
         assert sent.num == dispatcher.num_in_flight == 3 and dispatcher.num_waiting == 5
         for number in range(8):
-            assert dispatcher.take_result(f"r{number}", 10)
+            assert dispatcher.take_result(f"r{number}")
             await settle(dispatcher)
             assert dispatcher.num_in_flight <= 3
         assert sent.num == 8 and not dispatcher.num_waiting and not dispatcher.num_in_flight
-
-    run(check)
-
-
-def test_no_more_start_than_the_bytes_allow_and_one_always_may() -> None:
-    async def check(sent: Sent) -> None:
-        dispatcher = RolloutDispatcher(sent.send, ["a"], max_bytes=1000)
-        await dispatcher.submit(make_request(0))
-        dispatcher.on_memory_report("a", 5000)
-        for number in range(1, 9):
-            await dispatcher.submit(make_request(number))
-        assert dispatcher.num_in_flight == 1, "what a worker reports counts"
-        dispatcher.on_memory_report("a", 0)
-        dispatcher.take_result("r0", 300)
-        await settle(dispatcher)
-        assert dispatcher.num_in_flight == 3, "three of the usual size fit, a fourth does not"
-        dispatcher.take_result("r1", 5000)
-        await settle(dispatcher)
-        assert dispatcher.num_in_flight == 2
 
     run(check)
 
@@ -85,8 +65,8 @@ def test_the_idlest_worker_is_next() -> None:
         for number in range(4):
             await dispatcher.submit(make_request(number))
         assert sent.to == {"a": ["r0", "r2"], "b": ["r1", "r3"]}
-        dispatcher.take_result("r0", 1)
-        dispatcher.take_result("r2", 1)
+        dispatcher.take_result("r0")
+        dispatcher.take_result("r2")
         await dispatcher.submit(make_request(4))
         await dispatcher.submit(make_request(5))
         assert sent.to["a"] == ["r0", "r2", "r4", "r5"]
@@ -105,7 +85,7 @@ def test_what_a_gone_worker_was_to_play_waits_for_its_successor() -> None:
         assert [request.rollout_id for request in dispatcher.on_worker_lost("a")] == ["r0"]
         await settle(dispatcher)
         assert sent.to["a"] == ["r0", "r1"] and not dispatcher.num_waiting
-        assert not dispatcher.take_result("r0", 1), "it comes too late"
+        assert not dispatcher.take_result("r0"), "it comes too late"
 
     run(check)
 

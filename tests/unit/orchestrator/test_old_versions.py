@@ -10,7 +10,7 @@ from store_kinds import KINDS, TOKEN
 
 from sightline.media import MediaStore, open_store
 from sightline.media.stored_file import store_file
-from sightline.orchestrator.policy_updater import PolicyUpdater
+from sightline.orchestrator.policies import PolicyUpdater
 from sightline.wire.weights import MANIFEST, Manifest, WeightFile
 
 

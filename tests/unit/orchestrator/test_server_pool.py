@@ -14,7 +14,7 @@ from small_server import SmallServer, until
 
 from sightline.compute.weights import write_weights
 from sightline.errors import EngineError, ResumeRefused
-from sightline.orchestrator.policy_updater import UNKNOWN_VERSION
+from sightline.orchestrator.policies import UNKNOWN_VERSION
 from sightline.orchestrator.server_pool import ServerPool
 from sightline.rollout.client import GenerateClient
 from sightline.rollout.health import ProbeTimes

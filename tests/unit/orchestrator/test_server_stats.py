@@ -41,7 +41,7 @@ def test_a_server_that_does_not_answer_ends_nothing(
     tmp_path: Path, answer: bytes | Exception
 ) -> None:
     clients: Any = [Server(answer)]
-    poller = ServerStatsPoller(lambda: clients, EventLog(tmp_path / "m", "orchestrator"), {})
+    poller = ServerStatsPoller(lambda: clients, EventLog(tmp_path / "m", "orchestrator"))
     asyncio.run(poller.poll())
     assert not list(read_events(tmp_path / "m"))
 
@@ -51,10 +51,8 @@ def test_what_servers_answer_is_written_and_summed(tmp_path: Path) -> None:
     answer = b'{"busy": [[3, 4], [1, 2]], "totals": ' + counts + b', "now": {}}'
     gone = Server(OSError("refused"))
     clients: Any = [Server(answer), gone, Server(answer)]
-    caches: dict[str, dict[str, float]] = {}
-    poller = ServerStatsPoller(lambda: clients, EventLog(tmp_path / "m", "orchestrator"), caches)
+    poller = ServerStatsPoller(lambda: clients, EventLog(tmp_path / "m", "orchestrator"))
     asyncio.run(poller.poll())
-    assert caches["server_pixels"]["misses"] == 4
     [busy] = read_events(tmp_path / "m")
     assert busy.values["intervals"] == [[1, 2], [1, 2], [3, 4], [3, 4]]
     assert busy.values["totals"] == {"busy_seconds": 4, "decode_steps": 10}
@@ -72,7 +70,7 @@ def test_a_server_whose_clock_differs_is_shown_by_our_own(tmp_path: Path, ahead_
 
     clients: Any = [Apart(b"")]
     events = EventLog(tmp_path / "m", "orchestrator")
-    poller = ServerStatsPoller(lambda: clients, events, {}, since=time.time() - 50)
+    poller = ServerStatsPoller(lambda: clients, events, since=time.time() - 50)
     asyncio.run(poller.poll())
     asyncio.run(poller.poll())
     [busy] = read_events(tmp_path / "m")  # once, and not what was before the run

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 from PIL import Image
 
-from sightline.envs.windows import Window, last_images, last_turns
+from sightline.envs.conversation import Window, last_images, last_turns
 from sightline.families import load_renderer
 from sightline.media import MediaRef, MediaStore
 from sightline.message import Message, user

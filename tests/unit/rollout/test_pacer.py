@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 
-from sightline.rollout.pacer import LoopPacer
+from sightline.rollout.client import LoopPacer
 
 
 def test_each_pass_of_the_loop_lets_one_go_in_the_order_of_arrival() -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from sightline.envs import load_environment
-from sightline.envs.mix import EnvironmentMix
+from sightline.envs.protocol import EnvironmentMix
 from sightline.media import MediaStore
 from sightline.trainer.conversations import TRAIN, Demonstrations
 

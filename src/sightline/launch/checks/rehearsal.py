@@ -11,7 +11,7 @@ from pathlib import Path
 import msgspec
 
 from sightline.config import RunFile, SftFile
-from sightline.envs.mix import build_environment
+from sightline.envs.protocol import build_environment
 from sightline.errors import (
     SMALLER_IMAGES,
     ConfigError,

@@ -11,7 +11,7 @@ from sightline.view.dashboard.run_view import RunView
 
 LOG_BYTES = 65_536
 """The most bytes of a log in one answer."""
-_QUEUES = ("groups_ahead", "in_flight", "waiting", "bytes_in_flight")
+_QUEUES = ("groups_ahead", "in_flight", "waiting")
 
 
 def describe_processes(run: RunView) -> dict[str, Any]:

@@ -9,7 +9,6 @@ import { ago, bytes, whole, words } from "../formatting.js";
 
 const CHARTS = [
   ["Rollouts in flight", { in_flight: "in flight", waiting: "waiting", groups_ahead: "groups ahead" }],
-  ["Bytes in flight", { bytes_in_flight: "bytes" }],
   ["Trainer time (seconds)", { "seconds.wait": "wait", "seconds.materialize": "images", "seconds.compute": "compute", "seconds.forward": "forward", "seconds.backward": "backward", "seconds.optimizer": "optimizer", "seconds.probe": "probe", "seconds.publish": "publish" }],
   ["Images", { images_shown: "sent", images_stored: "unique" }],
 ];

@@ -1,0 +1,409 @@
+"""OpenAI's chat completions, for the interception server and for inference servers.
+
+Requests: an endpoint's `FieldRules` decide which fields are supported, ignored or refused. Fields
+that do not change the answer are ignored. The others are refused unless they have a neutral value.
+
+Answers: one object, or the chunks of a stream. A turn is sampled completely before its first chunk
+is sent, so a stream cannot fail halfway, and its chunks separate text, tool calls and reasoning.
+
+Errors: a status, a message, the JSON path and a stable code.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Annotated, Any, Literal
+
+import msgspec
+
+from sightline.envs.openai_messages import to_openai_message
+from sightline.errors import (
+    EngineError,
+    MediaError,
+    MediaMissing,
+    MessageError,
+    PromptTooLong,
+    RolloutTruncated,
+    SightlineError,
+    StoreFull,
+    TurnLimitReached,
+)
+from sightline.media import MediaRef
+from sightline.message import IMAGE_KINDS, VIDEO_KINDS, AssistantMessage, get_image_source
+from sightline.render.protocol import Tools
+from sightline.wire.codec import find_json_excess
+
+SAMPLING = frozenset({"temperature", "top_p", "top_k", "min_p", "seed"})
+_IGNORED_ALWAYS = frozenset({
+    "metadata", "prompt_cache_key", "prompt_cache_retention", "reasoning_effort",
+    "safety_identifier", "service_tier", "store", "user", "verbosity",
+})  # fmt: skip
+ResolveUrl = Callable[[str, str], MediaRef]
+"""Takes a URL and its JSON path, which errors name, and returns the ref."""
+
+
+@dataclass(frozen=True, slots=True)
+class FieldRules:
+    """How an endpoint treats fields that not every endpoint supports."""
+
+    accepted: frozenset[str]
+    """Fields that the endpoint reads itself, from `ChatRequest.extra`."""
+    ignored: frozenset[str]
+    refusal_reason: str
+    """The error about a field that is not supported."""
+
+
+ROLLOUT_RULES = FieldRules(
+    # The run decides the sampling parameters, because its trainer computes the same distribution.
+    accepted=frozenset(),
+    ignored=_IGNORED_ALWAYS | SAMPLING,
+    refusal_reason="is not supported while a policy is trained",
+)
+SERVER_RULES = FieldRules(
+    accepted=SAMPLING
+    | {"n", "logprobs", "tool_choice", "stop_token_ids", "banned_token_ids", "return_token_ids"},
+    ignored=_IGNORED_ALWAYS,
+    refusal_reason="is not supported by this server",
+)
+
+# Unsupported fields, each with a test for neutral values.
+_NEUTRAL_VALUES: dict[str, Callable[[Any], bool]] = {
+    "n": lambda value: value == 1 and not isinstance(value, bool),
+    "stop": lambda value: value == [],
+    "logit_bias": lambda value: value == {},
+    "response_format": lambda value: value == {"type": "text"},
+    "modalities": lambda value: value == ["text"],
+    "tool_choice": lambda value: value == "auto",
+    "parallel_tool_calls": lambda value: value is True,
+    "presence_penalty": lambda value: value == 0,
+    "frequency_penalty": lambda value: value == 0,
+    "logprobs": lambda value: value is False,
+    "top_logprobs": lambda value: value == 0,
+}
+_FIXES = {
+    "n": "send several requests: each answer is a separate turn",
+    "stop": "let the model end its turn, or cap it with max_tokens",
+    "top_logprobs": "request those of the sampled tokens with logprobs = true",
+    "response_format": "describe the format in the messages, and parse the text",
+    "tool_choice": "use auto, or offer only the tools that may be called",
+}
+
+
+NumTokens = Annotated[int, msgspec.Meta(ge=1)]
+
+
+class _Function(msgspec.Struct):
+    name: str
+
+
+class _Tool(msgspec.Struct):
+    type: Literal["function"]
+    function: _Function
+
+
+class _StreamOptions(msgspec.Struct):
+    include_usage: bool | None = None
+
+
+class _CommonFields(msgspec.Struct):
+    """The fields that every endpoint supports."""
+
+    messages: Annotated[list[Any], msgspec.Meta(min_length=1)]
+    model: str | None = None
+    tools: list[_Tool] | None = None
+    max_tokens: NumTokens | None = None
+    max_completion_tokens: NumTokens | None = None
+    stream: bool | None = None
+    stream_options: _StreamOptions | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class ChatRequest:
+    """A request with every field checked except its messages."""
+
+    model: str | None
+    messages: list[Any]
+    """Unchecked messages."""
+    tools: Tools | None
+    max_tokens: int | None
+    stream: bool
+    include_usage: bool
+    extra: dict[str, Any]
+    """Unchecked fields that only this endpoint supports, without nulls."""
+
+
+def read_chat_request(
+    body: bytes, rules: FieldRules = ROLLOUT_RULES, max_model_len: int = 0
+) -> ChatRequest:
+    """Parse a request; raise MessageError with the path of an invalid field.
+
+    `max_model_len` = 0 means any length.
+    """
+    if excess := find_json_excess(body, max_model_len):
+        raise MessageError(f"the body has {excess}", "send a window of the history")
+    try:
+        request = msgspec.json.decode(body)
+    except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
+        raise MessageError(f"the body is not JSON: {error}", "send a JSON object") from error
+    if not isinstance(request, dict):
+        raise MessageError(
+            f"the body is a JSON {type(request).__name__}", "send an object with messages"
+        )
+    _check_fields(request, rules)
+    try:
+        fields = msgspec.convert({"messages": None, **request}, _CommonFields)
+    except msgspec.ValidationError as error:
+        problem, _, path = str(error).removesuffix("`").partition(" - at `$.")
+        fix = "pass a value as in OpenAI's API, or leave it out"
+        raise MessageError.at(path, problem, fix) from error
+    _check_num_parts(fields.messages, max_model_len)
+    return ChatRequest(
+        model=fields.model or None,
+        messages=fields.messages,
+        tools=request.get("tools") or None,
+        max_tokens=fields.max_completion_tokens or fields.max_tokens,
+        stream=bool(fields.stream),
+        include_usage=bool(fields.stream_options and fields.stream_options.include_usage),
+        extra={k: v for k, v in request.items() if k in rules.accepted and v is not None},
+    )
+
+
+def _check_fields(request: dict[str, Any], rules: FieldRules) -> None:
+    taken = {*_CommonFields.__struct_fields__, *rules.accepted, *rules.ignored}
+    for name, value in request.items():
+        if name in taken or value is None:
+            continue
+        neutral = _NEUTRAL_VALUES.get(name)
+        if name == "tool_choice" and value == "none" and not request.get("tools"):
+            continue
+        if neutral is None:
+            raise MessageError.at(name, "unknown field", "leave it out")
+        if not neutral(value):
+            raise MessageError.at(name, rules.refusal_reason, _FIXES.get(name, "leave it out"))
+
+
+def _check_num_parts(messages: list[Any], most: int) -> None:
+    """Raise if there are too many parts, before any is read: a part is at least one token."""
+    contents = [message.get("content") for message in messages if isinstance(message, dict)]
+    num = sum(len(content) if isinstance(content, list) else 1 for content in contents)
+    if most and max(num, len(messages)) > most:
+        raise PromptTooLong.at(
+            "messages",
+            f"{len(messages)} messages of {num} parts; a prompt has at most {most} tokens",
+            "send a window of the history",
+        )
+
+
+def resolve_images(messages: list[Any], take: ResolveUrl) -> list[Any]:
+    """Return the messages with a ref for every URL of an image or video.
+
+    Malformed parts stay as they are. The message parser refuses them with their path.
+    """
+    return [_resolve_message(message, take, f"messages[{i}]") for i, message in enumerate(messages)]
+
+
+def _resolve_message(message: Any, take: ResolveUrl, path: str) -> Any:
+    if not isinstance(message, dict):
+        return message
+    content = message.get("content")
+    if isinstance(content, list):
+        parts = [
+            _resolve_part(part, take, f"{path}.content[{k}]") for k, part in enumerate(content)
+        ]
+        message = {**message, "content": parts}
+    # The role's newer name; templates know the older one.
+    return {**message, "role": "system"} if message.get("role") == "developer" else message
+
+
+def _resolve_part(part: Any, take: ResolveUrl, path: str) -> Any:
+    if not isinstance(part, dict) or part.get("type") not in IMAGE_KINDS + VIDEO_KINDS:
+        return part
+    if part["type"] in IMAGE_KINDS:
+        return {"type": "image", "ref": _resolve_ref(part, take, path)}
+    if part.get("frames") is None:
+        return {"type": "video", "ref": _resolve_ref(part, take, path, "video")}
+    if not isinstance(part["frames"], list) or not all(isinstance(f, dict) for f in part["frames"]):
+        return part
+    frames = [
+        {"ref": _resolve_ref(frame, take, f"{path}.frames[{k}]"), "seconds": frame.get("seconds")}
+        for k, frame in enumerate(part["frames"])
+    ]
+    return {"type": "video", "frames": frames}
+
+
+def _resolve_ref(part: Any, take: ResolveUrl, path: str, what: str = "image") -> MediaRef:
+    source, where = get_image_source(part, path, what)
+    return source if isinstance(source, MediaRef) else take(source, where)
+
+
+CHUNK_CHARS = 48
+DONE = b"data: [DONE]\n\n"
+
+
+@dataclass(frozen=True, slots=True)
+class ChatChoice:
+    """One of the answers to a request."""
+
+    message: AssistantMessage
+    call_ids: Sequence[str]
+    """Ids of its tool calls, for models that do not write ids."""
+    stopped: bool
+    """Whether the model ended its turn; False if it was truncated."""
+    num_tokens: int
+    logprobs: list[dict[str, Any]] | None = None
+    """One entry per token; None if not requested."""
+    token_ids: list[int] | None = None
+    """The sampled ids; None if not requested."""
+
+    @property
+    def finish_reason(self) -> str:
+        if not self.stopped:
+            return "length"
+        return "tool_calls" if self.message.tool_calls else "stop"
+
+    @property
+    def body(self) -> dict[str, Any]:
+        return to_openai_message(self.message, lambda ref: ref.url, self.call_ids)
+
+
+@dataclass(frozen=True, slots=True)
+class ChatCompletion:
+    """The answer to one request."""
+
+    name: str
+    model: str
+    created: int
+    choices: list[ChatChoice]
+    num_prompt_tokens: int
+    num_cached_tokens: int
+    """Prompt tokens that the engine had in its KV cache."""
+    prompt_token_ids: list[int] | None = None
+    """Ids of the prompt; None if not requested."""
+
+    def head(self, kind: str) -> dict[str, Any]:
+        head = {"id": self.name, "object": kind, "created": self.created, "model": self.model}
+        if self.prompt_token_ids is not None:
+            head["prompt_token_ids"] = self.prompt_token_ids
+        return head
+
+    @property
+    def usage(self) -> dict[str, Any]:
+        num_sampled = sum(choice.num_tokens for choice in self.choices)
+        return {
+            "prompt_tokens": self.num_prompt_tokens,
+            "completion_tokens": num_sampled,
+            "total_tokens": self.num_prompt_tokens + num_sampled,
+            "prompt_tokens_details": {"cached_tokens": self.num_cached_tokens},
+        }
+
+
+def completion_body(answer: ChatCompletion) -> dict[str, Any]:
+    return {
+        **answer.head("chat.completion"),
+        "choices": [
+            {"index": i, "message": {**c.body, "refusal": None}, "logprobs": None, **_ending(c)}
+            for i, c in enumerate(answer.choices)
+        ],
+        "usage": answer.usage,
+    }
+
+
+def _ending(choice: ChatChoice) -> dict[str, Any]:
+    """Return why the choice ended, and the optional fields that were requested."""
+    ending: dict[str, Any] = {"finish_reason": choice.finish_reason}
+    if choice.logprobs is not None:
+        ending["logprobs"] = {"content": choice.logprobs, "refusal": None}
+    if choice.token_ids is not None:
+        ending["token_ids"] = choice.token_ids
+    return ending
+
+
+def stream_events(answer: ChatCompletion, include_usage: bool) -> Iterator[bytes]:
+    """Yield the events of a stream, including the final mark."""
+    head = answer.head("chat.completion.chunk")
+
+    def event(choices: list[dict[str, Any]], used: dict[str, Any] | None = None) -> bytes:
+        body: dict[str, Any] = {**head, "choices": choices}
+        if include_usage:
+            body["usage"] = used
+        return b"data: " + msgspec.json.encode(body) + b"\n\n"
+
+    for i, choice in enumerate(answer.choices):
+        for delta in _deltas(choice):
+            yield event([{"index": i, "delta": delta, "finish_reason": None}])
+        yield event([{"index": i, "delta": {}, **_ending(choice)}])
+    if include_usage:
+        yield event([], answer.usage)
+    yield DONE
+
+
+def _deltas(choice: ChatChoice) -> Iterator[dict[str, Any]]:
+    message = choice.message
+    yield {"role": "assistant", "content": None if message.tool_calls else ""}
+    for piece in _split_text(message.reasoning or ""):
+        yield {"reasoning_content": piece}
+    for piece in _split_text(message.text):
+        yield {"content": piece}
+    for k, call in enumerate(choice.body.get("tool_calls", ())):
+        arguments = call["function"].pop("arguments")
+        call["function"]["arguments"] = ""
+        yield {"tool_calls": [{"index": k, **call}]}
+        for piece in _split_text(arguments):
+            yield {"tool_calls": [{"index": k, "function": {"arguments": piece}}]}
+
+
+def _split_text(text: str) -> Iterator[str]:
+    return (text[i : i + CHUNK_CHARS] for i in range(0, len(text), CHUNK_CHARS))
+
+
+# The first match decides.
+_ERROR_CODES: tuple[tuple[type[SightlineError], int, str], ...] = (
+    (PromptTooLong, 400, "context_length_exceeded"),
+    (MessageError, 400, "invalid_value"),
+    (TurnLimitReached, 400, "max_turns_reached"),
+    (RolloutTruncated, 400, "context_length_exceeded"),
+    (MediaMissing, 404, "media_missing"),
+    (StoreFull, 507, "store_full"),
+    (MediaError, 422, "media_refused"),
+)
+_ENGINE_CODES = {"too_long": "context_length_exceeded"}
+
+
+@dataclass(frozen=True, slots=True)
+class OpenAIErrorResponse:
+    status: int
+    code: str
+    message: str
+    param: str | None = None
+
+    @classmethod
+    def of(cls, error: SightlineError) -> OpenAIErrorResponse:
+        message, param = f"{error.short_problem}\n  fix: {error.fix}", error.path or None
+        if isinstance(error, EngineError):
+            code = _ENGINE_CODES.get(error.kind, error.kind)
+            return cls(error.status, code, message, param if error.status < 500 else None)
+        for kind, status, code in _ERROR_CODES:
+            if isinstance(error, kind):
+                return cls(status, code, message, param)
+        return cls(500, type(error).__name__, message)
+
+    @property
+    def body(self) -> dict[str, Any]:
+        kind = "invalid_request_error" if self.status < 500 else "server_error"
+        error = {"message": self.message, "type": kind, "param": self.param, "code": self.code}
+        return {"error": error}
+
+    @property
+    def headers(self) -> dict[str, str]:
+        """Tell SDKs not to retry, except after a 503."""
+        return {"retry-after": "1"} if self.status == 503 else {"x-should-retry": "false"}
+
+
+UNKNOWN_KEY = OpenAIErrorResponse(
+    401, "invalid_api_key", "no running rollout has this key\n  fix: pass chat.api_key as api_key"
+)
+ROLLOUT_OVER = OpenAIErrorResponse(401, "rollout_over", "the rollout of this key is over")
+NO_SUCH_ROUTE = OpenAIErrorResponse(
+    404, "unknown_url", "only /v1/chat/completions and /v1/models are served here"
+)
