@@ -31,7 +31,7 @@ from import_graph import (
 )
 
 import sightline
-from sightline import config, errors
+from sightline import config
 from sightline.cli.config import format_markdown
 from sightline.cli.main import build_parser, main
 from sightline.compute import weight_transport
@@ -367,22 +367,6 @@ def test_every_setting_is_read_somewhere() -> None:
 def test_the_page_of_settings_is_up_to_date() -> None:
     page = (ROOT / "docs" / "settings.md").read_text()
     assert page == format_markdown(), "run `make docs`"
-
-
-def test_the_tree_of_errors_is_drawn_in_their_module() -> None:
-    drawn: dict[str, str] = {}
-    path: list[str] = []
-    for line in (errors.__doc__ or "").splitlines():
-        if found := re.match(r"    ((?:[│ ]   )*)([├└]── )?([A-Z]\w+) {2,}\S", line):
-            depth = len(found[1]) // 4 + bool(found[2])
-            path = [*path[:depth], found[3]]
-            drawn[found[3]] = path[-2] if len(path) > 1 else "Exception"
-    classes = {
-        name: kind.__bases__[0].__name__
-        for name, kind in vars(errors).items()
-        if isinstance(kind, type) and issubclass(kind, BaseException)
-    }
-    assert drawn == classes
 
 
 def test_the_changelog_has_an_entry() -> None:

@@ -1,36 +1,5 @@
 """Every error that Sightline raises on purpose.
 
-    SightlineError                a problem, with its values, and a fix to try
-    ├── ConfigError               an invalid setting, refused at load
-    ├── MediaError                an image, its ref or its store cannot be used
-    │   ├── MediaRefused          ingest refuses these bytes or this source
-    │   ├── MediaMissing          no store root holds the digest
-    │   ├── MediaCorrupt          the stored bytes do not hash to their digest
-    │   ├── MediaUndecodable      the bytes match the ref, but no decoder reads them
-    │   └── StoreFull             the store reached [media] max_gb
-    ├── MessageError              a malformed message or part; names its JSON path
-    │   └── PromptTooLong         a prompt that is too long, however it is tokenized
-    ├── FamilyError               no model family supports the checkpoint
-    ├── FingerprintMismatch       two processes have different processor settings
-    ├── PixelMismatch             sampler and trainer computed different pixels
-    ├── PolicyMismatch            samples or weights of another policy than this run's
-    ├── PixelsUnproven            the sampler sent no digest of its pixels
-    ├── Misaligned                tokens, slots, arrays or versions that do not line up
-    ├── WeightsError              published weights are damaged or do not fit the model
-    │   └── WeightsGone           the trainer's memory no longer holds the weights
-    ├── WireError                 a message of another schema, or with unknown fields
-    ├── EngineError               an inference server refused or failed a request
-    ├── EnvironmentFailed         an environment's own code failed
-    ├── JudgeFailed               a judge model gave no score
-    ├── RolloutTruncated          a rollout ran out of context
-    │   └── TurnLimitReached      a rollout ran out of turns
-    ├── NoTrainableSamples        several batches in a row had no trainable sample
-    ├── TrainingDiverged          the loss or its gradient is not finite
-    ├── ResumeRefused             a run cannot be resumed exactly
-    ├── DiskFull                  the disk cannot hold what the run will write
-    └── ProcessFailed             a process of the run died; names it and its last error
-        └── PeerLost              the peer of a channel is silent or misbehaves
-
 An error is raised where the cause is known, and says what to do next. `except Exception` is limited
 to a few places: around an environment's own code, in a sink of `view`, in a server's request
 handler, around a rank's step and in the CLI's main.

@@ -319,47 +319,6 @@ def test_a_blocking_client_in_a_thread_and_a_program_of_its_own_are_agents_too(
     assert len(play(rollout).turns) == 3
 
 
-def test_a_second_model_plays_the_user_and_shows_pictures(
-    play: Any, tiny_model: Path, media: CountingStore, server: Client
-) -> None:
-    """The agent uses the endpoint, and the environment continues with chat.send and chat.ask.
-
-    The user's messages come from another rollout's model, over its own endpoint.
-    """
-    users: list[Trace] = []
-
-    async def trained(chat: Chat) -> float:
-        async def second_model(other: Chat) -> float:
-            async with agent(other) as simulated, agent(chat) as client:
-                history: list[Any] = [shown(0)]
-                answer = await client.chat.completions.create(model="m", messages=history)
-                history.append(answer.choices[0].message.model_dump(exclude_none=True))
-                for turn in range(1, 4):
-                    asked = [{"role": "user", "content": f"Play the user, turn {turn}."}]
-                    words = await simulated.chat.completions.create(model="u", messages=asked)
-                    message = shown(turn, words.choices[0].message.content or "empty")
-                    history.append(message)
-                    if turn == 1:
-                        said = await chat.send([message])
-                        history.append({"role": "assistant", "content": said.text})
-                    elif turn == 2:
-                        said = await chat.ask(history)
-                        history.append({"role": "assistant", "content": said.text})
-                    else:
-                        await client.chat.completions.create(model="m", messages=history)
-            return 0.0
-
-        worker = Worker(tiny_model, media, url_of(server))
-        users.append(await worker.play(second_model, seed=2))
-        assert not users[0].error, users[0].error
-        return 1.0
-
-    trace = play(trained)
-    assert trace.forks == {} and len(trace.branches()) == 1
-    assert len(trace.turns) == 4 == trace.num_images_shown
-    assert len(users[0].turns) == 3 and users[0].num_images_shown == 0
-
-
 def test_a_prompt_that_does_not_fit_is_refused_as_the_sdk_knows_it(play: Any) -> None:
     async def rollout(chat: Chat) -> float:
         async with agent(chat) as client:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import base64
-import json
 import re
 from pathlib import Path
 
@@ -125,11 +124,6 @@ def test_scores_name_every_trained_token(run_dir: RunDir) -> None:
         for origin in scores.origins:
             node = traces[origin.trace_id].nodes[origin.node]
             assert node.num_sampled == origin.stop - origin.start
-
-
-def test_metrics_are_lines_of_json(run_dir: RunDir) -> None:
-    for line in run_dir.metrics.read_text().splitlines():
-        json.loads(line)
 
 
 def test_gc_removes_nothing_that_the_run_refers_to(run_dir: RunDir) -> None:

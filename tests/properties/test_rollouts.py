@@ -314,26 +314,6 @@ def test_the_trace_of_a_random_agent_is_the_log_of_the_server(case: Case, world_
     play()
 
 
-@pytest.mark.parametrize(
-    "case", [case for case in CASES if case.takes_tools], ids=lambda case: case.name
-)
-def test_the_result_of_a_tool_is_sent_alone(case: Case, world_of) -> None:
-    """A part of a conversation need not be one by itself."""
-    world = world_of(case)
-    policy = LoggingPolicy([world.call] if ends_calls_otherwise(world) else world.sayings)
-
-    async def main() -> Trace:
-        async with talking(policy, world.renderer, world.store, world.modality) as chat:
-            await chat.send([user("look")], tools=LOOK)
-            result = Message(role="tool", content=text("seen"), tool_call_id="functions.look:0")
-            await chat.send([result], tools=LOOK)
-            return chat.trace
-
-    trace = asyncio.run(main())
-    check_log(trace, policy.log)
-    assert [node.message.role for node in trace.nodes] == ["user", "assistant", "tool", "assistant"]
-
-
 def test_one_script_meets_every_way_to_prepare_a_turn(world_of) -> None:
     """So that the property is not true for want of cases."""
     cases = [case for case in read_cases() if case.takes_tools and not case.name.startswith("any")]

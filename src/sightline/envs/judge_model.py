@@ -6,7 +6,6 @@ The endpoint has no image store, so images are sent as data URLs.
 from __future__ import annotations
 
 import asyncio
-import json
 import math
 import re
 from collections.abc import Callable
@@ -14,16 +13,19 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from sightline.config.secret_refs import resolve_secret
-from sightline.envs.openai_messages import to_openai_message
+from sightline.envs.openai_endpoint import (
+    RETRY_STATUSES,
+    OpenAIClient,
+    read_completion,
+    to_openai_message,
+)
 from sightline.envs.protocol import Messages
 from sightline.errors import EngineError, JudgeFailed
 from sightline.media import MediaRef
 from sightline.run.stages import CURRENT_STAGE
-from sightline.transport.http_client import RetryingClient
 
 ReadImage = Callable[[MediaRef], bytes]
 LONGEST_RETRY_S = 20.0
-RETRY_STATUSES = (408, 409, 425, 429, 500, 502, 503, 504)
 SCORE_PATTERN = r"(?i)score\W{0,4}(-?\d+(?:\.\d+)?)"
 """Matches `Score: 0.7`, `**score** = 7` and the like."""
 
@@ -77,42 +79,32 @@ class JudgeModel:
             return await self._ask(messages, read)
 
     async def _ask(self, messages: Messages, read: ReadImage) -> str:
-        body = {
-            "model": self.model,
-            "messages": await asyncio.to_thread(to_openai_messages, messages, read),
-            "max_tokens": self.max_tokens,
-            "temperature": self.temperature,
-        }
+        sent = await asyncio.to_thread(to_openai_messages, messages, read)
         # One client per call: event loops share a judge, but cannot share connections.
-        client = RetryingClient(
+        client = OpenAIClient(
             self.base_url,
+            self.model,
             deadline_s=math.inf,
             max_tries=self.tries,
             timeout_s=self.timeout_s,
             first_retry_s=self.first_wait_s,
             longest_retry_s=LONGEST_RETRY_S,
-            retry_statuses=RETRY_STATUSES,
+            retry_statuses=(*RETRY_STATUSES, 409, 500),
             token=resolve_secret(self.api_key, "api_key of the judge"),
         )
         try:
-            answer = json.loads(
-                await client.request("POST", "/chat/completions", json.dumps(body).encode())
+            answer = await client.complete(
+                sent, None, max_tokens=self.max_tokens, temperature=self.temperature
             )
-            content = answer["choices"][0]["message"]["content"]
-            if not isinstance(content, str):
-                raise TypeError("no text")
-            return content
-        except (KeyError, IndexError, TypeError):
-            reason = f"an answer without choices[0].message.content: {str(answer)[:200]}"
-        except (EngineError, ValueError) as error:
-            reason = f"{type(error).__name__} {error.args[0]}"
+            return read_completion(answer).text
+        except EngineError as error:
+            raise JudgeFailed(
+                f"the judge {self.model} at {self.base_url} failed {client.counts.requests} "
+                f"times, last with: {error.problem}",
+                "check the endpoint, its key and its rate limits",
+            ) from error
         finally:
             await client.close()
-        raise JudgeFailed(
-            f"the judge {self.model} at {self.base_url} failed {client.counts.requests} times, "
-            f"last with {reason}",
-            "check the endpoint, its key and its rate limits",
-        )
 
 
 def to_openai_messages(messages: Messages, read: ReadImage) -> list[dict[str, Any]]:

@@ -14,10 +14,11 @@ from urllib.parse import urlsplit
 from sightline.config import InferenceConfig, RunFile, validate_config
 from sightline.config.secret_refs import resolve_secret
 from sightline.envs import Environment, load_environment
+from sightline.envs.openai_endpoint import OpenAIClient
 from sightline.errors import ConfigError
 from sightline.launch.processes import temporary_server
 from sightline.media import MediaStore
-from sightline.rollout.chat_sources import ChatSource, OpenAIChats, OpenAIClient, build_policy_chats
+from sightline.rollout.chat_sources import ChatSource, OpenAIChats, build_policy_chats
 from sightline.rollout.evaluation import EvalSummary, build_eval_request, play_tasks
 from sightline.rollout.player import PlayedRollout, RolloutPlayer
 

@@ -11,13 +11,11 @@ from collections import Counter
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractAsyncContextManager, nullcontext
-from dataclasses import KW_ONLY, asdict, dataclass, field
+from dataclasses import asdict, dataclass, field
 from typing import Any
 
-import msgspec
-
 from sightline.config import RunFile
-from sightline.envs.openai_messages import read_completion, to_openai_message
+from sightline.envs.openai_endpoint import OpenAIClient, read_completion, to_openai_message
 from sightline.envs.protocol import Messages
 from sightline.errors import EngineError, RolloutTruncated
 from sightline.families import load_family, load_renderer
@@ -28,11 +26,10 @@ from sightline.rollout.chat import RolloutChat
 from sightline.rollout.client import GenerateClient
 from sightline.rollout.engines import load_engine
 from sightline.rollout.interception_server import InterceptionServer
-from sightline.rollout.model_chat import AgentEndpoint, ModelChat
+from sightline.rollout.model_chat import ModelChat
 from sightline.rollout.router import ServerRouter
 from sightline.run.stages import Stage
 from sightline.trace import Trace
-from sightline.transport.http_client import RetryingClient
 from sightline.wire.control import RolloutRequest
 
 
@@ -148,7 +145,8 @@ class OpenAIChats(ChatSource):
             client=self.client,
             resolver=self._resolver,
             shares_store=self.shares_store,
-            agent_endpoint=AgentEndpoint(self.client.token or "none", lambda: self.client.base_url),
+            base_url=self.client.base_url,
+            api_key=self.client.token or "none",
         )
 
     async def close(self) -> None:
@@ -189,73 +187,9 @@ def build_policy_chats(
     )
 
 
-RETRY_STATUSES = (408, 425, 429, 502, 503, 504)
-FIRST_ANSWER_TIMEOUT_S = 10.0
-"""How long to wait for the first answer before the address counts as wrong."""
 TOO_LONG = "context_length_exceeded"
 MAX_SEED = 1 << 31
 """Some endpoints do not accept larger seeds."""
-
-
-@dataclass
-class OpenAIClient(RetryingClient):
-    """The client of one endpoint. `base_url` ends before `/chat/completions`."""
-
-    model: str
-    """Name of the model; empty until `choose_model` sets it."""
-    _: KW_ONLY
-    deadline_s: float = 120.0
-    first_retry_s: float = 0.25
-    longest_retry_s: float = 10.0
-    retry_statuses: tuple[int, ...] = RETRY_STATUSES
-    unreachable_fix: str = "check the address: it ends in /v1 on most servers"
-
-    async def complete(
-        self, messages: list[dict[str, Any]], tools: Tools | None, **sampling: Any
-    ) -> dict[str, Any]:
-        """Request a chat completion. `sampling` are fields of the request, such as temperature."""
-        body = {"model": self.model, "messages": messages, **sampling}
-        if tools:
-            body["tools"] = list(tools)
-        return await self._request_json("POST", "/chat/completions", msgspec.json.encode(body))
-
-    async def choose_model(self, timeout_s: float = FIRST_ANSWER_TIMEOUT_S) -> None:
-        """Wait until the endpoint answers, and choose its only model if none is named."""
-        await self.wait_reachable("/models", timeout_s)
-        if self.model:
-            return
-        listed = (await self._request_json("GET", "/models")).get("data") or []
-        names = [str(model["id"]) for model in listed]
-        if len(names) != 1:
-            raise EngineError(
-                f"{self.base_url} lists {len(names)} models: {', '.join(names[:8])}",
-                "name the model to evaluate",
-                kind="foreign",
-            )
-        self.model = names[0]
-
-    async def _request_json(
-        self, method: str, path: str, body: bytes | None = None
-    ) -> dict[str, Any]:
-        data = await self.request(method, path, body)
-        try:
-            return msgspec.json.decode(data, type=dict[str, Any])
-        except msgspec.MsgspecError as error:
-            raise EngineError(
-                f"{self.base_url}{path} does not answer as an OpenAI endpoint: {error}",
-                self.unreachable_fix,
-                kind="foreign",
-            ) from error
-
-    def read_error(self, status: int, data: bytes) -> EngineError:
-        text, code = data[:300].decode(errors="replace"), "foreign"
-        try:
-            error = msgspec.json.decode(data)["error"]
-            text, code = str(error.get("message") or text), str(error.get("code") or code)
-        except (msgspec.MsgspecError, KeyError, TypeError, AttributeError):
-            pass
-        fix = self.unreachable_fix if status == 404 else "see the endpoint's docs"
-        return EngineError(f"{self.base_url} answered {status}: {text}", fix, code, status)
 
 
 @dataclass

@@ -18,11 +18,9 @@ from __future__ import annotations
 import asyncio
 import secrets
 import socket
-import threading
 import time
 import traceback
 from collections.abc import AsyncIterator, Coroutine, Iterator
-from concurrent.futures import Future
 from contextlib import asynccontextmanager, contextmanager
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -38,7 +36,6 @@ from sightline.errors import EngineError, EnvironmentFailed, SightlineError
 from sightline.media import MediaRef, UrlRefCache
 from sightline.message import ImageResolver, Message
 from sightline.rollout.chat import CompletedTurn, RolloutChat
-from sightline.rollout.model_chat import AgentEndpoint
 from sightline.rollout.openai_completions import (
     NO_SUCH_ROUTE,
     ROLLOUT_OVER,
@@ -119,7 +116,7 @@ async def _receive_body(http: Request, max_bytes: int) -> list[bytes]:
 
 
 class InterceptionServer:
-    """Listens after the first `open_base_url`. `resolver` stores the images of requests."""
+    """Listens from the first rollout on. `resolver` stores the images of requests."""
 
     def __init__(self, resolver: ImageResolver) -> None:
         self.max_body_bytes = MAX_BODY_BYTES
@@ -128,33 +125,18 @@ class InterceptionServer:
         self.counts = AgentCounts()
         """Counts of all rollouts since the start."""
         self._sessions: dict[str, _AgentSession] = {}
-        self._loop: asyncio.AbstractEventLoop | None = None
-        self._socket: socket.socket | None = None
-        self._start_lock = threading.Lock()
-        self._started: Future[None] | None = None
+        self._base_url = ""
         self._server: LoopServer | None = None
-
-    def open_base_url(self) -> str:
-        """Return the address, and listen from the first call on. Thread-safe."""
-        with self._start_lock:
-            if self._socket is None:
-                if self._loop is None:
-                    raise EnvironmentFailed(
-                        "no rollout is running", "use chat.base_url inside rollout()"
-                    )
-                # Connections before the server is up wait in the socket's backlog.
-                self._socket = socket.create_server((_HOST, 0), backlog=_BACKLOG)
-                self._started = asyncio.run_coroutine_threadsafe(self._serve(), self._loop)
-            return f"http://{_HOST}:{self._socket.getsockname()[1]}/v1"
 
     @asynccontextmanager
     async def serve_rollout(self, chat: RolloutChat) -> AsyncIterator[None]:
         """Route requests with `chat.api_key` to `chat` within this context."""
-        self._loop = asyncio.get_running_loop()
+        if self._server is None:
+            await self._start()
         session = _AgentSession(chat, UrlRefCache(self._resolver.resolve, chat.store))
         key = f"sk-{secrets.token_urlsafe(24)}"
         self._sessions[key] = session
-        chat.agent_endpoint = AgentEndpoint(key, self.open_base_url)
+        chat.base_url, chat.api_key = self._base_url, key
         try:
             yield
         finally:
@@ -165,12 +147,10 @@ class InterceptionServer:
                 await asyncio.wait(session.requests)
 
     async def close(self) -> None:
-        if self._started is not None:
-            await asyncio.wrap_future(self._started)
         if self._server is not None:
             await self._server.close(_CLOSE_S)
 
-    async def _serve(self) -> None:
+    async def _start(self) -> None:
         routes = [
             Route("/v1/chat/completions", self._complete, methods=["POST"]),
             Route("/v1/models", self._models),
@@ -183,8 +163,10 @@ class InterceptionServer:
             backlog=_BACKLOG,
             timeout_keep_alive=_KEEP_ALIVE_S,
         )
-        assert self._socket is not None
-        await self._server.start(self._socket)
+        # Connections before the server is up wait in the socket's backlog.
+        listener = socket.create_server((_HOST, 0), backlog=_BACKLOG)
+        self._base_url = f"http://{_HOST}:{listener.getsockname()[1]}/v1"
+        await self._server.start(listener)
 
     # -- routes
 

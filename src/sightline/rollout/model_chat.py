@@ -15,7 +15,6 @@ from dataclasses import dataclass, field, replace
 from typing import Any, NoReturn, Self, TypeVar
 
 from sightline.errors import (
-    EnvironmentFailed,
     RolloutTruncated,
     SightlineError,
     TurnLimitReached,
@@ -29,15 +28,6 @@ T = TypeVar("T")
 
 MAX_REFUSAL_CHARS = 500
 """Maximum length of a refusal in the trace."""
-
-
-@dataclass(frozen=True)
-class AgentEndpoint:
-    """The endpoint of one rollout's model, for the environment's own agent."""
-
-    api_key: str
-    open_base_url: Callable[[], str]
-    """Returns the address, and starts to listen on the first call."""
 
 
 @dataclass(kw_only=True)
@@ -56,7 +46,9 @@ class ModelChat(ABC):
     """Maximum number of model calls; 0 for no limit."""
     swapped_images: tuple[MediaRef, ...] = ()
     """Images that replace those that are put, in order."""
-    agent_endpoint: AgentEndpoint | None = None
+    base_url: str = ""
+    """Address of the rollout's model, for the environment's own agent."""
+    api_key: str = field(default="", repr=False)
     failures: list[SightlineError] = field(default_factory=list)
     """Failures of the endpoint or the server, which drop the rollout even if the agent or the
     environment handles them. Branches share the list."""
@@ -148,22 +140,6 @@ class ModelChat(ABC):
     def truncated(self) -> str:
         """Why the rollout was truncated; empty if it was not."""
         return self.truncations[0].problem if self.truncations else ""
-
-    @property
-    def base_url(self) -> str:
-        return self._get_agent_endpoint().open_base_url()
-
-    @property
-    def api_key(self) -> str:
-        return self._get_agent_endpoint().api_key
-
-    def _get_agent_endpoint(self) -> AgentEndpoint:
-        if self.agent_endpoint is None:
-            raise EnvironmentFailed(
-                "this chat has no endpoint",
-                "play the environment with sightline.rollout.player.RolloutPlayer",
-            )
-        return self.agent_endpoint
 
     def substitute_image(self, url: str, ref: MediaRef) -> MediaRef:
         """Return the replacement of an image that an agent sent. Thread-safe.

@@ -17,7 +17,7 @@ from typing import Annotated, Any, Literal
 
 import msgspec
 
-from sightline.envs.openai_messages import to_openai_message
+from sightline.envs.openai_endpoint import to_openai_message
 from sightline.errors import (
     EngineError,
     MediaError,

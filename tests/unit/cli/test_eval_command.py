@@ -14,11 +14,11 @@ from aiohttp import web
 from serving import Client, live, serve_here
 
 from sightline.cli.main import main
+from sightline.envs.openai_endpoint import OpenAIClient
 from sightline.errors import EngineError
 from sightline.inference.server_spec import ServerSpec
 from sightline.launch import evaluate
 from sightline.media import MediaStore
-from sightline.rollout.chat_sources import OpenAIClient
 
 WORDS = ["eval", "color_codeword", "--tasks", "6", "--max-tokens", "12", "--temperature", "0"]
 

@@ -27,9 +27,6 @@ def read_blocks(page: Path) -> list[str]:
     return [textwrap.dedent(b) for b in re.findall(r"```python\n(.*?)```", page.read_text(), re.S)]
 
 
-BLOCKS = read_blocks(PAGE)
-
-
 async def my_agent(client: Any, task: str) -> int:
     """The agent that docs/agent_endpoint.md leaves to its reader."""
     asked = [{"role": "user", "content": task}]
@@ -73,11 +70,6 @@ def test_the_environments_of_the_docs_play(
 ) -> None:
     trace = play(environment(number, page=ROOT / page), tiny_model, store)
     assert not trace.error and trace.reward in (0.0, 1.0) and len(trace.turns) == turns
-
-
-def test_the_first_environment_is_about_25_lines() -> None:
-    body = BLOCKS[0].partition("class ")[2].strip().splitlines()
-    assert len(body) <= 20 and len(BLOCKS[0].strip().splitlines()) <= 28
 
 
 def test_a_judge_that_does_not_answer_costs_the_rollout(

@@ -86,9 +86,9 @@ def test_a_judge_that_says_nothing_in_time_has_failed(store: MediaStore) -> None
     [
         (says("excellent!"), "gave no score"),
         (says("Score: 7"), "outside 0.0 to 1.0"),
-        (says(None), "without choices"),
-        (web.json_response({"choices": []}), "without choices"),
-        (web.Response(text="<html>"), "JSONDecodeError"),
+        (says(None), "gave no score"),
+        (web.json_response({"choices": []}), "not a chat completion"),
+        (web.Response(text="<html>"), "does not answer as an OpenAI endpoint"),
     ],
 )
 def test_an_answer_without_a_verdict_is_a_failure(

@@ -23,7 +23,7 @@ from sightline.rollout.chat_sources import PolicyChats
 from sightline.rollout.player import RolloutPlayer
 from sightline.trace import Trace, flatten
 from sightline.wire.control import RolloutRequest
-from tests.logged_chat import LoggingPolicy, line_of, talking
+from tests.logged_chat import LoggingPolicy, talking
 from tests.unit.trace.toy import picture
 
 CALL = msgspec.structs.replace(assistant(""), tool_calls=(ToolCall("look", "{}", "1"),))
@@ -196,21 +196,6 @@ def test_a_retry_and_an_edit_are_forks_and_everything_trains_once(play) -> None:
 
     policy = play(script)
     assert len(policy.log) == 3
-
-
-def test_a_conversation_takes_dicts_and_goes_on_from_a_chat(play) -> None:
-    async def script(chat: RolloutChat) -> None:
-        await chat.send([user("hello")])
-        talk = Conversation(chat, last_images(1))
-        url = observation(chat, 1).images[0].url
-        await talk.send(
-            [{"role": "user", "content": [{"type": "image_url", "image_url": {"url": url}}]}]
-        )
-        assert talk.history[:2] == chat.history and len(shown(talk.history)) == 1
-        assert not chat.trace.forks and talk.num_context_tokens > chat.num_context_tokens
-        assert line_of(chat.trace.turns[talk.calls[0]]) == 1
-
-    play(script)
 
 
 def test_the_example_of_the_docs_runs(tiny_model: Path, store: MediaStore) -> None:

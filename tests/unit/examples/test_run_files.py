@@ -17,10 +17,9 @@ from sightline.cli.config import detect_file_kind
 from sightline.compute.model import load_model
 from sightline.config import RunFile, SftFile
 from sightline.envs.protocol import build_environment
-from sightline.errors import FamilyError
 from sightline.families import load_family, load_renderer
 from sightline.families.registry import write_tiny
-from sightline.launch.checks.model import check_checkpoint, check_model, resolve_model
+from sightline.launch.checks.model import check_checkpoint, check_model
 from sightline.launch.checks.settings import check_compatible_settings
 from sightline.media import MediaStore
 from sightline.trainer.lora import add_adapters
@@ -74,13 +73,6 @@ def config_values(file: RunFile | SftFile) -> dict[str, Any]:
     import tomllib
 
     return tomllib.loads(config.dump_toml(file))
-
-
-@pytest.mark.parametrize("path", PUBLISHED, ids=lambda p: f"{p.parent.name}-{p.stem}")
-def test_a_model_that_is_not_there_is_named_with_the_cure(path: Path) -> None:
-    file = config.load_config(detect_file_kind(path), path)
-    with pytest.raises(FamilyError, match=f"'{file.model.path}' is not a folder"):
-        resolve_model(file)
 
 
 @pytest.mark.parametrize("path", PUBLISHED, ids=lambda p: f"{p.parent.name}-{p.stem}")

@@ -156,14 +156,6 @@ def test_no_sample_is_older_than_the_bound(run_dir: RunDir, max_lag: int) -> Non
         assert max(world.lags) == max_lag, "rollouts run ahead as far as they may"
 
 
-def test_every_version_that_engines_adopt_is_told(run_dir: RunDir) -> None:
-    told: list[int] = []
-    world = World(run_dir, max_lag=0)
-    world.policy.on_adopted = lambda version, seconds: told.append(version)
-    play(world, range(1, 4))
-    assert told == [1, 2, 3]
-
-
 def test_without_lag_nothing_is_played_in_vain(run_dir: RunDir) -> None:
     world = World(run_dir, max_lag=0)
     play(world, range(1, 5))
@@ -175,6 +167,23 @@ def test_nothing_is_played_that_could_only_train_after_the_end(run_dir: RunDir) 
     world = World(run_dir, max_lag=2, train_after=5)
     play(world, range(1, 6), last_step=5)
     assert len(world.played) == 5 * 3 * 2
+
+
+@pytest.mark.parametrize(("max_lag", "most"), [(0, 3), (1, 3), (2, 6)])
+def test_no_more_groups_are_under_way_than_keep_steps_even(
+    run_dir: RunDir, max_lag: int, most: int
+) -> None:
+    world = World(run_dir, max_lag, train_after=5)
+    ahead: list[int] = []
+    send = world.send
+
+    async def count(peer: str, message: ControlMessage) -> None:
+        ahead.append(world.rollouts.num_ahead)
+        await send(peer, message)
+
+    world.rollouts.dispatcher.send = count
+    play(world, range(1, 9))
+    assert max(ahead) == most
 
 
 def test_a_diagnostics_step_waits_for_a_fresh_group(run_dir: RunDir) -> None:

@@ -14,7 +14,6 @@ from small_server import SmallServer, until
 
 from sightline.compute.weights import write_weights
 from sightline.errors import EngineError, ResumeRefused
-from sightline.orchestrator.policies import UNKNOWN_VERSION
 from sightline.orchestrator.server_pool import ServerPool
 from sightline.rollout.client import GenerateClient
 from sightline.rollout.health import ProbeTimes
@@ -212,22 +211,6 @@ def test_a_server_of_another_run_ends_the_run_at_its_start_and_later_is_left_out
 
     (tmp_path / "later").mkdir()
     play(tmp_path / "later", added, num=1, first_version=0, rejoin_after_s=0.05)
-
-
-def test_a_server_that_the_run_started_holds_version_0_and_others_nothing_known(
-    tmp_path: Path,
-) -> None:
-    async def scene(one: Scene) -> None:
-        (a,) = one.servers
-        await one.until(READY)
-        async with SmallServer() as added:
-            one.pool.add(GenerateClient(added.url))
-            await until(lambda: one.pool.servers[added.url].has_joined)
-            assert one.pool.servers[added.url].version == UNKNOWN_VERSION
-            assert one.states() == [READY] and len(one.pool.status.servers) == 1
-            await one.pool.remove(added.url)
-
-    play(tmp_path, scene, num=1, first_version=0)
 
 
 def test_what_a_person_wants_of_the_servers_is_kept_and_done(tmp_path: Path) -> None:

@@ -11,7 +11,7 @@ import pytest
 from PIL import Image
 from unit.rollout.test_many import playing
 
-from sightline.envs import BlockingChat, Conversation, Environment, Outcome, Task, last_images
+from sightline.envs import BlockingChat, Environment, Outcome, Task
 from sightline.errors import MediaRefused, RolloutTruncated
 from sightline.families import load_renderer
 from sightline.media import MediaRef, MediaStore
@@ -152,25 +152,6 @@ def test_a_plain_function_plays_like_an_async_one(play: Trial) -> None:
     assert [n.slots for n in one.nodes] == [n.slots for n in other.nodes]
 
 
-def test_more_plain_functions_than_any_pool_has_threads_wait_for_one_another(
-    tiny_model: Path, store: MediaStore
-) -> None:
-    everyone = threading.Barrier(100)
-
-    def rollout(task: Task, chat: BlockingChat) -> float:
-        everyone.wait(60)
-        chat.send([user("hello")])
-        return 1.0
-
-    async def main() -> list[Trace]:
-        async with playing(Plays(rollout), load_renderer(tiny_model, store), store) as player:
-            plays = (RolloutRequest(f"r{i}", "g", i, "train", i, 1.0) for i in range(100))
-            played = await asyncio.gather(*(player.play(one) for one in plays))
-            return [one.trace for one in played]
-
-    assert [trace.error for trace in asyncio.run(main())] == [""] * 100
-
-
 def test_a_thread_that_outlives_its_rollout_is_ended_at_its_next_call(play: Trial) -> None:
     goes_on, ended = threading.Event(), threading.Event()
 
@@ -190,31 +171,6 @@ def test_a_thread_that_outlives_its_rollout_is_ended_at_its_next_call(play: Tria
     assert play.player.threads.stuck_s() > 0
     goes_on.set()
     assert ended.wait(60), "user code that swallows exceptions must not run for ever"
-
-
-def test_a_plain_function_has_windows_branches_and_compaction(play: Trial) -> None:
-    async def waits(task: Task, chat: Any) -> Outcome:
-        talk = Conversation(chat, last_images(1))
-        for turn in range(3):
-            await talk.send([user("look", chat.put(picture(turn)))])
-        await talk.branch().send([user("aside")])
-        await talk.compact()
-        await talk.send([user("on")])
-        return Outcome(1.0, per_turn=[0.0] * chat.num_calls)
-
-    def plain(task: Task, chat: BlockingChat) -> Outcome:
-        talk = Conversation(chat.asynchronous, last_images(1))
-        for turn in range(3):
-            chat.wait(talk.send([user("look", chat.put(picture(turn)))]))
-        chat.wait(talk.branch().send([user("aside")]))
-        chat.wait(talk.compact())
-        chat.wait(talk.send([user("on")]))
-        return Outcome(1.0, per_turn=[0.0] * chat.num_calls)
-
-    one, other = play(waits), play(plain)
-    assert not one.error and not other.error, one.error + other.error
-    assert one.forks and one.forks == other.forks and one.branches() == other.branches()
-    assert [n.token_ids for n in one.nodes] == [n.token_ids for n in other.nodes]
 
 
 # --- limits

@@ -125,20 +125,6 @@ def test_the_deadline_begins_with_the_first_failure() -> None:
     assert asyncio.run(main()).choices[0].token_ids == [3]
 
 
-def test_a_server_that_is_away_is_tried_until_the_deadline() -> None:
-    client = GenerateClient("http://127.0.0.1:9", deadline_s=2.0)
-    with pytest.raises(EngineError) as caught:
-        asyncio.run(closing(client))
-    assert caught.value.kind == "unreachable" and client.counts.retries >= 2
-
-
-async def closing(client: GenerateClient) -> None:
-    try:
-        await client.generate(REQUEST)
-    finally:
-        await client.close()
-
-
 # --- answers that no sampler gives
 
 STOP, TEXT, PAD = 3, 5, 9

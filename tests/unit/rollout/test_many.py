@@ -8,17 +8,16 @@ import threading
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
-import pytest
 from aiohttp import web
 from PIL import Image
 from scripted_policy import ScriptedPolicy
 
 from sightline.envs import Environment, Outcome, Task
-from sightline.families import load_family, load_renderer
+from sightline.families import load_renderer
 from sightline.media import MediaStore
-from sightline.message import Message, user
+from sightline.message import user
 from sightline.render import Renderer
 from sightline.rollout.chat_sources import PolicyChats
 from sightline.rollout.client import GenerateClient
@@ -127,36 +126,3 @@ def test_the_event_loop_turns_while_a_renderer_works(tiny_model: Path, store: Me
         assert slow.calls == ["render", "parse", "bridge", "parse"]
 
     asyncio.run(main())
-
-
-class Untouchable:
-    """A stand-in that fails on any access, since each access would cost image work."""
-
-    def __getattr__(self, name: str) -> Any:
-        raise AssertionError(f"a turn of text asked for {name}")
-
-
-class TextFamily:
-    """A family of which nothing may be asked that concerns images, once its renderer is loaded."""
-
-    IMAGES = {"layout", "item", "check_item", "num_tokens", "patches", "positions", "rows"}
-
-    def __init__(self, family: Any) -> None:
-        self._family = family
-        self.is_loaded = False
-
-    def __getattr__(self, name: str) -> Any:
-        assert not (self.is_loaded and name in self.IMAGES), f"a turn of text asked for {name}"
-        return getattr(self._family, name)
-
-
-def test_a_turn_of_text_pays_nothing_for_images(tiny_model: Path, store: MediaStore) -> None:
-    family: Any = TextFamily(load_family(tiny_model))
-    renderer = load_renderer(tiny_model, store, family, cast(Any, Untouchable()))
-    family.is_loaded = True
-    asked: list[Message] = [user("hello")]
-    prompt = renderer.render(asked).token_ids
-    said = [*renderer.render([user("well")]).token_ids[3:5], renderer.stop_token_ids[0]]
-    assert renderer.bridge(prompt, said, [user("and?")])
-    with pytest.raises(AssertionError, match="a turn of text asked for"):
-        renderer.render([user(store.put(Image.new("RGB", (32, 32))))])

@@ -30,22 +30,3 @@ def test_each_pass_of_the_loop_lets_one_go_in_the_order_of_arrival() -> None:
     assert [name for name, _ in went] == list(range(50))
     passes = [number for _, number in went]
     assert len(set(passes)) == 50, "two went in one pass"
-
-
-def test_one_that_is_cancelled_takes_no_turn_and_holds_up_no_one() -> None:
-    async def play() -> list[int]:
-        pacer, went = LoopPacer(), []
-
-        async def wait(name: int) -> None:
-            await pacer.wait_for_pass()
-            went.append(name)
-
-        waiting = [asyncio.create_task(wait(name)) for name in range(4)]
-        await asyncio.sleep(0)
-        for task in waiting[:-1]:
-            task.cancel()
-        await asyncio.gather(*waiting, return_exceptions=True)
-        await wait(9)
-        return went
-
-    assert asyncio.run(play()) == [3, 9]

@@ -209,24 +209,6 @@ def test_a_request_that_ends_its_servers_does_not_end_all_of_them() -> None:
     play(scene, num=MAX_LOST_SERVERS + 2)
 
 
-def test_a_server_whose_engine_is_stuck_is_lost_although_it_answers() -> None:
-    async def scene(router: ServerRouter, a: SmallServer, b: SmallServer) -> None:
-        router.update(ServerList((status(a), status(b, load=9)), ""))
-        a.generates.clear()
-        a.step_s = router.times.stuck_after_s - 1
-        asking = asyncio.ensure_future(router.open_client("r").generate(REQUEST))
-        await until(lambda: a.asked["/health"] > 3)
-        assert not asking.done(), "a step may take long"
-        a.step_s += 2
-        await asking
-        assert router.servers[a.url].is_lost and b.asked[GENERATE] == 1
-        a.step_s = 0.0
-        await until(lambda: not router.servers[a.url].is_lost)
-        a.generates.set()
-
-    play(scene, times=ProbeTimes(ask_every_s=0.05, timeout_s=60.0, silent_after_s=0.2))
-
-
 def test_a_server_that_is_asked_by_name_is_the_only_one() -> None:
     async def scene(router: ServerRouter, a: SmallServer, b: SmallServer) -> None:
         router.update(ServerList((status(a),), ""))

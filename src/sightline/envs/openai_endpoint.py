@@ -1,0 +1,140 @@
+"""A client of any OpenAI endpoint, and its format of messages."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import KW_ONLY, dataclass
+from typing import Any
+
+import msgspec
+
+from sightline.errors import EngineError
+from sightline.media import MediaRef
+from sightline.message import AssistantMessage, Message, ToolCall, text, to_openai_part
+from sightline.render.protocol import Tools
+from sightline.transport.http_client import RetryingClient
+
+GetImageUrl = Callable[[MediaRef], str]
+RETRY_STATUSES = (408, 425, 429, 502, 503, 504)
+FIRST_ANSWER_TIMEOUT_S = 10.0
+"""How long to wait for the first answer before the address counts as wrong."""
+
+
+def to_openai_message(
+    message: Message, url_of: GetImageUrl, call_ids: Sequence[str] = ()
+) -> dict[str, Any]:
+    """Convert a message to OpenAI's format; `url_of` returns the URL of an image.
+
+    `call_ids` are the ids of tool calls to which the model gave none.
+    """
+    sent: dict[str, Any] = {"role": message.role, "content": _to_openai_content(message, url_of)}
+    if message.reasoning is not None:
+        sent["reasoning_content"] = message.reasoning
+    if message.tool_calls:
+        sent["tool_calls"] = [
+            {
+                "id": call.id or (call_ids[k] if call_ids else f"call_{k}"),
+                "type": "function",
+                "function": {"name": call.name, "arguments": call.arguments},
+            }
+            for k, call in enumerate(message.tool_calls)
+        ]
+    if message.tool_call_id is not None:
+        sent["tool_call_id"] = message.tool_call_id
+    if message.name is not None:
+        sent["name"] = message.name
+    return sent
+
+
+def _to_openai_content(message: Message, url_of: GetImageUrl) -> Any:
+    if not message.refs:
+        # OpenAI writes null next to tool calls; elsewhere programs expect text.
+        return message.text or (None if message.tool_calls else "")
+    return [to_openai_part(part, url_of) for part in message.content]
+
+
+def read_completion(answer: dict[str, Any]) -> AssistantMessage:
+    """Return the first choice of a completion."""
+    try:
+        choice = answer["choices"][0]
+        message = choice["message"]
+        calls = tuple(
+            ToolCall(
+                call["function"]["name"], call["function"]["arguments"], str(call.get("id") or "")
+            )
+            for call in message.get("tool_calls") or ()
+        )
+        return AssistantMessage(
+            role="assistant",
+            content=text(message.get("content") or ""),
+            reasoning=message.get("reasoning_content") or message.get("reasoning") or None,
+            tool_calls=calls,
+            stopped=choice.get("finish_reason") != "length",
+        )
+    except (KeyError, IndexError, TypeError, AttributeError) as error:
+        raise EngineError(
+            f"the endpoint's answer is not a chat completion: {str(answer)[:200]}",
+            "use the base URL of an OpenAI-compatible server, such as .../v1",
+            kind="foreign",
+        ) from error
+
+
+@dataclass
+class OpenAIClient(RetryingClient):
+    """The client of one endpoint. `base_url` ends before `/chat/completions`."""
+
+    model: str
+    """Name of the model; empty until `choose_model` sets it."""
+    _: KW_ONLY
+    deadline_s: float = 120.0
+    first_retry_s: float = 0.25
+    longest_retry_s: float = 10.0
+    retry_statuses: tuple[int, ...] = RETRY_STATUSES
+    unreachable_fix: str = "check the address: it ends in /v1 on most servers"
+
+    async def complete(
+        self, messages: list[dict[str, Any]], tools: Tools | None, **sampling: Any
+    ) -> dict[str, Any]:
+        """Request a chat completion. `sampling` are fields of the request, such as temperature."""
+        body = {"model": self.model, "messages": messages, **sampling}
+        if tools:
+            body["tools"] = list(tools)
+        return await self._request_json("POST", "/chat/completions", msgspec.json.encode(body))
+
+    async def choose_model(self, timeout_s: float = FIRST_ANSWER_TIMEOUT_S) -> None:
+        """Wait until the endpoint answers, and choose its only model if none is named."""
+        await self.wait_reachable("/models", timeout_s)
+        if self.model:
+            return
+        listed = (await self._request_json("GET", "/models")).get("data") or []
+        names = [str(model["id"]) for model in listed]
+        if len(names) != 1:
+            raise EngineError(
+                f"{self.base_url} lists {len(names)} models: {', '.join(names[:8])}",
+                "name the model to evaluate",
+                kind="foreign",
+            )
+        self.model = names[0]
+
+    async def _request_json(
+        self, method: str, path: str, body: bytes | None = None
+    ) -> dict[str, Any]:
+        data = await self.request(method, path, body)
+        try:
+            return msgspec.json.decode(data, type=dict[str, Any])
+        except msgspec.MsgspecError as error:
+            raise EngineError(
+                f"{self.base_url}{path} does not answer as an OpenAI endpoint: {error}",
+                self.unreachable_fix,
+                kind="foreign",
+            ) from error
+
+    def read_error(self, status: int, data: bytes) -> EngineError:
+        text, code = data[:300].decode(errors="replace"), "foreign"
+        try:
+            error = msgspec.json.decode(data)["error"]
+            text, code = str(error.get("message") or text), str(error.get("code") or code)
+        except (msgspec.MsgspecError, KeyError, TypeError, AttributeError):
+            pass
+        fix = self.unreachable_fix if status == 404 else "see the endpoint's docs"
+        return EngineError(f"{self.base_url} answered {status}: {text}", fix, code, status)
