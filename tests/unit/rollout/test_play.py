@@ -49,8 +49,13 @@ def play(tiny_model: Path, store: MediaStore):
             renderer=renderer, store=store, client=client, modality="image", max_tokens=4
         )
         player = RolloutPlayer(Returns(result), chats, timeout_s=0.2)
-        played = asyncio.run(player.play(RolloutRequest("r", "g", 0, "train", 1, 1.0)))
-        return decode_trace(encode_trace(played.trace))
+
+        async def main() -> Trace:
+            played = await player.play(RolloutRequest("r", "g", 0, "train", 1, 1.0))
+            await player.close()
+            return decode_trace(encode_trace(played.trace))
+
+        return asyncio.run(main())
 
     return run
 
