@@ -22,7 +22,7 @@ from sightline.bench.harness.workspace import (
     open_renderer,
     write_tiny,
 )
-from sightline.launch.processes import temporary_server_process
+from sightline.launch.processes import read_address, start_sightline
 from sightline.message import user
 from sightline.rollout.client import GenerateClient
 from sightline.rollout.router import ServerRouter
@@ -76,14 +76,15 @@ def run(args: argparse.Namespace) -> int:
         media = Path(folder) / "media"
         more = [f"--max-model-len={MAX_LEN}", f"--max-num-seqs={max(16, args.rollouts)}"]
         more += [f"--device={args.device}", f"--dtype={args.dtype}"]
+        words = ["serve", str(args.model), "--media", str(media), "--port", "0"]
+        words += ["--threads", str(args.threads), *more]
         for num_killed, num in CASES:
             with ExitStack() as stack:
-                servers = dict(
-                    stack.enter_context(
-                        temporary_server_process(args.model, media, more, args.threads)
-                    )
-                    for _ in range(num)
-                )
+                processes = [start_sightline(words, args.threads) for _ in range(num)]
+                for process in processes:
+                    stack.callback(process.communicate)
+                    stack.callback(process.terminate)
+                servers = {read_address(process): process for process in processes}
                 failover = Failover(args, media, servers, num_killed)
                 asyncio.run(failover.play())
             table.add_row(f"{num_killed} of {num}", *failover.cells())

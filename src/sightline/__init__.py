@@ -29,7 +29,7 @@ if TYPE_CHECKING:
     from sightline.envs import BlockingChat, Chat, Conversation, Environment, Outcome, Task
     from sightline.families import load_family, load_renderer
     from sightline.launch.evaluate import evaluate
-    from sightline.launch.train import train
+    from sightline.launch.jobs import train
     from sightline.media import MediaRef, MediaStore, open_store
     from sightline.message import Message, assistant, system, user, video
     from sightline.trace import Trace
@@ -79,7 +79,7 @@ _LAZY_NAMES = {
     "envs": ("BlockingChat", "Chat", "Conversation", "Environment", "Outcome", "Task"),
     "families": ("load_family", "load_renderer"),
     "launch.evaluate": ("evaluate",),
-    "launch.train": ("train",),
+    "launch.jobs": ("train",),
     "media": ("MediaRef", "MediaStore", "open_store"),
     "message": ("Message", "assistant", "system", "user", "video"),
     "trace": ("Trace",),

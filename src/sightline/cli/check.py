@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from sightline.config import AnyRun
-    from sightline.launch.checks.check import Finding
+    from sightline.launch.checks import Finding
     from sightline.launch.training_run import TrainingJob
 
 
@@ -26,8 +26,7 @@ def run(args: argparse.Namespace) -> int:
     from sightline.cli.config import detect_file_kind
     from sightline.cli.training import check_packages
     from sightline.config import RunFile
-    from sightline.launch.rl import RlJob
-    from sightline.launch.sft import SftJob
+    from sightline.launch.jobs import RlJob, SftJob
 
     check_packages()
     if detect_file_kind(args.file) is RunFile:

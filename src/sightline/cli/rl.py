@@ -35,7 +35,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    from sightline.launch.rl import RlJob
+    from sightline.launch.jobs import RlJob
 
     if args.on:
         args.overrides = [*args.overrides, f"launch.on={args.on}"]

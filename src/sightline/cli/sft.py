@@ -13,6 +13,6 @@ add_arguments = training.add_arguments
 
 
 def run(args: argparse.Namespace) -> int:
-    from sightline.launch.sft import SftJob
+    from sightline.launch.jobs import SftJob
 
     return training.run_training(SftJob(), args)

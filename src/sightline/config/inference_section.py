@@ -7,7 +7,7 @@ from urllib.parse import urlsplit
 from pydantic import Field, model_validator
 
 from sightline.config.secret_refs import InvalidSetting, resolve_secret
-from sightline.config.section import ConfigSection, Keywords, Mutable, SecretRef
+from sightline.config.section import ConfigSection, Device, Keywords, Mutable, SecretRef
 
 
 class InferenceConfig(ConfigSection):
@@ -46,7 +46,7 @@ class InferenceConfig(ConfigSection):
     """PEM file of the private key of `tls_cert`."""
     port: Mutable[int] = Field(0, ge=0, le=65535)
     """Port of the server. 0 chooses a free one."""
-    device: str = "auto"
+    device: Device = "auto"
     """Device of the server: cpu, cuda or auto."""
     threads: Mutable[int] = Field(0, ge=0)
     """Number of compute threads of the server. 0 shares the cores with the trainer."""

@@ -13,6 +13,7 @@ Mutable = Annotated[Value, Field(json_schema_extra={"mutable": True})]
 """A setting that may change when a run resumes."""
 SecretRef = Annotated[str, AfterValidator(check_reference)]
 """A reference to a secret: env:NAME or file:PATH. It never holds the secret itself."""
+Device = Annotated[str, Field(pattern=r"^(auto|cpu|cuda(:\d+)?)$")]
 Keywords = Annotated[dict[str, Any], AfterValidator(check_table)]
 """A table of keyword arguments. Secrets in it must be references."""
 

@@ -8,7 +8,7 @@ from urllib.parse import urlsplit
 from pydantic import Field, model_validator
 
 from sightline.config.secret_refs import InvalidSetting, resolve_secret
-from sightline.config.section import ConfigSection, Keywords, Mutable, SecretRef
+from sightline.config.section import ConfigSection, Device, Keywords, Mutable, SecretRef
 from sightline.errors import ConfigError
 
 MIX = "mix"
@@ -286,7 +286,7 @@ class TrainerConfig(ConfigSection):
     `[media] root`, which other machines reach too), broadcast (torch.distributed, on one machine),
     ipc (memory that trainer and embedded servers share on one machine), or one that an installed
     package provides. auto is ipc if both use the machine's GPUs, and files otherwise."""
-    device: str = "auto"
+    device: Device = "auto"
     """Device of the trainer: cpu, cuda or auto."""
     ranks: Mutable[int] = Field(1, ge=1)
     """Number of trainer processes that share the model and the work."""

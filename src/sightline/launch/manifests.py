@@ -26,7 +26,6 @@ HOME = "/sightline"
 RUN_FILE = "/etc/sightline/run.toml"
 LAUNCHER = "launcher"
 RESTARTS = 20
-KUBERNETES_KEYS = ("image", "namespace", "volume_claim", "node_selector", "env_from")
 
 Table = dict[str, Any]
 
@@ -47,18 +46,13 @@ def build_secrets(file: RunFile) -> str:
 def build_kubernetes(file: RunFile, text: str, overrides: Sequence[str]) -> list[Table]:
     """Return the manifests of a run whose run file has this `text`."""
     settings = file.launch.kubernetes
-    if unknown := settings.keys() - set(KUBERNETES_KEYS):
+    required = {"image", "volume_claim"}
+    if not (required <= settings.keys() <= required | {"namespace", "node_selector", "env_from"}):
         raise ConfigError(
-            f"[launch.kubernetes] has the unknown key {sorted(unknown)[0]}",
-            f"use {', '.join(KUBERNETES_KEYS)}",
+            f"[launch.kubernetes] has the keys {', '.join(settings) or 'none'}",
+            "set image (which docker/Dockerfile builds) and volume_claim (for the run directory); "
+            "namespace, node_selector and env_from are optional",
         )
-    for key in ("image", "volume_claim"):
-        if not settings.get(key):
-            raise ConfigError(
-                f"[launch.kubernetes] has no {key}",
-                "set the image that docker/Dockerfile builds, and the volume claim for the run "
-                "directory",
-            )
     name = make_name(file.run.name)
     specs = plan_run(file, Path(), name, Endpoints(f"tcp://{name}:{get_port(file)}"))
     run = {"name": "run", "configMap": {"name": f"{name}-run"}}

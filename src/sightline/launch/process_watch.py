@@ -116,18 +116,11 @@ def bound_logs(
     """
     for path in folder.glob("*.log"):
         with suppress(OSError):
-            if path.stat(follow_symlinks=False).st_blocks * 512 > max_bytes:
-                _punch_hole(path, tail_bytes)
-
-
-def _punch_hole(path: Path, tail_bytes: int) -> None:
-    handle = os.open(path, os.O_RDWR | os.O_NOFOLLOW)
-    try:
-        end = (os.fstat(handle).st_size - tail_bytes) // _BLOCK * _BLOCK
-        hole = (ctypes.c_longlong(0), ctypes.c_longlong(end))
-        if ctypes.CDLL(None).fallocate(handle, _KEEP_SIZE_AND_PUNCH_HOLE, *hole) == 0:
-            os.pwrite(
-                handle, f"[the first {end} bytes were cut: the log is too long]\n".encode(), 0
-            )
-    finally:
-        os.close(handle)
+            if path.stat(follow_symlinks=False).st_blocks * 512 <= max_bytes:
+                continue
+            with open(os.open(path, os.O_RDWR | os.O_NOFOLLOW), "r+b") as file:
+                end = (os.fstat(file.fileno()).st_size - tail_bytes) // _BLOCK * _BLOCK
+                hole = (ctypes.c_longlong(0), ctypes.c_longlong(end))
+                libc = ctypes.CDLL(None)
+                if libc.fallocate(file.fileno(), _KEEP_SIZE_AND_PUNCH_HOLE, *hole) == 0:
+                    file.write(f"[the first {end} bytes were cut: the log is too long]\n".encode())

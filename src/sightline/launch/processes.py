@@ -3,7 +3,7 @@
     launcher --starts--> server, trainer, worker-0.., orchestrator
       waits for: the orchestrator's end      unblocked by: the last step, a signal, a failure
 
-A process that dies and is not restarted (`restarts`, `worker_supervisor`) ends the run, and the
+A process that dies and is not restarted (`supervision`) ends the run, and the
 launcher names it and the cause. The first Ctrl-C or SIGTERM stops the run cleanly, a second one
 kills it.
 """
@@ -33,7 +33,6 @@ from sightline.run.machine import build_environ
 from sightline.run.rights import derive_rights
 from sightline.run.run_dir import show_path
 from sightline.transport.listen import choose_listen_fix
-from sightline.wire.disk import FIX, measure_free_bytes
 from sightline.wire.rank_messages import EXIT_OTHER_RANK_FAILED
 
 POLL_S = 0.2
@@ -46,8 +45,6 @@ NUM_SHOWN_CHARS = 500
 """The end of a log that is searched for its last line, and how much of that line is shown."""
 MAX_CHECK_GAP_S = 5.0
 """Longest time between two checks of the heartbeats that counts as silence."""
-FULL_BYTES = 1 << 20
-"""With less free space than this, a process cannot write why it failed."""
 
 
 @dataclass(frozen=True)
@@ -224,10 +221,6 @@ class Processes:
             error = json.loads(file.read_text())
             fix = "; ".join(part for part in (error["fix"], resume) if part)
             return ProcessFailed(f"{name} {how}: {error['problem']}", fix)
-        if (free := measure_free_bytes(file)) < FULL_BYTES:
-            return ProcessFailed(
-                f"{name} {how}; the disk of {file.parent} has {free} bytes free", FIX
-            )
         line = _find_last_line(log)
         last = f"; the last line of its log: {line}" if line and exit_code > 0 else ""
         fix = ", ".join(part for part in (f"see {log}", resume) if part)
@@ -268,28 +261,23 @@ class TrainerWatchdog:
             self.processes.run_dir.heartbeat(name).unlink(missing_ok=True)
 
     def check(self) -> None:
-        """Raise if a trainer's heartbeat has stopped."""
+        """Raise if the time of a trainer's heartbeat file has not changed for too long."""
         # Time in which the launcher itself did not run does not count.
         passed_s = min(self.clock() - self._last_check, MAX_CHECK_GAP_S)
         self._last_check = self.clock()
         for name in self.names:
-            silent_s = self._measure_silence(name, passed_s)
-            is_silent = 0 < self.stall_timeout_s < silent_s
+            self._silent_s[name] += passed_s
+            with suppress(FileNotFoundError):  # it is still importing
+                heartbeat = self.processes.run_dir.heartbeat(name).stat().st_mtime_ns
+                if heartbeat != self._heartbeats[name]:
+                    self._heartbeats[name], self._silent_s[name] = heartbeat, 0.0
+            is_silent = 0 < self.stall_timeout_s < self._silent_s[name]
             if is_silent and self.processes.exit_code(name) is None:
                 raise ProcessFailed(
-                    f"{name} gave no heartbeat for {silent_s:.0f} s: its process is stopped, or "
-                    "never releases the interpreter",
+                    f"{name} gave no heartbeat for {self._silent_s[name]:.0f} s: its process is "
+                    "stopped, or never releases the interpreter",
                     f"resume with `{self.processes.resume_command}`",
                 )
-
-    def _measure_silence(self, name: str, passed_s: float) -> float:
-        """Return how long the file's time has not changed, independent of the system clock."""
-        self._silent_s[name] += passed_s
-        with suppress(FileNotFoundError):  # it is still importing
-            heartbeat = self.processes.run_dir.heartbeat(name).stat().st_mtime_ns
-            if heartbeat != self._heartbeats[name]:
-                self._heartbeats[name], self._silent_s[name] = heartbeat, 0.0
-        return self._silent_s[name]
 
 
 def start_sightline(words: Sequence[str], threads: int) -> subprocess.Popen[str]:
@@ -307,27 +295,23 @@ def temporary_server(
     model: Path, media: Path | str, more: Sequence[str] = (), threads: int = 1
 ) -> Iterator[str]:
     """Yield the address of a server; `more` are options of `sightline serve`."""
-    with temporary_server_process(model, media, more, threads) as (address, _):
-        yield address
-
-
-@contextmanager
-def temporary_server_process(
-    model: Path, media: Path | str, more: Sequence[str] = (), threads: int = 1
-) -> Iterator[tuple[str, subprocess.Popen[str]]]:
-    """Yield the address of a server, and its process."""
     words = ["serve", str(model), "--media", str(media), "--port", "0", "--threads", str(threads)]
     process = start_sightline([*words, *more], threads)
     try:
-        assert process.stdout is not None
-        # An engine may print other lines first.
-        listening = next((line for line in process.stdout if line.startswith("serving ")), "")
-        if not listening:
-            raise ProcessFailed("the server exited while starting", "see its output above")
-        yield listening.split()[-1], process
+        yield read_address(process)
     finally:
         process.terminate()
         process.communicate()
+
+
+def read_address(server: subprocess.Popen[str]) -> str:
+    """Wait until a server listens, and return its address."""
+    assert server.stdout is not None
+    # An engine may print other lines first.
+    listening = next((line for line in server.stdout if line.startswith("serving ")), "")
+    if not listening:
+        raise ProcessFailed("the server exited while starting", "see its output above")
+    return listening.split()[-1]
 
 
 class SignalCounter:

@@ -1,4 +1,4 @@
-"""The processes of a run: their resources, commands, and what happens when they fail.
+"""The processes of a run: their resources and commands.
 
     run file --> plan --> started here, over ssh, as Ray actors or as Slurm steps
                       |--> printed: `--dry-run`, Kubernetes manifests
@@ -17,7 +17,6 @@ from dataclasses import dataclass, replace
 from math import ceil
 from pathlib import Path
 
-from sightline.compute.weight_transport import find_transport
 from sightline.config import RunFile
 from sightline.errors import ConfigError
 from sightline.launch.process_spec import ProcessSpec, Resources
@@ -170,7 +169,7 @@ def describe_plan(file: RunFile, specs: list[ProcessSpec]) -> str:
             where = f"by `{shlex.join(spec.host)}`"
         here = replace(spec.resources, cpus=spec.threads)
         resources = _describe(here if where == "here" else spec.resources)
-        lines.append(f"{spec.name} ({where}): {resources}; {_describe_end(file, spec)}")
+        lines.append(f"{spec.name} ({where}): {resources}")
         lines.append(f"    {shlex.join(spec.command)}")
     return "\n".join(lines)
 
@@ -192,20 +191,6 @@ def describe_total(file: RunFile) -> str:
     if file.launch.on == "slurm":
         parts += f", {len(count_components(file))} nodes or more"
     return f"total on {file.launch.on}: {_describe(total)}; {parts}"
-
-
-def _describe_end(file: RunFile, spec: ProcessSpec) -> str:
-    """Describe what happens when the process fails."""
-    if spec.name == LEADER:
-        return "its end ends the run"
-    if file.launch.cluster_starts_processes and file.launch.is_elsewhere(spec.name):
-        return f"restarted by {file.launch.on}"
-    restarts = file.launch.restart
-    if spec.name == TRAINER:
-        return f"restarted {restarts} times" if restarts else "its failure ends the run"
-    if not spec.name.startswith("worker-") and find_transport(file).is_sent_once:
-        return "its failure ends the run"
-    return "restarted"
 
 
 def describe_address(file: RunFile) -> str:

@@ -20,9 +20,9 @@ from sightline.errors import ConfigError
 from sightline.launch import slurm
 from sightline.launch.checks.settings import check_compatible_settings
 from sightline.launch.claim import write_private
+from sightline.launch.jobs import RlJob
 from sightline.launch.manifests import build_kubernetes, build_secrets, make_name
 from sightline.launch.processes import num_cores
-from sightline.launch.rl import RlJob
 from sightline.launch.run_plan import (
     Endpoints,
     count_components,
@@ -31,8 +31,8 @@ from sightline.launch.run_plan import (
     describe_total,
     plan_run,
 )
+from sightline.launch.supervision import resolve_workers
 from sightline.launch.training_run import resume_run, start_run
-from sightline.launch.worker_supervisor import resolve_workers
 from sightline.run import RunDir
 from sightline.view.run_status import STOPPED, get_status
 
@@ -66,54 +66,44 @@ class Request:
 
 
 def submit_run(request: Request, dry_run: bool, output: Path | None) -> None:
-    """Write the cluster's files, and submit them if that is a Slurm job."""
-    file, seeds = load_config(RunFile, request.path, list(request.overrides)), request.seeds
-    slurm.check_seeds(seeds)
+    """Write the cluster's files, and submit them if that is a Slurm job. `dry_run` and `output`
+    only show them."""
+    file = load_config(RunFile, request.path, list(request.overrides))
     on = file.launch.on
-    _check_output(on, output)
-    if seeds and on != "slurm":
+    if request.seeds and on != "slurm":
         raise ConfigError("--seeds requires --on slurm", "elsewhere use run.seed=0,1,2,3")
-    file, _ = resolve_workers(file, num_cores())
-    check_compatible_settings(file)
-    if seeds and len(count_components(file)) > 1:
-        for seed in slurm.expand_seeds(seeds):
-            seed_overrides = (f"run.seed={seed}", f"run.name={file.run.name}-seed{seed}")
-            overrides = (*request.overrides, *seed_overrides)
+    if output is not None and on in ("local", "ray"):
+        raise ConfigError(f"-o {output} requires --on slurm or kubernetes", "remove -o")
+    if request.seeds:
+        for seed in slurm.expand_seeds(request.seeds):
+            naming = (f"run.seed={seed}", f"run.name={file.run.name}-seed{seed}")
+            overrides = (*request.overrides, *naming)
             submit_run(replace(request, overrides=overrides, seeds=""), dry_run, output)
         return
+    file, _ = resolve_workers(file, num_cores())
+    check_compatible_settings(file)
     folder = Path(file.run.dir).absolute()
     at = Endpoints(describe_address(file), file.inference.servers)
     specs = plan_run(file, folder / f"{file.run.name}-001", RUN_ID, at)
     files = _build_files(file, request)
     if dry_run or output is not None or on != "slurm":
-        sbatch_result = slurm.check_script(*files.values()) if on == "slurm" else ""
         _show(files, output)
         if not file.launch.cluster_starts_processes:
             print(describe_plan(file, specs))
+        elif output is not None:
+            _write_secrets(file, output)
+        else:
+            print(f"# -o DIR writes these files and {SECRETS}")
         if on != "local":
             # As a comment: the output may be parsed as YAML.
             print(f"# {describe_total(file)}")
-        if on == "slurm":
-            print(f"# {sbatch_result}")
-        elif file.launch.cluster_starts_processes and output is not None:
-            _write_secrets(file, output)
-        elif file.launch.cluster_starts_processes:
-            print(f"# -o DIR writes these files and {SECRETS}")
         return
     folder.mkdir(parents=True, exist_ok=True)
     (script := folder / f"{file.run.name}.sbatch").write_text(files[script.name])
     job = slurm.submit(script)
     print(f"job: {job} ({script})")
-    print(f"follow: tail -F {folder}/slurm-{job}{'_*' * bool(seeds)}.log; squeue -j {job}")
+    print(f"follow: tail -F {folder}/slurm-{job}.log; squeue -j {job}")
     print(f"stop: scancel --signal=TERM --batch {job}")
-
-
-def _check_output(on: str, output: Path | None) -> None:
-    if output is not None and on in ("local", "ray"):
-        raise ConfigError(
-            f'-o {output} has no effect: [launch] on = "{on}" needs no files',
-            "remove -o, or choose a cluster: --on slurm or kubernetes",
-        )
 
 
 def _build_files(file: RunFile, request: Request) -> dict[str, str]:
@@ -122,7 +112,7 @@ def _build_files(file: RunFile, request: Request) -> dict[str, str]:
         words = replace(request, path=request.path.absolute()).words
         words += [f"rollout.workers={file.rollout.workers}"]
         command = [file.launch.python, *words]
-        script = slurm.build_script(file, count_components(file), command, request.seeds)
+        script = slurm.build_script(file, count_components(file), command)
         return {f"{file.run.name}.sbatch": script}
     if file.launch.on != "kubernetes":
         return {}

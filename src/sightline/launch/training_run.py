@@ -50,7 +50,7 @@ from sightline.launch.processes import (
     num_cores,
     watch_processes,
 )
-from sightline.launch.restarts import TrainerSupervisor
+from sightline.launch.supervision import TrainerSupervisor
 from sightline.launch.torchrun import (
     TorchrunContext,
     build_local_specs,
@@ -105,18 +105,11 @@ class TrainingJob(ABC, Generic[AnyRun]):
         """Return a function that restarts processes; it is called repeatedly."""
         return lambda: None
 
-    def count_restarts(self, file: AnyRun) -> int:
-        """Return how often a trainer that ends is restarted."""
-        return 0
-
     def reserve(
         self, file: AnyRun, run_dir: RunDir, specs: list[ProcessSpec]
     ) -> AbstractContextManager[None]:
         """Reserve room for the processes on a cluster."""
         return contextlib.nullcontext()
-
-    def get_logging(self, file: AnyRun) -> LoggingConfig:
-        return LoggingConfig()
 
     def release(self, file: AnyRun, run_dir: RunDir) -> None:
         """Release what would outlast the run's processes."""
@@ -213,9 +206,8 @@ def _run(
     events = EventLog(run_dir.metrics, "launcher")
     processes = Processes(run_dir, job.command)
     supervise = _build_supervision(job, file, processes, specs, events, context)
-    sinks = SinkProcess(
-        job.get_logging(file), run_dir, lambda words: events.write("sink", words=words)
-    )
+    logging = file.logging if isinstance(file, RunFile) else LoggingConfig()
+    sinks = SinkProcess(logging, run_dir, lambda words: events.write("sink", words=words))
     view = find_notebook_view(run_dir) or job.open_view(file, run_dir)
     failure, was_stopped = None, False
     try:
@@ -261,23 +253,19 @@ def _build_supervision(
     replace_broken = job.build_supervisor(file, processes, specs, events)
     ranks = [spec.name for spec in specs if spec.name.partition("-")[0] == job.trainer]
     watchdog = TrainerWatchdog(processes, ranks, file.trainer.stall_timeout_s)
-    restarts = job.count_restarts(file)
+    restarts = file.launch.restart if isinstance(file, RunFile) else 0
     if restarts and context is not None and context.size > 1:
         raise ConfigError(
             f"[launch] restart = {restarts} cannot restart ranks that torchrun started",
             "set it to 0, and let torchrun restart the run with --resume",
         )
-    trainer = TrainerSupervisor(
-        processes,
-        [spec for spec in specs if spec.name in ranks],
-        watchdog,
-        restarts,
-        lambda words: events.write("process", words=words),
-    )
+    trainers = [spec for spec in specs if spec.name in ranks]
 
-    stopped = StoppedProcessWatch(
-        processes.list_pids, lambda words: events.write("process", words=words)
-    )
+    def report(text: str) -> None:
+        events.write("process", words=text)
+
+    trainer = TrainerSupervisor(processes, trainers, watchdog, restarts, report)
+    stopped = StoppedProcessWatch(processes.list_pids, report)
 
     def supervise() -> None:
         replace_broken()

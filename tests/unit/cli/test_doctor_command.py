@@ -14,7 +14,7 @@ import pytest
 import tiny_run
 
 from sightline.cli.main import main
-from sightline.launch.checks.check import Finding
+from sightline.launch.checks import Finding
 from sightline.launch.checks.table import examine_run
 from sightline.launch.claim import lock_run_dir
 from sightline.launch.process_watch import MARK_VARIABLE, build_mark

@@ -30,4 +30,4 @@ def test_no_process_of_a_run_reaches_a_reader_of_runs() -> None:
 
 
 def test_the_launcher_shows_the_run() -> None:
-    assert "sightline.view.console" in list_reachable("sightline.launch.rl")
+    assert "sightline.view.console" in list_reachable("sightline.launch.jobs")

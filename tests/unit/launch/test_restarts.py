@@ -11,7 +11,7 @@ import pytest
 
 from sightline.errors import ProcessFailed
 from sightline.launch.processes import Processes, ProcessSpec, TrainerWatchdog
-from sightline.launch.restarts import ServerSupervisor, TrainerSupervisor
+from sightline.launch.supervision import ServerSupervisor, TrainerSupervisor
 from sightline.run import RunDir
 
 

@@ -10,8 +10,8 @@ import pytest
 from sightline.config import RunFile, load_config
 from sightline.errors import ConfigError, ResumeRefused
 from sightline.launch.checks.table import Report, ignore
+from sightline.launch.jobs import RlJob
 from sightline.launch.process_spec import ProcessSpec
-from sightline.launch.rl import RlJob
 from sightline.launch.run_plan import LEADER
 from sightline.launch.submit import run_job
 from sightline.run import RunDir

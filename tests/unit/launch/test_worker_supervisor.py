@@ -14,7 +14,7 @@ import pytest
 from sightline.config import RunFile, validate_config
 from sightline.errors import ProcessFailed
 from sightline.launch.processes import Processes, ProcessSpec
-from sightline.launch.worker_supervisor import (
+from sightline.launch.supervision import (
     WorkerSupervisor,
     count_in_flight,
     get_memory_limit,

@@ -9,7 +9,7 @@ from typing import Any
 
 from sightline.envs import Environment, Task
 from sightline.families import load_renderer
-from sightline.launch.worker_supervisor import SILENCE_TIMEOUT_S
+from sightline.launch.supervision import SILENCE_TIMEOUT_S
 from sightline.media import MediaStore
 from sightline.rollout.chat_sources import PolicyChats
 from sightline.rollout.client import GenerateClient

@@ -9,7 +9,7 @@ from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
 import sightline
-from sightline.launch.checks.check import Check, Finding
+from sightline.launch.checks import Check, Finding
 from sightline.launch.processes import num_cores
 from sightline.run.machine import has_gpu
 
@@ -17,7 +17,6 @@ MACHINE = "machine"
 MIN_PYTHON = (3, 11)
 SPARE_BYTES = 1 << 30
 """Free disk space that a run leaves untouched."""
-PACKAGES = ("torch", "transformers", "tokenizers", "pillow", "safetensors", "vllm")
 EXTRAS = {
     "train": ("torch transformers safetensors jaxtyping", "rl, sft, serve, eval, check, export"),
     "view": ("fastapi", "view"),
@@ -93,12 +92,6 @@ def find_version(package: str) -> str:
         return version(package)
     except PackageNotFoundError:
         return ""
-
-
-def describe_versions() -> str:
-    versions = {name: find_version(name) for name in PACKAGES}
-    installed = [f"{name} {number}" for name, number in versions.items() if number]
-    return ", ".join([f"python {sys.version.split()[0]}", *installed])
 
 
 MACHINE_CHECKS = (

@@ -2,19 +2,30 @@
 
 from __future__ import annotations
 
-import io
+import asyncio
 import json
 import math
 import shutil
 import subprocess
 import tempfile
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 import sightline
 from sightline.config import AnyRun, EnvConfig, ModelConfig, RunFile, SftFile
 from sightline.envs.drawing import DIGITS, draw_glyph, encode_png
 from sightline.envs.environment_info import EnvironmentInfo, get_environment_info
-from sightline.errors import ConfigError, DiskFull, FamilyError
+from sightline.envs.protocol import build_environment
+from sightline.errors import (
+    SMALLER_IMAGES,
+    ConfigError,
+    DiskFull,
+    EngineError,
+    EnvironmentFailed,
+    FamilyError,
+    find_fix,
+    summarize_traceback,
+)
 from sightline.families import Family, load_family, load_renderer
 from sightline.families.checkpoint_files import read_json, read_shapes
 from sightline.families.hub import resolve_checkpoint
@@ -23,15 +34,24 @@ from sightline.launch.checks.settings import is_elsewhere
 from sightline.media import MediaStore, open_store
 from sightline.media.remote import START_DEADLINE_S
 from sightline.message import user
+from sightline.rollout.chat_sources import build_policy_chats
+from sightline.rollout.client import GenerateClient
 from sightline.rollout.engines import load_engine
+from sightline.rollout.evaluation import build_eval_request
+from sightline.rollout.player import RolloutPlayer
 from sightline.run import RunDir
 from sightline.run.machine import build_environ, runs_on_cpu
+from sightline.run.stages import NO_STAGE, Stage
 from sightline.trainer.conversations import check_rows_for_images
+from sightline.wire.generate import GenerateRequest, GenerateResponse
 
+NUM_TASKS = 3
+MEASURED = "measured"
 STATES_PER_CHECKPOINT = 3
 """A checkpoint holds the weights and AdamW's two moments."""
 STATES_IN_TRAINING = 4
 """Training holds weights, gradients and AdamW's two moments, in float32."""
+ENVIRONMENT_MODULE = "sightline.envs.environment_info"
 MODULE_TIMEOUT_S = 300.0
 """Importing a large package from a cold disk can take a minute."""
 
@@ -48,16 +68,30 @@ def find_family(config: RunFile | SftFile) -> Family:
     see the images that the environment or the data shows."""
     if config.env is not None:
         python = config.rollout.python if isinstance(config, RunFile) else ""
-        return check_model(config.model, config.env, python)
-    assert isinstance(config, SftFile) and config.data is not None
-    shows_media = check_rows_for_images(config.data, config.run.seed)
-    return check_checkpoint(config.model, f"[data] {config.data.path}", shows_media)
-
-
-def check_model(model: ModelConfig, env: EnvConfig, python: str = "") -> Family:
-    """Return the checkpoint's family if it suits the environment, which `python` can import."""
-    environment = describe_environment(env, python)
-    return check_checkpoint(model, f"[env] {environment.name!r}", environment.shows_media)
+        environment = describe_environment(config.env, python)
+        shown_by, shows_media = f"[env] {environment.name!r}", environment.shows_media
+    else:
+        assert isinstance(config, SftFile) and config.data is not None
+        shows_media = check_rows_for_images(config.data, config.run.seed)
+        shown_by = f"[data] {config.data.path}"
+    path = Path(config.model.path)
+    if not path.is_dir():
+        raise ConfigError(
+            f"[model] path = {config.model.path!r} is not a folder",
+            "name a checkpoint's folder, or create one with `sightline model tiny DIR`",
+        )
+    family = load_family(path, config.model.exact, **config.model.overrides())
+    if shows_media and not family.shows_media:
+        raise ConfigError(
+            f"{shown_by} shows images, but [model] path = {config.model.path!r} has no vision tower",
+            "choose a vision-language checkpoint, or conversations without images",
+        )
+    if not any(path.glob("*.safetensors")):
+        raise ConfigError(
+            f"[model] path = {config.model.path!r} has no weights", "add its *.safetensors files"
+        )
+    check_token_ids(config.model, family)
+    return family
 
 
 def describe_environment(
@@ -67,9 +101,19 @@ def describe_environment(
     it. Raise if that interpreter has another version of Sightline."""
     if not python:
         return get_environment_info(env)
-    setting = f"[rollout] python = {python!r}"
-    text = run_module(setting, python, "sightline.envs.environment_info", env.model_dump_json())
-    answer = json.loads(text)
+    setting, command = f"[rollout] python = {python!r}", [python, "-m", ENVIRONMENT_MODULE]
+    try:
+        text = subprocess.run(
+            command, input=env.model_dump_json(), capture_output=True, text=True,
+            timeout=MODULE_TIMEOUT_S, env=build_environ(threads=1), check=True,
+        ).stdout  # fmt: skip
+    except (OSError, subprocess.SubprocessError) as error:
+        output = getattr(error, "stderr", None) or str(error)
+        raise ConfigError(
+            f"{setting} cannot run {ENVIRONMENT_MODULE}: {output.strip().splitlines()[-1]}",
+            "name the python of a virtual environment with sightline-rl and [env]'s package",
+        ) from error
+    answer = json.loads(text.strip().splitlines()[-1])
     if answer["version"] != version:
         raise ConfigError(
             f"{setting} has sightline {answer['version']}, and this is {version}",
@@ -80,49 +124,6 @@ def describe_environment(
     return EnvironmentInfo(answer["name"], answer["shows_media"])
 
 
-def run_module(setting: str, python: str, module: str, text: str) -> str:
-    """Run a module of Sightline in another interpreter, and return its last line of output."""
-    try:
-        process = subprocess.run(
-            [python, "-m", module], input=text, capture_output=True, text=True,
-            timeout=MODULE_TIMEOUT_S, env=build_environ(threads=1), check=False,
-        )  # fmt: skip
-    except (OSError, subprocess.TimeoutExpired) as error:
-        raise ConfigError(
-            f"{setting} does not run: {error}",
-            "name the python of a virtual environment that has sightline-rl",
-        ) from error
-    if process.returncode != 0:
-        lines = process.stderr.strip().splitlines() or [f"exit status {process.returncode}"]
-        raise ConfigError(
-            f"{setting} cannot run {module}: {lines[-1]}",
-            f"try `{python} -m sightline --version`; it needs sightline and [env]'s package",
-        )
-    return process.stdout.strip().splitlines()[-1]
-
-
-def check_checkpoint(model: ModelConfig, shown_by: str, shows_media: bool) -> Family:
-    """Return the family of a complete checkpoint, which has a vision tower if `shows_media`."""
-    path = Path(model.path)
-    if not path.is_dir():
-        raise ConfigError(
-            f"[model] path = {model.path!r} is not a folder",
-            "name a checkpoint's folder, or create one with `sightline model tiny DIR`",
-        )
-    family = load_family(path, model.exact, **model.overrides())
-    if shows_media and not family.shows_media:
-        raise ConfigError(
-            f"{shown_by} shows images, but [model] path = {model.path!r} has no vision tower",
-            "choose a vision-language checkpoint, or conversations without images",
-        )
-    if not any(path.glob("*.safetensors")):
-        raise ConfigError(
-            f"[model] path = {model.path!r} has no weights", "add its *.safetensors files"
-        )
-    check_token_ids(model, family)
-    return family
-
-
 def check_token_ids(model: ModelConfig, family: Family) -> None:
     """Raise if the checkpoint's files disagree about image tokens or about tokens that end a
     turn."""
@@ -131,7 +132,7 @@ def check_token_ids(model: ModelConfig, family: Family) -> None:
         store = MediaStore(Path(folder))
         renderer = load_renderer(path, store, family, number_images=model.number_images)
         if family.shows_media:
-            rendered = renderer.render([user(store.put(draw_probe_images()[0]))])
+            rendered = renderer.render([user(store.put(draw_probe_image()))])
             slot = rendered.slots[0]
             offsets = slot.offset + family.feature_offsets(slot.item)
             token_ids = {rendered.token_ids[offset] for offset in offsets}
@@ -152,14 +153,8 @@ def check_token_ids(model: ModelConfig, family: Family) -> None:
             )
 
 
-def draw_probe_images() -> list[bytes]:
-    """Return a picture in three sizes, each as PNG and as JPEG: their decoders differ the most."""
-    images = []
-    for size in ((64, 64), (150, 91), (420, 236)):
-        image = draw_glyph(DIGITS["5"], 30).convert("RGB").resize(size)
-        image.save(file := io.BytesIO(), "JPEG")
-        images += [encode_png(image), file.getvalue()]
-    return images
+def draw_probe_image() -> bytes:
+    return encode_png(draw_glyph(DIGITS["5"], 30).convert("RGB").resize((64, 64)))
 
 
 def describe_family(model: ModelConfig, family: Family, engine: str = "") -> str:
@@ -235,3 +230,49 @@ def check_disk(config: RunFile | SftFile, run_dir: RunDir, spare_bytes: int = SP
             + (", or lower keep_checkpoints" if free > spare_bytes else ""),
         )
     return f"{needed / 1e9:.1f} GB of {free / 1e9:.1f} GB free"
+
+
+@dataclass
+class _PromptMeter(GenerateClient):
+    """Records the length of each prompt, and answers none."""
+
+    lengths: list[int] = field(default_factory=list, kw_only=True)
+
+    async def generate(self, request: GenerateRequest, turn: Stage = NO_STAGE) -> GenerateResponse:
+        self.lengths.append(len(request.token_ids))
+        raise EngineError("the prompt was measured", "", kind=MEASURED)
+
+
+def check_prompts(config: RunFile | SftFile) -> str:
+    """Raise if the first prompt of a task leaves no room for an answer. Plays up to that prompt."""
+    if not isinstance(config, RunFile) or config.rollout.python:
+        return "not measured: no environment in this interpreter"
+    limit, meter = config.inference.max_model_len, _PromptMeter("http://none.invalid")
+
+    async def play(folder: str) -> None:
+        chats = build_policy_chats(config, [meter.base_url], MediaStore(Path(folder)))
+        chats = replace(chats, client=meter, max_model_len=0)
+        player = RolloutPlayer(build_environment(config.env), chats, config.rollout.timeout_s)
+        try:
+            for task in range(NUM_TASKS):
+                trace = (await player.play(build_eval_request(task, "train", 0, 1.0))).trace
+                if trace.error and trace.error_kind != MEASURED:
+                    raise EnvironmentFailed(
+                        f"task {task} of [env] {config.env.name!r} failed before its first "
+                        f"answer: {summarize_traceback(trace.error)}",
+                        f"{find_fix(trace.error)}play it: `sightline try {config.env.name} "
+                        f"--model {config.model.path}`",
+                    )
+        finally:
+            await player.close()
+
+    with tempfile.TemporaryDirectory(prefix="sightline-check-") as folder:
+        asyncio.run(play(folder))
+    longest, answer = max(meter.lengths, default=0), config.rollout.max_tokens
+    if (needed := longest + answer) > limit:
+        raise ConfigError(
+            f"a first prompt of [env] {config.env.name!r} has {longest} tokens and with [rollout] "
+            f"max_tokens = {answer} needs {needed}; [inference] max_model_len = {limit}",
+            f"raise max_model_len to {needed} or more, lower max_tokens, or {SMALLER_IMAGES}",
+        )
+    return f"the longest of {NUM_TASKS} first prompts has {longest} tokens of {limit}"

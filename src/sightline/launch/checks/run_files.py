@@ -12,7 +12,7 @@ from pathlib import Path
 
 from sightline.config import RunFile, SftFile
 from sightline.errors import SightlineError
-from sightline.launch.checks.check import Finding
+from sightline.launch.checks import Finding
 from sightline.launch.checks.machine import SPARE_BYTES
 from sightline.launch.claim import MIN_SECRET_CHARS, check_model_unchanged
 from sightline.launch.process_watch import find_marked

@@ -13,7 +13,7 @@ from sightline.compute.weight_transport import find_transport
 from sightline.config import RunFile
 from sightline.errors import ConfigError
 from sightline.families import Family
-from sightline.launch.checks.model import draw_probe_images
+from sightline.launch.checks.model import draw_probe_image
 from sightline.media import is_address, open_store
 from sightline.media.remote import START_DEADLINE_S
 from sightline.rollout.engines import load_engine
@@ -85,7 +85,7 @@ def check_server_files(config: RunFile, family: Family, run_dir: RunDir) -> None
         config.media.root, deadline_s=START_DEADLINE_S, **config.media.store_options()
     )
     # Random bytes after the end of the picture: no other store has this file.
-    image = store.put(draw_probe_images()[0] + os.urandom(16))
+    image = store.put(draw_probe_image() + os.urandom(16))
     part = {"type": "image_url", "image_url": {"url": image.url}}
     chat = {"messages": [{"role": "user", "content": [part]}], "max_tokens": 1}
     # This version does not exist. A server that may not read the folder refuses it by its option.
@@ -104,16 +104,12 @@ def check_server_files(config: RunFile, family: Family, run_dir: RunDir) -> None
             if not family.shows_media:
                 continue
             error = _request_json(address, "/v1/chat/completions", token, chat).get("error", {})
-            if str(error.get("code")) == "media_missing":
-                raise ConfigError(
-                    f"{where} does not find an image that is in [media] root = {store.root}",
-                    "start it with --media of this folder, or set [media] root to its own",
-                )
             if str(error.get("code")).startswith("media_"):
                 raise ConfigError(
                     f"{where} cannot read an image that is in [media] root = {store.root}: "
                     f"{error.get('message')}",
-                    "start it with the --media and --media-token of this store",
+                    "start it with --media (and --media-token) of this store, or set [media] root "
+                    "to its own",
                 )
     finally:
         if not is_address(config.media.root):  # elsewhere gc removes it

@@ -15,8 +15,15 @@ from functools import cached_property
 from sightline.config import RunFile, SftFile, load_config
 from sightline.errors import SightlineError
 from sightline.families import Family
-from sightline.launch.checks import machine, model, rehearsal, run_files, servers, settings
-from sightline.launch.checks.check import Check, Finding
+from sightline.launch.checks import (
+    Check,
+    Finding,
+    machine,
+    model,
+    run_files,
+    servers,
+    settings,
+)
 from sightline.media import MediaStore, open_store
 from sightline.run import RunDir
 from sightline.trainer.checkpoint import CheckpointStore, ResumePoint
@@ -74,17 +81,14 @@ CHECKS = (
     *machine.MACHINE_CHECKS,
     Check("extras", (SETTINGS,), "config", settings.check_extras),
     Check("devices", (SETTINGS,), "config", settings.check_devices),
-    Check("versions", (RL, SFT), "", machine.describe_versions),
-    Check("ray", (RL,), "config", settings.check_ray),
     Check("model", (RL, SFT), "config family", describe_model),
     Check("algorithm", (RL,), "config", settings.check_algorithm),
     Check("settings", (RL,), "config", settings.check_settings),
     Check("engine", (RL,), "config family run_dir", servers.check_engine),
     Check("ports", (RL,), "config", settings.check_port),
-    Check("images", (RL,), "config family", rehearsal.check_probe_images),
     Check("memory", (RL, SFT), "config", model.check_memory),
     Check("disk", (RL, SFT), "config run_dir", model.check_disk),
-    Check("prompts", (REHEARSAL,), "config", rehearsal.check_prompts),
+    Check("prompts", (REHEARSAL,), "config", model.check_prompts),
     Check("store", (STORE,), "config run_dir", model.check_store),
     Check("state", (FILES,), "status", run_files.check_state),
     Check("file types", (FILES,), "run_dir", run_files.check_file_types),

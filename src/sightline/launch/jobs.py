@@ -1,17 +1,22 @@
-"""Reinforcement learning: servers, a trainer, workers and an orchestrator."""
+"""The jobs of `sightline rl` and `sightline sft`, and `train`, which starts one from Python."""
 
 from __future__ import annotations
 
 import asyncio
+import copy
+import os
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
 
 from rich.console import Console
 
 from sightline.compute.weight_transport import find_transport
-from sightline.config import LoggingConfig, RunFile
+from sightline.config import RunFile, SftFile, validate_config
+from sightline.config.load import read_run_file
 from sightline.errors import ConfigError
 from sightline.launch import ray_run
 from sightline.launch.processes import (
@@ -21,7 +26,6 @@ from sightline.launch.processes import (
     reserve_port,
     split_threads,
 )
-from sightline.launch.restarts import ServerSupervisor
 from sightline.launch.run_plan import (
     LEADER,
     TRAINER,
@@ -31,14 +35,21 @@ from sightline.launch.run_plan import (
     list_placed,
     plan_run,
 )
-from sightline.launch.training_run import TrainingJob
-from sightline.launch.worker_supervisor import WorkerSupervisor, get_memory_limit, resolve_workers
+from sightline.launch.supervision import (
+    ServerSupervisor,
+    WorkerSupervisor,
+    get_memory_limit,
+    resolve_workers,
+)
+from sightline.launch.training_run import TrainingJob, start_run
 from sightline.orchestrator.server_pool import give_back_leases
 from sightline.run import EventLog, RunDir
 from sightline.run.run_dir import show_path
 from sightline.run.server_changes import list_wanted
 from sightline.view.console import LiveView
+from sightline.view.notebook import Run, open_run
 from sightline.view.report import write_report
+from sightline.view.sft_progress import SftProgress
 from sightline.view.summary import print_summary, summarize
 
 
@@ -118,12 +129,6 @@ class RlJob(TrainingJob[RunFile]):
         placed = list_placed(file)
         return ray_run.reserve(run_dir.read_id(), [spec for spec in specs if spec.name in placed])
 
-    def count_restarts(self, file: RunFile) -> int:
-        return file.launch.restart
-
-    def get_logging(self, file: RunFile) -> LoggingConfig:
-        return file.logging
-
     def release(self, file: RunFile, run_dir: RunDir) -> None:
         run_dir.server_report.unlink(missing_ok=True)
         servers = list(list_wanted(run_dir, file.inference.servers))
@@ -145,3 +150,60 @@ class RlJob(TrainingJob[RunFile]):
         # Plain last lines, for scripts.
         print(f"run: {show_path(run_dir.path)}")
         print(f"report: {show_path(report)}", flush=True)
+
+
+class SftJob(TrainingJob[SftFile]):
+    """The job of `sightline sft`."""
+
+    file_kind = SftFile
+    command = leader = trainer = "sft"
+
+    def count_trainer_threads(self, file: SftFile) -> int:
+        return file.trainer.threads or num_cores()
+
+    def build_specs(self, file: SftFile, run_dir: RunDir) -> list[ProcessSpec]:
+        Path(file.sft.output_dir).parent.mkdir(parents=True, exist_ok=True)
+        threads = max(1, self.count_trainer_threads(file) // file.trainer.ranks)
+        words = ["process", self.trainer, str(run_dir.path), "--parent", str(os.getpid())]
+        return [ProcessSpec(self.trainer, words, threads)]
+
+    def open_view(self, file: SftFile, run_dir: RunDir) -> SftProgress:
+        return SftProgress(run_dir, file.run.steps)
+
+    def print_outcome(self, file: SftFile, run_dir: RunDir, stopped_by: str) -> None:
+        summarize(run_dir, **({"stopped_by": stopped_by} if stopped_by else {}))
+        print(f"run: {show_path(run_dir.path)}")
+        if not stopped_by:
+            print(f"checkpoint: {file.sft.output_dir}")
+
+
+def train(file: str | Path | dict[str, Any] | RunFile | SftFile, **overrides: Any) -> Run:
+    """Train to the end and return the run: like `sightline sft` if the file has [sft], else like
+    `sightline rl`.
+
+    Overrides are sections, `run={"steps": 5}`, or settings, `**{"run.steps": 5}`. `env` may be an
+    environment class that a module defines. A notebook shows the curves while the run trains.
+    """
+    if isinstance(file, dict):
+        values, where = copy.deepcopy(file), "train"
+    elif isinstance(file, RunFile | SftFile):
+        values, where = file.model_dump(exclude_none=True), "train"
+    else:
+        values, where = read_run_file(Path(file)), str(file)
+    for name, value in overrides.items():
+        section, _, key = name.partition(".")
+        if key or (section == "env" and isinstance(value, type)):
+            value = {key or "name": value}
+        if not isinstance(value, dict):
+            raise ConfigError(
+                f"{name} = {value!r}", f'write {name}={{"key": ...}}, or **{{"{name}.key": ...}}'
+            )
+        values.setdefault(section, {}).update(value)
+    env = values.get("env") or {}
+    if isinstance(kind := env.get("name"), type):
+        values["env"] = {**env, "name": f"{kind.__module__}:{kind.__qualname__}"}
+    if "sft" in values:
+        run_dir = start_run(SftJob(), validate_config(SftFile, values, where))
+    else:
+        run_dir = start_run(RlJob(), validate_config(RunFile, values, where))
+    return open_run(run_dir.path)
