@@ -83,7 +83,8 @@ def find_family(config: RunFile | SftFile) -> Family:
     family = load_family(path, config.model.exact, **config.model.overrides())
     if shows_media and not family.shows_media:
         raise ConfigError(
-            f"{shown_by} shows images, but [model] path = {config.model.path!r} has no vision tower",
+            f"{shown_by} shows images, but [model] path = {config.model.path!r} has no vision "
+            "tower",
             "choose a vision-language checkpoint, or conversations without images",
         )
     if not any(path.glob("*.safetensors")):
