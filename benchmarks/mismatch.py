@@ -16,6 +16,7 @@ from typing import Any
 import msgspec
 import torch
 
+from benchmarks.harness.chart import Series, line_chart, smooth
 from benchmarks.harness.mismatch_run import (
     GRAINY,
     MAX_PIXELS,
@@ -28,7 +29,6 @@ from benchmarks.harness.warm_model import build_warm_model
 from sightline.bench.harness.workspace import check_at_least
 from sightline.compute.model import pick_device
 from sightline.errors import ConfigError
-from sightline.view.chart import Series, line_chart, smooth
 from sightline.wire.file import append_line
 
 CORRECTIONS = ("none", "ppo", "tis", "cispo")

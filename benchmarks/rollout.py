@@ -11,10 +11,10 @@ from rich.box import SIMPLE_HEAD
 from rich.console import Console
 from rich.table import Table
 
+from benchmarks.harness.chart import Series, line_chart
 from benchmarks.harness.rehearsal import RehearsalFigures, RehearsalPlan, rehearse
 from sightline.bench.harness.workspace import work_folder, write_tiny
 from sightline.errors import ConfigError
-from sightline.view.chart import Series, line_chart
 
 PROGRESS_S = 10.0
 TABLE_WIDTH = 130

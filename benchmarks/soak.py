@@ -23,6 +23,7 @@ from rich.box import SIMPLE_HEAD
 from rich.console import Console
 from rich.table import Table
 
+from benchmarks.harness.chart import NUM_COLOURS, Series, line_chart
 from benchmarks.harness.process_watch import ProcessSample, ProcessWatch
 from benchmarks.harness.warm_model import build_warm_model
 from sightline import config
@@ -30,7 +31,6 @@ from sightline.bench.harness.workspace import check_at_least, work_folder
 from sightline.config import RunFile
 from sightline.errors import ProcessFailed
 from sightline.run.run_dir import RunDir
-from sightline.view.chart import NUM_COLOURS, Series, line_chart
 from sightline.view.events import by_step, read_events
 
 WARMUP_FRACTION = 0.5

@@ -26,7 +26,6 @@ from sightline.render import Renderer
 from sightline.rollout.chat_sources import PolicyChats
 from sightline.rollout.client import GenerateClient
 from sightline.rollout.player import RolloutPlayer
-from sightline.run.stages import NO_STAGE_RECORDER, StageRecorder
 from sightline.trace import Trace, decode_trace, encode_trace
 from sightline.wire.control import RolloutRequest
 from sightline.wire.generate import (
@@ -187,7 +186,6 @@ class Worker:
     max_tokens: int = MAX_TOKENS
     timeout_s: float = 60.0
     max_turns: int = 0
-    stages: StageRecorder = NO_STAGE_RECORDER
     resolver: ImageIngestor | None = None
     """Left out, one that knows data: and media: only."""
 
@@ -205,7 +203,7 @@ class Worker:
             resolver=resolver,
         )
         env = rollout if isinstance(rollout, Environment) else Plays(rollout)
-        yield RolloutPlayer(env, chats, self.timeout_s, stages=self.stages)
+        yield RolloutPlayer(env, chats, self.timeout_s)
 
     async def play(
         self, rollout: Rollout | Environment, seed: int = 1, temperature: float = 1.0, **more: Any

@@ -70,7 +70,6 @@ ADDRESSES = {
     "av": ("media/video.py",),
     "ray": ("launch/ray_run.py",),
     "peft": ("trainer/lora.py",),
-    "opentelemetry": ("run/otel.py", "run/otel_spans.py"),
     "PIL": (
         "media/decode.py",
         "families/*/vision.py",
@@ -205,15 +204,14 @@ HEAVY = tuple(ADDRESSES)
     ("code", "libraries"),
     [
         ("import sightline", HEAVY),
-        ("import sightline.rollout.worker", ("torch", "transformers", "vllm", "opentelemetry")),
-        ("import sightline.inference.server", ("opentelemetry",)),
+        ("import sightline.rollout.worker", ("torch", "transformers", "vllm")),
         ("import sightline.cli.main as m; m.build_parser()", HEAVY),
         (
             "import sightline.compute.weight_transport as w; [*map(w.load_transport, w.BUILT_IN)]",
             ("torch", "transformers"),
         ),
     ],
-    ids=["the public names", "an environment worker", "a server", "the command line", "transports"],
+    ids=["the public names", "an environment worker", "the command line", "transports"],
 )
 def test_importing_loads_no_heavy_library(code: str, libraries: tuple[str, ...]) -> None:
     assert loaded_after(code, libraries) == []

@@ -35,7 +35,6 @@ from sightline.rollout.chat import RolloutChat
 from sightline.rollout.chat_sources import ChatSource
 from sightline.rollout.client import GenerateClient
 from sightline.rollout.player import RolloutPlayer
-from sightline.run.stages import NO_STAGE, Stage
 from sightline.trace import Trace
 from sightline.wire.control import RolloutRequest
 from sightline.wire.generate import GenerateRequest, GenerateResponse
@@ -66,7 +65,7 @@ class EngineClient(GenerateClient):
     proves_pixels: bool = field(default=True, kw_only=True)
     """Whether answers have the digests of the engine's pixels."""
 
-    async def generate(self, request: GenerateRequest, turn: Stage = NO_STAGE) -> GenerateResponse:
+    async def generate(self, request: GenerateRequest) -> GenerateResponse:
         checked = self.validator.check_request(request)
         requests = self.engine.build_requests(checked)
         finished = asyncio.get_running_loop().create_future()
@@ -88,9 +87,9 @@ class EngineChats(ChatSource):
         super().__post_init__()
         self._pool = InlineExecutor()  # type: ignore[assignment]
 
-    def build(self, request: RolloutRequest, trace: Trace, stage: Stage) -> RolloutChat:
+    def build(self, request: RolloutRequest, trace: Trace) -> RolloutChat:
         return RolloutChat(
-            **self._shared(request, trace, stage),
+            **self._shared(request, trace),
             renderer=self.renderer,
             client=self.client,
             modality=self.modality,

@@ -135,11 +135,10 @@ def test_a_secret_in_an_override_is_not_repeated(tmp_path: Path) -> None:
         assert KEY not in str(refused.value) and word in str(refused.value)
 
 
-def test_the_address_of_a_server_or_collector_holds_no_password() -> None:
-    for section in ({"inference": {"servers": [f"http://me:{KEY}@host:1"]}},
-                    {"logging": {"otel": f"https://me:{KEY}@host/v1"}}):  # fmt: skip
-        with pytest.raises(ConfigError):
-            validate_config(RunFile, {**values(), **section}, "run.toml")
+def test_the_address_of_a_server_holds_no_password() -> None:
+    section = {"inference": {"servers": [f"http://me:{KEY}@host:1"]}}
+    with pytest.raises(ConfigError):
+        validate_config(RunFile, {**values(), **section}, "run.toml")
 
 
 @pytest.mark.parametrize(

@@ -121,21 +121,14 @@ def _run_worker(
 ) -> None:
     from sightline.rollout import worker
     from sightline.run.mirror import is_copy
-    from sightline.run.otel import open_stages
 
     heartbeat = run_dir.heartbeat(args.name)
-    stages = open_stages(_get_spans_target(file, run_dir), args.name, run_dir.path.resolve().name)
-    with contextlib.closing(stages):
-        uvloop.run(
-            worker.main(
-                file, args.name, args.hub, args.server, media_root, heartbeat, args.replaces,
-                stages, read_rights(run_dir, args.name), is_copy(run_dir),
-            )
-        )  # fmt: skip
-
-
-def _get_spans_target(file: RunFile, run_dir: RunDir) -> str:
-    return str(run_dir.spans) if file.logging.otel == "file" else file.logging.otel
+    uvloop.run(
+        worker.main(
+            file, args.name, args.hub, args.server, media_root, heartbeat, args.replaces,
+            read_rights(run_dir, args.name), is_copy(run_dir),
+        )
+    )  # fmt: skip
 
 
 def _run_trainer(args: argparse.Namespace, file: RunFile | SftFile, run_dir: RunDir) -> None:
@@ -182,8 +175,6 @@ def _run_server(
         weights_root=run_dir.weights,
         run_id=run_dir.read_id(),
         max_media_gb=file.media.max_gb,
-        otel=_get_spans_target(file, run_dir),
-        name=args.name,
     )
     load_engine(file.inference.engine).serve(spec)
 

@@ -27,7 +27,7 @@ OPTIONS: dict[type[BaseModel], tuple[str, ...]] = {
     ModelConfig: ("dtype", "exact", "min_pixels", "max_pixels", "number_images"),
     ServerSpec: (
         "max_waiting", "max_waiting_mb", "max_media_gb", "media_token", "media_cache_dir",
-        "media_cache_gb", "enable_prefix_caching", "weights", "weights_root", "otel",
+        "media_cache_gb", "enable_prefix_caching", "weights", "weights_root",
     ),
 }  # fmt: skip
 """Settings that are also options, by section."""

@@ -21,7 +21,6 @@ RENAMED = {
     "media.on_bad": "media.on_bad_image",
     "model.number_pictures": "model.number_images",
     "monitor.offline": "logging.wandb_offline",
-    "monitor.otel": "logging.otel",
     "monitor.samples_every": "logging.samples_every",
     "monitor.sinks": "logging.sinks",
     "orchestrator.advantage": "algorithm.advantage",
@@ -76,6 +75,7 @@ OF_OTHER_FRAMEWORKS = {
 COST_MODEL_FIX = "remove it: ranks are balanced by counting the model's operations"
 INLINE_IMAGES_FIX = 'remove it: the engine "stock_vllm" is gone; serve with engine = "vllm"'
 UNVERIFIED_FIX = "remove it: every engine reports the digests of its pixels"
+NO_SPANS = "remove it: OpenTelemetry spans are no longer exported"
 REMOVED = {
     "inference.inline_images": INLINE_IMAGES_FIX,
     "inference.sends_images": INLINE_IMAGES_FIX,
@@ -84,6 +84,8 @@ REMOVED = {
     "media.allow_unverified_pixels": UNVERIFIED_FIX,
     "trainer.compress_weights": "remove it: the store no longer holds deltas of weights",
     "rollout.max_in_flight_mb": "limit the number of rollouts instead: [rollout] max_in_flight",
+    "logging.otel": NO_SPANS,
+    "monitor.otel": NO_SPANS,
     "trainer.micro_batch_cost_model": COST_MODEL_FIX,
     "trainer.micro_batch_price": COST_MODEL_FIX,
     "trainer.secret": "remove it: a run creates its own secret. If ranks on other machines cannot "

@@ -365,6 +365,3 @@ class LoggingConfig(ConfigSection):
     """Number of steps between sample tables in the sinks. 0 writes none."""
     wandb_offline: Mutable[bool] = False
     """Whether W&B keeps the run on this machine."""
-    otel: Mutable[str] = Field("", pattern=r"^(file|https?://[^/\s@]+(/\S*)?)?$")
-    """Destination of every rollout's stages as OpenTelemetry spans: the URL of an OTLP/HTTP
-    collector, or `file` for `spans.jsonl` in the run directory."""

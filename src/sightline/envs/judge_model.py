@@ -22,7 +22,6 @@ from sightline.envs.openai_endpoint import (
 from sightline.envs.protocol import Messages
 from sightline.errors import EngineError, JudgeFailed
 from sightline.media import MediaRef
-from sightline.run.stages import CURRENT_STAGE
 
 ReadImage = Callable[[MediaRef], bytes]
 LONGEST_RETRY_S = 20.0
@@ -75,10 +74,6 @@ class JudgeModel:
 
     async def ask(self, messages: Messages, read: ReadImage) -> str:
         """Return the judge's answer. `read` returns the bytes of an image, as `chat.get` does."""
-        with CURRENT_STAGE.get().begin("judge", judge=self.model):
-            return await self._ask(messages, read)
-
-    async def _ask(self, messages: Messages, read: ReadImage) -> str:
         sent = await asyncio.to_thread(to_openai_messages, messages, read)
         # One client per call: event loops share a judge, but cannot share connections.
         client = OpenAIClient(

@@ -30,20 +30,6 @@ JOIN_GAP_S = 0.02
 MAX_INTERVALS = 20_000
 
 
-@dataclass(slots=True)
-class RequestTimeline:
-    """The stages of a request so far. Each begins where the one before it ended."""
-
-    since: float = field(default_factory=time.time)
-    stages: list[tuple[str, float, float]] = field(default_factory=list)
-    """Name, begin and end of each stage, in seconds since 1970."""
-
-    def end(self, name: str) -> None:
-        now = time.time()
-        self.stages.append((name, self.since, now))
-        self.since = now
-
-
 @dataclass(slots=True, eq=False)
 class EngineRequest(ValidatedRequest):
     """One choice of a request. The caller sets the fields up to `client` and reads the rest."""
@@ -66,7 +52,6 @@ class EngineRequest(ValidatedRequest):
     finish_reason: str = ""
     """`stop`, `length`, or `abort` if the request was cancelled."""
     error: EngineError | None = None
-    timeline: RequestTimeline = field(default_factory=RequestTimeline)
 
     @property
     def nbytes(self) -> int:

@@ -24,7 +24,6 @@ from sightline.inference.weight_fetcher import WeightFetcher
 from sightline.media import ImageIngestor, MediaStore
 from sightline.pixels import Materializer
 from sightline.render import Renderer
-from sightline.run.otel import open_stages
 from sightline.transport.http_server import RequestGuard, build_uvicorn_config, check_address
 from sightline.transport.listen import bind_socket, build_listen_error, describe_link
 from sightline.transport.tls import check_tls
@@ -97,7 +96,6 @@ class ServerComponents:
         chat = ChatEndpoint(
             renderer, self.images, family.modality, path.name, max_model_len, spec.max_body_bytes
         )
-        stages = open_stages(spec.otel, spec.name)
         guard = RequestGuard(
             spec.inference.host,
             resolve_secret(spec.inference.token, "--token"),
@@ -105,8 +103,8 @@ class ServerComponents:
             lambda method, path: path in CONTROL_PATHS,
         )
         return InferenceServer(
-            engine, validator, chat, identity, spec.max_body_bytes, guard, stages,
-            spec.weights_root, WeightFetcher(spec.open_blobs(), spec.media_cache_dir),
+            engine, validator, chat, identity, spec.max_body_bytes, guard, spec.weights_root,
+            WeightFetcher(spec.open_blobs(), spec.media_cache_dir),
         )  # fmt: skip
 
 

@@ -33,7 +33,6 @@ from sightline.inference.errors import (
 )
 from sightline.inference.validator import RequestValidator, ValidatedRequest
 from sightline.inference.weight_fetcher import WeightFetcher
-from sightline.run.stages import NO_STAGE_RECORDER, Stage, StageRecorder
 from sightline.transport.http_server import GuardMiddleware, RequestGuard, read_bearer
 from sightline.wire.generate import (
     WEIGHTS_UNAVAILABLE,
@@ -46,7 +45,6 @@ from sightline.wire.generate import (
     PromptLogprob,
     SightlineFields,
     TokenLogprob,
-    join_version_labels,
 )
 from sightline.wire.prometheus import CONTENT_TYPE, format_prometheus
 from sightline.wire.weights import Manifest, resolve_manifest
@@ -116,7 +114,6 @@ class InferenceServer:
     """The facts about the model that /health reports."""
     max_body_bytes: int
     guard: RequestGuard
-    stages: StageRecorder = NO_STAGE_RECORDER
     weights_root: Path | None = None
     """The only folder from which weights are adopted."""
     fetcher: WeightFetcher | None = None
@@ -154,24 +151,19 @@ class InferenceServer:
         finally:
             self.engine.stop()
             await asyncio.to_thread(self.engine.join, 10.0)
-            await asyncio.to_thread(self.stages.close)
 
     # --- generate
 
     async def _generate(self, http: Request) -> Response:
-        with self.stages.begin("serve", http.headers) as stage:
-            most = min(self.max_body_bytes, self.validator.max_body_bytes)
-            checked = self.validator.check(await read_body(http, most))
-            return json_response(await self._run_request(checked, http, stage))
+        most = min(self.max_body_bytes, self.validator.max_body_bytes)
+        checked = self.validator.check(await read_body(http, most))
+        return json_response(await self._run_request(checked, http))
 
     async def _generate_for_chat(self, request: GenerateRequest, http: Request) -> GenerateResponse:
         """Answer a request that the chat endpoint built for the client at `http`."""
-        with self.stages.begin("serve", http.headers) as stage:
-            return await self._run_request(self.validator.check_request(request), http, stage)
+        return await self._run_request(self.validator.check_request(request), http)
 
-    async def _run_request(
-        self, checked: ValidatedRequest, http: Request, stage: Stage
-    ) -> GenerateResponse:
+    async def _run_request(self, checked: ValidatedRequest, http: Request) -> GenerateResponse:
         requests = self.engine.build_requests(checked)
         finished = asyncio.get_running_loop().create_future()
         call = _PendingCall(requests, len(requests), finished)
@@ -189,7 +181,6 @@ class InferenceServer:
             raise
         finally:
             disconnect.cancel()
-            _note_stage(stage, checked, requests)
         return build_response(checked, requests)
 
     def _on_delivered(self, requests: list[EngineRequest]) -> None:
@@ -297,21 +288,6 @@ async def _answer_unserved(http: Request, error: Exception) -> Response:
     )
     is_chat = http.url.path.startswith("/v1/")
     return chat_error_response(refusal) if is_chat else error_response(refusal)
-
-
-def _note_stage(stage: Stage, checked: ValidatedRequest, requests: list[EngineRequest]) -> None:
-    first = requests[0]
-    stage.note(
-        rollout_id=checked.request_id,
-        prompt_tokens=len(checked.prompt),
-        images=len(checked.slots),
-        cached_tokens=first.cached_tokens,
-        sampled_tokens=sum(len(request.tokens) for request in requests),
-        policy_version=join_version_labels(first.spans),
-    )
-    for choice, request in enumerate(requests):
-        for name, began, ended in request.timeline.stages:
-            stage.add_finished(name, began, ended, choice=choice)
 
 
 def build_response(checked: ValidatedRequest, requests: list[EngineRequest]) -> GenerateResponse:

@@ -74,12 +74,6 @@ class ServerSpec(ConfigSection):
     max_body_bytes: int = Field(
         64 * MEBIBYTE, ge=1, description="Maximum size of a request body in bytes."
     )
-    otel: str = Field(
-        "",
-        description="Destination of OpenTelemetry spans: the address of an OTLP/HTTP collector, or "
-        "the path of a file. Empty turns them off.",
-    )
-    name: str = Field("server", description="Name of this process in the spans.")
 
     @model_validator(mode="after")
     def _engine_reads_settings(self) -> ServerSpec:

@@ -49,7 +49,6 @@ from sightline.run.server_changes import list_wanted
 from sightline.view.console import LiveView
 from sightline.view.notebook import Run, open_run
 from sightline.view.report import write_report
-from sightline.view.sft_progress import SftProgress
 from sightline.view.summary import print_summary, summarize
 
 
@@ -167,8 +166,8 @@ class SftJob(TrainingJob[SftFile]):
         words = ["process", self.trainer, str(run_dir.path), "--parent", str(os.getpid())]
         return [ProcessSpec(self.trainer, words, threads)]
 
-    def open_view(self, file: SftFile, run_dir: RunDir) -> SftProgress:
-        return SftProgress(run_dir, file.run.steps)
+    def open_view(self, file: SftFile, run_dir: RunDir) -> LiveView:
+        return LiveView(run_dir, plain=True)
 
     def print_outcome(self, file: SftFile, run_dir: RunDir, stopped_by: str) -> None:
         summarize(run_dir, **({"stopped_by": stopped_by} if stopped_by else {}))
@@ -182,7 +181,7 @@ def train(file: str | Path | dict[str, Any] | RunFile | SftFile, **overrides: An
     `sightline rl`.
 
     Overrides are sections, `run={"steps": 5}`, or settings, `**{"run.steps": 5}`. `env` may be an
-    environment class that a module defines. A notebook shows the curves while the run trains.
+    environment class that a module defines.
     """
     if isinstance(file, dict):
         values, where = copy.deepcopy(file), "train"

@@ -61,10 +61,8 @@ from sightline.launch.torchrun import (
 from sightline.orchestrator.run_state import read_progress
 from sightline.run import EventLog, RunDir
 from sightline.view.console import LiveView
-from sightline.view.notebook import find_notebook_view
 from sightline.view.run_status import SIGNAL, describe_end, get_status
-from sightline.view.sft_progress import SftProgress
-from sightline.view.sinks.process import SinkProcess
+from sightline.view.sinks import feed_in_background
 from sightline.wire.disk import disk_errors
 from sightline.wire.file import write_atomic
 
@@ -115,7 +113,7 @@ class TrainingJob(ABC, Generic[AnyRun]):
         """Release what would outlast the run's processes."""
 
     @abstractmethod
-    def open_view(self, file: AnyRun, run_dir: RunDir) -> LiveView | SftProgress:
+    def open_view(self, file: AnyRun, run_dir: RunDir) -> LiveView:
         """Return the view of the running run."""
 
     @abstractmethod
@@ -207,8 +205,8 @@ def _run(
     processes = Processes(run_dir, job.command)
     supervise = _build_supervision(job, file, processes, specs, events, context)
     logging = file.logging if isinstance(file, RunFile) else LoggingConfig()
-    sinks = SinkProcess(logging, run_dir, lambda words: events.write("sink", words=words))
-    view = find_notebook_view(run_dir) or job.open_view(file, run_dir)
+    sinks = feed_in_background(logging, run_dir, lambda words: events.write("sink", words=words))
+    view = job.open_view(file, run_dir)
     failure, was_stopped = None, False
     try:
         # Left by an earlier launcher that was killed.

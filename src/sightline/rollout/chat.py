@@ -21,14 +21,12 @@ from sightline.render import Renderer, Tools
 from sightline.rollout.client import GenerateClient
 from sightline.rollout.model_chat import ModelChat
 from sightline.rollout.router import RoutedClient
-from sightline.run.stages import Stage
 from sightline.trace import Node, PolicySpan, Turn
 from sightline.trace.node import ROOT
 from sightline.wire.generate import (
     WRONG_ANSWER,
     GenerateRequest,
     SamplingParams,
-    join_version_labels,
 )
 
 
@@ -79,14 +77,13 @@ class RolloutChat(ModelChat):
         )
 
     async def send(self, new_messages: Messages, *, tools: Tools | None = None) -> AssistantMessage:
-        with self._begin_turn() as stage:
-            turn = await self._prepare(
-                lambda: self.trace.extend(
-                    self.leaf, self.put_images(new_messages), self.renderer, tools
-                ),
-                stage,
+        self._check_running()
+        turn = await self._prepare(
+            lambda: self.trace.extend(
+                self.leaf, self.put_images(new_messages), self.renderer, tools
             )
-            return (await self._call(turn, self.max_tokens, stage)).message
+        )
+        return (await self._call(turn, self.max_tokens)).message
 
     async def ask(self, all_messages: Messages, *, tools: Tools | None = None) -> AssistantMessage:
         return (await self.answer(all_messages, tools, self.max_tokens)).message
@@ -95,19 +92,18 @@ class RolloutChat(ModelChat):
         self, messages: Messages, tools: Tools | None, max_tokens: int
     ) -> CompletedTurn:
         """Sample the answer to a whole history, at most `max_tokens` long."""
-        with self._begin_turn() as stage:
-            turn = await self._prepare(
-                lambda: self.trace.prepare(self.put_images(messages), self.renderer, tools), stage
-            )
-            return await self._call(turn, min(max_tokens, self.max_tokens), stage)
+        self._check_running()
+        turn = await self._prepare(
+            lambda: self.trace.prepare(self.put_images(messages), self.renderer, tools)
+        )
+        return await self._call(turn, min(max_tokens, self.max_tokens))
 
-    async def _prepare(self, make: Callable[[], Turn], stage: Stage) -> Turn:
+    async def _prepare(self, make: Callable[[], Turn]) -> Turn:
         try:
-            with stage.begin("render"):
-                await self.finish_writes()
-                async with self.trace_lock:
-                    # In a thread, because tokenizing a long text takes time.
-                    return await self.run_in_pool(make)
+            await self.finish_writes()
+            async with self.trace_lock:
+                # In a thread, because tokenizing a long text takes time.
+                return await self.run_in_pool(make)
         except PromptTooLong as error:
             self._truncate(RolloutTruncated(error.problem, error.fix))
         except (MessageError, MediaError) as error:
@@ -139,7 +135,7 @@ class RolloutChat(ModelChat):
                 "send the refs that chat.put returns, or set [eval] tasks = 0",
             )
 
-    async def _call(self, turn: Turn, max_tokens: int, stage: Stage) -> CompletedTurn:
+    async def _call(self, turn: Turn, max_tokens: int) -> CompletedTurn:
         await self.client.pacer.wait_for_pass()
         self._check_limits(turn)
         params = SamplingParams(
@@ -153,11 +149,8 @@ class RolloutChat(ModelChat):
         request = GenerateRequest.of(
             turn.prompt_ids, turn.slots, params, self.modality, request_id=self.trace.id
         )
-        stage.note(
-            rollout_id=self.trace.id, prompt_tokens=len(turn.prompt_ids), images=len(turn.slots)
-        )
         try:
-            response = await self.client.generate(request, stage)
+            response = await self.client.generate(request)
         except EngineError as error:
             if error.kind == WRONG_ANSWER:
                 self.failures.append(error)
@@ -183,12 +176,6 @@ class RolloutChat(ModelChat):
             self.leaf = node.id
             self.calls.append(self.num_calls - 1)
         cached = response.sightline.cached_tokens if response.sightline else 0
-        stage.note(
-            sampled_tokens=len(choice.token_ids),
-            cached_tokens=cached,
-            policy_version=join_version_labels(choice.weight_versions),
-            finish_reason=choice.finish_reason,
-        )
         return CompletedTurn(node, message, len(turn.prompt_ids), cached)
 
 

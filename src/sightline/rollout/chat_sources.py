@@ -28,7 +28,6 @@ from sightline.rollout.engines import load_engine
 from sightline.rollout.interception_server import InterceptionServer
 from sightline.rollout.model_chat import ModelChat
 from sightline.rollout.router import ServerRouter
-from sightline.run.stages import Stage
 from sightline.trace import Trace
 from sightline.wire.control import RolloutRequest
 
@@ -51,7 +50,7 @@ class ChatSource(ABC):
         self._resolver = self.resolver or ImageIngestor(self.store)
 
     @abstractmethod
-    def build(self, request: RolloutRequest, trace: Trace, stage: Stage) -> ModelChat:
+    def build(self, request: RolloutRequest, trace: Trace) -> ModelChat:
         """Return the chat of one rollout."""
 
     def serve_agent(self, chat: ModelChat) -> AbstractAsyncContextManager[None]:
@@ -66,7 +65,7 @@ class ChatSource(ABC):
     async def close(self) -> None:
         self._pool.shutdown(wait=False, cancel_futures=True)
 
-    def _shared(self, request: RolloutRequest, trace: Trace, stage: Stage) -> dict[str, Any]:
+    def _shared(self, request: RolloutRequest, trace: Trace) -> dict[str, Any]:
         return {
             "trace": trace,
             "store": self.store,
@@ -77,7 +76,6 @@ class ChatSource(ABC):
             "max_turns": self.max_turns,
             "swapped_images": request.exchanged,
             "pool": self._pool,
-            "stage": stage,
         }
 
 
@@ -104,9 +102,9 @@ class PolicyChats(ChatSource):
         servers = self.servers or (self.client.base_url,)
         self.router = ServerRouter(self.client, servers, self.added_token, self.own_token)
 
-    def build(self, request: RolloutRequest, trace: Trace, stage: Stage) -> RolloutChat:
+    def build(self, request: RolloutRequest, trace: Trace) -> RolloutChat:
         return RolloutChat(
-            **self._shared(request, trace, stage),
+            **self._shared(request, trace),
             renderer=self.renderer,
             client=self.router.open_client(request.rollout_id, request.min_version, request.server),
             modality=self.modality,
@@ -139,9 +137,9 @@ class OpenAIChats(ChatSource):
     shares_store: bool = False
     """Whether the endpoint reads the same store."""
 
-    def build(self, request: RolloutRequest, trace: Trace, stage: Stage) -> OpenAIChat:
+    def build(self, request: RolloutRequest, trace: Trace) -> OpenAIChat:
         return OpenAIChat(
-            **self._shared(request, trace, stage),
+            **self._shared(request, trace),
             client=self.client,
             resolver=self._resolver,
             shares_store=self.shares_store,
@@ -231,13 +229,12 @@ class OpenAIChat(ModelChat):
         return await self._complete(await self.messages(all_messages), tools)
 
     async def _complete(self, history: list[Message], tools: Tools | None) -> AssistantMessage:
-        with self._begin_turn() as stage:
-            self._check_turn_limit()
-            sent = await self.run_in_pool(
-                lambda: [to_openai_message(message, self._url_of) for message in history]
-            )
-            with stage.begin("generate", server=self.client.base_url):
-                answer = await self._call(sent, tools)
+        self._check_running()
+        self._check_turn_limit()
+        sent = await self.run_in_pool(
+            lambda: [to_openai_message(message, self._url_of) for message in history]
+        )
+        answer = await self._call(sent, tools)
         reply = read_completion(answer)
         usage = answer.get("usage") or {}
         self.num_context_tokens = int(usage.get("total_tokens") or 0)

@@ -12,7 +12,6 @@ import msgspec
 
 from sightline.compute.weight_transport import load_transport
 from sightline.errors import EngineError
-from sightline.run.stages import NO_STAGE, Stage
 from sightline.transport.http_client import RequestCounts, RetryingClient
 from sightline.wire.codec import check_release
 from sightline.wire.generate import (
@@ -68,13 +67,13 @@ class GenerateClient(RetryingClient):
         the router may choose another server."""
         return replace(self, base_url=base_url, token=token, max_tries=1, counts=RequestCounts())
 
-    async def generate(self, request: GenerateRequest, turn: Stage = NO_STAGE) -> GenerateResponse:
-        """Send a request, and return the checked answer. `turn` is its parent stage."""
+    async def generate(self, request: GenerateRequest) -> GenerateResponse:
+        """Send a request, and return the checked answer."""
         if request.features is not None:
             self.counts.reference_bytes += sum(
                 len(raw) for raws in request.features.kwargs_data.values() for raw in raws
             )
-        answer = await self._post_generate(msgspec.json.encode(request), turn)
+        answer = await self._post_generate(msgspec.json.encode(request))
         return self._check_answer(request, decode_answer(answer, GenerateResponse))
 
     def _check_answer(
@@ -84,15 +83,8 @@ class GenerateClient(RetryingClient):
         check_answer(request, response, *ids, self.max_model_len)
         return response
 
-    async def _post_generate(self, body: bytes, turn: Stage) -> bytes:
-        with turn.begin("generate", server=self.base_url, request_bytes=len(body)) as stage:
-            answer = await self.request(
-                "POST",
-                "/inference/v1/generate",
-                body,
-                stage.headers,
-                lambda num_tries: stage.note(retries=num_tries),
-            )
+    async def _post_generate(self, body: bytes) -> bytes:
+        answer = await self.request("POST", "/inference/v1/generate", body)
         await self.pacer.wait_for_pass()
         return answer
 

@@ -1,15 +1,13 @@
-"""The base of all chats of a rollout: seeds, images, limits, stages."""
+"""The base of all chats of a rollout: seeds, images, limits."""
 
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import hashlib
 import random
 import threading
-import time
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from concurrent.futures import Executor, Future
 from dataclasses import dataclass, field, replace
 from typing import Any, NoReturn, Self, TypeVar
@@ -21,7 +19,6 @@ from sightline.errors import (
 )
 from sightline.media import MediaRef, MediaStore
 from sightline.message import put_images
-from sightline.run.stages import NO_STAGE, Stage
 from sightline.trace import Trace
 
 T = TypeVar("T")
@@ -64,10 +61,6 @@ class ModelChat(ABC):
     calls: list[int] = field(default_factory=list)
     """Indices of the rollout's model calls that went through this handle."""
     num_branches: int = 0
-    stage: Stage = NO_STAGE
-    """The rollout's stage, the parent of its turns' stages."""
-    environment_began: float | None = field(default_factory=time.time)
-    """When the environment started to act; None while it waits for an answer."""
     _substitutes_lock: threading.Lock = field(default_factory=threading.Lock)
 
     @property
@@ -88,14 +81,7 @@ class ModelChat(ABC):
         self.num_branches += 1
         name = f"{self.seed}/{self.num_turns}/{self.num_branches}"
         seed = int.from_bytes(hashlib.blake2b(name.encode(), digest_size=7).digest(), "big")
-        return replace(
-            self,
-            seed=seed,
-            rng=random.Random(seed),
-            calls=[],
-            num_branches=0,
-            environment_began=time.time(),
-        )
+        return replace(self, seed=seed, rng=random.Random(seed), calls=[], num_branches=0)
 
     async def run_in_pool(self, work: Callable[..., T], *args: Any) -> T:
         """Run in a thread what would block the event loop."""
@@ -159,25 +145,10 @@ class ModelChat(ABC):
             f"{type(error).__name__}: {error.problem}"[:MAX_REFUSAL_CHARS]
         )
 
-    @contextlib.contextmanager
-    def _begin_turn(self) -> Iterator[Stage]:
+    def _check_running(self) -> None:
         if self.trace.ended:
             # Not an Exception: user code that catches those would never end.
             raise asyncio.CancelledError("the rollout is over")
-        self.end_environment_stage()
-        with self.stage.begin("turn", turn=self.num_turns + 1) as stage:
-            try:
-                yield stage
-            finally:
-                self.environment_began = time.time()
-
-    def end_environment_stage(self) -> None:
-        """End the environment's stage when it calls the model or returns."""
-        if self.environment_began is not None:
-            self.stage.add_finished(
-                "environment", self.environment_began, time.time(), after_turn=self.num_turns
-            )
-            self.environment_began = None
 
     def _next_seed(self) -> int:
         """Return the turn's seed, which makes a rollout independent of concurrent ones."""

@@ -30,12 +30,10 @@ from sightline.errors import (
     EnvironmentFailed,
     SightlineError,
     clean_text,
-    summarize_traceback,
 )
 from sightline.rollout.chat_sources import ChatSource
 from sightline.rollout.evaluation import open_trace
 from sightline.rollout.model_chat import ModelChat
-from sightline.run.stages import CURRENT_STAGE, NO_STAGE_RECORDER, Stage, StageRecorder
 from sightline.trace import Trace
 from sightline.wire.control import RolloutRequest
 
@@ -164,8 +162,6 @@ class RolloutPlayer:
     timeout_s: float
     _: KW_ONLY
     threads: RolloutThreads = field(default_factory=RolloutThreads)
-    stages: StageRecorder = NO_STAGE_RECORDER
-    """Records the stages of its rollouts."""
 
     async def close(self) -> None:
         await self.chats.close()
@@ -173,22 +169,8 @@ class RolloutPlayer:
     async def play(self, request: RolloutRequest) -> PlayedRollout:
         """Play a rollout. Errors of user code are recorded in the trace, not raised."""
         trace = open_trace(request, env=self.env.name, started=time.time())
-        with self.stages.begin(
-            "rollout",
-            rollout_id=request.rollout_id,
-            group_id=request.group_id,
-            task=request.task,
-            split=request.split,
-            seed=request.seed,
-        ) as stage:
-            chat = self.chats.build(request, trace, stage)
-            outer = CURRENT_STAGE.set(stage)
-            try:
-                await self._play_recorded(request, chat)
-            finally:
-                CURRENT_STAGE.reset(outer)
-                chat.end_environment_stage()
-                _annotate_stage(stage, trace)
+        chat = self.chats.build(request, trace)
+        await self._play_recorded(request, chat)
         return PlayedRollout(trace, chat.num_calls, chat.num_sampled_tokens)
 
     async def _play_recorded(self, request: RolloutRequest, chat: ModelChat) -> None:
@@ -258,17 +240,6 @@ def to_outcome(result: object, name: str) -> Outcome:
             f"environment {name!r} returned {outcome}", "return finite numbers only"
         )
     return outcome
-
-
-def _annotate_stage(stage: Stage, trace: Trace) -> None:
-    """Record a rollout's outcome in its stage."""
-    stage.note(env=trace.env, turns=len(trace.turns), tokens=trace.num_tokens)
-    if trace.reward is not None:
-        stage.note(reward=trace.reward)
-    if trace.error_kind:
-        stage.note(error_kind=trace.error_kind)
-    if trace.error:
-        stage.fail(summarize_traceback(trace.error))
 
 
 def _record_outcome(chat: ModelChat, outcome: Outcome) -> None:

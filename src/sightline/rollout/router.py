@@ -25,7 +25,6 @@ from dataclasses import dataclass, field
 from sightline.errors import EngineError
 from sightline.rollout.client import GenerateClient, LoopPacer
 from sightline.rollout.health import DEFAULT_PROBE_TIMES, ChangeSignal, HealthProbe, ProbeTimes
-from sightline.run.stages import NO_STAGE, Stage
 from sightline.transport.http_client import UNREACHABLE
 from sightline.wire.control import DRAINING, READY, ServerList, ServerStatus
 from sightline.wire.generate import GenerateRequest, GenerateResponse
@@ -150,10 +149,10 @@ class ServerRouter:
         return False
 
     async def ask(
-        self, server: RoutedServer, request: GenerateRequest, min_version: int, turn: Stage
+        self, server: RoutedServer, request: GenerateRequest, min_version: int
     ) -> GenerateResponse | EngineError:
         """Return the answer, or an error that another try may fix. Raise other errors."""
-        asking = asyncio.ensure_future(server.client.generate(request, turn))
+        asking = asyncio.ensure_future(server.client.generate(request))
         server.asking.add(asking)
         self._start_probing(server)
         try:
@@ -251,7 +250,7 @@ class RoutedClient:
     def pacer(self) -> LoopPacer:
         return self.router.template.pacer
 
-    async def generate(self, request: GenerateRequest, turn: Stage = NO_STAGE) -> GenerateResponse:
+    async def generate(self, request: GenerateRequest) -> GenerateResponse:
         """Return a server's answer; raise after the router's deadline, or too many lost servers.
 
         After losing a server, the client checks that the next one answers before it sends the
@@ -261,7 +260,7 @@ class RoutedClient:
         while True:
             server = self.find_server()
             if server is not None and (not num_lost or await self.router.check_answers(server)):
-                result = await self.router.ask(server, request, self.min_version, turn)
+                result = await self.router.ask(server, request, self.min_version)
                 if isinstance(result, GenerateResponse):
                     self.last = server
                     return result

@@ -26,7 +26,6 @@ from sightline.rollout.evaluation import open_trace
 from sightline.rollout.heartbeat import Heartbeat
 from sightline.rollout.player import RolloutPlayer
 from sightline.run.rights import Rights
-from sightline.run.stages import StageRecorder
 from sightline.trace import Trace, encode_trace
 from sightline.transport.zmq_channel import AsyncSpoke
 from sightline.wire import control
@@ -74,7 +73,6 @@ async def main(
     media_root: Path | str,
     heartbeat_file: Path,
     after: str,
-    stages: StageRecorder,
     rights: Rights,
     is_remote: bool = False,
 ) -> None:
@@ -88,7 +86,7 @@ async def main(
     # The orchestrator decides how long a run may be without servers.
     chats.router.template.deadline_s = math.inf
     env = (build_environment_elsewhere if is_remote else build_environment)(config.env)
-    player = RolloutPlayer(env, chats, config.rollout.timeout_s, stages=stages)
+    player = RolloutPlayer(env, chats, config.rollout.timeout_s)
     tune_interpreter()
     running: dict[str, asyncio.Task[None]] = {}
     heartbeat = Heartbeat(heartbeat_file, player.threads.stuck_s)

@@ -1,4 +1,4 @@
-"""Files that the processes of a run write: the run directory, events and spans.
+"""Files that the processes of a run write: the run directory and events.
 
 Code that reads them is in `view`, which only the launcher imports.
 """

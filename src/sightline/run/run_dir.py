@@ -53,8 +53,6 @@ class RunDir:
     """Files that `sightline prune` has removed, one per line."""
     notes = _Inside("notes.md")
     """Notes of the user; `#word` is a tag."""
-    spans = _Inside("spans.jsonl")
-    """OpenTelemetry spans, if the run writes them to a file."""
     secret = _Inside("secret")
     """Shared secret of the run's processes, readable by its owner only."""
     id_file = _Inside("run_id")

@@ -13,7 +13,7 @@ import math
 import random
 import ssl
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import KW_ONLY, dataclass, field
 
 import aiohttp
@@ -84,7 +84,6 @@ class RetryingClient:
         path: str,
         body: bytes | None = None,
         headers: Mapping[str, str] | None = None,
-        on_retry: Callable[[int], None] = lambda num_tries: None,
     ) -> bytes:
         """Return the body of the answer; raise EngineError if there is none or it is not 200."""
         give_up, wait_s, num_tries = math.inf, self.first_retry_s, 0
@@ -101,7 +100,6 @@ class RetryingClient:
             if is_over or not self.may_heal(result):
                 raise result
             self.counts.retries += 1
-            on_retry(num_tries)
             await asyncio.sleep(pause_s)
             wait_s = min(wait_s * 2, self.longest_retry_s)
 

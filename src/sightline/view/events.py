@@ -20,9 +20,9 @@ _decoder = msgspec.json.Decoder(Event)
 class EventTail:
     """Reads the events that were appended since the last call. Incomplete lines wait."""
 
-    def __init__(self, path: Path) -> None:
+    def __init__(self, path: Path, offset: int = 0) -> None:
         self.path = path
-        self._offset = 0
+        self.offset = offset
         self.num_invalid_lines = 0
         """Complete lines that are not events."""
         self.is_torn = False
@@ -34,7 +34,7 @@ class EventTail:
         """Read about `max_bytes`, but at least one line."""
         try:
             with open(self.path, "rb") as file:
-                file.seek(self._offset)
+                file.seek(self.offset)
                 data = file.read(max_bytes)
                 while b"\n" not in data and (more := file.read(max_bytes)):
                     data += more
@@ -42,7 +42,7 @@ class EventTail:
         except (FileNotFoundError, NotADirectoryError):
             return []
         whole = data[: data.rfind(b"\n") + 1]
-        self._offset += len(whole)
+        self.offset += len(whole)
         self.is_torn = len(data) > len(whole) and not self.is_behind
         lines = whole.splitlines()
         events = list(_events(lines))

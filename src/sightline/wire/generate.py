@@ -145,11 +145,6 @@ class VersionSpan(msgspec.Struct, frozen=True):
     end: int
 
 
-def join_version_labels(spans: list[VersionSpan]) -> str:
-    """Join the labels of all versions that sampled an answer."""
-    return ",".join(dict.fromkeys(span.version for span in spans))
-
-
 class Choice(msgspec.Struct, frozen=True):
     index: int
     token_ids: list[int]

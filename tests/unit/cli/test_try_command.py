@@ -82,7 +82,7 @@ def test_the_errors_of_an_environment_are_found(
     assert said.rstrip().endswith("view it: sightline view runs/try-bad-001")
     run = open_run("runs/try-bad-001")
     assert len(run.rollouts) == 8 and run.problems == []
-    assert "finished" in run._repr_html_(), "as the dashboard's overview has it"
+    assert "finished" in repr(run), "as the dashboard's overview has it"
     assert main(["ls", "runs"]) == 0
     assert re.search(r"^try-bad-001 +finished +try, 8 tasks ", capsys.readouterr().out, re.M)
 

@@ -199,13 +199,6 @@ address = "10.0.0.1"
 """
 
 
-def test_spans_in_a_file_are_refused_where_other_machines_would_write_it(refuse) -> None:
-    for host in ('"worker-*" = "ssh b"', 'server = "ssh b"'):
-        store = '[trainer]\npublish = "store"\n'
-        said = refuse(f'[logging]\notel = "file"\n{store}{ELSEWHERE}{host}\n')
-        assert '[logging] otel = "file"' in said and "address of a collector" in said
-
-
 @pytest.mark.parametrize("publish", ["files", "broadcast"])
 def test_weights_go_to_other_machines_through_the_store_alone(refuse, publish: str) -> None:
     said = refuse(f'[trainer]\npublish = "{publish}"\n{ELSEWHERE}server = "ssh b"\n')

@@ -156,5 +156,4 @@ def test_an_output_that_is_gone_does_not_end_the_run(run_dir, terminal):
     file.is_gone = True
     append(run_dir, step(2, 2), evaluation("final", 0.9, T0))
     view.update()
-    view.note("a line")
     view.close()

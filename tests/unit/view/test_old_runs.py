@@ -82,7 +82,7 @@ def test_an_old_run_differs_from_a_new_one_in_no_name(old_run: RunDir, tmp_path:
 
 def test_settings_that_are_no_sections_do_not_stop_a_reader(tmp_path: Path) -> None:
     run_dir = RunDir(tmp_path)
-    run_dir.config.write_text('trainer = 3\n[monitor]\notel = "x"\n[logging]\notel = "y"\n')
+    run_dir.config.write_text("trainer = 3\n[monitor]\nsinks = []\n[logging]\nsinks = []\n")
     assert RunFiles(run_dir).settings["trainer"] == 3
     run_dir.config.write_text("logging = 3\n[monitor]\nsinks = []\n")
     assert RunFiles(run_dir).settings["logging"] == 3

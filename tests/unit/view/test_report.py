@@ -1,7 +1,6 @@
 import json
 import os
 import re
-from xml.etree import ElementTree
 
 from sightline.media import MediaStore
 from sightline.run import RunDir
@@ -27,7 +26,7 @@ def read_export(page):
     return json.loads(embedded[1])
 
 
-def test_the_report_shows_figures_curves_and_rollouts(tmp_path):
+def test_the_report_shows_figures_and_rollouts(tmp_path):
     run_dir = write_run(tmp_path / "demo", steps=20)
     summarize(run_dir)
     text = report_of(run_dir)
@@ -37,10 +36,6 @@ def test_the_report_shows_figures_curves_and_rollouts(tmp_path):
     ):  # fmt: skip
         assert words in text, words
     assert text.count("\ntrace ") == 6
-    pictures = re.findall(r"!\[[^]]*\]\(([^)]+)\)", text)
-    assert {"reward.svg", "mismatch.svg", "lag.svg"} <= set(pictures)
-    for picture in pictures:
-        ElementTree.parse(run_dir.report / picture)
 
 
 def test_the_report_quotes_the_probe(tmp_path):
@@ -73,9 +68,7 @@ def test_markdown_text_stays_text():
 
 def test_a_run_without_anything_has_a_report(tmp_path):
     run_dir = RunDir(tmp_path / "empty")
-    assert (
-        "nothing measured" in (report_of(run_dir), (run_dir.report / "reward.svg").read_text())[1]
-    )
+    assert report_of(run_dir).startswith("# empty")
     assert read_export(run_dir.report / "index.html")["answers"]["rollouts"]["rows"] == []
 
 

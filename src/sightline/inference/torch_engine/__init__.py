@@ -6,7 +6,7 @@ scheduler         assigns rows to requests, waits for pixels, finishes requests
 model_runner      one step on the device: encode images, forward, sample, score prompts
 recurrent_runner  one step for models with recurrent layers
 whole_row_runner  one step for models without a KV cache
-observer          counters, request timelines, and where the engine's time goes
+observer          counters, and where the engine's time goes
 step_plan         the tokens of each row that the next forward pass computes
 decode            decode steps of fixed shape, replayed as CUDA graphs
 row_table         one row per sequence: tokens, positions and sampling settings, as arrays

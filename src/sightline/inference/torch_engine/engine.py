@@ -308,10 +308,9 @@ class TorchEngine(Engine):
             )
         is_stopped = table.put(rows, at, tokens, logprobs)
         self.observer.on_sampled(len(rows), int(table.has_stale_kv[rows].sum()))
-        for row in rows[is_first].tolist():
-            if self.runner.keeps_kv:
+        if self.runner.keeps_kv:
+            for row in rows[is_first].tolist():
                 running[row].features.clear()
-            self.observer.on_first_token(running[row])
         is_broken = ~np.isfinite(logprobs)
         if is_broken.any():
             self._fail([running[row] for row in rows[is_broken].tolist()], not_finite_error())

@@ -1,4 +1,4 @@
-"""Measurements of the embedded engine: counters, request timelines, and where its time goes.
+"""Measurements of the embedded engine: counters, and where its time goes.
 
 The engine and its scheduler report events here. They never read this object to decide anything.
 """
@@ -48,27 +48,16 @@ class EngineObserver:
         self.counters.prompt_tokens += len(request.prompt)
 
     def on_admitted(self, request: TorchRequest) -> None:
-        request.timeline.end("queue")
         self.counters.cached_tokens += request.cached_tokens
 
     def on_prompt_shared(self, num_tokens: int) -> None:
         self.counters.cached_tokens += num_tokens
 
-    def on_started(self, request: TorchRequest) -> None:
-        request.timeline.end("materialize")
-
-    def on_first_token(self, request: TorchRequest) -> None:
-        request.timeline.end("prefill")
-
-    def on_interrupted(self, request: TorchRequest, num_sampled: int, loses_kv: bool) -> None:
+    def on_interrupted(self, loses_kv: bool) -> None:
         """Record that new weights stopped a request, which continues with them."""
-        is_waiting = request.pending or request.awaited_prompt is not None
-        stage = "decode" if num_sampled else "prefill"
-        request.timeline.end("materialize" if is_waiting else stage)
         self.counters.prefilled_again += loses_kv
 
-    def on_finished(self, request: TorchRequest) -> None:
-        request.timeline.end("decode")
+    def on_finished(self) -> None:
         self.counters.finished += 1
 
     def on_failed(self) -> None:

@@ -227,7 +227,6 @@ class Scheduler:
         self._load_items(request)
 
     def _start(self, request: TorchRequest) -> None:
-        self.observer.on_started(request)
         self._stop_counting_as_waiting(request)
         self.running[request.row] = request
 
@@ -239,7 +238,7 @@ class Scheduler:
         request.tokens, request.logprobs = self.rows.get_sampled(row)
         request.finish_reason = reason
         request.close_span(version, len(request.tokens))
-        self.observer.on_finished(request)
+        self.observer.on_finished()
         if self.enable_prefix_caching:
             self.prefixes[row] = self._build_cached_prefix(request)
             self._remove(request)
@@ -311,7 +310,7 @@ class Scheduler:
         for request in unfinished:
             num_sampled = self.rows.num_sampled(request.row)
             loses_kv = not keep_kv and bool(self.rows.computed[request.row])
-            self.observer.on_interrupted(request, num_sampled, loses_kv)
+            self.observer.on_interrupted(loses_kv)
             request.close_span(old_version, num_sampled)
             if not keep_kv:
                 self.rows.computed[request.row] = 0

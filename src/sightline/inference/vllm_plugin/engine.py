@@ -160,7 +160,6 @@ class VllmEngine(Engine):
         for _ in range(0 if self._is_stopping else min(room, len(self._queue))):
             request = cast(VllmRequest, self._queue.find_next())
             self._queue.take(request)
-            request.timeline.end("queue")
             request.task = self._loop.create_task(self._run(request))
 
     def cancel(self, request: VllmRequest) -> None:
@@ -274,7 +273,6 @@ class VllmEngine(Engine):
         params = to_vllm_params(request.params, request.seed)
         request.is_running = True
         self._note_busy(1)
-        request.timeline.end("materialize")
         final: Any = None
         try:
             async for output in self._client.generate(
@@ -287,7 +285,6 @@ class VllmEngine(Engine):
         finally:
             request.is_running = False
             self._note_busy(-1)
-        request.timeline.end("vllm")
         if final is None or final.outputs[0].finish_reason == "error":
             return False
         read_output(request, final)

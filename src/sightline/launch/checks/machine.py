@@ -28,7 +28,6 @@ EXTRAS = {
     "tensorboard": ("tensorboard", "the tensorboard sink"),
     "wandb": ("wandb", "the wandb sink"),
     "trackio": ("trackio", "the trackio sink"),
-    "otel": ("opentelemetry-sdk", "[logging] otel"),
 }
 """The packages of each extra, and what they are needed for."""
 

@@ -41,7 +41,6 @@ from sightline.rollout.evaluation import build_eval_request
 from sightline.rollout.player import RolloutPlayer
 from sightline.run import RunDir
 from sightline.run.machine import build_environ, runs_on_cpu
-from sightline.run.stages import NO_STAGE, Stage
 from sightline.trainer.conversations import check_rows_for_images
 from sightline.wire.generate import GenerateRequest, GenerateResponse
 
@@ -239,7 +238,7 @@ class _PromptMeter(GenerateClient):
 
     lengths: list[int] = field(default_factory=list, kw_only=True)
 
-    async def generate(self, request: GenerateRequest, turn: Stage = NO_STAGE) -> GenerateResponse:
+    async def generate(self, request: GenerateRequest) -> GenerateResponse:
         self.lengths.append(len(request.token_ids))
         raise EngineError("the prompt was measured", "", kind=MEASURED)
 

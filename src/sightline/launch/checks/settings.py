@@ -13,12 +13,11 @@ from sightline.compute.weight_transport import find_transport, list_transports, 
 from sightline.config import AlgorithmConfig, RunFile, SftFile
 from sightline.errors import ConfigError
 from sightline.launch.processes import num_cores, reserve_port, split_threads
-from sightline.launch.run_plan import TRAINER, find_resources, list_names, list_placed
+from sightline.launch.run_plan import find_resources, list_names, list_placed
 from sightline.media.open import OBJECT_STORES
 from sightline.rollout.engines import load_engine
 from sightline.run.machine import has_gpu
-from sightline.run.otel import check_otel
-from sightline.view.sinks.protocol import check_sinks
+from sightline.view.sinks import check_sinks
 
 
 def check_extras(config: RunFile | SftFile) -> None:
@@ -76,9 +75,8 @@ def check_algorithm(config: RunFile) -> None:
 
 
 def check_settings(config: RunFile) -> str:
-    """Check sinks, tracing, threads and combinations of settings."""
+    """Check sinks, threads and combinations of settings."""
     check_sinks(config.logging.sinks)
-    check_otel(config.logging.otel)
     threads = split_threads(config, num_cores())
     check_compatible_settings(config)
     return f"{threads.server} server and {threads.trainer} trainer threads on {num_cores()} cores"
@@ -161,10 +159,4 @@ def check_hosts(config: RunFile) -> None:
         raise ConfigError(
             "[launch] uses other machines, which cannot read images in the run directory",
             "set [media] root to s3://BUCKET/PREFIX, or to the address of `sightline media serve`",
-        )
-    traced = (name for name in list_names(config) if name != TRAINER)  # it records no spans
-    if config.logging.otel == "file" and any(map(launch.is_elsewhere, traced)):
-        raise ConfigError(
-            '[logging] otel = "file" does not collect spans from other machines',
-            "set it to the address of a collector that they reach",
         )

@@ -25,11 +25,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("--offline", action="store_true", help="run W&B offline")
     parser.add_argument("--follow", action="store_true", help="continue until the run ends")
-    parser.add_argument("--parent", type=int, default=0, help=argparse.SUPPRESS)
 
 
 def run(args: argparse.Namespace) -> int:
-    from sightline.view.sinks.command import feed_run
+    from sightline.view.sinks.feed import feed_run
 
-    feed_run(args.run_dir, args.to, args.samples_every, args.offline, args.follow, args.parent)
+    feed_run(args.run_dir, args.to, args.samples_every, args.offline, args.follow)
     return 0

@@ -1,13 +1,119 @@
 """Sinks: copies of a run's metrics in TensorBoard, W&B and trackio.
 
-    metrics.jsonl, traces/ <--read-- feed (its own process) --queue--> one thread per sink
+    metrics.jsonl, traces/ <--read-- `sightline sinks` (its own process) --> each sink in turn
 
-The run itself only writes `metrics.jsonl`. A sink that fails or blocks loses its own entries, and
-affects neither the run nor other sinks.
+The run itself only writes `metrics.jsonl`. A sink that fails or blocks never affects it.
 """
 
 from __future__ import annotations
 
-from sightline.view.sinks.protocol import SINKS, RolloutRow, Sink
+import importlib.util
+import subprocess
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any, Protocol
 
-__all__ = ["SINKS", "RolloutRow", "Sink"]
+from sightline.config import LoggingConfig
+from sightline.errors import ConfigError
+from sightline.run import RunDir
+
+SINKS = {"tensorboard": "TensorBoard", "wandb": "Wandb", "trackio": "Trackio"}
+"""The class of each sink, by the name of its module and of its package."""
+CLOSE_TIMEOUT_S = 25.0
+"""How long the sinks may take to finish once the run is over."""
+PROBLEM_PREFIX = "sink "
+"""Begins the lines of `logs/sinks.log` that name a sink that failed."""
+
+
+@dataclass(frozen=True, slots=True)
+class RunIdentity:
+    """The identity of a run for sinks."""
+
+    name: str
+    """The name of its folder, which other runs may share."""
+    id: str
+    """Unique among all runs, and the same in every feeding."""
+    settings: dict[str, Any]
+    """Sections of the run file."""
+
+    @property
+    def unique_name(self) -> str:
+        return f"{self.name}-{self.id}"
+
+
+@dataclass(frozen=True, slots=True)
+class Thumbnail:
+    """A reduced copy of an image, as PNG."""
+
+    data: bytes
+    width: int
+    height: int
+
+
+@dataclass(frozen=True, slots=True)
+class RolloutRow:
+    """A rollout as a row of a table."""
+
+    trace_id: str
+    verdict: str
+    reward: float | None
+    text: str
+    thumbs: tuple[Thumbnail, ...]
+
+
+class Sink(Protocol):
+    """A destination for metrics. Its methods may block."""
+
+    def numbers(self, step: int, values: dict[str, float]) -> None: ...
+
+    def samples(self, step: int, samples: list[RolloutRow]) -> None: ...
+
+    def close(self) -> None: ...
+
+
+def check_sinks(names: Sequence[str]) -> None:
+    """Raise for unknown sinks and for sinks whose package is not installed."""
+    for name in names:
+        if name not in SINKS:
+            raise ConfigError(f"there is no sink {name!r}", f"choose from {', '.join(SINKS)}")
+        if importlib.util.find_spec(name) is None:
+            raise ConfigError(
+                f"the sink {name!r} needs the package {name}", f"pip install 'sightline-rl[{name}]'"
+            )
+
+
+@contextmanager
+def feed_in_background(
+    config: LoggingConfig, run_dir: RunDir, on_problem: Callable[[str], object]
+) -> Iterator[None]:
+    """Feed the run's sinks in another process; call `on_problem` for each sink that failed."""
+    if not config.sinks:
+        yield
+        return
+    command = [sys.executable, "-m", "sightline", "sinks", str(run_dir.path), "--follow"]
+    command += [word for name in config.sinks for word in ("--to", name)]
+    command += ["--samples-every", str(config.samples_every)]
+    command += ["--offline"] if config.wandb_offline else []
+    log_path = run_dir.logs / "sinks.log"
+    with open(log_path, "ab") as log:
+        log_start = log.tell()
+        process = subprocess.Popen(
+            command, stdout=log, stderr=log, stdin=subprocess.DEVNULL, start_new_session=True
+        )
+    try:
+        yield
+    finally:
+        process.terminate()  # it reads to the end first
+        try:
+            process.wait(CLOSE_TIMEOUT_S)
+        except subprocess.TimeoutExpired:
+            process.kill()
+            process.wait()
+        if process.returncode:
+            lines = log_path.read_bytes()[log_start:].decode(errors="replace").splitlines()
+            problems = [line for line in lines if line.startswith(PROBLEM_PREFIX)]
+            code = process.returncode
+            for words in problems or [f"the sinks' process ended with {code}; see {log_path}"]:
+                on_problem(words)

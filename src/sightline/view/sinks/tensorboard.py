@@ -14,13 +14,13 @@ from tensorboard.compat.proto.tensor_shape_pb2 import TensorShapeProto
 from tensorboard.plugins.hparams.summary_v2 import hparams_pb
 from tensorboard.summary.writer.event_file_writer import EventFileWriter
 
-from sightline.view.sinks.protocol import RolloutRow, RunIdentity
+from sightline.view.sinks import RolloutRow, RunIdentity
 
 _STRING = 7  # DT_STRING of its protocol
 
 
 class TensorBoard:
-    def __init__(self, folder: Path, run: RunIdentity) -> None:
+    def __init__(self, folder: Path, run: RunIdentity, offline: bool) -> None:
         self._writer = EventFileWriter(str(folder / "tensorboard"), flush_secs=5)
         settings = hparams_pb(_flatten(run.settings), trial_id=run.unique_name)
         self._writer.add_event(Event(wall_time=time.time(), summary=settings))
@@ -82,7 +82,3 @@ def _text(tag: str, text: str) -> Summary.Value:
         tensor_shape=TensorShapeProto(dim=[TensorShapeProto.Dim(size=1)]),
     )
     return Summary.Value(tag=tag, metadata=SummaryMetadata(plugin_data=data), tensor=tensor)
-
-
-def build(folder: Path, run: RunIdentity, offline: bool) -> TensorBoard:
-    return TensorBoard(folder, run)

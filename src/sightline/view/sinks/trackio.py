@@ -7,11 +7,11 @@ import warnings
 from pathlib import Path
 from typing import Any
 
-from sightline.view.sinks.protocol import RolloutRow, RunIdentity
+from sightline.view.sinks import RolloutRow, RunIdentity
 
 
 class Trackio:
-    def __init__(self, folder: Path, run: RunIdentity) -> None:
+    def __init__(self, folder: Path, run: RunIdentity, offline: bool) -> None:
         import trackio
 
         self._trackio: Any = trackio
@@ -56,7 +56,3 @@ class Trackio:
         self._trackio.finish()
         if self._lost:
             raise OSError(self._lost)
-
-
-def build(folder: Path, run: RunIdentity, offline: bool) -> Trackio:
-    return Trackio(folder, run)

@@ -6,7 +6,7 @@ import io
 from pathlib import Path
 from typing import Any
 
-from sightline.view.sinks.protocol import RolloutRow, RunIdentity
+from sightline.view.sinks import RolloutRow, RunIdentity
 
 
 class Wandb:
@@ -45,7 +45,3 @@ class Wandb:
 
     def close(self) -> None:
         self._run.finish()
-
-
-def build(folder: Path, run: RunIdentity, offline: bool) -> Wandb:
-    return Wandb(folder, run, offline)

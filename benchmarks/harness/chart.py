@@ -1,7 +1,4 @@
-"""Line charts as SVG, without dependencies or scripts, for light and dark themes.
-
-Every chart contains the style sheet, so that it is also a complete file.
-"""
+"""Line charts of the documentation as SVG files, for light and dark themes."""
 
 from __future__ import annotations
 
@@ -10,8 +7,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from html import escape
 from typing import Literal
-
-from sightline.view import formatting
 
 Point = tuple[float, float]
 
@@ -23,7 +18,7 @@ font:12px system-ui,-apple-system,"Segoe UI",sans-serif;max-width:100%;height:au
 .sl text{fill:var(--soft)}.sl .title{fill:var(--ink);font-size:13px;font-weight:600}
 .sl .rule{stroke:var(--rule);stroke-width:1}.sl .axis{stroke:var(--soft);stroke-width:1}
 .sl .line{fill:none;stroke-width:2;stroke-linejoin:round;stroke-linecap:round}
-.sl .faint{fill:none;stroke-width:1;opacity:.4}.sl .hover{fill:transparent}
+.sl .faint{fill:none;stroke-width:1;opacity:.4}
 .sl .k0{stroke:var(--c0)}.sl .k1{stroke:var(--c1)}.sl .k2{stroke:var(--c2)}.sl .k3{stroke:var(--c3)}
 .sl .f0{fill:var(--c0)}.sl .f1{fill:var(--c1)}.sl .f2{fill:var(--c2)}.sl .f3{fill:var(--c3)}
 """
@@ -32,7 +27,6 @@ NUM_COLOURS = 4
 _LEFT, _RIGHT, _TOP, _BOTTOM = 58, 16, 46, 40
 _MOST_POINTS = 600
 _MOST_DOTS = 40
-_MOST_HOVERS = 200
 
 
 @dataclass(frozen=True, slots=True)
@@ -100,7 +94,11 @@ def line_chart(
         body.append(
             f'<text x="{width / 2}" y="{height / 2}" text-anchor="middle">nothing measured</text>'
         )
-    return wrap_svg(title, width, height, body)
+    return (
+        f'<svg xmlns="http://www.w3.org/2000/svg" class="sl" viewBox="0 0 {width} {height}" '
+        f'width="{width}" height="{height}" role="img" aria-label="{escape(title)}">'
+        f"<style>{STYLE}</style>{''.join(body)}</svg>"
+    )
 
 
 def _error_bars(one: Series) -> list[tuple[float, float, float]]:
@@ -108,15 +106,6 @@ def _error_bars(one: Series) -> list[tuple[float, float, float]]:
     if not one.bars:
         return []
     return [(x, *ends) for (x, _), ends in zip(one.points, one.bars, strict=True)]
-
-
-def wrap_svg(title: str, width: int, height: int, body: Sequence[str]) -> str:
-    """Return the SVG document around `body`, whose texts must be escaped."""
-    return (
-        f'<svg xmlns="http://www.w3.org/2000/svg" class="sl" viewBox="0 0 {width} {height}" '
-        f'width="{width}" height="{height}" role="img" aria-label="{escape(title)}">'
-        f"<style>{STYLE}</style>{''.join(body)}</svg>"
-    )
 
 
 def smooth(points: Sequence[tuple[float, float | None]], window: int) -> list[Point]:
@@ -178,7 +167,7 @@ def _draw_axes(plane: _PlotArea, x_label: str) -> list[str]:
         y = plane.y(value)
         parts.append(f'<line class="rule" x1="{left}" x2="{right}" y1="{y:.1f}" y2="{y:.1f}"/>')
         parts.append(
-            f'<text x="{left - 8}" y="{y + 4:.1f}" text-anchor="end">{_tick_text(value)}</text>'
+            f'<text x="{left - 8}" y="{y + 4:.1f}" text-anchor="end">{round(value, 6):g}</text>'
         )
     for value in ticks(plane.x_low, plane.x_high, 8):
         if not value.is_integer():
@@ -191,12 +180,6 @@ def _draw_axes(plane: _PlotArea, x_label: str) -> list[str]:
         f"{escape(x_label)}</text>"
     )
     return parts
-
-
-def _tick_text(value: float) -> str:
-    if value and abs(value) < 1e-3:
-        return f"{value:.3g}"
-    return f"{round(value, 6):g}" if abs(value) < 1e5 else formatting.count(value)
 
 
 def _draw_series(one: Series, points: Sequence[Point], plane: _PlotArea) -> list[str]:
@@ -215,13 +198,6 @@ def _draw_series(one: Series, points: Sequence[Point], plane: _PlotArea) -> list
         ends = f'y1="{plane.y(low):.1f}" y2="{plane.y(high):.1f}"'
         at = f"{plane.x(x):.1f}"
         parts.append(f'<line class="k{colour}" x1="{at}" x2="{at}" {ends} opacity=".6"/>')
-    # Wide invisible circles provide tooltips without a script.
-    step = math.ceil(len(points) / _MOST_HOVERS) if points else 1
-    for (x, y), (at_x, at_y) in list(zip(points, placed, strict=True))[::step]:
-        parts.append(
-            f'<circle class="hover" cx="{at_x:.1f}" cy="{at_y:.1f}" r="7">'
-            f"<title>{escape(one.name)}: {formatting.short(y)} at {x:g}</title></circle>"
-        )
     return parts
 
 
