@@ -26,16 +26,14 @@ class FormatDescription:
     _family: Family
 
     def describe(self) -> list[str]:
-        """Return the probe's findings, or a description of the format, one line each."""
+        """Describe the model and its chat format, one line each."""
         family, places = self._family, f"in messages of role {' or '.join(self.image_roles)}"
-        if family.found:
-            return list(family.found)
         tokens = f"{family.describe_tokens()}, {places}" if family.shows_media else ""
         supported = "supported by the chat format"
         no_tools = "" if self.takes_tools else self.tools_refusal
         no_reasoning = "" if self.takes_reasoning else self.reasoning_refusal
         return [
-            f"model: the family {family.name}",
+            f"model: {family.model_class or f'the family {family.name}'}",
             f"chat format: {self.format_name}, because {self.format_reason}",
             f"images: {tokens or 'refused, because this checkpoint has no vision tower'}",
             f"videos: {_describe_refusal(self.video_refusal) or places}",

@@ -96,8 +96,8 @@ class Family(Protocol):
     slot_token_ids: tuple[int, ...]
     """The ids that fill slots and appear nowhere else."""
     packing: Packing
-    found: Sequence[str]
-    """Findings of a probe about the checkpoint, one line each. Empty for native families."""
+    model_class: str
+    """The transformers class of a checkpoint of the generic family. Empty for native families."""
 
     def layout(self, width: int, height: int) -> ImageLayout: ...
 

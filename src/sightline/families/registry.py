@@ -117,7 +117,7 @@ def load_family(model: str | Path, exact: bool = False, /, **overrides: int) -> 
     """
     path = resolve_checkpoint(model)
     family = cast(Family, _get_folder(path).load_family(path, overrides))
-    if exact and family.found:
+    if exact and family.model_class:
         raise ConfigError(
             f"[model] exact is not supported by the generic family {family.name!r}",
             "choose a checkpoint with a native family (docs/models.md), or remove exact",

@@ -38,7 +38,7 @@ class ImageFamily(ABC):
     num_axes: int = 1
     modality: str = "image"
     shows_media = True
-    found: Sequence[str] = ()
+    model_class = ""
     video_refusal = "this model family shows no videos"
     settings_owner: str
     """The name, for errors, of what server and trainer must share for equal settings."""
@@ -205,7 +205,7 @@ class TextOnlyFamily:
     video_refusal = "this checkpoint has no vision tower"
     slot_token_ids: tuple[int, ...] = ()
     packing: Packing = TREE_PACKING
-    found: Sequence[str] = ()
+    model_class = ""
 
     def __init__(self, name: str, overrides: dict[str, int] | None = None) -> None:
         for key in overrides or {}:

@@ -3,8 +3,9 @@ image becomes tokens. The witness is the checkpoint's own processor, called as u
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable, Sequence
-from functools import partial
+from functools import lru_cache, partial
 from pathlib import Path
 from typing import Any
 
@@ -22,87 +23,41 @@ def write_kind(kind: str, path: Path) -> None:
     tiny.write(path, type=kind)
 
 
-def count_slot_tokens(processor: Any, made: dict[str, Any], **settings: Any) -> int:
-    """From the first to the last pad in the text that a processor writes for an image."""
-    tokenizer = processor.tokenizer
-    pad = getattr(tokenizer, "image_token_id", processor.image_token_id)
-    if hasattr(processor, "img_patch_token"):
-        pad = tokenizer.convert_tokens_to_ids(processor.img_patch_token)
-    text = processor.replace_image_token(made, 0, **settings)
-    ids = tokenizer(text, add_special_tokens=False)["input_ids"]
-    places = [i for i, t in enumerate(ids) if t == pad]
-    return places[-1] - places[0] + 1
-
-
 class Images:
-    """Counts by the functions of transformers' processor."""
+    """Counts in what the checkpoint's own processor makes of a black image."""
 
     def __init__(self, path: Path) -> None:
         from sightline.families.anyvlm.processor import load_processor
 
         self.processor = load_processor(path)
-        self.images = self.processor.image_processor
+        config = json.loads((path / "config.json").read_text())
+        names = ("image_token_id", "image_token_index")
+        self._pad = next(config[name] for name in names if name in config)
+        self._process = lru_cache(maxsize=1)(self._process_black)
+
+    def _process_black(self, height: int, width: int) -> tuple[dict[str, np.ndarray], str]:
+        from sightline.families.anyvlm.processor import FOREIGN, process
+
+        try:
+            return process(self.processor, Image.new("RGB", (width, height)))
+        except FOREIGN as error:
+            raise ValueError(f"the processor refuses {width}x{height}") from error
 
     def get_number_of_image_patches(self, height: int, width: int) -> int:
-        if (patch := self._find_patch()) > 0:
-            return int(np.prod(self._resize(height, width)) // patch**2)
-        if not hasattr(self.images, "get_number_of_image_patches"):
-            return 1  # it makes one array of one size
-        found = self.images.get_number_of_image_patches(height, width, {})
-        return int(found[0] if isinstance(found, tuple) else found)
+        arrays, _ = self._process(height, width)
+        if "image_position_ids" in arrays:  # Gemma 4 pads the patches
+            return int((arrays["image_position_ids"] >= 0).all(-1).sum())
+        if hasattr(self.processor, "spatial_merge_size"):  # Mistral 3 pads the image
+            return int(arrays["image_sizes"].prod()) // self.processor.patch_size**2
+        shape = arrays["pixel_values"].shape
+        return int(shape[1] if len(shape) == 5 else shape[0])
 
     def get_number_of_slot_tokens(self, height: int, width: int) -> int:
-        return count_slot_tokens(self.processor, self._describe(height, width))
-
-    def _find_patch(self) -> int:
-        """Pixels of a patch, where the processor has no method that counts them; else 0."""
-        if hasattr(self.images, "max_soft_tokens"):
-            return int(self.images.patch_size)
-        return int(getattr(self.processor, "patch_size", 0)) * hasattr(
-            self.processor, "spatial_merge_size"
-        )
-
-    def _resize(self, height: int, width: int) -> tuple[int, int]:
-        """The sides of an image that is cut into patches."""
-        from transformers.models.gemma4.image_processing_pil_gemma4 import (
-            get_aspect_ratio_preserving_size,
-        )
-        from transformers.models.pixtral.image_processing_pil_pixtral import (
-            get_resize_output_image_size,
-        )
-
-        if hasattr(self.images, "max_soft_tokens"):
-            patch, pool = self.images.patch_size, self.images.pooling_kernel_size
-            most = self.images.max_soft_tokens * pool**2
-            found: tuple[int, int] = get_aspect_ratio_preserving_size(
-                height, width, patch, most, pool
-            )
-            return found
-        factor = self.processor.patch_size * self.processor.spatial_merge_size
-        image, longest = np.zeros((height, width, 3)), self.images.size["longest_edge"]
-        resized: tuple[int, int] = get_resize_output_image_size(
-            image, longest, factor, "channels_last"
-        )
-        if not min(resized):
-            raise ValueError("nothing is left of a side")
-        return resized
-
-    def _describe(self, height: int, width: int) -> dict[str, Any]:
-        """Return the image arrays that the processor reads to write its text."""
-        num = self.get_number_of_image_patches(height, width)
-        made: dict[str, Any] = {"num_patches": [num], "pixel_values": np.zeros((1, 3, 16, 16))}
-        made["num_crops"] = [0]
-        if hasattr(self.images, "max_soft_tokens"):
-            made["num_soft_tokens_per_image"] = [num // self.images.pooling_kernel_size**2]
-        if hasattr(self.processor, "spatial_merge_size"):
-            made["image_sizes"] = [self._resize(height, width)]
-        if hasattr(self.images, "max_image_size"):
-            _, rows, columns = self.images.get_number_of_image_patches(height, width, {})
-            shape = (rows, columns) if num > 1 else (0, 0)
-            made |= {"rows": [[shape[0]]], "cols": [[shape[1]]]}
-        if hasattr(self.images, "merge_size"):
-            made["image_grid_thw"] = np.array([[1, 1, num]])
-        return made
+        """From the first to the last pad in the text that the processor writes for an image."""
+        _, text = self._process(height, width)
+        ids = self.processor.tokenizer(text, add_special_tokens=False)["input_ids"]
+        places = [i for i, token_id in enumerate(ids) if token_id == self._pad]
+        return places[-1] - places[0] + 1
 
 
 def _processor_ids(
@@ -153,11 +108,11 @@ CARRIED: dict[str, Callable[[str], str]] = {
 TWO_FRAMES = ("qwen2_vl",)
 
 
-def build_case(kind: str, load_images: Callable[[Path], Any] = Images) -> Case:
+def build_case(kind: str) -> Case:
     return Case(
         f"anyvlm_{kind}",
         partial(write_kind, kind),
-        load_images,
+        Images,
         image_pad="",
         published_template=None,
         takes_tools=kind == "llava_tools",

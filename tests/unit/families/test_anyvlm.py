@@ -21,7 +21,6 @@ import msgspec
 import numpy as np
 import pytest
 import torch
-from PIL import Image
 from safetensors.torch import load_file
 from shards import num_examples, take_first
 from transformers import AutoConfig, AutoModel, LlamaConfig, LlamaModel
@@ -64,19 +63,13 @@ def edit(file: Path, change: Callable[[dict[str, Any]], None]) -> None:
     file.write_text(json.dumps(values))
 
 
-def test_what_was_found_is_a_file_that_is_read_until_the_checkpoint_changes(folder: Path) -> None:
+def test_findings_are_read_until_the_checkpoint_changes(folder: Path) -> None:
     family = load_family(folder)
     assert family.name == "anyvlm"
-    assert [line.partition(":")[0] for line in family.found] == [
-        "model", "images", "banned tokens", "stop tokens", "positions", "tools", "reasoning",
-        "turns",
-    ]  # fmt: skip
-    marked = json.loads((folder / FILE).read_text())
-    marked["lines"] = ["as it was written down"]
-    (folder / FILE).write_text(json.dumps(marked))
-    assert load_family(folder).found == ["as it was written down"]
+    edit(folder / FILE, lambda findings: findings.update(model_class="Edited"))
+    assert load_family(folder).model_class.startswith("Edited of transformers")
     edit(folder / "generation_config.json", lambda values: values.update(temperature=0.5))
-    assert load_family(folder).found == family.found
+    assert load_family(folder).model_class == family.model_class
 
 
 QUIET = """
@@ -88,7 +81,7 @@ from sightline.families.registry import write_tiny
 path = Path(sys.argv[1])
 write_tiny("anyvlm", path, seed=0, type="smolvlm")
 family = load_family(path)
-print(family.found[1])
+print(family.describe_tokens())
 load_model(path, family, "cpu", "float32")
 """
 
@@ -98,7 +91,7 @@ def test_a_tiny_smolvlm_is_written_and_loaded_without_a_warning(tmp_path: Path) 
     words = [sys.executable, "-c", QUIET, str(tmp_path / "model")]
     done = subprocess.run(words, capture_output=True, text=True, check=True)
     assert done.stderr == ""
-    assert "20 to 68 tokens and 13 to 40 marks" in done.stdout
+    assert "105 for 64x64, 80 for 1280x720" in done.stdout
 
 
 def test_a_tiny_gemma4_begins_with_no_table_of_one_value(tmp_path: Path) -> None:
@@ -118,8 +111,10 @@ def test_the_model_of_the_page_is_found_to_be_what_the_page_says(
     exec(compile(program, "bring_your_model.md", "exec"), {})
     family = load_family(tmp_path / "models" / "mine")
     load_model(tmp_path / "models" / "mine", family, "cpu", "float32")
+    renderer = load_renderer(tmp_path / "models" / "mine", MediaStore(tmp_path / "media"), family)
     # Another transformers is no mistake of the page.
-    assert [*family.found[1:], family.packing.description] == shown.splitlines()[1:]
+    lines = [*renderer.describe(), family.packing.description]
+    assert lines[1:] == shown.splitlines()[1:]
     serving = load_serving(tmp_path / "models" / "mine", family)
     with pytest.raises(FamilyError, match=r"vision_tower\.head\.attention is torch's own"):
         serving.check_cpu(family, "float32")
@@ -190,15 +185,13 @@ def test_calls_of_another_form_than_json_between_marks_are_refused_with_what_is_
     assert load_renderer(tmp_path / "model", store).takes_tools
     for old, new, reason in (
         ("call['function']['arguments'] | tojson", "'1'", "<tool_call>.*not a JSON object"),
-        ("{%- if tools -%}", "{%- if false -%}", "does not write tools"),
         ("'\\n<tool_response>", "raise_exception('no') + '\\n<", "tool messages: .*no"),
     ):
         assert old in text
         file.write_text(text.replace(old, new))
-        (line,) = (li for li in load_family(tmp_path / "model").found if li.startswith("tools: "))
-        assert re.match(f"tools: refused, because .*{reason}", line)
+        renderer = load_renderer(tmp_path / "model", store)
         with pytest.raises(MessageError, match=f"^tools: .*{reason}"):
-            load_renderer(tmp_path / "model", store).render([user("a")], [{"name": "f"}])
+            renderer.render([user("a")], [{"name": "f"}])
 
 
 def test_sampled_calls_are_read_by_the_ids_of_their_marks(tmp_path: Path) -> None:
@@ -216,7 +209,7 @@ def test_sampled_calls_are_read_by_the_ids_of_their_marks(tmp_path: Path) -> Non
     for broken in (
         called.replace("}}", "}"), called.replace('"f"', "1"), called + " and so",
         called.replace('"name"', '"id": 1, "name"'), "<tool_call>",
-        called.replace('{"a": 1.0}', "[1]"), called[: -len("</tool_call>")], "</tool_call>",
+        called.replace('{"a": 1.0}', "[1]"), called[: -len("</tool_call>")],
     ):  # fmt: skip
         found = parse(broken)
         assert found.tool_calls == () and found.malformed_calls and found.text == broken
@@ -367,8 +360,6 @@ def test_reasoning_that_cannot_be_established_is_refused_with_what_is_written(
     old: str, new: str, reason: str, reasoning_folder: Path, tmp_path: Path
 ) -> None:
     renderer = load_edited(reasoning_folder, tmp_path, (old, new))
-    (line,) = (line for line in renderer._family.found if line.startswith("reasoning: "))
-    assert re.match(f"reasoning: refused, because the chat template .*{reason}", line)
     with pytest.raises(MessageError, match=rf"^messages\[1\].reasoning: .*{reason}"):
         renderer.render([user("a"), assistant("b", reasoning="r")])
 
@@ -385,40 +376,13 @@ def test_texts_that_a_template_strips_are_stripped_and_stay_text(
     assert forged.token_ids.count(renderer.stop_token_ids[0]) == 1
 
 
-def test_the_template_decides_what_texts_side_by_side_are(folder: Path, tmp_path: Path) -> None:
-    file = folder / "chat_template.jinja"
-    file.write_text(file.read_text().replace("part['text']", "part['text'] | trim"))
-    renderer = load_renderer(folder, MediaStore(tmp_path / "media"))
-
-    def render(*texts: str) -> list[int]:
-        content = [{"type": "text", "text": text} for text in texts]
-        return renderer.render([{"role": "user", "content": content}]).token_ids
-
-    assert render("0 ", "0") == render("00") != render("0 0")
-    # Texts that an environment joins are one.
-    assert renderer.render([user("0 ", "0")]).token_ids == render("0 0")
-
-
-def test_a_text_behind_the_only_one_that_is_written_is_refused_by_path(
-    folder: Path, tmp_path: Path
-) -> None:
-    file = folder / "chat_template.jinja"
-    first = "message['content'][: 1 if message['role'] == 'system' else 9] -%}"
-    file.write_text(file.read_text().replace("message['content'] -%}", first))
-    renderer = load_renderer(folder, MediaStore(tmp_path / "media"))
-    texts = [{"type": "text", "text": text} for text in ("be ", "brief")]
-    assert renderer.render([{"role": "system", "content": texts[:1]}, user("a")])
-    with pytest.raises(MessageError, match=r"^messages\[0\]\.content: .* drops"):
-        renderer.render([{"role": "system", "content": texts}, user("a")])
-
-
 def test_a_template_that_rewrites_history_forks_and_says_so(folder: Path, tmp_path: Path) -> None:
     file = folder / "chat_template.jinja"
     late = "{%- if messages | length > 2 -%}{{- '<|im_start|>long\\n' -}}{%- endif -%}"
     file.write_text(late + file.read_text())
     family = load_family(folder)
-    assert any(line.startswith("turns: rendered again, because") for line in family.found)
     renderer = load_renderer(folder, MediaStore(tmp_path / "media"), family)
+    assert renderer.describe()[-1].startswith("turns: rendered again, because")
     prompt = renderer.render([user("a")]).token_ids
     found = renderer.bridge(prompt, [renderer.stop_token_ids[0]], [user("b")])
     assert found == Refused("history_rewritten")
@@ -436,19 +400,6 @@ def test_a_system_message_that_a_template_drops_is_refused_by_path(
     prompt = renderer.render([user("a")]).token_ids
     bridged = renderer.bridge(prompt, [renderer.stop_token_ids[0]], [user("b")])
     assert isinstance(bridged, Bridged)
-
-
-def test_rows_are_the_arrays_of_the_processor_bit_for_bit(original: Path, tmp_path: Path) -> None:
-    family, store = load_family(original), MediaStore(tmp_path / "media")
-    processor = load_processor(original)
-    draw = random.Random(0)
-    for _ in range(10):
-        size = (draw.randint(4, 200), draw.randint(4, 200))
-        image = Image.frombytes("RGB", size, draw.randbytes(size[0] * size[1] * 3))
-        ref = store.put(image)
-        rows = family.patches(store.image(ref), family.item(ref))
-        want = processor.image_processor(image, return_tensors="np")["pixel_values"]
-        assert np.array_equal(rows.view(np.float32).reshape(want.shape), want)
 
 
 def test_a_model_that_does_more_than_attend_is_refused_at_load(folder: Path) -> None:
@@ -507,14 +458,13 @@ def test_layers_with_a_window_are_computed_as_padded_rows(folder: Path) -> None:
     edit(folder / "config.json", slide)
     family = load_family(folder)
     assert family.packing.kind == "rows" and "sliding_attention" in family.packing.reason
-    assert not family.findings.sees_ahead
     load_model(folder, family, "cpu", "float32")
     packed = AnyVLMFamily(folder, msgspec.structs.replace(family.findings, rows_reason=""))
     with pytest.raises(
         FamilyError, match="the weights trial failed: computed alone, logits differ"
     ):
         load_model(folder, packed, "cpu", "float32")
-    with pytest.raises(FamilyError, match="sliding windows are untested") as caught:
+    with pytest.raises(FamilyError, match="cannot serve it: .*sliding_attention") as caught:
         load_serving(folder, family)
     assert 'engine = "torch"' in caught.value.fix
 
@@ -569,7 +519,6 @@ def test_tokens_of_an_image_that_see_one_another_are_found_by_trial(tmp_path: Pa
     edit(tmp_path / "model" / "config.json", lambda config: config["text_config"].update(kinds))
     family = load_family(tmp_path / "model")
     assert family.packing.kind == "rows" and "more than causal attention" in family.packing.reason
-    assert family.findings.sees_ahead
     load_model(tmp_path / "model", family, "cpu", "float32")
 
 
@@ -581,50 +530,38 @@ def test_a_window_is_tried_that_prompts_are_shorter_than(folder: Path) -> None:
     assert load_family(folder).packing.kind == "rows"
 
 
-def test_vllm_is_refused_tokens_of_an_image_that_see_one_another(tmp_path: Path) -> None:
-    write_kind("gemma4", tmp_path / "model")
-    family = load_family(tmp_path / "model")
-    with pytest.raises(FamilyError, match="attend to each other in both directions") as caught:
-        load_serving(tmp_path / "model", family)
-    assert 'engine = "torch"' in caught.value.fix
-    # Its arrays are a reason of their own.
-    edit(tmp_path / "model" / FILE, lambda findings: findings.update(rows_reason=""))
-    with pytest.raises(FamilyError, match="change shape"):
-        load_serving(tmp_path / "model", family)
-
-
 @pytest.mark.parametrize(
-    ("kind", "reason"),
-    [("conv", "no convolution layers"), ("chunked_attention", "as full attention")],
+    ("changed", "reason"),
+    [
+        ({"rows_reason": "layers of this model are of conv"}, "layers .* of conv"),
+        ({"counts_tokens": False}, "LlavaForConditionalGeneration's cannot count"),
+        ({"model_class": [*OWN_CLASSES][0]}, ""),
+        ({"logit_settings": ["logit_scale"]}, "applies logit_scale to logits"),
+    ],
 )
-def test_vllm_is_refused_layers_with_the_reason_of_their_kind(
-    folder: Path, kind: str, reason: str
+def test_vllm_is_refused_a_model_that_it_computes_differently(
+    folder: Path, changed: dict[str, Any], reason: str
 ) -> None:
     family = load_family(folder)
-    found = {"rows_reason": f"layers of this model are of {kind}", "layer_kinds": [kind]}
-    edit(folder / FILE, lambda findings: findings.update(found))
-    with pytest.raises(FamilyError, match=f"cannot serve it: layers .* of {kind}; .*{reason}"):
+    edit(folder / FILE, lambda findings: findings.update(changed))
+    refused = pytest.raises(FamilyError, match=f"vLLM cannot serve it: .*{reason}")
+    with refused if reason else nullcontext():
         load_serving(folder, family)
 
 
-def test_vllm_is_refused_a_processor_that_does_not_count(folder: Path) -> None:
-    family = load_family(folder)
-    edit(folder / FILE, lambda findings: findings.update(counts_tokens=False))
-    with pytest.raises(FamilyError, match="of LlavaForConditionalGeneration cannot count"):
-        load_serving(folder, family)
-    # It is served by a class of vLLM's own, where there is one.
-    edit(folder / FILE, lambda findings: findings.update(model_class=[*OWN_CLASSES][0]))
-    load_serving(folder, family)
-
-
-def test_vllm_is_refused_a_text_model_that_its_own_class_has_not(tmp_path: Path) -> None:
+def test_vllm_is_refused_a_text_model_that_its_own_class_lacks(tmp_path: Path) -> None:
     write_kind("smolvlm", tmp_path / "model")
     other = {"model_type": "mistral", "sliding_window": None}
     edit(tmp_path / "model" / "config.json", lambda config: config["text_config"].update(other))
+    with pytest.raises(FamilyError, match="type 'llama', and this one is 'mistral'"):
+        load_serving(tmp_path / "model", load_family(tmp_path / "model"))
+
+
+def test_vllm_is_refused_arrays_that_change_shape(tmp_path: Path) -> None:
+    write_kind("gemma4", tmp_path / "model")
     family = load_family(tmp_path / "model")
-    with pytest.raises(
-        FamilyError, match="needs a text model of type 'llama', and this one is 'mistral'"
-    ):
+    edit(tmp_path / "model" / FILE, lambda findings: findings.update(rows_reason=""))
+    with pytest.raises(FamilyError, match="change shape"):
         load_serving(tmp_path / "model", family)
 
 
@@ -645,14 +582,10 @@ def test_an_image_of_one_token_is_refused_where_vllm_cannot_compute_it(
             serving.build_fields(family, item, patches, normalizes=False)
 
 
-@pytest.mark.parametrize("setting", ["logit_scale", "final_logit_softcapping"])
-def test_vllm_is_refused_a_text_model_whose_logits_it_would_change(
-    folder: Path, setting: str
-) -> None:
-    edit(folder / "config.json", lambda config: config["text_config"].update({setting: 0.5}))
-    with pytest.raises(FamilyError, match=setting) as caught:
-        load_serving(folder, load_family(folder))
-    assert 'engine = "torch"' in caught.value.fix
+def test_settings_that_change_logits_are_found(folder: Path) -> None:
+    changed = {"logit_scale": 0.5, "final_logit_softcapping": 0.5}
+    edit(folder / "config.json", lambda config: config["text_config"].update(changed))
+    assert load_family(folder).findings.logit_settings == [*changed]  # type: ignore[attr-defined]
 
 
 def test_an_answer_may_begin_with_what_the_template_writes_before_it(tmp_path: Path) -> None:
@@ -736,7 +669,7 @@ def test_rules_count_as_the_processors_of_transformers_do() -> None:
             np.empty((height, width, 3)), 1540, 28, "channels_last"
         )
         found = layout.count_lines(width, height, lines)
-        assert (found or (0,)) == (tuple(side // 28 for side in lined) if min(lined) else (0,))
+        assert (found or (0,)) == (tuple(side // 14 for side in lined) if min(lined) else (0,))
         if max(width, height) <= layout.MAX_ASPECT * min(width, height):
             resized = smart_resize(height, width, 28, 3136, 1_003_520)
             assert layout.count_patches(width, height, patches) == tuple(s // 14 for s in resized)

@@ -2,26 +2,117 @@
 
 At the first load, `probe` runs trials on the checkpoint's own processor, chat template and model
 code, in a process that has transformers. It writes its `findings` into the folder, or refuses the
-checkpoint with the trial that failed. `load` reads the findings. `image_tokens` chooses one of the
-rules in `layout` by which an image size becomes tokens. `vision` is the family, `render` the
-renderer, and `processor` and `forward` import transformers. This file does not.
+checkpoint with the trial that failed. `image_tokens` chooses one of the rules in `layout` by which
+an image size becomes tokens. `vision` is the family, `render` the renderer, and `processor` and
+`forward` import transformers. This file does not.
+
+The probe runs again when a file of the folder or the installed transformers has changed, or
+torchvision where it makes the pixels. If the folder is read-only, each process probes for itself.
 """
 
 from __future__ import annotations
 
+import os
+import subprocess
+import sys
+from contextlib import suppress
+from pathlib import Path
 from typing import Any
 
-from sightline.families.anyvlm.load import load_family
+import msgspec
+
+from sightline.errors import FamilyError
+from sightline.families.anyvlm.findings import (
+    FILE,
+    Findings,
+    ProbeAnswer,
+    digest_sources,
+    find_version,
+)
 from sightline.families.anyvlm.render import AnyVLMRenderer
+from sightline.families.anyvlm.vision import AnyVLMFamily
 
 __all__ = ["claims", "load_family", "load_renderer"]
 
 IS_FALLBACK = True
 """It is used only if no other family claims a checkpoint."""
+TIMEOUT_S = 600
 
 
 def claims(config: dict[str, Any]) -> bool:
     return isinstance(config.get("vision_config"), dict)
+
+
+def load_family(path: Path, overrides: dict[str, int]) -> AnyVLMFamily:
+    if overrides:
+        raise FamilyError(
+            f"[model] {', '.join(sorted(overrides))} cannot be set for {path}, whose own processor "
+            "decides image sizes",
+            "remove the setting, and change preprocessor_config.json instead",
+        )
+    return AnyVLMFamily(path, load_findings(path))
+
+
+def load_findings(path: Path) -> Findings:
+    """Return the findings in the folder, or those of a new probe."""
+    names = ["tokenizer.json"]
+    file = path / "processor_config.json"
+    if not (file.is_file() and b'"image_processor"' in file.read_bytes()):
+        names.append("preprocessor_config.json")
+    for name in names:
+        if not (path / name).is_file():
+            raise FamilyError(f"{path} has no {name}", "copy it from the checkpoint")
+    source, installed = digest_sources(path), find_version("transformers")
+    with suppress(OSError, msgspec.MsgspecError):
+        findings = msgspec.json.decode((path / FILE).read_bytes(), type=Findings)
+        is_same = installed in ("", findings.transformers)
+        if findings.torchvision:
+            is_same = is_same and find_version("torchvision") in ("", findings.torchvision)
+        if findings.source == source and is_same:
+            return findings
+    if not installed:
+        raise FamilyError(
+            f"{path} has not been probed yet, and transformers is not installed here",
+            "run `sightline check` with this [model] path where transformers is installed; it "
+            f"writes {FILE} into the folder",
+        )
+    return _probe(path)
+
+
+def _probe(path: Path) -> Findings:
+    """Run the probe, and write its findings into the folder if that is possible."""
+    if "transformers" in sys.modules:
+        from sightline.families.anyvlm.probe import run_trials
+
+        answer = run_trials(path)
+    else:
+        answer = _probe_in_process(path)
+    if answer.findings is None:
+        raise FamilyError(f"{path}: {answer.problem}", answer.fix)
+    with suppress(OSError):
+        part = path / f".{FILE}.{os.getpid()}"
+        part.write_bytes(msgspec.json.format(msgspec.json.encode(answer.findings), indent=1))
+        part.replace(path / FILE)
+    return answer.findings
+
+
+def _probe_in_process(path: Path) -> ProbeAnswer:
+    """Run the probe in a process that imports torch and transformers, unlike this one."""
+    words = [sys.executable, "-m", "sightline.families.anyvlm.probe", str(path)]
+    try:
+        done = subprocess.run(words, capture_output=True, text=True, timeout=TIMEOUT_S)
+    except subprocess.TimeoutExpired as error:
+        raise FamilyError(
+            f"{path}: the probe did not finish within {TIMEOUT_S} s",
+            f"run `{' '.join(words)}` to see where it stalls",
+        ) from error
+    try:
+        return msgspec.json.decode(done.stdout.rpartition("\n\n")[2], type=ProbeAnswer)
+    except msgspec.MsgspecError as error:
+        raise FamilyError(
+            f"{path}: the probe crashed: {done.stderr[-2000:]}",
+            f"run `{' '.join(words)}` to see the whole output",
+        ) from error
 
 
 load_renderer = AnyVLMRenderer.load

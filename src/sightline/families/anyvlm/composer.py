@@ -4,29 +4,98 @@ from __future__ import annotations
 
 import json
 import re
-from bisect import bisect_left, bisect_right
-from collections.abc import Callable, Iterator, Sequence
-from itertools import accumulate
+from bisect import bisect_left
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from itertools import accumulate, pairwise
 from typing import Any
 
 import msgspec
 
-from sightline.errors import MessageError
-from sightline.families.anyvlm.calls import CallFormat
-from sightline.families.anyvlm.composed import Composed
+from sightline.errors import MessageError, PromptTooLong
+from sightline.families.anyvlm.answers import CallFormat, ReasoningFormat
 from sightline.families.anyvlm.findings import Findings
-from sightline.families.anyvlm.reasoning import ReasoningFormat
 from sightline.families.renderer import MessageRenderer
 from sightline.message import Message, TextPart
-from sightline.render import ChatTemplate, TemplateError
+from sightline.render import ChatTemplate, TemplateError, Tokenizer
+from sightline.render.emitter import SHORTEN
 from sightline.render.protocol import Tools
+from sightline.wire import Slot, Span
 
-_MARKS = "\ue000\ue001\ue002\ue003"
-"""Candidates for the character around the number of a text. One that no text contains is used."""
+_MARK = "\ue000"
+"""The character around the number that stands for a text."""
+_NUMBER = re.compile(f"{_MARK}(\\d+){_MARK}")
 FORMS: tuple[Callable[[str], str], ...] = (
     str, str.strip, lambda text: text.strip("\n"), lambda text: text.lstrip("\n"),
 )  # fmt: skip
 """The ways in which templates change texts."""
+
+
+@dataclass
+class Composed:
+    """The text of a conversation, and where its parts are."""
+
+    text: str
+    """The whole text, with each image as the template writes it."""
+    pieces: list[tuple[str, bool]]
+    """Its parts in order, and whether the template wrote each of them itself."""
+    ends: list[int]
+    """The end of each message in `text`."""
+    answers: list[tuple[int, int]]
+    """The start and end of each answer, without its header and the token that ends its turn."""
+
+
+@dataclass
+class TokenRun:
+    """Tokens, each with the index of its first character in the composed text."""
+
+    tokenizer: Tokenizer
+    max_model_len: int
+    offset: int
+    """The number of tokens before these."""
+    ids: list[int] = field(default_factory=list)
+    starts: list[int] = field(default_factory=list)
+    slots: list[Slot] = field(default_factory=list)
+    _text: list[str] = field(default_factory=list)
+    _places: list[int] = field(default_factory=list)
+    _num_chars: int = 0
+
+    def add_text(self, text: str, places: Sequence[int]) -> None:
+        self._text.append(text)
+        self._places += places
+
+    def add_token(self, token_id: int, place: int, times: int = 1) -> None:
+        self.flush()
+        self.ids += [token_id] * times
+        self.starts += [place] * times
+
+    def flush(self) -> None:
+        text, places = "".join(self._text), self._places
+        self._text, self._places = [], []
+        if not text:
+            return
+        most = self.max_model_len * self.tokenizer.max_token_chars
+        self._num_chars += self.tokenizer.count_chars(text, most)
+        if self.max_model_len and self._num_chars > most:
+            raise PromptTooLong.at(
+                "messages",
+                f"at least {self._num_chars} characters of text cannot fit into max_model_len = "
+                f"{self.max_model_len} tokens",
+                SHORTEN,
+            )
+        ids, starts = self.tokenizer.encode_with_starts(text)
+        self.ids += ids
+        # A normalizer may change the length: starts after the end belong to the last character.
+        starts_in_text = (places[min(start, len(places) - 1)] for start in starts)
+        self.starts += accumulate(starts_in_text, max)
+
+    def find(self, place: int) -> int:
+        """Return the position of the first token that begins at `place` or later."""
+        return self.offset + bisect_left(self.starts, place)
+
+    def find_spans(self, start: int, ends: Sequence[int]) -> list[Span]:
+        """Return the spans of messages that end at these places, the first from token `start`."""
+        return [Span(a, b) for a, b in pairwise([start, *map(self.find, ends)])]
 
 
 class TemplateComposer(MessageRenderer):
@@ -87,17 +156,14 @@ class TemplateComposer(MessageRenderer):
     ) -> Composed:
         texts = list(map(list_texts, messages))
         spoken = [text for of_message in texts for text in of_message]
-        mark = next((m for m in _MARKS if not any(m in text for text in spoken)), "")
-        if not mark:
-            raise MessageError.at("messages", f"the texts contain all of {_MARKS!r}", "remove one")
         firsts = list(accumulate(map(len, texts), initial=0))
         marked = [
-            self._form(m, [f"{mark}{n}{mark}" for n in range(firsts[i], firsts[i + 1])])
+            self._form(m, [f"{_MARK}{n}{_MARK}" for n in range(firsts[i], firsts[i + 1])])
             for i, m in enumerate(messages)
         ]
         written = self._apply(marked, prompt, tools)
-        parts = re.split(f"{mark}(\\d+){mark}", written)
-        written_numbers = [int(n) for n in parts[1::2]]
+        cut = _NUMBER.split(written)
+        written_numbers = [int(n) for n in cut[1::2]]
         # A template may drop reasoning, but no other text.
         thoughts = {n for n, m in zip(firsts, messages, strict=False) if m.reasoning}
         dropped = thoughts.difference(written_numbers)
@@ -106,7 +172,7 @@ class TemplateComposer(MessageRenderer):
         counts = [bisect_left(written_numbers, n) for n in firsts]
         text = self._write(messages, prompt, tools)
         split = self.reasoning_format.cut_content if self.reasoning_format else str
-        pieces = restore_texts(parts, spoken, text, (*FORMS, split))
+        pieces = restore_texts(cut, spoken, text, (*FORMS, split))
         if pieces is None:
             raise MessageError.at(
                 "messages",
@@ -114,13 +180,17 @@ class TemplateComposer(MessageRenderer):
                 "send texts without whitespace at their ends, and reasoning as reasoning_content",
             )
         edges = list(accumulate((len(text) for text, _ in pieces), initial=0))
-        raw = list(accumulate(map(len, restore_marks(parts, mark)), initial=0))
-        lasts = self._find_lasts(messages, pieces, edges, counts)
         ends: list[int] = []
-        last_marks = [f"{mark}{n - 1}{mark}" if n else "" for n in firsts[1:]]
-        for i, place in enumerate(self._find_ends(marked, last_marks, written, tools)):
-            end = lasts[i] if place is None else move_place(place, raw, edges)
-            ends.append(max(end, ends[-1] if ends else 0))
+        for i, message in enumerate(messages):
+            end = self._find_end(marked[: i + 1], tools, cut, edges)
+            if end is None and message.images:
+                raise MessageError.at(
+                    f"messages[{i}].content",
+                    "the chat template fails or changes earlier text if this message is the last, "
+                    "so the message cannot be located",
+                    "send images in messages that the template accepts as the last one",
+                )
+            ends.append(max(end or edges[2 * counts[i + 1]], ends[-1] if ends else 0))
         answers = []
         for i, message in enumerate(messages):
             if message.role != "assistant":
@@ -168,53 +238,22 @@ class TemplateComposer(MessageRenderer):
             "send content that the template writes",
         )
 
-    def _find_ends(
-        self,
-        marked: list[dict[str, Any]],
-        last_marks: list[str],
-        written: str,
-        tools: Tools | None,
-    ) -> Iterator[int | None]:
-        """Yield the end of each message, or None if it cannot be determined.
+    def _find_end(
+        self, marked: list[dict[str, Any]], tools: Tools | None, cut: list[str], edges: list[int]
+    ) -> int | None:
+        """Return the end of the last of these messages, or None if it cannot be determined.
 
-        That is where the template stops when it gets no further messages. If it then writes earlier
-        text differently, it is the end of what it writes after the message's last text.
+        That is where the template stops without further messages, counted from the last text that
+        it then writes. `cut` and `edges` are the whole conversation's, with numbers and with texts.
         """
-        for i, last in enumerate(last_marks):
-            try:
-                alone = self._apply(marked[: i + 1], False, tools)
-            except MessageError:
-                yield None
-                continue
-            if written.startswith(alone):
-                yield len(alone)
-                continue
-            ending = alone.rpartition(last)[2] if last and last in alone else None
-            place = written.find(last) + len(last) if last in written else -1
-            is_same = ending is not None and place >= 0 and written.startswith(ending, place)
-            yield place + len(ending or "") if is_same else None
-
-    def _find_lasts(
-        self,
-        messages: Sequence[Message],
-        pieces: list[tuple[str, bool]],
-        edges: list[int],
-        counts: list[int],
-    ) -> list[int]:
-        """Return the end of the last text or image of each message."""
-        image_ends = [
-            edges[i] + match.end()
-            for i, (text, is_template) in enumerate(pieces)
-            if is_template
-            for match in re.finditer(re.escape(self._findings.image_token), text)
-        ]
-        lasts, num_images = [], 0
-        for i, message in enumerate(messages):
-            num_images += len(message.images)
-            is_shown = bool(message.images) and num_images <= len(image_ends)
-            texts = edges[2 * counts[i + 1]] if counts[i + 1] > counts[i] else 0
-            lasts.append(max(texts, image_ends[num_images - 1] if is_shown else 0))
-        return lasts
+        try:
+            *_, number, ending = ["", *_NUMBER.split(self._apply(marked, False, tools))]
+        except MessageError:
+            return None
+        if number and number not in cut[1::2]:
+            return None
+        at = 2 * cut[1::2].index(number) + 2 if number else 0
+        return edges[at] + len(ending) if cut[at].startswith(ending) else None
 
 
 def list_texts(message: Message) -> list[str]:
@@ -239,11 +278,6 @@ def form_calls(message: Message) -> dict[str, Any]:
     return fields
 
 
-def restore_marks(cut: Sequence[str], mark: str) -> list[str]:
-    """Return the parts of a text that was cut at marks, with the marks restored."""
-    return [part if i % 2 == 0 else f"{mark}{part}{mark}" for i, part in enumerate(cut)]
-
-
 def restore_texts(
     cut: list[str], texts: list[str], whole: str, ways: Sequence[Callable[[str], str]]
 ) -> list[tuple[str, bool]] | None:
@@ -259,9 +293,3 @@ def restore_texts(
         pieces += [(text, False), (following, True)]
         at += len(text) + len(following)
     return pieces if "".join(text for text, _ in pieces) == whole else None
-
-
-def move_place(place: int, raw: list[int], edges: list[int]) -> int:
-    """Translate a place in the text with marks to one in the text without them."""
-    i = bisect_right(raw, place) - 1
-    return edges[i] + place - raw[i]

@@ -1,26 +1,29 @@
 """Findings of a probe about a checkpoint: plain data in a file of the checkpoint folder.
 
-Every process can read it, wherever the folder is. `load` does.
+Every process can read it, wherever the folder is.
 """
 
 from __future__ import annotations
 
 import hashlib
 import importlib.metadata
+import math
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import msgspec
+import numpy as np
 
 FILE = "sightline_probe.json"
-VERSION = 8
+VERSION = 9
 """Increases when the probe finds other things in the same files."""
 SOURCES = (
     "config.json", "generation_config.json", "preprocessor_config.json", "processor_config.json",
     "tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "chat_template.jinja",
     "chat_template.json",
 )  # fmt: skip
+UNSUPPORTED = "add a family for it (docs/adding_a_family.md), or use another checkpoint"
 
 
 class RowArray(msgspec.Struct, frozen=True):
@@ -40,11 +43,7 @@ class RowArray(msgspec.Struct, frozen=True):
     @property
     def nbytes(self) -> int:
         """Its bytes in each row."""
-        size = 1
-        for side in self.shape:
-            size *= side
-        itemsize = {"float32": 4, "int64": 8, "int32": 4, "uint8": 1, "bool": 1}[self.dtype]
-        return 0 if self.is_ones else size * itemsize
+        return 0 if self.is_ones else math.prod(self.shape) * np.dtype(self.dtype).itemsize
 
 
 class Expansion(msgspec.Struct, frozen=True):
@@ -68,8 +67,6 @@ class Findings(msgspec.Struct, frozen=True):
     model_class: str = ""
     tower: list[str] = []
     """The prefixes of parameters that belong neither to the text model nor to the head."""
-    layer_kinds: list[str] = []
-    """The configuration's names of layers that are more than causal attention."""
     torch_attention: list[str] = []
     """The names of modules that are torch's own attention, not the model's code."""
     logit_settings: list[str] = []
@@ -103,15 +100,11 @@ class Findings(msgspec.Struct, frozen=True):
     computed by ours."""
     trees_reason: str = ""
     """Why sequences may share a row, where they may."""
-    sees_ahead: bool = False
-    """Whether an image token attends to later tokens of its image."""
     stop_ids: list[int] = []
     template_values: dict[str, str] = {}
     """Special tokens by the names that templates use for them."""
     first_ids: list[int] = []
     """Ids that the tokenizer puts before every prompt and the template does not write."""
-    lines: list[str] = []
-    """The findings in words, each with its reason."""
 
     def cut_row(self) -> Iterator[tuple[RowArray, slice]]:
         """Yield every array with its bytes of a row."""

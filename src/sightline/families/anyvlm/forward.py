@@ -23,17 +23,16 @@ from torch.nn.utils.rnn import pad_sequence
 from transformers import AutoModelForImageTextToText
 
 from sightline.errors import FamilyError
-from sightline.families.anyvlm.model_parts import find_text
+from sightline.families.anyvlm.findings import UNSUPPORTED
 from sightline.families.anyvlm.processor import (
     FOREIGN,
-    UNSUPPORTED,
     apply_template,
     load_processor,
     to_template_parts,
     uses_torchvision,
 )
 from sightline.families.anyvlm.render import AnyVLMRenderer
-from sightline.families.anyvlm.vision import AnyVLMFamily
+from sightline.families.anyvlm.vision import AnyVLMFamily, join_patches
 from sightline.families.protocol import Grid
 from sightline.families.transformers_forward import (
     TextForward,
@@ -51,6 +50,14 @@ TOKEN_TYPES = ("token_type_ids", "mm_token_type_ids")
 """The names of the argument that tells models which tokens are image tokens."""
 _NO_RESOLVER: Any = None
 """The messages of the trial hold refs already."""
+
+
+def find_text(model: Any) -> Any:
+    """Return the text model, which has the decoder's `layers`, or None."""
+    text = model.get_decoder()
+    while text is not None and not hasattr(text, "layers"):
+        text = getattr(text, "model", None)
+    return text
 
 
 class AnyVLMForward(TextForward):
@@ -296,13 +303,8 @@ def _join_patches(
     patches: Float[Tensor, "patches channels patch patch"], grids: list[Grid]
 ) -> Float[Tensor, "images channels height width"]:
     """Return the images, padded to the largest sides like the processor's."""
-    size = patches.shape[-1]
-    images = []
-    for part, (_, rows, columns) in zip(
-        patches.split([rows * columns for _, rows, columns in grids]), grids, strict=True
-    ):
-        lines = part.unflatten(0, (rows, columns)).permute(2, 0, 3, 1, 4)
-        images.append(lines.reshape(-1, rows * size, columns * size))
+    counts = [rows * columns for _, rows, columns in grids]
+    images = [join_patches(p, g) for p, g in zip(patches.split(counts), grids, strict=True)]
     height, width = (max(image.shape[axis] for image in images) for axis in (1, 2))
     return torch.stack([F.pad(i, (0, width - i.shape[2], 0, height - i.shape[1])) for i in images])
 

@@ -12,6 +12,7 @@ import math
 import random
 import re
 from collections.abc import Callable, Iterator
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -20,9 +21,9 @@ import numpy as np
 from PIL import Image
 
 from sightline.errors import FamilyError, MediaRefused
-from sightline.families.anyvlm.findings import Expansion, Findings
+from sightline.families.anyvlm.findings import UNSUPPORTED, Expansion, Findings
 from sightline.families.anyvlm.layout import RULES, Size
-from sightline.families.anyvlm.processor import FOREIGN, UNSUPPORTED, process
+from sightline.families.anyvlm.processor import FOREIGN, first_line, process
 from sightline.families.anyvlm.vision import GRID_RULES, AnyVLMFamily
 
 SIZES: tuple[Size, ...] = (
@@ -49,33 +50,28 @@ def find_candidates(processor: Any) -> Iterator[tuple[str, dict[str, int]]]:
     """Yield the rules that a processor may follow, with its settings for each."""
     images = processor.image_processor
     size = getattr(images, "size", None) or {}
+    edge, height = size.get("longest_edge"), size.get("height")
+
+    def get(name: str) -> Any:
+        return getattr(images, name, None)
+
     yield "fixed", {}
-    tile = (getattr(images, "max_image_size", None) or {}).get("longest_edge")
-    if tile and size.get("longest_edge"):
-        yield "tiles_by_edge", {"tile": tile, "longest_edge": size["longest_edge"]}
-    if getattr(images, "min_patches", None) and size.get("height"):
-        yield (
-            "tiles_by_aspect",
-            {
-                "min_tiles": images.min_patches,
-                "max_tiles": images.max_patches,
-                "tile_height": size["height"],
-                "tile_width": size["width"],
-            },
-        )
-    if getattr(images, "merge_size", None) and getattr(images, "patch_size", None):
-        settings = {
-            "patch": images.patch_size,
-            "merge": images.merge_size,
-            "min_pixels": getattr(images, "min_pixels", None) or size["shortest_edge"],
-            "max_pixels": getattr(images, "max_pixels", None) or size["longest_edge"],
+    if edge and get("max_image_size"):
+        tile = images.max_image_size["longest_edge"]
+        yield "tiles_by_edge", {"tile": tile, "longest_edge": edge}
+    if height and get("min_patches"):
+        tiles = {"min_tiles": images.min_patches, "max_tiles": images.max_patches}
+        yield "tiles_by_aspect", {**tiles, "tile_height": height, "tile_width": size["width"]}
+    if get("merge_size") and get("patch_size"):
+        limits = {
+            "min_pixels": get("min_pixels") or size["shortest_edge"],
+            "max_pixels": get("max_pixels") or edge,
         }
-        yield "patches", settings
-        yield "patches", {**settings, "frames": getattr(images, "temporal_patch_size", 1)}
-    if most := getattr(images, "max_soft_tokens", None):
+        yield "patches", {"patch": images.patch_size, "merge": images.merge_size, **limits}
+    if most := get("max_soft_tokens"):
         pool = images.pooling_kernel_size
         yield "patches_in_budget", {"patch": images.patch_size, "merge": pool, "max_tokens": most}
-    if most := getattr(images, "max_image_tokens", None):
+    if most := get("max_image_tokens"):
         patch, merge = images.encoder_patch_size, images.downsample_factor
         splits, area = images.do_image_splitting, most * (patch * merge) ** 2
         yield (
@@ -92,13 +88,11 @@ def find_candidates(processor: Any) -> Iterator[tuple[str, dict[str, int]]]:
                 "tile": images.tile_size,
             },
         )
-    if hasattr(images, "resize_to_max_canvas") and size.get("height"):
-        settings = {"tile": size["height"], "max_tiles": images.max_patches}
-        yield "tiles_in_canvas", {**settings, "largest": int(images.resize_to_max_canvas)}
+    if height and get("resize_to_max_canvas") is False:
+        yield "tiles_in_canvas", {"tile": height, "max_tiles": images.max_patches}
     merge = getattr(processor, "spatial_merge_size", None)
-    if merge and size.get("longest_edge"):
-        patch = processor.patch_size
-        yield "lines", {"patch": patch, "merge": merge, "longest_edge": size["longest_edge"]}
+    if merge and edge:
+        yield "lines", {"patch": processor.patch_size, "merge": merge, "longest_edge": edge}
 
 
 def list_learning_sizes(rule: str, settings: dict[str, int]) -> list[Size]:
@@ -154,7 +148,7 @@ class ImageTokens:
                 self.processed[size] = result
             except FOREIGN as error:
                 self.processed[size] = None
-                self._refusal = (str(error).strip().splitlines() or [type(error).__name__])[0]
+                self._refusal = first_line(error)
         return self.processed[size]
 
     def find_rule(self, findings: Findings) -> Findings:
@@ -186,30 +180,27 @@ class ImageTokens:
 
     def _learn(self, rule: str, settings: dict[str, int], pad: str) -> list[Expansion]:
         """Return what the processor writes for each layout of the rule."""
-        sizes: dict[Size, Size] = {}
-        refused = 0
-        is_grid = rule in GRID_RULES
+        expansions: dict[Size, Expansion] = {}
+        num_refused, is_grid = 0, rule in GRID_RULES
         for width, height in list_learning_sizes(rule, settings):
             shape = RULES[rule][0](width, height, settings)
-            if shape is None or shape in sizes:
+            if shape is None or shape in expansions:
                 continue
-            if self.process(width, height) is not None:
-                sizes[shape] = (width, height)
-            else:
-                refused += 1
-            if (not sizes and refused == MAX_REFUSED) or (is_grid and sizes):
-                break
-        expansions = []
-        for shape, size in sizes.items():
-            processed = self.process(*size)
-            assert processed is not None
+            processed = self.process(width, height)
+            if processed is None:
+                num_refused += 1
+                if not expansions and num_refused == MAX_REFUSED:
+                    break
+                continue
             arrays, text = processed
             pieces = [(p, 0 if is_grid and p == pad else n) for p, n in split_pieces(text, pad)]
             if rule == "tiles_of_large":  # the last pads are those of the whole image
                 last = max(i for i, (piece, _) in enumerate(pieces) if piece == pad)
                 pieces[last] = (pad, 0)
-            expansions.append(Expansion(*shape, 0 if is_grid else count_rows(arrays), pieces))
-        return expansions
+            expansions[shape] = Expansion(*shape, 0 if is_grid else count_rows(arrays), pieces)
+            if is_grid:
+                break
+        return list(expansions.values())
 
     def _find_difference(self, findings: Findings) -> str | None:
         """Return the first size for which the rule differs from the processor, in words."""
@@ -236,42 +227,34 @@ class ImageTokens:
     def _list_disputed(self, family: AnyVLMFamily) -> list[Size]:
         """Return sizes for which the rule differs from a counter that was right for `SIZES`."""
         draw = random.Random(0)
-        sizes = [
+        drawn = [
             (round(2 ** draw.uniform(2, 11)), round(2 ** draw.uniform(2, 11)))
             for _ in range(NUM_COUNTED)
         ]
+        # Some counters return the number of pads, others that of tokens or of array rows.
+        units: tuple[Callable[[Pieces, int | None], int | None], ...] = (
+            lambda pieces, _: sum(n for text, n in pieces if text == family.findings.pad),
+            lambda pieces, _: self._count_text("".join(text * n for text, n in pieces)),
+            lambda _, num_rows: num_rows,
+        )
+
+        def agrees(counter: Callable[[Any, int, int], int], unit: Any, size: Size) -> bool:
+            predicted = _predict(family, *size)
+            try:
+                counted = counter(self.processor, *size)
+            except FOREIGN:
+                counted = 0
+            # Some counters raise for a size that the processor refuses, and others return 0.
+            return counted < 1 if predicted is None else unit(*predicted) == counted
+
         disputed: list[Size] = []
-        for counter in (_count_tokens, _count_patches):
-            for measure in (self._measure_pads, self._measure_tokens, self._measure_rows):
-                if all(self._agrees(counter, measure, family, size) for size in SIZES):
-                    disputed += [s for s in sizes if not self._agrees(counter, measure, family, s)]
-                    break
+        for counter, unit in product((_count_tokens, _count_patches), units):
+            if all(agrees(counter, unit, size) for size in SIZES):
+                disputed += [size for size in drawn if not agrees(counter, unit, size)]
         return disputed[:MAX_DISPUTED]
 
-    def _agrees(
-        self,
-        counter: Callable[[Any, int, int], int],
-        measure: Callable[[AnyVLMFamily, Pieces, int | None], int | None],
-        family: AnyVLMFamily,
-        size: Size,
-    ) -> bool:
-        predicted = _predict(family, *size)
-        try:
-            counted = counter(self.processor, *size)
-        except FOREIGN:
-            counted = 0
-        # Some counters raise for a size that the processor refuses, and others return 0.
-        return counted < 1 if predicted is None else measure(family, *predicted) == counted
-
-    def _measure_pads(self, family: AnyVLMFamily, pieces: Pieces, _: int | None) -> int:
-        return sum(times for text, times in pieces if text == family.findings.pad)
-
-    def _measure_tokens(self, family: AnyVLMFamily, pieces: Pieces, _: int | None) -> int:
-        text = "".join(text * times for text, times in pieces)
+    def _count_text(self, text: str) -> int:
         return len(self.processor.tokenizer(text, add_special_tokens=False)["input_ids"])
-
-    def _measure_rows(self, _: AnyVLMFamily, pieces: Pieces, num_rows: int | None) -> int | None:
-        return num_rows
 
 
 def _predict(family: AnyVLMFamily, width: int, height: int) -> tuple[Pieces, int | None] | None:

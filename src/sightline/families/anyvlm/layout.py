@@ -8,13 +8,13 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable
-from functools import cache
 
 import numpy as np
 
+from sightline.families.video_family import MAX_ASPECT, fit_area
+
 MAX_EDGE = 4096
 """The longest side of an image for `tiles_by_edge`, in pixels."""
-MAX_ASPECT = 200
 
 Size = tuple[int, int]
 Rule = Callable[[int, int, dict[str, int]], Size | None]
@@ -34,9 +34,9 @@ def count_tiles_by_edge(width: int, height: int, settings: dict[str, int]) -> Si
     tile, aspect = settings["tile"], width / height
     longest = min(settings["longest_edge"], MAX_EDGE)
     if width >= height:
-        width, height = longest, _make_even(int(longest / aspect))
+        width, height = longest, math.ceil(int(longest / aspect) / 2) * 2
     else:
-        width, height = _make_even(int(longest * aspect)), longest
+        width, height = math.ceil(int(longest * aspect) / 2) * 2, longest
     width, height = max(width, 1), max(height, 1)
     aspect = width / height
     if width >= height:
@@ -48,25 +48,16 @@ def count_tiles_by_edge(width: int, height: int, settings: dict[str, int]) -> Si
     return (rows, columns) if max(rows, columns) > 1 else (0, 0)
 
 
-def _make_even(side: int) -> int:
-    return side + side % 2
-
-
 def count_tiles_by_aspect(width: int, height: int, settings: dict[str, int]) -> Size | None:
     """Choose the arrangement of at most `max_tiles` tiles with the nearest aspect ratio.
 
     Among equal ones, prefer more tiles while the image has more than half of their pixels.
     """
-    fitting = _list_shapes(settings["min_tiles"], settings["max_tiles"])
-    area = settings["tile_height"] * settings["tile_width"]
-    return _find_nearest_aspect(width, height, fitting, area)
-
-
-@cache
-def _list_shapes(least: int, most: int) -> tuple[Size, ...]:
-    """Return columns and rows of every arrangement of `least` to `most` tiles."""
+    least, most = settings["min_tiles"], settings["max_tiles"]
     sides = range(1, most + 1)
-    return tuple((c, r) for c in sides for r in sides if least <= c * r <= most)
+    shapes = [(c, r) for c in sides for r in sides if least <= c * r <= most]
+    area = settings["tile_height"] * settings["tile_width"]
+    return _find_nearest_aspect(width, height, shapes, area)
 
 
 def _find_nearest_aspect(width: int, height: int, shapes: Iterable[Size], area: int) -> Size:
@@ -131,34 +122,18 @@ def count_tiles_in_canvas(width: int, height: int, settings: dict[str, int]) -> 
         for rows in range(1, most + 1)
         for columns in range(1, most // rows + 1)
     }
-    enlarging = {shape: scale for shape, scale in scales.items() if scale >= 1}
-    if enlarging and not settings["largest"]:
+    if enlarging := {shape: scale for shape, scale in scales.items() if scale >= 1}:
         return min(enlarging, key=lambda shape: (enlarging[shape], math.prod(shape)))
-    fitting = enlarging or scales
-    return min(fitting, key=lambda shape: (-fitting[shape], math.prod(shape)))
+    return min(scales, key=lambda shape: (-scales[shape], math.prod(shape)))
 
 
 def count_patches(width: int, height: int, settings: dict[str, int]) -> Size | None:
-    """Round both sides to whole visual tokens, within limits of the area.
-
-    If an image counts as several `frames`, sides shorter than a token are enlarged to one.
-    """
-    patch, factor = settings["patch"], settings["patch"] * settings["merge"]
-    frames = settings.get("frames", 1)
-    if frames > 1 and min(width, height) < factor:
-        scale = max(factor / height, factor / width)
-        width, height = int(width * scale), int(height * scale)
+    """Round both sides to whole visual tokens, within limits of the area."""
     if max(width, height) / min(width, height) > MAX_ASPECT:
         return None
-    rows, columns = round(height / factor), round(width / factor)
-    area = frames * rows * columns * factor**2
-    if area > settings["max_pixels"]:
-        beta = math.sqrt(frames * height * width / settings["max_pixels"])
-        rows, columns = (max(1, math.floor(side / beta / factor)) for side in (height, width))
-    elif area < settings["min_pixels"]:
-        beta = math.sqrt(settings["min_pixels"] / (frames * height * width))
-        rows, columns = (math.ceil(side * beta / factor) for side in (height, width))
-    return rows * factor // patch, columns * factor // patch
+    patch, limits = settings["patch"], (settings["min_pixels"], settings["max_pixels"])
+    rows, columns = fit_area(width, height, patch * settings["merge"], *limits)
+    return rows // patch, columns // patch
 
 
 def count_lines(width: int, height: int, settings: dict[str, int]) -> Size | None:
@@ -167,7 +142,7 @@ def count_lines(width: int, height: int, settings: dict[str, int]) -> Size | Non
     ratio = max(height / longest, width / longest)
     if ratio > 1:
         width, height = math.floor(width / ratio), math.floor(height / ratio)
-    rows, columns = ((side - 1) // factor + 1 for side in (height, width))
+    rows, columns = (((side - 1) // factor + 1) * settings["merge"] for side in (height, width))
     return (rows, columns) if rows and columns else None
 
 

@@ -23,14 +23,15 @@ from torch import Tensor, nn
 from transformers import AttentionInterface, AutoModelForImageTextToText
 
 from sightline.errors import FamilyError
-from sightline.families.anyvlm.findings import Findings
-from sightline.families.anyvlm.forward import AnyVLMForward
-from sightline.families.anyvlm.model_parts import REACHES, describe_layers, find_text
-from sightline.families.anyvlm.processor import FOREIGN, UNSUPPORTED
+from sightline.families.anyvlm.findings import UNSUPPORTED, Findings
+from sightline.families.anyvlm.forward import AnyVLMForward, find_text
+from sightline.families.anyvlm.processor import FOREIGN, first_line
 from sightline.families.anyvlm.vision import AnyVLMFamily
 from sightline.families.transformers_forward import fill_buffers
 
 ATTENTION_NAME = "sightline_trial"
+REACHES = {"sliding_attention": "sliding_window", "chunked_attention": "attention_chunk_size"}
+"""Kinds of layers with a limited reach, and the setting that limits it."""
 REACH = 8
 """The length to which windows and chunks are shortened."""
 NUM_IDS = 64
@@ -50,8 +51,6 @@ class PackingTrial:
     """Why sequences are padded rows. Empty if they may share one."""
     trees_reason: str = ""
     """Why they may share one, where they may."""
-    sees_ahead: bool = False
-    """Whether an image token attends to later tokens of its image."""
 
 
 @dataclass(frozen=True)
@@ -74,17 +73,30 @@ def try_packing(path: Path, config: Any, findings: Findings) -> PackingTrial:
         model = build_tried_model(config)
         difference = None if model is None else measure_difference(path, model, findings)
     except FOREIGN as error:
-        message = (str(error).strip().splitlines() or [type(error).__name__])[0]
-        return PackingTrial(words, f"a trial of its layers fails ({message}), {_LATER}")
+        return PackingTrial(words, f"a trial of its layers fails ({first_line(error)}), {_LATER}")
     if difference is None:
         return PackingTrial(words, f"its layers are too large for a trial of their own, {_LATER}")
     if difference > TOLERANCE:
         return PackingTrial(
             f"{words or 'its layers are more than causal attention'}: packed, their output differs "
-            f"from that of each sequence alone by {difference:.1g} of the largest value",
-            sees_ahead=finds_ahead(path, model, findings),
+            f"from that of each sequence alone by {difference:.1g} of the largest value"
         )
     return PackingTrial(words if is_more else "", _SAME)
+
+
+def describe_layers(config: Any) -> tuple[str, bool]:
+    """Describe layers that are more than causal attention, by the configuration.
+
+    Also return whether a trial cannot show it: layers with a state, or with an unknown reach.
+    """
+    text = config.get_text_config()
+    types = getattr(text, "layer_types", None) or ()
+    has_window = getattr(text, "use_sliding_window", True) and getattr(text, "sliding_window", None)
+    if not types and has_window:
+        types = ["sliding_attention"]
+    kinds = sorted(set(types) - {"full_attention"})
+    is_unseen = any(getattr(text, REACHES.get(kind, ""), None) is None for kind in kinds)
+    return f"layers of this model are of {' and '.join(kinds)}" if kinds else "", is_unseen
 
 
 def build_tried_model(config: Any) -> Any:
@@ -159,19 +171,6 @@ def measure_difference(path: Path, model: Any, findings: Findings) -> float:
         for tokens, at, ends, shared in layouts
     ]
     return max(differences) / scale
-
-
-@torch.no_grad()
-def finds_ahead(path: Path, model: Any, findings: Findings) -> bool:
-    """Return whether changing the last token of an image changes the output of earlier ones."""
-    tried = _TriedModel(model, findings)
-    rows = AnyVLMForward(model, _build_family(path, findings, "tried"), ATTENTION_NAME)
-    _, (tokens, at, ends) = next(draw_sequences())
-    last = int(np.flatnonzero(np.diff(_is_image(tokens).astype(int)) < 0)[0])
-    before = tried.run(rows, tokens, at, ends)[:last]
-    tried.features[tokens[last]] += 1
-    difference = (tried.run(rows, tokens, at, ends)[:last] - before).abs().max()
-    return float(difference) > TOLERANCE * float(before.abs().max())
 
 
 class _TriedModel:

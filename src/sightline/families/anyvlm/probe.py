@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import inspect
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -24,41 +24,34 @@ from transformers.utils import logging as transformers_logging
 
 from sightline.errors import FamilyError, MediaRefused, MessageError, SightlineError
 from sightline.families.anyvlm.findings import (
+    UNSUPPORTED,
     Findings,
     ProbeAnswer,
     RowArray,
     digest_sources,
     find_version,
 )
-from sightline.families.anyvlm.image_tokens import SIZES, ImageTokens, count_rows
+from sightline.families.anyvlm.forward import find_text
+from sightline.families.anyvlm.image_tokens import ImageTokens, count_rows
 from sightline.families.anyvlm.layout import RULES
-from sightline.families.anyvlm.model_parts import (
-    find_layer_kinds,
-    find_logit_settings,
-    find_torch_attention,
-    find_tower,
-)
 from sightline.families.anyvlm.packing_trial import try_packing
-from sightline.families.anyvlm.probe_report import (
-    describe_difference,
-    describe_findings,
-    draw_conversations,
-)
 from sightline.families.anyvlm.processor import (
     FOREIGN,
     OPTIONS,
-    UNSUPPORTED,
     apply_template,
     check_processor,
     cut_patches,
+    first_line,
     load_processor,
     to_template_parts,
     uses_torchvision,
 )
 from sightline.families.anyvlm.render import AnyVLMRenderer
 from sightline.families.anyvlm.vision import AnyVLMFamily
+from sightline.families.template_check import find_split
 from sightline.families.vision_family import compute_mrope_positions
 from sightline.media import MediaRef
+from sightline.message import Message, TextPart, assistant, system, user
 from sightline.wire import MediaItem, Slot
 
 _NO_RESOLVER: Any = None
@@ -76,7 +69,7 @@ class Checkpoint:
         try:
             config = AutoConfig.from_pretrained(self.path, **OPTIONS)
         except ValueError as error:
-            raise FamilyError(_first_line(error), UNSUPPORTED) from error
+            raise FamilyError(first_line(error), UNSUPPORTED) from error
         if type(config) not in AutoModelForImageTextToText._model_mapping:
             version = find_version("transformers")
             raise FamilyError(
@@ -106,7 +99,7 @@ class Checkpoint:
                     "server and of the trainer",
                 ) from error
             raise FamilyError(
-                f"transformers cannot load it: {_first_line(error)}",
+                f"transformers cannot load it: {first_line(error)}",
                 "install the package that it names, complete the folder, or use another checkpoint",
             ) from error
         check_processor(processor, self.path)
@@ -130,14 +123,22 @@ def try_model_class(checkpoint: Checkpoint, findings: Findings) -> Findings:
             f"{type(model).__name__} has no get_image_features, which computes image features",
             UNSUPPORTED,
         )
+    parts = (find_text(model), model.get_output_embeddings())
+    own = {id(p) for part in parts if part is not None for p in part.parameters()}
+    tower = {".".join(n.split(".")[:2]) for n, p in model.named_parameters() if id(p) not in own}
+    text = config.get_text_config()
+    neutral = {"logit_scale": 1.0, "final_logit_softcapping": None}
     return msgspec.structs.replace(
         findings,
         model_class=type(model).__name__,
-        tower=find_tower(model),
-        layer_kinds=find_layer_kinds(config),
-        torch_attention=find_torch_attention(model),
-        logit_settings=find_logit_settings(config),
-        vocab_size=int(config.get_text_config().vocab_size),
+        tower=sorted(tower),
+        torch_attention=[  # such as SigLIP's pooling head
+            name
+            for name, module in model.named_modules()
+            if any(kind.__name__ == "MultiheadAttention" for kind in type(module).__mro__)
+        ],
+        logit_settings=[n for n, v in neutral.items() if getattr(text, n, None) not in (None, v)],
+        vocab_size=int(text.vocab_size),
     )
 
 
@@ -286,9 +287,26 @@ def try_chat(checkpoint: Checkpoint, findings: Findings) -> Findings:
         ]
         theirs = checkpoint.encode(given, prompt)
         if ours != theirs:
-            raise FamilyError(describe_difference(ours, theirs, renderer), UNSUPPORTED)
-    lines = describe_findings(findings, renderer, len(SIZES))
-    return msgspec.structs.replace(findings, lines=lines)
+            before, we_write, they_write = find_split(renderer, ours, theirs)
+            raise FamilyError(
+                f"after {before!r} transformers writes {they_write!r}, and our renderer "
+                f"{we_write!r}",
+                UNSUPPORTED,
+            )
+    return findings
+
+
+def draw_conversations() -> Iterator[tuple[list[Message], bool]]:
+    """Yield conversations to render in both ways, with or without a generation prompt."""
+    sizes = ((64, 64), (300, 20), (33, 95))
+    one, two, three = (MediaRef(f"{i}" * 64, "image/png", *s, 1) for i, s in enumerate(sizes))
+    yield [user("hi")], True
+    yield [user("two\nlines", one)], True
+    yield [user(two, "what is it?"), assistant("a thing."), user(" and ", three, one, "?")], True
+    yield [system("be brief"), user("hi", three), assistant("ok"), user("so?")], True
+    yield [user("hi"), assistant("fine \n")], False
+    yield [Message(role="user", content=(TextPart("0 "), TextPart("0")))], True
+    yield [user("hi"), assistant("fine", reasoning="so")], False
 
 
 def _find_stops(checkpoint: Checkpoint) -> list[int]:
@@ -314,10 +332,6 @@ TRIALS: tuple[tuple[str, Trial], ...] = (
 )
 """Each trial returns the findings with its own added, or raises FamilyError. A checkpoint is
 admitted when all of them pass."""
-
-
-def _first_line(error: BaseException) -> str:
-    return (str(error).strip().splitlines() or [type(error).__name__])[0]
 
 
 def _to_plain(value: Any) -> Any:

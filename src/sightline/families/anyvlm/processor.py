@@ -20,7 +20,7 @@ from transformers.models.auto.configuration_auto import model_type_to_module_nam
 from transformers.models.auto.processing_auto import PROCESSOR_MAPPING_NAMES
 
 from sightline.errors import FamilyError, Misaligned
-from sightline.families.anyvlm.findings import Findings
+from sightline.families.anyvlm.findings import UNSUPPORTED, Findings
 from sightline.families.anyvlm.layout import RULES
 from sightline.families.checkpoint_files import read_json
 from sightline.families.transformers_noise import hide_pad_warning
@@ -31,7 +31,6 @@ FOREIGN = (
     ValueError,
 )  # fmt: skip
 """Exceptions that foreign code raises for a checkpoint that it cannot handle."""
-UNSUPPORTED = "add a family for it (docs/adding_a_family.md), or use another checkpoint"
 UNUSED = ("video_processor", "feature_extractor")
 """Parts of a processor for videos and audio, which are not shown."""
 TORCHVISION = (
@@ -39,6 +38,10 @@ TORCHVISION = (
     "torchvision.transforms.v2.functional",
 )  # fmt: skip
 OPTIONS = {"local_files_only": True, "trust_remote_code": False}
+
+
+def first_line(error: BaseException) -> str:
+    return (str(error).strip().splitlines() or [type(error).__name__])[0]
 
 
 @lru_cache(maxsize=4)

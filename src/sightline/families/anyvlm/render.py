@@ -21,25 +21,22 @@ from pathlib import Path
 import msgspec
 
 from sightline.errors import FamilyError, MessageError
-from sightline.families.anyvlm.calls import (
+from sightline.families.anyvlm.answers import (
     TRIED_ANSWER,
     TRIED_CALL,
     TRIED_CALLS,
-    TRIED_TOOLS,
-    CallFormat,
-)
-from sightline.families.anyvlm.composed import Composed, TokenRun
-from sightline.families.anyvlm.composer import TemplateComposer
-from sightline.families.anyvlm.findings import Findings
-from sightline.families.anyvlm.reasoning import (
     TRIED_THOUGHT,
+    TRIED_TOOLS,
     Answer,
     BlockKind,
+    CallFormat,
     ReasoningFormat,
 )
+from sightline.families.anyvlm.composer import Composed, TemplateComposer, TokenRun
+from sightline.families.anyvlm.findings import UNSUPPORTED, Findings
 from sightline.families.anyvlm.vision import AnyVLMFamily
 from sightline.families.renderer import ParsedCompletion
-from sightline.families.turn_parsing import encode_tool
+from sightline.families.turn_parsing import check_arguments, encode_tool
 from sightline.media import MediaRef
 from sightline.message import ImageResolver, Message, ToolCall, assistant, system, user
 from sightline.render import Bridged, ChatTemplate, Rendered, Tokenizer
@@ -47,8 +44,7 @@ from sightline.render.protocol import Tools
 from sightline.wire import MediaItem, Slot, Span
 
 _SPEAKERS = frozenset({"system", "user", "assistant"})
-_FIX = "add a family for it (docs/adding_a_family.md), or use another checkpoint"
-
+_REF = MediaRef("0" * 64, "image/png", 64, 64, 1)
 
 Addition = tuple[bool, BlockKind, bool]
 """A kind of bridge: whether the prompt shows reasoning, what reasoning the completion has, and
@@ -60,6 +56,9 @@ def _asks(new: Sequence[Message]) -> bool:
 
 
 class AnyVLMRenderer(TemplateComposer):
+    format_name = "the checkpoint's chat template"
+    format_reason = "its trials passed"
+
     def __init__(
         self,
         tokenizer: Tokenizer,
@@ -100,16 +99,15 @@ class AnyVLMRenderer(TemplateComposer):
                 return roles
             except MessageError as error:
                 problem = error.problem
-        raise FamilyError(problem, _FIX)
+        raise FamilyError(problem, UNSUPPORTED)
 
     def _find_marks(self) -> list[int]:
         """Return added tokens that appear only around images."""
-        ref = MediaRef("0" * 64, "image/png", 64, 64, 1)
-        shown, plain = (
+        with_image, plain = (
             set(self._added.findall(self._compose([message], True).text))
-            for message in (user(ref, "a"), user("a"))
+            for message in (user(_REF, "a"), user("a"))
         )
-        around = {self._tokenizer.added_tokens[token] for token in shown - plain}
+        around = {self._tokenizer.added_tokens[token] for token in with_image - plain}
         return sorted((around | set(self._findings.mark_ids)) - {self._findings.pad_id})
 
     def _read_turns(self) -> None:
@@ -123,7 +121,7 @@ class AnyVLMRenderer(TemplateComposer):
             raise FamilyError(
                 f"a prompt ends with {self._header_text!r}, but an answer in a history does not "
                 "begin with it",
-                _FIX,
+                UNSUPPORTED,
             )
         self._answer_prefix = answer.text[before + len(self._header_text) : start]
         closing = self._added.match(answer.text, end)
@@ -132,7 +130,7 @@ class AnyVLMRenderer(TemplateComposer):
             raise FamilyError(
                 f"after an answer it writes {answer.text[end : end + 20]!r}, which does not begin "
                 f"with a stop token ({[self._tokenizer.decode([i]) for i in stops]})",
-                _FIX,
+                UNSUPPORTED,
             )
         self._closing = closing[0]
         self.end_id = self._tokenizer.added_tokens[self._closing]
@@ -144,9 +142,8 @@ class AnyVLMRenderer(TemplateComposer):
     def _find_bridge_differences(self) -> dict[Addition, str]:
         """Return for each kind of bridge how the template would change earlier text; empty if it
         would not."""
-        ref = MediaRef("0" * 64, "image/png", 64, 64, 1)
-        histories = [[user("a")], [user("a"), assistant("b"), user("c", ref)]]
-        added_turns = [[user("n")], [user(ref, "n")], [user("n", ref)]]
+        histories = [[user("a")], [user("a"), assistant("b"), user("c", _REF)]]
+        added_turns = [[user("n")], [user(_REF, "n")], [user("n", _REF)]]
         answers: list[Answer] = [("none", f"{self._answer_prefix}x", assistant("x"))]
         form = self.reasoning_format
         if self.takes_system:
@@ -197,13 +194,10 @@ class AnyVLMRenderer(TemplateComposer):
         is_opened = not opening and closes and closes[0] in self._answer_prefix
         if len(closes) != 1 or not (is_opened or len(opens) == 1):
             return None, f"{form}, without one added token at each end"
-        marks, ids = ("".join(opens), closes[0]), self._tokenizer.added_tokens
-        parsed_form = ReasoningFormat(
-            opening, closing, *marks, ids.get(marks[0]), ids[marks[1]], self.decode
-        )
+        parsed_form = ReasoningFormat(opening, closing, "".join(opens), closes[0], self._tokenizer)
         run = self._encode(answer, messages)
-        own = run.ids[run.find(answer.ends[0] + len(self._header_text)) : run.find(end)]
-        reasoning, lead, rest = parsed_form.split(own, "")
+        turn_ids = run.ids[run.find(answer.ends[0] + len(self._header_text)) : run.find(end)]
+        reasoning, lead, rest = parsed_form.split(turn_ids, "")
         if (reasoning, self.decode(rest)) != ("r", f"{lead}b"):
             return None, f"{form}, and the reasoning between cannot be parsed again"
         return parsed_form, ""
@@ -221,14 +215,14 @@ class AnyVLMRenderer(TemplateComposer):
             as_string = self._compose(answered, True, TRIED_TOOLS).text
             self._compose_new([TRIED_ANSWER])
         except MessageError as error:
-            return (
-                None,
-                f"the chat template does not accept calls and tool messages: {error.problem}",
-            )
-        call_form = CallFormat.find(written)
+            problem = f"the chat template does not accept calls and tool messages: {error.problem}"
+            return None, problem
+        call_form = CallFormat.find(written, self._tokenizer)
         if call_form is None:
-            form = f"the chat template writes a call as {written!r}"
-            return None, f"{form}, which is not a JSON object with name and arguments between marks"
+            return None, (
+                f"the chat template writes a call as {written!r}, which is not a JSON object with "
+                "name and arguments between two added tokens"
+            )
         roles, self._part_roles = self._part_roles, self._part_roles | {"tool"}
         try:
             is_same = self._compose(answered, True, TRIED_TOOLS).text == as_string
@@ -252,13 +246,11 @@ class AnyVLMRenderer(TemplateComposer):
 
     # -- tokens
 
-    def count_tokens(self, text: str) -> int:
-        """Count the tokens of a template's text, with its marks."""
-        return len(self._tokenizer.encode_marked(text))
-
-    def _encode(self, composed: Composed, messages: Sequence[Message], start: int = 0) -> TokenRun:
-        """Tokenize the composed text from `start` on."""
-        run = TokenRun(self._tokenizer, self.max_model_len)
+    def _encode(
+        self, composed: Composed, messages: Sequence[Message], offset: int = 0, begin: int = 0
+    ) -> TokenRun:
+        """Tokenize the composed text from character `begin` on. `offset` tokens precede it."""
+        run = TokenRun(self._tokenizer, self.max_model_len, offset)
         items = [self._family.item(ref) for m in messages for ref in m.images]
         shown, at = 0, 0
         for text, is_template in composed.pieces:
@@ -267,9 +259,9 @@ class AnyVLMRenderer(TemplateComposer):
                 place, at = at, at + len(part)
                 if part == self._findings.image_token and i % 2:
                     shown += 1
-                    if place >= start:
+                    if place >= begin:
                         self._add_image(run, items, shown, place)
-                elif place < start or not part:
+                elif place < begin or not part:
                     continue
                 elif i % 2:
                     run.add_token(self._tokenizer.added_tokens[part], place)
@@ -295,14 +287,14 @@ class AnyVLMRenderer(TemplateComposer):
                 run.flush()
                 first = len(run.ids) if first < 0 else first
                 run.add_token(self._findings.pad_id, place, times)
-                last = len(run.ids)
+                length = len(run.ids) - first
                 continue
             for i, part in enumerate(self._added.split(text)):
                 if i % 2:
                     run.add_token(self._tokenizer.added_tokens[part], place)
                 else:
                     run.add_text(part, [place] * len(part))
-        run.slots.append((first, last - first, item))
+        run.slots.append(Slot(run.offset + first, length, item))
 
     def render_read(
         self, messages: list[Message], tools: Tools | None, generation_prompt: bool
@@ -310,18 +302,13 @@ class AnyVLMRenderer(TemplateComposer):
         for i, tool in enumerate(tools or ()):
             self._refuse_marks(encode_tool(tool, f"tools[{i}]"), f"tools[{i}]")
         composed = self._compose(messages, generation_prompt, tools)
-        run = self._encode(composed, messages)
         head = self._findings.first_ids
-        shift = len(head)
-        stops = [shift + run.find(end) for end in composed.ends]
-        starts = [0, *stops[:-1]]
+        run = self._encode(composed, messages, len(head))
         trained = [
-            Span(shift + run.find(start), shift + run.find(end + len(self._closing)))
+            Span(run.find(start), run.find(end + len(self._closing)))
             for start, end in composed.answers
         ]
-        slots = [Slot(shift + first, length, item) for first, length, item in run.slots]
-        spans = [Span(a, b) for a, b in zip(starts, stops, strict=True)]
-        return Rendered([*head, *run.ids], slots, spans, trained)
+        return Rendered([*head, *run.ids], run.slots, run.find_spans(0, composed.ends), trained)
 
     def bridge_read(
         self, prompt_ids: Sequence[int], completion_ids: Sequence[int], new: list[Message]
@@ -330,28 +317,17 @@ class AnyVLMRenderer(TemplateComposer):
         start, begin = len(prompt_ids) + len(completion_ids), composed.answers[0][1]
         if len(completion_ids) and completion_ids[-1] == self.end_id:
             begin += len(self._closing)
-        run = self._encode(composed, messages, begin)
         closing: list[int] = []
         if self.reasoning_format is not None and self.is_reasoning_open(list(completion_ids)):
             unclosed = self.reasoning_format.find_end(list(completion_ids))
             closing = self._tokenizer.encode_marked(unclosed)
-        offset = start + len(closing)
-        stops = [offset + run.find(end) for end in composed.ends[2:]]
-        spans = [Span(a, b) for a, b in zip([start, *stops[:-1]], stops, strict=True)]
-        slots = [Slot(offset + first, length, item) for first, length, item in run.slots]
-        return Bridged([*closing, *run.ids], slots, spans)
+        run = self._encode(composed, messages, start + len(closing), begin)
+        return Bridged([*closing, *run.ids], run.slots, run.find_spans(start, composed.ends[2:]))
 
     def check_call(self, call: ToolCall, path: str) -> None:
-        path = f"{path}.function"
-        try:
-            arguments = json.loads(call.arguments)
-        except (ValueError, RecursionError):
-            arguments = None
-        if not isinstance(arguments, dict):
-            raise MessageError.at(
-                f"{path}.arguments", "the arguments are not a JSON object", "pass an object"
-            )
-        self._refuse_marks(call.name + json.dumps(arguments, ensure_ascii=False), path)
+        check_arguments(call, path)
+        arguments = json.dumps(json.loads(call.arguments), ensure_ascii=False)
+        self._refuse_marks(call.name + arguments, f"{path}.function")
 
     def _refuse_marks(self, text: str, path: str) -> None:
         """Refuse special tokens in JSON that the template writes, where they become tokens."""
@@ -374,23 +350,17 @@ class AnyVLMRenderer(TemplateComposer):
         reasoning, lead, form = "", self._answer_prefix, self.reasoning_format
         if form is not None:
             reasoning, lead, ids = form.split(ids, lead)
-        first, *rest = self._cut_calls(ids)
-        parts = [first.removeprefix(lead), *rest]
-        if self.call_format is None:
-            return ParsedCompletion("".join(parts), reasoning or None)
-        return replace(self.call_format.parse(parts), reasoning=reasoning or None)
+        parsed = ParsedCompletion(self.decode(ids))
+        if self.call_format is not None:
+            parsed = self.call_format.parse(ids)
+        content = parsed.content.removeprefix(lead)
+        return replace(parsed, content=content, reasoning=reasoning or None)
 
-    def _cut_calls(self, ids: list[int]) -> list[str]:
-        """Split a completion at the marks of calls, by their ids if they are added tokens."""
-        if self.call_format is None:
-            return [self._tokenizer.decode(ids)]
-        marks = (self.call_format.opening, self.call_format.closing)
-        names = {self._tokenizer.added_tokens.get(mark): mark for mark in marks}
-        if None in names:
-            return self.call_format.marks.split(self._tokenizer.decode(ids))
-        parts, start = [], 0
-        for at, token_id in enumerate(ids):
-            if token_id in names:
-                parts += [self._tokenizer.decode(ids[start:at]), names[token_id]]
-                start = at + 1
-        return [*parts, self._tokenizer.decode(ids[start:])]
+    def describe(self) -> list[str]:
+        differences = list(filter(None, self.bridge_differences.values()))
+        turns = "appended to the existing tokens"
+        if len(differences) == len(self.bridge_differences):
+            turns = f"rendered again, because {differences[0]}"
+        elif differences:
+            turns += f", or rendered again if reasoning changes: {differences[0]}"
+        return [*super().describe(), f"turns: {turns}"]

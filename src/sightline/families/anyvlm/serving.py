@@ -15,11 +15,11 @@ from typing import Any
 import numpy as np
 
 from sightline.errors import FamilyError, MediaRefused
+from sightline.families.anyvlm import load_findings
 from sightline.families.anyvlm.findings import Findings
-from sightline.families.anyvlm.load import load_findings
-from sightline.families.anyvlm.vision import AnyVLMFamily
+from sightline.families.anyvlm.vision import AnyVLMFamily, join_patches
 from sightline.families.checkpoint_files import read_json
-from sightline.families.protocol import EngineField, Grid, ParameterSlice, ServingSpec
+from sightline.families.protocol import EngineField, ParameterSlice, ServingSpec
 from sightline.wire import MediaItem
 
 TORCH = 'set [inference] engine = "torch"'
@@ -27,24 +27,22 @@ OWN_CLASSES = {"SmolVLMForConditionalGeneration": "llama"}
 """Models that vLLM computes with a class of its own, and the text model that this class has. With
 transformers' class, vLLM would ask the processor to count the tokens of an image, and SmolVLM's
 processor cannot."""
-LAYER_REASONS = {
-    "chunked_attention": "vLLM computes these chunks as full attention",
-    "conv": "vLLM has no convolution layers for transformers' class",
-    "sliding_attention": "sliding windows are untested with vLLM",
-}
-"""Why vLLM cannot serve layers of a kind."""
 
 
-def _explain_rows(findings: Findings) -> str:
-    """Say why vLLM does not compute what the trainer computes as padded rows."""
-    if findings.sees_ahead:
-        return (
-            "the tokens of an image attend to each other in both directions. vLLM computes them "
-            "causally on a CPU, and is untested on a GPU"
-        )
-    reasons = (LAYER_REASONS[kind] for kind in findings.layer_kinds if kind in LAYER_REASONS)
-    reason = next(reasons, "vLLM uses its own attention kernels")
-    return f"{findings.rows_reason}; {reason}"
+def _find_refusal(findings: Findings, text: str | None) -> str:
+    """Say why vLLM computes a model differently. `text` is the type of its text model."""
+    name, own = findings.model_class, OWN_CLASSES.get(findings.model_class)
+    if findings.rows_reason:
+        return f"{findings.rows_reason}; vLLM uses its own attention kernels"
+    if any(array.fill is not None for array in findings.arrays):
+        return "it cannot batch images whose arrays change shape with the image size"
+    if not findings.counts_tokens and own is None:
+        return f"it asks the processor for the number of image tokens, and {name}'s cannot count"
+    if own is not None and text not in (None, own):
+        return f"its {name} needs a text model of type {own!r}, and this one is {text!r}"
+    if names := findings.logit_settings:
+        return f"it applies {' and '.join(names)} to logits, and the trainer's model class does not"
+    return ""
 
 
 class Serving(ServingSpec):
@@ -66,34 +64,9 @@ class Serving(ServingSpec):
 
     def check_servable(self, folder: Path, takes_updates: bool) -> None:
         """Raise FamilyError for a model that vLLM computes differently from the trainer."""
-        findings = load_findings(folder)
-        if findings.rows_reason:
-            raise FamilyError(f"{folder}: vLLM cannot serve it: {_explain_rows(findings)}", TORCH)
-        if any(array.fill is not None for array in findings.arrays):
-            raise FamilyError(
-                f"{folder}: vLLM cannot batch its images, because the processor's arrays change "
-                "shape with the image size",
-                TORCH,
-            )
-        if not findings.counts_tokens and findings.model_class not in OWN_CLASSES:
-            raise FamilyError(
-                f"{folder}: at startup vLLM asks the processor for the number of image tokens, and "
-                f"the processor of {findings.model_class} cannot count them",
-                TORCH,
-            )
         text = read_json(folder / "config.json").get("text_config", {}).get("model_type")
-        if text not in (None, own := OWN_CLASSES.get(findings.model_class, text)):
-            raise FamilyError(
-                f"{folder}: vLLM's {findings.model_class} needs a text model of type {own!r}, and "
-                f"this one is {text!r}",
-                TORCH,
-            )
-        if names := findings.logit_settings:
-            raise FamilyError(
-                f"{folder}: vLLM applies the text model's {' and '.join(names)} to logits, and the "
-                "trainer's model class does not",
-                TORCH,
-            )
+        if reason := _find_refusal(load_findings(folder), text):
+            raise FamilyError(f"{folder}: vLLM cannot serve it: {reason}", TORCH)
 
     def check_cpu(self, family: AnyVLMFamily, dtype: str) -> None:
         if names := family.findings.torch_attention:
@@ -138,7 +111,7 @@ class Serving(ServingSpec):
                 rows = np.ascontiguousarray(patches[:, own]).view(spec.dtype)
                 array = rows.reshape(len(patches), *spec.shape)
             if findings.rule == "lines":
-                fields[spec.name] = EngineField(_join_patches(array, item.grid), is_flat=False)
+                fields[spec.name] = EngineField(join_patches(array, item.grid), is_flat=False)
                 continue
             has_batch = spec.has_batch and not is_own
             array = array[None] if has_batch else array
@@ -156,11 +129,3 @@ class Serving(ServingSpec):
         num_features = np.array(len(family.feature_offsets(item)))
         fields["num_image_patches"] = EngineField(num_features, is_flat=False, stays_on_host=True)
         return fields
-
-
-def _join_patches(patches: np.ndarray, grid: Grid) -> np.ndarray:
-    """Return the image (channels, height, width) of patches that came line by line."""
-    _, rows, columns = grid
-    channels, size, _ = patches.shape[1:]
-    lines = patches.reshape(rows, columns, channels, size, size).transpose(2, 0, 3, 1, 4)
-    return lines.reshape(channels, rows * size, columns * size)

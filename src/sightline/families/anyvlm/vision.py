@@ -18,7 +18,7 @@ import numpy as np
 from sightline.errors import MediaRefused, Misaligned
 from sightline.families.anyvlm.findings import FILE, Expansion, Findings
 from sightline.families.anyvlm.layout import RULES, count_whole
-from sightline.families.protocol import ImageLayout, Packing
+from sightline.families.protocol import Grid, ImageLayout, Packing
 from sightline.families.vision_family import (
     ImageFamily,
     check_slots_order,
@@ -57,7 +57,7 @@ class AnyVLMFamily(ImageFamily):
         super().__init__(settings, (findings.pad_id,), packing)
         self.path = path
         self.findings = findings
-        self.found = findings.lines
+        self.model_class = f"{findings.model_class} of transformers {findings.transformers}"
         self.num_axes = findings.num_axes
         self._expansions = {(e.rows, e.columns): e for e in findings.expansions}
         self._offsets = lru_cache(maxsize=MAX_CACHED_OFFSETS)(self._find_offsets)
@@ -80,10 +80,10 @@ class AnyVLMFamily(ImageFamily):
             )
         if self.has_grid:
             (only,) = self.findings.expansions
+            rows, columns = (side // self.findings.merge for side in shape)
             if self.findings.rule == "lines":
-                return Expansion(*shape, 0, fill_lines(only.pieces, *shape))
-            num = math.prod(shape) // self.findings.merge**2
-            return Expansion(*shape, 0, [(text, times or num) for text, times in only.pieces])
+                return Expansion(*shape, 0, fill_lines(only.pieces, rows, columns))
+            return Expansion(*shape, 0, [(text, n or rows * columns) for text, n in only.pieces])
         expansion = self._expansions.get(shape)
         if expansion is None:
             raise MediaRefused(
@@ -98,50 +98,43 @@ class AnyVLMFamily(ImageFamily):
         return expansion
 
     def compute_layout(self, width: int, height: int) -> ImageLayout:
-        expansion = self.expansion(width, height)
+        expansion, settings = self.expansion(width, height), self.findings.rule_settings
+        num_tokens = int(self._offsets(width, height)[-1]) + 1
         if self.has_grid:
-            patch, merge = self.findings.rule_settings["patch"], self.findings.merge
-            rows, columns = expansion.rows, expansion.columns
-            num_tokens = rows * columns // merge**2
-            if self.findings.rule == "lines":
-                num_tokens = rows * (columns + 1) - 1
-                rows, columns = rows * merge, columns * merge
+            rows, columns, patch = expansion.rows, expansion.columns, settings["patch"]
             return ImageLayout((1, rows, columns), num_tokens, rows * patch, columns * patch)
-        num, num_tokens = expansion.num_rows, int(self._pad_offsets(expansion)[-1]) + 1
-        settings = self.findings.rule_settings
+        num = expansion.num_rows
         if self.findings.rule == "tiles_of_large":
             factor = settings["patch"] * settings["merge"]
-            rows, columns = count_whole(width, height, settings)
-            return ImageLayout((num, 1, 1), num_tokens, rows * factor, columns * factor)
-        *_, tile_height, tile_width = self.findings.arrays[0].shape
-        return ImageLayout((num, 1, 1), num_tokens, num * tile_height, tile_width)
+            height, width = (side * factor for side in count_whole(width, height, settings))
+        else:
+            height, width = self.findings.arrays[0].shape[-2:]
+            height *= num
+        return ImageLayout((num, 1, 1), num_tokens, height, width)
 
     def num_tokens(self, item: MediaItem) -> int:
         return self.layout(item.ref.width, item.ref.height).num_tokens
 
+    def describe_tokens(self) -> str:
+        return f"{RULES[self.findings.rule][1]} ({super().describe_tokens()})"
+
     def feature_offsets(self, item: MediaItem) -> np.ndarray:
-        if self.has_grid:
-            offsets = np.arange(self.num_tokens(item))
-            if self.findings.rule == "lines":  # the mark after the last line is outside the slot
-                columns = item.grid[2] // self.findings.merge
-                offsets = offsets[(offsets + 1) % (columns + 1) > 0]
-            return offsets
-        return self._pad_offsets(self.expansion(item.ref.width, item.ref.height))
+        return self._offsets(item.ref.width, item.ref.height)
 
-    def _pad_offsets(self, expansion: Expansion) -> np.ndarray:
-        return self._offsets(tuple(expansion.pieces))
-
-    def _find_offsets(self, pieces: tuple[tuple[str, int], ...]) -> np.ndarray:
+    def _find_offsets(self, width: int, height: int) -> np.ndarray:
         """Return the offsets of pads, counted from the first one."""
         places: list[int] = []
-        at = 0
-        for text, times in _join_plain(pieces, self.findings.pad):
-            if text == self.findings.pad:
-                places += range(at, at + times)
-                at += times
-            else:
+        text, at, pad = "", 0, self.findings.pad
+        for piece, times in self.expansion(width, height).pieces:
+            if piece != pad:
+                text += piece
+                continue
+            if text and places:  # adjacent texts are tokenized together
                 at += len(self._tokenizer.encode_marked(text))
-        offsets = np.array(places) - places[0]
+            text = ""
+            places += range(at, at + times)
+            at += times
+        offsets = np.array(places)
         offsets.setflags(write=False)
         return offsets
 
@@ -182,12 +175,13 @@ def fill_lines(pieces: list[tuple[str, int]], rows: int, columns: int) -> list[t
     return [*(line * (rows - 1)), *closing]
 
 
-def _join_plain(pieces: Sequence[tuple[str, int]], pad: str) -> list[tuple[str, int]]:
-    """Join adjacent texts, which are tokenized together."""
-    joined: list[tuple[str, int]] = []
-    for text, times in pieces:
-        if text != pad and joined and joined[-1][0] != pad:
-            joined[-1] = (joined[-1][0] + text, 1)
-        else:
-            joined.append((text, times))
-    return joined
+def join_patches(patches: Any, grid: Grid) -> Any:
+    """Return the image (channels, height, width) of patches that came line by line.
+
+    Works for arrays and for tensors.
+    """
+    _, rows, columns = grid
+    _, channels, size, _ = patches.shape
+    lines = patches.reshape(rows, columns, channels, size, size)
+    lines = lines.swapaxes(0, 2).swapaxes(1, 2).swapaxes(2, 3)
+    return lines.reshape(channels, rows * size, columns * size)
