@@ -64,13 +64,17 @@ class CallFormat:
             return None
         return cls(opening, closing, written[: written.find(opening)], keys[0], tokenizer)
 
-    def parse(self, ids: list[int]) -> ParsedCompletion:
-        """Parse the ids of a completion. If a call is malformed, all of them stay text."""
+    def parse(self, ids: list[int], prefix: str) -> ParsedCompletion:
+        """Parse the ids of a completion, of which `prefix` is not part of the content.
+
+        If a call is malformed, all of them stay text.
+        """
         decode, added = self.tokenizer.decode, self.tokenizer.added_tokens
         marks = (added[self.opening], added[self.closing])
         content, calls, malformed = parse_calls(
             ids, marks, self.tokenizer, lambda inner: self._parse_call(decode(inner))
         )
+        content = content.removeprefix(prefix)
         content = content.removesuffix(self.lead) if calls else content
         return ParsedCompletion(content, tool_calls=calls, malformed_calls=malformed)
 

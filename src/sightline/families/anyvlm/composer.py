@@ -180,17 +180,20 @@ class TemplateComposer(MessageRenderer):
                 "send texts without whitespace at their ends, and reasoning as reasoning_content",
             )
         edges = list(accumulate((len(text) for text, _ in pieces), initial=0))
-        ends: list[int] = []
+        image_ends = [
+            edges[i] + match.end()
+            for i, (piece, is_template) in enumerate(pieces)
+            if is_template
+            for match in re.finditer(re.escape(self._findings.image_token), piece)
+        ]
+        ends, num_images = [0], 0
         for i, message in enumerate(messages):
+            num_images += len(message.images)
             end = self._find_end(marked[: i + 1], tools, cut, edges)
-            if end is None and message.images:
-                raise MessageError.at(
-                    f"messages[{i}].content",
-                    "the chat template fails or changes earlier text if this message is the last, "
-                    "so the message cannot be located",
-                    "send images in messages that the template accepts as the last one",
-                )
-            ends.append(max(end or edges[2 * counts[i + 1]], ends[-1] if ends else 0))
+            if end is None:  # the end of its last text or image
+                end = max([edges[2 * counts[i + 1]], *image_ends[:num_images]])
+            ends.append(max(end, ends[-1]))
+        del ends[0]
         answers = []
         for i, message in enumerate(messages):
             if message.role != "assistant":

@@ -350,11 +350,10 @@ class AnyVLMRenderer(TemplateComposer):
         reasoning, lead, form = "", self._answer_prefix, self.reasoning_format
         if form is not None:
             reasoning, lead, ids = form.split(ids, lead)
-        parsed = ParsedCompletion(self.decode(ids))
+        parsed = ParsedCompletion(self.decode(ids).removeprefix(lead))
         if self.call_format is not None:
-            parsed = self.call_format.parse(ids)
-        content = parsed.content.removeprefix(lead)
-        return replace(parsed, content=content, reasoning=reasoning or None)
+            parsed = self.call_format.parse(ids, lead)
+        return replace(parsed, reasoning=reasoning or None)
 
     def describe(self) -> list[str]:
         differences = list(filter(None, self.bridge_differences.values()))
