@@ -28,8 +28,7 @@ from sightline.inference.torch_engine.build import build_from_components
 from sightline.media import MediaStore
 from sightline.render import Bridged
 from sightline.transport.http_server import build_uvicorn_config
-from sightline.transport.listen import bind_socket
-from sightline.transport.tls import check_tls
+from sightline.transport.listen import bind_socket, check_tls
 from sightline.wire import Slot
 from sightline.wire.generate import (
     AdoptRequest,

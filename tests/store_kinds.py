@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import pickle
 import shutil
 import threading
 import time
@@ -20,7 +19,6 @@ import pytest
 import uvicorn
 
 from sightline.media import MediaStore, open_store
-from sightline.media.cache import DiskCache
 
 TOKEN = "a token of the tests"
 BUCKET = "images"
@@ -94,10 +92,7 @@ class StoreKind:
 
     def elsewhere(self, name: str = "elsewhere") -> MediaStore:
         """The same store as another machine sees it, with a cache of its own."""
-        other = pickle.loads(pickle.dumps(self.store))
-        if hasattr(other, "cache"):
-            other.cache = DiskCache(self.folder / name, other.cache.max_bytes)
-        return other
+        return open_store(self.store.root, token=TOKEN, cache_dir=self.folder / name)
 
 
 @contextmanager

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import io
 import os
-import pickle
 import stat
 import time
 from collections.abc import Iterator
@@ -80,22 +79,11 @@ def test_put_takes_bytes_a_path_and_a_pil_image(store: MediaStore, tmp_path: Pat
     assert store.image(drawn).getpixel((0, 0)) == (255, 0, 0)
 
 
-def test_text_is_refused_and_the_refusal_names_ingest(store: MediaStore) -> None:
-    with pytest.raises(MediaRefused, match="Ingest"):
-        store.put("picture.png")  # type: ignore[arg-type]
-
-
 def test_what_is_refused_leaves_nothing_behind(kind: StoreKind) -> None:
     for data in (b"", b"no image", png()[:-5]):
         with pytest.raises(MediaRefused):
             kind.store.put(data)
     assert kind.backing.names() == []
-
-
-def test_image_gives_rgb_of_the_size_in_the_ref(store: MediaStore) -> None:
-    ref = store.put(Image.new("L", (7, 3), 9))
-    image = store.image(ref)
-    assert (image.mode, image.size, image.getpixel((0, 0))) == ("RGB", (7, 3), (9, 9, 9))
 
 
 def test_a_ref_that_lies_about_the_size_gives_no_picture(store: MediaStore) -> None:
@@ -159,7 +147,7 @@ def test_only_a_regular_file_is_an_image(tmp_path: Path, kind: str) -> None:
             path.symlink_to(aside)
         case "loop":
             path.symlink_to(path)
-    fresh = pickle.loads(pickle.dumps(store))
+    fresh = MediaStore(store.root)
     for look in (store.get, store.image, fresh.get, lambda r: store.get_ref(r.digest)):
         with pytest.raises(MediaCorrupt, match=f"{ref.digest[:12]} is not a regular file.*{path}"):
             look(ref)
@@ -315,9 +303,9 @@ def test_a_lease_of_images_is_one_of_the_parts_beside_them(kind: StoreKind) -> N
     assert blobs.gc(set(), min_age_s=100).removed == [part]
 
 
-@pytest.mark.parametrize("source", [None, 5, [1, 2], object()])
+@pytest.mark.parametrize("source", [None, 5, object(), "picture.png"])
 def test_anything_else_is_refused(store: MediaStore, source: object) -> None:
-    with pytest.raises(MediaRefused, match="put does not accept"):
+    with pytest.raises(MediaRefused, match=r"put does not accept[\s\S]*ImageIngestor"):
         store.put(source)  # type: ignore[arg-type]
 
 

@@ -12,7 +12,7 @@ import signal
 import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 from types import CodeType, FrameType
@@ -123,7 +123,7 @@ def fuzz(target: Target, num_inputs: int, seed: str) -> FuzzReport:
 
 def _try_input(target: Target, data: bytes, coverage: LineCoverage | None) -> bool:
     """Return whether the target accepts the input."""
-    with _cpu_limit(), coverage.watch() if coverage else _nothing():
+    with _cpu_limit(), coverage.watch() if coverage else nullcontext():
         try:
             target.parse(data)
         except SightlineError as error:
@@ -133,11 +133,6 @@ def _try_input(target: Target, data: bytes, coverage: LineCoverage | None) -> bo
             error.add_note(f"{target.name} was given {data!r}"[:20_000])
             raise
     return True
-
-
-@contextmanager
-def _nothing() -> Iterator[None]:
-    yield
 
 
 @contextmanager

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 import sys
-import time
 from collections.abc import Collection
 from pathlib import Path
 
@@ -21,8 +20,6 @@ from sightline.media.stored_file import open_blobs
 from sightline.run import RunDir
 from sightline.view.images_in_use import collect_digests, is_run_dir
 from sightline.view.run_files import RunFiles
-
-_PROGRESS_EVERY_S = 2.0
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -152,7 +149,7 @@ def _ls(store: MediaStore, args: argparse.Namespace) -> int:
 
 
 def _verify(store: MediaStore, args: argparse.Namespace) -> int:
-    report = store.verify(_Progress("checked"))
+    report = store.verify()
     for digest in report.corrupt:
         place = digest if isinstance(store.root, str) else store.path(digest)
         print(f"damaged: {place}")
@@ -186,7 +183,7 @@ def _gc(store: MediaStore, blobs: MediaStore, args: argparse.Namespace) -> int:
 def _gc_one(
     store: MediaStore, what: str, in_use: Collection[str], args: argparse.Namespace
 ) -> None:
-    report = store.gc(in_use, args.min_age_s, dry_run=args.dry_run, progress=_Progress("looked at"))
+    report = store.gc(in_use, args.min_age_s, dry_run=args.dry_run)
     verb = "would remove" if report.dry_run else "removed"
     if report.dry_run:
         for digest in report.removed:
@@ -196,16 +193,3 @@ def _gc_one(
         f"{report.num_temporary} half-written files; kept {report.num_in_use} in use and "
         f"{report.num_young} used in the last {args.min_age_s:g} s"
     )
-
-
-class _Progress:
-    """Print the progress of long operations to stderr."""
-
-    def __init__(self, verb: str) -> None:
-        self._verb = verb
-        self._next = time.monotonic() + _PROGRESS_EVERY_S
-
-    def __call__(self, num_files: int) -> None:
-        if time.monotonic() >= self._next:
-            self._next = time.monotonic() + _PROGRESS_EVERY_S
-            print(f"{self._verb} {num_files} files", file=sys.stderr)

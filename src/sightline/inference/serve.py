@@ -25,8 +25,7 @@ from sightline.media import ImageIngestor, MediaStore
 from sightline.pixels import Materializer
 from sightline.render import Renderer
 from sightline.transport.http_server import RequestGuard, build_uvicorn_config, check_address
-from sightline.transport.listen import bind_socket, build_listen_error, describe_link
-from sightline.transport.tls import check_tls
+from sightline.transport.listen import bind_socket, build_listen_error, check_tls, describe_link
 from sightline.wire.codec import get_release
 
 CONTROL_PATHS = ("/sightline/v1/lease", "/sightline/v1/adopt")

@@ -34,8 +34,7 @@ from sightline.transport.http_server import (
     check_address,
     encode_refusal,
 )
-from sightline.transport.listen import bind_socket, describe_link
-from sightline.transport.tls import check_tls
+from sightline.transport.listen import bind_socket, check_tls, describe_link
 
 KEEP_ALIVE_S = 75
 MAX_GC_BYTES = 1 << 30

@@ -14,7 +14,6 @@ import time
 from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
-from typing import Any
 
 from sightline.errors import MediaCorrupt, MediaError
 from sightline.media import files
@@ -44,9 +43,6 @@ class DiskCache:
         self.hits = self.misses = 0
         self.folder_bytes = 0  # of the folder that this process last added to
         self._lock = threading.Lock()
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        return DiskCache, (self.root, self.max_bytes, self.num_folders, self.verify)
 
     def has(self, digest: str) -> bool:
         return self._get_path(digest).is_file()

@@ -13,14 +13,13 @@ import ssl
 import threading
 import time
 from collections.abc import Callable, Collection, Sequence
-from concurrent.futures import Future, wait
+from concurrent.futures import Future
 from contextlib import suppress
-from urllib.parse import urlsplit
+from urllib.parse import SplitResult, urlsplit
 
-from sightline.errors import MediaRefused
+from sightline.errors import MediaError, MediaRefused
 
 _PORTS = {"http": 80, "https": 443}
-_LEAST_S = 0.001
 _NAT64 = ipaddress.ip_network("64:ff9b::/96")
 
 HostResolver = Callable[[str, int], Sequence[str]]
@@ -59,74 +58,71 @@ def fetch(
             "send the image as a data: url, or add the host to [media] http_hosts",
         )
     deadline = time.monotonic() + timeout_s
-    address = _get_public_address(host, port, allowed_hosts, resolve, timeout_s)
-    connection = http.client.HTTPConnection(host, port)
-    watchdog: threading.Timer | None = None
-    target = (parts.path or "/") + (f"?{parts.query}" if parts.query else "")
+    body: Future[bytes] = Future()
+    connections: list[socket.socket] = []
+
+    def download() -> None:
+        try:
+            address = _get_public_address(host, port, allowed_hosts, resolve)
+            connection = socket.create_connection((address, port), _left_s(deadline))
+            if parts.scheme == "https":
+                # The certificate is checked against the host's name, not the address.
+                context = ssl.create_default_context()
+                connection = context.wrap_socket(connection, server_hostname=host)
+            connections.append(connection)
+            _left_s(deadline)
+            body.set_result(_get_body(connection, parts, max_bytes))
+        except BaseException as error:  # raised by `result`
+            body.set_exception(error)
+
+    # In a thread, because a lookup has no timeout, and a socket's restarts with every byte.
+    threading.Thread(target=download, name=f"fetch from {host}", daemon=True).start()
     try:
-        wire = socket.create_connection((address, port), _left_s(deadline))
-        if parts.scheme == "https":
-            # The certificate is checked against the host's name, not the address.
-            wire = ssl.create_default_context().wrap_socket(wire, server_hostname=host)
-        connection.sock = wire
-        # A socket's timeout restarts with every byte; this one covers the whole exchange.
-        watchdog = threading.Timer(_left_s(deadline), _shut_down, [wire])
-        watchdog.daemon = True
-        watchdog.start()
-        connection.request("GET", target, headers={"Accept": "image/*"})
-        with connection.getresponse() as response:
-            body = response.read(max_bytes + 1) if response.status == 200 else b""
-        is_late = time.monotonic() >= deadline
+        return body.result(timeout_s)
+    except TimeoutError as error:
+        problem = f"{host} did not deliver the image within {timeout_s} s"
+        raise MediaRefused(problem, "send the image as a data: url") from error
+    except MediaError:
+        raise
     except (OSError, http.client.HTTPException, ValueError) as error:
-        what = str(error)
-        if time.monotonic() >= deadline:
-            what = f"no answer within {timeout_s} s"
-        raise MediaRefused(
-            f"cannot fetch an image from {host}: {what}", "send the image as a data: url"
-        ) from error
+        problem = f"cannot fetch an image from {host}: {error}"
+        raise MediaRefused(problem, "send the image as a data: url") from error
     finally:
-        if watchdog is not None:
-            watchdog.cancel()
-        connection.close()
-    if is_late:
-        raise MediaRefused(
-            f"{host} did not deliver the image within {timeout_s} s",
-            "send the image as a data: url, or raise the time limit",
-        )
-    if response.status != 200:
-        raise MediaRefused(
-            f"{host} answered {response.status} {response.reason}, not 200",
-            "use the final address of the image: redirects are not followed",
-        )
-    return body
+        for connection in connections:
+            with suppress(OSError):
+                connection.shutdown(socket.SHUT_RDWR)
 
 
 def _left_s(deadline: float) -> float:
-    return max(deadline - time.monotonic(), _LEAST_S)
+    if (left_s := deadline - time.monotonic()) <= 0:
+        raise TimeoutError
+    return left_s
 
 
-def _shut_down(wire: socket.socket) -> None:
-    with suppress(OSError):
-        wire.shutdown(socket.SHUT_RDWR)
+def _get_body(stream: socket.socket, parts: SplitResult, max_bytes: int) -> bytes:
+    host = (parts.hostname or "").lower()
+    connection = http.client.HTTPConnection(host, parts.port or _PORTS[parts.scheme])
+    connection.sock = stream
+    target = (parts.path or "/") + (f"?{parts.query}" if parts.query else "")
+    try:
+        connection.request("GET", target, headers={"Accept": "image/*"})
+        with connection.getresponse() as response:
+            if response.status != 200:
+                raise MediaRefused(
+                    f"{host} answered {response.status} {response.reason}, not 200",
+                    "use the final address of the image: redirects are not followed",
+                )
+            return response.read(max_bytes + 1)
+    finally:
+        connection.close()
 
 
 def _get_public_address(
-    host: str,
-    port: int,
-    allowed_hosts: Collection[str],
-    resolve: HostResolver = resolve_host,
-    timeout_s: float | None = None,
+    host: str, port: int, allowed_hosts: Collection[str], resolve: HostResolver
 ) -> str:
-    lookup = _start_lookup(host, port, resolve)
-    if not wait([lookup], timeout_s).done:
-        raise MediaRefused(
-            f"looking up {host} took more than {timeout_s} s",
-            "send the image as a data: url, or check this machine's name server",
-        )
-    try:
-        address = next(iter(lookup.result()))
-    except (OSError, UnicodeError, StopIteration) as error:
-        raise MediaRefused(f"unknown host {host}: {error}", "check its name") from error
+    address = next(iter(resolve(host, port)), "")
+    if not address:
+        raise OSError("the host is unknown")
     is_listed = address in allowed_hosts or f"{address}:{port}" in allowed_hosts
     if not is_listed and not _is_public(address):
         raise MediaRefused(
@@ -134,20 +130,6 @@ def _get_public_address(
             f"add {address} itself to [media] http_hosts to allow it",
         )
     return address
-
-
-def _start_lookup(host: str, port: int, resolve: HostResolver) -> Future[Sequence[str]]:
-    """Look a host up in a thread: the system's lookup has no timeout."""
-    lookup: Future[Sequence[str]] = Future()
-
-    def look_up() -> None:
-        try:
-            lookup.set_result(resolve(host, port))
-        except BaseException as error:  # raised by `result`
-            lookup.set_exception(error)
-
-    threading.Thread(target=look_up, name=f"look up {host}", daemon=True).start()
-    return lookup
 
 
 def _is_public(address: str) -> bool:

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import errno
 import fcntl
-import hashlib
 import itertools
 import math
 import os
@@ -17,7 +16,7 @@ import re
 import secrets
 import shutil
 import stat
-from collections.abc import Callable, Collection, Iterable, Iterator
+from collections.abc import Collection, Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from pathlib import Path
 from typing import BinaryIO
@@ -41,9 +40,6 @@ _BATCH = 256
 """Files that gc looks at under one lock, for which writers wait."""
 _TEMPORARY_MIN_AGE_S = 60.0
 """A younger temporary file may belong to a writer that is alive."""
-
-Progress = Callable[[int], None]
-"""Called from time to time with the number of files seen."""
 
 
 @contextmanager
@@ -266,42 +262,11 @@ class GcReport(msgspec.Struct, frozen=True):
     dry_run: bool
 
 
-def verify(root: Path, progress: Progress | None = None) -> VerifyReport:
-    num_files = size_bytes = 0
-    corrupt: list[str] = []
-    leftovers: list[str] = []
-    for entry in iter_files(root):
-        if not is_image_file(entry):
-            leftovers.append(os.path.relpath(entry.path, root))
-            continue
-        try:
-            with open(entry.path, "rb") as file:
-                digest = hashlib.file_digest(file, "sha256").hexdigest()
-                size_bytes += file.tell()
-        except FileNotFoundError:
-            continue
-        except OSError:
-            digest = "unreadable"
-        num_files += 1
-        if digest != entry.name:
-            corrupt.append(entry.name)
-        if progress:
-            progress(num_files)
-    return VerifyReport(num_files, size_bytes, corrupt, leftovers)
-
-
-def gc(
-    root: Path,
-    in_use: Collection[str],
-    min_age_s: float,
-    *,
-    dry_run: bool,
-    progress: Progress | None = None,
-) -> GcReport:
+def gc(root: Path, in_use: Collection[str], min_age_s: float, *, dry_run: bool) -> GcReport:
     if not root.is_dir():
         raise MediaError(f"there is no store at {root}", "pass the directory of a store")
     removed: list[str] = []
-    removed_bytes = num_in_use = num_young = num_temporary = num_seen = 0
+    removed_bytes = num_in_use = num_young = num_temporary = 0
     entries = iter_files(root)
     while batch := list(itertools.islice(entries, _BATCH)):
         with lock_store(root, exclusive=True):
@@ -328,7 +293,4 @@ def gc(
                     removed_bytes += status.st_size
                 if not dry_run:
                     os.unlink(entry.path)
-        num_seen += len(batch)
-        if progress:
-            progress(num_seen)
     return GcReport(removed, removed_bytes, num_in_use, num_young, num_temporary, dry_run)

@@ -11,7 +11,7 @@ from __future__ import annotations
 import re
 import struct
 import zlib
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import NamedTuple
 
 import msgspec
@@ -21,17 +21,16 @@ from sightline.errors import ConfigError, MediaRefused
 PILLOW_MAX_PIXELS = 89_000_000
 """Pillow warns of decompression bombs above this."""
 MAX_PARTS = 20_000
-"""Chunks or segments, which Pillow reads one by one. Encoders write 8 KiB and more at a time."""
-MAX_FILL_BYTES = 65_536
-"""JPEG fill bytes, which Pillow reads one by one."""
+"""Chunks, or segments and fill bytes, which Pillow reads one by one. Encoders write 8 KiB and more
+at a time."""
 MAX_SCANS = 100
 """JPEG scans, each over the whole image. A progressive JPEG has about ten."""
 MAX_JPEG_METADATA_BYTES = 16 * 1024**2
 """JPEG segments outside of scans. Pillow joins EXIF blocks one by one."""
 MAX_GIF_BLOCKS = 300_000
-"""GIF blocks of at most 255 bytes: 64 MiB fill 262,144."""
+"""GIF frames, extensions, and their blocks of at most 255 bytes: 64 MiB fill 262,144."""
 MAX_GIF_COMMENT_BYTES = 1024**2
-"""GIF extensions before the first frame, which Pillow joins block by block."""
+"""Bytes of a GIF before its first frame, whose comments Pillow joins block by block."""
 DECODER_BYTES = 8
 """Measured memory per pixel: four bytes of the decoder's image and four of RGB."""
 WEBP_DECODER_BYTES = 17
@@ -88,20 +87,12 @@ class ImageLimits(msgspec.Struct, frozen=True):
             )
 
     def check_size(self, width: int, height: int) -> None:
-        if width < 1 or height < 1:
+        is_small = max(width, height) <= self.max_side and width * height <= self.max_pixels
+        if min(width, height) < 1 or not is_small:
             raise MediaRefused(
-                f"image of {width}x{height} has no pixels", "send an image with pixels"
-            )
-        if max(width, height) > self.max_side:
-            raise MediaRefused(
-                f"image of {width}x{height} has a side above the limit of {self.max_side}",
-                "scale it down, or raise the limit on sides",
-            )
-        if width * height > self.max_pixels:
-            raise MediaRefused(
-                f"image of {width}x{height} has {width * height} pixels, "
-                f"above the limit of {self.max_pixels}",
-                "scale it down, or raise the limit on pixels",
+                f"image of {width}x{height} has {width * height} pixels; the limits are 1 pixel, "
+                f"{self.max_pixels} pixels, and {self.max_side} pixels per side",
+                "scale it down, or raise the limit",
             )
 
 
@@ -118,13 +109,13 @@ class ImageHeader(NamedTuple):
 
 def read_header(data: bytes) -> ImageHeader:
     """Return the header of a complete PNG, JPEG, WebP or GIF; raise `MediaRefused` otherwise."""
-    for mime, begins, walk in _FORMATS:
-        if begins(data):
+    for name, pattern, walk in _FORMATS:
+        if pattern.match(data):
             width, height, exif, decoder_bytes = walk(data)
             orientation = exif_orientation(exif)
             if orientation >= 5:
                 width, height = height, width
-            return ImageHeader(mime, width, height, orientation, decoder_bytes)
+            return ImageHeader(f"image/{name}", width, height, orientation, decoder_bytes)
     raise MediaRefused(
         f"{len(data)} bytes that begin with {data[:12]!r} are not a PNG, JPEG, WebP, GIF, MP4 or "
         "WebM",
@@ -155,22 +146,10 @@ def exif_orientation(exif: bytes) -> int:
 _EXIF_WHOLE_NUMBERS = {1: "B", 3: "H", 4: "I"}
 
 
-def _check_follow(data: bytes, at: int, num_bytes: int, format_name: str, what: str) -> None:
-    if at + num_bytes > len(data):
-        left = max(0, len(data) - at)
-        raise _truncated(format_name, f"{what} needs {num_bytes} bytes, {left} follow")
-
-
-def _truncated(format_name: str, where: str) -> MediaRefused:
+def _broken(format_name: str, problem: str) -> MediaRefused:
     return MediaRefused(
-        f"truncated {format_name}: {where}",
-        "send the whole file",
-    )
-
-
-def _broken(format_name: str, where: str) -> MediaRefused:
-    return MediaRefused(
-        f"broken {format_name}: {where}", "save the image again with a program that can open it"
+        f"truncated or broken {format_name}: {problem}",
+        "send the whole file, or save the image again with a program that can open it",
     )
 
 
@@ -184,153 +163,105 @@ def _over_budget(format_name: str, what: str, limit: int) -> MediaRefused:
 _Walked = tuple[int, int, bytes, int]
 """Width, height, EXIF block, and decoding memory per pixel."""
 
-# --- PNG
 
-# Valid bit depths for each colour type.
-_PNG_DEPTHS = {0: (1, 2, 4, 8, 16), 2: (8, 16), 3: (1, 2, 4, 8), 4: (8, 16), 6: (8, 16)}
+def _iter_chunks(data: bytes, at: int, end: int, is_png: bool) -> Iterator[tuple[bytes, int, int]]:
+    """Yield each chunk's kind, and the start and end of its body."""
+    num_chunks, name = 0, "PNG" if is_png else "WebP"
+    while at < end:
+        if (num_chunks := num_chunks + 1) > MAX_PARTS:
+            raise _over_budget(name, "chunks", MAX_PARTS)
+        if at + 8 > end:
+            raise _broken(name, f"{end - at} bytes at byte {at} are not a chunk")
+        if is_png:
+            length, kind = struct.unpack_from(">I4s", data, at)
+        else:
+            kind, length = struct.unpack_from("<4sI", data, at)
+        start, stop = at + 8, at + 8 + length
+        # A checksum follows in a PNG; in a WebP, bodies are padded to an even length.
+        at = stop + (4 if is_png else length & 1)
+        if (at if is_png else stop) > end:
+            raise _broken(name, f"chunk {kind!r} needs {length} bytes, {end - start} follow")
+        yield kind, start, stop
 
 
 def _walk_png(data: bytes) -> _Walked:
-    _check_follow(data, 8, 25, "PNG", "its first chunk")
-    if data[8:16] != b"\0\0\0\x0dIHDR":
-        raise _broken("PNG", f"its first chunk is {data[8:16]!r}, not an IHDR of 13 bytes")
-    width, height, depth, colour = struct.unpack_from(">IIBB", data, 16)
-    if depth not in _PNG_DEPTHS.get(colour, ()):
-        raise _broken("PNG", f"colour type {colour} with {depth} bits does not exist")
-    view = memoryview(data)
-    seen: set[bytes] = set()
-    exif = b""
-    at, num_chunks = 8, 0
-    while b"IEND" not in seen:
-        if (num_chunks := num_chunks + 1) > MAX_PARTS:
-            raise _over_budget("PNG", "chunks", MAX_PARTS)
-        _check_follow(data, at, 8, "PNG", f"the chunk at byte {at}, before any IEND,")
-        length, kind = struct.unpack_from(">I4s", data, at)
-        name, body, end = kind.decode("latin-1"), at + 8, at + 12 + length
-        _check_follow(data, body, length + 4, "PNG", f"chunk {name!r} at byte {at}")
-        if zlib.crc32(view[at + 4 : end - 4]) != int.from_bytes(view[end - 4 : end], "big"):
-            raise _broken("PNG", f"chunk {name!r} at byte {at} does not match its checksum")
-        if kind == b"eXIf":
-            exif = data[body : end - 4]
-        seen.add(kind)
-        at = end
-    if b"IDAT" not in seen:
-        raise _broken("PNG", "it has no IDAT chunk")
-    return width, height, exif, DECODER_BYTES
+    view, kinds, exif, size = memoryview(data), set[bytes](), b"", (0, 0)
+    for kind, start, stop in _iter_chunks(data, 8, len(data), is_png=True):
+        if zlib.crc32(view[start - 4 : stop]) != int.from_bytes(view[stop : stop + 4], "big"):
+            raise _broken("PNG", f"chunk {kind!r} does not match its checksum")
+        if not kinds and kind == b"IHDR" and stop - start == 13:
+            size = struct.unpack_from(">II", data, start)
+        elif kind == b"eXIf":
+            exif = data[start:stop]
+        kinds.add(kind)
+        if kind == b"IEND":
+            break
+    if not {b"IHDR", b"IDAT", b"IEND"} <= kinds:
+        raise _broken("PNG", "it lacks an IHDR, IDAT or IEND chunk")
+    return *size, exif, DECODER_BYTES
 
-
-# --- JPEG
 
 # In a scan's data, 0xFF is followed by 0x00 (stuffing), a restart mark or another 0xFF (fill).
 # Anything else is the marker that ends the scan.
 _JPEG_AFTER_SCAN = re.compile(rb"\xff[^\x00\xd0-\xd7\xff]")
-_JPEG_FILL = re.compile(rb"\xff+")
+_JPEG_MARKER = re.compile(rb"\xff+([^\x00\xd8\xff])", re.DOTALL)
 _JPEG_ALONE = {0x01, *range(0xD0, 0xD8)}
 _JPEG_FRAMES = set(range(0xC0, 0xD0)) - {0xC4, 0xC8, 0xCC}
 _JPEG_SCAN, _JPEG_END, _JPEG_EXIF = 0xDA, 0xD9, 0xE1
 
 
 def _walk_jpeg(data: bytes) -> _Walked:
-    size: list[int] = []
-    num_segments = num_scans = fill = metadata = channels = 0
-    exif = b""
-    at = 2
-    while True:
-        start = at
-        at, marker = _jpeg_marker(data, at)
-        fill, num_segments = fill + at - start - 2, num_segments + 1
-        if metadata > MAX_JPEG_METADATA_BYTES:
-            raise _over_budget("JPEG", "bytes of metadata", MAX_JPEG_METADATA_BYTES)
-        if fill > MAX_FILL_BYTES:
-            raise _over_budget("JPEG", "fill bytes", MAX_FILL_BYTES)
-        if num_segments > MAX_PARTS:
-            raise _over_budget("JPEG", "segments", MAX_PARTS)
+    width = height = channels = num_parts = num_scans = metadata = 0
+    exif, at = b"", 2
+    while match := _JPEG_MARKER.match(data, at):
+        marker, at = match[1][0], match.end()
+        if (num_parts := num_parts + len(match[0]) - 1) > MAX_PARTS:
+            raise _over_budget("JPEG", "segments and fill bytes", MAX_PARTS)
         if marker == _JPEG_END:
             break
         if marker in _JPEG_ALONE:
             continue
-        segment = f"segment {marker:#x} at byte {at - 2}"
-        _check_follow(data, at, 2, "JPEG", segment)
         length = int.from_bytes(data[at : at + 2], "big")
         body, end = at + 2, at + length
-        if length < 2:
-            raise _broken("JPEG", f"{segment} says {length} bytes")
-        _check_follow(data, at, length, "JPEG", segment)
-        metadata += length
+        if length < 2 or end > len(data):
+            raise _broken("JPEG", f"segment {marker:#x} at byte {at} does not fit")
+        if (metadata := metadata + length) > MAX_JPEG_METADATA_BYTES:
+            raise _over_budget("JPEG", "bytes of metadata", MAX_JPEG_METADATA_BYTES)
         if marker in _JPEG_FRAMES:
-            if size:
-                raise _broken("JPEG", f"a second frame header at byte {at - 2}")
-            *size, channels = _jpeg_size(data[body:end])
+            frame = data[body:end]
+            if channels or frame[:1] != b"\x08" or frame[5:6] not in (b"\1", b"\3", b"\4"):
+                raise _broken("JPEG", "it needs one frame of 1, 3 or 4 channels with 8 bits")
+            height, width, channels = struct.unpack_from(">HHB", frame, 1)
         elif marker == _JPEG_EXIF and not exif and data.startswith(b"Exif\0\0", body):
             exif = data[body:end]
         elif marker == _JPEG_SCAN:
             if (num_scans := num_scans + 1) > MAX_SCANS:
                 raise _over_budget("JPEG", "scans", MAX_SCANS)
-            match = _JPEG_AFTER_SCAN.search(data, end)
-            if match is None:
-                raise _truncated("JPEG", f"the scan at byte {at - 2} has no end mark")
-            end = match.start()
+            after = _JPEG_AFTER_SCAN.search(data, end)
+            end = after.start() if after else len(data)
         at = end
-    if not size or not num_scans:
-        raise _broken("JPEG", "it ends before any pixels")
+    if not match or not channels or not num_scans:
+        raise _broken("JPEG", f"byte {at} is not a marker, or nothing is before the end mark")
     # With several scans the decoder keeps the coefficients, two bytes per channel.
     decoder_bytes = 4 + 2 * channels if num_scans > 1 else DECODER_BYTES
-    return size[0], size[1], exif, max(decoder_bytes, DECODER_BYTES)
-
-
-def _jpeg_marker(data: bytes, at: int) -> tuple[int, int]:
-    """Return the offset after the marker at `at`, and the marker."""
-    start = at
-    if fill := _JPEG_FILL.match(data, at):
-        at = fill.end()
-    if at >= len(data):
-        raise _truncated("JPEG", f"the file ends at byte {len(data)}, before its end mark")
-    if at == start or data[at] in (0x00, 0xD8):
-        raise _broken("JPEG", f"no marker at byte {start}")
-    return at + 1, data[at]
-
-
-def _jpeg_size(frame: bytes) -> tuple[int, int, int]:
-    """Return width, height and channels."""
-    if len(frame) < 6:
-        raise _broken("JPEG", f"a frame header of {len(frame)} bytes")
-    bits, height, width, channels = struct.unpack_from(">BHHB", frame)
-    if bits != 8 or channels not in (1, 3, 4):
-        raise MediaRefused(
-            f"JPEG of {channels} channels with {bits} bits",
-            "save it with 8 bits and 1, 3 or 4 channels",
-        )
-    return width, height, channels
-
-
-# --- WebP
+    return width, height, exif, max(decoder_bytes, DECODER_BYTES)
 
 
 def _walk_webp(data: bytes) -> _Walked:
     end = 8 + int.from_bytes(data[4:8], "little")
     if end > len(data):
-        raise _truncated("WebP", f"its header says {end} bytes, the file has {len(data)}")
+        raise _broken("WebP", f"its header says {end} bytes, the file has {len(data)}")
     size: tuple[int, int] | None = None
     says_exif = has_pixels = False
     exif = b""
-    at, num_chunks = 12, 0
-    while at < end:
-        if (num_chunks := num_chunks + 1) > MAX_PARTS:
-            raise _over_budget("WebP", "chunks", MAX_PARTS)
-        if at + 8 > end:
-            raise _broken("WebP", f"{end - at} bytes at byte {at} are not a chunk")
-        kind, length = struct.unpack_from("<4sI", data, at)
-        body, stop = at + 8, at + 8 + length
-        if stop > end:
-            raise _broken("WebP", f"chunk {kind!r} at byte {at} says {length}, {end - body} follow")
+    for kind, start, stop in _iter_chunks(data, 12, end, is_png=False):
         if size is None:
-            size = _webp_size(kind, data[body : min(stop, body + 10)])
-            says_exif = kind == b"VP8X" and bool(data[body] & 0x08)
+            size = _webp_size(kind, data[start : min(stop, start + 10)])
+            says_exif = kind == b"VP8X" and bool(data[start] & 0x08)
         has_pixels |= kind in (b"VP8 ", b"VP8L", b"ANMF")
         # Decoders read the chunk only if the flag in VP8X announces it.
         if kind == b"EXIF" and says_exif and not exif:
-            exif = data[body:stop]
-        at = stop + (length & 1)
+            exif = data[start:stop]
     if size is None or not has_pixels:
         raise _broken("WebP", "it has no image chunk")
     return *size, exif, WEBP_DECODER_BYTES
@@ -351,39 +282,33 @@ def _webp_size(kind: bytes, body: bytes) -> tuple[int, int]:
     raise _broken("WebP", f"its first chunk {kind!r} is not an image header")
 
 
-# --- GIF
-
-
 def _walk_gif(data: bytes) -> _Walked:
-    _check_follow(data, 0, 13, "GIF", "its header")
-    width, height, flags = struct.unpack_from("<HHB", data, 6)
-    at = 13 + _gif_table(flags)
-    first = True
-    num_parts = num_blocks = comment = 0
-    while True:
-        if (num_parts := num_parts + 1) > MAX_PARTS:
-            raise _over_budget("GIF", "frames and extensions", MAX_PARTS)
-        if at >= len(data):
-            raise _truncated("GIF", f"the file ends at byte {len(data)}, before its trailer")
-        introducer = data[at]
-        if introducer == 0x3B:
-            break
-        if introducer == 0x21:
-            start = at
-            at, num_blocks = _gif_blocks(data, at + 2, num_blocks)
-            comment += at - start if first else 0
-            if comment > MAX_GIF_COMMENT_BYTES:
-                raise _over_budget("GIF", "bytes before its first frame", MAX_GIF_COMMENT_BYTES)
-        elif introducer == 0x2C:
-            _check_follow(data, at, 10, "GIF", f"the frame header at byte {at}")
-            left, top, across, down, flags = struct.unpack_from("<HHHHB", data, at + 1)
-            if first:  # a frame larger than the canvas extends it, as in decoders
-                width, height = max(width, left + across), max(height, top + down)
-            first = False
-            at, num_blocks = _gif_blocks(data, at + 11 + _gif_table(flags), num_blocks)
-        else:
-            raise _broken("GIF", f"byte {at} is {introducer:#x}, which starts no block")
-    if first:
+    num_blocks, num_frames, at = 0, 0, 13
+    try:
+        width, height, flags = struct.unpack_from("<HHB", data, 6)
+        at += _gif_table(flags)
+        while (introducer := data[at]) != 0x3B:
+            if introducer == 0x2C:
+                left, top, across, down, flags = struct.unpack_from("<HHHHB", data, at + 1)
+                if not num_frames:  # a frame larger than the canvas extends it, as in decoders
+                    width, height = max(width, left + across), max(height, top + down)
+                num_frames += 1
+                at += 11 + _gif_table(flags)
+            elif introducer == 0x21:
+                at += 2
+            else:
+                raise _broken("GIF", f"byte {at} is {introducer:#x}, which starts no block")
+            while data[at]:
+                at += 1 + data[at]
+                if (num_blocks := num_blocks + 1) > MAX_GIF_BLOCKS:
+                    raise _over_budget("GIF", "data blocks", MAX_GIF_BLOCKS)
+            at, num_blocks = at + 1, num_blocks + 1
+            if not num_frames and at > MAX_GIF_COMMENT_BYTES:
+                limit = MAX_GIF_COMMENT_BYTES
+                raise _over_budget("GIF", "bytes before its first frame", limit)
+    except (IndexError, struct.error):
+        raise _broken("GIF", f"it ends at byte {len(data)}, before its trailer") from None
+    if not num_frames:
         raise _broken("GIF", "it has no frame")
     return width, height, b"", DECODER_BYTES
 
@@ -392,22 +317,9 @@ def _gif_table(flags: int) -> int:
     return 3 << (flags & 7) + 1 if flags & 0x80 else 0
 
 
-def _gif_blocks(data: bytes, at: int, num_blocks: int) -> tuple[int, int]:
-    """Return the offset after a sequence of data blocks, and their number."""
-    start = at
-    while at < len(data):
-        if data[at] == 0:
-            return at + 1, num_blocks
-        at += 1 + data[at]
-        if (num_blocks := num_blocks + 1) > MAX_GIF_BLOCKS:
-            raise _over_budget("GIF", "data blocks", MAX_GIF_BLOCKS)
-    raise _truncated("GIF", f"the data blocks at byte {start} have no end")
-
-
-_Walk = Callable[[bytes], _Walked]
-_FORMATS: tuple[tuple[str, Callable[[bytes], bool], _Walk], ...] = (
-    ("image/png", lambda data: data.startswith(b"\x89PNG\r\n\x1a\n"), _walk_png),
-    ("image/jpeg", lambda data: data.startswith(b"\xff\xd8\xff"), _walk_jpeg),
-    ("image/webp", lambda data: data[:4] == b"RIFF" and data[8:12] == b"WEBP", _walk_webp),
-    ("image/gif", lambda data: data[:6] in (b"GIF87a", b"GIF89a"), _walk_gif),
+_FORMATS: tuple[tuple[str, re.Pattern[bytes], Callable[[bytes], _Walked]], ...] = (
+    ("png", re.compile(rb"\x89PNG\r\n\x1a\n"), _walk_png),
+    ("jpeg", re.compile(rb"\xff\xd8\xff"), _walk_jpeg),
+    ("webp", re.compile(rb"RIFF....WEBP", re.DOTALL), _walk_webp),
+    ("gif", re.compile(rb"GIF8[79]a"), _walk_gif),
 )

@@ -14,12 +14,9 @@ except reading a known digest.
 from __future__ import annotations
 
 import http.client
-import queue
 import ssl
 import weakref
 from collections.abc import Collection
-from contextlib import suppress
-from typing import Any
 from urllib.parse import urlsplit
 
 import msgspec
@@ -29,7 +26,6 @@ from sightline.media import files
 from sightline.media.remote import Unavailable, retry
 
 MISSING, TOO_SLOW, CORRUPT, TOO_MANY, FULL = 404, 408, 422, 429, 507
-_MAX_KEPT = 64  # connections
 _GC_TIMEOUT_S = 3600.0
 _NUM_SHOWN = 200
 _NO_SERVICE = (404, 405, 501)
@@ -60,12 +56,8 @@ class HttpRemote:
         self._token, self._max_bytes = token, max_bytes
         self._timeout_s, self.deadline_s = timeout_s, deadline_s
         self._tls = ssl.create_default_context() if parts.scheme == "https" else None
-        self._kept: queue.LifoQueue[http.client.HTTPConnection] = queue.LifoQueue(_MAX_KEPT)
+        self._kept: list[http.client.HTTPConnection] = []
         weakref.finalize(self, _close_all, self._kept)
-
-    def __reduce__(self) -> tuple[type[HttpRemote], tuple[Any, ...]]:
-        settings = (self._max_bytes, self._timeout_s, self.deadline_s)
-        return HttpRemote, (self.address, self._token, *settings)
 
     def read(self, digest: str) -> bytes | None:
         status, body = self._request("GET", f"/media/{digest}", ok=(200, MISSING))
@@ -98,13 +90,7 @@ class HttpRemote:
     def end_lease(self, name: str) -> None:
         self._request("DELETE", f"/leases/{name}")
 
-    def gc(
-        self,
-        in_use: Collection[str],
-        min_age_s: float,
-        dry_run: bool,
-        progress: files.Progress | None,
-    ) -> files.GcReport:
+    def gc(self, in_use: Collection[str], min_age_s: float, dry_run: bool) -> files.GcReport:
         body = msgspec.json.encode(GcRequest(list(in_use), min_age_s, dry_run))
 
         def collect() -> bytes:
@@ -145,24 +131,20 @@ class HttpRemote:
                     num_lacking, is_over = answer.length or 0, answer.isclosed()
                 break
             except ssl.SSLCertVerificationError as error:
-                connection.close()
                 problem = f"the certificate of {self.address} is not trusted: {error}"
                 raise MediaError(problem, CERTIFICATE_FIX) from error
             except (OSError, http.client.HTTPException) as error:
                 connection.close()
+                # The service may have closed a connection that was kept.
                 if not is_kept or isinstance(error, TimeoutError):
                     problem = f"{method} {path[:24]}: {type(error).__name__} {error}"
                     raise Unavailable(problem) from error
-                # The service has closed this connection, and probably the other kept ones.
-                _close_all(self._kept)
-                connection = self._connect()
             except BaseException:
                 connection.close()
                 raise
-        if is_over and not num_lacking:
-            self._keep_connection(connection)
-        else:
+        if num_lacking or not is_over:
             connection.close()
+        self._kept.append(connection)
         if len(data) > limit:
             problem = f"{self.address} answered {method} {path[:24]} with more than {limit} bytes"
             raise MediaError(problem, _NO_SERVICE_FIX)
@@ -177,21 +159,12 @@ class HttpRemote:
 
     def _take_connection(self) -> http.client.HTTPConnection:
         try:
-            return self._kept.get_nowait()
-        except queue.Empty:
-            return self._connect()
-
-    def _connect(self) -> http.client.HTTPConnection:
-        host, port = self._parts.hostname or "", self._parts.port
-        if self._tls is None:
-            return http.client.HTTPConnection(host, port)
-        return http.client.HTTPSConnection(host, port, context=self._tls)
-
-    def _keep_connection(self, connection: http.client.HTTPConnection) -> None:
-        try:
-            self._kept.put_nowait(connection)
-        except queue.Full:
-            connection.close()
+            return self._kept.pop()
+        except IndexError:
+            host, port = self._parts.hostname or "", self._parts.port
+            if self._tls is None:
+                return http.client.HTTPConnection(host, port)
+            return http.client.HTTPSConnection(host, port, context=self._tls)
 
     def _build_error(self, status: int, data: bytes) -> Exception:
         problem, fix = data[:_NUM_SHOWN].decode(errors="replace"), "see the service's log"
@@ -220,7 +193,6 @@ def _read_refusal(data: bytes) -> tuple[str, str] | None:
         return None
 
 
-def _close_all(kept: queue.LifoQueue[http.client.HTTPConnection]) -> None:
-    with suppress(queue.Empty):
-        while True:
-            kept.get_nowait().close()
+def _close_all(connections: list[http.client.HTTPConnection]) -> None:
+    for connection in connections:
+        connection.close()

@@ -97,23 +97,18 @@ class ImageIngestor:
         self._sources: dict[str, Callable[[str], MediaRef]] = {
             "data": lambda url: data_urls.resolve(url, ""),
             "media": self._from_media,
-            "file": self._from_file,
-            "http": self._from_http,
-            "https": self._from_http,
         }
         self._fix = _FIX_SHAPE if takes_addresses else _FIX_SENT
-        if not takes_addresses:
-            self._sources |= dict.fromkeys(("file", "http", "https"), self._refuse)
+        if takes_addresses:
+            self._sources |= {"file": self._from_file}
+            self._sources |= dict.fromkeys(("http", "https"), self._from_http)
 
     def resolve(self, url: str, path: str) -> MediaRef:
         """Return the ref of the image at `url`. Errors name `path`, the url's JSON path."""
         try:
-            if not isinstance(url, str) or not url:
-                what = "an empty url" if url == "" else f"a {type(url).__name__} instead of a url"
-                raise MessageError(what, self._fix)
-            source = self._sources.get(url.partition(":")[0].lower())
+            source = self._sources.get(str(url).partition(":")[0].lower())
             if source is None:
-                raise MessageError(f"{url[:60]!r} is not a url of an image", self._fix)
+                raise MessageError(f"{str(url)[:60]!r} is not a url of an image", self._fix)
             return source(url)
         except (MediaError, MessageError) as error:
             # Keep the first cause: an OSError tells a server that a retry may help.
@@ -172,14 +167,9 @@ class ImageIngestor:
             raise MediaRefused(f"{name} is not below an allowed file root", _FIX_FILE)
         return self._put(self._read(root, path))
 
-    def _refuse(self, url: str) -> MediaRef:
-        raise MediaRefused(f"images are not fetched from {url[:60]!r}", self._fix)
-
     def _from_http(self, url: str) -> MediaRef:
-        data = fetch(
-            url, self.http_hosts, self.store.limits.max_bytes, self.timeout_s, self._resolve
-        )
-        return self._put(data)
+        max_bytes = self.store.limits.max_bytes
+        return self._put(fetch(url, self.http_hosts, max_bytes, self.timeout_s, self._resolve))
 
     def _read(self, root: Path, path: Path) -> bytes:
         try:

@@ -72,9 +72,6 @@ class ObjectRemote:
                 "the environment variables of its credentials",
             ) from error
 
-    def __reduce__(self) -> tuple[type[ObjectRemote], tuple[Any, ...]]:
-        return ObjectRemote, (self.address, self._timeout_s, self.deadline_s)
-
     # --- images
 
     def read(self, digest: str) -> bytes | None:
@@ -140,13 +137,7 @@ class ObjectRemote:
     def end_lease(self, name: str) -> None:
         self._call(lambda: self._obstore.delete(self._store, f"{files.LEASES_NAME}/{name}"))
 
-    def gc(
-        self,
-        in_use: Collection[str],
-        min_age_s: float,
-        dry_run: bool,
-        progress: files.Progress | None,
-    ) -> files.GcReport:
+    def gc(self, in_use: Collection[str], min_age_s: float, dry_run: bool) -> files.GcReport:
         images = self._retry(self._list_images)
         newest = self._find_newest(min_age_s)
         unused = [image for image in images if image[0] not in in_use]
@@ -155,8 +146,6 @@ class ObjectRemote:
         for start in range(0, len(old), _GC_BATCH):
             batch = old[start : start + _GC_BATCH]
             removed += batch if dry_run else self._remove(batch, min_age_s)
-            if progress:
-                progress(start + len(batch))
         return files.GcReport(
             removed=[digest for digest, _ in removed],
             removed_bytes=sum(size for _, size in removed),

@@ -24,7 +24,7 @@ from sightline.media import decode, files
 from sightline.media.cache import DiskCache
 from sightline.media.header import ImageLimits
 from sightline.media.ref import MediaRef, check_digest, verify_bytes
-from sightline.media.store import MediaStore
+from sightline.media.store import MediaStore, Unavailable
 
 DEADLINE_S = 60.0
 """Seconds after its first failure in which a request is retried."""
@@ -46,10 +46,6 @@ _MAX_CONFIRMED = 262_144
 _warned_at: dict[str, float] = {}
 
 Value = TypeVar("Value")
-
-
-class Unavailable(OSError):
-    """The remote did not answer, but may answer the same request later."""
 
 
 class Remote(Protocol):
@@ -79,13 +75,7 @@ class Remote(Protocol):
 
     def end_lease(self, name: str) -> None: ...
 
-    def gc(
-        self,
-        in_use: Collection[str],
-        min_age_s: float,
-        dry_run: bool,
-        progress: files.Progress | None,
-    ) -> files.GcReport:
+    def gc(self, in_use: Collection[str], min_age_s: float, dry_run: bool) -> files.GcReport:
         """Collect garbage as `MediaStore.gc` does, with its own retries."""
 
     def check_writable(self) -> None: ...
@@ -151,10 +141,6 @@ class RemoteStore(MediaStore):
         self.remote, self.cache = remote, cache
         # Images whose last use this process renewed recently; half, because answers come late.
         self._confirmed: TTLCache[str, bool] = TTLCache(_MAX_CONFIRMED, files.RENEW_AFTER_S / 2)
-
-    def __reduce__(self) -> tuple[Callable[..., MediaStore], tuple[object, ...]]:
-        settings = (self.fallbacks, self.limits, self.max_bytes)
-        return RemoteStore, (self.remote, self.cache, *settings)
 
     def _ask(self, call: Callable[[], Value]) -> Value:
         return retry(call, self.remote.address, self.remote.deadline_s)
@@ -225,30 +211,11 @@ class RemoteStore(MediaStore):
     def iter_sizes(self) -> Iterator[tuple[str, int]]:
         yield from self._ask(self.remote.list_sizes)
 
-    def verify(self, progress: files.Progress | None = None) -> files.VerifyReport:
-        """Read every image from the remote, without the cache, and report damaged ones."""
-        num_files = size_bytes = 0
-        corrupt: list[str] = []
-        for digest, _ in self.iter_sizes():
-            try:
-                data = self._fetch(digest)
-            except MediaCorrupt:
-                corrupt.append(digest)
-                data = b""
-            num_files += data is not None  # None: gc removed it
-            size_bytes += len(data or b"")
-            if progress:
-                progress(num_files)
-        return files.VerifyReport(num_files, size_bytes, corrupt, [])
+    def _list_leftovers(self) -> list[str]:
+        return []
 
-    def _gc(
-        self,
-        in_use: Collection[str],
-        min_age_s: float,
-        dry_run: bool,
-        progress: files.Progress | None,
-    ) -> files.GcReport:
-        return self.remote.gc(in_use, min_age_s, dry_run, progress)
+    def _gc(self, in_use: Collection[str], min_age_s: float, dry_run: bool) -> files.GcReport:
+        return self.remote.gc(in_use, min_age_s, dry_run)
 
     def renew_lease(self, name: str) -> None:
         self._ask(lambda: self.remote.renew_lease(files.check_lease_name(name)))

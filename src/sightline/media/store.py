@@ -9,12 +9,13 @@ Any number of processes on any number of machines may share a root.
 from __future__ import annotations
 
 import errno
+import itertools
 import os
 import shutil
 import stat
 import threading
 import time
-from collections.abc import Callable, Collection, Iterable, Iterator
+from collections.abc import Collection, Iterable, Iterator
 from contextlib import contextmanager, suppress
 from hashlib import sha256
 from pathlib import Path
@@ -45,6 +46,10 @@ _SURVEY_EVERY_S = 60.0
 _SURVEY_SHARE = 0.02
 """Files are counted again after a minute, or later if counting would take over 2% of the time."""
 _MAX_REFS = 65_536
+
+
+class Unavailable(OSError):
+    """A remote store did not answer, but may answer the same request later."""
 
 
 class MediaStore:
@@ -80,11 +85,6 @@ class MediaStore:
 
     def __repr__(self) -> str:
         return f"{type(self).__name__}({str(self.root)!r})"
-
-    def __reduce__(self) -> tuple[Callable[..., MediaStore], tuple[object, ...]]:
-        # Worker processes open the same files again.
-        settings = (self.fallbacks, self.limits, self.max_bytes, self.reserve_bytes)
-        return MediaStore, (self.root, *settings)
 
     @property
     def places(self) -> str:
@@ -133,29 +133,41 @@ class MediaStore:
             except OSError as error:
                 problem = f"cannot read {source}: {error.strerror}"
                 raise MediaError(problem, "pass the path of a readable file") from error
-        if isinstance(source, str):
-            raise MediaRefused(
-                f"put does not accept the str {source[:60]!r}",
-                "pass a path as pathlib.Path; resolve a url with ImageIngestor(store).resolve",
-            )
         if decode.is_pil_image(source):
             image: Image = source  # type: ignore[assignment]
             self.limits.check_size(image.width, image.height)
             return decode.encode_png(image)
         raise MediaRefused(
             f"put does not accept a {type(source).__name__}",
-            "pass bytes, a PIL image or a pathlib.Path",
+            "pass bytes, a PIL image or a pathlib.Path; resolve a url with "
+            "ImageIngestor(store).resolve",
         )
 
     # --- reading
 
     def get(self, ref: MediaRef) -> bytes:
         """Return the ref's bytes, verified against its digest."""
-        return self._read(ref.digest)
+        return self.get_bytes(ref.digest)
 
     def get_bytes(self, digest: str) -> bytes:
         """Return the bytes of a digest, verified against it."""
-        return self._read(digest)
+        check_digest(digest)
+        damage: MediaError | None = None
+        for store in (self, *self.fallbacks):
+            try:
+                data = store._find(digest, renew=store is self)
+            except MediaError as error:
+                damage = damage or error
+                continue
+            if data is not None:
+                return data
+        if damage:
+            raise damage
+        raise MediaMissing(
+            f"image {digest[:12]} is not in the store {self.places}",
+            "use the store that has the image ([media] root of a run, --media of a server), or "
+            "put it again",
+        )
 
     def image(self, ref: MediaRef) -> Image:
         """Return the image in RGB and in the ref's size, converted as `decode` describes."""
@@ -182,7 +194,7 @@ class MediaStore:
             ref = self._refs.get(digest)
         if ref is not None and self.touch(digest):
             return ref
-        data = self._read(digest)
+        data = self.get_bytes(digest)
         return self._remember_ref(digest, self._inspect(data), len(data))
 
     def _inspect(self, data: bytes) -> ImageHeader | VideoHeader:
@@ -238,25 +250,6 @@ class MediaStore:
             with suppress(FileNotFoundError):
                 yield entry.name, entry.stat().st_size
 
-    def _read(self, digest: str) -> bytes:
-        check_digest(digest)
-        damage: MediaError | None = None
-        for store in (self, *self.fallbacks):
-            try:
-                data = store._find(digest, renew=store is self)
-            except MediaError as error:
-                damage = damage or error
-                continue
-            if data is not None:
-                return data
-        if damage:
-            raise damage
-        raise MediaMissing(
-            f"image {digest[:12]} is not in the store {self.places}",
-            "use the store that has the image ([media] root of a run, --media of a server), or "
-            "put it again",
-        )
-
     def _find(self, digest: str, renew: bool) -> bytes | None:
         """Return the verified bytes in `root`, or None. `renew` counts it as a use."""
         path = files.get_image_path(self._folder, digest)
@@ -288,9 +281,29 @@ class MediaStore:
 
     # --- maintenance
 
-    def verify(self, progress: files.Progress | None = None) -> files.VerifyReport:
-        """Read every file of `root` and report damaged ones; nothing is removed."""
-        return files.verify(self._folder, progress)
+    def verify(self) -> files.VerifyReport:
+        """Read every image of `root` and report damaged ones; nothing is removed."""
+        num_files = size_bytes = 0
+        corrupt: list[str] = []
+        for digest, _ in self.iter_sizes():
+            try:
+                data = self._fetch(digest)
+            except MediaError as error:
+                if isinstance(error.__cause__, Unavailable):
+                    raise
+                corrupt.append(digest)
+                data = b""
+            num_files += data is not None  # None: gc removed it
+            size_bytes += len(data or b"")
+        return files.VerifyReport(num_files, size_bytes, corrupt, self._list_leftovers())
+
+    def _fetch(self, digest: str) -> bytes | None:
+        """Return the verified bytes in `root`, or None, without counting this as a use."""
+        return self._find(digest, renew=False)
+
+    def _list_leftovers(self) -> list[str]:
+        others = itertools.filterfalse(files.is_image_file, files.iter_files(self._folder))
+        return [os.path.relpath(entry.path, self._folder) for entry in others]
 
     def gc(
         self,
@@ -298,7 +311,6 @@ class MediaStore:
         min_age_s: float = 3600.0,
         *,
         dry_run: bool = False,
-        progress: files.Progress | None = None,
     ) -> files.GcReport:
         """Remove images of `root` that are not `in_use` and were unused for `min_age_s` seconds.
 
@@ -308,20 +320,14 @@ class MediaStore:
         # A set of refs or urls would match no digest, and everything would be removed.
         for digest in in_use:
             check_digest(digest)
-        report = self._gc(in_use, min_age_s, dry_run, progress)
+        report = self._gc(in_use, min_age_s, dry_run)
         with self._survey_lock:
             self._survey = None
         return report
 
-    def _gc(
-        self,
-        in_use: Collection[str],
-        min_age_s: float,
-        dry_run: bool,
-        progress: files.Progress | None,
-    ) -> files.GcReport:
+    def _gc(self, in_use: Collection[str], min_age_s: float, dry_run: bool) -> files.GcReport:
         with self._disk_errors():
-            return files.gc(self._folder, in_use, min_age_s, dry_run=dry_run, progress=progress)
+            return files.gc(self._folder, in_use, min_age_s, dry_run=dry_run)
 
     def renew_lease(self, name: str) -> None:
         """Protect what was put or used since the first call with this name, until `end_lease` or

@@ -9,6 +9,7 @@ from __future__ import annotations
 import io
 import threading
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from cachetools import LRUCache
@@ -51,10 +52,12 @@ def inspect_video(
     limits.check_bytes(len(data))
     (_check_boxes if mime == "video/mp4" else _check_segment)(data)
     num_frames, size = 0, (0, 0)
-    with _VideoFile(data, mime, limits) as file:
-        announced, fps = int(file.stream.frames), file.read_fps()
+    with _open_stream(data, mime, limits) as stream:
+        announced, fps = int(stream.frames), float(stream.average_rate or stream.guessed_rate or 0)
+        if not MIN_FPS <= fps <= MAX_FPS:
+            raise MediaRefused(f"{mime} with {fps:g} frames per second", _FIX_SAVE)
         limits.check_video(announced, announced / fps)
-        for frame in file.decode():
+        for frame in _decode(stream, limits):
             num_frames += 1
             size = size if num_frames > 1 else (frame.width, frame.height)
             limits.check_video(num_frames, num_frames / fps)
@@ -109,8 +112,8 @@ class VideoReader:
         return self._last[1].to_image()
 
     def _decode(self) -> Iterator[Any]:
-        with _VideoFile(self._data, self._ref.mime, self._limits) as file:
-            yield from file.decode((self._ref.width, self._ref.height))
+        with _open_stream(self._data, self._ref.mime, self._limits) as stream:
+            yield from _decode(stream, self._limits, (self._ref.width, self._ref.height))
 
 
 class VideoReaders:
@@ -140,81 +143,47 @@ class VideoReaders:
         return reader
 
 
-class _VideoFile:
-    """An open file, which turns PyAV's errors into `MediaUndecodable`."""
-
-    def __init__(self, data: bytes, mime: str, limits: ImageLimits) -> None:
-        self._data, self._mime, self._limits = data, mime, limits
-
-    def __enter__(self) -> _VideoFile:
-        av = import_av()
-        # Only these bytes are read: containers that name other files and rare codecs are refused.
-        options = {"codec_whitelist": ",".join((*_CODECS, "libdav1d", "aac", "opus", "vorbis"))}
-        try:
-            self._container = av.open(
-                io.BytesIO(self._data), format=_FORMATS[self._mime], options=options
-            )
-        except (av.FFmpegError, ValueError) as error:
-            raise self._build_error(error) from error
-        try:
-            self._open_stream()
-        except BaseException:
-            self._container.close()
-            raise
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self._container.close()
-
-    def _open_stream(self) -> None:
-        streams = self._container.streams.video
-        if len(streams) != 1:
-            raise MediaRefused(f"{self._mime} with {len(streams)} video streams", _FIX_SAVE)
-        self.stream = streams[0]
-        codec = self.stream.codec_context
-        name = None if codec is None else codec.codec.canonical_name
-        if name not in _CODECS:
-            raise MediaRefused(
-                f"{self._mime} with the codec {name}", f"encode it as one of {', '.join(_CODECS)}"
-            )
-        self._limits.check_size(codec.width, codec.height)
-        # One thread each: the decoding pool has several. Damage is reported, not concealed.
-        codec.thread_count = 1
-        codec.options = {
-            "err_detect": "crccheck+bitstream+buffer+explode",
-            "max_pixels": str(self._limits.max_pixels),
-        }
-
-    def read_fps(self) -> float:
-        fps = float(self.stream.average_rate or self.stream.guessed_rate or 0)
-        if not MIN_FPS <= fps <= MAX_FPS:
-            raise MediaRefused(f"{self._mime} with {fps:g} frames per second", _FIX_SAVE)
-        return fps
-
-    def decode(self, size: tuple[int, int] | None = None) -> Iterator[Any]:
-        """Yield the frames in display order, all in one size."""
-        av = import_av()
-        try:
-            for frame in self._container.decode(self.stream):
-                size = size or (frame.width, frame.height)
-                if frame.is_corrupt or (frame.width, frame.height) != size:
-                    what = "is damaged" if frame.is_corrupt else f"is not {size[0]}x{size[1]}"
-                    raise MediaRefused(f"{self._mime}: a frame {what}", _FIX_SAVE)
-                self._limits.check_size(frame.width, frame.height)
-                if frame.rotation % 360:
-                    raise MediaRefused(
-                        f"{self._mime} with a rotation of {frame.rotation} degrees",
-                        "encode it upright, as ffmpeg does by default",
-                    )
-                yield frame
-        except (av.FFmpegError, ValueError) as error:
-            if isinstance(error, MediaError):
-                raise
-            raise self._build_error(error) from error
-
-    def _build_error(self, error: Exception) -> MediaUndecodable:
+@contextmanager
+def _open_stream(data: bytes, mime: str, limits: ImageLimits) -> Iterator[Any]:
+    """Open the video stream of a file. PyAV's errors become `MediaUndecodable`."""
+    av = import_av()
+    # Only these bytes are read: containers that name other files and rare codecs are refused.
+    options = {"codec_whitelist": ",".join((*_CODECS, "libdav1d", "aac", "opus", "vorbis"))}
+    try:
+        with av.open(io.BytesIO(data), format=_FORMATS[mime], options=options) as container:
+            streams = container.streams.video
+            codec = streams[0].codec_context if len(streams) == 1 else None
+            if codec is None or codec.codec.canonical_name not in _CODECS:
+                raise MediaRefused(
+                    f"{mime} without exactly one video stream of a known codec",
+                    f"encode it as one of {', '.join(_CODECS)}",
+                )
+            limits.check_size(codec.width, codec.height)
+            # One thread each: the decoding pool has several. Damage is reported, not concealed.
+            codec.thread_count = 1
+            codec.options = {
+                "err_detect": "crccheck+bitstream+buffer+explode",
+                "max_pixels": str(limits.max_pixels),
+            }
+            yield streams[0]
+    except MediaError:
+        raise
+    except (av.FFmpegError, ValueError) as error:
         what = f"{type(error).__name__}: {getattr(error, 'strerror', None) or error}"
-        return MediaUndecodable(f"{self._mime} cannot be decoded ({what})", _FIX_SAVE)
+        raise MediaUndecodable(f"{mime} cannot be decoded ({what})", _FIX_SAVE) from error
+
+
+def _decode(stream: Any, limits: ImageLimits, size: tuple[int, int] | None = None) -> Iterator[Any]:
+    """Yield the frames in display order, all in one size."""
+    for frame in stream.container.decode(stream):
+        size = size or (frame.width, frame.height)
+        if frame.is_corrupt or frame.rotation % 360 or (frame.width, frame.height) != size:
+            raise MediaRefused(
+                f"a frame is damaged, is not {size[0]}x{size[1]}, or is rotated",
+                "encode the video again, upright, with a program that can play it",
+            )
+        limits.check_size(frame.width, frame.height)
+        yield frame
 
 
 def import_av() -> Any:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import copy
 import signal
 import sys
 from collections.abc import Sequence
@@ -148,8 +147,8 @@ async def _finish(
         "totals",
         run_state.progress.step,
         images_shown=run_state.progress.images_shown,
-        # A fresh count: this object notices only now and then what the workers put.
-        images_stored=copy.copy(store).count(),
+        # Not `count`, which notices only now and then what the workers put.
+        images_stored=sum(1 for _ in store.digests()),
         tokens_sampled=run_state.progress.tokens_sampled,
         forks=run_state.progress.forks,
         door_errors=run_state.progress.refused_requests,
@@ -210,12 +209,11 @@ async def _keep_checking_store(store: MediaStore, run_id: str) -> None:
 
     Runs in the background, because a step or an evaluation may take long.
     """
-    fresh = copy.copy(store)  # a copy with its own counts
 
     def check() -> None:
         try:
-            fresh.renew_lease(run_id)
-            fresh.check_room()
+            store.renew_lease(run_id)
+            store.check_room()
         except MediaError as error:
             if type(error) is not MediaError or not isinstance(error.__cause__, OSError):
                 raise

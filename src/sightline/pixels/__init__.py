@@ -5,8 +5,7 @@ bytes, a pixel digest identifies the result, and failures are never cached.
 """
 
 from sightline.pixels.materialize import Materializer, PixelCacheStats
-from sightline.pixels.pixels import Pixels, pixel_digest, widen_patches
-from sightline.pixels.shared_patches import SharedPatches
+from sightline.pixels.pixels import Pixels, SharedPatches, pixel_digest, widen_patches
 
 __all__ = [
     "Materializer",

@@ -16,8 +16,7 @@ from sightline.errors import SightlineError
 from sightline.families import Family
 from sightline.media import MediaRef, MediaStore, decode
 from sightline.media.video import VideoReaders
-from sightline.pixels.pixels import Pixels, pixel_digest
-from sightline.pixels.shared_patches import SharedPatches
+from sightline.pixels.pixels import Pixels, SharedPatches, pixel_digest
 from sightline.wire import MediaItem
 
 WARM_TIMEOUT_S = 60.0

@@ -21,6 +21,7 @@ from http import HTTPStatus
 from typing import Any
 
 import uvicorn
+from starlette.responses import Response
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 from uvicorn.server import ServerState
 
@@ -148,15 +149,10 @@ class GuardMiddleware:
             headers = {name.decode("latin-1"): v.decode("latin-1") for name, v in scope["headers"]}
             error = self._guard.find_refusal(scope["method"], scope["path"], headers)
             if error is not None:
-                body = encode_refusal(error)
-                response_headers = [
-                    (b"content-type", b"application/json"),
-                    (b"content-length", str(len(body)).encode()),
-                ]
-                start = {"type": "http.response.start", "status": error.status}
-                await send({**start, "headers": response_headers})
-                await send({"type": "http.response.body", "body": body})
-                return
+                refusal = Response(
+                    encode_refusal(error), error.status, media_type="application/json"
+                )
+                return await refusal(scope, receive, send)
         await self._app(scope, receive, send)
 
 
@@ -167,8 +163,6 @@ class ConnectionLimits:
     max_head_bytes: int = 1 << 16
     head_s: float = 30.0
     """From the first byte of a request, or the start of its connection, to its head's end."""
-    silence_s: float = 30.0
-    """Between two pieces of a body."""
     body_s: float = 120.0
     """From the end of the head to the end of the body."""
     unread_s: float = 60.0
@@ -190,7 +184,6 @@ class LimitedProtocol(HttpToolsProtocol):
         self.limit_concurrency = limits.max_connections
         self._limits = limits
         self._timer: asyncio.TimerHandle | None = None
-        self._until = 0.0
         self._is_head = True
         self._num_head_bytes = 0
         self._unread_timer: asyncio.TimerHandle | None = None
@@ -236,8 +229,6 @@ class LimitedProtocol(HttpToolsProtocol):
     def data_received(self, data: bytes) -> None:
         if self._timer is None and (self.cycle is None or self.cycle.response_complete):
             self._await_head()  # the next request of a kept connection
-        elif self._timer is not None and not self._is_head:
-            self._start_timer(self._limits.silence_s)
         super().data_received(data)
         if self._timer is not None and self._is_head:
             self._num_head_bytes += len(data)
@@ -251,8 +242,7 @@ class LimitedProtocol(HttpToolsProtocol):
 
     def on_headers_complete(self) -> None:
         self._is_head = False
-        self._until = self.loop.time() + self._limits.body_s
-        self._start_timer(self._limits.silence_s)
+        self._start_timer(self._limits.body_s)
         super().on_headers_complete()
 
     def on_message_complete(self) -> None:
@@ -261,13 +251,11 @@ class LimitedProtocol(HttpToolsProtocol):
 
     def _await_head(self) -> None:
         self._is_head, self._num_head_bytes = True, 0
-        self._until = self.loop.time() + self._limits.head_s
         self._start_timer(self._limits.head_s)
 
-    def _start_timer(self, silence_s: float) -> None:
+    def _start_timer(self, limit_s: float) -> None:
         self._stop_timer()
-        at = min(self._until, self.loop.time() + silence_s)
-        self._timer = self.loop.call_at(at, self._refuse, HTTPStatus.REQUEST_TIMEOUT)
+        self._timer = self.loop.call_later(limit_s, self._refuse, HTTPStatus.REQUEST_TIMEOUT)
 
     def _stop_timer(self) -> None:
         if self._timer is not None:
@@ -280,9 +268,11 @@ class LimitedProtocol(HttpToolsProtocol):
         is_answered = self.cycle is not None and self.cycle.response_started
         if not self.transport.is_closing() and (self._is_head or not is_answered):
             limits = self._limits
-            words = f"the head has {limits.head_s:g} s and {limits.max_head_bytes} bytes, the body "
-            words += f"{limits.body_s:g} s in all and {limits.silence_s:g} s between two pieces"
-            error = EngineError(words, "send the request at once", "unfinished", int(status))
+            problem = (
+                f"the limits are {limits.head_s:g} s and {limits.max_head_bytes} bytes for the "
+                f"head, and {limits.body_s:g} s for the body"
+            )
+            error = EngineError(problem, "send the request at once", "unfinished", int(status))
             body = encode_refusal(error)
             head = f"HTTP/1.1 {int(status)} {status.phrase}\r\ncontent-type: application/json\r\n"
             head += f"connection: close\r\ncontent-length: {len(body)}\r\n\r\n"

@@ -20,6 +20,7 @@ import threading
 import time
 from collections.abc import Callable, Iterable
 from contextlib import suppress
+from typing import Any
 
 import zmq
 import zmq.utils.z85
@@ -363,53 +364,47 @@ class Hub(_Channel):
         self._routes.pop(session, None)
 
 
-class _AsyncInbox:
-    """Delivers messages to the event loop in which it was created."""
+class _AsyncEnd:
+    """Delivers the messages of a hub or spoke to the event loop in which it was created."""
 
-    def __init__(self) -> None:
-        self._loop = asyncio.get_running_loop()
+    def __init__(self, build: Callable[[Callable[[_Received], None]], Any]) -> None:
+        loop = asyncio.get_running_loop()
         self._received: asyncio.Queue[_Received] = asyncio.Queue()
 
-    def put(self, received: _Received) -> None:
-        with suppress(RuntimeError):  # the loop has ended
-            self._loop.call_soon_threadsafe(self._received.put_nowait, received)
+        def deliver(received: _Received) -> None:
+            with suppress(RuntimeError):  # the loop has ended
+                loop.call_soon_threadsafe(self._received.put_nowait, received)
 
-    async def get(self) -> tuple[str, bytes]:
-        return _check(await self._received.get())
+        self._end = build(deliver)
+
+    def close(self) -> None:
+        self._end.close()
 
 
-class AsyncHub:
+class AsyncHub(_AsyncEnd):
     """The hub for an asyncio process."""
 
     def __init__(self, address: str, secret: str) -> None:
-        self._inbox = _AsyncInbox()
-        self._hub = Hub(address, secret, self._inbox.put)
+        super().__init__(lambda deliver: Hub(address, secret, deliver))
 
     async def send(self, peer: str, data: bytes) -> None:
-        self._hub.send(peer, data)
+        self._end.send(peer, data)
 
     async def receive(self) -> tuple[str, bytes]:
-        return await self._inbox.get()
-
-    def close(self) -> None:
-        self._hub.close()
+        return _check(await self._received.get())
 
 
-class AsyncSpoke:
+class AsyncSpoke(_AsyncEnd):
     """A spoke for an asyncio process."""
 
     def __init__(self, address: str, name: str, key: str) -> None:
-        self._inbox = _AsyncInbox()
-        self._spoke = Spoke(address, name, key, self._inbox.put)
+        super().__init__(lambda deliver: Spoke(address, name, key, deliver))
 
     async def send(self, data: bytes) -> None:
-        self._spoke.send(data)
+        self._end.send(data)
 
     async def receive(self) -> bytes:
-        return (await self._inbox.get())[1]
-
-    def close(self) -> None:
-        self._spoke.close()
+        return _check(await self._received.get())[1]
 
 
 def _check(received: _Received) -> tuple[str, bytes]:

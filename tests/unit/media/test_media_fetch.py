@@ -17,7 +17,7 @@ import pytest
 from PIL import Image
 
 from sightline.errors import MediaError, MediaRefused
-from sightline.media import ImageIngestor, MediaStore, fetch
+from sightline.media import ImageIngestor, MediaStore
 
 Picture = Callable[..., Image.Image]
 Encode = Callable[..., bytes]
@@ -120,7 +120,9 @@ def test_a_name_that_nobody_knows_is_refused(store: MediaStore, connections: lis
 
     for resolver in (unknown, Resolver([])):
         ingest = ImageIngestor(store, http_hosts=["gone.example"], resolve=resolver)
-        assert "unknown host" in refused(ingest, "http://gone.example/a.png")
+        assert "cannot fetch an image from gone.example" in refused(
+            ingest, "http://gone.example/a.png"
+        )
     assert connections == []
 
 
@@ -135,8 +137,7 @@ def test_a_lookup_that_takes_too_long_is_given_up(
         return [PUBLIC]
 
     ingest = ImageIngestor(store, http_hosts=["slow.example"], timeout_s=0.05, resolve=slow)
-    said = refused(ingest, "http://slow.example/a.png")
-    assert "looking up slow.example took more than 0.05 s" in said
+    assert "within 0.05 s" in refused(ingest, "http://slow.example/a.png")
     may_answer.set()
     assert answered.wait(30) and connections == [], "an answer that comes too late is not used"
 
@@ -274,10 +275,3 @@ def test_what_inflates_behind_an_honest_header_costs_no_more_than_the_header_say
         _, peak = tracemalloc.get_traced_memory()
         tracemalloc.stop()
         assert peak < 24 << 20
-
-
-def test_only_the_first_address_is_judged_and_used() -> None:
-    for answers in (["10.0.0.5", PUBLIC], ["::1", PUBLIC]):
-        with pytest.raises(MediaRefused, match="private"):
-            fetch._get_public_address("a.example", 80, ["a.example"], Resolver(answers))
-    assert fetch._get_public_address("a.example", 80, [], Resolver([PUBLIC, "10.0.0.5"])) == PUBLIC

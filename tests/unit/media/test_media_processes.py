@@ -10,7 +10,6 @@ import subprocess
 import time
 from collections.abc import Callable
 from hashlib import sha256
-from pathlib import Path
 
 from sightline.media import MediaStore
 
@@ -70,35 +69,6 @@ for _ in range(30):
 """
 )
 
-# Old images are put again while a sweep removes old images: put must never answer with a ref
-# to a file that the sweep then takes away. gc removes what is a minute old.
-REUSE = (
-    MAKE
-    + """
-from hashlib import sha256
-for i in range(300):
-    data = image(i % 5)
-    try:
-        os.utime(store.path(sha256(data).hexdigest()), (1, 1))
-        time.sleep(0.001)
-    except FileNotFoundError:
-        pass
-    assert store.get(store.put(data)) == data
-"""
-)
-
-SWEEP_OLD = (
-    MAKE
-    + """
-print("ready", flush=True)
-num_removed = 0
-until = time.monotonic() + 20
-while num_removed < 20 and time.monotonic() < until and not os.path.exists(sys.argv[2]):
-    num_removed += len(store.gc(set(), min_age_s=60).removed)
-print(num_removed)
-"""
-)
-
 FOREVER = (
     MAKE
     + """
@@ -130,22 +100,6 @@ def test_many_processes_put_the_same_and_different_images_while_others_read_and_
     assert (report.num_files, report.corrupt, report.leftovers) == (5 * 40, [], [])
 
 
-def test_what_is_put_again_is_not_swept_away(
-    store: MediaStore, python: Python, tmp_path: Path
-) -> None:
-    store.check_writable()
-    done = tmp_path / "done"
-    sweeper = python(SWEEP_OLD, store.root, done)
-    assert sweeper.stdout is not None
-    sweeper.stdout.readline()
-    finish([python(REUSE, store.root)])
-    done.touch()
-    num_removed, errors = sweeper.communicate(timeout=60)
-    assert sweeper.returncode == 0, errors
-    assert int(num_removed) > 0
-    assert store.verify().corrupt == []
-
-
 def test_killed_writers_leave_no_half_file_that_can_be_read(
     store: MediaStore, python: Python
 ) -> None:
@@ -169,22 +123,3 @@ def test_killed_writers_leave_no_half_file_that_can_be_read(
     in_use = set(store.digests())
     assert store.gc(in_use).num_temporary == len(report.leftovers)
     assert set(store.digests()) == in_use
-
-
-def test_a_killed_writer_does_not_keep_the_lock(store: MediaStore, python: Python) -> None:
-    store.check_writable()
-    code = (
-        MAKE
-        + """
-from sightline.media import files
-with files.locked(store.root):
-    print("held", flush=True)
-    time.sleep(60)
-"""
-    )
-    holder = python(code, store.root)
-    assert holder.stdout is not None
-    holder.stdout.readline()
-    holder.kill()
-    holder.communicate()
-    store.gc(set())

@@ -31,6 +31,13 @@ def make(**changes: object) -> MediaRef:
         {"height": True},
         {"width": 4.0},
         {"nbytes": 0},
+        {"num_frames": 5},
+        {"fps": 1.0},
+        {"mime": "video/mp4"},
+        {"mime": "video/mp4", "num_frames": 5},
+        {"mime": "video/mp4", "fps": 1.0},
+        {"mime": "video/mp4", "num_frames": 5, "fps": float("nan")},
+        {"mime": "video/mp4", "num_frames": 5, "fps": 1e-9},
     ],
 )
 def test_a_ref_that_names_no_image_is_refused(changes: dict[str, object]) -> None:
@@ -51,25 +58,15 @@ def test_an_unknown_field_such_as_pixels_is_refused() -> None:
         msgspec.json.decode(data, type=MediaRef)
 
 
-def test_a_ref_survives_msgpack_and_stays_a_dictionary_key() -> None:
-    ref = make()
-    again = msgspec.msgpack.decode(msgspec.msgpack.encode(ref), type=MediaRef)
-    assert {ref: 1}[again] == 1
-
-
 def test_the_digest_is_plain_text_inside_msgpack() -> None:
     assert DIGEST.encode() in msgspec.msgpack.encode(make())
-
-
-def test_a_url_leads_back_to_its_digest() -> None:
-    assert make().url == f"media:sha256:{DIGEST}"
-    assert digest_of_url(make().url) == DIGEST
 
 
 @pytest.mark.parametrize(
     "url", ["", DIGEST, "media:" + DIGEST, "media:sha256:", "media:sha256:xyz"]
 )
 def test_a_url_of_another_shape_has_no_digest(url: str) -> None:
+    assert digest_of_url(make().url) == DIGEST
     with pytest.raises(MediaError):
         digest_of_url(url)
 

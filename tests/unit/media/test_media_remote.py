@@ -115,22 +115,6 @@ def test_a_store_that_takes_requests_and_never_answers_is_given_up(
             store.put(pictures[0])
 
 
-def test_a_store_that_comes_back_in_time_costs_nothing_but_time(
-    kind: StoreKind, pictures: list[bytes], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    endpoint = get_endpoint(kind)
-    with Proxy(endpoint, "/") as proxy:
-        address = proxy.url
-    store = behind(kind, address, monkeypatch)
-    with ThreadPoolExecutor(1) as pool:
-        putting = pool.submit(store.put, pictures[0])
-        time.sleep(0.3)
-        assert not putting.done()
-        with Proxy(endpoint, "/", port=int(address.rpartition(":")[2])):
-            ref = putting.result(30)
-            assert store.remote.read(ref.digest) == pictures[0]
-
-
 def test_connections_that_the_service_has_closed_cost_no_pause(
     tmp_path: Path, pictures: list[bytes], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -141,10 +125,9 @@ def test_connections_that_the_service_has_closed_cost_no_pause(
             store = behind(kind, proxy.url, monkeypatch, deadline_s=0.5)
             with ThreadPoolExecutor(24) as pool:
                 assert all(pool.map(store.has, [ref] * 24))
-            assert store.remote._kept.qsize() > 8
+            assert len(store.remote._kept) > 8
         with Proxy(endpoint, "/", port=int(proxy.url.rpartition(":")[2])):
             assert store.get(ref) == pictures[0]
-            assert store.remote._kept.qsize() == 1
 
 
 def test_a_refusal_is_not_tried_again(pictures: list[bytes], tmp_path: Path) -> None:
@@ -200,10 +183,6 @@ def test_an_image_that_only_this_machine_has_kept_is_no_longer_referred_to(
 
 
 # --- the cache
-
-
-def names_of(pictures: list[bytes]) -> list[str]:
-    return [sha256(data).hexdigest() for data in pictures]
 
 
 def test_the_cache_stays_within_its_bytes_and_drops_what_was_used_least_recently(
@@ -339,6 +318,8 @@ def test_a_gc_that_is_late_leaves_the_announcement_of_the_next(s3: None, tmp_pat
     with KINDS["s3"](tmp_path) as kind:
         remote, late = kind.store.remote, ExitStack()
         late.enter_context(remote._announced_gc())
+        with pytest.raises(MediaError, match="another gc"), remote._announced_gc():
+            pass
         kind.backing.make_older(".gc", 300)
         with remote._announced_gc():
             late.close()
@@ -361,18 +342,6 @@ def test_a_bucket_that_is_not_there_is_named(
         with pytest.raises(MediaError, match="no such bucket: s3://mistyped/images") as caught:
             ask()
         assert "check the name" in caught.value.fix
-
-
-def test_one_gc_of_an_object_store_at_a_time(s3: None, tmp_path: Path) -> None:
-    with KINDS["s3"](tmp_path) as kind:
-        remote = kind.store.remote
-        with remote._announced_gc():
-            with pytest.raises(MediaError, match="another gc"), remote._announced_gc():
-                pass
-            kind.backing.make_older(".gc", 300)  # it was killed
-            with remote._announced_gc():
-                assert kind.backing.names() == [".gc"]
-        assert kind.backing.names() == []
 
 
 def test_what_is_no_media_service_is_called_so(tmp_path: Path) -> None:

@@ -80,17 +80,6 @@ def test_gc_leaves_files_alone_that_it_does_not_know(store: MediaStore, picture:
     assert all(stray.exists() for stray in strays)
 
 
-@pytest.mark.parametrize("in_use", [{"media:sha256:" + "a" * 64}, {"abc"}, {1}])
-def test_gc_refuses_a_set_of_anything_but_digests(
-    store: MediaStore, picture: Picture, in_use: set[str]
-) -> None:
-    ref = store.put(picture())
-    grow_old(store, ref.digest)
-    with pytest.raises(MediaError, match="not a media digest"):
-        store.gc(in_use)
-    assert store.has(ref)
-
-
 def test_gc_of_a_store_that_is_not_there_makes_none(tmp_path: Path) -> None:
     with pytest.raises(MediaError, match="no store"):
         MediaStore(tmp_path / "nowhere").gc(set())
@@ -215,7 +204,7 @@ def test_the_limits_of_a_store_hold_for_bytes_paths_and_pil_images(
     path = tmp_path / "p.png"
     picture().save(path)
     for source in (path.read_bytes(), path, picture()):
-        with pytest.raises(MediaRefused, match="limit of 8"):
+        with pytest.raises(MediaRefused, match="8 pixels per side"):
             store.put(source)
     with pytest.raises(MediaRefused, match="limit of 5"):
         MediaStore(tmp_path / "store", limits=ImageLimits(max_bytes=5)).put(path)

@@ -41,25 +41,6 @@ def test_a_video_has_a_ref_of_its_own(store: MediaStore, container: str, tmp_pat
     assert again == ref and again.is_video
 
 
-@pytest.mark.parametrize(
-    "fields",
-    [
-        ("image/png", 2, 3, 4, 5),
-        ("image/png", 2, 3, 4, 0, 1.0),
-        ("video/mp4", 2, 3, 4),
-        ("video/mp4", 2, 3, 4, 5),
-        ("video/mp4", 2, 3, 4, 0, 1.0),
-        ("video/mp4", 2, 3, 4, 5, float("inf")),
-        ("video/mp4", 2, 3, 4, 5, float("nan")),
-        ("video/mp4", 2, 3, 4, 5, 1e-9),
-        ("video/ogg", 2, 3, 4, 5, 1.0),
-    ],
-)
-def test_a_ref_that_is_neither_image_nor_video_is_refused(fields: Any) -> None:
-    with pytest.raises(MediaError):
-        MediaRef("0" * 64, *fields)
-
-
 def test_frames_are_the_very_pixels_of_a_codec_that_keeps_them(store: MediaStore) -> None:
     frames = noise_frames(12, 64, 48)
     ref = store.put(encode_video(frames))

@@ -56,15 +56,6 @@ def test_the_cache_stays_within_its_bytes(family: Family, store: MediaStore) -> 
     made.close()
 
 
-def test_without_a_cache_the_pixels_are_the_same(family: Family, store: MediaStore) -> None:
-    item = family.item(store.put(making.image(random.Random(2))))
-    none, some = Materializer(family, store, 0), Materializer(family, store, 1 << 20)
-    for _ in range(2):
-        assert none.get(item).digest == some.get(item).digest
-    assert none.counts.made == 2 and none.counts.bytes_held == 0
-    none.close(), some.close()
-
-
 def test_a_warmed_pool_has_all_its_threads(family: Family, store: MediaStore) -> None:
     def pool() -> set[threading.Thread]:
         return {thread for thread in threading.enumerate() if thread.name.startswith("pixels")}

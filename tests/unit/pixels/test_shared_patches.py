@@ -14,7 +14,7 @@ import pytest
 from sightline.families import Family, load_family
 from sightline.media import MediaStore
 from sightline.pixels import Materializer, SharedPatches
-from sightline.pixels.shared_patches import PREFIX
+from sightline.pixels.pixels import PREFIX
 from sightline.wire import MediaItem
 
 OTHER = """

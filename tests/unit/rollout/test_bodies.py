@@ -219,7 +219,7 @@ def test_the_endpoint_has_the_lock_and_the_limits_of_every_server(
     async def main() -> Trace:
         async with listening(ScriptedPolicy().app()) as address:
             with Worker(tiny_model, store, address).player(rollout) as player:
-                player.chats.interception.limits = ConnectionLimits(silence_s=0.3)
+                player.chats.interception.limits = ConnectionLimits(body_s=0.3)
                 played = await player.play(RolloutRequest("r", "g", 0, "train", 1, 1.0))
                 await player.close()
                 return played.trace

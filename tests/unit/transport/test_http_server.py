@@ -159,7 +159,7 @@ def test_without_a_token_no_server_listens_elsewhere(host: str) -> None:
 
 
 QUICK = ConnectionLimits(
-    max_head_bytes=4096, head_s=0.3, silence_s=0.3, body_s=0.9, unread_s=0.5, max_connections=4
+    max_head_bytes=4096, head_s=0.3, body_s=0.9, unread_s=0.5, max_connections=4
 )
 HEAD = b"POST / HTTP/1.1\r\nhost: localhost\r\ncontent-type: application/json\r\n"
 

@@ -19,7 +19,7 @@ from sightline.launch.processes import start_sightline
 from sightline.media import open_store
 from sightline.media.stored_file import open_blobs, store_file
 from sightline.rollout.client import GenerateClient
-from sightline.transport.tls import check_tls
+from sightline.transport.listen import check_tls
 
 TOKEN, CONTROL = "a token of sixteen letters", "another token of sixteen letters"
 

@@ -27,7 +27,6 @@ from sightline.trace import Trace, write_traces
 from sightline.trainer.ledger import Ledger, read_ledger
 from sightline.trainer.run_writer import RunWriter
 from sightline.view.events import read_events
-from sightline.wire.disk import check_disk_room
 from sightline.wire.file import append_line, read_lines, write_atomic
 
 SIZE = 256 << 10
@@ -98,14 +97,6 @@ def test_a_process_that_cannot_say_why_it_ended_is_explained(small_disk: Path) -
     assert events.num_lost and all(event.kind == "step" for event in read_events(run_dir.metrics))
     error = Processes(run_dir).explain_exit("trainer", 1)
     assert f"the disk of {run_dir.logs} has" in error.problem and "free space" in error.fix
-
-
-def test_the_reserve_is_kept(small_disk: Path) -> None:
-    check_disk_room(small_disk / "run" / "not_there_yet", SIZE // 2)
-    (small_disk / "more").write_bytes(b"x" * (SIZE // 4 * 3))
-    problem = f"the disk under {small_disk} has [0-9]+ bytes left, {SIZE // 2} are kept in reserve"
-    with pytest.raises(DiskFull, match=problem):
-        check_disk_room(small_disk, SIZE // 2)
 
 
 def test_the_disk_of_the_run_is_looked_at_before_every_step(

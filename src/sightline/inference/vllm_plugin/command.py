@@ -27,8 +27,7 @@ from sightline.media import is_address
 from sightline.run.machine import build_environ, runs_on_cpu
 from sightline.run.parent_death import die_with_parent
 from sightline.transport.http_server import check_address
-from sightline.transport.listen import bind_socket
-from sightline.transport.tls import check_tls
+from sightline.transport.listen import bind_socket, check_tls
 
 GIBIBYTE = 2**30
 VERSION_CHECK = "from sightline.inference.vllm_plugin import check_version; check_version()"

@@ -9,8 +9,7 @@ import uvicorn
 
 from sightline.config.secret_refs import resolve_secret
 from sightline.transport.http_server import RequestGuard, build_uvicorn_config, check_address
-from sightline.transport.listen import bind_socket, describe_link
-from sightline.transport.tls import check_tls
+from sightline.transport.listen import bind_socket, check_tls, describe_link
 from sightline.view.dashboard.run_collection import RunCollection
 from sightline.view.dashboard.server import build_app
 
