@@ -13,7 +13,7 @@ from typing import Any
 from sightline.errors import ConfigError
 from sightline.families import registry
 from sightline.families.checkpoint_files import read_shapes
-from sightline.wire.disk import disk_errors
+from sightline.wire.file import disk_errors
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:

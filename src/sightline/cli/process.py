@@ -21,7 +21,7 @@ from sightline.launch.claim import read_rights, read_secret
 from sightline.run import RunDir
 from sightline.run.last_words import leave_last_words, reserve_last_words
 from sightline.run.parent_death import die_with_parent
-from sightline.wire.disk import FULL_DISK_CODES, build_disk_full
+from sightline.wire.file import FULL_DISK_CODES, build_disk_full
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:

@@ -14,7 +14,7 @@ from jaxtyping import UInt8
 from torch import Tensor
 
 from sightline.families.device_copy import PIECE_BYTES
-from sightline.wire.disk import disk_errors
+from sightline.wire.file import disk_errors
 from sightline.wire.weights import WeightFile
 
 SAFETENSORS_DTYPES = {

@@ -34,8 +34,7 @@ from sightline.compute.weights_digest import digest_weights
 from sightline.errors import WeightsError
 from sightline.media import MediaStore
 from sightline.media.stored_file import store_file
-from sightline.wire.disk import disk_errors
-from sightline.wire.file import write_atomic
+from sightline.wire.file import disk_errors, write_atomic
 from sightline.wire.weights import (
     MANIFEST,
     Adapter,

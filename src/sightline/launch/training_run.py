@@ -63,8 +63,7 @@ from sightline.run import EventLog, RunDir
 from sightline.view.console import LiveView
 from sightline.view.run_status import SIGNAL, describe_end, get_status
 from sightline.view.sinks import feed_in_background
-from sightline.wire.disk import disk_errors
-from sightline.wire.file import write_atomic
+from sightline.wire.file import disk_errors, write_atomic
 
 
 class TrainingJob(ABC, Generic[AnyRun]):

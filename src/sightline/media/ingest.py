@@ -30,7 +30,7 @@ from sightline.errors import (
     MessageError,
 )
 from sightline.media.fetch import HostResolver, fetch, resolve_host
-from sightline.media.ref import MediaRef, digest_of_url
+from sightline.media.ref import URL_PREFIX, MediaRef, is_digest
 from sightline.media.store import MediaStore
 
 _MAX_SEEN_URLS = 8_192
@@ -134,10 +134,10 @@ class ImageIngestor:
         return self.store.put(data)
 
     def _from_media(self, url: str) -> MediaRef:
-        try:
-            digest = digest_of_url(url)
-        except MediaError as error:
-            raise MessageError(error.problem, error.fix) from error
+        digest = url.removeprefix(URL_PREFIX)
+        if not is_digest(digest):
+            fix = f"write it as {URL_PREFIX}<64 lowercase hex characters>, which is MediaRef.url"
+            raise MessageError(f"not a media url: {url[:80]!r}", fix)
         ref = self.store.get_ref(digest)
         if not self.store.touch(digest):  # only this machine's cache has it
             raise MediaMissing(

@@ -73,10 +73,6 @@ class MediaRef(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_def
         """Return the bytes as a url, for a server that cannot read the store."""
         return f"data:{self.mime};base64,{base64.b64encode(data).decode()}"
 
-    def verify(self, data: bytes) -> bytes:
-        """Return `data` if it has this ref's digest; raise `MediaCorrupt` if not."""
-        return verify_bytes(self.digest, data)
-
 
 def is_digest(text: object) -> bool:
     return isinstance(text, str) and _DIGEST.fullmatch(text) is not None
@@ -90,24 +86,12 @@ def check_digest(text: object) -> None:
         )
 
 
-def digest_of_url(url: str) -> str:
-    """Return the digest in a `media:sha256:<hex>` url."""
-    if not url.startswith(URL_PREFIX):
-        raise MediaError(
-            f"not a media url: {url[:80]!r}",
-            f"write it as {URL_PREFIX}<64 hex characters>, which is MediaRef.url",
-        )
-    digest = url.removeprefix(URL_PREFIX)
-    check_digest(digest)
-    return digest
-
-
 def verify_bytes(digest: str, data: bytes) -> bytes:
     """Return `data` if it hashes to `digest`; raise `MediaCorrupt` if not."""
-    if (found := sha256(data).hexdigest()) == digest:
+    if (actual := sha256(data).hexdigest()) == digest:
         return data
     raise MediaCorrupt(
-        f"image {digest[:12]} holds {len(data)} bytes that hash to {found[:12]}",
+        f"image {digest[:12]} holds {len(data)} bytes that hash to {actual[:12]}",
         "put the image again to replace the damaged file; `sightline media verify` lists all "
         "damaged files of a store",
     )

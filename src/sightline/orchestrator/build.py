@@ -31,7 +31,7 @@ from sightline.run import EventLog, RunDir
 from sightline.run.rights import derive_control_token
 from sightline.run.server_changes import REMOVE, list_wanted
 from sightline.wire.control import BatchReady
-from sightline.wire.disk import check_disk_room
+from sightline.wire.file import check_disk_room
 
 
 def open_best_checkpoint(

@@ -28,8 +28,7 @@ from sightline.trainer.lora import gather_for_lead, select_published
 from sightline.trainer.publish import AsyncPublisher
 from sightline.trainer.step_result import StepResult
 from sightline.wire.control import ControlMessage, PublishedWeights, TrainingFinished
-from sightline.wire.disk import check_disk_room
-from sightline.wire.file import write_atomic
+from sightline.wire.file import check_disk_room, write_atomic
 from sightline.wire.weights import Adapter, Manifest
 
 Metrics = Mapping[str, float | None]

@@ -1,7 +1,8 @@
 """Files are written completely or not at all, so readers never see a partial one.
 
 Files that a run reads again end with a checksum, or have their digest elsewhere. Damaged files are
-refused by name. Files of versions that wrote no checksum are read without one.
+refused by name. Files of versions that wrote no checksum are read without one. Errors about full
+disks name the file and the free bytes.
 """
 
 from __future__ import annotations
@@ -10,33 +11,60 @@ import errno
 import hashlib
 import os
 import re
-from collections.abc import Mapping
+import shutil
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from typing import TypeVar
 
 import msgspec
 
-from sightline.errors import ResumeRefused
+from sightline.errors import DiskFull, ResumeRefused
 from sightline.media import files
-from sightline.wire.disk import disk_errors
-
-__all__ = [
-    "add_checksum",
-    "append_line",
-    "decode_checked",
-    "find_changed_files",
-    "read_checked",
-    "read_checked_lines",
-    "read_lines",
-    "write_atomic",
-    "write_sums",
-]
+from sightline.media.store import DEFAULT_RESERVE_BYTES
 
 SUMS = "SHA256SUMS"
 """Digests of a folder's files, in the format of `sha256sum -c SHA256SUMS`."""
 
 _CHECKED = re.compile(rb'(.+),"checksum":"([0-9a-f]{64})"\}', re.DOTALL)
 Content = TypeVar("Content")
+
+FULL_DISK_CODES = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
+DISK_FULL_FIX = "free space on this disk, or move the run to a larger one; then resume the run"
+
+
+def measure_free_bytes(path: Path) -> int:
+    """Return the free bytes of the disk of `path`, which need not exist yet."""
+    path = path.absolute()
+    return shutil.disk_usage(next(p for p in (path, *path.parents) if p.exists())).free
+
+
+def build_disk_full(path: Path, error: OSError, fix: str = DISK_FULL_FIX) -> DiskFull:
+    return DiskFull(
+        f"cannot write {path}: {error.strerror}; its disk has {measure_free_bytes(path)} bytes "
+        "free",
+        fix,
+    )
+
+
+@contextmanager
+def disk_errors(path: Path, fix: str = DISK_FULL_FIX) -> Iterator[None]:
+    """Turn errors about a full disk into `DiskFull`."""
+    try:
+        yield
+    except OSError as error:
+        if error.errno not in FULL_DISK_CODES:
+            raise
+        raise build_disk_full(path, error, fix) from error
+
+
+def check_disk_room(path: Path, reserve_bytes: int = DEFAULT_RESERVE_BYTES) -> None:
+    """Raise `DiskFull` if the disk of `path` has less than the reserve left."""
+    if (free := measure_free_bytes(path)) < reserve_bytes:
+        raise DiskFull(
+            f"the disk under {path} has {free} bytes left, {reserve_bytes} are kept in reserve",
+            DISK_FULL_FIX,
+        )
 
 
 def add_checksum(data: bytes) -> bytes:

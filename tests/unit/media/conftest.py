@@ -6,7 +6,10 @@ import io
 import os
 import subprocess
 import sys
-from collections.abc import Callable
+import threading
+import time
+from collections.abc import Callable, Iterator
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 
 import pytest
@@ -94,3 +97,45 @@ def python() -> Callable[..., subprocess.Popen[str]]:
         )
 
     return start
+
+
+@pytest.fixture
+def png(picture: Callable[..., Image.Image], encode: Callable[..., bytes]) -> bytes:
+    return encode(picture(), "PNG")
+
+
+@pytest.fixture
+def server(png: bytes) -> Iterator[int]:
+    """The port of a web server on this machine. `/302/TARGET` redirects to TARGET."""
+
+    class Handler(BaseHTTPRequestHandler):
+        def do_GET(self) -> None:
+            status, _, target = self.path[1:].partition("/")
+            if target:
+                self.send_response(int(status))
+                self.send_header("Location", target)
+                self.end_headers()
+                return
+            self.send_response(200 if self.path in ("/a.png?size=1", "/a.png", "/slow") else 404)
+            self.end_headers()
+            if self.path == "/slow":
+                try:
+                    for byte in png:
+                        self.wfile.write(bytes([byte]))
+                        self.wfile.flush()
+                        time.sleep(0.02)
+                except OSError:
+                    pass
+                return
+            self.wfile.write(png)
+
+        def log_message(self, *args: object) -> None:
+            pass
+
+    server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
+    thread = threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.02})
+    thread.start()
+    yield server.server_address[1]
+    server.shutdown()
+    server.server_close()
+    thread.join()

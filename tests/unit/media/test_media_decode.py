@@ -3,9 +3,11 @@ from __future__ import annotations
 import io
 import struct
 import subprocess
+import tracemalloc
 import warnings
 import zlib
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 
 import pytest
@@ -107,6 +109,42 @@ def test_limits_are_checked_from_the_header_before_any_pixel() -> None:
         inspect_image(bomb)
     with pytest.raises(MediaRefused, match="900000000 pixels"):
         open_rgb(bomb)
+
+
+def png(*chunks: bytes, pixels: bytes) -> bytes:
+    return b"".join(
+        [png_header(8, 8), *chunks, png_chunk(b"IDAT", pixels), png_chunk(b"IEND", b"")]
+    )
+
+
+def test_a_picture_that_says_it_is_huge_is_refused_before_a_pixel_is_made(
+    picture: Picture, encode: Encode
+) -> None:
+    jpeg, gif, webp = (bytearray(encode(picture(), name)) for name in ("JPEG", "GIF", "WEBP"))
+    frame = jpeg.index(b"\xff\xc0")
+    jpeg[frame + 5 : frame + 9] = gif[6:10] = b"\xff\xff\xff\xff"
+    webp[26:30] = b"\xff\x3f\xff\x3f"
+    for data in (jpeg, gif, webp):
+        tracemalloc.start()
+        with pytest.raises(MediaRefused, match="limit"):
+            inspect_image(bytes(data))
+        assert tracemalloc.get_traced_memory()[1] < 1 << 20
+        tracemalloc.stop()
+
+
+def test_what_inflates_behind_an_honest_header_costs_no_more_than_the_header_says() -> None:
+    much = zlib.compress(bytes(64 << 20), 9)
+    honest = zlib.compress(b"\0" * (8 * (1 + 8 * 3)), 9)
+    for data in (
+        png(pixels=much),
+        png(png_chunk(b"zTXt", b"a\0\0" + much), pixels=honest),
+        png(png_chunk(b"iCCP", b"a\0\0" + much), pixels=honest),
+    ):
+        tracemalloc.start()
+        with suppress(MediaError):
+            assert open_rgb(data).size == (8, 8)
+        assert tracemalloc.get_traced_memory()[1] < 24 << 20
+        tracemalloc.stop()
 
 
 @pytest.mark.parametrize(

@@ -5,9 +5,8 @@ from hashlib import sha256
 import msgspec
 import pytest
 
-from sightline.errors import MediaCorrupt, MediaError
+from sightline.errors import MediaError
 from sightline.media import MediaRef
-from sightline.media.ref import digest_of_url
 
 DIGEST = sha256(b"bytes").hexdigest()
 
@@ -60,18 +59,3 @@ def test_an_unknown_field_such_as_pixels_is_refused() -> None:
 
 def test_the_digest_is_plain_text_inside_msgpack() -> None:
     assert DIGEST.encode() in msgspec.msgpack.encode(make())
-
-
-@pytest.mark.parametrize(
-    "url", ["", DIGEST, "media:" + DIGEST, "media:sha256:", "media:sha256:xyz"]
-)
-def test_a_url_of_another_shape_has_no_digest(url: str) -> None:
-    assert digest_of_url(make().url) == DIGEST
-    with pytest.raises(MediaError):
-        digest_of_url(url)
-
-
-def test_verify_returns_its_bytes_or_says_they_are_others() -> None:
-    assert make().verify(b"bytes") == b"bytes"
-    with pytest.raises(MediaCorrupt, match=DIGEST[:12]):
-        make().verify(b"Bytes")

@@ -63,9 +63,7 @@ def test_what_may_heal_is_tried_again(
             store.cache = DiskCache(kind.folder / "empty", 10**9)
             store.prefetch(refs)
             assert proxy.num_requests > num_puts
-            assert store.cache.misses == len(refs)
             assert [store.get(ref) for ref in refs] == pictures
-            assert store.cache.hits == len(refs)
         assert sorted(store.digests()) == sorted(ref.digest for ref in refs)
         if how == "refusals":
             assert proxy.num_requests >= 2 * num_puts  # each was asked for twice
