@@ -338,24 +338,6 @@ def test_a_peer_that_is_lost_costs_no_other(address: str, monkeypatch: pytest.Mo
         one.close()
 
 
-def test_who_acknowledges_what_was_not_sent_is_lost(address: str) -> None:
-    hub, context, session = Hub(address, SECRET), zmq.Context(), bytes(range(16))
-    key = derive_spoke_key(SECRET, "a")
-    raw = context.socket(zmq.DEALER)
-    raw.curve_serverkey = key[:40].encode()
-    raw.curve_publickey, raw.curve_secretkey = zmq.curve_keypair()
-    raw.connect(address)
-    hello = zmq_channel._prove(key[40:], session) + b"a"
-    for number, num_acked, data in ((0, 0, hello), (1, 0, b"hi"), (2, 9, b"has 9 of 0")):
-        head = message_stream.HEAD.pack(message_stream.DATA, session, number, num_acked, 1, 0)
-        raw.send_multipart([head, data])
-    assert [hub.receive(30.0) for _ in range(2)] == [("a", b"hi"), ("a", b"has 9 of 0")]
-    with pytest.raises(PeerLost, match="a acknowledged 9 messages of 0"):
-        hub.receive(30.0)
-    hub.close()
-    context.destroy(linger=0)
-
-
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
 def test_a_channel_that_broke_is_closed(address: str) -> None:
     def refuse(found: object) -> None:

@@ -543,7 +543,7 @@ BAD_FIELDS = [
     ("sampling_params.banned_token_ids", [-1], "sampling", "sampling_params.banned_token_ids"),
     ("sampling_params.beam", 2, "schema", "sampling_params.beam"),
     ("features.mm_hashes.image.0", "0" * 64, "slots", f"features.mm_hashes.{IMAGE_0}"),
-    ("features.mm_hashes.image", [], "slots", "features"),
+    ("features.mm_hashes.image", [], "slots", "features.mm_hashes.image"),
     ("features.mm_placeholders.image", [], "slots", "features.mm_placeholders.image"),
     ("features.kwargs_data.image", [], "slots", "features.kwargs_data.image"),
     ("features.mm_hashes", {"video": []}, "slots", "features"),

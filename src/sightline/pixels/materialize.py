@@ -32,7 +32,6 @@ class PixelCacheStats:
     """Requests that joined a computation in progress."""
     evicted: int = 0
     failed: int = 0
-    oversized: int = 0
     bytes_held: int = 0
 
     def totals(self) -> dict[str, float]:
@@ -43,7 +42,6 @@ class PixelCacheStats:
             "pixel_cache_hits": self.hits,
             "pixel_cache_joined": self.joined,
             "pixel_cache_evicted": self.evicted,
-            "pixel_cache_oversized": self.oversized,
         }
 
     def figures(self) -> dict[str, int]:
@@ -184,7 +182,6 @@ class Materializer:
             if self.shared is not None:
                 self.counts.bytes_held = self.shared.bytes_held
             if patches.nbytes > self.max_bytes:
-                self.counts.oversized += self.max_bytes > 0
                 return pixels
             num_before = len(self._cache)
             self._cache[item] = pixels

@@ -36,7 +36,7 @@ class MessageStream:
         self.num_acked = 0
         """Number of acknowledged messages, which is the number of the first one kept."""
         self._sending, self._gap = 1, 0
-        self._silence_s, self._fault = 0.0, ""
+        self._silence_s = 0.0
         self.owes_ack = False
 
     @property
@@ -55,8 +55,6 @@ class MessageStream:
         """Return the message if it is the next one."""
         kind, _, number, num_acked, sending, gap = head
         self._silence_s = 0.0
-        if num_acked > self._next:
-            self._fault = f"acknowledged {num_acked} messages of {self._next}"
         while self._unacked and self.num_acked < num_acked:
             self._num_bytes -= len(self._unacked.popleft())
             self.num_acked += 1
@@ -75,12 +73,11 @@ class MessageStream:
     def find_problem(self, passed_s: float) -> PeerLost | None:
         """Return what is wrong `passed_s` seconds after the last check, if anything is."""
         self._silence_s += passed_s
-        is_heard = self._silence_s <= MAX_SILENCE_S and self._num_bytes <= MAX_UNACKED_BYTES
-        if is_heard and not self._fault:
+        if self._silence_s <= MAX_SILENCE_S and self._num_bytes <= MAX_UNACKED_BYTES:
             return None
-        unacked = f"has not acknowledged {len(self._unacked)} messages ({self._num_bytes:,} bytes)"
         return PeerLost(
-            f"{self.peer} {self._fault or unacked}, and was silent for {self._silence_s:.0f} s",
+            f"{self.peer} has not acknowledged {len(self._unacked)} messages "
+            f"({self._num_bytes:,} bytes), and was silent for {self._silence_s:.0f} s",
             "check its log in logs/ and the network between the machines",
             self.peer,
         )

@@ -288,9 +288,9 @@ class Hub(_Channel):
         self._ended: set[bytes] = set()
 
         def set_up(socket: zmq.Socket[bytes]) -> None:
-            own = _derive_hub_key(secret)
+            key = _derive_hub_key(secret)
             socket.curve_server = True
-            socket.curve_secretkey, socket.curve_publickey = own, zmq.curve_public(own)
+            socket.curve_secretkey, socket.curve_publickey = key, zmq.curve_public(key)
             try:
                 socket.bind(address)
             except zmq.ZMQError as error:

@@ -56,6 +56,9 @@ class MultiModalFeatures(msgspec.Struct, frozen=True, forbid_unknown_fields=True
     kwargs_data: dict[str, list[str]]
 
 
+FEATURE_LISTS = ("mm_hashes", "mm_placeholders", "kwargs_data")
+
+
 class GenerateRequest(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=True):
     token_ids: list[int]
     sampling_params: SamplingParams
@@ -97,8 +100,8 @@ class GenerateRequest(msgspec.Struct, frozen=True, forbid_unknown_fields=True, o
             counts = (len(hashes[modality]), len(places[modality]), len(raws[modality]))
             if len(set(counts)) != 1:
                 raise Misaligned(
-                    f"features: the lists of hashes, placeholders and items of {modality} have "
-                    f"{counts} entries",
+                    f"{_find_odd_list(counts, modality)}: the lists of hashes, placeholders and "
+                    f"items have {counts} entries",
                     "send one entry per slot in each",
                 )
             for i, (key, place, raw) in enumerate(
@@ -117,6 +120,12 @@ class GenerateRequest(msgspec.Struct, frozen=True, forbid_unknown_fields=True, o
                 slots.append(Slot(place.offset, place.length, item))
             check_slots(slots, len(self.token_ids), f"features.mm_placeholders.{modality}")
         return slots
+
+
+def _find_odd_list(counts: tuple[int, int, int], modality: str) -> str:
+    """Return the path of the list whose length differs from the other two, if one does."""
+    odd = [name for name, num in zip(FEATURE_LISTS, counts, strict=True) if counts.count(num) == 1]
+    return f"features.{odd[0]}.{modality}" if len(odd) == 1 else "features"
 
 
 class TokenLogprob(msgspec.Struct, frozen=True):
