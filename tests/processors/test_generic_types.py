@@ -14,9 +14,9 @@ from shards import num_examples
 from sightline.config import LoraConfig
 from sightline.errors import MediaRefused
 from sightline.families import load_family
-from sightline.families.anyvlm import _probe_in_process, tiny
+from sightline.families.anyvlm import _probe_in_process
 from sightline.media import MediaStore
-from tests.contract.cases.anyvlm import Images
+from tests.contract.cases.anyvlm import Images, write_kind
 from tests.contract.suites import run_suites
 from tests.processors.cases import CASES
 
@@ -33,7 +33,7 @@ def test_they_pass_the_suites_of_every_family(tmp_path: Path) -> None:
 
 def test_a_router_of_experts_gets_no_adapter(tmp_path: Path, store: MediaStore) -> None:
     """It is a linear layer that gives two things."""
-    tiny.write(tmp_path / "model", type="llama4")
+    write_kind("llama4", tmp_path / "model")
     settings = making.model_config(tmp_path / "model")
     lora = LoraConfig(rank=4, vision_targets=("*",))
     learner = making.build_learner(settings, making.trainer_config(), store, steps=1, lora=lora)
@@ -42,7 +42,7 @@ def test_a_router_of_experts_gets_no_adapter(tmp_path: Path, store: MediaStore) 
 
 
 def test_the_version_of_torchvision_is_a_part_of_the_fingerprint(tmp_path: Path) -> None:
-    tiny.write(tmp_path / "model", type="llama4")
+    write_kind("llama4", tmp_path / "model")
     family = load_family(tmp_path / "model")
     import torchvision
 
@@ -52,7 +52,7 @@ def test_the_version_of_torchvision_is_a_part_of_the_fingerprint(tmp_path: Path)
 def test_without_torchvision_the_refusal_names_it(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    tiny.write(tmp_path / "model", type="lfm2_vl")
+    write_kind("lfm2_vl", tmp_path / "model")
     folders = os.environ["PYTHONPATH"].split(os.pathsep)
     left = [folder for folder in folders if not (Path(folder) / "torchvision").is_dir()]
     monkeypatch.setenv("PYTHONPATH", os.pathsep.join(left))
@@ -72,7 +72,7 @@ PUBLISHED = {
 
 @pytest.mark.parametrize("kind", [*PUBLISHED])
 def test_layouts_are_the_processor_s_with_published_settings(kind: str, tmp_path: Path) -> None:
-    tiny.write(tmp_path / "model", type=kind)
+    write_kind(kind, tmp_path / "model")
     file = tmp_path / "model" / "preprocessor_config.json"
     file.write_text(json.dumps(json.loads(file.read_text()) | PUBLISHED[kind]))
     family, images, draw = load_family(tmp_path / "model"), Images(file.parent), random.Random(0)

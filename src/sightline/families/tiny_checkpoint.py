@@ -43,7 +43,6 @@ LARGE_HIDDEN = 1024
 SAFETENSORS_DTYPES = {torch.float32: "F32", torch.bfloat16: "BF16"}
 DRAWN_AT_ONCE = 1 << 22
 """The number of values of a large tensor that a thread draws at once."""
-PROGRESS_EVERY_S = 2.0
 
 # Each role becomes one token. A merge must come after the merges that produce its halves.
 ROLE_MERGES = (
@@ -237,9 +236,9 @@ def draw_weights(path: Path, shapes: Mapping[str, torch.Tensor], seed: int, std:
 
     Norms are 1, biases 0, and the rest is normal with deviation `std`. A tensor's values depend on
     its name and `seed`. Threads draw parts and write each to its place in the file, so that large
-    models need no memory for their weights. Progress is printed to stderr.
+    models need no memory for their weights.
     """
-    started = reported = time.monotonic()
+    started = time.monotonic()
     header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
     parts, end = [], 0
     # Wide elements come first, so that each tensor is aligned.
@@ -270,10 +269,7 @@ def draw_weights(path: Path, shapes: Mapping[str, torch.Tensor], seed: int, std:
     with path.open("wb") as file, ThreadPoolExecutor(os.cpu_count(), "weights") as pool:
         file.write(len(text).to_bytes(8, "little") + text)
         file.flush()
-        for done, _ in enumerate(pool.map(draw, parts), 1):
-            if time.monotonic() >= reported + PROGRESS_EVERY_S:
-                reported = time.monotonic()
-                print(f"weights: {done / len(parts):.0%} of {end / 1e9:.2f} GB", file=sys.stderr)
+        list(pool.map(draw, parts))
     elapsed = time.monotonic() - started
     print(f"weights: {end / 1e9:.2f} GB drawn and written in {elapsed:.1f} s", file=sys.stderr)
 

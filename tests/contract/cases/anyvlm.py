@@ -18,9 +18,9 @@ from tests.contract.case import Case, Checkpoint
 
 def write_kind(kind: str, path: Path) -> None:
     """Write the tiny checkpoint of one kind."""
-    from sightline.families.anyvlm import tiny
+    from sightline.families.registry import write_tiny
 
-    tiny.write(path, type=kind)
+    write_tiny("anyvlm", path, type=kind)
 
 
 class Images:

@@ -9,7 +9,6 @@ that the sequences exceed them.
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -36,6 +35,8 @@ REACH = 8
 """The length to which windows and chunks are shortened."""
 NUM_IDS = 64
 """The number of embeddings, instead of the whole vocabulary."""
+FORK = 26
+"""The number of tokens that the two sequences share."""
 MAX_PARAMETERS = 1_500_000_000
 """Larger layers are tried only when their weights are loaded."""
 TOLERANCE = 1e-3
@@ -76,7 +77,7 @@ def try_packing(path: Path, config: Any, findings: Findings) -> PackingTrial:
         return PackingTrial(words, f"a trial of its layers fails ({first_line(error)}), {_LATER}")
     if difference is None:
         return PackingTrial(words, f"its layers are too large for a trial of their own, {_LATER}")
-    if difference > TOLERANCE:
+    if not difference <= TOLERANCE:
         return PackingTrial(
             f"{words or 'its layers are more than causal attention'}: packed, their output differs "
             f"from that of each sequence alone by {difference:.1g} of the largest value"
@@ -152,85 +153,47 @@ def _draw(shape: torch.Size) -> Tensor:
 
 @torch.no_grad()
 def measure_difference(path: Path, model: Any, findings: Findings) -> float:
-    """Return how far packed output is from that of each sequence alone, relative to the largest."""
-    run = _TriedModel(model, findings).run
-    rows = AnyVLMForward(model, _build_family(path, findings, "tried"), ATTENTION_NAME)
-    alone = {name: run(rows, *sequence) for name, sequence in draw_sequences()}
-    scale = max(float(output.abs().max()) for output in alone.values())
-    first, second = alone["first"], alone["second"]
-    layouts = list(draw_layouts())
-    padded = run(rows, *layouts[0][:3])
-    if not float((padded - torch.cat([first, second])).abs().max()) <= TOLERANCE * scale:
+    """Return how far packed output is from that of each sequence alone, relative to the largest.
+
+    A token's number is also its id and its feature. The two sequences share the first `FORK`.
+    """
+    AttentionInterface.register(ATTENTION_NAME, _attend)
+    width = find_text(model).config.hidden_size
+    features = torch.randn(NUM_IDS, width, generator=torch.Generator().manual_seed(0))
+
+    def run(rows_reason: str, tokens: np.ndarray, at: np.ndarray, ends: list[int]) -> Tensor:
+        family = AnyVLMFamily(path, msgspec.structs.replace(findings, rows_reason=rows_reason))
+        forward = AnyVLMForward(model, family, ATTENTION_NAME)
+        ids, pattern = torch.from_numpy(tokens), TriedPattern(np.array(ends))
+        # One image before the fork, and one after it in each sequence.
+        is_image = (ids >= 4) & (ids < 18) | (ids >= 28) & (ids < 34) | (ids >= 42)
+        places = is_image.nonzero()[:, 0]
+        along = torch.from_numpy(at).expand(findings.num_axes, 1, len(at))
+        return forward.hidden(ids[None], along, features[ids[places]], places, pattern)[0]
+
+    first = np.arange(40)
+    second = np.concatenate([np.arange(FORK), np.arange(40, 48)])
+    alone = [run("tried", s, np.arange(len(s)), [len(s)] * len(s)) for s in (first, second)]
+    scale = max(float(output.abs().max()) for output in alone)
+    one, two, total = len(first), len(second), len(first) + len(second) - FORK
+    both = (
+        np.concatenate([first, second]),
+        np.concatenate([np.arange(one), np.arange(two)]),
+        [one] * one + [one + two] * two,
+    )
+    tree = (
+        np.concatenate([first, second[FORK:]]),
+        np.concatenate([np.arange(one), np.arange(FORK, two)]),
+        [total] * FORK + [one] * (one - FORK) + [total] * (two - FORK),
+    )
+    if not float((run("tried", *both) - torch.cat(alone)).abs().max()) <= TOLERANCE * scale:
         raise FamilyError(
             "as padded rows its layers do not compute what they compute for each sequence alone",
             UNSUPPORTED,
         )
-    packed = AnyVLMForward(model, _build_family(path, findings, ""), ATTENTION_NAME)
-    differences = [
-        float((run(packed, tokens, at, ends) - torch.cat([first, second[shared:]])).abs().max())
-        for tokens, at, ends, shared in layouts
-    ]
-    return max(differences) / scale
-
-
-class _TriedModel:
-    """Runs tokens of two sequences. A token's number is also its id and its feature."""
-
-    def __init__(self, model: Any, findings: Findings) -> None:
-        AttentionInterface.register(ATTENTION_NAME, _attend)
-        draw = torch.Generator().manual_seed(0)
-        width = find_text(model).config.hidden_size
-        self.features = torch.randn(NUM_IDS, width, generator=draw)
-        self._num_axes = findings.num_axes
-
-    def run(self, forward: AnyVLMForward, tokens: np.ndarray, at: np.ndarray, ends: Any) -> Tensor:
-        ids = torch.from_numpy(tokens)
-        image_places = torch.from_numpy(np.flatnonzero(_is_image(tokens)))
-        along = torch.from_numpy(at).expand(self._num_axes, 1, len(at))
-        pattern = TriedPattern(np.array(ends))
-        return forward.hidden(
-            ids[None], along, self.features[ids[image_places]], image_places, pattern
-        )[0]
-
-
-FORK = 26
-"""The number of tokens that the two sequences share."""
-LENGTHS = (40, 34)
-
-
-def _number(which: int) -> np.ndarray:
-    """Return the token numbers of a sequence."""
-    own = np.arange(FORK, LENGTHS[which]) + (LENGTHS[0] - FORK) * which
-    return np.concatenate([np.arange(FORK), own])
-
-
-def _is_image(tokens: np.ndarray) -> np.ndarray:
-    """Mask image tokens: one image before the fork, and one after it in each sequence."""
-    return ((tokens >= 4) & (tokens < 18)) | ((tokens >= 28) & (tokens < 34)) | (tokens >= 42)
-
-
-def draw_sequences() -> Iterator[tuple[str, tuple[np.ndarray, np.ndarray, list[int]]]]:
-    for which, name in enumerate(("first", "second")):
-        length = LENGTHS[which]
-        yield name, (_number(which), np.arange(length), [length] * length)
-
-
-def draw_layouts() -> Iterator[tuple[np.ndarray, np.ndarray, list[int], int]]:
-    """Yield both sequences in one row, flat and as a tree.
-
-    Each layout has tokens, positions, subtree ends, and the number of shared tokens.
-    """
-    one, two = LENGTHS
-    both = np.concatenate([_number(0), _number(1)])
-    yield both, np.concatenate([np.arange(one), np.arange(two)]), [one] * one + [one + two] * two, 0
-    total = one + two - FORK
-    tokens = np.concatenate([_number(0), _number(1)[FORK:]])
-    at = np.concatenate([np.arange(one), np.arange(FORK, two)])
-    yield tokens, at, [total] * FORK + [one] * (one - FORK) + [total] * (two - FORK), FORK
-
-
-def _build_family(path: Path, findings: Findings, rows_reason: str) -> AnyVLMFamily:
-    return AnyVLMFamily(path, msgspec.structs.replace(findings, rows_reason=rows_reason))
+    packed = run("", *both) - torch.cat(alone)
+    branched = run("", *tree) - torch.cat([alone[0], alone[1][FORK:]])
+    return float(torch.cat([packed, branched]).abs().max()) / scale
 
 
 def _attend(
