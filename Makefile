@@ -23,7 +23,7 @@ EXAMPLE := examples/color_codeword
 SMOKE := build/smoke
 # The last ends a server that the others share.
 VLLM_TESTS := tests/contract/test_engine.py tests/contract/test_engine_adapters.py \
-	tests/contract/test_chat_endpoint.py tests/contract/test_bans.py \
+	tests/contract/test_chat_endpoint.py \
 	tests/contract/test_text_engine.py tests/contract/test_fuzz.py tests/vllm/test_plugin.py tests/vllm/test_exact.py \
 	tests/vllm/test_export.py tests/vllm/test_run.py tests/vllm/test_server.py
 # Other ways to serve. CI runs the first; FULL=1 runs all, and every kind of the generic family.

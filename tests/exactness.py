@@ -17,7 +17,7 @@ from sightline.compute.attention_exact import ExactPattern
 from sightline.compute.model import MODEL_DTYPES, load_model
 from sightline.families import load_family, load_renderer
 from sightline.inference.torch_engine.kv_cache import DecodePattern, KVCache
-from sightline.inference.torch_engine.step_plan import StepPlan
+from sightline.inference.torch_engine.row_table import StepPlan
 from sightline.media import MediaStore
 from sightline.message import user
 from sightline.pack import PackSize

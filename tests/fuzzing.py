@@ -35,7 +35,7 @@ LITERALS: tuple[Any, ...] = (
 )  # fmt: skip
 WORDS = (
     "token_ids", "sampling_params", "features", "request_id", "model", "max_tokens", "temperature",
-    "top_p", "top_k", "min_p", "seed", "stop_token_ids", "banned_token_ids", "logprobs", "n",
+    "top_p", "top_k", "min_p", "seed", "stop_token_ids", "logprobs", "n",
     "prompt_logprobs", "detokenize", "skip_reading_prefix_cache", "mm_hashes", "mm_placeholders",
     "kwargs_data", "offset", "length", "pixels", "messages", "tools", "stream", "stop",
 )  # fmt: skip

@@ -13,7 +13,7 @@ from PIL import Image
 
 from sightline.algo.grpo import GRPO
 from sightline.compute.attention import PackedPattern
-from sightline.compute.host_copy import HostCopy
+from sightline.compute.tensor_file import HostCopy
 from sightline.compute.weights import write_weights
 from sightline.config import AlgorithmConfig, ModelConfig, TrainerConfig
 from sightline.families import Family, load_family, load_renderer

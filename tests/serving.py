@@ -6,7 +6,7 @@ import asyncio
 import http.client
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -127,8 +127,8 @@ class Together:
 
 
 @contextmanager
-def live(settings: ServerSpec, wrap: Callable[[Any], Any] = lambda app: app) -> Iterator[Client]:
-    """A server on a free port, with its event loop in a thread; `wrap` may listen in on it.
+def live(settings: ServerSpec) -> Iterator[Client]:
+    """A server on a free port, with its event loop in a thread.
 
     Where the tests are run on vLLM, it is a server of theirs with these settings.
     """
@@ -136,23 +136,19 @@ def live(settings: ServerSpec, wrap: Callable[[Any], Any] = lambda app: app) -> 
         with vllm_servers.lend(settings) as (port, before):
             yield Client("127.0.0.1", port, modality_of(settings), "vllm", before)
     else:
-        with embedded(settings, wrap) as made:
+        with embedded(settings) as made:
             yield made
 
 
 @contextmanager
-def embedded(
-    settings: ServerSpec,
-    wrap: Callable[[Any], Any] = lambda app: app,
-    store: MediaStore | None = None,
-) -> Iterator[Client]:
+def embedded(settings: ServerSpec, store: MediaStore | None = None) -> Iterator[Client]:
     """A server of the embedded engine, always; `store` takes the place of the settings' own."""
     listening = bind_socket(settings.inference.host, 0)
     components = ServerComponents.load(settings, store)
     server = components.build_server(build_from_components(components))
     inference = settings.inference
     tls = check_tls(inference.tls_cert, inference.tls_key, inference.host)
-    config = build_uvicorn_config(wrap(server.app), lifespan="on", **tls)
+    config = build_uvicorn_config(server.app, lifespan="on", **tls)
     running = uvicorn.Server(config)
     thread = threading.Thread(
         target=lambda: asyncio.run(running.serve(sockets=[listening])), daemon=True

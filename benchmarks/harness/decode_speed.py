@@ -24,7 +24,7 @@ from sightline.families import Forward, load_family, load_renderer
 from sightline.inference.engine import EngineRequest
 from sightline.inference.server_spec import ServerSpec
 from sightline.inference.torch_engine.build import build_engine
-from sightline.inference.torch_engine.request import TorchRequest
+from sightline.inference.torch_engine.row_table import TorchRequest
 from sightline.media import MediaStore
 from sightline.pixels import Materializer
 from sightline.wire.generate import SamplingParams

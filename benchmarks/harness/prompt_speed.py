@@ -29,7 +29,7 @@ from sightline.errors import ConfigError
 from sightline.families import Forward, load_family, load_renderer
 from sightline.inference.engine import EngineRequest
 from sightline.inference.torch_engine.build import build_engine
-from sightline.inference.torch_engine.request import TorchRequest
+from sightline.inference.torch_engine.row_table import TorchRequest
 from sightline.media import MediaStore
 from sightline.message import user
 from sightline.pixels import Materializer

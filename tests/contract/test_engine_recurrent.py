@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import itertools
 import random
-import socket
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -20,14 +19,14 @@ from sightline.compute.weights import write_weights
 from sightline.families.registry import write_tiny
 from sightline.inference.server_spec import ServerSpec
 from sightline.media import MediaStore
-from sightline.message import ImagePart, Message, assistant, user
+from sightline.message import ImagePart, Message, user
 from sightline.pack import PackSize
 from sightline.pixels import Materializer
 from sightline.trainer.bad_media import BadMediaPolicy
 from sightline.trainer.feed import BatchPreparer
 from sightline.wire import Slot
 from sightline.wire.array import Array
-from sightline.wire.generate import GenerateRequest, GenerateResponse, SamplingParams
+from sightline.wire.generate import GenerateResponse, SamplingParams
 from sightline.wire.sample import Batch, Sample, Segment
 
 TOLERANCE = 1e-4
@@ -142,18 +141,6 @@ def test_a_prompt_of_one_token_begins_without_a_state_while_others_decode(
         np.testing.assert_allclose(logprobs_of(answer), expected, atol=TOLERANCE)
 
 
-def test_in_company_a_request_is_answered_as_alone(client: Client, prompts: list[Prompt]) -> None:
-    params = SamplingParams(max_tokens=20, seed=11)
-    alone = [client.generate(*prompt, params) for prompt in prompts]
-    crowd = all_of(client, prompts * 2, params)
-    for i, answer in enumerate(crowd):
-        one = alone[i % len(prompts)]
-        assert answer.choices[0].token_ids == one.choices[0].token_ids
-        assert answer.sightline is not None and one.sightline is not None
-        assert answer.sightline.pixel_digests == one.sightline.pixel_digests
-        np.testing.assert_allclose(logprobs_of(answer), logprobs_of(one), atol=TOLERANCE)
-
-
 def test_a_turn_computes_what_is_new_and_says_what_the_trainer_computes(
     client: Client, fresh: Client, model: Path, media: MediaStore, reference: Reference
 ) -> None:
@@ -209,21 +196,6 @@ def test_a_turn_computes_what_is_new_and_says_what_the_trainer_computes(
     assert kl is not None and kl < 1e-8
 
 
-def test_a_history_that_is_written_otherwise_is_prefilled_anew(
-    fresh: Client, reference: Reference
-) -> None:
-    """A new question drops the reasoning of the turn before it: no state fits what is left."""
-    asked = user("walk, run or wait?")
-    first = reference.renderer.render([asked])
-    fresh.generate(first.token_ids, first.slots)
-    again = reference.renderer.render([asked, assistant("run", reasoning="hm"), user("why?")])
-    assert again.token_ids[: len(first.token_ids)] != first.token_ids
-    answer = fresh.generate(again.token_ids, again.slots)
-    assert answer.sightline is not None and answer.sightline.cached_tokens == 0
-    expected = reference.logprobs(again.token_ids, answer.choices[0].token_ids, again.slots)
-    np.testing.assert_allclose(logprobs_of(answer), expected, atol=TOLERANCE)
-
-
 def sample(
     tokens: list[int], slots: list[Slot], said: list[tuple[int, list[float]]], name: str
 ) -> Sample:
@@ -270,21 +242,3 @@ def test_an_update_in_the_middle_of_answers_prefills_them_again(
             expected = witness.logprobs(tokens, choice.token_ids, slots)[span.start : span.end]
             np.testing.assert_allclose(found[span.start : span.end], expected, atol=1e-4)
     assert fresh.totals()["prefilled_again"] == 3
-
-
-def test_a_client_that_leaves_frees_its_row_and_leaves_no_state_in_it(
-    fresh: Client, reference: Reference, prompts: list[Prompt]
-) -> None:
-    request = GenerateRequest.of(*prompts[5], SamplingParams(max_tokens=1500, seed=1))
-    body = msgspec.json.encode(request)
-    with socket.create_connection((fresh.host, fresh.port)) as connection:
-        head = "POST /inference/v1/generate HTTP/1.1\r\nhost: localhost\r\n"
-        head += f"content-length: {len(body)}\r\ncontent-type: application/json\r\n\r\n"
-        connection.sendall(head.encode() + body)
-        fresh.wait_for("totals", "sampled_tokens", 5)
-    fresh.wait_for("totals", "cancelled", 1)
-    assert fresh.now()["rows_free"] == fresh.now()["rows"]
-    tokens, slots = prompts[1]
-    answer = fresh.generate(tokens, slots)
-    expected = reference.logprobs(tokens, answer.choices[0].token_ids, slots)
-    np.testing.assert_allclose(logprobs_of(answer), expected, atol=TOLERANCE)

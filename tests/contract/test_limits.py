@@ -23,7 +23,7 @@ from sightline.errors import EngineError, PromptTooLong
 from sightline.families import load_family, load_renderer
 from sightline.families.turn_parsing import MAX_TOOL_DEPTH
 from sightline.inference.server_spec import ServerSpec
-from sightline.inference.validator import MAX_LISTED_IDS, MAX_NAME_CHARS, RequestValidator
+from sightline.inference.validator import MAX_NAME_CHARS, MAX_STOP_IDS, RequestValidator
 from sightline.render import Emitter, Tokenizer
 from sightline.wire.codec import MAX_JSON_VALUES
 from sightline.wire.generate import SamplingParams
@@ -162,13 +162,7 @@ OVER = [
     Over("n", lambda most: ask("a", n=65), "sampling", "1 to 64"),
     Over(
         "stops",
-        lambda most: ask("a", stop_token_ids=[1] * (MAX_LISTED_IDS + 1)),
-        "sampling",
-        "at most 256 ids",
-    ),
-    Over(
-        "bans",
-        lambda most: ask("a", banned_token_ids=[1] * (MAX_LISTED_IDS + 1)),
+        lambda most: ask("a", stop_token_ids=[1] * (MAX_STOP_IDS + 1)),
         "sampling",
         "at most 256 ids",
     ),

@@ -32,67 +32,17 @@ from sightline.view.prompt_scorer import ServerPromptScorer
 from sightline.view.trace_replay import ReplayReport, replay_trace
 from sightline.wire.generate import (
     GenerateRequest,
-    GenerateResponse,
     SamplingParams,
 )
-from tests.logged_chat import Line, chat_to, talking
+from tests.logged_chat import chat_to, talking
 from tests.serving import Client, Reference, live
 
 TOLERANCE = 2e-5
 
 
-class Log:
-    """Writes down every generate request, and its answer, at the server's side of the wire."""
-
-    def __init__(self) -> None:
-        self.lines: list[Line] = []
-
-    def wrap(self, app: Any) -> Any:
-        async def listening(scope: Any, receive: Any, send: Any) -> None:
-            if not scope.get("path", "").endswith("/generate"):
-                await app(scope, receive, send)
-                return
-            asked, said = bytearray(), bytearray()
-
-            async def heard() -> Any:
-                message = await receive()
-                asked.extend(message.get("body", b""))
-                return message
-
-            async def saying(message: Any) -> None:
-                said.extend(message.get("body", b""))
-                await send(message)
-
-            await app(scope, heard, saying)
-            self._write(bytes(asked), bytes(said))
-
-        return listening
-
-    def _write(self, asked: bytes, said: bytes) -> None:
-        request = msgspec.json.decode(asked, type=GenerateRequest)
-        response = msgspec.json.decode(said, type=GenerateResponse)
-        choice = response.choices[0]
-        assert choice.logprobs is not None and response.sightline is not None
-        self.lines.append(
-            Line(
-                request.token_ids,
-                request.slots(),
-                request.sampling_params.seed,
-                choice.token_ids,
-                [entry.logprob for entry in choice.logprobs.content],
-                response.sightline.pixel_digests,
-            )
-        )
-
-
 @pytest.fixture(scope="module")
 def media(tmp_path_factory: pytest.TempPathFactory) -> MediaStore:
     return MediaStore(tmp_path_factory.mktemp("media"))
-
-
-@pytest.fixture(scope="module")
-def log() -> Log:
-    return Log()
 
 
 @pytest.fixture(scope="module")
@@ -108,8 +58,8 @@ def settings(tiny_model: Path, media: MediaStore) -> ServerSpec:
 
 
 @pytest.fixture(scope="module")
-def client(settings: ServerSpec, log: Log) -> Iterator[Client]:
-    with live(settings, log.wrap) as made:
+def client(settings: ServerSpec) -> Iterator[Client]:
+    with live(settings) as made:
         yield made
 
 
@@ -190,24 +140,6 @@ async def _rollout(speaking: GenerateClient, renderer: Renderer, media: MediaSto
 @pytest.fixture(scope="module")
 def trace(client: Client, renderer: Renderer, media: MediaStore) -> Trace:
     return run(client, lambda speaking: _rollout(speaking, renderer, media))
-
-
-def test_the_trace_of_a_live_engine_is_the_log_of_its_server(trace: Trace, log: Log) -> None:
-    """Every call of the rollout is one line of the log, token for token and slot for slot."""
-    lines = {line.seed: line for line in log.lines if line.seed not in (None, 0, 1)}
-    found = []
-    for node in trace.turns:
-        path = trace.path(node.id)
-        tokens, slots = trace.tokens(path), trace.slots(path)
-        (line,) = [
-            line for line in lines.values() if line.prompt_ids + line.completion == tokens
-            and line.logprobs == pytest.approx(node.logprobs.numpy().tolist(), abs=1e-7)
-        ]  # fmt: skip
-        assert len(line.completion) == node.num_sampled
-        assert line.places() == [(s.offset, s.length, s.item.ref.digest) for s in slots]
-        assert line.pixel_digests == trace.pixel_digests(path)
-        found.append(line.seed)
-    assert len(set(found)) == len(trace.turns) == 11
 
 
 def replayed(

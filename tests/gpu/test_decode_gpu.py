@@ -18,7 +18,7 @@ from sightline.inference.server_spec import ServerSpec
 from sightline.inference.torch_engine.build import build_engine
 from sightline.inference.torch_engine.engine import TorchEngine
 from sightline.inference.torch_engine.kv_cache import KVCache
-from sightline.inference.torch_engine.request import TorchRequest
+from sightline.inference.torch_engine.row_table import TorchRequest
 from sightline.media import MediaStore
 from sightline.pixels import Materializer
 from sightline.wire.generate import SamplingParams

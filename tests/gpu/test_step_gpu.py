@@ -13,7 +13,7 @@ from torch._dynamo.utils import counters
 from sightline.algo.losses import mismatch_kl
 from sightline.compute import attention_cuda, attention_cudnn
 from sightline.compute.attention import build_attention_pattern
-from sightline.compute.host_copy import HostCopy
+from sightline.compute.tensor_file import HostCopy
 from sightline.families.device_copy import copy_to_device
 from sightline.families.registry import write_tiny
 from sightline.media import MediaStore

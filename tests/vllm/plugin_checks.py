@@ -21,7 +21,6 @@ import msgspec
 import numpy as np
 from PIL import Image
 from vllm.multimodal.cache.lru import LruKeyReplicatedReceiverCache, LruKeyReplicatedSenderCache
-from vllm.v1.metrics.stats import RequestStateStats
 
 from sightline.compute.model import empty_parameters
 from sightline.errors import WeightsError
@@ -29,9 +28,8 @@ from sightline.families import load_family, load_renderer
 from sightline.families.registry import load_serving, write_tiny
 from sightline.inference.server_spec import ServerSpec
 from sightline.inference.validator import item_key
-from sightline.inference.vllm_plugin.engine import VllmEngine
+from sightline.inference.vllm_plugin.engine import VllmEngine, VllmRequest
 from sightline.inference.vllm_plugin.multimodal_items import MultiModalItems, engine_key
-from sightline.inference.vllm_plugin.request import VllmRequest
 from sightline.inference.vllm_plugin.weight_updater import CheckedWeights, WeightUpdater
 from sightline.media import MediaRef, MediaStore
 from sightline.message import user
@@ -43,8 +41,6 @@ from sightline.wire.weights import Manifest
 WAIT_S = 60.0
 LOOK_EVERY_S = 0.002
 GIBIBYTE = 2**30
-Spans = tuple[tuple[str, int, int], ...]
-"""Version, start and end of each."""
 
 
 class Gated(MediaStore):
@@ -150,21 +146,14 @@ class Answering:
         yield self._output()
 
 
-def output(
-    num_tokens: int = 1,
-    spans: Spans = (),
-    scheduled_at: float = 0.0,
-    first_token_at: float = 0.0,
-    num_cached: int = 0,
-) -> Any:
+def output() -> Any:
     said = SimpleNamespace(
-        token_ids=[7] * num_tokens,
-        logprobs=[{7: SimpleNamespace(logprob=-1.0)}] * num_tokens,
-        weight_versions=[SimpleNamespace(version=v, start=s, end=e) for v, s, e in spans],
+        token_ids=[7],
+        logprobs=[{7: SimpleNamespace(logprob=-1.0)}],
+        weight_versions=[],
         finish_reason="length",
     )
-    metrics = RequestStateStats(scheduled_ts=scheduled_at, first_token_ts=first_token_at)
-    return SimpleNamespace(outputs=[said], num_cached_tokens=num_cached, metrics=metrics)
+    return SimpleNamespace(outputs=[said], num_cached_tokens=0)
 
 
 def engine_of(
@@ -175,7 +164,7 @@ def engine_of(
     **settings: Any,
 ) -> tuple[VllmEngine, list[VllmRequest]]:
     """An engine that has started, and what it has delivered."""
-    updates: Any = SimpleNamespace(vision_label="0.0", salt="0", manifest=None, update_times=[])
+    updates: Any = SimpleNamespace(vision_label="0.0", salt="0", manifest=None)
     wanted = ServerSpec.of(path=bench.model, media_roots=(bench.store.root,), **settings)
     engine = VllmEngine(client, bench.items, updates, wanted, max_image_tokens, sampled)
     delivered: list[VllmRequest] = []
@@ -297,45 +286,6 @@ def check_images_whose_refs_differ_in_their_mime_alone_share_what_was_made(folde
         for _ in range(2):
             _, digests = asyncio.run(bench.items.prepare(both, keys, bypass_cache=False))
             assert len(set(digests)) == 1 and len(digests) == 2
-
-
-def check_tokens_on_old_keys_and_values_are_counted_from_the_first_old_one(folder: Path) -> None:
-    bench = Bench(folder)
-    one, two = (("1", 0, 10),), (("0", 0, 4), ("1", 4, 10))
-    for spans, scheduled_at, first_token_at, num_cached, expected in (
-        (two, 1, 2, 0, 6),  # had sampled four
-        (one, 1, 6, 0, 10),  # was prefilled, and had sampled nothing
-        (one, 6, 7, 0, 0),  # was in the queue
-        (one, 6, 7, 32, 10),  # was there too, and found keys and values of the old weights
-        (two, 6, 7, 0, 6),  # began after the first update, and had sampled four at the second
-    ):
-        found = counted_on_old_kv(bench, spans, scheduled_at, first_token_at, num_cached)
-        assert found == expected, (spans, scheduled_at, found)
-
-
-def counted_on_old_kv(
-    bench: Bench, spans: Spans, scheduled_at: float, first_token_at: float, num_cached: int
-) -> int:
-    """Return the count for a request of ten tokens.
-
-    Seconds count from the moment at which vLLM receives it. Weights change after 5 and after 8.
-    """
-    request = bench.request()
-
-    async def main() -> VllmEngine:
-        def answered() -> Any:
-            got_at = request.submitted_at
-            engine._updater.update_times += [got_at + 5, got_at + 8]
-            return output(10, spans, got_at + scheduled_at, got_at + first_token_at, num_cached)
-
-        engine, delivered = engine_of(bench, Answering(answered), keep_kv_over_updates=True)
-        engine.submit([request])
-        await until(lambda: delivered == [request])
-        return engine
-
-    counters = asyncio.run(main()).counters
-    assert request.error is None, request.error
-    return counters.tokens_on_old_kv
 
 
 def check_an_engine_key_binds_image_settings_size_and_vision_weights(folder: Path) -> None:

@@ -8,6 +8,6 @@ feature_cache                            a cache of image features
 tensor_file, checkpoint_files            safetensors written and read tensor by tensor
 weights, lora_weights                    published versions: files, manifests, adapters
 weight_transport, built_in_transports    how versions travel from trainer to servers
-broadcast, host_copy                     versions sent without files, and their host copy
+broadcast, tcp_store                     versions sent without files
 shared_weights, weights_digest           versions in shared memory, and the digest of weights
 """

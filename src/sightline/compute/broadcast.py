@@ -22,11 +22,11 @@ from msgspec import structs
 from torch import Tensor
 from torch import distributed as dist
 
-from sightline.compute.host_copy import HostCopy
 from sightline.compute.tcp_store import connect_store, listen_store
 from sightline.compute.tensor_file import (
     TORCH_DTYPES,
     Gather,
+    HostCopy,
     NamedTensors,
     keep_tensor,
     tensor_bytes,

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import contextlib
 import math
+from collections.abc import Callable
 from functools import partial
 from typing import Any
 
@@ -42,6 +43,8 @@ TRIED_IMAGES = ((5, 7), (1, 1), (16, 20))
 MAX_TRIED = 1 << 28
 """Values that a trial may hold."""
 DTYPES = {"cuda": torch.bfloat16, "cpu": torch.float32}
+Product = Callable[..., Tensor]
+"""`F.linear`, or a product with the same arguments."""
 
 
 def make_exact(forward: Forward, family: Family, device: torch.device, dtype: torch.dtype) -> None:
@@ -58,7 +61,7 @@ def make_exact(forward: Forward, family: Family, device: torch.device, dtype: to
     found: dict[tuple[int, ...], tuple[int, int]] = {}
     for name, module in forward.model.named_modules():
         is_linear = isinstance(module, nn.Linear)
-        if not (is_linear or _is_patch_product(module)) or (
+        if not (is_linear or is_patch_embedding(module)) or (
             device.type == "cpu" and id(module.weight) in vision
         ):
             continue
@@ -66,10 +69,12 @@ def make_exact(forward: Forward, family: Family, device: torch.device, dtype: to
         shape = (*weight.flatten(1).shape, module.bias is not None)
         if shape not in found:
             found[shape] = find_rows(name, module, device, dtype)
-        forward_product = (
-            _forward_linear if is_linear else partial(_forward_patches, module.forward)
+        product = partial(_multiply_with_gradient, least=found[shape][0], most=found[shape][1])
+        module.forward = (
+            partial(_forward_linear, module, product)
+            if is_linear
+            else partial(embed_patches, module, module.forward, product)
         )
-        module.forward = partial(forward_product, module, *found[shape])
     parameter = next(forward.model.parameters())
     if not parameter.is_meta and parameter.dtype == dtype:  # else a server tries it
         _try_pass(forward, family, device, dtype)
@@ -82,7 +87,8 @@ def _check_kind(forward: Forward, device: torch.device, dtype: torch.dtype) -> N
             f"[model] exact = true with {str(dtype).removeprefix('torch.')} on {device.type}",
             'it is held in dtype = "bfloat16" on CUDA, and in "float32" on a CPU',
         )
-    inside = {id(p) for m in forward.model.modules() if _has_own_product(m) for p in m.parameters()}
+    convolutions = [m for m in forward.model.modules() if isinstance(m, nn.Conv2d | nn.Conv3d)]
+    inside = {id(p) for module in convolutions for p in module.parameters()}
     stacked = [n for n, p in forward.model.named_parameters() if p.ndim > 2 and id(p) not in inside]
     if stacked:
         raise ConfigError(
@@ -90,17 +96,6 @@ def _check_kind(forward: Forward, device: torch.device, dtype: torch.dtype) -> N
             "the number of rows of each depends on other rows",
             "choose a model without experts, or remove exact",
         )
-
-
-def _has_own_product(module: nn.Module) -> bool:
-    return isinstance(module, nn.Conv2d | nn.Conv3d)
-
-
-def _is_patch_product(module: nn.Module) -> bool:
-    """Return whether it computes one row from each patch."""
-    return isinstance(module, nn.Conv2d | nn.Conv3d) and (
-        module.kernel_size == module.stride and module.groups == 1 and not any(module.padding)
-    )
 
 
 # --- products of matrices
@@ -129,23 +124,41 @@ class _ExactLinear(torch.autograd.Function):
         )
 
 
-def _forward_linear(module: nn.Linear, least: int, most: int, x: Tensor) -> Tensor:
+def _multiply_with_gradient(
+    x: Tensor, weight: Tensor, bias: Tensor | None, least: int, most: int
+) -> Tensor:
     if not torch.is_grad_enabled():
-        return multiply(x, module.weight, module.bias, least, most)
-    found: Tensor = _ExactLinear.apply(x, module.weight, module.bias, least, most)
-    return found
+        return multiply(x, weight, bias, least, most)
+    result: Tensor = _ExactLinear.apply(x, weight, bias, least, most)
+    return result
 
 
-def _forward_patches(forward: Any, module: Any, least: int, most: int, x: Tensor) -> Tensor:
+def _forward_linear(module: nn.Linear, product: Product, x: Tensor) -> Tensor:
+    return product(x, module.weight, module.bias)
+
+
+def is_patch_embedding(module: nn.Module) -> bool:
+    """Return whether it computes one row from each patch."""
+    return (
+        isinstance(module, nn.Conv2d | nn.Conv3d)
+        and module.kernel_size == module.stride
+        and module.groups == 1
+        and not any(module.padding)
+        and all(step == 1 for step in module.dilation)
+    )
+
+
+def embed_patches(
+    module: Any,
+    convolve: Callable[[Tensor], Tensor],
+    product: Product,
+    x: Float[Tensor, "patches channels *size"],
+) -> Float[Tensor, "patches hidden *ones"]:
+    """Compute a patch embedding as one product of matrices, if `x` is one patch per row."""
     if x.shape[2:] != module.kernel_size:
-        whole: Tensor = forward(x)
-        return whole
-    rows, weight = x.flatten(1), module.weight.flatten(1)
-    if torch.is_grad_enabled():
-        found: Tensor = _ExactLinear.apply(rows, weight, module.bias, least, most)
-    else:
-        found = multiply(rows, weight, module.bias, least, most)
-    return found.view(*found.shape, *(1 for _ in module.kernel_size))
+        return convolve(x)
+    out = product(x.flatten(1), module.weight.flatten(1), module.bias)
+    return out.view(*out.shape, *(1 for _ in module.kernel_size))
 
 
 def multiply(

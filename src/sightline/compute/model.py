@@ -3,24 +3,20 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable
 from functools import partial
 from pathlib import Path
-from typing import TypeAlias
 
 import torch
 import torch.nn.functional as F
-from jaxtyping import Float
 from torch import Tensor, nn
 from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageTextToText
 from transformers.utils import logging as transformers_logging
 
 from sightline.compute import attention
-from sightline.compute.exact import make_exact
+from sightline.compute.exact import embed_patches, is_patch_embedding, make_exact
 from sightline.errors import ConfigError
 from sightline.families import Family, Forward, load_forward
 
-Convolution: TypeAlias = nn.Conv2d | nn.Conv3d
 MODEL_DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 
 
@@ -58,31 +54,8 @@ def linearize_patch_embeddings(model: nn.Module) -> None:
     for which a GPU has faster kernels than for convolutions.
     """
     for module in model.modules():
-        if isinstance(module, nn.Conv2d | nn.Conv3d) and _is_patch_embedding(module):
-            module.forward = partial(  # type: ignore[method-assign]
-                _embed, module, module.forward
-            )
-
-
-def _is_patch_embedding(module: Convolution) -> bool:
-    return (
-        module.kernel_size == module.stride
-        and module.groups == 1
-        and not isinstance(module.padding, str)
-        and not any(module.padding)
-        and all(step == 1 for step in module.dilation)
-    )
-
-
-def _embed(
-    module: Convolution,
-    convolve: Callable[[Tensor], Tensor],
-    x: Float[Tensor, "patches channels *size"],
-) -> Float[Tensor, "patches hidden *ones"]:
-    if x.shape[2:] != module.kernel_size:
-        return convolve(x)
-    out = F.linear(x.flatten(1), module.weight.flatten(1), module.bias)
-    return out.view(*out.shape, *(1 for _ in module.kernel_size))
+        if is_patch_embedding(module):
+            module.forward = partial(embed_patches, module, module.forward, F.linear)
 
 
 def pick_device(name: str) -> str:

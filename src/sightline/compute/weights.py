@@ -20,9 +20,9 @@ from safetensors import SafetensorError
 from safetensors.torch import load
 from torch import Tensor
 
-from sightline.compute.host_copy import HostCopy
 from sightline.compute.tensor_file import (
     Gather,
+    HostCopy,
     NamedTensors,
     is_intact,
     keep_tensor,

@@ -124,7 +124,6 @@ class ChatEndpoint:
                 *self.renderer.stop_token_ids,
                 *_read_field(extra, "stop_token_ids", TokenIds, ()),
             ),
-            banned_token_ids=_read_field(extra, "banned_token_ids", TokenIds, ()),
             logprobs=0 if _read_field(extra, "logprobs", bool, False) else None,
             **given,
         )

@@ -71,8 +71,6 @@ class EngineCounters:
     cancelled: int = 0
     prompt_tokens: int = 0
     cached_tokens: int = 0
-    tokens_on_old_kv: int = 0
-    """Tokens sampled with a KV cache of an older version: see `keep_kv_over_updates`."""
     adopted: int = 0
     prefilled_again: int = 0
     """Requests whose KV cache a weight update invalidated."""

@@ -17,8 +17,8 @@ from sightline.wire.codec import find_json_excess
 from sightline.wire.generate import GenerateRequest, SamplingParams
 
 MAX_CHOICES = 64
-MAX_LISTED_IDS = 256
-"""Maximum number of stop ids, and of banned ids, in a request."""
+MAX_STOP_IDS = 256
+"""Maximum number of stop ids in a request."""
 MAX_NAME_CHARS = 256
 """Maximum length of a request id, and of a model name in an error."""
 BODY_BYTES_PER_TOKEN = 1024
@@ -215,12 +215,10 @@ def _find_faults(params: SamplingParams, vocab_size: int) -> Iterator[tuple[str,
         yield "min_p", "0 to 1"
     if params.seed is not None and not 0 <= params.seed < MAX_SEED:
         yield "seed", "null, or 0 up to 2**64 - 1"
-    for name in ("stop_token_ids", "banned_token_ids"):
-        ids = getattr(params, name)
-        if any(not 0 <= token < vocab_size for token in ids):
-            yield name, f"ids below {vocab_size}"
-        if len(ids) > MAX_LISTED_IDS:
-            yield name, f"at most {MAX_LISTED_IDS} ids"
+    if any(not 0 <= token < vocab_size for token in params.stop_token_ids):
+        yield "stop_token_ids", f"ids below {vocab_size}"
+    if len(params.stop_token_ids) > MAX_STOP_IDS:
+        yield "stop_token_ids", f"at most {MAX_STOP_IDS} ids"
     if params.logprobs not in (None, 0):
         yield "logprobs", "0 for the sampled tokens, or null for none"
     if params.prompt_logprobs not in (None, 0):

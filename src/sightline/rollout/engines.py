@@ -22,8 +22,8 @@ from sightline.wire.codec import check_release
 
 ENTRY_POINT_GROUP = "sightline.engines"
 BUILT_IN = {
-    "torch": "sightline.inference.torch_engine.inference_engine:TorchInference",
-    "vllm": "sightline.inference.vllm_plugin.inference_engine:VllmInference",
+    "torch": "sightline.inference.torch_engine:TorchInference",
+    "vllm": "sightline.inference.vllm_plugin.command:VllmInference",
 }
 ENGINE_SETTINGS = ("python", "tensor_parallel_size", "data_parallel_size", "engine_args")
 """Settings of `[inference]` that only some engines read."""

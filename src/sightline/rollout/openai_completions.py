@@ -61,8 +61,7 @@ ROLLOUT_RULES = FieldRules(
     refusal_reason="is not supported while a policy is trained",
 )
 SERVER_RULES = FieldRules(
-    accepted=SAMPLING
-    | {"n", "logprobs", "tool_choice", "stop_token_ids", "banned_token_ids", "return_token_ids"},
+    accepted=SAMPLING | {"n", "logprobs", "tool_choice", "stop_token_ids", "return_token_ids"},
     ignored=_IGNORED_ALWAYS,
     refusal_reason="is not supported by this server",
 )

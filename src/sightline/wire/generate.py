@@ -30,8 +30,6 @@ class SamplingParams(msgspec.Struct, frozen=True, forbid_unknown_fields=True, om
     min_p: float = 0.0
     seed: int | None = None
     stop_token_ids: tuple[int, ...] = ()
-    banned_token_ids: tuple[int, ...] = ()
-    """Tokens that must not be sampled, in addition to the pads."""
     logprobs: int | None = 0
     """0 for the logprob of each sampled token; null for none."""
     prompt_logprobs: int | None = None
@@ -203,11 +201,10 @@ def check_answer(
     if sorted(choice.index for choice in response.choices) != list(range(params.n)):
         indices = [choice.index for choice in response.choices[:8]]
         raise _wrong_answer(request.request_id, f"choices {indices} for n = {params.n}")
-    banned = {*banned_token_ids, *params.banned_token_ids}
     for choice in response.choices:
         problem = (
             _find_wrong_end(request, choice, max_model_len)
-            or _find_wrong_ids(choice.token_ids, vocab_size, banned)
+            or _find_wrong_ids(choice.token_ids, vocab_size, banned_token_ids)
             or _find_wrong_logprobs(params, choice)
             or _find_wrong_versions(choice)
         )
@@ -232,7 +229,7 @@ def _find_wrong_end(request: GenerateRequest, choice: Choice, max_model_len: int
     return ""
 
 
-def _find_wrong_ids(ids: list[int], vocab_size: int, banned: set[int]) -> str:
+def _find_wrong_ids(ids: list[int], vocab_size: int, banned: Collection[int]) -> str:
     for at, token in enumerate(ids):
         if token in banned:
             return f"token {at} is {token}, which is banned"

@@ -69,12 +69,6 @@ def test_what_is_shared_is_narrowed_as_files_are(tmp_path: Path) -> None:
     assert manifest.weights_digest == digest_weights(narrow)
 
 
-def test_a_version_that_is_shared_keeps_its_meaning(tmp_path: Path) -> None:
-    shared = SharedWeights(tmp_path)
-    labels = [publish(shared, 1, add)[1].label for add in (0.0, 0.0, 1.0)]
-    assert labels == ["1", "1", "1.1"]
-
-
 def test_one_bit_that_changed_in_memory_is_found(tmp_path: Path) -> None:
     shared = SharedWeights(tmp_path)
     path, _ = publish(shared, 1)

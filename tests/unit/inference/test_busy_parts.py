@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+import time
 from pathlib import Path
 
 import numpy as np
@@ -11,9 +12,10 @@ from agents import picture
 
 from sightline.compute.weights import write_weights
 from sightline.families import load_family, load_renderer
+from sightline.inference.engine import JOIN_GAP_S, BusyIntervals
 from sightline.inference.server_spec import ServerSpec
 from sightline.inference.torch_engine.build import build_engine
-from sightline.inference.torch_engine.request import TorchRequest
+from sightline.inference.torch_engine.row_table import TorchRequest
 from sightline.media import MediaStore
 from sightline.message import user
 from sightline.pixels import Materializer
@@ -56,3 +58,15 @@ def test_the_parts_are_all_of_the_busy_seconds(
     assert text[0] > 0 and text[1] > 0 and text[2:] == [0, 0]
     assert image[2] > 0 and image[3] == 0 < adopted[3]
     assert sum(adopted) == pytest.approx(seen[-1]["busy_seconds"])
+
+
+def test_short_gaps_are_bridged_and_long_ones_are_not() -> None:
+    busy = BusyIntervals()
+    now = time.time()
+    busy.add(now - 0.001)
+    busy.add(time.time())
+    time.sleep(2 * JOIN_GAP_S)
+    busy.add(time.time())
+    first, second = busy.since(0.0)
+    assert first[0] == now - 0.001 and second[0] - first[1] > JOIN_GAP_S
+    assert busy.since(first[1]) == [second]

@@ -20,9 +20,7 @@ from sightline.inference.torch_engine.build import build_engine
 from sightline.inference.torch_engine.decode import CudaGraphDecoder, round_up_shape
 from sightline.inference.torch_engine.engine import TorchEngine
 from sightline.inference.torch_engine.kv_cache import KVCache
-from sightline.inference.torch_engine.request import TorchRequest
-from sightline.inference.torch_engine.row_table import RowTable
-from sightline.inference.torch_engine.step_plan import StepPlan
+from sightline.inference.torch_engine.row_table import RowTable, StepPlan, TorchRequest
 from sightline.media import MediaStore
 from sightline.pixels import Materializer
 from sightline.wire.generate import SamplingParams

@@ -80,4 +80,4 @@ def test_nothing_is_kept_of_calls_that_are_over() -> None:
             held.append(take(queue))
             waiting.remove(held[-1])
         assert len(queue) == len(waiting) == len(list(queue))
-    assert not queue._levels and not queue._num_held
+    assert not queue._waiting and not queue._num_held

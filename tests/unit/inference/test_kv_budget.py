@@ -10,8 +10,7 @@ from unit.inference.test_shared_prompts import ask, build
 
 from sightline.inference.torch_engine.engine import TorchEngine
 from sightline.inference.torch_engine.kv_cache import BLOCK_SIZE, KVCache
-from sightline.inference.torch_engine.request import TorchRequest
-from sightline.inference.torch_engine.step_plan import StepPlan
+from sightline.inference.torch_engine.row_table import StepPlan, TorchRequest
 from sightline.media import MediaStore
 from sightline.wire.generate import SamplingParams
 

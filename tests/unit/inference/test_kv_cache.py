@@ -8,7 +8,7 @@ import torch
 import torch.nn.functional as F
 
 from sightline.inference.torch_engine.kv_cache import KVCache
-from sightline.inference.torch_engine.step_plan import CHUNKS_PER_STEP, StepPlan, build_step_plan
+from sightline.inference.torch_engine.row_table import CHUNKS_PER_STEP, StepPlan, build_step_plan
 
 HEADS, KV_HEADS, SIZE = 4, 2, 8
 

@@ -16,23 +16,13 @@ from serving import Client
 
 from sightline.cli.main import build_parser, main
 from sightline.config import InferenceConfig, ModelConfig
-from sightline.errors import ConfigError
-from sightline.families import load_family
 from sightline.inference.serve import ServerComponents
-from sightline.inference.server_spec import ServerSpec, describe_prefix_reuse
+from sightline.inference.server_spec import ServerSpec
 from sightline.media import MediaStore
 from sightline.message import user
-from sightline.transport.listen import bind_socket, describe_link
+from sightline.transport.listen import describe_link
 
 TOKEN = "a token of sixteen letters or more"
-
-
-def test_a_taken_port_is_refused_with_the_cure() -> None:
-    with socket.create_server(("127.0.0.1", 0)) as taken:
-        port = taken.getsockname()[1]
-        with pytest.raises(ConfigError, match=f"127.0.0.1:{port}") as caught:
-            bind_socket("127.0.0.1", port)
-    assert "for a free one" in caught.value.fix
 
 
 def test_the_command_refuses_a_taken_port_before_it_looks_at_the_model(
@@ -43,13 +33,6 @@ def test_the_command_refuses_a_taken_port_before_it_looks_at_the_model(
         words = ["serve", str(tmp_path / "none"), "--media", str(tmp_path), "--port", port]
         assert main(words) == 2
     assert "cannot listen" in capsys.readouterr().err
-
-
-def test_an_engine_that_is_not_there_is_refused(
-    capsys: pytest.CaptureFixture[str], tmp_path: Path
-) -> None:
-    assert main(["serve", str(tmp_path), "--engine", "other", "--media", str(tmp_path)]) == 2
-    assert "torch" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(
@@ -106,12 +89,6 @@ def test_a_server_numbers_images_where_the_run_does(tiny_model: Path, store: Med
         for each in (spec, spec.replace(number_images=True))
     )
     assert len(numbered) > len(plain)
-
-
-def test_a_server_without_prefix_caching_says_that_turns_are_prefilled(tiny_model: Path) -> None:
-    family = load_family(tiny_model)
-    assert describe_prefix_reuse(family).startswith("prefix cache: on, ")
-    assert describe_prefix_reuse(family, keeps_kv=False).startswith("prefix cache: off, ")
 
 
 def test_a_link_names_the_address_that_was_given() -> None:

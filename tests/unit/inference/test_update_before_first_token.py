@@ -15,7 +15,7 @@ from serving import Reference
 from sightline.inference.server_spec import ServerSpec
 from sightline.inference.torch_engine.build import build_engine
 from sightline.inference.torch_engine.engine import TorchEngine, _WeightSwap
-from sightline.inference.torch_engine.request import TorchRequest
+from sightline.inference.torch_engine.row_table import TorchRequest
 from sightline.media import MediaRef, MediaStore
 from sightline.message import user
 from sightline.pixels import Materializer

@@ -12,7 +12,7 @@ from serving import Together, live
 from sightline.families import load_family, load_renderer
 from sightline.families.registry import write_tiny
 from sightline.inference.server_spec import ServerSpec, describe_prefix_reuse
-from sightline.inference.torch_engine.whole_row_runner import MAX_PADDED_TOKENS, group_rows
+from sightline.inference.torch_engine.model_runner import MAX_PADDED_TOKENS, group_rows
 from sightline.media import MediaStore
 from sightline.message import user
 from sightline.wire.generate import SamplingParams

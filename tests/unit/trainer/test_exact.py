@@ -278,7 +278,8 @@ def test_a_batch_that_another_version_may_have_sampled_is_not_held(
 def test_a_convolution_over_single_patches_is_a_product_of_matrices() -> None:
     patches = torch.randn(70, 3, 2, 4, 4)
     module = torch.nn.Conv3d(3, 24, (2, 4, 4), stride=(2, 4, 4))
-    compute = partial(exact._forward_patches, module.forward, module, exact.ROWS, exact.ROWS)
+    product = partial(exact._multiply_with_gradient, least=exact.ROWS, most=exact.ROWS)
+    compute = partial(exact.embed_patches, module, module.forward, product)
     plain = module(patches)
     plain.square().sum().backward()
     wanted = [module.weight.grad.clone(), module.bias.grad.clone()]

@@ -11,8 +11,7 @@ import pytest
 import torch
 from unit.trainer.test_resume import run_file, train, weights_digest, write_batches
 
-from sightline.compute.host_copy import HostCopy
-from sightline.compute.tensor_file import write_tensors
+from sightline.compute.tensor_file import HostCopy, write_tensors
 from sightline.compute.weights import write_weights
 from sightline.run import RunDir
 from sightline.trainer import loop

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import sys
+
 import torch
 from torch import Tensor
 
@@ -9,13 +11,19 @@ from sightline.compute.lora_weights import AdapterBase
 from sightline.compute.model import limit_gpu_memory, load_model, pick_device
 from sightline.compute.weight_transport import WeightReceiver
 from sightline.compute.weights import adopt_into
+from sightline.config import InferenceConfig
+from sightline.errors import ConfigError
 from sightline.families import Family
 from sightline.inference.serve import ServerComponents
 from sightline.inference.server_spec import ServerSpec
 from sightline.inference.torch_engine.engine import TorchEngine
-from sightline.inference.torch_engine.memory_plan import DEFAULT_MEMORY_SHARE, plan_memory
 from sightline.pixels import Materializer
 from sightline.wire.weights import Manifest, read_manifest
+
+DEFAULT_MEMORY_SHARE = 0.9
+"""Share of a GPU that the server does not share with a trainer."""
+SPARE_BYTES = 3 << 30
+"""Work space of a step, including CUDA graphs."""
 
 
 def build_engine(
@@ -48,3 +56,27 @@ def build_from_components(components: ServerComponents) -> TorchEngine:
     banned = components.renderer.pad_token_ids
     materializer = components.build_materializer()
     return build_engine(components.spec, components.family, materializer, banned)
+
+
+def plan_memory(device: str, limit: int, inference: InferenceConfig) -> int:
+    """Return the bytes of `limit` left for the KV cache once the model is loaded.
+
+    The plan is printed on stderr.
+    """
+    spare = SPARE_BYTES + inference.feature_cache_mb * 2**20
+    weight_bytes = torch.cuda.memory_allocated(device)
+    left = limit - weight_bytes - spare
+    parts = f"{weight_bytes / 1e9:.1f} GB of weights, {spare / 1e9:.1f} GB of work space"
+    if left <= 0:
+        raise ConfigError(
+            f"the server's {limit / 1e9:.1f} GB of {device} hold {parts}, and no room is left for "
+            "the KV cache",
+            "raise [inference] gpu_memory_utilization",
+        )
+    print(
+        f"memory of {device}: {limit / 1e9:.1f} GB for this server; {parts}, up to "
+        f"{left / 1e9:.1f} GB of KV cache",
+        file=sys.stderr,
+        flush=True,
+    )
+    return left

@@ -23,8 +23,7 @@ from sightline.compute.logprobs import Logits
 from sightline.families import Forward
 from sightline.families.device_copy import copy_to_device
 from sightline.inference.torch_engine.kv_cache import BLOCK_SIZE, DecodePattern, KVCache
-from sightline.inference.torch_engine.row_table import RowTable
-from sightline.inference.torch_engine.step_plan import StepPlan
+from sightline.inference.torch_engine.row_table import RowTable, StepPlan
 
 MAX_SHAPES = 64
 MIN_PAGES = 1024 // BLOCK_SIZE

@@ -38,14 +38,16 @@ from sightline.families import Family, Forward
 from sightline.inference.engine import Deliver, Engine
 from sightline.inference.errors import not_finite_error, stopping_error, to_engine_error
 from sightline.inference.server_spec import MEBIBYTE, ServerSpec
-from sightline.inference.torch_engine.model_runner import Drawn, ModelRunner
-from sightline.inference.torch_engine.observer import EngineObserver
+from sightline.inference.torch_engine.model_runner import Drawn, ModelRunner, WholeRowRunner
+from sightline.inference.torch_engine.observer import EngineObserver, TorchCounters
 from sightline.inference.torch_engine.recurrent_runner import RecurrentModelRunner
-from sightline.inference.torch_engine.request import TorchCounters, TorchRequest
-from sightline.inference.torch_engine.row_table import RowTable
+from sightline.inference.torch_engine.row_table import (
+    RowTable,
+    StepPlan,
+    TorchRequest,
+    build_step_plan,
+)
 from sightline.inference.torch_engine.scheduler import Scheduler
-from sightline.inference.torch_engine.step_plan import StepPlan, build_step_plan
-from sightline.inference.torch_engine.whole_row_runner import WholeRowRunner
 from sightline.pixels import Materializer
 from sightline.wire.generate import SamplingParams
 from sightline.wire.weights import Manifest
@@ -110,7 +112,7 @@ class TorchEngine(Engine):
             family,
             materializer,
             self.features,
-            self.observer,
+            self.counters,
             spec.enable_prefix_caching and kind.keeps_kv,
             self.runner.share_prefix,
             self._event.set,
@@ -307,7 +309,7 @@ class TorchEngine(Engine):
                 x[is_live] for x in (rows, at, tokens, logprobs, is_first)
             )
         is_stopped = table.put(rows, at, tokens, logprobs)
-        self.observer.on_sampled(len(rows), int(table.has_stale_kv[rows].sum()))
+        self.counters.sampled_tokens += len(rows)
         if self.runner.keeps_kv:
             for row in rows[is_first].tolist():
                 running[row].features.clear()

@@ -29,7 +29,7 @@ from sightline.compute.attention_exact import (
 )
 from sightline.compute.attention_shapes import Attended, Bounds, Keys, Queries, Values
 from sightline.families.device_copy import copy_to_device
-from sightline.inference.torch_engine.step_plan import StepPlan
+from sightline.inference.torch_engine.row_table import StepPlan
 
 BlockTables = Int[Tensor, "rows row_pages"]
 SeqLens = Int[Tensor, " rows"]

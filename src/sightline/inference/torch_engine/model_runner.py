@@ -6,7 +6,8 @@ import platform
 import sys
 import time
 from collections import deque
-from dataclasses import dataclass
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
 from typing import Any, ClassVar
 
 import numpy as np
@@ -14,7 +15,7 @@ import torch
 from jaxtyping import Float, Float64, Int
 from torch import Tensor
 
-from sightline.compute.attention import AttentionPattern
+from sightline.compute.attention import AttentionPattern, PackedPattern
 from sightline.compute.feature_cache import FeatureCache, ItemFeatures
 from sightline.compute.fused_layers import fuse_layers
 from sightline.compute.logprobs import Hidden, Logits, Temperature, chosen_logprobs
@@ -23,9 +24,7 @@ from sightline.families.device_copy import allocate_pinned, copy_to_device
 from sightline.inference.torch_engine import sampling
 from sightline.inference.torch_engine.decode import CudaGraphDecoder
 from sightline.inference.torch_engine.kv_cache import KVCache
-from sightline.inference.torch_engine.request import TorchRequest
-from sightline.inference.torch_engine.row_table import RowTable
-from sightline.inference.torch_engine.step_plan import StepPlan
+from sightline.inference.torch_engine.row_table import RowTable, StepPlan, TorchRequest
 from sightline.pixels import Pixels, widen_patches
 from sightline.wire import MediaItem
 from sightline.wire.generate import SamplingParams
@@ -33,6 +32,9 @@ from sightline.wire.generate import SamplingParams
 # On ARM, oneDNN spends 60 microseconds on every matrix product, however small; below this many
 # rows OpenBLAS is faster.
 ONEDNN_MIN_ROWS = 384
+
+MAX_PADDED_TOKENS = 16384
+"""Maximum number of tokens, with padding, in a forward pass of several whole rows."""
 
 # Part of an image in a step: its request, key and item, the positions that its features fill, and
 # the range of its features.
@@ -247,13 +249,11 @@ class ModelRunner:
     ) -> Float[np.ndarray, " tokens"]:
         """Return the logprob of each token, given the hidden state before it."""
         chosen = torch.from_numpy(token_ids.astype(np.int64)).to(self._device)
-        bans = torch.tensor(params.banned_token_ids, dtype=torch.long, device=self._device)
-        banned = torch.cat([self._banned, bans])
         number = params.temperature or 1.0
         temperature: Temperature = number
         if self.exact:
             temperature = torch.full((1, 1), number, device=self._device)
-        logprobs = chosen_logprobs(self.forward, hidden, chosen, banned, temperature)
+        logprobs = chosen_logprobs(self.forward, hidden, chosen, self._banned, temperature)
         on_host: np.ndarray = logprobs.cpu().numpy()
         return on_host
 
@@ -277,9 +277,6 @@ class ModelRunner:
     def _draw(self, rows: np.ndarray, logits: Logits) -> Drawn:
         """Sample the next token of each of `rows`, and start copying it to the host."""
         table = self.rows
-        bans = [
-            (i, table.banned[row]) for i, row in enumerate(rows.tolist()) if row in table.banned
-        ]
         settings = sampling.SamplingMetadata(
             temperature=table.temperature[rows],
             top_k=table.top_k[rows],
@@ -288,7 +285,6 @@ class ModelRunner:
             uniform=sampling.draw_uniforms(
                 table.seed[rows], table.length[rows] - table.prompt_length[rows]
             ),
-            bans=bans,
         )
         drawn = sampling.draw_samples(logits, self._banned, settings, self.exact)
         if self.decoder is None:
@@ -316,3 +312,40 @@ class Drawn:
         if self.event is not None:
             self.event.synchronize()
         return sampling.to_arrays(self.both)
+
+
+class WholeRowRunner(ModelRunner):
+    """Runs models with attention of their own, which cannot use our KV cache: each step computes
+    whole rows."""
+
+    keeps_kv = False
+
+    def hidden(self, plan: StepPlan, running: dict[int, TorchRequest]) -> Hidden:
+        """Return the hidden states of the plan's tokens."""
+        done, places = [], []
+        for part in group_rows(plan.ends):
+            picked = plan.select(part)
+            whole = replace(picked, starts=np.zeros_like(picked.starts), counts=picked.ends)
+            hidden = self._forward(
+                whole, running, PackedPattern(whole.counts.tolist(), self._device)
+            )
+            new_tokens = _find_tokens(whole.offsets + picked.starts, picked.counts)
+            done.append(hidden[self._copy(new_tokens)])
+            places.append(_find_tokens(plan.offsets[part], picked.counts))
+        order = self._copy(np.argsort(np.concatenate(places)))
+        return torch.cat(done)[order]
+
+
+def group_rows(lengths: np.ndarray) -> Iterator[np.ndarray]:
+    """Yield the rows of each forward pass: rows of similar length, the longest first."""
+    order = np.argsort(-lengths, kind="stable")
+    start = 0
+    while start < len(order):
+        end = start + max(1, MAX_PADDED_TOKENS // int(lengths[order[start]]))
+        yield order[start:end]
+        start = end
+
+
+def _find_tokens(firsts: np.ndarray, counts: np.ndarray) -> np.ndarray:
+    """Return the positions of several runs of tokens."""
+    return np.concatenate([np.arange(a, a + n) for a, n in zip(firsts, counts, strict=True)])

@@ -1,6 +1,6 @@
 """Measurements of the embedded engine: counters, and where its time goes.
 
-The engine and its scheduler report events here. They never read this object to decide anything.
+The engine reports events here. It never reads this object to decide anything.
 """
 
 from __future__ import annotations
@@ -12,9 +12,29 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from sightline.inference.engine import BusyIntervals
-from sightline.inference.torch_engine.request import TorchCounters, TorchRequest
-from sightline.inference.torch_engine.step_plan import StepPlan
+from sightline.inference.engine import BusyIntervals, EngineCounters
+from sightline.inference.torch_engine.row_table import StepPlan
+
+
+@dataclass
+class TorchCounters(EngineCounters):
+    computed_tokens: int = 0
+    """Prompt tokens that were computed, including repeated prefills."""
+    sampled_tokens: int = 0
+    steps: int = 0
+    decode_steps: int = 0
+    """Consecutive pure decode steps, which the next three counters cover."""
+    decode_tokens: int = 0
+    decode_keys: int = 0
+    """Tokens whose keys and values those steps read."""
+    decode_seconds: float = 0.0
+    busy_prefill_seconds: float = 0.0
+    """Turns of the loop that contain prompts. This and the next three add up to `busy_seconds`."""
+    busy_decode_seconds: float = 0.0
+    busy_vision_seconds: float = 0.0
+    """Passes of the vision tower, on the device's clock if it has one."""
+    busy_adopt_seconds: float = 0.0
+    rows_evicted: int = 0
 
 
 @dataclass
@@ -40,36 +60,6 @@ class EngineObserver:
         """Seconds since this turn of the loop began; 0 while the loop waits."""
         began = self._turn_began
         return time.monotonic() - began if began else 0.0
-
-    # --- requests
-
-    def on_added(self, request: TorchRequest) -> None:
-        self.counters.requests += 1
-        self.counters.prompt_tokens += len(request.prompt)
-
-    def on_admitted(self, request: TorchRequest) -> None:
-        self.counters.cached_tokens += request.cached_tokens
-
-    def on_prompt_shared(self, num_tokens: int) -> None:
-        self.counters.cached_tokens += num_tokens
-
-    def on_interrupted(self, loses_kv: bool) -> None:
-        """Record that new weights stopped a request, which continues with them."""
-        self.counters.prefilled_again += loses_kv
-
-    def on_finished(self) -> None:
-        self.counters.finished += 1
-
-    def on_failed(self) -> None:
-        self.counters.failed += 1
-
-    def on_cancelled(self) -> None:
-        self.counters.cancelled += 1
-
-    def on_row_evicted(self) -> None:
-        self.counters.rows_evicted += 1
-
-    # --- the loop
 
     def on_turn_began(self) -> None:
         self._turn_began, self._turn_began_wall = time.monotonic(), time.time()
@@ -121,7 +111,3 @@ class EngineObserver:
             self.counters.decode_tokens += num_rows
             self.counters.decode_keys += num_keys
             self.counters.decode_seconds += now - began
-
-    def on_sampled(self, num_tokens: int, num_on_old_kv: int) -> None:
-        self.counters.sampled_tokens += num_tokens
-        self.counters.tokens_on_old_kv += num_on_old_kv

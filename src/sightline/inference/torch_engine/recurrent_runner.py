@@ -22,8 +22,7 @@ from sightline.compute.attention_shapes import Attended, Keys, Queries, Values
 from sightline.compute.logprobs import Hidden
 from sightline.families.device_copy import copy_to_device
 from sightline.inference.torch_engine.model_runner import ModelRunner
-from sightline.inference.torch_engine.request import TorchRequest
-from sightline.inference.torch_engine.step_plan import StepPlan
+from sightline.inference.torch_engine.row_table import StepPlan, TorchRequest
 
 INITIAL_ROWS = 16
 

@@ -1,6 +1,8 @@
-"""The table of rows: the state of every sequence, as arrays, so that a step over a hundred
-sequences costs a few array operations. A sequence has a row while it runs, and keeps it for its
-next turn until another request needs it.
+"""Requests in the engine, the table of rows that hold them, and the plan of a step.
+
+The state of every sequence is in arrays, so that a step over a hundred sequences costs a few array
+operations. A sequence has a row while it runs, and keeps it for its next turn until another request
+needs it.
 
 Letters: R rows, L tokens of a row, A position axes, K stop ids.
 """
@@ -9,14 +11,46 @@ from __future__ import annotations
 
 import heapq
 from collections.abc import Callable
-from dataclasses import dataclass
+from concurrent.futures import Future
+from dataclasses import dataclass, field
 
 import numpy as np
+from torch import Tensor
 
-from sightline.inference.torch_engine.request import TorchRequest
+from sightline.inference.engine import EngineRequest
+from sightline.inference.torch_engine.prefix_cache import PromptKey
 from sightline.inference.torch_engine.sampling import splitmix64
+from sightline.pixels import Pixels
+from sightline.wire.generate import VersionSpan
 
 NO_TOKEN = -1
+# Maximum number of prompt chunks in a step. It bounds how long decoding sequences wait for their
+# next token.
+CHUNKS_PER_STEP = 8
+
+
+@dataclass(slots=True, eq=False)
+class TorchRequest(EngineRequest):
+    row: int = -1
+    next_position: int = 0
+    """Position of the first token after the prompt."""
+    waiting_bytes: int = 0
+    """The request's share of `waiting_bytes`; 0 once it runs."""
+    span_start: int = 0
+    """First output token of the current version."""
+    awaited_prompt: PromptKey | None = None
+    """The prompt that another row is computing, and that this request will share."""
+    pending: dict[str, Future[Pixels]] = field(default_factory=dict)
+    pixels: dict[str, Pixels] = field(default_factory=dict)
+    """Pixels of images that are not encoded yet, by key."""
+    features: dict[str, Tensor] = field(default_factory=dict)
+    """Features of images whose slots are not computed yet, by key."""
+
+    def close_span(self, version: str, num_sampled: int) -> None:
+        """Record that `version` sampled the output tokens up to `num_sampled`."""
+        if num_sampled > self.span_start:
+            self.spans.append(VersionSpan(version, self.span_start, num_sampled))
+            self.span_start = num_sampled
 
 
 @dataclass
@@ -46,17 +80,13 @@ class RowTable:
         self.min_p = np.zeros(self.num_rows, dtype=np.float32)
         self.seed = np.zeros(self.num_rows, dtype=np.uint64)
         self.stops = np.full((self.num_rows, 2), NO_TOKEN, dtype=np.int32)
-        self.banned: dict[int, tuple[int, ...]] = {}
-        """Ids that a request bans in addition to the pads, by row."""
-        self.has_stale_kv = np.zeros(self.num_rows, dtype=bool)
-        """Whether the row's KV cache is of an older version."""
         self.free = list(range(self.num_rows))
         self.on_release: Callable[[int], None] = lambda row: None
         """Called with each released row."""
 
-    def take_free(self) -> int | None:
+    def take_free(self) -> int:
         """Return the lowest free row, which keeps used rows close together."""
-        return heapq.heappop(self.free) if self.free else None
+        return heapq.heappop(self.free)
 
     def release(self, row: int) -> None:
         self.on_release(row)
@@ -84,11 +114,6 @@ class RowTable:
         assert request.seed is not None
         self.seed[row : row + 1] = splitmix64(np.array([request.seed], dtype=np.uint64))
         self._fill_stops(row, params.stop_token_ids)
-        self.banned.pop(row, None)
-        if params.banned_token_ids:
-            self.banned[row] = params.banned_token_ids
-        if start == 0:
-            self.has_stale_kv[row] = False
 
     def _fill_stops(self, row: int, stop_ids: tuple[int, ...]) -> None:
         if len(stop_ids) > self.stops.shape[1]:
@@ -118,3 +143,69 @@ class RowTable:
     def get_sampled(self, row: int) -> tuple[list[int], list[float]]:
         part = slice(int(self.prompt_length[row]), int(self.length[row]))
         return self.tokens[row, part].tolist(), self.logprobs[row, part].tolist()
+
+
+@dataclass(frozen=True, slots=True)
+class StepPlan:
+    """Rows one after another in a flat run of tokens."""
+
+    rows: np.ndarray
+    starts: np.ndarray
+    counts: np.ndarray
+    samples: np.ndarray
+    """bool: whether the row's last token is computed, so that the next one can be sampled."""
+
+    @property
+    def num_tokens(self) -> int:
+        return int(self.counts.sum())
+
+    @property
+    def ends(self) -> np.ndarray:
+        """Number of keys that each row's last token sees."""
+        return self.starts + self.counts
+
+    @property
+    def offsets(self) -> np.ndarray:
+        """Position of each row's first token in the flat run."""
+        return np.cumsum(self.counts) - self.counts
+
+    def flat(self) -> tuple[np.ndarray, np.ndarray]:
+        """Return the row, and the index in the row, of every token."""
+        if len(self.rows) == self.num_tokens:
+            return self.rows, self.starts
+        index = np.arange(self.num_tokens) - np.repeat(self.offsets - self.starts, self.counts)
+        return np.repeat(self.rows, self.counts), index
+
+    def select(self, part: np.ndarray) -> StepPlan:
+        """Return a plan of the rows at the indices `part`."""
+        return StepPlan(self.rows[part], self.starts[part], self.counts[part], self.samples[part])
+
+    def group_by(self, label: np.ndarray) -> list[np.ndarray]:
+        """Return the indices of the rows with each label."""
+        return [np.flatnonzero(label == value) for value in np.unique(label)]
+
+    def last(self) -> np.ndarray:
+        """Return the positions of the last tokens of the rows that sample."""
+        last: np.ndarray = (np.cumsum(self.counts) - 1)[self.samples]
+        return last
+
+
+def build_step_plan(
+    rows: np.ndarray, length: np.ndarray, computed: np.ndarray, chunk: int, pause: np.ndarray
+) -> StepPlan:
+    """Plan one token for each row that decodes, and chunks of prompts within a budget.
+
+    Prompts get their share in order of arrival. A row does not compute past its `pause`.
+    """
+    starts = computed[rows]
+    need = length[rows] - starts
+    counts = np.minimum(need, chunk)
+    counts = np.where(starts < pause[rows], np.minimum(counts, pause[rows] - starts), counts)
+    prefill = np.where(need > 1, counts, 0)
+    before = np.cumsum(prefill) - prefill
+    left = np.maximum(chunk * CHUNKS_PER_STEP - before, 0)
+    counts = np.where(need > 1, np.minimum(counts, left), counts)
+    if (counts == 0).any():
+        computes = counts > 0
+        rows, starts, counts, need = (x[computes] for x in (rows, starts, counts, need))
+    return StepPlan(rows, starts, counts, counts == need)

@@ -9,7 +9,6 @@ request therefore draws the same tokens in any batch.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -34,26 +33,21 @@ class SamplingMetadata:
     top_p: Float[np.ndarray, " rows"]
     min_p: Float[np.ndarray, " rows"]
     uniform: Float64[np.ndarray, " rows"]
-    bans: Sequence[tuple[int, tuple[int, ...]]] = ()
-    """Indices of rows whose requests ban further ids, and those ids."""
 
     @property
     def is_plain(self) -> Bool[np.ndarray, " rows"]:
-        """Which rows have no filters and no bans of their own."""
+        """Which rows have no filters."""
         is_plain: np.ndarray = (self.top_k == 0) & (self.top_p >= 1) & (self.min_p == 0)
-        is_plain[[place for place, _ in self.bans]] = False
         return is_plain
 
     def select(self, rows: Int[np.ndarray, " chosen"]) -> SamplingMetadata:
-        """Return the settings of some rows, in ascending order."""
-        at = {row: place for place, row in enumerate(rows.tolist())}
+        """Return the settings of some rows."""
         return SamplingMetadata(
             self.temperature[rows],
             self.top_k[rows],
             self.top_p[rows],
             self.min_p[rows],
             self.uniform[rows],
-            [(at[place], ids) for place, ids in self.bans if place in at],
         )
 
 
@@ -86,9 +80,8 @@ def draw_samples(
 ) -> Float64[Tensor, "2 tokens"]:
     """Return tokens and their logprobs, on the logits' device. A float64 holds any id exactly.
 
-    Rows whose logits are not finite get NaN. Rows with filters or bans are drawn separately, so
-    that the others need no sort and keep their bits. `exact` logprobs equal the trainer's bit for
-    bit.
+    Rows whose logits are not finite get NaN. Rows with filters are drawn separately, so that the
+    others need no sort and keep their bits. `exact` logprobs equal the trainer's bit for bit.
     """
     is_plain = settings.is_plain
     if is_plain.all() or not is_plain.any():
@@ -103,19 +96,17 @@ def draw_samples(
 def _draw_alike(
     logits: Logits, banned: BannedIds, settings: SamplingMetadata, exact: bool
 ) -> Float64[Tensor, "2 tokens"]:
-    """Sample rows of which all or none have filters or bans."""
-    is_filtered = bool(settings.top_k.any() or (settings.top_p < 1).any() or settings.min_p.any())
-    if logits.is_cuda and settings.is_plain.all():
+    """Sample rows of which all or none have filters."""
+    is_plain = bool(settings.is_plain.all())
+    if logits.is_cuda and is_plain:
         return _sample_on_gpu(logits, banned, settings, exact)
     greedy = settings.temperature == 0
     scale = np.where(greedy, np.float32(1), settings.temperature)
     allowed = mask_banned(logits.float(), banned)
-    for place, ids in settings.bans:
-        allowed[place, torch.tensor(ids, device=logits.device)] = float("-inf")
     scaled = allowed
     if (scale != 1).any():
         scaled = allowed / torch.from_numpy(scale).to(logits.device)[:, None]
-    if is_filtered:
+    if not is_plain:
         scaled = _apply_filters(scaled, settings)
     logs = torch.log_softmax(scaled, dim=-1)
     if greedy.all():

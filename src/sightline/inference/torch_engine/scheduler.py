@@ -13,7 +13,7 @@ from sightline.errors import EngineError
 from sightline.families import Family
 from sightline.inference.errors import build_engine_error, to_engine_error
 from sightline.inference.fair_queue import FairQueue
-from sightline.inference.torch_engine.observer import EngineObserver
+from sightline.inference.torch_engine.observer import TorchCounters
 from sightline.inference.torch_engine.prefix_cache import (
     CachedPrefix,
     ItemPlaces,
@@ -21,8 +21,7 @@ from sightline.inference.torch_engine.prefix_cache import (
     PromptKey,
     PromptRows,
 )
-from sightline.inference.torch_engine.request import TorchRequest
-from sightline.inference.torch_engine.row_table import RowTable
+from sightline.inference.torch_engine.row_table import RowTable, TorchRequest
 from sightline.pixels import Materializer
 
 
@@ -34,7 +33,7 @@ class Scheduler:
     family: Family
     materializer: Materializer
     features: FeatureCache
-    observer: EngineObserver
+    counters: TorchCounters
     enable_prefix_caching: bool
     share_prefix: Callable[[int, int, int], None]
     """Copies the first tokens of a row to another: source, target, number of tokens."""
@@ -60,12 +59,15 @@ class Scheduler:
     # --- admission
 
     def add(self, request: TorchRequest) -> None:
-        self.observer.on_added(request)
+        self.counters.requests += 1
+        self.counters.prompt_tokens += len(request.prompt)
         self.waiting.add(request)
 
     def admit(self) -> None:
         """Assign rows to waiting requests, in the order of the queue."""
-        while (next_request := self.waiting.find_next()) is not None:
+        while self.rows.free or self.prefixes:
+            if (next_request := self.waiting.find_next()) is None:
+                return
             request = cast(TorchRequest, next_request)
             try:
                 if not self._assign_row(request):
@@ -78,7 +80,7 @@ class Scheduler:
                 self.fail(request, to_engine_error(error))
                 continue
             self.waiting.take(request)
-            self.observer.on_admitted(request)
+            self.counters.cached_tokens += request.cached_tokens
             if request.awaited_prompt is None:
                 self._load_items(request)
             else:
@@ -104,9 +106,9 @@ class Scheduler:
                 request.row = -1
             return False
         if cached is None:
-            if (row := self._find_free_row()) is None:
+            if not self.rows.free and not self._evict():
                 return False
-            request.row = row
+            request.row = self.rows.take_free()
         request.cached_tokens = start
         # Of the whole prompt: positions of a video may depend on steps in the cache.
         positions, request.next_position = self.family.positions(len(request.prompt), request.slots)
@@ -131,8 +133,7 @@ class Scheduler:
         lengths = [len(request.prompt) + request.params.max_tokens]
         lengths += self.rows.limit[holding].tolist()
         while not self.has_room(lengths, list(self.prefixes)):
-            row = self.prefixes.evict()
-            if row is None:
+            if not self._evict():
                 if holding:
                     return False
                 raise build_engine_error(
@@ -140,19 +141,15 @@ class Scheduler:
                     f"the KV cache has no room for a sequence of {lengths[0]} tokens",
                     "raise [inference] gpu_memory_utilization, or lower max_tokens",
                 )
-            self.observer.on_row_evicted()
-            self._release_row(row)
         return True
 
-    def _find_free_row(self) -> int | None:
-        row = self.rows.take_free()
-        if row is None:
-            row = self.prefixes.evict()
-            if row is not None:
-                self.observer.on_row_evicted()
-                self._release_row(row)
-                row = self.rows.take_free()
-        return row
+    def _evict(self) -> bool:
+        """Release the oldest cached row; return False if there is none."""
+        if (row := self.prefixes.evict()) is None:
+            return False
+        self.counters.rows_evicted += 1
+        self._release_row(row)
+        return True
 
     def _load_items(self, request: TorchRequest) -> None:
         """Get the features or pixels of slots that are not computed yet, then start the request."""
@@ -218,8 +215,7 @@ class Scheduler:
                 return
             self.share_prefix(source, request.row, length)
             self.rows.computed[request.row] = request.cached_tokens = length
-            self.rows.has_stale_kv[request.row] = self.rows.has_stale_kv[source]
-            self.observer.on_prompt_shared(length)
+            self.counters.cached_tokens += length
             request.digests.update((key, digests[key]) for key in request.keys)
         else:
             self.prompts.add(request.row, key, request.digests)
@@ -238,7 +234,7 @@ class Scheduler:
         request.tokens, request.logprobs = self.rows.get_sampled(row)
         request.finish_reason = reason
         request.close_span(version, len(request.tokens))
-        self.observer.on_finished()
+        self.counters.finished += 1
         if self.enable_prefix_caching:
             self.prefixes[row] = self._build_cached_prefix(request)
             self._remove(request)
@@ -256,7 +252,7 @@ class Scheduler:
 
     def fail(self, request: TorchRequest, error: EngineError) -> None:
         request.error = error
-        self.observer.on_failed()
+        self.counters.failed += 1
         self._release(request)
 
     def abort(self, request: TorchRequest) -> None:
@@ -264,7 +260,7 @@ class Scheduler:
         if request.finish_reason or request.error is not None:
             return
         request.finish_reason = "abort"
-        self.observer.on_cancelled()
+        self.counters.cancelled += 1
         self.waiting.remove(request)
         self._release(request)
 
@@ -300,8 +296,6 @@ class Scheduler:
         unfinished = [*self.running.values(), *self.loading]
         self.running, self.loading = {}, []
         if keep_kv:
-            # Rows that have computed nothing hold nothing old.
-            self.rows.has_stale_kv |= self.rows.computed > 0
             self.prompts = PromptRows()  # new requests compute their prompts with the new weights
         else:
             for row in self.prefixes:
@@ -310,7 +304,7 @@ class Scheduler:
         for request in unfinished:
             num_sampled = self.rows.num_sampled(request.row)
             loses_kv = not keep_kv and bool(self.rows.computed[request.row])
-            self.observer.on_interrupted(loses_kv)
+            self.counters.prefilled_again += loses_kv
             request.close_span(old_version, num_sampled)
             if not keep_kv:
                 self.rows.computed[request.row] = 0

@@ -31,8 +31,6 @@ MIDDLEWARE = "sightline.inference.vllm_plugin.middleware.Middleware"
 LOGITS_PROCESSOR = "sightline.inference.vllm_plugin.logits_processor:BannedIdsProcessor"
 CONFIG_KEY = "sightline"
 """Key of our settings in vLLM's `--additional-config`."""
-BANNED_IDS_KEY = "sightline_banned"
-"""Key of a request's banned ids in the `extra_args` of vLLM's sampling parameters."""
 
 
 def check_version() -> str:

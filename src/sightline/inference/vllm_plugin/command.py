@@ -1,4 +1,5 @@
-"""The command that starts vLLM with our plugin, in the interpreter that has both."""
+"""vLLM as an inference engine: the command that starts it with our plugin, in the interpreter that
+has both."""
 
 from __future__ import annotations
 
@@ -11,9 +12,11 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from sightline.config import InferenceConfig, RunFile
 from sightline.config.secret_refs import resolve_secret
 from sightline.errors import ConfigError
-from sightline.families import load_family, load_renderer
+from sightline.families import Family, load_family, load_renderer
+from sightline.families.checkpoint_files import read_shapes
 from sightline.families.registry import load_serving
 from sightline.inference.server_spec import ServerSpec
 from sightline.inference.vllm_plugin import (
@@ -24,6 +27,7 @@ from sightline.inference.vllm_plugin import (
     WEIGHT_TRANSFER_BACKEND,
 )
 from sightline.media import is_address
+from sightline.rollout.engines import InferenceEngine
 from sightline.run.machine import build_environ, runs_on_cpu
 from sightline.run.parent_death import die_with_parent
 from sightline.transport.http_server import check_address
@@ -165,3 +169,30 @@ def exec_vllm(spec: ServerSpec) -> None:
     if inference.token:  # vLLM's own routes require it, too
         environ["VLLM_API_KEY"] = resolve_secret(inference.token, "--token")
     os.execve(words[0], words, environ)
+
+
+class VllmInference(InferenceEngine):
+    settings = frozenset({"python", "tensor_parallel_size", "data_parallel_size", "engine_args"})
+    inexact_reason = "vLLM's order of summation changes with the batch"
+
+    def serve(self, spec: ServerSpec) -> None:
+        exec_vllm(spec)
+
+    def find_python(self, inference: InferenceConfig) -> str:
+        return find_python(inference.python)
+
+    def check(self, config: RunFile, family: Family) -> None:
+        super().check(config, family)
+        model = Path(config.model.path)
+        serving = load_serving(model, family)
+        if config.lora.publish == "adapter" and family.shows_media:
+            vision = serving.vision_prefixes(family)
+            if not any(name.startswith(vision) for name in read_shapes(model)):
+                raise ConfigError(
+                    f'[lora] publish = "adapter": vLLM cannot merge adapters into {model}, whose '
+                    f"parameter names differ from the trainer's ({vision[0]}...)",
+                    'set publish = "merged"',
+                )
+        is_elsewhere = bool(config.inference.servers) or config.launch.is_elsewhere("server")
+        if not is_elsewhere or config.eval.every:
+            check_python(config.inference.python)

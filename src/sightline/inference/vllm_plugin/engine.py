@@ -19,11 +19,12 @@ import traceback
 import zlib
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, cast
 
 from sightline.errors import EngineError
-from sightline.inference.engine import Deliver, Engine, EngineCounters
+from sightline.inference.engine import Deliver, Engine, EngineCounters, EngineRequest
 from sightline.inference.errors import (
     build_engine_error,
     not_finite_error,
@@ -33,25 +34,36 @@ from sightline.inference.errors import (
 from sightline.inference.fair_queue import FairQueue
 from sightline.inference.server_spec import ServerSpec
 from sightline.inference.vllm_plugin.multimodal_items import MultiModalItems, engine_key
-from sightline.inference.vllm_plugin.request import VllmRequest, read_output, to_vllm_params
 from sightline.inference.vllm_plugin.symbols import (
     MIN_TEMPERATURE,
     EngineDeadError,
     MultiModalKwargsItems,
     PlaceholderRange,
+    RequestOutputKind,
     VLLMClientError,
-    find_refused_parameter,
     mm_input,
     tokens_input,
 )
+from sightline.inference.vllm_plugin.symbols import SamplingParams as VllmParams
 from sightline.inference.vllm_plugin.weight_updater import (
     CheckedWeights,
     PartialUpdateError,
     WeightUpdater,
 )
+from sightline.wire.generate import SamplingParams, VersionSpan
 from sightline.wire.weights import Manifest
 
 MAX_ATTEMPTS = 3
+MAX_TEMPERATURE = 2.0
+MAX_VLLM_SEED = 2**63
+"""vLLM's seeds are below this, so ours are taken modulo it."""
+
+
+@dataclass(slots=True, eq=False)
+class VllmRequest(EngineRequest):
+    task: asyncio.Task[None] | None = None
+    is_running: bool = False
+    """Whether vLLM has the request."""
 
 
 class VllmEngine(Engine):
@@ -191,11 +203,7 @@ class VllmEngine(Engine):
 
     def totals(self) -> dict[str, float]:
         self._note_busy(0)
-        return {
-            **super().totals(),
-            "sampled_tokens": self._sampled_tokens(),
-            "engine_cache_missed": self._items.num_cache_misses,
-        }
+        return {**super().totals(), "sampled_tokens": self._sampled_tokens()}
 
     def _note_busy(self, change: int) -> None:
         """Count the time up to now as busy if vLLM has requests, whose number then changes."""
@@ -214,7 +222,6 @@ class VllmEngine(Engine):
             for attempt in range(MAX_ATTEMPTS):
                 if await self._attempt(request, bypass_cache=attempt > 0):
                     break
-                self._items.num_cache_misses += 1
             else:
                 raise build_engine_error(
                     "engine", "vLLM's cache lost the images", "see the server's log"
@@ -224,7 +231,8 @@ class VllmEngine(Engine):
             self._fail_for_good()
             error = to_engine_error(dead)
         except VLLMClientError as refused:
-            error = _refused_parameter_error(refused)
+            fix = "use a value that vLLM supports: see docs/vllm.md"
+            error = build_engine_error("sampling", f"sampling_params: {refused}", fix)
         except asyncio.CancelledError:
             # If `_cancel_request` did not cause this, the client still needs an answer.
             self._finish(
@@ -242,12 +250,12 @@ class VllmEngine(Engine):
                 "sampling_params.prompt_logprobs: vLLM does not mask banned ids in prompts",
                 "leave it out, or score with the embedded engine",
             )
-        if 0 < request.params.temperature < MIN_TEMPERATURE:
+        temperature = request.params.temperature
+        if temperature and not MIN_TEMPERATURE <= temperature <= MAX_TEMPERATURE:
             raise build_engine_error(
                 "sampling",
-                f"sampling_params.temperature: {request.params.temperature} is less than vLLM's "
-                f"minimum of {MIN_TEMPERATURE}",
-                f"send 0, or {MIN_TEMPERATURE} to 2",
+                f"sampling_params.temperature: {temperature} is outside vLLM's bounds",
+                f"send 0, or {MIN_TEMPERATURE} to {MAX_TEMPERATURE}",
             )
         place = f"features.mm_placeholders.{self._items.family.modality}"
         for i, slot in enumerate(request.slots):
@@ -269,7 +277,6 @@ class VllmEngine(Engine):
             prompt = self._prompt(request, keys, new_items, bypass_cache)
             makes_all = True  # do not rely on vLLM's cache a second time
         request.digests = dict(zip(request.keys, digests, strict=True))
-        request.submitted_at = time.monotonic()
         params = to_vllm_params(request.params, request.seed)
         request.is_running = True
         self._note_busy(1)
@@ -343,10 +350,6 @@ class VllmEngine(Engine):
         else:
             self.counters.finished += 1
             self.counters.cached_tokens += request.cached_tokens
-            if self._spec.inference.keep_kv_over_updates:
-                self.counters.tokens_on_old_kv += request.count_tokens_on_old_kv(
-                    self._updater.update_times
-                )
         self._deliver([request])
 
     def _fail_for_good(self) -> None:
@@ -355,10 +358,33 @@ class VllmEngine(Engine):
             self.on_fatal_error()
 
 
-def _refused_parameter_error(error: Exception) -> EngineError:
-    """Return the error for a parameter outside vLLM's bounds."""
-    name = find_refused_parameter(error)
-    path = f"sampling_params.{name}" if name else "sampling_params"
-    return build_engine_error(
-        "sampling", f"{path}: {error}", "use a value that vLLM supports: see docs/vllm.md"
+def to_vllm_params(params: SamplingParams, seed: int | None) -> VllmParams:
+    return VllmParams(
+        temperature=params.temperature,
+        top_p=params.top_p,
+        top_k=max(0, params.top_k),
+        min_p=params.min_p,
+        seed=None if seed is None else seed % MAX_VLLM_SEED,
+        stop_token_ids=list(params.stop_token_ids),
+        # Only the request's stop ids end an answer, not those of the checkpoint.
+        ignore_eos=True,
+        max_tokens=params.max_tokens,
+        logprobs=0,
+        detokenize=False,
+        output_kind=RequestOutputKind.FINAL_ONLY,
+        skip_reading_prefix_cache=params.skip_reading_prefix_cache,
     )
+
+
+def read_output(request: VllmRequest, final: Any) -> None:
+    output = final.outputs[0]
+    request.tokens = list(output.token_ids)
+    request.logprobs = [
+        entry[token].logprob
+        for token, entry in zip(request.tokens, output.logprobs or [], strict=True)
+    ]
+    request.spans = [
+        VersionSpan(span.version, span.start, span.end) for span in output.weight_versions or []
+    ]
+    request.finish_reason = output.finish_reason
+    request.cached_tokens = final.num_cached_tokens or 0

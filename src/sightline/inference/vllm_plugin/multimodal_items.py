@@ -59,8 +59,6 @@ class MultiModalItems:
     """Whether vLLM's model normalizes uint8 pixels on the device."""
     cache: Any
     """vLLM's processor cache, which mirrors its engine's; None if it is off."""
-    num_cache_misses: int = 0
-    """How often vLLM's engine lacked an image that its cache listed."""
     _digests: LRUCache[str, str] = field(default_factory=lambda: LRUCache(MAX_DIGESTS))
     """Pixel digests by engine key."""
 

@@ -4,6 +4,8 @@ The plugin accepts one version of vLLM (`check_version`), because some of these 
 To move to another version, run `make test-vllm` with it.
 """
 
+# ruff: noqa: F401
+
 from __future__ import annotations
 
 from collections.abc import Iterator
@@ -16,7 +18,7 @@ from vllm.distributed.weight_transfer.base import (
     WeightTransferUpdateInfo,
     WeightTransferUpdateRequest,
 )
-from vllm.exceptions import VLLMClientError, VLLMValidationError
+from vllm.exceptions import VLLMClientError
 from vllm.inputs import mm_input, tokens_input
 from vllm.model_executor.layers.fused_moe.fused_moe_method_base import FusedMoEMethodBase
 from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead
@@ -36,32 +38,6 @@ from vllm.sampling_params import RequestOutputKind, SamplingParams
 from vllm.v1.core.sched import output as scheduler_output
 from vllm.v1.engine.exceptions import EngineDeadError
 from vllm.v1.sample.logits_processor import LogitsProcessor
-from vllm.v1.sample.logits_processor.builtin import process_dict_updates
-
-__all__ = [
-    "DefaultModelLoader",
-    "EngineDeadError",
-    "LogitsProcessor",
-    "MIN_TEMPERATURE",
-    "MultiModalFieldConfig",
-    "MultiModalKwargsItem",
-    "MultiModalKwargsItems",
-    "PlaceholderRange",
-    "RequestOutputKind",
-    "SamplingParams",
-    "VLLMClientError",
-    "WeightTransferEngine",
-    "WeightTransferEngineFactory",
-    "WeightTransferInitInfo",
-    "WeightTransferUpdateInfo",
-    "WeightTransferUpdateRequest",
-    "finalize_layerwise_reload",
-    "initialize_layerwise_reload",
-    "mm_input",
-    "process_dict_updates",
-    "register_model_loader",
-    "tokens_input",
-]
 
 SAMPLED_TOKENS_METRIC = "vllm:generation_tokens_total"
 """vLLM's count of sampled tokens, including requests in flight."""
@@ -108,8 +84,3 @@ def read_sampled_tokens() -> Iterator[float]:
         yield from (
             sample.value for sample in metric.samples if sample.name == SAMPLED_TOKENS_METRIC
         )
-
-
-def find_refused_parameter(error: Exception) -> str:
-    """Return the sampling parameter that vLLM refused; empty if unknown."""
-    return (isinstance(error, VLLMValidationError) and error.parameter) or ""

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -52,8 +51,6 @@ class WeightUpdater:
     vision_digest: str
     count: int = 0
     vision_count: int = 0
-    update_times: list[float] = field(default_factory=list)
-    """When weights changed, on the monotonic clock."""
 
     def __post_init__(self) -> None:
         self._first_vision = self.vision_digest
@@ -121,7 +118,6 @@ class WeightUpdater:
             self.vision_digest = wanted.vision_digest
             self.count += 1
             self.vision_count += is_vision_new
-            self.update_times.append(time.monotonic())
         finally:
             await self.client.resume_generation()
 
