@@ -6,7 +6,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from hypothesis import strategies as st
 
 from sightline.config import (
     RunFile,
@@ -14,7 +13,6 @@ from sightline.config import (
     check_resume,
     dump_toml,
     load_config,
-    load_stored_config,
     validate_config,
 )
 from sightline.config.load import expand_overrides
@@ -39,12 +37,6 @@ def run_file(tmp_path: Path) -> Path:
 
 def values(**sections: dict[str, Any]) -> dict[str, Any]:
     return {"model": {"path": "m"}, "env": {"name": "e"}, **sections}
-
-
-def test_a_small_file_is_filled_with_defaults(run_file: Path) -> None:
-    found = load_config(RunFile, run_file)
-    assert found.model.path == "models/tiny"
-    assert found.run.seed == 0 and found.orchestrator.group_size == 8
 
 
 def test_an_override_wins_over_the_file(run_file: Path) -> None:
@@ -124,11 +116,6 @@ def test_what_is_dumped_loads_as_the_same_file(tmp_path: Path, run_file: Path) -
     assert load_config(RunFile, again) == first
 
 
-texts = st.text(st.characters(exclude_categories=["Cs"]), max_size=12)
-scalars = st.booleans() | st.integers(-(2**60), 2**60) | st.floats(allow_nan=False) | texts
-tables = st.dictionaries(texts.filter(bool), scalars | st.lists(scalars, max_size=3), max_size=4)
-
-
 @pytest.mark.parametrize(
     ("given", "server", "trainer"),
     [
@@ -176,98 +163,6 @@ def test_an_old_name_of_a_setting_is_refused_with_the_new_one(old: str, new: str
         validate_config(kind, values(**{section: {key: 1}}), "run.toml")
     assert f"[{section}]" in refused.value.problem
     assert refused.value.fix.removeprefix("write ") in (f"[{'.'.join(table)}] {name}", "[logging]")
-
-
-STORED = """
-[model]
-path = "models/tiny"
-number_pictures = true
-
-[env]
-name = "color_codeword"
-
-[rollout]
-count_truncated = false
-hang_s = 7.0
-worker_max_gb = 2.5
-
-[orchestrator]
-max_replaced = 0.5
-probe_every = 3
-
-[inference]
-max_len = 512
-max_rows = 8
-prefill_chunk = 64
-sends_images = false
-
-[media]
-allow_unproven = true
-on_bad = "stop"
-
-[monitor]
-sinks = ["wandb"]
-offline = true
-samples_every = 4
-otel = "file"
-
-[trainer]
-clip_high = 0.3
-clip_low = 0.2
-compile = "inductor"
-entropy = false
-grad_norm = 0.25
-importance_cap = 2.0
-keep_every = 5
-kl_weight = 0.125
-loss_average = "constant"
-loss_constant = 64.0
-lr_end = 0.1
-max_sequence = 128
-micro_batch_price = [1.0, 2.0, 3.0, 4.0, 5.0, 6.0]
-schedule = "cosine"
-stuck_after_s = 30.0
-"""
-
-
-def test_a_stored_file_in_old_names_is_read_in_todays(tmp_path: Path) -> None:
-    path = tmp_path / "config.toml"
-    path.write_text(STORED)
-    found = load_stored_config(RunFile, path)
-    assert found.model.number_images
-    assert found.media.on_bad_image == "stop"
-    rollout, orchestrator, inference = found.rollout, found.orchestrator, found.inference
-    assert not rollout.keep_truncated
-    assert (rollout.worker_hang_timeout_s, rollout.worker_max_memory_gb) == (7.0, 2.5)
-    assert (orchestrator.max_resample_fraction, orchestrator.diagnostics_every) == (0.5, 3)
-    assert (inference.max_model_len, inference.max_num_seqs) == (512, 8)
-    assert inference.prefill_chunk_tokens == 64
-    logging = found.logging
-    assert (logging.sinks, logging.wandb_offline) == (("wandb",), True)
-    assert logging.samples_every == 4
-    trainer = found.trainer
-    algorithm = found.algorithm
-    assert algorithm.loss_args == {"clip_high": 0.3, "clip_low": 0.2, "ratio_cap": 2.0}
-    assert (algorithm.aggregation, algorithm.aggregation_args) == ("constant", {"divisor": 64.0})
-    assert (algorithm.kl_coef, algorithm.measure_entropy) == (0.125, False)
-    assert (trainer.max_grad_norm, trainer.compile_backend) == (0.25, "inductor")
-    assert (trainer.keep_checkpoints_every, trainer.stall_timeout_s) == (5, 30.0)
-    assert (trainer.lr_schedule, trainer.final_lr_fraction) == ("cosine", 0.1)
-    assert trainer.max_sequence_tokens == 128
-    with pytest.raises(ConfigError, match="is now called"):
-        load_config(RunFile, path)
-
-
-def test_a_stored_sft_file_in_old_names_is_read_in_todays(tmp_path: Path) -> None:
-    path = tmp_path / "config.toml"
-    path.write_text(
-        '[model]\npath = "m"\n[sft]\noutput = "o"\n'
-        '[data]\npath = "d"\npart = "a"\nmessages = "b"\nimages = "c"\neval = 0.5\n'
-    )
-    found = load_stored_config(SftFile, path)
-    assert found.sft.output_dir == "o" and found.data is not None
-    assert (found.data.split, found.data.messages_column) == ("a", "b")
-    assert (found.data.images_column, found.data.eval_fraction) == ("c", 0.5)
 
 
 def test_an_unknown_key_in_a_mix_is_refused_with_the_nearest_known_one() -> None:

@@ -366,12 +366,6 @@ def test_what_holds_a_key_does_not_show_it() -> None:
     assert KEY not in repr(GenerateClient("http://server", token=KEY))
 
 
-def test_a_table_of_a_loss_takes_no_secret_either() -> None:
-    given = {**values(), "algorithm": {"loss_args": {"key": KEY}}}
-    with pytest.raises(ConfigError, match="this is a secret"):
-        validate_config(RunFile, given, "run.toml")
-
-
 @pytest.mark.usefixtures("has_read_key")
 def test_an_error_does_not_hold_what_was_read() -> None:
     spelled = f"{KEY}/ä, {KEY + '/ä'!r}, ?key={KEY}%2F%C3%A4"

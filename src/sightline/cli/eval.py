@@ -11,6 +11,7 @@ import json
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from sightline.cli.main import parse_env_args
 from sightline.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -51,7 +52,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )  # fmt: skip
     parser.add_argument(
         "--env-args",
-        type=json.loads,
+        type=parse_env_args,
         default={},
         metavar="JSON",
         help="arguments of ENV as a JSON object",
@@ -85,10 +86,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    if not isinstance(args.env_args, dict):
-        raise ConfigError(
-            f"--env-args {args.env_args!r} is not a JSON object", "write it as '{\"key\": value}'"
-        )
     from sightline.envs.protocol import build_environment
     from sightline.launch.evaluate import play_evaluation
     from sightline.view.eval_table import print_eval_table, to_line

@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import ast
 import importlib.util
+import json
 import os
 import pkgutil
 import re
@@ -43,24 +44,6 @@ EXTRA_OF_PACKAGE = {
 }
 """The extra that installs each package that the base installation lacks."""
 
-RENAMED_OPTIONS: dict[str, dict[str, str]] = {
-    "serve": {
-        "--max-len": "--max-model-len",
-        "--max-rows": "--max-num-seqs",
-        "--prefill-chunk": "--prefill-chunk-tokens",
-        "--no-kv-reuse": "--no-enable-prefix-caching",
-    },
-    "eval": {
-        "--max-len": "--max-model-len",
-        "--at-once": "--max-concurrent",
-        "--args": "--env-args",
-    },
-    "inspect": {"--shows-images": "--require-images"},
-    "samples": {"--max-mb": "--max-image-mb"},
-    "trace": {"--out": "--output"},
-}
-"""Renamed options of each command: old name to new name."""
-
 
 class Parser(argparse.ArgumentParser):
     """A parser with `--debug` at every level and without abbreviated options."""
@@ -83,7 +66,6 @@ def main(argv: Sequence[str] | None = None) -> int:
             # As `python -m` does: users keep their environments next to the run file.
             sys.path.insert(0, os.getcwd())
     try:
-        check_option_names(words)
         args = parse(words)
         return int(args.run(args) or 0)
     except (SightlineError, ModuleNotFoundError) as error:
@@ -101,15 +83,6 @@ def main(argv: Sequence[str] | None = None) -> int:
         # The reader closed the pipe (`| head`). Python would raise again when it flushes at exit.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return EXIT_BROKEN_PIPE
-
-
-def check_option_names(words: Sequence[str]) -> None:
-    """Raise if an option has an old name, and give the new one."""
-    command = next((word for word in words if not word.startswith("-")), "")
-    for word in words:
-        option = word.partition("=")[0]
-        if new := RENAMED_OPTIONS.get(command, {}).get(option):
-            raise ConfigError(f"{option} is now called {new}", f"write {new}")
 
 
 def parse(words: Sequence[str]) -> argparse.Namespace:
@@ -172,6 +145,14 @@ def add_command(name: str, module: ModuleType, subparsers: Any) -> None:
 def _find_summary(docstring: str | None) -> str:
     """Return the summary in the first line of a command's docstring."""
     return (docstring or "").partition("\n\n")[0].partition(": ")[2].rstrip(".")
+
+
+def parse_env_args(word: str) -> dict[str, Any]:
+    """Parse the value of `--env-args`."""
+    values = json.loads(word)
+    if not isinstance(values, dict):
+        raise argparse.ArgumentTypeError(f'{word} is not a JSON object such as {{"key": 1}}')
+    return values
 
 
 def find_missing_extra(error: ModuleNotFoundError) -> ConfigError | None:

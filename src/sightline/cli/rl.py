@@ -9,7 +9,6 @@ import argparse
 from pathlib import Path
 
 from sightline.cli import training
-from sightline.cli.main import find_missing_extra, print_error
 from sightline.config import RunFile, load_config
 from sightline.config.load import expand_overrides
 from sightline.errors import ConfigError
@@ -53,27 +52,13 @@ def run(args: argparse.Namespace) -> int:
         training.check_packages()
         run_job(job, path, overrides, args.job, args.resume)
         return 0
-    file = load_config(RunFile, path, overrides)
-    on = file.launch.on
+    on = load_config(RunFile, path, overrides).launch.on
     if args.dry_run or args.seeds or args.output or on not in ("local", "ray"):
         from sightline.launch.submit import Request, submit_run
 
-        if on in ("local", "ray"):  # on a cluster the job or image has its own packages
-            _report_missing_extras(file)
         submit_run(Request(path, overrides, args.resume, args.seeds), args.dry_run, args.output)
         return 0
     return training.run_training(job, args)
-
-
-def _report_missing_extras(file: RunFile) -> None:
-    """Print which packages a start would lack. A dry run works without them."""
-    from sightline.launch.checks.settings import check_extras
-
-    try:
-        training.check_packages()
-        check_extras(file)
-    except ModuleNotFoundError as error:
-        print_error(find_missing_extra(error) or ConfigError(str(error), "install it"))
 
 
 def _check_sweep(args: argparse.Namespace, clusters: set[str]) -> None:

@@ -7,19 +7,18 @@ exits with status 1 if it finds a problem. The rollouts are kept in a run direct
 from __future__ import annotations
 
 import argparse
-import json
 from functools import partial
 from pathlib import Path
 from typing import Any
 
-from sightline.errors import ConfigError
+from sightline.cli.main import parse_env_args
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("env", metavar="ENV", help="a built-in environment, or 'module:Class'")
     parser.add_argument(
         "--env-args",
-        type=json.loads,
+        type=parse_env_args,
         default={},
         metavar="JSON",
         help="arguments of ENV as a JSON object",
@@ -58,10 +57,6 @@ def run(args: argparse.Namespace) -> int:
     from sightline.view.summary import summarize
     from sightline.view.trial import TrialPlayer, print_trial
 
-    if not isinstance(args.env_args, dict):
-        raise ConfigError(
-            f"--env-args {args.env_args!r} is not a JSON object", "write it as '{\"key\": value}'"
-        )
     values: dict[str, Any] = {"env": {"name": args.env, "args": args.env_args}}
     env = build_environment(validate_config(EnvConfig, values["env"], "[env]"))
     run_dir = claim_run_dir("runs", f"try-{env.name}")

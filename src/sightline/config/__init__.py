@@ -14,7 +14,6 @@ from sightline.config.files import (
     iter_settings,
     resolve_paths,
 )
-from sightline.config.inference_section import InferenceConfig
 from sightline.config.load import (
     dump_checked_toml,
     dump_toml,
@@ -22,6 +21,7 @@ from sightline.config.load import (
     load_stored_config,
     validate_config,
 )
+from sightline.config.process_sections import InferenceConfig
 from sightline.config.section import get_section_class
 from sightline.config.sections import (
     AlgorithmConfig,

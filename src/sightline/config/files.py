@@ -9,8 +9,7 @@ from typing import Any, Self, TypeVar
 from pydantic import model_validator
 
 from sightline.config import sections
-from sightline.config.inference_section import InferenceConfig
-from sightline.config.launch_section import LaunchConfig
+from sightline.config.process_sections import InferenceConfig, LaunchConfig
 from sightline.config.secret_refs import InvalidSetting
 from sightline.config.section import ConfigSection, get_section_class
 from sightline.errors import ResumeRefused

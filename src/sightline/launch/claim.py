@@ -9,7 +9,7 @@ import os
 import secrets
 import socket
 import tempfile
-from collections.abc import Collection, Iterator
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
 from pathlib import Path
@@ -24,10 +24,6 @@ SECRET_VARIABLE = "SIGHTLINE_SECRET"
 MIN_SECRET_CHARS = 16
 MODEL_FILES = ("*.safetensors", "*.json", "*.jinja", "*.txt", "*.model")
 MAX_THREADS = 8
-PART_BYTES = 1 << 26
-"""Parts of a larger file are hashed in parallel, and its digest is the hash of their digests."""
-PARTS_MARK = "parts:"
-"""Prefix of such a digest, which records of older versions do not have."""
 
 
 def claim_run_dir(base: str, name: str) -> RunDir:
@@ -125,19 +121,18 @@ def lock_run_dir(run_dir: RunDir) -> Iterator[None]:
         yield
 
 
-def record_model_digests(run_dir: RunDir, model: Path, part_bytes: int = PART_BYTES) -> None:
+def record_model_digests(run_dir: RunDir, model: Path) -> None:
     """Record the digests of a new run's checkpoint."""
-    data = json.dumps(_hash_model(model, part_bytes), indent=1).encode()
+    data = json.dumps(_hash_model(model), indent=1).encode()
     write_atomic(_get_digest_file(run_dir), add_checksum(data))
 
 
-def check_model_unchanged(run_dir: RunDir, model: Path, part_bytes: int = PART_BYTES) -> None:
+def check_model_unchanged(run_dir: RunDir, model: Path) -> None:
     """Raise if the checkpoint is not the one that the run began with: it is the KL reference, and
     version 0 of the policy."""
     fix = "restore it from a copy: it records which checkpoint the run began with"
     before = read_checked(_get_digest_file(run_dir), dict[str, str], fix)
-    plain = {name for name, digest in before.items() if not digest.startswith(PARTS_MARK)}
-    now = _hash_model(model, part_bytes, plain)
+    now = _hash_model(model)
     changed = sorted({name for name, _ in before.items() ^ now.items()})
     if changed:
         name = changed[0]
@@ -153,35 +148,13 @@ def _get_digest_file(run_dir: RunDir) -> Path:
     return run_dir.path / "model.json"
 
 
-def _hash_model(model: Path, part_bytes: int, plain: Collection[str] = ()) -> dict[str, str]:
-    """Return digests by file. Those of `plain` cover the whole file, however large."""
+def _hash_model(model: Path) -> dict[str, str]:
+    """Return the digest of each file."""
     files = sorted({file for pattern in MODEL_FILES for file in model.glob(pattern)})
     with ThreadPoolExecutor(MAX_THREADS, "digests") as pool:
-        parts = {
-            file.name: [
-                pool.submit(_hash_part, file, start, size)
-                for size in [file.stat().st_size if file.name in plain else part_bytes]
-                for start in range(0, max(file.stat().st_size, 1), max(size, 1))
-            ]
-            for file in files
-        }
-        return {
-            name: _join_digests([digest.result() for digest in digests])
-            for name, digests in parts.items()
-        }
+        return dict(zip([file.name for file in files], pool.map(_hash_file, files), strict=True))
 
 
-def _hash_part(file: Path, start: int, size: int) -> bytes:
-    digest = hashlib.sha256()
-    with open(file, "rb") as opened:
-        opened.seek(start)
-        while size > 0 and (data := opened.read(min(size, 1 << 20))):
-            digest.update(data)
-            size -= len(data)
-    return digest.digest()
-
-
-def _join_digests(parts: list[bytes]) -> str:
-    if len(parts) == 1:
-        return parts[0].hex()
-    return PARTS_MARK + hashlib.sha256(b"".join(parts)).hexdigest()
+def _hash_file(path: Path) -> str:
+    with open(path, "rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()

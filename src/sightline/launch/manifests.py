@@ -61,51 +61,37 @@ def build_kubernetes(file: RunFile, text: str, overrides: Sequence[str]) -> list
     command += [f"rollout.workers={file.rollout.workers}", f"launch.port={get_port(file)}"]
     launcher = ProcessSpec(LAUNCHER, [], 1, resources=specs[-1].resources)
     mounts = [{"name": "run", "mountPath": "/etc/sightline"}, {"name": "home", "mountPath": HOME}]
-    volumes: list[Table] = [run, home]
+    # A process's copy of the run, and shared memory.
+    shm: Table = {"name": "shm", "emptyDir": {"medium": "Memory"}}
+    scratch_volumes: list[Table] = [{"name": "scratch", "emptyDir": {}}, shm]
+    scratch_mounts = [
+        {"name": "scratch", "mountPath": file.launch.scratch},
+        {"name": "shm", "mountPath": "/dev/shm"},
+    ]
+    service = {
+        "clusterIP": "None",
+        "selector": {"sightline/run": name, "sightline/process": LAUNCHER},
+        "ports": [{"name": "hub", "port": get_port(file)}],
+    }
     return [
         _build_object(file, "v1", "ConfigMap", f"{name}-run") | {"data": {"run.toml": text}},
-        _build_object(file, "v1", "Service", name)
-        | {
-            "spec": {
-                "clusterIP": "None",
-                "selector": {"sightline/run": name, "sightline/process": LAUNCHER},
-                "ports": [{"name": "hub", "port": get_port(file)}],
-            }
-        },
-        _build_job(file, launcher, [*command, "--job", name], 0, volumes, mounts),
+        _build_object(file, "v1", "Service", name) | {"spec": service},
+        _build_job(file, launcher, [*command, "--job", name], 0, [run, home], mounts),
         *(
-            _build_job(file, spec, spec.command, RESTARTS, *_build_scratch(file))
+            _build_job(file, spec, spec.command, RESTARTS, scratch_volumes, scratch_mounts)
             for spec in specs
             if file.launch.is_elsewhere(spec.name)
         ),
     ]
 
 
-def _build_scratch(file: RunFile) -> tuple[list[Table], list[Table]]:
-    """Return volumes and mounts for a process's copy of the run, and for shared memory."""
-    volumes: list[Table] = [
-        {"name": "scratch", "emptyDir": {}},
-        {"name": "shm", "emptyDir": {"medium": "Memory"}},
-    ]
-    mounts = [
-        {"name": "scratch", "mountPath": file.launch.scratch},
-        {"name": "shm", "mountPath": "/dev/shm"},
-    ]
-    return volumes, mounts
-
-
-def _build_metadata(file: RunFile, name: str, process: str) -> Table:
-    labels = {"sightline/run": make_name(file.run.name), "sightline/process": process}
+def _build_object(file: RunFile, version: str, kind: str, name: str, process: str = "") -> Table:
+    labels = {"sightline/run": make_name(file.run.name)}
+    labels |= {"sightline/process": process} if process else {}
     namespace = file.launch.kubernetes.get("namespace")
-    return {
-        "name": name,
-        **({"namespace": namespace} if namespace else {}),
-        "labels": labels if process else {"sightline/run": labels["sightline/run"]},
-    }
-
-
-def _build_object(file: RunFile, version: str, kind: str, name: str) -> Table:
-    return {"apiVersion": version, "kind": kind, "metadata": _build_metadata(file, name, "")}
+    place = {"namespace": namespace} if namespace else {}
+    metadata = {"name": name, **place, "labels": labels}
+    return {"apiVersion": version, "kind": kind, "metadata": metadata}
 
 
 def _build_job(
@@ -142,14 +128,9 @@ def _build_job(
     }
     if settings.get("node_selector"):
         pod["nodeSelector"] = settings["node_selector"]
-    metadata = _build_metadata(file, f"{name}-{spec.name}", spec.name)
-    template = {"metadata": {"labels": metadata["labels"]}, "spec": pod}
-    return {
-        "apiVersion": "batch/v1",
-        "kind": "Job",
-        "metadata": metadata,
-        "spec": {"backoffLimit": restarts, "template": template},
-    }
+    job = _build_object(file, "batch/v1", "Job", f"{name}-{spec.name}", spec.name)
+    template = {"metadata": {"labels": job["metadata"]["labels"]}, "spec": pod}
+    return job | {"spec": {"backoffLimit": restarts, "template": template}}
 
 
 def make_name(name: str) -> str:

@@ -94,20 +94,14 @@ def build_rank_spec(trainer: ProcessSpec, rank: int, ranks: int, at: Rendezvous)
     return replace(trainer, name=name, arguments=words, variables=variables)
 
 
-def build_trainer_specs(trainer: ProcessSpec, settings: TrainerConfig) -> list[ProcessSpec]:
-    """Return all ranks of `trainer` on this machine."""
-    if settings.ranks == 1:
-        return [trainer]
-    at = open_rendezvous(settings)
-    return [build_rank_spec(trainer, rank, settings.ranks, at) for rank in range(settings.ranks)]
-
-
 def build_local_specs(
     trainer: ProcessSpec, settings: TrainerConfig, run_dir: RunDir, context: TorchrunContext | None
 ) -> list[ProcessSpec]:
     """Return the ranks that this launcher starts, and post the rendezvous for torchrun's."""
-    if context is None or context.size == 1:
-        return build_trainer_specs(trainer, settings)
-    at = open_rendezvous(settings, str(run_dir.path.resolve()))
-    get_rendezvous_store(context).post(at)
-    return [build_rank_spec(trainer, 0, settings.ranks, at)]
+    if settings.ranks == 1:
+        return [trainer]
+    at, ranks = open_rendezvous(settings, str(run_dir.path.resolve())), range(settings.ranks)
+    if context is not None and context.size > 1:
+        get_rendezvous_store(context).post(at)
+        ranks = range(1)
+    return [build_rank_spec(trainer, rank, settings.ranks, at) for rank in ranks]

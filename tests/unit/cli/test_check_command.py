@@ -10,7 +10,6 @@ from typing import Any
 
 import pytest
 from serving import embedded
-from store_kinds import TOKEN, http_kind
 
 from sightline.cli.main import main
 from sightline.config import RunFile, load_config
@@ -151,42 +150,6 @@ def test_a_server_that_cannot_serve_the_run_is_refused(
     assert not (here / "runs").exists()
 
 
-def test_a_server_with_another_token_for_the_images_is_told_by_what_it_says(
-    file: Path,
-    settings: ServerSpec,
-    capsys: pytest.CaptureFixture[str],
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    monkeypatch.setenv("RIGHT", TOKEN)
-    monkeypatch.setenv("WRONG", "another-token-of-somebody")
-    with http_kind(file.parent) as kind:
-        spec = settings.replace(
-            media_roots=[kind.store.root], media_token="env:WRONG",
-            media_cache_dir=str(file.parent / "cache"), weights_root=file.parent / "runs",
-        )  # fmt: skip
-        with embedded(spec) as client:
-            words = [
-                "check",
-                str(file),
-                f'inference.servers=["http://{client.host}:{client.port}"]',
-            ]
-            words += [f"media.root={kind.store.root}", "media.token=env:RIGHT"]
-            assert main([*words, "trainer.publish=store"]) == 2
-    said = capsys.readouterr().err
-    assert "cannot read an image that is in [media] root" in said and "token" in said
-    assert "fix: start it with --media (and --media-token)" in said
-
-
-def test_a_shard_that_is_missing_is_named(
-    file: Path, tiny_model: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    copy = Path(shutil.copytree(tiny_model, file.parent / "copy"))
-    weights = {"weight_map": {"x": "model-00002-of-00002.safetensors"}}
-    (copy / "model.safetensors.index.json").write_text(json.dumps(weights))
-    assert main(["check", str(file), f"model.path={copy}"]) == 2
-    assert "model-00002-of-00002.safetensors is missing" in capsys.readouterr().err
-
-
 def test_an_environment_that_cannot_be_built_is_named(
     file: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -236,3 +199,13 @@ def test_a_model_that_memory_cannot_hold_is_refused(file: Path) -> None:
     config = load_config(RunFile, file, ["trainer.device=cpu"])
     with pytest.raises(ConfigError, match="without activations"):
         check_memory(config, available=1000)
+
+
+def test_a_shard_that_is_missing_is_named(
+    file: Path, tiny_model: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    copy = Path(shutil.copytree(tiny_model, file.parent / "copy"))
+    weights = {"weight_map": {"x": "model-00002-of-00002.safetensors"}}
+    (copy / "model.safetensors.index.json").write_text(json.dumps(weights))
+    assert main(["check", str(file), f"model.path={copy}"]) == 2
+    assert "model-00002-of-00002.safetensors is missing" in capsys.readouterr().err

@@ -124,6 +124,7 @@ def test_a_missing_image_of_a_waiting_batch_is_named(run_dir: RunDir) -> None:
     first, *others = find_problems(run_dir)
     assert first.blocks and image.name[:12] in first.text
     assert not any(one.blocks or image.name[:12] in one.text for one in others), "said once"
+    assert any("images of traces are missing" in one.text for one in others)
 
 
 def test_a_finished_run_is_safe(finished: RunDir, capsys: pytest.CaptureFixture[str]) -> None:

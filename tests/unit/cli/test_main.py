@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import argparse
 import subprocess
 import sys
 import tomllib
@@ -10,12 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from sightline.cli.main import (
-    EXTRA_OF_PACKAGE,
-    RENAMED_OPTIONS,
-    build_parser,
-    main,
-)
+from sightline.cli.main import EXTRA_OF_PACKAGE, build_parser, main
 
 ROOT = Path(__file__).resolve().parents[3]
 
@@ -28,13 +22,6 @@ def test_an_error_is_printed_with_its_fix_and_no_traceback(
     assert shown.out == ""
     assert "no run file at" in shown.err and "  fix: check the path" in shown.err
     assert "Traceback" not in shown.err
-
-
-def test_an_unknown_command_names_the_known_ones(capsys: pytest.CaptureFixture[str]) -> None:
-    with pytest.raises(SystemExit) as ended:
-        main(["trian"])
-    assert ended.value.code == 2
-    assert "'config'" in capsys.readouterr().err
 
 
 def test_help_needs_no_heavy_library_and_is_that_of_all_commands() -> None:
@@ -50,29 +37,6 @@ def test_help_needs_no_heavy_library_and_is_that_of_all_commands() -> None:
         )
         assert "usage: sightline" in done.stdout and done.stdout.endswith("\n[]\n"), done
     assert build_parser([]).format_help() == build_parser().format_help()
-
-
-@pytest.mark.parametrize("command", [name for name in RENAMED_OPTIONS if name != "serve"])
-def test_an_old_option_is_refused_with_the_new_one(
-    command: str, capsys: pytest.CaptureFixture[str]
-) -> None:
-    known = set(list_options(build_parser([command])))
-    for old, new in RENAMED_OPTIONS[command].items():
-        assert new in known and old not in known
-        assert main([command, f"{old}=1"]) == 2
-        said = capsys.readouterr().err
-        assert f"{old} is now called {new}" in said and f"fix: write {new}" in said
-
-
-def list_options(parser: argparse.ArgumentParser) -> list[str]:
-    """The options of a command and of its actions."""
-    found = []
-    for action in parser._actions:
-        found += action.option_strings
-        if isinstance(action, argparse._SubParsersAction):
-            for below in action.choices.values():
-                found += list_options(below)
-    return found
 
 
 @pytest.mark.parametrize(
@@ -94,19 +58,6 @@ def test_a_command_that_lacks_its_extra_says_which_to_install(
     assert done.returncode == 2, done.stderr
     assert f"the package {package}" in done.stderr and "Traceback" not in done.stderr
     assert f"pip install 'sightline-rl[{extra}]'" in done.stderr
-
-
-def test_a_dry_run_says_first_which_extra_a_start_would_lack(tmp_path: Path) -> None:
-    text = '[model]\npath = "m"\n[env]\nname = "e"\n[media]\nroot = "s3://bucket/images"\n'
-    (tmp_path / "run.toml").write_text(text + '[trainer]\npublish = "store"\n')
-    for words, package, extra in (([], "obstore", "object-store"), (["--on", "ray"], "ray", "ray")):
-        settings = ["trainer.device=cpu", "inference.device=cpu", "eval.tasks=0"]
-        started = ["rl", "run.toml", *settings, *words]
-        done = run_without([package], [*started, "--dry-run"], tmp_path, started)
-        assert "process trainer" in done.stdout, done.stderr
-        assert done.returncode == 2 and not (tmp_path / "runs").exists()
-        assert done.stderr.count(f"the package {package}") == 2, "the plan's and the start's"
-        assert done.stderr.count(f"pip install 'sightline-rl[{extra}]'") == 2
 
 
 def test_the_extras_that_errors_name_are_those_of_the_distribution() -> None:

@@ -41,11 +41,3 @@ def test_tiny_never_replaces_a_folder_that_is_no_checkpoint(
     assert main(["model", "tiny", str(tmp_path), "--force"]) == 2
     assert "is not a checkpoint" in capsys.readouterr().err
     assert (tmp_path / "thesis.tex").exists()
-
-
-def test_an_unknown_family_is_refused_with_the_known_ones(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    with pytest.raises(SystemExit):
-        main(["model", "tiny", str(tmp_path / "x"), "--family", "nope"])
-    assert "qwen_vl" in capsys.readouterr().err

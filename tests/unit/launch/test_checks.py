@@ -45,13 +45,6 @@ def refuse(
     return run
 
 
-def test_an_unknown_key_is_refused_with_the_nearest_known_one(refuse) -> None:
-    said = refuse("[trainer]\nlearning_rat = 1.0\n")
-    assert "unknown key [trainer] learning_rat" in said
-    assert "did you mean 'max_grad_norm'" in said or "known keys" in said
-    assert "did you mean 'group_size'?" in refuse("", "orchestrator.groupsize=3")
-
-
 def test_a_model_that_cannot_see_is_refused_for_an_environment_that_shows(
     refuse, tmp_path: Path
 ) -> None:
@@ -113,10 +106,6 @@ def test_an_environment_that_is_not_there_is_refused(refuse) -> None:
     assert "is not a built-in environment" in refuse("", "env.name=no_such_game")
     assert "has no 'Nothing'" in refuse("", "env.name=sightline.envs.color_codeword:Nothing")
     assert "[env.args] does not fit" in refuse("", "env.args.colour=3")
-
-
-def test_top_p_has_no_setting_because_training_needs_the_whole_distribution(refuse) -> None:
-    assert "unknown key [rollout] top_p" in refuse("", "rollout.top_p=0.9")
 
 
 def test_a_disk_that_cannot_hold_the_run_is_refused(tiny_model: Path, tmp_path: Path) -> None:

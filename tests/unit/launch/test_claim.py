@@ -17,18 +17,6 @@ from sightline.launch.claim import (
 from sightline.view.run_status import find_launcher
 
 
-def test_a_directory_in_use_is_refused(tmp_path: Path) -> None:
-    run_dir = claim_run_dir(str(tmp_path), "r")
-    with (
-        lock_run_dir(run_dir),
-        pytest.raises(ResumeRefused, match="is using"),
-        lock_run_dir(run_dir),
-    ):
-        pass
-    with lock_run_dir(run_dir):
-        pass
-
-
 def test_a_second_launcher_does_not_hide_who_holds_the_directory(tmp_path: Path) -> None:
     run_dir = claim_run_dir(str(tmp_path), "r")
     assert find_launcher(run_dir) is None
@@ -40,20 +28,18 @@ def test_a_second_launcher_does_not_hide_who_holds_the_directory(tmp_path: Path)
     assert find_launcher(run_dir) is None
 
 
-@pytest.mark.parametrize("before, after", [(1 << 26, 1 << 26), (1000, 1000), (1 << 26, 1000)])
 def test_a_run_goes_on_only_from_the_checkpoint_it_began_with(
-    tiny_model: Path, tmp_path: Path, before: int, after: int
+    tiny_model: Path, tmp_path: Path
 ) -> None:
-    """Also where its files were hashed as wholes, and such ones are hashed in parts now."""
     model = tmp_path / "model"
     shutil.copytree(tiny_model, model)
     run_dir = claim_run_dir(str(tmp_path), "r")
-    record_model_digests(run_dir, model, before)
-    check_model_unchanged(run_dir, model, after)
+    record_model_digests(run_dir, model)
+    check_model_unchanged(run_dir, model)
     weights = model / "model.safetensors"
     weights.write_bytes(weights.read_bytes()[:-1] + b"x")
     with pytest.raises(ResumeRefused, match="model.safetensors has changed since the run began"):
-        check_model_unchanged(run_dir, model, after)
+        check_model_unchanged(run_dir, model)
 
 
 def test_steps_may_change_only_where_no_schedule_depends_on_them() -> None:

@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import os
-import shlex
 import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +11,6 @@ import pytest
 import yaml
 
 from sightline.cli.main import main
-from sightline.launch.processes import num_cores
 from sightline.run.rights import derive_rights
 
 RUN = """
@@ -104,16 +101,6 @@ def test_patterns_name_processes_that_can_be_elsewhere(
     file.write_text(text.replace("trainer = {", "orchestrator = {"))
     assert "resources: 'orchestrator'" in refuse(capsys, str(file), "--on", "ray")
     assert "#SBATCH --cpus-per-task=16\n" in dry_run(capsys, str(file), "--on", "slurm")
-
-
-def test_threads_are_counted_on_the_machine_that_has_them(
-    file: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    with open(file, "a") as opened:
-        opened.write('[launch.hosts]\ntrainer = "ssh gpu-1"\n')
-    words = ["launch.num_servers=1", f"trainer.threads={4 * num_cores()}"]
-    words += ["inference.threads=1"]
-    assert "server (here): 1 CPU" in dry_run(capsys, str(file), *words)
 
 
 def test_workers_elsewhere_have_their_own_interpreter(
@@ -301,15 +288,6 @@ def test_pods_are_given_their_own_rights_and_the_launcher_alone_the_secret(
     assert not worker.control_token and not worker.ranks
     assert secret not in text + said and f"--from-env-file={folder}/secrets.env -n rl" in said
     assert write_files(file, "kubernetes")[1]["launcher"] != secret
-
-
-def test_a_process_without_a_secret_says_so(tmp_path: Path) -> None:
-    words = ["process", "worker-0", str(tmp_path / "copy"), "--join", "--hub", "tcp://127.0.0.1:9"]
-    done = subprocess.run(
-        [sys.executable, "-m", "sightline", *words],
-        stdin=subprocess.DEVNULL, capture_output=True, text=True, timeout=120, check=False,
-    )  # fmt: skip
-    assert done.returncode == 2 and "got no rights" in done.stderr, shlex.join(words)
 
 
 def test_each_seed_is_a_job(file: Path, capsys: pytest.CaptureFixture[str]) -> None:

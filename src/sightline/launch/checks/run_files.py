@@ -20,6 +20,7 @@ from sightline.media import MediaStore
 from sightline.orchestrator.best_checkpoint import BestCheckpoint
 from sightline.orchestrator.run_state import RunState, read_progress
 from sightline.run import RunDir
+from sightline.trace import read_traces
 from sightline.trainer.checkpoint import ResumePoint
 from sightline.trainer.ledger import read_ledger
 from sightline.view.events import EventTail
@@ -135,6 +136,18 @@ def check_traces(run_dir: RunDir) -> Iterator[Finding]:
     for file in filter(Path.is_file, digests):
         if digests[file] and digest_batch(file.read_bytes()) != digests[file]:
             yield Finding(f"{file} is damaged", fix)
+
+
+def check_trace_images(run_dir: RunDir, store: MediaStore) -> Iterator[Finding]:
+    """Report images that traces show and the store lacks."""
+    shown: set[str] = set()
+    for file in run_dir.traces.glob("*.msgpack"):
+        with suppress(SightlineError):  # `check_traces` reports damaged files
+            slots = (slot for trace in read_traces(file) for n in trace.nodes for slot in n.slots)
+            shown |= {ref.digest for slot in slots for ref in slot.item.refs}
+    if missing := shown - set(store.digests()):
+        problem = f"{len(missing)} of {len(shown)} images of traces are missing in {store.root}"
+        yield Finding(problem, f"{RESTORE}; a resume does not need them")
 
 
 def check_identity(run_dir: RunDir) -> Iterator[Finding]:

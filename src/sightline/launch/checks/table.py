@@ -99,6 +99,7 @@ CHECKS = (
     Check("ledger", (RL_RUN,), "run_dir checkpoints", run_files.check_ledger),
     Check("history", (RL_RUN,), "run_dir", run_files.check_history),
     Check("traces", (RL_RUN,), "run_dir", run_files.check_traces),
+    Check("images", (RL_RUN,), "run_dir store", run_files.check_trace_images),
     Check("identity", (TRAINED_RUN,), "run_dir", run_files.check_identity),
     Check("metrics", (TRAINED_RUN,), "run_dir status", run_files.check_metrics),
     Check("export", (RUN,), "status checkpoints", run_files.check_export),
