@@ -54,9 +54,10 @@ def run(args: argparse.Namespace) -> int:
         return 0
     on = load_config(RunFile, path, overrides).launch.on
     if args.dry_run or args.seeds or args.output or on not in ("local", "ray"):
-        from sightline.launch.submit import Request, submit_run
+        from sightline.launch.submit import submit_run
 
-        submit_run(Request(path, overrides, args.resume, args.seeds), args.dry_run, args.output)
+        options = {"seeds": args.seeds, "dry_run": args.dry_run, "output": args.output}
+        submit_run(path, overrides, args.resume, **options)
         return 0
     return training.run_training(job, args)
 

@@ -9,7 +9,6 @@ from __future__ import annotations
 import os
 import signal
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
 from pathlib import Path
 from types import FrameType
 
@@ -45,47 +44,34 @@ class Preempted(Exception):
     """Raised if the job is preempted before its run has started."""
 
 
-@dataclass(frozen=True)
-class Request:
-    """A run to submit to a cluster."""
-
-    path: Path
-    """The run file, or the settings of the run to resume."""
-    overrides: Sequence[str]
-    resume: Path | None = None
-    """The run to resume."""
-    seeds: str = ""
-
-    @property
-    def words(self) -> list[str]:
-        """The arguments of the launcher inside the job."""
-        what = (
-            [str(self.path)] if self.resume is None else ["--resume", str(self.resume.absolute())]
-        )
-        return ["-m", "sightline", "rl", "--plain", *what, *self.overrides]
-
-
-def submit_run(request: Request, dry_run: bool, output: Path | None) -> None:
-    """Write the cluster's files, and submit them if that is a Slurm job. `dry_run` and `output`
-    only show them."""
-    file = load_config(RunFile, request.path, list(request.overrides))
+def submit_run(
+    path: Path,
+    overrides: Sequence[str],
+    resume: Path | None,
+    *,
+    seeds: str,
+    dry_run: bool,
+    output: Path | None,
+) -> None:
+    """Write the cluster's files for the run file `path` or the run `resume`, and submit them if
+    that is a Slurm job. `dry_run` and `output` only show them."""
+    file = load_config(RunFile, path, overrides)
     on = file.launch.on
-    if request.seeds and on != "slurm":
+    if seeds and on != "slurm":
         raise ConfigError("--seeds requires --on slurm", "elsewhere use run.seed=0,1,2,3")
     if output is not None and on in ("local", "ray"):
         raise ConfigError(f"-o {output} requires --on slurm or kubernetes", "remove -o")
-    if request.seeds:
-        for seed in slurm.expand_seeds(request.seeds):
-            naming = (f"run.seed={seed}", f"run.name={file.run.name}-seed{seed}")
-            overrides = (*request.overrides, *naming)
-            submit_run(replace(request, overrides=overrides, seeds=""), dry_run, output)
+    if seeds:
+        for seed in slurm.expand_seeds(seeds):
+            more = [*overrides, f"run.seed={seed}", f"run.name={file.run.name}-seed{seed}"]
+            submit_run(path, more, resume, seeds="", dry_run=dry_run, output=output)
         return
     file, _ = resolve_workers(file, num_cores())
     check_compatible_settings(file)
     folder = Path(file.run.dir).absolute()
     at = Endpoints(describe_address(file), file.inference.servers)
     specs = plan_run(file, folder / f"{file.run.name}-001", RUN_ID, at)
-    files = _build_files(file, request)
+    files = _build_files(file, path, overrides, resume)
     if dry_run or output is not None or on != "slurm":
         _show(files, output)
         if not file.launch.cluster_starts_processes:
@@ -106,22 +92,24 @@ def submit_run(request: Request, dry_run: bool, output: Path | None) -> None:
     print(f"stop: scancel --signal=TERM --batch {job}")
 
 
-def _build_files(file: RunFile, request: Request) -> dict[str, str]:
+def _build_files(
+    file: RunFile, path: Path, overrides: Sequence[str], resume: Path | None
+) -> dict[str, str]:
     """Return the cluster's files by name."""
     if file.launch.on == "slurm":
-        words = replace(request, path=request.path.absolute()).words
-        words += [f"rollout.workers={file.rollout.workers}"]
-        command = [file.launch.python, *words]
+        what = [str(path.absolute())] if resume is None else ["--resume", str(resume.absolute())]
+        command = [file.launch.python, "-m", "sightline", "rl", "--plain", *what, *overrides]
+        command += [f"rollout.workers={file.rollout.workers}"]
         script = slurm.build_script(file, count_components(file), command)
         return {f"{file.run.name}.sbatch": script}
     if file.launch.on != "kubernetes":
         return {}
-    if request.resume is not None:
+    if resume is not None:
         raise ConfigError(
             "--resume does not work with --on kubernetes",
             "apply the same manifests again: the launcher resumes the run by itself",
         )
-    manifests = build_kubernetes(file, request.path.read_text(), request.overrides)
+    manifests = build_kubernetes(file, path.read_text(), overrides)
     return {"sightline.yaml": yaml.safe_dump_all(manifests, sort_keys=False)}
 
 
