@@ -41,18 +41,6 @@ def test_a_live_run_updates_without_a_reload(page: Page, serve: Serve, tmp_path:
     assert page.evaluate("window.untouched") is True
 
 
-def test_a_rollout_that_is_yet_to_be_read_shows_when_it_is(
-    page: Page, serve: Serve, tmp_path: Path
-) -> None:
-    run = SyntheticRun(tmp_path / "live-001", SIZE)
-    run.write_step()
-    address = serve(tmp_path)
-    page.goto(f"{address}/rollout?run=live-001&file=step_000002.msgpack&number=3")
-    expect(page.locator("main")).to_contain_text("rollout not found")
-    run.write_step()
-    expect(page.locator("main h1")).to_be_visible()
-
-
 def test_answers_that_take_longer_than_a_step_still_show(
     page: Page, serve: Serve, tmp_path: Path
 ) -> None:
@@ -76,15 +64,6 @@ def test_answers_that_take_longer_than_a_step_still_show(
     # News that arrived meanwhile are fetched, too.
     step = page.locator(".fact", has_text="step").locator("dd").first
     expect(step).to_contain_text(str(run.steps))
-
-
-def test_a_run_that_appears_shows(page: Page, serve: Serve, tmp_path: Path) -> None:
-    SyntheticRun(tmp_path / "first-001", SIZE).write_step()
-    address = serve(tmp_path)
-    page.goto(f"{address}/")
-    expect(page.locator(".runs li")).to_have_count(1)
-    SyntheticRun(tmp_path / "second-001", SIZE).write_step()
-    expect(page.locator(".runs li")).to_have_count(2)
 
 
 def test_a_server_that_ends_is_noticed_and_found_again(

@@ -83,20 +83,3 @@ def test_many_rollouts_page_without_loading_more_than_a_page(
         print(f"{how}: {time.monotonic() - began:.2f} s, {bytes_asked:,} bytes beside thumbnails")
         assert set(asked) <= {"rollouts", "thumb", "facets", "static"}, asked
         assert len(asked["rollouts"]) <= 2 and max(asked["rollouts"]) < MOST_JSON
-
-
-def test_a_rollout_of_many_costs_itself(page: Page, serve: Serve, many: Path) -> None:
-    address = serve(many)
-    # Other requests of the page may end after the one for the rows.
-    with page.expect_response(lambda answer: "/api/facets" in answer.url):
-        page.goto(f"{address}/rollouts?page={NUM_ROLLOUTS // 100}")
-    expect(page.locator(".pager").first).to_contain_text(
-        f"{NUM_ROLLOUTS // 2 + 1:,}–{NUM_ROLLOUTS // 2 + 50:,} of"
-    )
-    traffic = Traffic(page)
-    page.locator("tbody tr").first.locator("a").click()
-    expect(page.locator(".token.sampled").first).to_be_visible()
-    asked = traffic.take()
-    assert sum(asked["rollout"]) < 30_000
-    # Thumbnails of the list may still be on their way, and so may the icon of the page.
-    assert set(asked) <= {"rollout", "tokens", "media", "thumb", "static"}

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 import shutil
 from pathlib import Path
 
@@ -85,14 +84,6 @@ def test_a_collapse_is_an_alert_and_a_new_number_has_a_chart(page: Page, address
     expect(page.locator(".chart h3", has_text="never heard of")).to_be_visible()
 
 
-def test_the_axis_is_steps_wall_clock_or_tokens(page: Page, address: str) -> None:
-    page.goto(f"{address}/?run=stopped-001")
-    for name, said in (("time", r"\d:\d\d"), ("tokens", "tokens"), ("step", r"step \d")):
-        page.get_by_label("x-axis").select_option(name)
-        page.locator(".u-over").first.hover()
-        expect(page.locator(".legend .at").first).to_have_text(re.compile(said))
-
-
 def test_runs_are_found_by_name_tag_and_state(page: Page, address: str) -> None:
     page.goto(f"{address}/?run=collapsed-001")
     expect(page.locator(".notes .tag")).to_have_text("sweep")
@@ -116,17 +107,6 @@ def test_rollouts_fold_by_group(page: Page, address: str) -> None:
     expect(first.locator(".inside tbody tr")).to_have_count(10)
     first.locator(".inside a").first.click()
     expect(page.locator(".siblings")).to_be_visible()
-
-
-def test_settings_that_were_chosen_stand_first(page: Page, address: str) -> None:
-    page.goto(f"{address}/settings?run=stopped-001")
-    row = page.locator("tr.chosen", has_text="trainer.lr")
-    expect(row).to_contain_text("0.000001")
-    expect(row).to_contain_text("0.00001")
-    kinds = page.locator("table.settings tbody tr").evaluate_all(
-        "rows => rows.map((row) => row.className.trim())"
-    )
-    assert kinds == sorted(kinds) and {"chosen", "usual"} == set(kinds)
 
 
 def test_a_phone_shows_every_page_without_scrolling_sideways(page: Page, address: str) -> None:

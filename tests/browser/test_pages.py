@@ -6,7 +6,6 @@ import re
 import shutil
 from pathlib import Path
 
-import pytest
 from playwright.sync_api import Page, expect
 
 from sightline.run import RunDir
@@ -152,20 +151,6 @@ def test_two_runs_are_compared(page: Page, serve: Serve, small_run: Path, tmp_pa
     )
 
 
-def test_keys_work_from_the_moment_that_rows_are_there(page: Page, small: str) -> None:
-    page.goto(f"{small}/")
-    expect(page.locator("h1")).to_have_text("shop-001")
-    page.evaluate(
-        """() => new MutationObserver((changes, observer) => {
-            if (!document.querySelector("table.rollouts:not(.settings) tbody tr")) return;
-            observer.disconnect();
-            document.body.dispatchEvent(new KeyboardEvent("keydown", { key: "n", bubbles: true }));
-        }).observe(document.body, { childList: true, subtree: true })"""
-    )
-    page.keyboard.press("2")
-    expect(page).to_have_url(re.compile("page=1"))
-
-
 def test_the_keyboard_is_enough(page: Page, small: str) -> None:
     page.goto(f"{small}/")
     expect(page.locator("h1")).to_have_text("shop-001")
@@ -195,18 +180,6 @@ def test_the_keyboard_is_enough(page: Page, small: str) -> None:
     page.keyboard.press("Escape")
     page.keyboard.press("?")
     expect(page.get_by_role("dialog")).to_be_visible()
-
-
-@pytest.mark.parametrize("theme", ["light", "dark"])
-def test_light_and_dark_follow_the_system_or_the_choice(page: Page, small: str, theme: str) -> None:
-    page.emulate_media(color_scheme=theme)  # type: ignore[arg-type]
-    page.goto(f"{small}/")
-    expect(page.locator("html")).to_have_attribute("data-theme", theme)
-    page.keyboard.press("t")
-    page.keyboard.press("t")
-    expect(page.locator("html")).to_have_attribute("data-theme", "dark")
-    page.reload()
-    expect(page.locator("html")).to_have_attribute("data-theme", "dark")
 
 
 def test_bound_elsewhere_a_link_with_the_token_opens_it(

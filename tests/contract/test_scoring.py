@@ -28,8 +28,7 @@ from sightline.trace import (
     encode_trace,
     write_traces,
 )
-from sightline.view.prompt_scorer import ServerPromptScorer
-from sightline.view.trace_replay import ReplayReport, replay_trace
+from sightline.view.trace_replay import ReplayReport, ServerPromptScorer, replay_trace
 from sightline.wire.generate import (
     GenerateRequest,
     SamplingParams,

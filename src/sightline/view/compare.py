@@ -14,7 +14,6 @@ from sightline.view import formatting
 from sightline.view.events import by_step, find_number, numbers_of, read_events
 from sightline.view.run_files import RunFiles, get_run_dir
 from sightline.view.summary import build_summary
-from sightline.view.templating import get_template
 
 NUM_POINTS = 6
 """Points shown of each curve, at the same steps of both runs."""
@@ -172,7 +171,3 @@ def print_comparison(comparison: Comparison, console: Console) -> None:
         for row in rows or [ComparisonRow("none", "", "")]:
             table.add_row(*(Text(formatting.clean(cell)) for cell in row))
         console.print(table)
-
-
-def to_markdown(comparison: Comparison) -> str:
-    return get_template("compare.md.jinja").render(comparison=comparison)

@@ -20,10 +20,12 @@ from typing import Any
 import pyarrow
 import pyarrow.parquet
 
-from sightline.errors import MediaError, Misaligned
+from sightline.errors import ConfigError, MediaError, Misaligned
 from sightline.media import MediaStore
+from sightline.run.run_dir import RunDir
 from sightline.trace import Trace
 from sightline.view.dashboard import trace_files
+from sightline.view.run_files import RunFiles, get_run_dir
 from sightline.view.trace_export import openai_message
 
 MAX_IMAGE_BYTES = 2_000_000
@@ -87,6 +89,24 @@ def build_schema() -> pyarrow.Schema:
     ordered = {name: features[name] for name in FIELDS}
     note = json.dumps({"info": {"features": ordered}}).encode()
     return pyarrow.schema(list(FIELDS.items()), metadata={b"huggingface": note})
+
+
+def export_samples(
+    run_dir: RunDir, steps: list[int] | None = None, max_rollout_bytes: int = MAX_ROLLOUT_BYTES
+) -> Iterator[tuple[str, ExportCounts]]:
+    """Yield the name and the counts of each file after it was written."""
+    run_dir = get_run_dir(run_dir.path)
+    files = sorted(run_dir.traces.glob("step_*.msgpack"))
+    if steps:
+        files = [run_dir.traces_of(step) for step in steps]
+    store = RunFiles(run_dir).open_store()
+    for file in files:
+        if not file.is_file():
+            raise ConfigError(f"there is no {file}", "name a step that has traces")
+        name = f"{file.stem}.parquet"
+        verdicts = trace_files.read_verdicts(run_dir, file.stem)
+        target = run_dir.samples / name
+        yield name, export_step(file, target, store, verdicts, max_rollout_bytes)
 
 
 def export_step(

@@ -8,26 +8,30 @@ It can also be written for a run that is still running, or that was killed.
 
 from __future__ import annotations
 
+import re
 from collections import Counter
 from collections.abc import Iterator
+from html import escape
 from pathlib import Path
 from typing import Any
+
+from jinja2 import Environment, PackageLoader, StrictUndefined
 
 from sightline.errors import SightlineError
 from sightline.run.run_dir import RunDir
 from sightline.trace import read_traces
 from sightline.view.dashboard.trace_files import pick_first_and_last
 from sightline.view.events import find_number, numbers_of, read_events
-from sightline.view.formatting import clean, fixed, whole
+from sightline.view.formatting import clean, fixed, percent, whole
 from sightline.view.run_files import RunFiles
 from sightline.view.summary import build_summary, evals_by_name, headlines, swapped_reward
-from sightline.view.templating import get_template
 from sightline.view.timeline import build_timeline
 from sightline.view.transcript import format_transcript
 from sightline.wire.file import write_atomic
 
 TRANSCRIPTS_PER_FILE = 3
 _TRANSCRIPT_WIDTH = 100
+_SPECIAL = re.compile(r"([\\`*_\[\]#|~])")
 
 
 def write_report(run_dir: RunDir) -> Path:
@@ -41,7 +45,16 @@ def write_report(run_dir: RunDir) -> Path:
     summary = files.find_summary() or build_summary(events)
     drops = Counter(str(e.values.get("reason", "")) for e in events if e.kind == "dropped")
     verdicts = numbers_of(summary, "verdicts")
-    markdown = get_template("report.md.jinja").render(
+    environment = Environment(
+        autoescape=False,  # the template passes every text through `md` or `fence`
+        undefined=StrictUndefined,
+        loader=PackageLoader("sightline.view"),
+        trim_blocks=True,
+        lstrip_blocks=True,
+        keep_trailing_newline=True,
+    )
+    environment.filters |= {"md": escape_markdown, "fence": fence_text, "percent": percent}
+    markdown = environment.get_template("report.md.jinja").render(
         name=run_dir.path.resolve().name,
         headlines=headlines(summary),
         evals=_eval_table(evals_by_name(events)),
@@ -91,3 +104,15 @@ def _transcripts(run_dir: RunDir) -> Iterator[tuple[str, str]]:
                     break
         except (SightlineError, OSError) as error:
             yield title, clean(error)
+
+
+def escape_markdown(text: object) -> str:
+    """Return the text as one line in which neither Markdown nor HTML has a meaning."""
+    return _SPECIAL.sub(r"\\\1", escape(clean(text), quote=False))
+
+
+def fence_text(text: str) -> str:
+    """Return the text as a code block that its contents cannot end."""
+    longest = max((len(run) for run in re.findall("`+", text)), default=0)
+    fence = "`" * max(3, longest + 1)
+    return f"{fence}text\n{text}\n{fence}"

@@ -7,7 +7,10 @@ import asyncio
 import json
 import shutil
 import sys
+from collections.abc import Iterator
+from itertools import zip_longest
 from pathlib import Path
+from typing import Any, NamedTuple
 
 from sightline import config
 from sightline.config import MediaConfig, ModelConfig
@@ -17,15 +20,25 @@ from sightline.families import Family, load_family, load_renderer
 from sightline.media import MediaStore, open_store
 from sightline.render import Renderer
 from sightline.rollout.client import GenerateClient
-from sightline.trace import Trace, read_traces
-from sightline.view.prompt_scorer import ServerPromptScorer
-from sightline.view.trace_diff import find_trace_difference
+from sightline.trace import Node, Trace, read_traces
 from sightline.view.trace_export import branch_records, copy_images
-from sightline.view.trace_replay import ReplayReport, replay_trace
+from sightline.view.trace_replay import (
+    ReplayReport,
+    ServerPromptScorer,
+    describe_tokens,
+    first_difference,
+    replay_trace,
+)
 from sightline.view.transcript import describe_trace, format_transcript
 from sightline.wire.file import write_atomic
 
 MAX_WIDTH = 100
+_FIELDS_BEFORE_NODES = ("env", "task", "split", "seed", "temperature")
+_FIELDS_AFTER_NODES = (
+    "forks", "reward", "rewards", "per_turn", "truncated", "limit", "error", "error_kind",
+    "refused_requests",
+)  # fmt: skip
+_NODE_FIELDS = ("message", "sampled_start", "slots", "finish_reason", "versions")
 
 
 def read_wanted_traces(path: Path, wanted: str | None) -> list[Trace]:
@@ -103,6 +116,55 @@ def diff_traces(args: argparse.Namespace) -> int:
         return 1
     print(f"{len(traces)} traces, no difference")
     return 0
+
+
+class TraceDifference(NamedTuple):
+    where: str
+    one: str
+    other: str
+
+
+def find_trace_difference(
+    one: Trace, other: Trace, renderer: Renderer | None = None
+) -> TraceDifference | None:
+    """Return the first difference in the order of events, or None.
+
+    A `renderer` decodes the tokens around it.
+    """
+    for where, a, b in _list_fields(one, other):
+        if a == b:
+            continue
+        if where.endswith("token"):
+            at = first_difference(a, b)
+            if where.endswith("sampled token"):
+                return TraceDifference(f"{where} {at}", f"{a[at]}", f"{b[at]}")
+            texts = (describe_tokens(ids, at, renderer) for ids in (a, b))
+            return TraceDifference(f"{where} {at}", *texts)
+        return TraceDifference(where, f"{a!r}", f"{b!r}")
+    return None
+
+
+def _list_fields(one: Trace, other: Trace) -> Iterator[tuple[str, Any, Any]]:
+    for name in _FIELDS_BEFORE_NODES:
+        yield name, getattr(one, name), getattr(other, name)
+    for number, (a, b) in enumerate(zip_longest(one.nodes, other.nodes)):
+        if a is None or b is None:
+            yield f"node {number}", _describe_node(a), _describe_node(b)
+            return
+        where = f"node {a.id} ({a.message.role})"
+        yield f"{where}, parent", a.parent, b.parent
+        yield f"{where}, token", a.token_ids.numpy().tolist(), b.token_ids.numpy().tolist()
+        for name in _NODE_FIELDS:
+            yield f"{where}, {name}", getattr(a, name), getattr(b, name)
+        logprobs = (node.logprobs.numpy().tolist() for node in (a, b))
+        yield f"{where}, logprob of sampled token", *logprobs
+        yield f"{where}, tools", one.get_toolset(a.tools), other.get_toolset(b.tools)
+    for name in _FIELDS_AFTER_NODES:
+        yield name, getattr(one, name), getattr(other, name)
+
+
+def _describe_node(node: Node | None) -> str:
+    return "no such node" if node is None else f"{node.message.role}: {node.message.text!r}"
 
 
 def replay_traces(args: argparse.Namespace) -> int:

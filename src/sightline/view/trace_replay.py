@@ -13,13 +13,14 @@ import asyncio
 import json
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Protocol
 
-from sightline.errors import EngineError
+from sightline.errors import EngineError, Misaligned
 from sightline.render import Bridged, Renderer, Tools
+from sightline.rollout.client import GenerateClient
 from sightline.trace.node import ROOT, Node
 from sightline.trace.trace import Trace
 from sightline.wire import Slot
+from sightline.wire.generate import GenerateRequest, SamplingParams
 
 LOGPROB_TOLERANCE = 1e-3
 """How much a logprob may differ. A float32 engine agrees with itself to about 1e-5."""
@@ -40,12 +41,42 @@ class PromptScores:
     """The version of the weights that scored."""
 
 
-class PromptScorer(Protocol):
-    """A function that asks a server to score a prompt."""
+@dataclass(frozen=True)
+class ServerPromptScorer:
+    """Scores tokens on a live server, with the generate protocol."""
+
+    client: GenerateClient
+    modality: str = "image"
 
     async def __call__(
         self, token_ids: list[int], slots: list[Slot], temperature: float
-    ) -> PromptScores: ...
+    ) -> PromptScores:
+        # The protocol has no request that samples nothing. The sampled token is discarded.
+        params = SamplingParams(max_tokens=1, temperature=temperature, seed=0, prompt_logprobs=0)
+        response = await self.client.generate(
+            GenerateRequest.of(token_ids, slots, params, self.modality)
+        )
+        entries, versions = response.prompt_logprobs, response.choices[0].weight_versions
+        if entries is None or not versions:
+            raise EngineError(
+                "the server returned no prompt logprobs or no weight versions",
+                "replay against a server started by `sightline serve`",
+                kind="incomplete",
+            )
+        if len(entries) != len(token_ids) or any(
+            entry is not None and token not in entry
+            for token, entry in zip(token_ids, entries, strict=False)
+        ):
+            raise Misaligned(
+                "the server's logprobs do not belong to the prompt's tokens",
+                "see the server's log",
+            )
+        logprobs = [
+            None if entry is None else entry[token].logprob
+            for token, entry in zip(token_ids, entries, strict=True)
+        ]
+        digests = response.sightline.pixel_digests if response.sightline else [None] * len(slots)
+        return PromptScores(logprobs, digests, versions[0].version)
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,7 +118,7 @@ class ReplayReport:
 async def replay_trace(
     trace: Trace,
     renderer: Renderer,
-    score: PromptScorer | None,
+    score: ServerPromptScorer | None,
     tolerance: float = LOGPROB_TOLERANCE,
 ) -> ReplayReport:
     """Render and parse all turns of `trace` again, and score them if there is a `score`."""
@@ -204,7 +235,7 @@ class _ScoreComparison:
         self._tolerance = tolerance
         self._turns = {turn.node: turn for turn in replayed.turns}
 
-    async def score(self, path: list[int], turns: list[int], score: PromptScorer) -> None:
+    async def score(self, path: list[int], turns: list[int], score: ServerPromptScorer) -> None:
         trace, replayed = self._trace, self._replayed
         try:
             scored = await score(trace.tokens(path), trace.slots(path), trace.temperature)

@@ -14,6 +14,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from PIL.Image import Image, Resampling
+
 import sightline
 from sightline.envs import Environment, Task
 from sightline.errors import SightlineError
@@ -23,7 +25,6 @@ from sightline.render import Renderer
 from sightline.rollout.model_chat import ModelChat
 from sightline.rollout.player import RolloutPlayer
 from sightline.trace import Trace
-from sightline.view.terminal_image import draw_image
 from sightline.view.transcript import format_transcript
 from sightline.wire.control import RolloutRequest
 
@@ -80,6 +81,20 @@ def print_trace(trace: Trace, store: MediaStore) -> None:
     pictures = draw if sys.stdout.isatty() else None
     lines = format_transcript(trace, width, draw=pictures, shows_errors=False)
     print("\n".join(lines), end="\n\n", flush=True)
+
+
+def draw_image(image: Image, columns: int = 32, rows: int = 12) -> list[str]:
+    """Return half blocks in 24-bit colour, two pixels each, in lines of at most `columns`."""
+    scale = min(1.0, columns / image.width, 2 * rows / image.height)
+    width = max(1, round(image.width * scale))
+    height = max(2, round(image.height * scale / 2) * 2)
+    small = image.convert("RGB").resize((width, height), Resampling.BOX)
+
+    def draw_cell(x: int, y: int) -> str:
+        upper, lower = (";".join(map(str, small.getpixel((x, at)))) for at in (y, y + 1))  # type: ignore[arg-type]
+        return f"\x1b[38;2;{upper}m\x1b[48;2;{lower}m▀"
+
+    return ["".join(draw_cell(x, y) for x in range(width)) + "\x1b[0m" for y in range(0, height, 2)]
 
 
 def find_problems(

@@ -26,7 +26,3 @@ def test_other_numbers_have_students(count: int, t: float) -> None:
     half = t * statistics.stdev(values) / math.sqrt(count)
     assert (high - low) / 2 == pytest.approx(half, rel=0.02)
     assert (high + low) / 2 == pytest.approx(statistics.fmean(values))
-
-
-def test_one_value_and_none_say_nothing() -> None:
-    assert confidence_interval([]) == confidence_interval([0.3]) == (-math.inf, math.inf)

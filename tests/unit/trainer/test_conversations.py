@@ -28,7 +28,7 @@ from sightline.trainer.conversations import (
     check_rows_for_images,
     open_conversations,
 )
-from sightline.view.samples_export import export_samples
+from sightline.view.parquet_export import export_samples
 
 SIDE = 64
 

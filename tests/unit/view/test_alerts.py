@@ -35,10 +35,6 @@ def test_a_reward_that_falls_to_a_fraction_of_its_best_has_collapsed(tmp_path: P
     assert found == {"collapses": "The reward fell to 0.1 from 0.8 around step 10."}
 
 
-def test_a_reward_that_is_rare_and_noisy_has_not(tmp_path: Path) -> None:
-    assert kinds(tmp_path, [{"reward": 0.1 * (i % 4 == 0)} for i in range(35)]) == {}
-
-
 def test_no_entropy_is_a_collapse_unless_the_task_is_mastered(tmp_path: Path) -> None:
     (tmp_path / "sure").mkdir()
     certain = [{"entropy": 0.001, "loss": 0.1} for _ in range(20)]

@@ -83,21 +83,6 @@ def test_plain_output_has_no_control_codes_even_of_hostile_text(run_dir):
     assert all(c.isprintable() or c == "\n" for c in printed)
 
 
-def test_a_torn_line_is_read_when_it_is_whole_and_nothing_is_read_twice(run_dir):
-    view, file, clock = view_of(run_dir)
-    append(run_dir, step(1))
-    whole = run_dir.metrics.read_bytes()
-    run_dir.metrics.write_bytes(whole[:40])
-    view.update()
-    assert file.getvalue() == ""
-    with open(run_dir.metrics, "ab") as out:
-        out.write(whole[40:] + b"not an event\n")
-    clock.now += 10
-    view.update()
-    view.update()
-    assert len(file.getvalue().splitlines()) == 1
-
-
 def test_the_panel_shows_the_state_of_the_run_in_80_columns(run_dir):
     view, file, clock = view_of(run_dir, terminal=True)
     append(run_dir, state("training", T0))

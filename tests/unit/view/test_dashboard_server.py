@@ -14,7 +14,6 @@ from starlette.testclient import TestClient
 from synthetic_run import SyntheticSize, write_synthetic_run
 from videos import encode_video, noise_frames
 
-from sightline.errors import ConfigError
 from sightline.media import MediaStore
 from sightline.run import RunDir
 from sightline.trace import read_traces
@@ -166,19 +165,3 @@ def test_a_run_that_is_removed_does_not_end_the_others(run_dir: RunDir, tmp_path
     runs.discover()
     assert [run["key"] for run in client.get("/api/runs").json()] == ["synthetic"]
     runs.close()
-
-
-def test_two_runs_of_one_name_have_two_keys(tmp_path: Path) -> None:
-    for parent in ("a", "b"):
-        path = tmp_path / parent / "run-001"
-        path.mkdir(parents=True)
-        (path / "config.toml").write_text('[run]\nname = "x"\n')
-    runs = RunCollection([tmp_path / "a", tmp_path / "b" / "run-001"])
-    assert [view.key for view in runs.all()] == ["run-001", "b.run-001"]
-    (tmp_path / "a" / "run-002").mkdir()
-    (tmp_path / "a" / "run-002" / "metrics.jsonl").write_text("")
-    runs.refresh()
-    assert runs.find_run("run-002") is not None
-    runs.close()
-    with pytest.raises(ConfigError, match="no folder"):
-        RunCollection([tmp_path / "nothing"])

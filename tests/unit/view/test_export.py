@@ -20,8 +20,7 @@ from synthetic_run import SyntheticSize, write_synthetic_run
 from sightline.media import MediaStore
 from sightline.run import RunDir
 from sightline.trace import Trace, read_traces, write_traces
-from sightline.view.parquet_export import export_step
-from sightline.view.samples_export import export_samples
+from sightline.view.parquet_export import export_samples, export_step
 
 
 @pytest.fixture(scope="module")

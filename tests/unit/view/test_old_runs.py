@@ -23,9 +23,9 @@ from sightline.view.dashboard.run_collection import RunCollection
 from sightline.view.dashboard.run_view import RunView
 from sightline.view.dashboard.server import build_app
 from sightline.view.inspect import inspect_run
+from sightline.view.parquet_export import export_samples
 from sightline.view.report import write_report
 from sightline.view.run_files import RunFiles
-from sightline.view.samples_export import export_samples
 
 GOLDEN = Path(__file__).resolve().parents[2] / "golden" / "old_runs"
 SIZE = SyntheticSize(steps=2, rollouts_per_step=20, images=4, conversations=6)

@@ -8,7 +8,6 @@ from sightline.trace import write_traces
 from sightline.view.dashboard import export
 from sightline.view.report import write_report
 from sightline.view.summary import summarize
-from sightline.view.templating import escape_markdown, fence_text
 from sightline.wire.event import Event
 
 from .event_fixtures import HOSTILE, T0, append, step, trace_of, write_run
@@ -38,12 +37,6 @@ def test_the_report_shows_figures_and_rollouts(tmp_path):
     assert text.count("\ntrace ") == 6
 
 
-def test_the_report_quotes_the_probe(tmp_path):
-    run_dir = write_run(tmp_path / "demo", steps=4)
-    append(run_dir, Event(T0, "trainer", "probe", 4, {"is_blind": True, "words": "Blind: <so>."}))
-    assert "Blind: &lt;so&gt;." in report_of(run_dir)
-
-
 def test_hostile_text_runs_nothing(tmp_path):
     run_dir = write_run(tmp_path / "demo", text=HOSTILE)
     values = {"reason": HOSTILE, "rollout_id": HOSTILE, "detail": HOSTILE}
@@ -59,11 +52,6 @@ def test_hostile_text_runs_nothing(tmp_path):
     # Our three script elements and no other: a text cannot open or close one.
     assert page.count("<script") == page.count("</script") == 3
     assert "default-src 'none'" in page
-
-
-def test_markdown_text_stays_text():
-    assert escape_markdown("a|b <i> *x* `y`\n# z") == r"a\|b &lt;i&gt; \*x\* \`y\` \# z"
-    assert fence_text("```\nx") == "````text\n```\nx\n````"
 
 
 def test_a_run_without_anything_has_a_report(tmp_path):

@@ -77,13 +77,3 @@ def test_exceptions_are_counted_by_their_last_line(run_dir: RunDir) -> None:
         groups = queries.list_groups(connection, queries.RolloutFilter(), 0, 10)
         assert [row["group_id"] for row in groups["rows"]] == ["g0", "g1"]
         assert groups["total"] == 2 and groups["rows"][0]["verdicts"] == {"broken": 2}
-
-
-def test_notes_and_their_tags_are_read_and_a_page_hears_of_them(run_dir: RunDir) -> None:
-    view = view_of(run_dir)
-    view.refresh()
-    before = view.revision
-    run_dir.notes.write_text("#baseline of issue#7, # no tag\nlr too high #lr=3e-4. #baseline")
-    view.refresh()
-    assert view.revision > before
-    assert view.overview()["tags"] == ["baseline", "lr=3e-4"]

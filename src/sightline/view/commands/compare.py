@@ -12,18 +12,14 @@ from pathlib import Path
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("first", type=Path, metavar="RUN", help="a run directory")
     parser.add_argument("second", type=Path, metavar="RUN", help="another run directory")
-    parser.add_argument("--markdown", action="store_true", help="print Markdown")
 
 
 def run(args: argparse.Namespace) -> int:
     from rich.console import Console
 
     from sightline.run import RunDir
-    from sightline.view.compare import compare_runs, print_comparison, to_markdown
+    from sightline.view.compare import compare_runs, print_comparison
 
     comparison = compare_runs(RunDir(args.first), RunDir(args.second))
-    if args.markdown:
-        print(to_markdown(comparison), end="")
-    else:
-        print_comparison(comparison, Console())
+    print_comparison(comparison, Console())
     return 0

@@ -22,7 +22,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     from sightline.run import RunDir
-    from sightline.view.samples_export import export_samples
+    from sightline.view.parquet_export import export_samples
 
     max_bytes = int(args.max_image_mb * 1e6)
     for name, counts in export_samples(RunDir(args.run_dir), args.step, max_bytes):

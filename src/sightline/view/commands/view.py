@@ -43,7 +43,7 @@ def run(args: argparse.Namespace) -> int:
             raise ConfigError("--export writes one run", "name one run directory")
         print(export_run(get_run_dir(args.runs[0]), args.export))
         return 0
-    from sightline.view.dashboard.serve import serve_dashboard
+    from sightline.view.dashboard.server import serve_dashboard
 
     serve_dashboard(args.runs, args.host, args.port, args.token, args.tls_cert, args.tls_key)
     return 0

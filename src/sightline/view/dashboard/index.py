@@ -27,10 +27,12 @@ from sightline.algo.mismatch import StepMismatch, measure_mismatch
 from sightline.errors import SightlineError
 from sightline.run.run_dir import RunDir
 from sightline.trace import Trace
-from sightline.view.dashboard import schema, trace_files
-from sightline.view.verdicts import parse_verdicts
+from sightline.view.dashboard import trace_files
+from sightline.view.dashboard.trace_files import parse_verdicts
 from sightline.wire.micro_batch import StepScores
 
+SCHEMA_VERSION = 3
+"""The version of `schema.sql`. Older indexes are built again."""
 BUSY_TIMEOUT_S = 30.0
 UNSTORABLE = (OverflowError, sqlite3.IntegrityError)
 """Raised for values that SQLite cannot store: integers over 64 bits, and NaN."""
@@ -116,14 +118,14 @@ class RolloutIndex:
             connection.execute("PRAGMA journal_mode = WAL")
         with self._transaction() as connection:
             version = connection.execute("PRAGMA user_version").fetchone()[0]
-            if version == schema.VERSION:
+            if version == SCHEMA_VERSION:
                 return
             tables = connection.execute("SELECT name FROM sqlite_master WHERE type = 'table'")
             for (name,) in tables.fetchall():
                 connection.execute(f'DROP TABLE "{name}"')
-            for statement in schema.TABLES.split(";"):
+            for statement in Path(__file__).with_name("schema.sql").read_text().split(";"):
                 connection.execute(statement)
-            connection.execute(f"PRAGMA user_version = {schema.VERSION}")
+            connection.execute(f"PRAGMA user_version = {SCHEMA_VERSION}")
 
     def refresh(self, max_files: int = 1 << 30) -> RefreshResult:
         """Read what the run has written since, but at most `max_files` trace files."""

@@ -5,20 +5,23 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import re
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Sequence
 from pathlib import Path
 from typing import Annotated, Any
 
 import msgspec
+import uvicorn
 from fastapi import FastAPI, Query
 from starlette.exceptions import HTTPException
 from starlette.requests import Request
 from starlette.responses import Response, StreamingResponse
 
 from sightline.config import RunFile, SftFile, iter_settings
+from sightline.config.secret_refs import resolve_secret
 from sightline.errors import MediaError, MediaMissing, SightlineError
 from sightline.media.ref import is_digest
-from sightline.transport.http_server import RequestGuard
+from sightline.transport.http_server import RequestGuard, build_uvicorn_config, check_address
+from sightline.transport.listen import bind_socket, check_tls, describe_link
 from sightline.view.dashboard import processes, queries, rollout_page, thumbnails
 from sightline.view.dashboard.access import AccessMiddleware
 from sightline.view.dashboard.live_updates import RunWatcher
@@ -91,6 +94,28 @@ def build_app(runs: RunCollection, guard: RequestGuard = LOOPBACK) -> FastAPI:
     app.add_exception_handler(SightlineError, _sightline_error_response)
     app.add_middleware(AccessMiddleware, guard=guard)
     return app
+
+
+def serve_dashboard(
+    paths: Sequence[Path], host: str, port: int, token: str = "", cert: str = "", key: str = ""
+) -> None:
+    """Serve the runs at `paths`. `token` refers to a secret; `cert` and `key` are PEM files."""
+    check_address(host, token, "--token")
+    tls = check_tls(cert, key, host)
+    guard = RequestGuard(host, resolve_secret(token, "--token"))
+    runs = RunCollection(paths)
+    listening = bind_socket(host, port)
+    listening.listen(128)
+    print(describe_link(host, listening.getsockname()[1], "/", has_tls=bool(tls)), flush=True)
+    if token:
+        print(f"open the address once with ?token= and the token from {token}", flush=True)
+    config = build_uvicorn_config(
+        build_app(runs, guard),
+        # Browsers keep their event streams open. Do not wait for them.
+        timeout_graceful_shutdown=1,
+        **tls,
+    )
+    uvicorn.Server(config).run(sockets=[listening])
 
 
 class Dashboard:

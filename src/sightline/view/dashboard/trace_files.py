@@ -1,4 +1,4 @@
-"""Read trace files, and extract what the index keeps of each rollout."""
+"""Read traces and verdicts, and extract what the index keeps of each rollout."""
 
 from __future__ import annotations
 
@@ -12,8 +12,10 @@ from pathlib import Path
 from sightline.errors import SightlineError, WireError
 from sightline.media import MediaRef
 from sightline.message import Message
+from sightline.run.run_dir import RunDir
 from sightline.trace import Trace, decode_trace
 from sightline.trace.codec import FILE_MAGIC
+from sightline.wire.file import read_lines
 
 MAX_ANSWER_CHARS = 160
 BROKEN = "broken"
@@ -149,3 +151,20 @@ def collect_images(trace: Trace) -> list[tuple[MediaRef, int, int]]:
         for node in trace.nodes
         for place, slot in enumerate(node.slots)
     ]
+
+
+def parse_verdicts(line: bytes) -> tuple[int, dict[str, str]] | None:
+    """Return the step of a line and its verdicts by rollout; None if it is unreadable."""
+    try:
+        record = json.loads(line)
+        verdicts = {name: v for v, names in record["verdicts"].items() for name in names}
+        step = int(record["step"])
+        return (step, verdicts) if 0 <= step < 2**63 else None
+    except (ValueError, TypeError, KeyError, AttributeError, OverflowError, RecursionError):
+        return None
+
+
+def read_verdicts(run_dir: RunDir, stem: str) -> dict[str, str]:
+    """Return the verdicts of a step by rollout. The last line of a step counts."""
+    parsed = [line for line in map(parse_verdicts, read_lines(run_dir.verdicts)) if line]
+    return {f"step_{step:06d}": verdicts for step, verdicts in parsed}.get(stem, {})

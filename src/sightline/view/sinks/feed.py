@@ -33,7 +33,6 @@ from sightline.view.sinks import (
     Thumbnail,
     check_sinks,
 )
-from sightline.view.verdicts import read_verdicts
 from sightline.wire.event import Event
 from sightline.wire.file import write_atomic
 
@@ -176,7 +175,7 @@ def build_sample_table(run_dir: RunDir, store: MediaStore, step: int) -> list[Ro
     rows: list[RolloutRow] = []
     groups: set[str] = set()
     file = run_dir.traces_of(step)
-    verdicts = read_verdicts(run_dir, file.stem)
+    verdicts = trace_files.read_verdicts(run_dir, file.stem)
     try:
         for record in trace_files.read_records(file):
             if isinstance(record, str) or record.trace.group_id in groups:

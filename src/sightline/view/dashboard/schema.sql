@@ -1,10 +1,4 @@
-"""The tables of the index. Change `VERSION` with them: older indexes are built again."""
-
-from __future__ import annotations
-
-VERSION = 3
-
-TABLES = """
+-- The tables of the index. Change SCHEMA_VERSION in index.py with them.
 CREATE TABLE files (
     name TEXT PRIMARY KEY,
     size INTEGER NOT NULL,
@@ -95,4 +89,3 @@ CREATE TABLE worst (
 CREATE INDEX worst_kl ON worst (kl);
 CREATE INDEX worst_step ON worst (step);
 CREATE TABLE notes (name TEXT PRIMARY KEY, value TEXT NOT NULL);
-"""
