@@ -30,7 +30,7 @@ from sightline.compute.attention_shapes import (
     Values,
 )
 from sightline.families.device_copy import copy_to_device
-from sightline.families.kernel_trial import take_trial_gradients
+from sightline.families.gated_delta_net import take_trial_gradients
 
 BLOCK = 128
 TREE_BUCKET = 1024

@@ -1,13 +1,63 @@
-"""Read the files of a checkpoint folder."""
+"""Find the folder of a checkpoint, and read its files.
+
+A model is a folder, or an id of the Hugging Face hub (`owner/name[@revision]`). An id is looked up
+in the local cache first. Otherwise the small files that a renderer needs are downloaded, and the
+weights on demand.
+"""
 
 from __future__ import annotations
 
 import json
+import logging
+import re
 from pathlib import Path
 from typing import Any
 
 from sightline.errors import FamilyError
 from sightline.render import Tokenizer
+
+CONFIG_FILES = (
+    "config.json", "tokenizer.json", "tokenizer_config.json", "chat_template.jinja",
+    "chat_template.json", "preprocessor_config.json", "processor_config.json",
+    "generation_config.json", "tiktoken.model",
+)  # fmt: skip
+WEIGHT_FILES = ("*.safetensors", "model.safetensors.index.json")
+# Tokenizers come in one form or the other.
+_REQUIRED_FILES = (("config.json",), ("tokenizer.json", "tiktoken.model"))
+_ID = re.compile(r"([\w.-]+/[\w.-]+)(?:@([\w./-]+))?")
+
+
+def resolve_checkpoint(model: str | Path, with_weights: bool = False) -> Path:
+    """Return the folder of a model. A path that is neither folder nor id is returned as it is."""
+    path = Path(model)
+    match = _ID.fullmatch(str(model))
+    if path.exists() or match is None:
+        return path
+    import huggingface_hub
+
+    files = [*CONFIG_FILES, *(WEIGHT_FILES if with_weights else ())]
+    for is_local in (True, False):
+        try:
+            folder = Path(
+                huggingface_hub.snapshot_download(
+                    match[1], revision=match[2], allow_patterns=files, local_files_only=is_local
+                )
+            )
+        except (OSError, ValueError) as error:
+            problem = str(error).splitlines()[0] if str(error) else type(error).__name__
+            continue
+        needed = [*_REQUIRED_FILES, *([("*.safetensors",)] if with_weights else [])]
+        missing = [
+            " or ".join(names) for names in needed if not any(any(folder.glob(n)) for n in names)
+        ]
+        if not missing:
+            return folder
+        problem = f"{folder} lacks {', '.join(missing)}"
+    raise FamilyError(
+        f"{str(model)!r} is not a folder, and cannot be downloaded from the hub: {problem}",
+        "create a model with `sightline model tiny DIR`, name a folder, or put these files into "
+        f"the hub's cache: {', '.join(files)}",
+    )
 
 
 def read_json(file: Path) -> dict[str, Any]:
@@ -72,3 +122,16 @@ def read_shapes(model: Path) -> dict[str, list[int]]:
         except (SafetensorError, OSError) as error:
             raise FamilyError(f"{path} is not a complete safetensors file: {error}", fix) from error
     return shapes
+
+
+def hide_pad_warning() -> None:
+    """Hide transformers' warning about the `pad_token_id` of a config class's defaults.
+
+    transformers builds these defaults whenever it reads or writes a config. No batch here is padded
+    with that id.
+    """
+    logging.getLogger("transformers.configuration_utils").addFilter(_is_wanted)
+
+
+def _is_wanted(record: logging.LogRecord) -> bool:
+    return not record.getMessage().startswith("Model config: pad_token_id must be")

@@ -28,14 +28,16 @@ class FormatDescription:
     def describe(self) -> list[str]:
         """Describe the model and its chat format, one line each."""
         family, places = self._family, f"in messages of role {' or '.join(self.image_roles)}"
-        tokens = f"{family.describe_tokens()}, {places}" if family.shows_media else ""
+        images = "refused, because this checkpoint has no vision tower"
+        if family.shows_media:
+            images = f"{family.describe_tokens()}, {places}"
         supported = "supported by the chat format"
         no_tools = "" if self.takes_tools else self.tools_refusal
         no_reasoning = "" if self.takes_reasoning else self.reasoning_refusal
         return [
             f"model: {family.model_class or f'the family {family.name}'}",
             f"chat format: {self.format_name}, because {self.format_reason}",
-            f"images: {tokens or 'refused, because this checkpoint has no vision tower'}",
+            f"images: {images}",
             f"videos: {_describe_refusal(self.video_refusal) or places}",
             f"tools: {_describe_refusal(no_tools) or supported}",
             f"reasoning: {_describe_refusal(no_reasoning) or supported}",

@@ -16,7 +16,8 @@ Letters: T tokens, C chunks, L tokens of a chunk, H heads, K and V widths of key
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cache, partial
 from typing import Any
@@ -28,7 +29,6 @@ from torch import Tensor, nn
 from transformers.activations import ACT2FN
 
 from sightline.families.device_copy import copy_to_device
-from sightline.families.kernel_trial import take_trial_gradients
 
 MAX_CHUNK = 64
 """The maximum number of tokens in a chunk, as in transformers."""
@@ -242,6 +242,20 @@ def _run_kernel(
     return out[0]
 
 
+@contextmanager
+def take_trial_gradients() -> Iterator[None]:
+    """Enable gradients inside, whatever the state outside, to try a kernel during a run.
+
+    An engine runs without gradients, and checkpointed blocks count the tensors that are saved.
+    """
+    with (
+        torch.inference_mode(False),
+        torch.enable_grad(),
+        torch.autograd.graph.saved_tensors_hooks(lambda x: x, lambda x: x),
+    ):
+        yield
+
+
 @cache
 def _find_kernel(keys: int, values: int, device: torch.device, dtype: torch.dtype) -> Any:
     """Return flash-linear-attention's chunked rule, or None.
@@ -253,41 +267,43 @@ def _find_kernel(keys: int, values: int, device: torch.device, dtype: torch.dtyp
         from fla.ops.gated_delta_rule import chunk_gated_delta_rule as kernel
     except ImportError:
         return None
-    lengths = (MAX_CHUNK + 3, 5)
-    ends = np.repeat(np.cumsum(lengths), lengths)
-    plan = build_recurrence_plan(ends, 1, device)
-    problem = ""
-    # A separate generator leaves the run's random numbers unchanged.
-    with take_trial_gradients():
-        shapes = [(len(ends), 2, *width) for width in ((keys,), (keys,), (values,), (), ())]
-        drawn = torch.Generator(device).manual_seed(0)
-        inputs = [torch.randn(shape, generator=drawn, device=device) for shape in shapes]
-        inputs[:3] = [x.to(dtype) for x in inputs[:3]]
-        wide = [x.float().requires_grad_() for x in inputs]
-        inputs = [x.requires_grad_() for x in inputs]
-        try:
-            rates = -inputs[3].exp(), inputs[4].sigmoid()
-            outputs = _run_kernel(kernel, inputs[:3], *rates, plan.bounds)
-            gradients = torch.autograd.grad(outputs.float().square().sum(), inputs)
-        except Exception as error:  # another version may raise anything
-            problem = f"{type(error).__name__}: {error}"
-        else:
-            q, k, v, decay, beta = wide
-            plain = apply_delta_rule(q, k, v, -decay.exp(), beta.sigmoid(), plan)
-            expected = torch.autograd.grad(plain.square().sum(), wide)
-            letters = ("q", "k", "v", "decay", "beta")
-            names = ("outputs", *(f"gradients of {letter}" for letter in letters))
-            for name, x, y in zip(names, (outputs, *gradients), (plain, *expected), strict=True):
-                error_norm = float((x.float() - y).detach().norm() / y.detach().norm())
-                if not error_norm <= TOLERANCE:
-                    problem = f"its {name} differ from plain torch's by {error_norm:.1%}"
-                    break
+    try:
+        with take_trial_gradients():
+            problem = _try_kernel(kernel, keys, values, device, dtype)
+    except Exception as error:  # another version may raise anything
+        problem = f"{type(error).__name__}: {error}"
     if problem:
         print(
             f"linear attention uses plain torch instead of flash-linear-attention: {problem}",
             file=sys.stderr,
         )
     return None if problem else kernel
+
+
+def _try_kernel(
+    kernel: Any, keys: int, values: int, device: torch.device, dtype: torch.dtype
+) -> str:
+    """Describe the first difference between the kernel and plain torch; empty if there is none."""
+    lengths = (MAX_CHUNK + 3, 5)
+    ends = np.repeat(np.cumsum(lengths), lengths)
+    plan = build_recurrence_plan(ends, 1, device)
+    shapes = [(len(ends), 2, *width) for width in ((keys,), (keys,), (values,), (), ())]
+    drawn = torch.Generator(device).manual_seed(0)  # the run's random numbers stay unchanged
+    inputs = [torch.randn(shape, generator=drawn, device=device) for shape in shapes]
+    inputs[:3] = [x.to(dtype) for x in inputs[:3]]
+    wide = [x.float().requires_grad_() for x in inputs]
+    inputs = [x.requires_grad_() for x in inputs]
+    outputs = _run_kernel(kernel, inputs[:3], -inputs[3].exp(), inputs[4].sigmoid(), plan.bounds)
+    gradients = torch.autograd.grad(outputs.float().square().sum(), inputs)
+    q, k, v, decay, beta = wide
+    plain = apply_delta_rule(q, k, v, -decay.exp(), beta.sigmoid(), plan)
+    expected = torch.autograd.grad(plain.square().sum(), wide)
+    names = ("outputs", *(f"gradients of {x}" for x in ("q", "k", "v", "decay", "beta")))
+    for name, x, y in zip(names, (outputs, *gradients), (plain, *expected), strict=True):
+        error_norm = float((x.float() - y).detach().norm() / y.detach().norm())
+        if not error_norm <= TOLERANCE:
+            return f"its {name} differ from plain torch's by {error_norm:.1%}"
+    return ""
 
 
 def _sum_between(decay: Float[Tensor, "chunks heads length"]) -> Tensor:

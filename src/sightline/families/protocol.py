@@ -111,10 +111,6 @@ class Family(Protocol):
         """Return the length of its slot: from the first to the last token that features replace."""
         ...
 
-    def describe_tokens(self) -> str:
-        """Describe how many tokens images take."""
-        ...
-
     def feature_offsets(self, item: MediaItem) -> np.ndarray:
         """Return the offsets in its slot that features fill, as int64 in order.
 

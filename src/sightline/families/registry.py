@@ -24,8 +24,7 @@ from types import ModuleType
 from typing import TYPE_CHECKING, Any, cast
 
 from sightline.errors import ConfigError, FamilyError
-from sightline.families.checkpoint_files import read_json
-from sightline.families.hub import resolve_checkpoint
+from sightline.families.checkpoint_files import read_json, resolve_checkpoint
 from sightline.families.protocol import EXACT_PACKING, Family, Forward, ServingSpec
 from sightline.media import ImageIngestor, MediaStore
 from sightline.message import ImageResolver

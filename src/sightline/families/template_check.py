@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -68,32 +67,24 @@ def choose_format(
     differences = []
     for kind in formats:
         renderer = kind(tokenizer, family, resolver, vocab_size, **options)
-        others = [other.format_name for other in formats if other is not kind]
-        renderer.format_reason = _explain_format(template, others)
         if template is None:
+            renderer.format_reason = "the folder has no chat template"
+            if others := [other.format_name for other in formats[1:]]:
+                renderer.format_reason += (
+                    ", and it is the first of its model type; if the checkpoint speaks "
+                    f"{' or '.join(others)}, copy its chat_template.jinja into the folder"
+                )
             return renderer
-        check = TemplateCheck(renderer, template)
-        difference = check.find_difference()
-        if difference is None:
-            if renderer.video_mark and not renderer.video_refusal:
-                renderer.video_refusal = check.find_video_difference() or ""
-            return renderer
-        differences.append(f"{kind.format_name}: {difference}.")
+        if difference := _find_difference(renderer, template):
+            differences.append(f"{kind.format_name}: {difference}.")
+            continue
+        renderer.format_reason = "it writes the tokens of the folder's chat template"
+        if renderer.video_mark and not renderer.video_refusal:
+            renderer.video_refusal = _find_video_difference(renderer, template) or ""
+        return renderer
     raise FamilyError(
         f"{path}: the chat template is not one of this family's. " + " ".join(differences),
         "use the chat template that was published with the checkpoint",
-    )
-
-
-def _explain_format(template: ChatTemplate | None, others: Sequence[str]) -> str:
-    """Say why a format was chosen; `others` are the further formats of the model type."""
-    if template is not None:
-        return "it writes the tokens of the folder's chat template"
-    if not others:
-        return "the folder has no chat template, and its model type has no other format"
-    return (
-        "the folder has no chat template, and it is the first of its model type; if the checkpoint "
-        f"speaks {' or '.join(others)}, copy its chat_template.jinja into the folder"
     )
 
 
@@ -141,66 +132,66 @@ def _reasoning_examples(renderer: BaseRenderer, call: ToolCall) -> Iterator[Exam
     yield _SPELLED, [hi, thought, user("<tool_response>\nok\n</tool_response>"), thought], {}
 
 
-@dataclass(frozen=True)
-class TemplateCheck:
-    """Compares a renderer with a chat template."""
-
-    renderer: BaseRenderer
-    template: ChatTemplate
-
-    def find_difference(self) -> str | None:
-        """Describe where the template first writes other tokens than the format."""
-        tokenizer = self.renderer.tokenizer
-        for about, messages, options in build_examples(self.renderer):
-            ours = self.renderer.render(messages, **options).token_ids
-            if self.renderer.openers and not options.get("generation_prompt", True):
-                ours = ours[:-1]  # templates leave the last turn without its end
-            try:
-                text = self._render(messages, options)
-            except TemplateError as error:
-                return f"for {about} the template fails: {error}"
-            theirs = self._expand_pads(tokenizer.encode_marked(text))
-            spelled = [tokenizer.decode(ids) for ids in (ours, theirs)]
-            if ours != theirs and not (about == _SPELLED and spelled[0] == spelled[1]):
-                return f"for {about} {self._describe_difference(ours, theirs)}"
-        return None
-
-    def find_video_difference(self) -> str | None:
-        """Describe where the template does not write a video as the format's mark."""
-        clip = video([(_REF, 0.0), (_REF, 0.5)])
-        question = user("see ", clip, "\nso? ")
-        talk = [question, assistant("fine")]
-        if "system" in self.renderer.image_roles:
-            talk.insert(0, Message(role="system", content=question.content))
-        if "tool" in self.renderer.image_roles and self.renderer.takes_tools:
-            talk.append(Message(role="tool", content=question.content))
-        ours = self.renderer.render(talk).token_ids
+def _find_difference(renderer: BaseRenderer, template: ChatTemplate) -> str | None:
+    """Describe where the template first writes other tokens than the format."""
+    tokenizer = renderer.tokenizer
+    for about, messages, options in build_examples(renderer):
+        ours = renderer.render(messages, **options).token_ids
+        if renderer.openers and not options.get("generation_prompt", True):
+            ours = ours[:-1]  # templates leave the last turn without its end
         try:
-            text = self._render(talk, {})
+            text = _render(renderer, template, messages, options)
         except TemplateError as error:
-            return f"the chat template fails for a video: {error}"
-        spelled = self.renderer.spell_video(self.renderer.family.steps(clip))
-        text = text.replace(self.renderer.video_mark, spelled)
-        theirs = self.renderer.tokenizer.encode_marked(text)
-        if ours == theirs:
-            return None
-        return f"in the chat template {self._describe_difference(ours, theirs)}"
+            return f"for {about} the template fails: {error}"
+        theirs = _expand_pads(renderer, tokenizer.encode_marked(text))
+        spelled = [tokenizer.decode(ids) for ids in (ours, theirs)]
+        if ours != theirs and not (about == _SPELLED and spelled[0] == spelled[1]):
+            return f"for {about} {_describe_difference(renderer, ours, theirs)}"
+    return None
 
-    def _render(self, messages: Sequence[Message], options: Mapping[str, Any]) -> str:
-        lists = self.renderer.lists_tool_content
-        forms = [_to_template_message(m, lists) for m in messages]
-        return self.template.render(forms, **options, **self.renderer.template_settings)
 
-    def _expand_pads(self, ids: list[int]) -> list[int]:
-        family = self.renderer.family
-        if not family.shows_media:
-            return ids
-        count, pad = family.num_tokens(family.item(_REF)), self.renderer.pad_token_ids[0]
-        return [t for token in ids for t in [token] * (count if token == pad else 1)]
+def _find_video_difference(renderer: BaseRenderer, template: ChatTemplate) -> str | None:
+    """Describe where the template does not write a video as the format's mark."""
+    clip = video([(_REF, 0.0), (_REF, 0.5)])
+    question = user("see ", clip, "\nso? ")
+    talk = [question, assistant("fine")]
+    if "system" in renderer.image_roles:
+        talk.insert(0, Message(role="system", content=question.content))
+    if "tool" in renderer.image_roles and renderer.takes_tools:
+        talk.append(Message(role="tool", content=question.content))
+    ours = renderer.render(talk).token_ids
+    try:
+        text = _render(renderer, template, talk, {})
+    except TemplateError as error:
+        return f"the chat template fails for a video: {error}"
+    spelled = renderer.spell_video(renderer.family.steps(clip))
+    theirs = renderer.tokenizer.encode_marked(text.replace(renderer.video_mark, spelled))
+    if ours == theirs:
+        return None
+    return f"in the chat template {_describe_difference(renderer, ours, theirs)}"
 
-    def _describe_difference(self, ours: list[int], theirs: list[int]) -> str:
-        before, expected, written = find_split(self.renderer, ours, theirs)
-        return f"it writes {written!r} after {before!r}, where {expected!r} was expected"
+
+def _render(
+    renderer: BaseRenderer,
+    template: ChatTemplate,
+    messages: Sequence[Message],
+    options: Mapping[str, Any],
+) -> str:
+    forms = [_to_template_message(m, renderer.lists_tool_content) for m in messages]
+    return template.render(forms, **options, **renderer.template_settings)
+
+
+def _expand_pads(renderer: BaseRenderer, ids: list[int]) -> list[int]:
+    family = renderer.family
+    if not family.shows_media:
+        return ids
+    count, pad = family.num_tokens(family.item(_REF)), renderer.pad_token_ids[0]
+    return [t for token in ids for t in [token] * (count if token == pad else 1)]
+
+
+def _describe_difference(renderer: BaseRenderer, ours: list[int], theirs: list[int]) -> str:
+    before, expected, written = find_split(renderer, ours, theirs)
+    return f"it writes {written!r} after {before!r}, where {expected!r} was expected"
 
 
 def find_split(

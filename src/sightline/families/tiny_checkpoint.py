@@ -33,8 +33,7 @@ from transformers import (
 )
 
 from sightline.errors import FamilyError
-from sightline.families.checkpoint_files import write_json
-from sightline.families.transformers_noise import hide_pad_warning
+from sightline.families.checkpoint_files import hide_pad_warning, write_json
 from sightline.render.tokenizer import split_words
 
 MAX_TOKENS = 32768

@@ -18,10 +18,10 @@ from torch import Tensor, nn
 from transformers import AutoConfig, vision_utils
 
 from sightline.errors import FamilyError
+from sightline.families.checkpoint_files import hide_pad_warning
 from sightline.families.device_copy import copy_to_device, move_to_device
 from sightline.families.gated_delta_net import build_recurrence_plan, pack_delta_nets
 from sightline.families.protocol import Grid
-from sightline.families.transformers_noise import hide_pad_warning
 from sightline.families.video_family import VideoFamily
 from sightline.families.vision_family import PixelFamily
 

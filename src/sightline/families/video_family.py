@@ -14,7 +14,6 @@ import dataclasses
 import math
 from abc import abstractmethod
 from collections.abc import Sequence
-from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, Generic, Self, TypeVar
@@ -51,18 +50,6 @@ VideoSettings = TypeVar("VideoSettings", bound="DataclassInstance")
 """A frozen dataclass of the video settings that a step's fingerprint hashes: at least fps,
 min_pixels and max_pixels."""
 MAX_ASPECT = 200
-
-
-@dataclass(frozen=True, slots=True)
-class SampledFrames:
-    """The frames of a video that are shown."""
-
-    numbers: tuple[int, ...]
-    """Indices of a file's frames or of a list's images."""
-    seconds: tuple[float, ...]
-    """The time of each."""
-    seconds_per_frame: float
-    """The average time between them."""
 
 
 class VideoFamily(PixelFamily[FrameSettings], Generic[VideoSettings]):
@@ -197,56 +184,55 @@ class VideoFamily(PixelFamily[FrameSettings], Generic[VideoSettings]):
         return self._steps(video)
 
     def _make_steps(self, video: VideoPart) -> tuple[ShownStep, ...]:
-        sampled, refs = self._sample(video), video.refs
+        numbers, seconds, seconds_per_frame = self._sample(video)
+        refs, num = video.refs, len(numbers)
         if len({(ref.width, ref.height) for ref in refs}) > 1:
             raise MediaRefused(
                 "the images of a video have different sizes", "resize them to the size of the first"
             )
-        num = len(sampled.numbers)
         grid = self._lay_out_frames(refs[0].width, refs[0].height, num).grid
-        numbers = pair_frames(sampled.numbers, self.temporal)
-        times = pair_frames(sampled.seconds, self.temporal)
+        pairs = (pair_frames(values, self.temporal) for values in (numbers, seconds))
         steps = []
-        for k, (of_step, seconds) in enumerate(zip(numbers, times, strict=True)):
+        for k, (of_step, times) in enumerate(zip(*pairs, strict=True)):
             where: dict[str, Any] = {"frames": of_step}
             if video.ref is None:
                 where = {"further": tuple(refs[number] for number in of_step[1:])}
             step = VideoStep(
-                number=k,
-                num_frames=num,
-                seconds=self.temporal * sampled.seconds_per_frame,
-                **where,
+                number=k, num_frames=num, seconds=self.temporal * seconds_per_frame, **where
             )
             ref = video.ref or refs[of_step[0]]
             item = MediaItem(ref, self.name, grid, self.video_fingerprint, step=step)
-            steps.append(ShownStep(item, self.tell_time(seconds)))
+            steps.append(ShownStep(item, self.tell_time(times)))
         return tuple(steps)
 
-    def _sample(self, video: VideoPart) -> SampledFrames:
-        """Sample a file's frames by the checkpoint's rule. A list is shown whole."""
+    def _sample(self, video: VideoPart) -> tuple[Sequence[int], Sequence[float], float]:
+        """Sample a file's frames by the checkpoint's rule. A list is shown whole.
+
+        Return the indices of the frames, the time of each, and the average time between them.
+        """
         self.get_video_settings()
+        numbers: Sequence[int]
         if video.ref is None:
-            times = [frame.seconds for frame in video.frames]
-            num = len(times)
-            per_frame = (times[-1] - times[0]) / (num - 1) if num > 1 else 1.0
-            sampled = SampledFrames(tuple(range(num)), tuple(times), per_frame)
+            seconds = [frame.seconds for frame in video.frames]
+            numbers, num = range(len(seconds)), len(seconds)
+            per_frame = (seconds[-1] - seconds[0]) / (num - 1) if num > 1 else 1.0
         else:
             total, fps = video.ref.num_frames, video.ref.fps
             numbers = self.sample_frames(total, fps)
+            seconds = [n / fps for n in numbers]
             per_frame = 1 / (len(numbers) / total * fps) if numbers else 1.0
-            sampled = SampledFrames(tuple(numbers), tuple(n / fps for n in numbers), per_frame)
-        if len(sampled.numbers) < self.temporal:
+        if len(numbers) < self.temporal:
             raise MediaRefused(
-                f"the video has {len(sampled.numbers)} frames, and this model needs at least "
+                f"the video has {len(numbers)} frames, and this model needs at least "
                 f"{self.temporal}",
                 "send it as an image",
             )
-        if sampled.seconds_per_frame * self.temporal > MAX_STEP_S:
+        if per_frame * self.temporal > MAX_STEP_S:
             raise MediaRefused(
-                f"the video has {sampled.seconds_per_frame:.1f} seconds between frames, too many",
+                f"the video has {per_frame:.1f} seconds between frames, too many",
                 "give times in seconds, or send its frames as images",
             )
-        return sampled
+        return numbers, seconds, per_frame
 
     def get_video_settings(self) -> VideoSettings:
         if isinstance(self.video, str):
@@ -301,68 +287,38 @@ def pair_frames(values: Sequence[Any], temporal: int) -> list[tuple[Any, ...]]:
     return [tuple(padded[i : i + temporal]) for i in range(0, len(padded), temporal)]
 
 
-def fit_area(
-    width: int, height: int, factor: int, min_pixels: int, max_pixels: int
-) -> tuple[int, int]:
-    """Return the height and width of a resized image: multiples of `factor` within the limits."""
-    _check_aspect(width, height, f"{width}x{height}")
-    # A side under half a factor rounds to 0; the area is then 0, and the lower limit corrects it.
-    new_height, new_width = round(height / factor) * factor, round(width / factor) * factor
-    if new_height * new_width > max_pixels:
-        return _shrink(width, height, math.sqrt((height * width) / max_pixels), factor)
-    if new_height * new_width < min_pixels:
-        return _grow(width, height, math.sqrt(min_pixels / (height * width)), factor)
-    return new_height, new_width
-
-
-def fit_volume(
+def fit_size(
     width: int,
     height: int,
-    num_frames: int,
-    temporal: int,
     factor: int,
-    min_pixels: int,
-    max_pixels: int,
+    limits: tuple[int, int],
+    num_frames: int = 0,
+    temporal: int = 1,
 ) -> tuple[int, int]:
-    """Return the height and width of resized frames: multiples of `factor`.
+    """Return the height and width of a resized image: multiples of `factor` within pixel limits.
 
-    The limits apply to all frames together, rounded to whole steps of `temporal`.
+    With `num_frames`, the limits apply to all frames of a video together, rounded to whole steps of
+    `temporal`, and sides shorter than `factor` are enlarged first.
     """
-    size = f"{width}x{height}"
-    if min(width, height) < 1:
-        raise MediaRefused(f"an image of {size} has no pixels", "send another image")
-    if height < factor or width < factor:
+    size, (least, most) = f"{width}x{height}", limits
+    if num_frames and 0 < min(width, height) < factor:
         scale = max(factor / height, factor / width)
         height, width = int(height * scale), int(width * scale)
-    _check_aspect(width, height, size)
-    rounded = round(num_frames / temporal) * temporal
-    new_height, new_width = round(height / factor) * factor, round(width / factor) * factor
-    if rounded * new_height * new_width > max_pixels:
-        beta = math.sqrt(num_frames * height * width / max_pixels)
-        return _shrink(width, height, beta, factor)
-    if rounded * new_height * new_width < min_pixels:
-        beta = math.sqrt(min_pixels / (num_frames * height * width))
-        return _grow(width, height, beta, factor)
-    return new_height, new_width
-
-
-def _check_aspect(width: int, height: int, size: str) -> None:
     if min(width, height) < 1 or max(width, height) / min(width, height) > MAX_ASPECT:
         raise MediaRefused(
             f"an image of {size} is more than {MAX_ASPECT} times as long as wide",
             "crop it, or split it into several images",
         )
-
-
-def _shrink(width: int, height: int, beta: float, factor: int) -> tuple[int, int]:
-    return (
-        max(factor, math.floor(height / beta / factor) * factor),
-        max(factor, math.floor(width / beta / factor) * factor),
-    )
-
-
-def _grow(width: int, height: int, beta: float, factor: int) -> tuple[int, int]:
-    return (
-        math.ceil(height * beta / factor) * factor,
-        math.ceil(width * beta / factor) * factor,
-    )
+    area = max(num_frames, 1) * height * width
+    rounded = round(max(num_frames, 1) / temporal) * temporal
+    # A side under half a factor rounds to 0; the area is then 0, and the lower limit corrects it.
+    new_height, new_width = round(height / factor) * factor, round(width / factor) * factor
+    if rounded * new_height * new_width > most:
+        beta = math.sqrt(area / most)
+        new_height = max(factor, math.floor(height / beta / factor) * factor)
+        new_width = max(factor, math.floor(width / beta / factor) * factor)
+    elif rounded * new_height * new_width < least:
+        beta = math.sqrt(least / area)
+        new_height = math.ceil(height * beta / factor) * factor
+        new_width = math.ceil(width * beta / factor) * factor
+    return new_height, new_width

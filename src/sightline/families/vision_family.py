@@ -25,8 +25,6 @@ if TYPE_CHECKING:
     from PIL import Image
 
 MAX_CACHED_ITEMS = 8192
-EXAMPLE_SIZES = ((64, 64), (1280, 720))
-"""Image sizes whose token counts are shown to people."""
 
 Settings = TypeVar("Settings", bound=BaseProcessorSettings)
 
@@ -64,16 +62,6 @@ class ImageFamily(ABC):
 
     def layout(self, width: int, height: int) -> ImageLayout:
         return self._layout(width, height)
-
-    def describe_tokens(self) -> str:
-        return ", ".join(self._describe_size(*size) for size in EXAMPLE_SIZES)
-
-    def _describe_size(self, width: int, height: int) -> str:
-        try:
-            num_tokens = self.layout(width, height).num_tokens
-        except MediaRefused:
-            return f"{width}x{height} is refused"
-        return f"{num_tokens:,} for {width}x{height}"
 
     def item(self, ref: MediaRef) -> MediaItem:
         return self._item(ref)
@@ -154,10 +142,6 @@ class VisionFamily(ImageFamily, Generic[Settings]):
         # Another process gets its own copy, with empty caches.
         return type(self), (self._settings, self.slot_token_ids, self.packing)
 
-    def describe_tokens(self) -> str:
-        side = self.patch * self.merge
-        return f"one token per {side}x{side} pixels after resizing ({super().describe_tokens()})"
-
     def num_tokens(self, item: MediaItem) -> int:
         return math.prod(item.grid) // self.merge**2
 
@@ -221,7 +205,7 @@ class TextOnlyFamily:
         raise FamilyError("the checkpoint has no vision tower", "use a vision-language checkpoint")
 
     layout = item = check_item = num_tokens = feature_offsets = patches = _refuse_images
-    steps = step_patches = repeat_frame = describe_tokens = _refuse_images
+    steps = step_patches = repeat_frame = _refuse_images
 
     def positions(
         self, num_tokens: int, slots: Sequence[Slot], start: int = 0

@@ -32,8 +32,8 @@ from sightline.config import (
 )
 from sightline.errors import ConfigError, ResumeRefused
 from sightline.families import Family, Forward, load_family, load_renderer
+from sightline.families.checkpoint_files import resolve_checkpoint
 from sightline.families.device_copy import allocate_pinned
-from sightline.families.hub import resolve_checkpoint
 from sightline.media import MediaStore, open_store
 from sightline.pack import PackSize
 from sightline.pixels import Materializer, SharedPatches

@@ -17,7 +17,7 @@ from urllib.parse import unquote, urlsplit
 import pytest
 
 from sightline import FamilyError, MediaStore, load_family, load_renderer
-from sightline.families.hub import CONFIG_FILES, resolve_checkpoint
+from sightline.families.checkpoint_files import CONFIG_FILES, resolve_checkpoint
 from sightline.launch.checks.model import resolve_model
 
 COMMIT = "0123456789abcdef0123456789abcdef01234567"
@@ -135,7 +135,7 @@ def hub(tiny_model: Path) -> Iterator[tuple[str, list[str]]]:
 
 FIND = """
 import sys
-from sightline.families.hub import resolve_checkpoint
+from sightline.families.checkpoint_files import resolve_checkpoint
 print(resolve_checkpoint(sys.argv[1], with_weights=sys.argv[2] == "weights"))
 """
 

@@ -16,7 +16,7 @@ from sightline import FamilyError, MediaStore, MessageError, load_renderer
 from sightline.families.qwen_vl.formats import FORMATS
 from sightline.families.registry import write_tiny
 from sightline.message import Message, ToolCall, assistant, user
-from sightline.render import Bridged, ChatTemplate, Refused, Renderer
+from sightline.render import Bridged, Refused, Renderer
 from sightline.trace import PolicySpan, Trace
 
 ROOT = Path(__file__).parents[3]
@@ -361,36 +361,12 @@ def test_a_turn_is_parsed_with_the_tools_that_it_was_offered(
         Trace(id="a").prepare([user("hi")], renderer, [{"name": "\ud800"}])
 
 
-# -- what a message may leave empty
-
-
-def template_texts(kind: str, folder: Path, messages: list[dict[str, Any]]) -> list[str]:
-    """Render with the checkpoint's own template, and with the published one if it is available."""
-    published = ROOT.parent / "shared" / "references" / f"{kind}_chat_template.jinja"
-    sources = [file for file in (folder / "chat_template.jinja", published) if file.is_file()]
-    return [
-        ChatTemplate(file.read_text()).render(messages, generation_prompt=False) for file in sources
-    ]
-
-
-def test_images_stand_in_system_messages_where_the_template_shows_them(
-    load: Callable[[str], Renderer], folder: Callable[[str], Path], store: MediaStore
+def test_a_tokenizer_larger_than_the_model_is_refused(
+    copy: Callable[[str], Path], store: MediaStore
 ) -> None:
-    ref = store.put(Image.new("RGB", (32, 32)))
-    parts: list[Any] = [{"type": "text", "text": "see "}, {"type": "image", "image": ref}]
-    talk = [{"role": "system", "content": parts}, {"role": "user", "content": "hi"}]
-    rendered = load("qwen2_5_vl").render(talk, generation_prompt=False)
-    assert [slot.item.ref for slot in rendered.slots] == [ref]
-    assert rendered.spans[0].start < rendered.slots[0].offset < rendered.spans[0].stop
-    pads = "<|image_pad|>" * rendered.slots[0].length
-    for text in template_texts("qwen2_5_vl", folder("qwen2_5_vl"), talk):
-        assert load("qwen2_5_vl").decode(rendered.token_ids) == text.replace("<|image_pad|>", pads)
-    for kind in ("qwen3_vl", "qwen3_vl_thinking", "qwen3_5"):
-        with pytest.raises(
-            MessageError,
-            match="this chat format cannot show an image in a message of role 'system'",
-        ):
-            load(kind).render(talk)
-
-
-EMPTY_TEXT, CALL_IDS = "text of None and empty text", "call ids"
+    path = copy("qwen3_vl")
+    config = json.loads((path / "config.json").read_text())
+    config["text_config"]["vocab_size"] = 100
+    (path / "config.json").write_text(json.dumps(config))
+    with pytest.raises(FamilyError, match="100"):
+        load_renderer(path, store)

@@ -15,15 +15,13 @@ import torch
 
 from sightline.families import load_family, load_renderer
 from sightline.families.registry import write_tiny
-from sightline.inference.server_spec import describe_prefix_reuse
 from sightline.media import MediaRef, MediaStore
 from sightline.message import assistant, user
 from sightline.pack import PackSize
 from sightline.pixels import Materializer
 from sightline.trainer import sft
 from sightline.trainer.feed import BatchPreparer, ReadyBatch
-from sightline.trainer.learner import SUM_NAMES, Learner
-from sightline.trainer.step_result import MetricSums, StepTimer
+from sightline.trainer.learner import Learner
 from sightline.wire import MediaItem, Slot
 from sightline.wire.sample import Batch, Sample
 
@@ -31,8 +29,7 @@ TYPES = (
     "qwen3_vl", "qwen3_vl_thinking", "qwen3_vl_moe", "qwen2_5_vl", "qwen3_5", "qwen3_5_moe",
     "qwen3", "qwen3_moe",
 )  # fmt: skip
-WHOLE, ALONE = PackSize(1 << 20, 1 << 20), PackSize(1, 1)
-RECURRENT = ("qwen3_5", "qwen3_5_moe")
+WHOLE = PackSize(1 << 20, 1 << 20)
 
 
 @pytest.fixture(scope="module")
@@ -77,34 +74,6 @@ def ready(learner: Learner, store: MediaStore, given: list[Sample], limit: PackS
     return preparer.prepare(Batch(1, given), digest="").with_pixels()
 
 
-def backward(learner: Learner, batch: ReadyBatch) -> tuple[dict[str, np.ndarray], torch.Tensor]:
-    """Logprobs by trace, and all gradients as one vector."""
-    learner.optimizer.zero_grad(set_to_none=True)
-    found: dict[str, np.ndarray] = {}
-    for micro_batch in batch.micro_batches:
-        loss = learner.backward(micro_batch, MetricSums(SUM_NAMES), StepTimer(learner.device))
-        for origin in micro_batch.batch.origins:
-            part = loss.logprobs[origin.start : origin.stop].numpy()
-            found[f"{origin.trace_id}.{origin.node}"] = part
-    grads = [p.grad.flatten() for p in learner.forward.model.parameters() if p.grad is not None]
-    return found, torch.cat(grads)
-
-
-def test_packed_equals_unpacked(model: Path, store: MediaStore) -> None:
-    learner = build(model, store)
-    given = samples(model, store, count=6, seed=1)
-    packed, alone = (ready(learner, store, given, limit) for limit in (WHOLE, ALONE))
-    assert len(packed.micro_batches) == 1
-    assert len(alone.micro_batches) == 6
-    (logprobs, grads), (logprobs_alone, grads_alone) = (
-        backward(learner, batch) for batch in (packed, alone)
-    )
-    assert logprobs.keys() == logprobs_alone.keys()
-    for key, found in logprobs.items():
-        np.testing.assert_allclose(found, logprobs_alone[key], atol=1e-5)
-    assert float((grads - grads_alone).norm() / grads_alone.norm()) < 1e-5
-
-
 def test_logprobs_are_those_of_plain_transformers(model: Path, store: MediaStore) -> None:
     from transformers import AutoModelForCausalLM, AutoModelForImageTextToText
 
@@ -142,12 +111,6 @@ def plain_logprobs(
     trained = torch.from_numpy(sample.trained.numpy().astype(np.int64))
     logs = torch.log_softmax(logits[trained - 1], dim=-1)
     return logs.gather(-1, ids[0][trained, None]).squeeze(-1).numpy()
-
-
-def test_what_a_turn_finds_of_the_one_before_is_said_with_a_reason(model: Path) -> None:
-    line = describe_prefix_reuse(load_family(model))
-    assert line.startswith("prefix cache: on, ")
-    assert ("because" in line) == (model.name in RECURRENT)
 
 
 def test_text_only_takes_no_pixel_settings_and_no_slots(

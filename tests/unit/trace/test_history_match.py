@@ -2,12 +2,7 @@
 
 from __future__ import annotations
 
-import json
-
-import msgspec
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
 from msgspec.structs import replace
 
 from sightline.message import Message, TextPart, ToolCall, assistant, text, user
@@ -108,29 +103,3 @@ def test_of_answers_alike_the_named_one_wins_then_the_same_then_the_newest() -> 
             replace(call, id=make_call_id(node, k)) for k, call in enumerate(SAID.tool_calls)
         )
         assert found(trace, replace(blunt, tool_calls=calls))[0] == node
-
-
-NAMES = st.text(max_size=3)
-SCALARS = (
-    st.none()
-    | st.booleans()
-    | st.integers(-(2**50), 2**50)
-    | st.floats(allow_nan=False, allow_infinity=False)
-    | st.text(max_size=5)
-)
-VALUES = st.recursive(
-    SCALARS,
-    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(NAMES, inner, max_size=3),
-    max_leaves=8,
-)
-
-
-@given(st.dictionaries(NAMES, VALUES, max_size=4), VALUES)
-def test_arguments_written_anew_by_another_library_are_the_same(
-    arguments: dict[str, object], extra: object
-) -> None:
-    trace = trace_of(with_call(json.dumps(arguments, indent=1)))
-    again = msgspec.json.encode(dict(reversed(arguments.items()))).decode()
-    assert found(trace, with_call(again))[0] == 1
-    more = msgspec.json.encode({**arguments, "another": extra}).decode()
-    assert found(trace, with_call(more))[0] == 0

@@ -14,7 +14,6 @@ from sightline.trace import Node, PolicySpan, Trace, encode_trace
 from sightline.trace.node import ROOT, int32_array
 from sightline.wire import Slot, Span
 from tests.unit.trace.toy import (
-    AB,
     END,
     LETTER,
     NEWLINE,
@@ -81,16 +80,6 @@ def test_extend_costs_the_new_messages_only() -> None:
         assert turn.new_tokens == turn.prompt_ids[-len(turn.new_tokens) :]
         leaf = say(turn, "ab").id
     assert set(per_turn) == {2}  # read by the server, and by the bridge or the rendering
-
-
-def test_a_history_that_extends_a_path_is_bridged() -> None:
-    trace = Trace(id="t")
-    talk(trace, ([user("hi")], "ab"))
-    turn = trace.prepare([user("hi"), assistant("ab"), user("go")], TOY)
-    node = say(turn, "b")
-    assert trace.branches() == [[0, 1, 2, 3]]
-    assert node.id == 3 and trace.forks == {}
-    assert AB not in turn.prompt_ids  # the policy spelled it with two tokens
 
 
 def test_the_same_prompt_asked_again_shares_its_nodes() -> None:
@@ -285,23 +274,3 @@ def test_a_trace_whose_parts_do_not_line_up_is_refused() -> None:
     trace.per_turn = [1.0, 2.0]
     with pytest.raises(Misaligned, match="2 per_turn credits for 1 turns"):
         encode_trace(trace)
-
-
-def test_a_message_node_can_be_extended_as_well() -> None:
-    trace = Trace(id="t")
-    talk(trace, ([user("hi")], "yes"), ([user("one")], "a"))
-    node = say(trace.extend(2, [user("two")], TOY), "b")
-    assert [trace.nodes[n].message.text for n in trace.path(node.id)] == [
-        "hi", "yes", "one", "two", "b",
-    ]  # fmt: skip
-    assert trace.path(node.id)[:3] == [0, 1, 2]
-
-
-def test_versions_are_looked_up_over_all_turns() -> None:
-    trace = Trace(id="t")
-    assert (trace.oldest_version, trace.newest_version) == (None, None)
-    turn = trace.extend(ROOT, [user("hi")], TOY)
-    both = [PolicySpan(0, 1, version=3, epoch=0), PolicySpan(1, 2, version=4, epoch=1)]
-    turn.commit([150, END], [-1, -1], both, "stop")
-    assert (trace.oldest_version, trace.newest_version) == (3, 4)
-    assert trace.policies == {(3, 0), (4, 1)}

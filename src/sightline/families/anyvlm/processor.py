@@ -22,8 +22,7 @@ from transformers.models.auto.processing_auto import PROCESSOR_MAPPING_NAMES
 from sightline.errors import FamilyError, Misaligned
 from sightline.families.anyvlm.findings import UNSUPPORTED, Findings
 from sightline.families.anyvlm.layout import RULES
-from sightline.families.checkpoint_files import read_json
-from sightline.families.transformers_noise import hide_pad_warning
+from sightline.families.checkpoint_files import hide_pad_warning, read_json
 from sightline.message import Message, TextPart, VideoPart
 
 FOREIGN = (

@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 
 from sightline.families.processor_settings import FrameSettings, find_frame_difference, read_int
-from sightline.families.video_family import VideoFamily, fit_volume
+from sightline.families.video_family import VideoFamily, fit_size
 
 GLM_46V, GLM_45V = "Glm46V", "Glm4v"
 """The prefixes of transformers' processor names, for GLM-4.6V and for earlier models."""
@@ -77,8 +77,9 @@ class GlmVFamily(VideoFamily[VideoSettings]):
     def _fit(
         self, width: int, height: int, num_frames: int, limits: FrameSettings | VideoSettings
     ) -> tuple[int, int]:
-        factor, (least, most) = self._settings.factor, (limits.min_pixels, limits.max_pixels)
-        return fit_volume(width, height, num_frames, self.temporal, factor, least, most)
+        pixels = (limits.min_pixels, limits.max_pixels)
+        factor = self._settings.factor
+        return fit_size(width, height, factor, pixels, num_frames, self.temporal)
 
     def sample_frames(self, num_frames: int, fps: float) -> list[int]:
         """Return the indices of the frames to show. The last of an odd number is shown twice."""

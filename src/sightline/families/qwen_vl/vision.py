@@ -15,7 +15,7 @@ import numpy as np
 
 from sightline.families.processor_settings import FrameSettings, find_frame_difference, read_int
 from sightline.families.protocol import TREE_PACKING, Packing
-from sightline.families.video_family import VideoFamily, fit_area, fit_volume
+from sightline.families.video_family import VideoFamily, fit_size
 from sightline.families.vision_family import check_slots_fit, compute_mrope_positions
 from sightline.wire import Slot
 
@@ -88,8 +88,8 @@ class QwenVLFamily(VideoFamily[VideoSettings]):
         return isinstance(self.video, VideoSettings) and self.video.is_joined
 
     def fit_image_size(self, width: int, height: int) -> tuple[int, int]:
-        limits = self._settings
-        return fit_area(width, height, limits.factor, limits.min_pixels, limits.max_pixels)
+        limits = (self._settings.min_pixels, self._settings.max_pixels)
+        return fit_size(width, height, self._settings.factor, limits)
 
     def fit_frame_size(self, width: int, height: int, num_frames: int) -> tuple[int, int]:
         return fit_frames(width, height, num_frames, self.get_video_settings(), self._settings)
@@ -120,13 +120,12 @@ def fit_frames(
         if most_tokens:
             total = int(most_tokens * factor * factor * 0.9) * images.temporal
             largest = max(min(largest, total // num_frames), floor)
-        return fit_area(width, height, factor, settings.min_pixels, largest)
+        return fit_size(width, height, factor, (settings.min_pixels, largest))
     if most_tokens:
         share = max(min(most_tokens * factor * factor, largest // num_frames), floor)
         largest = share * num_frames
-    return fit_volume(
-        width, height, num_frames, images.temporal, factor, settings.min_pixels, largest
-    )
+    limits = (settings.min_pixels, largest)
+    return fit_size(width, height, factor, limits, num_frames, images.temporal)
 
 
 def sample_frames(total: int, fps: float, settings: VideoSettings, temporal: int) -> list[int]:

@@ -27,8 +27,7 @@ from sightline.errors import (
     summarize_traceback,
 )
 from sightline.families import Family, load_family, load_renderer
-from sightline.families.checkpoint_files import read_json, read_shapes
-from sightline.families.hub import resolve_checkpoint
+from sightline.families.checkpoint_files import read_json, read_shapes, resolve_checkpoint
 from sightline.launch.checks.machine import SPARE_BYTES, read_available_memory
 from sightline.launch.checks.settings import is_elsewhere
 from sightline.media import MediaStore, open_store
