@@ -23,6 +23,7 @@ from tests.contract.suites import ROOT, THIRD_FAMILY
 SHARED = {
     "sightline.families.renderer": "base_renderer",
     "sightline.families.format_description": "base_description",
+    "sightline.families.protocol": "base_protocol",
     "sightline.families.vision_family": "base_vision",
     "sightline.families.processor_settings": "base_settings",
     "sightline.render.bridge": "base_bridge",

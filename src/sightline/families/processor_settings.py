@@ -108,26 +108,25 @@ def compute_fingerprint(description: dict[str, Any]) -> str:
 
 def read_processor_config(path: Path) -> dict[str, Any]:
     """Return the image processor's settings in a checkpoint folder."""
-    # transformers prefers the section of processor_config.json to preprocessor_config.json.
-    nested = path / "processor_config.json"
-    section = read_json(nested).get("image_processor") if nested.is_file() else None
-    file = path / "preprocessor_config.json"
-    if section is None and not file.is_file():
-        raise FamilyError(
-            f"{path} has no preprocessor_config.json",
-            "copy it from the checkpoint",
-        )
-    return read_json(file) if section is None else dict(section)
+    raw = _read_section(path, "image_processor", "preprocessor_config.json")
+    if raw is None:
+        raise FamilyError(f"{path} has no preprocessor_config.json", "copy it from the checkpoint")
+    return raw
 
 
 def read_video_config(path: Path) -> dict[str, Any]:
     """Return the video processor's settings in a folder, or the image processor's."""
+    raw = _read_section(path, "video_processor", "video_preprocessor_config.json")
+    return read_processor_config(path) if raw is None else raw
+
+
+def _read_section(path: Path, section: str, name: str) -> dict[str, Any] | None:
+    """Return a section of processor_config.json, which transformers prefers, or the file `name`."""
     nested = path / "processor_config.json"
-    section = read_json(nested).get("video_processor") if nested.is_file() else None
-    file = path / "video_preprocessor_config.json"
-    if section is None and file.is_file():
-        section = read_json(file)
-    return read_processor_config(path) if section is None else dict(section)
+    raw = read_json(nested).get(section) if nested.is_file() else None
+    if raw is None and (path / name).is_file():
+        raw = read_json(path / name)
+    return None if raw is None else dict(raw)
 
 
 def find_frame_difference(

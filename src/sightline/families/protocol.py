@@ -6,13 +6,18 @@ uint8 pixels, without torch. `Forward` is the torch half, in the folder's `forwa
 
 from __future__ import annotations
 
+import json
+from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal, Protocol
+from typing import TYPE_CHECKING, Any, Literal, NoReturn, Protocol
 
 import numpy as np
 
+from sightline.errors import FingerprintMismatch, MediaRefused, Misaligned
+from sightline.families.processor_settings import compute_fingerprint
 from sightline.media import MediaRef
 from sightline.message import VideoPart
 from sightline.wire import MediaItem, Slot
@@ -24,6 +29,8 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 
+MAX_CACHED_ITEMS = 8192
+EXAMPLE_SIZES = ((64, 64), (1280, 720))
 Grid = tuple[int, int, int]
 """The number of patches of an image along time, height and width."""
 
@@ -78,70 +85,143 @@ EXACT_PACKING = Packing(
 )
 
 
-class Family(Protocol):
+class Family(ABC):
+    """Layout, pixels and positions of a checkpoint. Its only state is caches, so it is safe for
+    threads."""
+
     name: str
     """The name of its folder."""
-    fingerprint: str
-    """The hash of `settings`. Items with another fingerprint are refused."""
-    settings: dict[str, Any]
-    """Every setting that changes a pixel or a token count."""
-    num_axes: int
+    num_axes: int = 1
     """The number of rows of a position array."""
-    modality: str
+    modality: str = "image"
     """The generate protocol's name for its images."""
-    shows_media: bool
+    shows_media: bool = True
     """False for a text-only checkpoint."""
-    video_refusal: str
-    """Why videos cannot be shown. Empty if they can."""
-    slot_token_ids: tuple[int, ...]
-    """The ids that fill slots and appear nowhere else."""
-    packing: Packing
-    model_class: str
+    model_class: str = ""
     """The transformers class of a checkpoint of the generic family. Empty for native families."""
+    video_refusal: str = "this model family shows no videos"
+    """Why videos cannot be shown. Empty if they can."""
+    settings_owner: str
+    """The name, for errors, of what server and trainer must share for equal settings."""
 
-    def layout(self, width: int, height: int) -> ImageLayout: ...
+    def __init__(
+        self, settings: dict[str, Any], slot_token_ids: tuple[int, ...], packing: Packing
+    ) -> None:
+        """`settings` are all that change a pixel or a token count, and `slot_token_ids` the ids
+        that fill slots and appear nowhere else."""
+        self.settings = settings
+        self.fingerprint = compute_fingerprint(settings)  # items with another one are refused
+        self.slot_token_ids = slot_token_ids
+        self.packing = packing
+        # Every turn of a conversation asks for the items of all its images.
+        self._item = lru_cache(maxsize=MAX_CACHED_ITEMS)(self._make_item)
+        self._layout = lru_cache(maxsize=MAX_CACHED_ITEMS)(self.compute_layout)
 
-    def item(self, ref: MediaRef) -> MediaItem: ...
+    # -- implemented by a family
 
-    def check_item(self, item: MediaItem) -> None:
-        """Raise FingerprintMismatch with both settings, or Misaligned for a wrong grid."""
-        ...
+    @abstractmethod
+    def compute_layout(self, width: int, height: int) -> ImageLayout:
+        """Return how an image of this size is cut into patches."""
 
+    @abstractmethod
+    def cut_patches(self, image: Image.Image, layout: ImageLayout) -> np.ndarray:
+        """Return uint8 patches (num_patches, values per patch) of an image of its ref's size.
+
+        The frame of an image is not repeated.
+        """
+
+    @abstractmethod
     def num_tokens(self, item: MediaItem) -> int:
         """Return the length of its slot: from the first to the last token that features replace."""
-        ...
 
+    @abstractmethod
     def feature_offsets(self, item: MediaItem) -> np.ndarray:
         """Return the offsets in its slot that features fill, as int64 in order.
 
         The rest of a slot holds marks of the chat format, such as those between tiles.
         """
-        ...
 
-    def patches(self, image: Image.Image, item: MediaItem) -> np.ndarray:
-        """Return uint8 patches (num_patches, values per patch), without the repeated frame."""
-        ...
+    @abstractmethod
+    def positions(
+        self, num_tokens: int, slots: Sequence[Slot], start: int = 0
+    ) -> tuple[np.ndarray, int]:
+        """Return int32 positions (num_axes, num_tokens) from `start` on, and the next position."""
 
     def steps(self, video: VideoPart) -> Sequence[ShownStep]:
         """Return the steps of a video; MediaRefused if it cannot be shown.
 
         Of a file these are the frames that the family samples; of a list, all images.
         """
-        ...
+        self._refuse_videos(video)
 
     def step_patches(self, frames: Sequence[Image.Image], item: MediaItem) -> np.ndarray:
         """Return uint8 patches (num_patches, values of all frames) of one step of a video."""
-        ...
+        self._refuse_videos(frames, item)
 
     def repeat_frame(self, patches: np.ndarray) -> np.ndarray:
         """Return patches of an image as wide as those of a video step, to be stacked with them."""
-        ...
+        self._refuse_videos(patches)
 
-    def positions(
-        self, num_tokens: int, slots: Sequence[Slot], start: int = 0
-    ) -> tuple[np.ndarray, int]:
-        """Return int32 positions (num_axes, num_tokens) from `start` on, and the next position."""
-        ...
+    # -- shared by all families
+
+    def layout(self, width: int, height: int) -> ImageLayout:
+        return self._layout(width, height)
+
+    def describe_tokens(self) -> str:
+        """Return the number of tokens of two image sizes, for people."""
+        try:
+            counts = [f"{self.layout(*s).num_tokens:,} for {s[0]}x{s[1]}" for s in EXAMPLE_SIZES]
+        except MediaRefused as error:
+            return error.problem
+        return ", ".join(counts)
+
+    def item(self, ref: MediaRef) -> MediaItem:
+        return self._item(ref)
+
+    def _make_item(self, ref: MediaRef) -> MediaItem:
+        if ref.is_video:
+            raise MediaRefused(f"{ref!r} is a video, not an image", "send it as a video part")
+        grid = self.layout(ref.width, ref.height).grid
+        return MediaItem(ref=ref, family=self.name, grid=grid, fingerprint=self.fingerprint)
+
+    def check_item(self, item: MediaItem) -> None:
+        """Raise FingerprintMismatch with both settings, or Misaligned for a wrong grid."""
+        if item.step is not None:
+            self._refuse_videos(item)
+        self.check_settings(item, self.fingerprint, self.settings)
+        grid = self.layout(item.ref.width, item.ref.height).grid
+        if item.grid != grid:
+            raise Misaligned(
+                f"the item of image {item.ref.digest[:12]} has grid {item.grid}, but an image of "
+                f"{item.ref.width}x{item.ref.height} has grid {grid}",
+                "create items with family.item",
+            )
+
+    def check_settings(self, item: MediaItem, fingerprint: str, settings: dict[str, Any]) -> None:
+        """Raise FingerprintMismatch unless the item was made with these settings."""
+        if item.family != self.name or item.fingerprint != fingerprint:
+            raise FingerprintMismatch(
+                f"the item of {item.name} was made by family {item.family} with settings "
+                f"{item.fingerprint}; here family {self.name} has {fingerprint}: "
+                f"{json.dumps(settings, sort_keys=True)}",
+                f"use the same checkpoint folder and {self.settings_owner} on both sides",
+            )
+
+    def _refuse_videos(self, *_: object) -> NoReturn:
+        raise MediaRefused(
+            f"a video cannot be shown: {self.video_refusal}", "send some of its frames as images"
+        )
+
+    def patches(self, image: Image.Image, item: MediaItem) -> np.ndarray:
+        """Return uint8 patches (num_patches, values per patch) of the image from `store.image`."""
+        ref = item.ref
+        if image.size != (ref.width, ref.height):
+            raise Misaligned(
+                f"image {ref.digest[:12]} has size {image.size}, but its ref says "
+                f"{(ref.width, ref.height)}",
+                "decode it with store.image, which applies the EXIF orientation",
+            )
+        return self.cut_patches(image, self.layout(ref.width, ref.height))
 
 
 class Forward(Protocol):

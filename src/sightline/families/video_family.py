@@ -30,9 +30,14 @@ from sightline.families.processor_settings import (
     read_frame_settings,
     read_video_config,
 )
-from sightline.families.protocol import TREE_PACKING, ImageLayout, Packing, ShownStep
-from sightline.families.vision_family import (
+from sightline.families.protocol import (
     MAX_CACHED_ITEMS,
+    TREE_PACKING,
+    ImageLayout,
+    Packing,
+    ShownStep,
+)
+from sightline.families.vision_family import (
     PixelFamily,
     check_slots_fit,
     compute_mrope_positions,

@@ -5,124 +5,27 @@ Pixels stay uint8 until they are used.
 
 from __future__ import annotations
 
-import json
 import math
-from abc import ABC, abstractmethod
+from abc import abstractmethod
 from collections.abc import Sequence
-from functools import cached_property, lru_cache
+from functools import cached_property
 from typing import TYPE_CHECKING, Any, Generic, NoReturn, TypeVar
 
 import numpy as np
 
-from sightline.errors import FamilyError, FingerprintMismatch, MediaRefused, Misaligned
-from sightline.families.processor_settings import BaseProcessorSettings, compute_fingerprint
-from sightline.families.protocol import TREE_PACKING, ImageLayout, Packing, ShownStep
-from sightline.media import MediaRef
-from sightline.message import VideoPart
+from sightline.errors import FamilyError, Misaligned
+from sightline.families.processor_settings import BaseProcessorSettings
+from sightline.families.protocol import TREE_PACKING, Family, Packing
 from sightline.wire import MediaItem, Slot
 
 if TYPE_CHECKING:
     from PIL import Image
 
-MAX_CACHED_ITEMS = 8192
 
 Settings = TypeVar("Settings", bound=BaseProcessorSettings)
 
 
-class ImageFamily(ABC):
-    """A family of images. Its only state is caches, so it is safe for threads."""
-
-    name: str
-    num_axes: int = 1
-    modality: str = "image"
-    shows_media = True
-    model_class = ""
-    video_refusal = "this model family shows no videos"
-    settings_owner: str
-    """The name, for errors, of what server and trainer must share for equal settings."""
-
-    def __init__(
-        self, settings: dict[str, Any], slot_token_ids: tuple[int, ...], packing: Packing
-    ) -> None:
-        self.settings = settings
-        self.fingerprint = compute_fingerprint(settings)
-        self.slot_token_ids = slot_token_ids
-        self.packing = packing
-        # Every turn of a conversation asks for the items of all its images.
-        self._item = lru_cache(maxsize=MAX_CACHED_ITEMS)(self._make_item)
-        self._layout = lru_cache(maxsize=MAX_CACHED_ITEMS)(self.compute_layout)
-
-    @abstractmethod
-    def compute_layout(self, width: int, height: int) -> ImageLayout:
-        """Return how an image of this size is cut into patches."""
-
-    @abstractmethod
-    def cut_patches(self, image: Image.Image, layout: ImageLayout) -> np.ndarray:
-        """Return uint8 patches (patches, values per patch) of an image of its ref's size."""
-
-    def layout(self, width: int, height: int) -> ImageLayout:
-        return self._layout(width, height)
-
-    def item(self, ref: MediaRef) -> MediaItem:
-        return self._item(ref)
-
-    def _make_item(self, ref: MediaRef) -> MediaItem:
-        if ref.is_video:
-            raise MediaRefused(f"{ref!r} is a video, not an image", "send it as a video part")
-        grid = self.layout(ref.width, ref.height).grid
-        return MediaItem(ref=ref, family=self.name, grid=grid, fingerprint=self.fingerprint)
-
-    def check_item(self, item: MediaItem) -> None:
-        """Raise unless this family would make the same item of that image."""
-        if item.step is not None:
-            self._refuse_videos(item)
-        self.check_settings(item, self.fingerprint, self.settings)
-        grid = self.layout(item.ref.width, item.ref.height).grid
-        if item.grid != grid:
-            raise Misaligned(
-                f"the item of image {item.ref.digest[:12]} has grid {item.grid}, but an image of "
-                f"{item.ref.width}x{item.ref.height} has grid {grid}",
-                "create items with family.item",
-            )
-
-    def check_settings(self, item: MediaItem, fingerprint: str, settings: dict[str, Any]) -> None:
-        """Raise FingerprintMismatch unless the item was made with these settings."""
-        if item.family != self.name or item.fingerprint != fingerprint:
-            raise FingerprintMismatch(
-                f"the item of {item.name} was made by family {item.family} with settings "
-                f"{item.fingerprint}; here family {self.name} has {fingerprint}: "
-                f"{json.dumps(settings, sort_keys=True)}",
-                f"use the same checkpoint folder and {self.settings_owner} on both sides",
-            )
-
-    def _refuse_videos(self, *_: object) -> NoReturn:
-        raise MediaRefused(
-            f"a video cannot be shown: {self.video_refusal}", "send some of its frames as images"
-        )
-
-    # A family that shows videos overrides these.
-    def steps(self, video: VideoPart) -> Sequence[ShownStep]:
-        self._refuse_videos(video)
-
-    def step_patches(self, frames: Sequence[Image.Image], item: MediaItem) -> np.ndarray:
-        self._refuse_videos(frames, item)
-
-    def repeat_frame(self, patches: np.ndarray) -> np.ndarray:
-        self._refuse_videos(patches)
-
-    def patches(self, image: Image.Image, item: MediaItem) -> np.ndarray:
-        """Return uint8 patches (patches, values per patch) of the image from `store.image`."""
-        ref = item.ref
-        if image.size != (ref.width, ref.height):
-            raise Misaligned(
-                f"image {ref.digest[:12]} has size {image.size}, but its ref says "
-                f"{(ref.width, ref.height)}",
-                "decode it with store.image, which applies the EXIF orientation",
-            )
-        return self.cut_patches(image, self.layout(ref.width, ref.height))
-
-
-class VisionFamily(ImageFamily, Generic[Settings]):
+class VisionFamily(Family, Generic[Settings]):
     """The family of a checkpoint whose image processor settings are known."""
 
     settings_owner = "pixel limits"
@@ -141,6 +44,10 @@ class VisionFamily(ImageFamily, Generic[Settings]):
     def __reduce__(self) -> tuple[Any, ...]:
         # Another process gets its own copy, with empty caches.
         return type(self), (self._settings, self.slot_token_ids, self.packing)
+
+    def describe_tokens(self) -> str:
+        side = self.patch * self.merge
+        return f"one token per {side}x{side} pixels after resizing ({super().describe_tokens()})"
 
     def num_tokens(self, item: MediaItem) -> int:
         return math.prod(item.grid) // self.merge**2
@@ -180,32 +87,38 @@ class PixelFamily(VisionFamily[Settings]):
         return self.shape_rows(self.table[by_channel, np.arange(3)[None, :, None]])
 
 
-class TextOnlyFamily:
+def _refuse_media(*_: object) -> NoReturn:
+    raise FamilyError("the checkpoint has no vision tower", "use a vision-language checkpoint")
+
+
+_refuse_images: Any = _refuse_media  # without a type, to override any method
+
+
+class TextOnlyFamily(Family):
     """The family of a text-only checkpoint."""
 
-    num_axes = 1
-    modality = "image"
     shows_media = False
     video_refusal = "this checkpoint has no vision tower"
-    slot_token_ids: tuple[int, ...] = ()
-    packing: Packing = TREE_PACKING
-    model_class = ""
 
-    def __init__(self, name: str, overrides: dict[str, int] | None = None) -> None:
+    def __init__(
+        self,
+        name: str,
+        overrides: dict[str, int] | None = None,
+        packing: Packing = TREE_PACKING,
+    ) -> None:
         for key in overrides or {}:
             raise FamilyError(
                 f"[model] {key} is set, but the checkpoint has no vision tower",
                 f"remove [model] {key} from the run file",
             )
         self.name = name
-        self.settings: dict[str, Any] = {"family": name, "shows_media": False}
-        self.fingerprint = compute_fingerprint(self.settings)
+        super().__init__({"family": name, "shows_media": False}, (), packing)
 
-    def _refuse_images(self, *_: object) -> NoReturn:
-        raise FamilyError("the checkpoint has no vision tower", "use a vision-language checkpoint")
+    def __reduce__(self) -> tuple[Any, ...]:
+        return type(self), (self.name, None, self.packing)
 
-    layout = item = check_item = num_tokens = feature_offsets = patches = _refuse_images
-    steps = step_patches = repeat_frame = _refuse_images
+    compute_layout = cut_patches = num_tokens = feature_offsets = _refuse_images
+    check_item = steps = step_patches = repeat_frame = _refuse_images
 
     def positions(
         self, num_tokens: int, slots: Sequence[Slot], start: int = 0

@@ -18,9 +18,8 @@ import numpy as np
 from sightline.errors import MediaRefused, Misaligned
 from sightline.families.anyvlm.findings import FILE, Expansion, Findings
 from sightline.families.anyvlm.layout import RULES, count_whole
-from sightline.families.protocol import Grid, ImageLayout, Packing
+from sightline.families.protocol import Family, Grid, ImageLayout, Packing
 from sightline.families.vision_family import (
-    ImageFamily,
     check_slots_order,
     compute_mrope_positions,
     compute_text_positions,
@@ -36,7 +35,7 @@ GRID_RULES = ("patches", "patches_in_budget", "lines")
 MAX_CACHED_OFFSETS = 1024
 
 
-class AnyVLMFamily(ImageFamily):
+class AnyVLMFamily(Family):
     """The family of one checkpoint, by the findings of a probe."""
 
     name = "anyvlm"

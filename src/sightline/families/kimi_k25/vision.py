@@ -86,13 +86,11 @@ def _check_settings(settings: ProcessorSettings, raw: dict[str, Any], path: Path
             f"{path}: preprocessor_config.json sets fixed_output_tokens",
             "set it to null, so that the number of tokens depends on the image size",
         )
-    if min(settings.patch, settings.merge, settings.max_patches) < 1:
-        raise FamilyError(f"{path}: invalid processor settings {settings}", "use positive numbers")
-    if settings.max_patches_per_side % settings.merge:
+    is_positive = min(settings.patch, settings.merge, settings.max_patches) > 0
+    if not is_positive or settings.max_patches_per_side % settings.merge:
         raise FamilyError(
-            f"{path}: the limit of {settings.max_patches_per_side} patches per side is not a "
-            f"multiple of {settings.merge}, so that a padded image would exceed it",
-            "use a multiple",
+            f"{path}: invalid processor settings {settings}",
+            "use positive numbers, and a limit of patches per side that is a multiple of merge",
         )
 
 
