@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterable
 
 import numpy as np
 
-from sightline.families.video_family import MAX_ASPECT, fit_area
+from sightline.families.video_family import MAX_ASPECT, fit_size
 
 MAX_EDGE = 4096
 """The longest side of an image for `tiles_by_edge`, in pixels."""
@@ -132,7 +132,7 @@ def count_patches(width: int, height: int, settings: dict[str, int]) -> Size | N
     if max(width, height) / min(width, height) > MAX_ASPECT:
         return None
     patch, limits = settings["patch"], (settings["min_pixels"], settings["max_pixels"])
-    rows, columns = fit_area(width, height, patch * settings["merge"], *limits)
+    rows, columns = fit_size(width, height, patch * settings["merge"], limits)
     return rows // patch, columns // patch
 
 
