@@ -7,23 +7,19 @@ into a wall or off the grid, and an answer that is no move, leave the walker whe
 
 from __future__ import annotations
 
+import json
 import random
 from collections import deque
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal
 
 from PIL import Image, ImageDraw
 
-from sightline.envs.actions import (
-    ActionField,
-    TextActions,
-    ToolActions,
-    choose_action_format,
-)
 from sightline.envs.drawing import encode_png
 from sightline.envs.protocol import Chat, Environment, Outcome, Task
+from sightline.envs.tools import Toolbox, reply_to_calls
 from sightline.errors import ConfigError
-from sightline.message import Message
+from sightline.message import AssistantMessage, Message, ToolCall, assistant
 
 Cell = tuple[int, int]
 """Row and column."""
@@ -31,10 +27,10 @@ Cell = tuple[int, int]
 MOVES: dict[str, Cell] = {"U": (-1, 0), "D": (1, 0), "L": (0, -1), "R": (0, 1)}
 WORDS = {"up": "U", "down": "D", "left": "L", "right": "R"}
 FLOOR, WALL, GOAL, WALKER = (235, 235, 235), (40, 40, 60), (30, 170, 60), (220, 40, 40)
-TOOL = ToolActions(
-    (ActionField("direction", tuple(WORDS)),), "move", "Moves the red walker one field on the grid."
-)
-LETTERS = TextActions((ActionField("direction", tuple(MOVES)),))
+
+
+def move(direction: Literal["up", "down", "left", "right"]) -> None:
+    """Moves the red walker one field on the grid."""
 
 
 @dataclass(frozen=True)
@@ -69,8 +65,12 @@ class GridWalk(Environment):
                 f"{self.side} pixels",
                 "take 2 fields a side or more, 2 pixels a field, a third of them walls at the most",
             )
-        self.action_format = choose_action_format(self.actions, self.name, LETTERS, TOOL)
-        self.tools = self.action_format.tools
+        if self.actions not in ("text", "tool"):
+            raise ConfigError(
+                f"grid_walk: unknown [env.args] actions = {self.actions!r}", "use 'text' or 'tool'"
+            )
+        self.toolbox = Toolbox(move)
+        self.tools = self.toolbox.schemas if self.actions == "tool" else None
 
     def task(self, index: int, split: str) -> Task:
         rng = self.task_rng(index, split)
@@ -88,17 +88,15 @@ class GridWalk(Environment):
         per_turn: list[float] = []
         while at != maze.goal and len(per_turn) < self.max_turns:
             picture = chat.put(self.draw(maze, at))
-            answer = await chat.send(
-                self.action_format.reply(answer, picture, self.hint), tools=self.tools
-            )
-            action = self.action_format.read(answer)
+            answer = await chat.send(reply_to_calls(answer, self.hint, picture), tools=self.tools)
+            letter = self.read_move(answer)
             before = at
-            if action is None:
+            if letter is None:
                 num_malformed += 1
             else:
-                at = self.step(maze, at, letter_of(action))
+                at = self.step(maze, at, letter)
             gain = (left[before] - left[at]) / left[maze.start]
-            per_turn.append(gain - self.malformed_penalty * (action is None))
+            per_turn.append(gain - self.malformed_penalty * (letter is None))
         reached = float(at == maze.goal)
         # What the turns earned: the share of the way that is behind the walker, 1 at the goal.
         return Outcome(
@@ -125,12 +123,26 @@ class GridWalk(Environment):
             moves = list(MOVES)
             if expert:
                 moves = [m for m in moves if left[self.step(maze, at, m)] < left[at]]
-            move = rng.choice(moves)
-            messages += self.action_format.reply(answer, put(self.draw(maze, at)), self.hint)
-            answer = self.action_format.write((move if self.tools is None else word_of(move),))
+            letter = rng.choice(moves)
+            messages += reply_to_calls(answer, self.hint, put(self.draw(maze, at)))
+            answer = self.write_move(letter)
             messages.append(answer)
-            at = self.step(maze, at, move)
+            at = self.step(maze, at, letter)
         return messages
+
+    def read_move(self, answer: AssistantMessage) -> str | None:
+        """Return the letter of the move that an answer makes, or None."""
+        if self.tools is None:
+            return answer.text if answer.text in MOVES and not answer.tool_calls else None
+        values = self.toolbox.read(answer)
+        return None if values is None else WORDS[values["direction"]]
+
+    def write_move(self, letter: str) -> Message:
+        if self.tools is None:
+            return assistant(letter)
+        word = next(word for word, known in WORDS.items() if known == letter)
+        call = ToolCall("move", json.dumps({"direction": word}))
+        return Message(role="assistant", tool_calls=(call,))
 
     def step(self, maze: Maze, at: Cell, move: str) -> Cell:
         """Return the cell after a move: the same one if a wall or the edge blocks it."""
@@ -163,11 +175,3 @@ class GridWalk(Environment):
         row, column = cell
         edges = [place * self.side // self.cells for place in (column, row, column + 1, row + 1)]
         return edges[0], edges[1], edges[2] - 1, edges[3] - 1
-
-
-def letter_of(action: tuple[Any, ...]) -> str:
-    return WORDS.get(action[0], action[0])
-
-
-def word_of(letter: str) -> str:
-    return next(word for word, known in WORDS.items() if known == letter)

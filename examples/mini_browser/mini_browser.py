@@ -10,7 +10,9 @@ from __future__ import annotations
 
 import asyncio
 import html
+import json
 import random
+import re
 import threading
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -20,19 +22,18 @@ from typing import Any
 
 from chromium import Chromium, Tab, get_chromium
 
-from sightline.envs.actions import (
-    ActionField,
-    TextActions,
-    ToolActions,
-    choose_action_format,
-)
 from sightline.envs.protocol import Chat, Environment, Outcome, Task
 from sightline.envs.threads import start_thread
+from sightline.envs.tools import Toolbox, reply_to_calls
 from sightline.errors import ConfigError
-from sightline.message import Message
+from sightline.message import AssistantMessage, Message, ToolCall, assistant
 
 COLORS = ("#d62828", "#2a9d4a", "#2b4fd6", "#e0b400", "#8e2bd6", "#12b0b8")
 DONE = "done"
+
+
+def click(x: int, y: int) -> None:
+    """Clicks at a point of the page, in pixels from its corner."""
 
 
 @dataclass(frozen=True)
@@ -84,16 +85,13 @@ class MiniBrowser(Environment):
             raise ConfigError(
                 f"mini_browser: a page of {self.width}x{self.height}", "make it 96x64 or larger"
             )
-        fields = (ActionField("x", num_values=self.width), ActionField("y", num_values=self.height))
-        self.action_format = choose_action_format(
-            self.actions,
-            self.name,
-            TextActions(fields, "click"),
-            ToolActions(
-                fields, "click", "Clicks at a point of the page, in pixels from its corner."
-            ),
-        )
-        self.tools = self.action_format.tools
+        if self.actions not in ("text", "tool"):
+            raise ConfigError(
+                f"mini_browser: unknown [env.args] actions = {self.actions!r}",
+                "use 'text' or 'tool'",
+            )
+        self.toolbox = Toolbox(click)
+        self.tools = self.toolbox.schemas if self.actions == "tool" else None
         self._starting = threading.Lock()
         self._started: Chromium | None = None
         self._idle: list[Tab] = []
@@ -120,10 +118,8 @@ class MiniBrowser(Environment):
         per_turn: list[float] = []
         while passed < self.pages and len(per_turn) < self.max_turns:
             picture = chat.put(await asyncio.to_thread(tab.screenshot))
-            answer = await chat.send(
-                self.action_format.reply(answer, picture, self.hint), tools=self.tools
-            )
-            action = self.action_format.read(answer)
+            answer = await chat.send(reply_to_calls(answer, self.hint, picture), tools=self.tools)
+            action = self.read_click(answer)
             before = passed
             if action is None:
                 num_malformed += 1
@@ -152,8 +148,26 @@ class MiniBrowser(Environment):
         tab = self.open(task)
         picture = put(tab.screenshot())
         self._idle.append(tab)
-        clicked = self.action_format.write(page.buttons[which].middle)
-        return [*self.action_format.reply(None, picture, self.hint), clicked]
+        clicked = self.write_click(*page.buttons[which].middle)
+        return [*reply_to_calls(None, self.hint, picture), clicked]
+
+    def read_click(self, answer: AssistantMessage) -> tuple[int, int] | None:
+        """Return the point that an answer clicks at, or None."""
+        if self.tools is None:
+            match = re.fullmatch(r"click ([0-9]{1,9}) ([0-9]{1,9})", answer.text)
+            point = None if match is None or answer.tool_calls else (int(match[1]), int(match[2]))
+        else:
+            values = self.toolbox.read(answer)
+            point = None if values is None else (values["x"], values["y"])
+        if point is None or not (0 <= point[0] < self.width and 0 <= point[1] < self.height):
+            return None
+        return point
+
+    def write_click(self, x: int, y: int) -> Message:
+        if self.tools is None:
+            return assistant(f"click {x} {y}")
+        call = ToolCall("click", json.dumps({"x": x, "y": y}))
+        return Message(role="assistant", tool_calls=(call,))
 
     def open(self, task: Task) -> Tab:
         """A tab that shows the first page of the task."""

@@ -1,148 +1,22 @@
-"""Action formats and parsers: how an answer of the model becomes an action.
+"""Parsers and rules of adapters: how an answer becomes an action, and how an episode is played.
 
-An action format declares tools, reads an answer, and writes the messages of a demonstration. An
-environment uses one format for a whole conversation.
-
-Adapters of other libraries use a parser, any class with `parse(answer)`. `NamedActions` is the
-parser for actions that have names; run files name others as 'module:Class'.
+A parser is any class with `parse(answer)`. `NamedActions` is the parser for actions with names; run
+files name others as 'module:Class'.
 """
 
 from __future__ import annotations
 
-import json
 import random
-import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, ClassVar, Protocol, cast
+from typing import Any, Protocol, cast
 
 from sightline.config.load import load_object
-from sightline.envs.protocol import Chat, Outcome, Tools
+from sightline.envs.protocol import Chat, Outcome
 from sightline.errors import ConfigError, RolloutTruncated
-from sightline.media import MediaRef
-from sightline.message import ImagePart, Message, ToolCall, assistant, text, user
+from sightline.message import Message
 
-ACTION_FORMATS = ("text", "tool")
 ON_MALFORMED = ("random", "skip", "end")
-
-
-@dataclass(frozen=True)
-class ActionField:
-    """A value of an action: one of a few words, or an integer from 0 to `num_values - 1`."""
-
-    name: str
-    choices: tuple[str, ...] = ()
-    num_values: int = 0
-
-    @property
-    def schema(self) -> dict[str, Any]:
-        if self.choices:
-            return {"type": "string", "enum": list(self.choices)}
-        return {"type": "integer", "minimum": 0, "maximum": self.num_values - 1}
-
-    def read(self, value: Any) -> Any:
-        """Return the value, or None when it is out of bounds or of another type."""
-        if self.choices:
-            return value if value in self.choices else None
-        is_number = isinstance(value, int) and not isinstance(value, bool)
-        return value if is_number and 0 <= value < self.num_values else None
-
-
-@dataclass(frozen=True)
-class TextActions:
-    """An action is the whole text of an answer, one word for each field: `U`, `click 40 12`."""
-
-    fields: tuple[ActionField, ...]
-    verb: str = ""
-    """The first word of every action; empty for none."""
-    tools: ClassVar[Tools | None] = None
-
-    def read(self, answer: Message) -> tuple[Any, ...] | None:
-        """Return the values of the fields, or None when the answer is not an action."""
-        words = answer.text.split(" ")
-        if self.verb and words.pop(0) != self.verb:
-            return None
-        if answer.tool_calls or len(words) != len(self.fields):
-            return None
-        return _read_fields(
-            self.fields,
-            [
-                int(word) if not field.choices and re.fullmatch(r"[0-9]{1,9}", word) else word
-                for word, field in zip(words, self.fields, strict=True)
-            ],
-        )
-
-    def write(self, action: tuple[Any, ...]) -> Message:
-        """Return the answer that chooses the action."""
-        words = [self.verb] if self.verb else []
-        return assistant(" ".join([*words, *map(str, action)]))
-
-    def reply(self, answer: Message | None, picture: MediaRef, hint: str = "") -> list[Message]:
-        """Return the messages to show next; `answer` is None at the start."""
-        return [user(hint, picture)]
-
-
-@dataclass(frozen=True)
-class ToolActions:
-    """An action is a call of one tool, and the next message is the tool's result."""
-
-    fields: tuple[ActionField, ...]
-    name: str
-    description: str
-
-    @property
-    def tools(self) -> Tools | None:
-        properties = {field.name: field.schema for field in self.fields}
-        parameters = {"type": "object", "properties": properties, "required": list(properties)}
-        function = {"name": self.name, "description": self.description, "parameters": parameters}
-        return [{"type": "function", "function": function}]
-
-    def read(self, answer: Message) -> tuple[Any, ...] | None:
-        if len(answer.tool_calls) != 1 or answer.tool_calls[0].name != self.name:
-            return None
-        try:
-            arguments = json.loads(answer.tool_calls[0].arguments)
-        except json.JSONDecodeError:
-            return None
-        names = [field.name for field in self.fields]
-        if not isinstance(arguments, dict) or set(arguments) != set(names):
-            return None
-        return _read_fields(self.fields, [arguments[name] for name in names])
-
-    def write(self, action: tuple[Any, ...]) -> Message:
-        values = {field.name: value for field, value in zip(self.fields, action, strict=True)}
-        return Message(role="assistant", tool_calls=(ToolCall(self.name, json.dumps(values)),))
-
-    def reply(self, answer: Message | None, picture: MediaRef, hint: str = "") -> list[Message]:
-        calls = answer.tool_calls if answer is not None else ()
-        if not calls:
-            return [user(hint, picture)]
-        results = [
-            Message(role="tool", content=text("not done"), tool_call_id=call.id or None)
-            for call in calls[:-1]
-        ]
-        content = (*text(hint), ImagePart(picture))
-        return [*results, Message(role="tool", content=content, tool_call_id=calls[-1].id or None)]
-
-
-ActionFormat = TextActions | ToolActions
-
-
-def choose_action_format(
-    name: str, environment: str, text_format: ActionFormat, tool_format: ActionFormat
-) -> ActionFormat:
-    """Return the format that `[env.args] actions` names."""
-    if name not in ACTION_FORMATS:
-        raise ConfigError(
-            f"{environment}: unknown [env.args] actions = {name!r}",
-            f"use one of {', '.join(map(repr, ACTION_FORMATS))}",
-        )
-    return text_format if name == "text" else tool_format
-
-
-def _read_fields(fields: Sequence[ActionField], values: Sequence[Any]) -> tuple[Any, ...] | None:
-    action = tuple(field.read(value) for field, value in zip(fields, values, strict=True))
-    return None if any(value is None for value in action) else action
 
 
 class ActionParser(Protocol):

@@ -24,6 +24,7 @@ from sightline.message import (
     VideoPart,
     build_part,
     join_texts,
+    user,
 )
 
 Put = Callable[[Any], MediaRef]
@@ -77,6 +78,15 @@ class Toolbox:
             results.append(_result_message(call, result, put))
         return results
 
+    def read(self, answer: AssistantMessage) -> dict[str, Any] | None:
+        """Return the arguments of the answer's only call; None if it is not a valid call."""
+        if len(answer.tool_calls) != 1:
+            return None
+        try:
+            return self._bind_call(answer.tool_calls[0])[1]
+        except ToolError:
+            return None
+
     def _bind_call(self, call: ToolCall) -> tuple[Callable[..., Any], dict[str, Any]]:
         tool = self._tools.get(call.name)
         if tool is None:
@@ -98,6 +108,17 @@ class Toolbox:
             except msgspec.ValidationError as error:
                 raise ToolError(f"{name}: {error}") from error
         return tool.function, values
+
+
+def reply_to_calls(answer: Message | None, *parts: Any) -> list[Message]:
+    """Return the result of each call, the last with `parts`; a user's message if there is none."""
+    calls = answer.tool_calls if answer is not None else ()
+    if not calls:
+        return [user(*parts)]
+    return [
+        Message("tool", user(*shown).content, tool_call_id=call.id or None)
+        for call, shown in zip(calls, [*[["not done"]] * (len(calls) - 1), parts], strict=True)
+    ]
 
 
 def _build_tool(function: Callable[..., Any]) -> Tool:

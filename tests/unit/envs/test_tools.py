@@ -8,7 +8,7 @@ from typing import Annotated, Any, Literal
 import pytest
 from PIL import Image
 
-from sightline.envs.tools import Toolbox, ToolError
+from sightline.envs.tools import Toolbox, ToolError, reply_to_calls
 from sightline.errors import ConfigError
 from sightline.media import MediaStore
 from sightline.message import AssistantMessage, ToolCall
@@ -48,6 +48,32 @@ def test_a_function_describes_itself() -> None:
         "steps": {"type": "integer", "default": 1},
         "hard": {"anyOf": [{"type": "boolean"}, {"type": "null"}], "default": None},
     }
+
+
+@pytest.mark.parametrize(
+    ("said", "values"),
+    [
+        (calls(("move", '{"way": "up", "steps": 2}')), {"way": "up", "steps": 2}),
+        (calls(("move", '{"way": "left"}')), None),
+        (calls(("move", '{"way": "up", "steps": true}')), None),
+        (calls(("move", '{"way": "up", "far": 1}')), None),
+        (calls(("move", "not json")), None),
+        (calls(("jump", "{}")), None),
+        (calls(*[("move", '{"way": "up"}')] * 2), None),
+        (calls(), None),
+    ],
+)
+def test_one_valid_call_is_read_and_anything_else_is_none(
+    said: AssistantMessage, values: dict[str, Any] | None
+) -> None:
+    assert Toolbox(move).read(said) == values
+
+
+def test_each_call_gets_a_result_and_the_last_one_shows_the_parts() -> None:
+    first, last = reply_to_calls(calls(("move", "{}"), ("move", "{}")), "look")
+    assert (first.role, first.text, first.tool_call_id) == ("tool", "not done", "c0")
+    assert (last.role, last.text, last.tool_call_id) == ("tool", "look", "c1")
+    assert [message.role for message in reply_to_calls(None, "look")] == ["user"]
 
 
 def test_what_cannot_be_described_is_refused() -> None:

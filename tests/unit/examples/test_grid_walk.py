@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 from answering import ScriptedChat
-from grid_walk import GOAL, MOVES, WALKER, GridWalk, Maze, word_of
+from grid_walk import GOAL, MOVES, WALKER, GridWalk, Maze
 from PIL import Image
 
 from sightline.envs import Outcome
@@ -56,7 +56,7 @@ def test_the_shortest_way_earns_everything(store: MediaStore) -> None:
 def test_moves_are_tool_calls_and_pictures_their_results(store: MediaStore) -> None:
     env = GridWalk(actions="tool")
     moves = shortest(env, env.task(0, "train").data)
-    outcome, chat = play(env, store, [env.action_format.write((word_of(m),)) for m in moves])
+    outcome, chat = play(env, store, [env.write_move(m) for m in moves])
     assert outcome.parts["reached"] == 1.0 and outcome.parts["malformed"] == 0.0
     assert [message.role for message in chat.seen] == ["user"] + ["tool"] * (len(moves) - 1)
     assert all(len(message.images) == 1 for message in chat.seen)
@@ -87,9 +87,8 @@ def test_demonstrations_can_be_read_back_and_experts_arrive(
             at = task.data.start
             for message in talk:
                 if message.role == "assistant":
-                    action = env.action_format.read(message)
-                    assert action is not None
-                    letter = action[0] if actions == "text" else action[0][0].upper()
+                    letter = env.read_move(message)
+                    assert letter is not None
                     at = env.step(task.data, at, letter)
             ends.append(at == task.data.goal)
         assert all(ends) == arrives

@@ -83,7 +83,7 @@ def test_demonstrations_click_on_a_button_of_the_page_that_they_show(
 ) -> None:
     task = env.task(2, "sft")
     shown, said = env.demonstration(task, store.put, random.Random(0))
-    assert env.action_format.read(said) in [button.middle for button in task.data[0].buttons]
+    assert env.read_click(said) in [button.middle for button in task.data[0].buttons]
     again, _ = env.demonstration(task, store.put, random.Random(1))
     assert shown.images == again.images, "the same page is the same picture"
 
