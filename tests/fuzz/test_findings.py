@@ -55,7 +55,10 @@ def test_a_saved_table_of_impossibly_many_rows_is_refused(tmp_path: Path) -> Non
     batch = pyarrow.RecordBatch.from_arrays([nothing], ["nothing"])
     with pyarrow.ipc.new_stream(tmp_path / "a.arrow", batch.schema) as writer:
         writer.write_batch(batch)
-    (tmp_path / "state.json").write_text('{"_data_files": [{"filename": "a.arrow"}]}')
+    state = {"_data_files": [{"filename": "a.arrow"}], "_fingerprint": "x", "_split": None}
+    state |= {"_format_type": None, "_format_columns": None, "_format_kwargs": {}}
+    (tmp_path / "state.json").write_text(json.dumps(state | {"_output_all_columns": False}))
+    (tmp_path / "dataset_info.json").write_text("{}")
     with pytest.raises(ConfigError, match="declares 2147483647 rows"):
         open_tasks(tmp_path)
 

@@ -86,9 +86,9 @@ def open_tasks(
 ) -> TaskFile:
     """Open the tasks of a file, a folder, or a dataset on the Hub (`owner/name`).
 
-    `dataset_split` names one of several splits. The `datasets` library loads datasets on the Hub,
-    and folders that it did not save itself, such as parquet shards. `eval_fraction` and
-    `sft_fraction` are the fractions of the rows for those splits; the rest is for training.
+    `dataset_split` names one of several splits. The `datasets` library loads folders and
+    datasets on the Hub. `eval_fraction` and `sft_fraction` are the fractions of the rows for those
+    splits; the rest is for training.
     """
     source = Path(path)
     rows: TaskRows
@@ -105,7 +105,7 @@ def open_tasks(
             problem = f"{str(path)!r} is neither a file nor a folder, and the Hub failed: "
             raise ConfigError(problem + error.problem, error.fix) from error
     elif source.is_dir():
-        rows, folder = _open_folder(source, dataset_split)
+        rows, folder = _load_with_datasets(str(path), dataset_split), source
     elif source.suffix in _SUFFIXES[:2]:
         rows, folder = JsonlRows(source), source.parent
     elif source.suffix == ".parquet":
@@ -120,32 +120,32 @@ def open_tasks(
     return TaskFile(rows, folder, images, {"eval": eval_fraction, "sft": sft_fraction}, seed)
 
 
-def _open_folder(path: Path, dataset_split: str) -> tuple[TaskRows, Path]:
-    index = path / "dataset_dict.json"
-    if index.is_file():
-        splits = json.loads(index.read_text())["splits"]
-        if dataset_split not in splits:
-            raise ConfigError(
-                f"{path} has no split {dataset_split!r}; it has {', '.join(splits)}",
-                "choose one of them: open_tasks(path, dataset_split=...)",
-            )
-        path = path / dataset_split
-    if (path / "state.json").is_file():
-        return ArrowRows(_read_saved_table(path)), path
-    return _load_with_datasets(str(path), dataset_split), path
-
-
 def _load_with_datasets(name: str, dataset_split: str) -> ArrowRows:
+    """Load a dataset of the Hub, or a folder: saved by the library, or of shards."""
     library = import_extra("datasets", "datasets")
+    saved = (Path(name) / file for file in ("state.json", "dataset_dict.json"))
     try:
-        loaded = library.load_dataset(name, split=dataset_split or "train")
-    except (OSError, ValueError) as error:
+        if any(file.is_file() for file in saved):
+            loaded = library.load_from_disk(name)
+        else:
+            loaded = library.load_dataset(name, split=dataset_split or "train")
+    except (OSError, ValueError, TypeError, LookupError) as error:
         raise ConfigError(
             f"the datasets library cannot load {name}, split {dataset_split or 'train'!r}: "
             f"{type(error).__name__}: {error}",
             "check the name, the split and the network, or download it and pass the folder",
         ) from error
-    return ArrowRows(loaded.data.table, loaded.features.arrow_schema)
+    if isinstance(loaded, dict):
+        if dataset_split not in loaded:
+            raise ConfigError(
+                f"{name} has no split {dataset_split!r}; it has {', '.join(loaded)}",
+                "choose one of them: open_tasks(path, dataset_split=...)",
+            )
+        loaded = loaded[dataset_split]
+    table = loaded.data.table
+    with _name_damage(Path(name)):
+        _check_num_rows(table.num_rows, table.nbytes)
+    return ArrowRows(table, loaded.features.arrow_schema)
 
 
 class JsonlRows:
@@ -239,7 +239,7 @@ def open_parquet(
 
 
 def _check_num_rows(num_rows: int, num_bytes: int) -> None:
-    """Raise if the file declares more rows than bits, because lists of all rows are kept."""
+    """Raise if a file declares more rows than bits, because lists of all rows are kept."""
     if num_rows > 8 * num_bytes:
         raise ValueError(f"it declares {num_rows} rows in {num_bytes} bytes")
 
@@ -257,25 +257,12 @@ def _name_damage(path: Path) -> Iterator[None]:
         raise ConfigError(f"{path} cannot be read: {reason}", "write the file again") from error
 
 
-def _read_saved_table(folder: Path) -> Any:
-    """Map Arrow files into memory, which the workers of a machine share."""
-    pyarrow = import_extra("pyarrow", "data")
-    import_extra("pyarrow.ipc", "data")
-    with _name_damage(folder):
-        state = json.loads((folder / "state.json").read_text())
-        maps = [pyarrow.memory_map(str(folder / file["filename"])) for file in state["_data_files"]]
-        tables = [pyarrow.ipc.open_stream(mapped).read_all() for mapped in maps]
-        table = pyarrow.concat_tables(tables)
-        _check_num_rows(table.num_rows, sum(mapped.size() for mapped in maps))
-        return table
-
-
 class ArrowRows:
-    """Rows of an Arrow table; `schema` declares image columns, if the table's own does not."""
+    """Rows of an Arrow table; `schema` declares its image columns."""
 
-    def __init__(self, table: Any, schema: Any = None) -> None:
+    def __init__(self, table: Any, schema: Any) -> None:
         self._table = table
-        self.image_columns = image_columns(schema or table.schema)
+        self.image_columns = image_columns(schema)
 
     def __len__(self) -> int:
         return int(self._table.num_rows)

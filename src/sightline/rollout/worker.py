@@ -10,16 +10,14 @@ import asyncio
 import contextlib
 import gc
 import math
-import socket
 import sys
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from sightline.config import EnvConfig, RunFile
-from sightline.envs import Environment
+from sightline.config import RunFile
 from sightline.envs.protocol import build_environment
-from sightline.errors import ConfigError, EnvironmentFailed
+from sightline.errors import EnvironmentFailed
 from sightline.media import open_store
 from sightline.rollout.chat_sources import build_policy_chats
 from sightline.rollout.evaluation import open_trace
@@ -51,20 +49,6 @@ def tune_interpreter() -> None:
     gc.freeze()
 
 
-def build_environment_elsewhere(env: EnvConfig) -> Environment:
-    """Build the environment on a machine without the run file's folder."""
-    try:
-        return build_environment(env)
-    except ConfigError as error:
-        if not isinstance(error.__cause__, ModuleNotFoundError):
-            raise
-        raise ConfigError(
-            f"{error.problem} on {socket.gethostname()}",
-            f"install it there for {sys.executable}, or add its folder to PYTHONPATH where "
-            "processes start (`ray start`, the pod's image): modules are not sent",
-        ) from error
-
-
 async def main(
     config: RunFile,
     name: str,
@@ -85,8 +69,7 @@ async def main(
     chats = build_policy_chats(config, servers, store, rights.token)
     # The orchestrator decides how long a run may be without servers.
     chats.router.template.deadline_s = math.inf
-    env = (build_environment_elsewhere if is_remote else build_environment)(config.env)
-    player = RolloutPlayer(env, chats, config.rollout.timeout_s)
+    player = RolloutPlayer(build_environment(config.env), chats, config.rollout.timeout_s)
     tune_interpreter()
     running: dict[str, asyncio.Task[None]] = {}
     heartbeat = Heartbeat(heartbeat_file, player.threads.stuck_s)
