@@ -37,7 +37,7 @@ from sightline.rollout.client import GenerateClient
 from sightline.rollout.player import RolloutPlayer
 from sightline.trace import Trace
 from sightline.wire.control import RolloutRequest
-from sightline.wire.generate import GenerateRequest, GenerateResponse
+from sightline.wire.generate import GenerateRequest, GenerateResponse, check_answer
 
 MAX_MODEL_LEN = 128
 MAX_TOKENS = 8
@@ -73,7 +73,8 @@ class EngineClient(GenerateClient):
             one.owner = finished
         self.engine.submit(requests)  # type: ignore[arg-type]
         await finished
-        response = self._check_answer(request, build_response(checked, requests))
+        response = build_response(checked, requests)
+        check_answer(request, response, self.vocab_size, self.banned_token_ids, self.max_model_len)
         return response if self.proves_pixels else msgspec.structs.replace(response, sightline=None)
 
 

@@ -73,20 +73,12 @@ class GenerateClient(RetryingClient):
             self.counts.reference_bytes += sum(
                 len(raw) for raws in request.features.kwargs_data.values() for raw in raws
             )
-        answer = await self._post_generate(msgspec.json.encode(request))
-        return self._check_answer(request, decode_answer(answer, GenerateResponse))
-
-    def _check_answer(
-        self, request: GenerateRequest, response: GenerateResponse
-    ) -> GenerateResponse:
-        ids = (self.vocab_size, self.banned_token_ids)
-        check_answer(request, response, *ids, self.max_model_len)
-        return response
-
-    async def _post_generate(self, body: bytes) -> bytes:
+        body = msgspec.json.encode(request)
         answer = await self.request("POST", "/inference/v1/generate", body)
         await self.pacer.wait_for_pass()
-        return answer
+        response = decode_answer(answer, GenerateResponse)
+        check_answer(request, response, self.vocab_size, self.banned_token_ids, self.max_model_len)
+        return response
 
     async def adopt(self, manifest: str) -> None:
         """Make the server adopt the weights of `manifest`, and return when it samples with them."""
