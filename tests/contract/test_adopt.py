@@ -19,8 +19,7 @@ from sightline.compute.weights import StorePublisher, read_weights, write_weight
 from sightline.errors import EngineError
 from sightline.inference.server_spec import ServerSpec
 from sightline.orchestrator.server_pool import ServerPool, give_back_leases
-from sightline.rollout.client import GenerateClient
-from sightline.rollout.health import ProbeTimes
+from sightline.rollout.client import GenerateClient, ProbeTimes
 from sightline.run import EventLog
 from sightline.wire.generate import AdoptRequest, ErrorBody
 from sightline.wire.weights import MANIFEST, Manifest

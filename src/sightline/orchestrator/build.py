@@ -78,17 +78,6 @@ def build_servers(
     )
 
 
-def build_evaluators(run_dir: RunDir, events: EventLog, client: GenerateClient) -> ServerPool:
-    """Build the pool of the server that evaluates in the background."""
-    return ServerPool(
-        run_dir.read_id(),
-        events,
-        [client],
-        first_version=0,
-        joined_file=run_dir.heartbeat("evaluator"),
-    )
-
-
 def build(
     config: RunFile,
     run_dir: RunDir,

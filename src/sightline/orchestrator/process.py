@@ -15,13 +15,13 @@ from sightline.config import RunFile
 from sightline.errors import MediaError, ProcessFailed
 from sightline.media import MediaStore, open_store
 from sightline.media.stored_file import open_blobs
-from sightline.orchestrator.build import ServerClients, build, build_evaluators, build_servers
+from sightline.orchestrator.build import ServerClients, build, build_servers
 from sightline.orchestrator.control_router import TRAINER, ControlRouter
 from sightline.orchestrator.loop import Orchestrator
 from sightline.orchestrator.remote_files import RemoteFiles
 from sightline.orchestrator.run_state import RunState
 from sightline.orchestrator.server_pool import ServerPool, run_until_first
-from sightline.orchestrator.server_stats import ServerStatsPoller
+from sightline.orchestrator.step_metrics import ServerStatsPoller
 from sightline.run import EventLog, RunDir
 from sightline.run.server_changes import list_wanted
 from sightline.transport.zmq_channel import AsyncHub
@@ -52,11 +52,11 @@ async def main(
     store = open_store(media_root, **config.media.store_options(for_control=True))
     clients = ServerClients(config, store, secret)
     pool = build_servers(config, run_dir, events, clients, servers)
-    evaluators = (
-        build_evaluators(run_dir, events, clients.build(evaluator, is_own=True))
-        if evaluator
-        else None
-    )
+    evaluators = None
+    if evaluator:
+        joined = run_dir.heartbeat("evaluator")
+        client = clients.build(evaluator, is_own=True)
+        evaluators = ServerPool(run_dir.read_id(), events, [client], 0, joined_file=joined)
     run_state = RunState.open(run_dir, config.orchestrator.keep_batches)
     orchestrator = build(
         config, run_dir, store, run_state, events, router.send, router.announce, workers, pool,

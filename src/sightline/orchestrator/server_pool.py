@@ -25,8 +25,13 @@ from pathlib import Path
 from sightline.compute.weight_transport import load_transport
 from sightline.errors import EngineError, SightlineError
 from sightline.orchestrator.policies import UNKNOWN_VERSION
-from sightline.rollout.client import GenerateClient
-from sightline.rollout.health import DEFAULT_PROBE_TIMES, ChangeSignal, HealthProbe, ProbeTimes
+from sightline.rollout.client import (
+    DEFAULT_PROBE_TIMES,
+    ChangeSignal,
+    GenerateClient,
+    HealthProbe,
+    ProbeTimes,
+)
 from sightline.run import EventLog
 from sightline.run.server_changes import DRAIN, REMOVE, SERVE, ServerReport, Wanted
 from sightline.transport.http_client import UNREACHABLE

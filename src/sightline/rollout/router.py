@@ -23,8 +23,14 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from sightline.errors import EngineError
-from sightline.rollout.client import GenerateClient, LoopPacer
-from sightline.rollout.health import DEFAULT_PROBE_TIMES, ChangeSignal, HealthProbe, ProbeTimes
+from sightline.rollout.client import (
+    DEFAULT_PROBE_TIMES,
+    ChangeSignal,
+    GenerateClient,
+    HealthProbe,
+    LoopPacer,
+    ProbeTimes,
+)
 from sightline.transport.http_client import UNREACHABLE
 from sightline.wire.control import DRAINING, READY, ServerList, ServerStatus
 from sightline.wire.generate import GenerateRequest, GenerateResponse

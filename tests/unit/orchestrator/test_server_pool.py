@@ -15,8 +15,7 @@ from small_server import SmallServer, until
 from sightline.compute.weights import write_weights
 from sightline.errors import EngineError, ResumeRefused
 from sightline.orchestrator.server_pool import ServerPool
-from sightline.rollout.client import GenerateClient
-from sightline.rollout.health import ProbeTimes
+from sightline.rollout.client import GenerateClient, ProbeTimes
 from sightline.run import EventLog, RunDir
 from sightline.run.server_changes import DRAIN, REMOVE, SERVE, change_server, list_wanted
 from sightline.view.events import read_events

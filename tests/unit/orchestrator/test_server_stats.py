@@ -11,7 +11,7 @@ from typing import Any
 import aiohttp
 import pytest
 
-from sightline.orchestrator.server_stats import ServerStatsPoller
+from sightline.orchestrator.step_metrics import ServerStatsPoller
 from sightline.run import EventLog
 from sightline.view.events import read_events
 

@@ -12,8 +12,7 @@ import pytest
 from small_server import TOKEN, SmallServer, until
 
 from sightline.errors import EngineError
-from sightline.rollout.client import GenerateClient
-from sightline.rollout.health import ProbeTimes
+from sightline.rollout.client import GenerateClient, ProbeTimes
 from sightline.rollout.router import (
     MAX_LOAD_DIFFERENCE,
     MAX_LOST_SERVERS,
