@@ -123,18 +123,6 @@ def test_what_is_no_file_of_tasks_is_refused(
         open_tasks(tmp_path / name)
 
 
-def test_what_is_neither_a_folder_nor_on_the_hub_is_said_to_be_neither(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.setitem(sys.modules, "datasets", None)
-    with pytest.raises(ConfigError, match="'data/nothere' is neither a file nor a folder"):
-        open_tasks("data/nothere")
-    with pytest.raises(ConfigError, match="there is no file or folder 'nothere'") as refused:
-        open_tasks("nothere")
-    assert "a .jsonl or .parquet file" in refused.value.fix
-
-
 @pytest.fixture
 def shards(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """A folder as the Hub has it: two splits in parquet shards."""

@@ -66,18 +66,6 @@ def test_a_wrong_click_stays_and_is_shown_and_nonsense_costs(
 
 
 @pytest.mark.browser
-def test_rollouts_side_by_side_have_pages_of_their_own(env: MiniBrowser, store: MediaStore) -> None:
-    async def all_of_them() -> list[Any]:
-        tasks = [env.task(i, "train") for i in range(4)]
-        chats = [ScriptedChat(store, clicks(task.data)) for task in tasks]
-        return await asyncio.gather(
-            *(env.rollout(task, chat) for task, chat in zip(tasks, chats, strict=True))
-        )
-
-    assert [outcome.parts["passed"] for outcome in asyncio.run(all_of_them())] == [1.0] * 4
-
-
-@pytest.mark.browser
 def test_demonstrations_click_on_a_button_of_the_page_that_they_show(
     env: MiniBrowser, store: MediaStore
 ) -> None:
