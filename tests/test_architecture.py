@@ -460,7 +460,7 @@ WALL_CLOCK = {
         "vllm_plugin/engine.py",
     ),
     "media": ("cache.py", "store.py"),
-    "orchestrator": ("rollout_scheduler.py", "server_stats.py"),
+    "orchestrator": ("rollout_scheduler.py", "step_metrics.py"),
     "rollout": ("interception_server.py", "model_chat.py", "player.py"),
     "render": ("template.py",),
     "run": ("events.py",),
@@ -468,7 +468,7 @@ WALL_CLOCK = {
 }
 """Files that read the wall clock, to show times or (in `media`) to renew files that are read often.
 
-Only `server_stats` asks another machine for times, and it measures the offset of that clock.
+Only `step_metrics` asks another machine for times, and it measures the offset of that clock.
 Leases, limits, heartbeats and orders use monotonic clocks, numbers and versions.
 """
 
