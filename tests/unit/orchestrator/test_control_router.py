@@ -134,7 +134,7 @@ def test_a_worker_that_is_cut_off_costs_what_it_plays_and_not_the_run(
         worker = AsyncSpoke(address, "worker-0", key)
         await worker.send(hello)
         await router.wait_until_ready({"worker-0"})
-        worker._spoke._on_end = lambda: None  # type: ignore[method-assign]
+        worker._end._on_end = lambda: None
         worker.close()
         monkeypatch.setattr(message_stream, "MAX_SILENCE_S", 0.2)
         await is_lost.wait()
