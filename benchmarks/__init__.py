@@ -10,7 +10,6 @@ from __future__ import annotations
 BENCHMARKS = {
     "batch": "many requests at once, compared with transformers' generate",
     "failover": "the delay that lost servers cause to their rollouts",
-    "generic": "the cost of the generic family, compared with a native one",
     "load": "the latency of a small request while a thousand rollouts run",
     "materialize": "images to patches, compared with transformers' image processors",
     "mismatch": "reward and gradient under sampler-trainer mismatch, with each correction",

@@ -28,18 +28,23 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from rich.console import Console
-from rich.table import Table
-
-from benchmarks.harness.decode_speed import (
+from benchmarks.harness.engine_speed import (
     DecodeSpeed,
     GenerateSpeed,
     measure_engine,
     measure_generate,
+    measure_prompts,
 )
-from benchmarks.harness.prompt_speed import measure_prompts
 from sightline.bench.harness.plain_generate import TransformersBaseline
-from sightline.bench.harness.workspace import draw_noise, open_renderer, start_server, write_tiny
+from sightline.bench.harness.workspace import (
+    add_options,
+    check_at_least,
+    draw_noise,
+    open_renderer,
+    print_table,
+    start_server,
+    write_tiny,
+)
 from sightline.errors import ConfigError, ProcessFailed
 from sightline.families import load_family
 from sightline.launch.processes import build_environ
@@ -70,19 +75,10 @@ class Line:
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.description = __doc__
-    parser.add_argument("--model", type=Path, help="checkpoint; default: a new random one")
-    parser.add_argument("--size", default="tiny", help="of the new one: tiny or 2b")
-    parser.add_argument("--requests", type=int, default=64, help="default: %(default)s")
-    parser.add_argument(
-        "--one-by-one", type=int, default=4, metavar="N",
-        help="requests that generate answers one after another; default: %(default)s",
+    add_options(
+        parser, "model", "size", "device", "dtype",
+        requests=64, one_by_one=4, max_tokens=128, scale=1.0, repeats=3, threads=1,
     )  # fmt: skip
-    parser.add_argument("--max-tokens", type=int, default=128, help="default: %(default)s")
-    parser.add_argument("--scale", type=float, default=1.0, help="of image sides and texts")
-    parser.add_argument("--repeats", type=int, default=3, help="default: %(default)s")
-    parser.add_argument("--threads", type=int, default=1, help="default: %(default)s")
-    parser.add_argument("--device", default="auto", help="cpu, cuda or auto")
-    parser.add_argument("--dtype", default="float32", choices=("float32", "bfloat16"))
     parser.add_argument("--exact", action="store_true", help="also with [model] exact = true")
     parser.add_argument(
         "--rows", type=_read_numbers, metavar="N,N",
@@ -104,9 +100,7 @@ def _read_numbers(text: str) -> list[int]:
 
 
 def run(args: argparse.Namespace) -> int:
-    for name in ("requests", "one_by_one", "max_tokens", "repeats", "threads"):
-        if getattr(args, name) < 1:
-            raise ConfigError(f"--{name.replace('_', '-')} {getattr(args, name)}", "take 1 or more")
+    check_at_least(args, 1, "requests", "one_by_one", "max_tokens", "repeats", "threads")
     if args.prompts and args.rows:
         raise ConfigError("--prompts and --rows", "give one of them: each is a measurement")
     if args.prompts:
@@ -149,12 +143,7 @@ def _run_rows(args: argparse.Namespace) -> int:
         for rows in args.rows:  # a process each: what it used is free afterwards
             (line,) = _call_baseline(args, media, 1, ["--rows", str(rows)])
             plain.append(line and GenerateSpeed(*line))
-        table = Table(
-            title=f"rows of {low} to {high} tokens, {args.dtype}; share: of the time to read "
-            "weights, keys and values once"
-        )
-        for column in ("", "rows", "GB read", "ms a step", "share", "tokens/s", "with prompts"):
-            table.add_column(column, justify="left" if not column else "right")
+        cells = []
         for rows, other in zip(args.rows, plain, strict=True):
             engine = measure_engine(args, rows, media)
             gc.collect()  # before the next engine asks for memory
@@ -164,20 +153,23 @@ def _run_rows(args: argparse.Namespace) -> int:
                 gc.collect()
             for name, speed in (*speeds, ("generate", other)):
                 if speed is None:
-                    table.add_row(name, str(rows), "", "out of memory", "", "", "")
+                    cells.append([name, str(rows), "", "out of memory"])
                     continue
                 share = engine.compute_share(speed.keys, speed.step_ms)
                 read = (engine.weight_bytes + speed.keys * engine.key_bytes) / 1e9
                 mean = speed.rows if isinstance(speed, DecodeSpeed) else rows
-                table.add_row(
+                cells.append([
                     name, f"{mean:.0f}", f"{read:.2f}", f"{speed.step_ms:.2f}", f"{share:.0%}",
                     f"{mean / speed.step_ms * 1e3:.0f}", f"{speed.tokens_per_s:.0f}",
-                )  # fmt: skip
-    _show(
-        table,
+                ])  # fmt: skip
+    line = (
         f"copy bandwidth {engine.bandwidth / 1e9:.1f} GB/s, read and written; weights "
-        f"{engine.weight_bytes / 1e9:.3f} GB; {engine.key_bytes} bytes of keys and values a token",
+        f"{engine.weight_bytes / 1e9:.3f} GB; {engine.key_bytes} bytes of keys and values a token"
     )
+    title = f"rows of {low} to {high} tokens, {args.dtype}; share: of the time to read "
+    title += "weights, keys and values once"
+    columns = ("", "rows", "GB read", "ms a step", "share", "tokens/s", "with prompts")
+    print_table(title, columns, cells, [line])
     return 0
 
 
@@ -187,26 +179,26 @@ def _run_rows(args: argparse.Namespace) -> int:
 def _run_prompts(args: argparse.Namespace) -> int:
     if min(args.prompts) < 1:
         raise ConfigError(f"--prompts {args.prompts}", "take 1 prompt or more")
-    table = Table(title=f"prompts with an image of 640x480 times {args.scale:g}, {args.dtype}")
-    for column in ("", "prompts", "tokens", "ms", "tower, ms", "tokens/s", "TFLOP/s", "share"):
-        table.add_column(column, justify="left" if not column else "right")
+    cells = []
     with tempfile.TemporaryDirectory(prefix="sightline-bench-") as folder:
         args.model = args.model or write_tiny(Path(folder) / "model", args.size)
         for count in args.prompts:
             for exact in [False, True] if args.exact else [False]:
                 speed = measure_prompts(args, count, Path(folder) / "media", exact)
                 gc.collect()  # before the next engine asks for memory
-                table.add_row(
+                cells.append([
                     "engine, exact" if exact else "engine", str(count), str(speed.tokens),
                     f"{speed.median_s * 1e3:.1f}", f"{speed.tower_seconds * 1e3:.1f}",
                     f"{speed.tokens / speed.median_s:.0f}",
                     f"{speed.flops / speed.median_s / 1e12:.2f}", f"{speed.share:.0%}",
-                )  # fmt: skip
-    _show(
-        table,
+                ])  # fmt: skip
+    line = (
         f"one matrix product {speed.peak / 1e12:.2f} TFLOP/s; of the FLOPs, the tower's are "
-        f"{speed.tower_flops / speed.flops:.0%}",
+        f"{speed.tower_flops / speed.flops:.0%}"
     )
+    title = f"prompts with an image of 640x480 times {args.scale:g}, {args.dtype}"
+    columns = ("", "prompts", "tokens", "ms", "tower, ms", "tokens/s", "TFLOP/s", "share")
+    print_table(title, columns, cells, [line])
     return 0
 
 
@@ -323,26 +315,19 @@ async def _ask(args: argparse.Namespace, name: str, address: str, prompts: list[
 
 def _print(lines: list[Line], args: argparse.Namespace) -> None:
     batch, engine = lines[1:3]
-    table = Table(
-        title=f"{args.requests} requests with an image each, {args.max_tokens} tokens an answer, "
-        f"{args.dtype}"
-    )
-    for column in ("", "requests", "seconds", "tokens/s", "the engine is"):
-        table.add_column(column, justify="left" if not column else "right")
+    cells = []
     for line in lines:
         times = "" if line is engine else f"{engine.tokens_per_s / line.tokens_per_s:.2f} times"
         seconds = f"{statistics.median(line.seconds):.2f}"
-        table.add_row(line.name, str(line.requests), seconds, f"{line.tokens_per_s:.0f}", times)
+        cells.append([line.name, str(line.requests), seconds, f"{line.tokens_per_s:.0f}", times])
     same = sum(one == other for one, other in zip(batch.sampled, engine.sampled, strict=True))
-    _show(
-        table,
-        f"answers of engine and padded batch that are the same, token for token: {same} of "
-        f"{len(engine.sampled)}",
+    print_table(
+        f"{args.requests} requests with an image each, {args.max_tokens} tokens an answer, "
+        f"{args.dtype}",
+        ("", "requests", "seconds", "tokens/s", "the engine is"),
+        cells,
+        [
+            "answers of engine and padded batch that are the same, token for token: "
+            f"{same} of {len(engine.sampled)}"
+        ],
     )
-
-
-def _show(table: Table, line: str) -> None:
-    console = Console()
-    console.width = max(console.width, 100)
-    console.print(table)
-    console.print(line, highlight=False)

@@ -13,13 +13,12 @@ from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
 
-from rich.console import Console
-from rich.table import Table
-
 from sightline.bench.harness.workspace import (
+    add_options,
     check_at_least,
     draw_noise,
     open_renderer,
+    print_table,
     write_tiny,
 )
 from sightline.launch.processes import read_address, start_sightline
@@ -52,25 +51,16 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "SIGKILL when half of the turns are played. Prints how long the rollouts that were with "
         "them waited for their next answer, and how many tokens were computed again."
     )
-    parser.add_argument("--rollouts", type=int, default=32, help="default: %(default)s")
-    parser.add_argument("--turns", type=int, default=8, help="of a rollout; default: %(default)s")
-    parser.add_argument("--max-tokens", type=int, default=16, help="a turn; default: %(default)s")
-    parser.add_argument("--side", type=int, default=64, help="pixels; default: %(default)s")
-    parser.add_argument("--model", type=Path, help="checkpoint; default: a tiny new one")
-    parser.add_argument("--threads", type=int, default=1, help="default: %(default)s")
-    parser.add_argument("--device", default="cpu", help="default: %(default)s")
-    parser.add_argument("--dtype", default="float32", choices=("float32", "bfloat16"))
+    add_options(
+        parser, "model", "device", "dtype",
+        rollouts=32, turns=8, max_tokens=16, side=64, threads=1,
+    )  # fmt: skip
 
 
 def run(args: argparse.Namespace) -> int:
     check_at_least(args, 1, "rollouts", "max_tokens", "side", "threads")
     check_at_least(args, 2, "turns")
-    table = Table(title=f"{args.rollouts} rollouts of {args.turns} turns")
-    for column in (
-        "killed", "rollouts there", "median turn, s", "next answer after, s: median", "worst",
-        "tokens computed again", "of all, %",
-    ):  # fmt: skip
-        table.add_column(column, justify="right")
+    rows = []
     with tempfile.TemporaryDirectory(prefix="sightline-bench-") as folder:
         args.model = args.model or write_tiny(Path(folder) / "model")
         media = Path(folder) / "media"
@@ -87,10 +77,12 @@ def run(args: argparse.Namespace) -> int:
                 servers = {read_address(process): process for process in processes}
                 failover = Failover(args, media, servers, num_killed)
                 asyncio.run(failover.play())
-            table.add_row(f"{num_killed} of {num}", *failover.cells())
-    console = Console()
-    console.width = max(console.width, 110)
-    console.print(table)
+            rows.append([f"{num_killed} of {num}", *failover.cells()])
+    columns = (
+        "killed", "rollouts there", "median turn, s", "next answer after, s: median", "worst",
+        "tokens computed again", "of all, %",
+    )  # fmt: skip
+    print_table(f"{args.rollouts} rollouts of {args.turns} turns", columns, rows, width=110)
     return 0
 
 

@@ -12,18 +12,17 @@ import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import aiohttp
 import msgspec
-from rich.console import Console
-from rich.table import Table
 
 from benchmarks.harness.process_watch import ProcessWatch
 from sightline.bench.harness.workspace import (
+    add_options,
     check_at_least,
     draw_noise,
     open_renderer,
+    print_table,
     start_server,
     write_tiny,
 )
@@ -64,18 +63,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "another one; before that, the same at an idle server. Memory is that of the server's "
         "processes."
     )
-    parser.add_argument("--rollouts", type=int, default=1000, help="default: %(default)s")
-    parser.add_argument("--turns", type=int, default=3, help="of a rollout; default: %(default)s")
-    parser.add_argument("--max-tokens", type=int, default=16, help="a turn; default: %(default)s")
-    parser.add_argument("--side", type=int, default=64, help="pixels; default: %(default)s")
-    parser.add_argument("--seconds", type=float, default=120.0, help="default: %(default)s")
-    parser.add_argument("--model", type=Path, help="checkpoint; default: a tiny new one")
-    parser.add_argument("--threads", type=int, default=1, help="default: %(default)s")
-    parser.add_argument("--device", default="cpu", help="default: %(default)s")
-    parser.add_argument("--dtype", default="float32", choices=("float32", "bfloat16"))
-    parser.add_argument(
-        "--vllm", default="", metavar="PYTHON",
-        help="also measure vLLM, served by this interpreter",
+    add_options(
+        parser, "model", "device", "dtype", "vllm",
+        rollouts=1000, turns=3, max_tokens=16, side=64, seconds=120.0, threads=1,
     )  # fmt: skip
 
 
@@ -181,26 +171,24 @@ def _session(connector: aiohttp.TCPConnector) -> aiohttp.ClientSession:
 
 
 def _print(one: Measured, args: argparse.Namespace) -> None:
-    table = Table(title=f"{one.name}: seconds of a request for one token")
-    for column in ("", "requests", "median", "99th percentile", "times the median", "worst"):
-        table.add_column(column, justify="left" if not column else "right")
-    for name, taken in {"idle server": one.idle_s, **one.loaded_s}.items():
-        table.add_row(name, *_cells(taken))
-    console = Console()
-    console.width = max(console.width, 100)
-    console.print(table)
+    rows = [
+        [name, *_cells(taken)]
+        for name, taken in ({"idle server": one.idle_s} | one.loaded_s).items()
+    ]
     lines = [
         f"{args.rollouts} rollouts in flight for {one.seconds:.0f} s: {one.turns} turns, "
         f"{one.images} images in their prompts",
         f"memory of the server, MB: {one.idle_bytes / 1e6:.0f} idle, {one.peak_bytes / 1e6:.0f} "
         f"at its peak, {one.end_bytes / 1e6:.0f} at the end",
     ]
-    held = all(percentile(t, 0.99) <= MAX_TIMES * statistics.median(t) for t in _loads(one))
+    held = all(
+        percentile(t, 0.99) <= MAX_TIMES * statistics.median(t) for t in one.loaded_s.values()
+    )
     lines.append(
         f"99th percentile at most {MAX_TIMES:g} times the median: {'yes' if held else 'no'}"
     )
-    for line in lines:
-        console.print(line, highlight=False, soft_wrap=True)
+    columns = ("", "requests", "median", "99th percentile", "times the median", "worst")
+    print_table(f"{one.name}: seconds of a request for one token", columns, rows, lines)
 
 
 def percentile(values: Sequence[float], fraction: float) -> float:
@@ -209,11 +197,7 @@ def percentile(values: Sequence[float], fraction: float) -> float:
     return ordered[max(0, math.ceil(fraction * len(ordered)) - 1)]
 
 
-def _loads(one: Measured) -> Sequence[list[float]]:
-    return list(one.loaded_s.values())
-
-
-def _cells(taken: list[float]) -> list[Any]:
+def _cells(taken: list[float]) -> list[str]:
     median, high = statistics.median(taken), percentile(taken, 0.99)
     words = (median, high, high / median, max(taken))
     return [str(len(taken)), *(f"{value:.3f}" for value in words)]

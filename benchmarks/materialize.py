@@ -7,13 +7,9 @@ import io
 import random
 import statistics
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
-
-from rich.console import Console
-from rich.table import Table
 
 from benchmarks.harness.reference_processors import (
     load_processor,
@@ -21,7 +17,13 @@ from benchmarks.harness.reference_processors import (
     set_threads,
 )
 from sightline.bench.harness.screenshots import Screenshots
-from sightline.bench.harness.workspace import work_folder, write_tiny
+from sightline.bench.harness.workspace import (
+    add_options,
+    check_at_least,
+    print_table,
+    work_folder,
+    write_tiny,
+)
 from sightline.errors import ConfigError
 from sightline.families import Family, load_family
 from sightline.media import MediaRef, MediaStore
@@ -30,6 +32,7 @@ from sightline.pixels import pixel_digest
 
 SIZES = ("1280x800", "1280x720", "1920x1080")
 JPEG_QUALITY = 90
+STAGES = ("read", "decode", "resize", "gather", "digest")
 
 Timed = dict[str, Callable[[], Any]]
 
@@ -60,14 +63,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "shares of decoding, resizing, gathering and digest."
     )
     parser.add_argument("--sizes", nargs="+", default=SIZES, help="default: %(default)s")
-    parser.add_argument("--repeats", type=int, default=15, help="default: %(default)s")
-    parser.add_argument("--model", type=Path, help="checkpoint; default: a tiny new one")
+    add_options(parser, "model", repeats=15)
 
 
 def run(args: argparse.Namespace) -> int:
     sizes = [_size(text) for text in args.sizes]
-    if args.repeats < 1:
-        raise ConfigError(f"--repeats {args.repeats}", "measure once or more")
+    check_at_least(args, 1, "repeats")
     set_threads(1)
     has_torchvision = prepare_torchvision()
     with work_folder(None) as folder:
@@ -76,14 +77,13 @@ def run(args: argparse.Namespace) -> int:
         pillow = load_processor(model, "pil")
         torchvision = load_processor(model, "torchvision") if has_torchvision else None
         found = [measure(family, store, size, args.repeats, pillow, torchvision) for size in sizes]
-    console = Console(width=130)
-    console.print(
-        f"one thread, {args.repeats} repeats in turns: medians, ms of CPU time", highlight=False
-    )
-    console.print(decoded_table(found))
-    console.print(bytes_table(found))
-    for line in closing_lines(found):
-        console.print(line, highlight=False, soft_wrap=True)
+    print(f"one thread, {args.repeats} repeats in turns: medians, ms of CPU time")
+    columns = ("image", "resized", "ours", "resize", "gather", "Pillow", "times", "by wall clock",
+               "torchvision", "times", "sent MB", "as floats")  # fmt: skip
+    print_table("from a decoded image to what is sent", columns, decoded_rows(found), width=130)
+    shares = ("image", "file", "ours", *STAGES, "Pillow", "times")
+    title = "from the bytes of a file, digest included"
+    print_table(title, shares, bytes_rows(found), closing_lines(found), width=130)
     return 0 if all(one.is_equal for one in found) else 1
 
 
@@ -148,15 +148,11 @@ def take_turns(timed: Timed, repeats: int) -> tuple[dict[str, float], dict[str, 
     return cpu, wall
 
 
-def decoded_table(found: list[Measured]) -> Table:
-    table = Table(title="from a decoded image to what is sent")
-    columns = ("image", "resized", "ours", "resize", "gather", "Pillow", "times", "by wall clock")
-    for name in (*columns, "torchvision", "times", "sent MB", "as floats"):
-        table.add_column(name, justify="right")
+def decoded_rows(found: list[Measured]) -> Iterator[list[str]]:
     for one in found:
         ms = one.ms
         other = ms.get("torchvision")
-        table.add_row(
+        yield [
             one.size,
             "yes" if one.is_resized else "no",
             f"{ms['ours']:.2f}",
@@ -169,30 +165,24 @@ def decoded_table(found: list[Measured]) -> Table:
             "-" if other is None else f"{other / ms['ours']:.1f}x",
             f"{one.sent_mb:.2f}",
             f"{one.float_mb:.1f}",
-        )
-    return table
+        ]
 
 
-def bytes_table(found: list[Measured]) -> Table:
+def bytes_rows(found: list[Measured]) -> Iterator[list[str]]:
     """Ours with the digest, which transformers does not make; theirs with the same decoding."""
-    table = Table(title="from the bytes of a file, digest included")
-    shares = ("read", "decode", "resize", "gather", "digest")
-    for name in ("image", "file", "ours", *shares, "Pillow", "times"):
-        table.add_column(name, justify="right")
     for one in found:
         for kind in ("png", "jpeg"):
             parts = stages(one, kind)
             ours = sum(parts.values())
             theirs = one.ms["read"] + one.ms[f"decode {kind}"] + one.ms["pillow"]
-            table.add_row(
+            yield [
                 one.size,
                 kind.upper(),
                 f"{ours:.1f}",
-                *(f"{100 * parts[name] / ours:.0f}%" for name in shares),
+                *(f"{100 * parts[name] / ours:.0f}%" for name in STAGES),
                 f"{theirs:.1f}",
                 f"{theirs / ours:.1f}x",
-            )
-    return table
+            ]
 
 
 def stages(one: Measured, kind: str) -> dict[str, float]:

@@ -26,7 +26,7 @@ from benchmarks.harness.mismatch_run import (
     StudySize,
 )
 from benchmarks.harness.warm_model import build_warm_model
-from sightline.bench.harness.workspace import check_at_least
+from sightline.bench.harness.workspace import add_options, check_at_least
 from sightline.compute.model import pick_device
 from sightline.errors import ConfigError
 from sightline.wire.file import append_line
@@ -104,10 +104,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "study that was interrupted goes on where it stopped."
     )
     parser.add_argument("--out", type=Path, help="folder of the results, one JSON line a run")
-    parser.add_argument("--plot", type=Path, help="write SVG charts into this folder")
-    parser.add_argument(
-        "--model", type=Path, help="checkpoint to start from; default: a tiny one, warmed up here"
-    )
     parser.add_argument(
         "--conditions", nargs="+", default=CONDITIONS, metavar="KIND=LEVEL",
         help=f"default: {' '.join(CONDITIONS)}",
@@ -116,13 +112,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--corrections", nargs="+", default=CORRECTIONS,
         help="losses of a run file, or none; default: %(default)s",
     )  # fmt: skip
-    parser.add_argument("--seeds", type=int, default=3, help="default: %(default)s")
-    for name in ("steps", "groups", "group_size", "turns", "eval_tasks", "gradient_every"):
-        default = getattr(StudySize, name)
-        option = f"--{name.replace('_', '-')}"
-        parser.add_argument(option, type=int, default=default, help="default: %(default)s")
-    parser.add_argument("--device", default="auto", help="default: %(default)s")
-    parser.add_argument("--dtype", default="float32", choices=("float32", "bfloat16"))
+    sizes = ("steps", "groups", "group_size", "turns", "eval_tasks", "gradient_every")
+    numbers = {name: getattr(StudySize, name) for name in sizes}
+    add_options(parser, "model", "plot", "device", "dtype", seeds=3, **numbers)
 
 
 def run(args: argparse.Namespace) -> int:

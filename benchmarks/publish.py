@@ -15,11 +15,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 import torch
-from rich.console import Console
-from rich.table import Table
 
 from benchmarks.store import serve
-from sightline.bench.harness.workspace import check_at_least, write_tiny
+from sightline.bench.harness.workspace import add_options, check_at_least, print_table, write_tiny
 from sightline.compute.broadcast import Broadcaster
 from sightline.compute.model import MODEL_DTYPES, load_model
 from sightline.compute.shared_weights import SharedWeights
@@ -29,8 +27,8 @@ from sightline.families import load_family
 from sightline.launch.processes import temporary_server
 from sightline.media.stored_file import open_blobs
 from sightline.rollout.client import GenerateClient
-from sightline.trainer.background_task import BackgroundTask
-from sightline.trainer.publish import AsyncPublisher
+from sightline.trainer.run_writer import AsyncPublisher
+from sightline.trainer.watchdog import BackgroundTask
 from sightline.wire.generate import GenerateRequest, SamplingParams
 from sightline.wire.weights import Manifest
 
@@ -45,9 +43,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "weights changed and with a share of the tensors, and prints the bytes that are sent, "
         "and the seconds from the end of the optimizer step to the first token of the new version."
     )
-    parser.add_argument("--model", type=Path, help="checkpoint; default: a new one of --size")
-    parser.add_argument("--size", default="tiny", help="default: %(default)s")
-    parser.add_argument("--repeats", type=int, default=5, help="default: %(default)s")
+    add_options(parser, "model", "size", "device", "dtype", repeats=5, threads=1)
     parser.add_argument(
         "--changed", type=float, nargs="+", default=[1.0, 0.1], metavar="SHARE",
         help="of the tensors (default: 1 0.1)",
@@ -56,27 +52,21 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--lr", type=float, default=1e-6,
         help="spread of a step's change of a weight, in float32 (default: %(default)s)",
     )  # fmt: skip
-    parser.add_argument("--threads", type=int, default=1, help="default: %(default)s")
-    parser.add_argument("--device", default="cpu", help="default: %(default)s")
-    parser.add_argument("--dtype", default="float32", choices=("float32", "bfloat16"))
 
 
 def run(args: argparse.Namespace) -> int:
     check_at_least(args, 1, "repeats", "threads")
-    table = Table(title="From the optimizer step to the first token of its version, medians")
-    columns = ("MB of weights", "MB sent", "written, s", "first token, s")
-    for column in ("way", "changed", *columns):
-        table.add_column(column, justify="left" if column == "way" else "right")
+    rows = []
     with tempfile.TemporaryDirectory(prefix="sightline-bench-") as scratch:
         args.model = args.model or write_tiny(Path(scratch) / "model", args.size)
         for way in (FILES, FOLDER, SERVICE, BROADCAST, SHARED):
             print(way, file=sys.stderr, flush=True)
             with open_way(args, way, Path(scratch)) as publishing:
                 for share in args.changed:
-                    table.add_row(way, f"{share:.0%}", *publishing.measure(share, args.repeats))
-    console = Console()
-    console.width = max(console.width, 100)
-    console.print(table)
+                    rows.append([way, f"{share:.0%}", *publishing.measure(share, args.repeats)])
+    columns = ("MB of weights", "MB sent", "written, s", "first token, s")
+    title = "From the optimizer step to the first token of its version, medians"
+    print_table(title, ("way", "changed", *columns), rows)
     return 0
 
 

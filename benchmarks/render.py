@@ -10,15 +10,20 @@ import statistics
 import subprocess
 import sys
 import time
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
 import msgspec
-from rich.console import Console
-from rich.table import Table
 
 from sightline.bench.harness.screenshots import Screenshots
-from sightline.bench.harness.workspace import work_folder, write_tiny
+from sightline.bench.harness.workspace import (
+    add_options,
+    check_at_least,
+    print_table,
+    work_folder,
+    write_tiny,
+)
 from sightline.errors import ConfigError
 from sightline.families import load_renderer
 from sightline.media import MediaStore
@@ -46,20 +51,15 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "Our turn is `bridge` with an image that is in the store, and `put`, which writes it "
         "there; a turn of the peer reads the image and makes its pixels."
     )
-    parser.add_argument("--turns", type=int, default=100, help="default: %(default)s")
-    parser.add_argument("--width", type=int, default=1280, help="default: %(default)s")
-    parser.add_argument("--height", type=int, default=800, help="default: %(default)s")
-    parser.add_argument("--model", type=Path, help="checkpoint; default: a tiny new one")
+    add_options(parser, "model", "dir", turns=100, width=1280, height=800)
     parser.add_argument(
         "--tokenizer", type=Path,
         help="folder of a real tokenizer (tokenizer.json, tokenizer_config.json) for the tiny one",
     )  # fmt: skip
-    parser.add_argument("--dir", type=Path, help="keep the screenshots in this folder")
 
 
 def run(args: argparse.Namespace) -> int:
-    if args.turns < 1:
-        raise ConfigError(f"--turns {args.turns}", "play one turn or more")
+    check_at_least(args, 1, "turns")
     if args.model and args.tokenizer:
         raise ConfigError("--model and --tokenizer", "name one: a model has its own tokenizer")
     with work_folder(args.dir) as folder:
@@ -69,13 +69,12 @@ def run(args: argparse.Namespace) -> int:
         png_bytes = draw(args, folder)
         ours = measure(model, folder, args.turns)
         theirs = measure_peer(model, folder, args.turns)
-    console = Console()
-    console.print(
-        f"{args.turns} turns, {args.width}x{args.height}, PNG {png_bytes / 1e3:.0f} KB each"
+    print_table(
+        f"{args.turns} turns, {args.width}x{args.height}, PNG {png_bytes / 1e3:.0f} KB each",
+        ("turn", "bridge ms", "put ms", "held KB", "peer ms", "peer held MB", "tokens"),
+        list_rows(ours, theirs),
+        closing_lines(ours, theirs),
     )
-    console.print(make_table(ours, theirs))
-    for line in closing_lines(ours, theirs):
-        console.print(line, highlight=False, soft_wrap=True)
     return 0
 
 
@@ -142,10 +141,7 @@ def measure_peer(model: Path, folder: Path, turns: int) -> list[Turn]:
     return [Turn(*line) for line in lines]
 
 
-def make_table(ours: list[Turn], theirs: list[Turn]) -> Table:
-    table = Table()
-    for name in ("turn", "bridge ms", "put ms", "held KB", "peer ms", "peer held MB", "tokens"):
-        table.add_column(name, justify="right")
+def list_rows(ours: list[Turn], theirs: list[Turn]) -> Iterator[list[str]]:
     for turn in shown_turns(len(ours)):
         # A stretch of turns, so that one that was interrupted does not stand for all.
         stretch = slice(max(0, turn - 5), turn)
@@ -153,15 +149,14 @@ def make_table(ours: list[Turn], theirs: list[Turn]) -> Table:
         if theirs:
             held = theirs[turn - 1].held_bytes / MB
             peer = [f"{1e3 * middle(theirs[stretch]):.1f}", f"{held:.1f}"]
-        table.add_row(
+        yield [
             str(turn),
             f"{1e3 * middle(ours[stretch]):.3f}",
             f"{1e3 * statistics.median(t.put_s for t in ours[stretch]):.2f}",
             f"{ours[turn - 1].held_bytes / 1e3:.1f}",
             *peer,
             f"{ours[turn - 1].num_tokens:,}",
-        )
-    return table
+        ]
 
 
 def shown_turns(turns: int) -> list[int]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import argparse
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from pathlib import Path
 
 from rich.box import SIMPLE_HEAD
@@ -13,7 +13,7 @@ from rich.table import Table
 
 from benchmarks.harness.chart import Series, line_chart
 from benchmarks.harness.rehearsal import RehearsalFigures, RehearsalPlan, rehearse
-from sightline.bench.harness.workspace import work_folder, write_tiny
+from sightline.bench.harness.workspace import add_options, work_folder, write_tiny
 from sightline.errors import ConfigError
 
 PROGRESS_S = 10.0
@@ -29,24 +29,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "quarter, half and all of the turns, through the real orchestrator, worker, store and "
         "renderer. A program without a model answers for the policy."
     )
-    parser.add_argument("--rollouts", type=int, default=64, help="default: %(default)s")
-    parser.add_argument("--turns", type=int, default=100, help="default: %(default)s")
+    add_options(parser, "model", "dir", rollouts=64, turns=100, width=1280, height=720)
     parser.add_argument(
-        "--agents",
-        type=int,
-        default=4,
+        "--agents", type=int, default=4,
         help="rollouts of the second part, played by agents that send their history with every "
         "request; 0 leaves it out; default: %(default)s",
-    )
-    parser.add_argument("--width", type=int, default=1280, help="default: %(default)s")
-    parser.add_argument("--height", type=int, default=720, help="default: %(default)s")
-    parser.add_argument(
-        "--model", type=Path, help="checkpoint whose renderer is used; default: a tiny new one"
-    )
-    parser.add_argument("--dir", type=Path, help="keep the files of the runs in this folder")
-    parser.add_argument(
-        "--plot", type=Path, help="write the figures as SVG charts into this folder"
-    )
+    )  # fmt: skip
 
 
 def run(args: argparse.Namespace) -> int:
@@ -62,11 +50,6 @@ def run(args: argparse.Namespace) -> int:
         console.print(line, highlight=False, soft_wrap=True)
     if by_agents:
         console.print(agent_table(by_agents))
-    if args.plot:
-        write_plots(measured, args.plot)
-        if by_agents:
-            write_agent_plot(by_agents, args.plot)
-        console.print(f"charts: {args.plot}", highlight=False)
     return 1 if any(_encoded_images(figures) for figures in (*measured, *by_agents)) else 0
 
 
@@ -202,44 +185,6 @@ def agent_table(measured: list[RehearsalFigures]) -> Table:
     for label, of, unit in AGENT_ROWS:
         table.add_row(label, *_cells(measured, of, unit))
     return table
-
-
-def write_agent_plot(measured: list[RehearsalFigures], folder: Path) -> None:
-    points = [(f.plan.turns, (f.from_agents - f.first_sent) / f.plan.num_turns / MB)
-              for f in measured]  # fmt: skip
-    svg = line_chart(
-        "MB a turn that agents send again, by turns",
-        [Series("agent -> endpoint, history", points)],
-        y_range=(0.0, 0.0), width=720, height=300,
-    )  # fmt: skip
-    (folder / "bench_rollout_agents.svg").write_text(svg)
-
-
-def write_plots(measured: list[RehearsalFigures], folder: Path) -> None:
-    """One chart for bytes that stay flat, one for those that grow, one each for CPU and memory."""
-    folder.mkdir(parents=True, exist_ok=True)
-
-    def chart(name: str, title: str, rows: Sequence[tuple[str, Measure]], unit: float) -> None:
-        series = [
-            Series(
-                label,
-                [(f.plan.turns, of(f) / f.plan.num_turns / unit) for f in measured],
-                colour=number % 4,
-            )
-            for number, (label, of) in enumerate(rows)
-        ]
-        svg = line_chart(title, series, y_range=(0.0, 0.0), width=720, height=300)
-        (folder / f"bench_rollout_{name}.svg").write_text(svg)
-
-    chart("flat", "KB a turn, by turns of a rollout", FLAT[1:], 1e3)
-    chart("growing", "KB a turn that repeat the history, by turns", GROWING, 1e3)
-    chart("cpu", "CPU ms a turn, by turns of a rollout", CPU, 1e-3)
-    grown = [(name, _grown(name)) for name in measured[0].memory]
-    chart("memory", "Memory grown, KB a turn, by turns of a rollout", grown, 1e3)
-
-
-def _grown(name: str) -> Measure:
-    return lambda figures: figures.memory[name].peak - figures.memory[name].start
 
 
 def _table(title: str, measured: list[RehearsalFigures]) -> Table:

@@ -27,7 +27,7 @@ from benchmarks.harness.chart import NUM_COLOURS, Series, line_chart
 from benchmarks.harness.process_watch import ProcessSample, ProcessWatch
 from benchmarks.harness.warm_model import build_warm_model
 from sightline import config
-from sightline.bench.harness.workspace import check_at_least, work_folder
+from sightline.bench.harness.workspace import add_options, check_at_least, work_folder
 from sightline.config import RunFile
 from sightline.errors import ProcessFailed
 from sightline.run.run_dir import RunDir
@@ -97,15 +97,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "descriptors and threads of all its processes, and prints how fast they grow; ends with 1 "
         "where one grows, or was not there from first to last."
     )
-    parser.add_argument("--minutes", type=float, default=30.0, help="default: %(default)s")
-    parser.add_argument("--every-s", type=float, default=2.0, help="default: %(default)s")
-    parser.add_argument(
-        "--model", type=Path, help="checkpoint; default: a tiny one, warmed up here"
-    )
-    parser.add_argument("--dir", type=Path, help="keep the run in this folder")
-    parser.add_argument(
-        "--plot", type=Path, help="write soak.csv and the SVG charts into this folder"
-    )
+    add_options(parser, "model", "dir", "plot", minutes=30.0, every_s=2.0)
 
 
 def run(args: argparse.Namespace) -> int:

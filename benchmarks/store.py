@@ -17,11 +17,7 @@ from itertools import count
 from pathlib import Path
 from random import Random
 
-from rich.box import SIMPLE_HEAD
-from rich.console import Console
-from rich.table import Table
-
-from sightline.bench.harness.workspace import check_at_least, draw_noise
+from sightline.bench.harness.workspace import add_options, check_at_least, draw_noise, print_table
 from sightline.config.secret_refs import read_reference, resolve_secret
 from sightline.errors import ProcessFailed
 from sightline.launch.processes import start_sightline
@@ -44,15 +40,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="folders and addresses (default: a media service of its own on this machine)",
     )  # fmt: skip
     parser.add_argument("--token", default="", metavar="REF", help="env:NAME or file:PATH")
-    parser.add_argument("--images", type=int, default=2000, help="default: %(default)s")
-    parser.add_argument(
-        "--side",
-        type=int,
-        default=64,
-        help="of an image of noise, in pixels (default: %(default)s)",
-    )
-    parser.add_argument("--threads", type=int, default=8, help="default: %(default)s")
-    parser.add_argument("--cache-mb", type=float, default=10_000, help="default: %(default)s")
+    add_options(parser, images=2000, side=64, threads=8, cache_mb=10_000.0)
 
 
 @dataclass(frozen=True)
@@ -77,10 +65,7 @@ def run(args: argparse.Namespace) -> int:
             secret = Path(scratch) / "token"
             secret.write_text(secrets.token_hex(16))
             roots.append((stack.enter_context(serve(Path(scratch), secret)), secret.read_text()))
-        table = Table(box=SIMPLE_HEAD)
-        table.add_column("store", overflow="fold")
-        for name in ("put/s", "first read/s", "read again/s", "cache hits", "memory, MB"):
-            table.add_column(name, justify="right")
+        rows = []
         context = multiprocessing.get_context("spawn")
         for number, (root, given) in enumerate(roots):
             # In a process of its own, so that one peak of memory does not hide in another.
@@ -89,12 +74,13 @@ def run(args: argparse.Namespace) -> int:
                 figures = pool.submit(measure, root, given, folder, args).result()
             times = (figures.put_s, figures.read_s, figures.read_again_s)
             shown = root.replace(scratch, "").removeprefix("/") or root
-            table.add_row(
+            rows.append([
                 shown, *(f"{args.images / seconds:,.0f}" for seconds in times),
                 f"{figures.hit_fraction:.1%}", f"{figures.peak_mb:.0f}",
-            )  # fmt: skip
-        print(f"{args.images} images of {figures.num_bytes} bytes each, {args.threads} threads")
-        Console().print(table)
+            ])  # fmt: skip
+        title = f"{args.images} images of {figures.num_bytes} bytes each, {args.threads} threads"
+        columns = ("put/s", "first read/s", "read again/s", "cache hits", "memory, MB")
+        print_table(title, ("store", *columns), rows)
     return 0
 
 

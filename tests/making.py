@@ -11,7 +11,7 @@ import numpy as np
 import torch
 from PIL import Image
 
-from sightline.algo.grpo import GRPO
+from sightline.algo.algorithms import GRPO
 from sightline.compute.attention import PackedPattern
 from sightline.compute.tensor_file import HostCopy
 from sightline.compute.weights import write_weights

@@ -25,8 +25,7 @@ from sightline.orchestrator.best_checkpoint import BestCheckpoint
 from sightline.orchestrator.run_state import RunState, eval_key
 from sightline.run import RunDir
 from sightline.trace import flatten, read_traces, write_traces
-from sightline.trainer.checkpoint import CheckpointManifest, CheckpointStore
-from sightline.trainer.ledger import Ledger
+from sightline.trainer.checkpoint import CheckpointManifest, CheckpointStore, Ledger
 from sightline.trainer.ranks import SINGLE_RANK
 from sightline.trainer.snapshot import ShardSnapshot
 from sightline.wire.sample import Batch

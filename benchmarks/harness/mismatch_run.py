@@ -29,7 +29,7 @@ from PIL import Image
 from torch import Tensor
 
 from benchmarks.harness.engine_sampler import Sampler
-from sightline.algo.grpo import GRPO
+from sightline.algo.algorithms import GRPO
 from sightline.algo.losses import LossFunction, LossInputs, LossOutput, load_loss, tis
 from sightline.algo.verdicts import GroupJudge
 from sightline.compute.weights import write_weights

@@ -33,11 +33,10 @@ from sightline.message import assistant, user  # noqa: E402
 from sightline.pack import PackSize  # noqa: E402
 from sightline.trainer.bad_media import BadMediaPolicy  # noqa: E402
 from sightline.trainer.build import build_pixels  # noqa: E402
-from sightline.trainer.distribute import BatchDistributor, ShareReader  # noqa: E402
+from sightline.trainer.distribute import distribute, estimate_price, read_shares  # noqa: E402
 from sightline.trainer.feed import BatchPreparer  # noqa: E402
 from sightline.trainer.lora import build_merge_gather, plain_parameters  # noqa: E402
 from sightline.trainer.parallel_dims import ParallelDims  # noqa: E402
-from sightline.trainer.price import estimate_price  # noqa: E402
 from sightline.trainer.probe import pick_probe_micro_batch  # noqa: E402
 from sightline.trainer.ranks import FollowerChannel, LeadChannel, RankInfo  # noqa: E402
 from sightline.trainer.sft import build_sample  # noqa: E402
@@ -187,7 +186,7 @@ def feed(learner, ranks, model, store, pixels):  # type: ignore[no-untyped-def]
     if not ranks.is_lead:
         follow = FollowerChannel(ranks)
         follow.report_ready()
-        return ShareReader(follow, pixels, family.num_axes)
+        return read_shares(follow, pixels, family.num_axes)
     batch = Batch(1, with_loss(samples(model, store), store))
     limit = PackSize(1 << 20, 1 << 20) if "one" in sys.argv else PackSize(160, 4096)
     if "with_text" in sys.argv:  # one sample with images, and one of text only
@@ -209,7 +208,7 @@ def feed(learner, ranks, model, store, pixels):  # type: ignore[no-untyped-def]
     lead = LeadChannel(ranks)
     lead.wait_until_loaded()
     price = estimate_price(learner.forward)
-    return [BatchDistributor(lead, ParallelDims.of(ranks), price).distribute(ready)]
+    return [distribute(ready, lead, ParallelDims.of(ranks), price)]
 
 
 def with_loss(made, store):  # type: ignore[no-untyped-def]

@@ -1,7 +1,10 @@
-"""Credit: which turns of a rollout get which advantage.
+"""Advantages, credit and aggregation: the functions from rewards to a number per trained token.
 
-A credit function takes the rewards of a group and an advantage function, and returns an array per
-rollout with one advantage per turn. `[algorithm] credit` chooses it.
+An advantage function takes the rewards R of one group and returns an advantage A for each: how
+much better a rollout did than its siblings. A credit function assigns advantages to turns. An
+aggregation function takes the number of trained tokens of every sample, and returns the weight of
+each token in that sample. Weights are fixed before packing, so neither packing nor the number of
+ranks changes the loss. `[algorithm] advantage`, `credit` and `aggregation` choose them.
 """
 
 from __future__ import annotations
@@ -10,10 +13,31 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 import numpy as np
-from jaxtyping import Float
+from jaxtyping import Float, Int
 
-from sightline.algo.advantages import AdvantageFunction
 from sightline.errors import EnvironmentFailed
+
+Rewards = Float[np.ndarray, " rollouts"]
+
+
+Advantages = Float[np.ndarray, " rollouts"]
+
+
+AdvantageFunction = Callable[[Rewards], Advantages]
+
+
+def grpo(rewards: Rewards, *, epsilon: float = 1e-6) -> Advantages:
+    """A = (R - mean R) / (std R + epsilon): group-relative, in units of the group's deviation."""
+    return no_std(rewards) / (rewards.std() + epsilon)
+
+
+def no_std(rewards: Rewards) -> Advantages:
+    """A = R - mean R: almost equal rewards give small advantages (Dr. GRPO)."""
+    result: np.ndarray = rewards - rewards.mean()
+    return result
+
+
+ADVANTAGES = {"grpo": grpo, "no_std": no_std}
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,3 +86,27 @@ def by_turn(group: GroupRewards, advantage: AdvantageFunction) -> list[np.ndarra
 
 
 CREDITS = {"rollout": by_rollout, "turn": by_turn}
+
+
+Counts = Int[np.ndarray, " samples"]
+Weights = Float[np.ndarray, " samples"]
+AggregationFunction = Callable[[Counts], Weights]
+
+
+def by_tokens(num_trained: Counts) -> Weights:
+    """w = 1 / (all trained tokens): all tokens have the same weight."""
+    return np.full(len(num_trained), 1.0 / max(int(num_trained.sum()), 1))
+
+
+def by_samples(num_trained: Counts) -> Weights:
+    """w = 1 / (samples x its trained tokens): all samples have the same weight."""
+    samples = max(int((num_trained > 0).sum()), 1)
+    return 1.0 / (samples * np.maximum(num_trained, 1))
+
+
+def by_constant(num_trained: Counts, *, divisor: float = 1.0) -> Weights:
+    """w = 1 / divisor: a batch of longer answers has a larger loss (Dr. GRPO)."""
+    return np.full(len(num_trained), 1.0 / divisor)
+
+
+AGGREGATIONS = {"tokens": by_tokens, "samples": by_samples, "constant": by_constant}

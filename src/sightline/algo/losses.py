@@ -18,8 +18,8 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
-from sightline.algo.needs import NOTHING, Needs
-from sightline.algo.registry import LOSS_NAMES, load_function, try_function
+from sightline.algo.needs import Needs
+from sightline.algo.registry import load_function, try_function
 from sightline.compute.logprobs import BannedIds, Logits, mask_banned
 from sightline.errors import ConfigError
 from sightline.wire.micro_batch import TokenOrigin
@@ -125,7 +125,7 @@ def _clipped(ratios: PerToken, advantages: PerToken, low: float, high: float) ->
     return LossOutput(-torch.minimum(plain, clipped), (clipped < plain).float())
 
 
-LOSSES: dict[str, LossFunction] = dict(zip(LOSS_NAMES, (ppo, cispo, gspo, tis), strict=True))
+LOSSES: dict[str, LossFunction] = {"ppo": ppo, "cispo": cispo, "gspo": gspo, "tis": tis}
 
 
 def exact_kl(log_p: Logits, log_q: Logits, banned: BannedIds) -> PerToken:
@@ -150,7 +150,7 @@ def load_loss(name: str, args: Mapping[str, Any] | None = None) -> LossFunction:
     setting = "[algorithm] loss"
     function = load_function(setting, name, LOSSES, args or {}, ("inputs",))
     for num in (6, 0) if name not in LOSSES else ():
-        inputs = _build_small_inputs(num)
+        inputs = _build_small_inputs(num, Needs())
         output = try_function(setting, name, function, inputs)
         shapes = isinstance(output, tuple) and [getattr(x, "shape", None) for x in output]
         if shapes != [(num,)] * 2:
@@ -180,7 +180,7 @@ def check_algorithm_loss(name: str, loss: Callable[[LossInputs], Any], needs: Ne
         _check_token_loss(setting, name, inputs, output[0])
 
 
-def _build_small_inputs(num: int, needs: Needs = NOTHING) -> LossInputs:
+def _build_small_inputs(num: int, needs: Needs) -> LossInputs:
     """Return a few tokens of one rollout, with everything that `needs` declare."""
     logprobs = torch.linspace(-2.0, -0.5, num, requires_grad=True)
     other, positive = logprobs.detach() - 0.2, torch.linspace(0.1, 1.0, num)

@@ -16,7 +16,6 @@ from sightline.wire.micro_batch import StepScores, TokenOrigin
 
 NUM_WORST = 12
 """The number of worst tokens kept per step, for fresh tokens and for older ones."""
-MAX_SHOWN_BUCKETS = 6
 NO_IMAGE = -1
 """The bucket of tokens with no image before them."""
 
@@ -130,49 +129,18 @@ def measure_mismatch(
     return mismatch
 
 
-def describe_mismatch(mismatch: StepMismatch) -> str:
-    """Describe the mean KL of fresh tokens by their context, in one line."""
-    parts = []
-    for dimension in DIMENSIONS:
-        cells = sorted(
-            (b, c) for (d, b, fresh), c in mismatch.cells.items() if d == dimension and fresh
-        )
-        if len(cells) > 1:
-            means = (
-                f"{'none' if b == NO_IMAGE else b} {c.kl / c.tokens:.2g}"
-                for b, c in cells[:MAX_SHOWN_BUCKETS]
-            )
-            parts.append(f"by {dimension}: {', '.join(means)}")
-    if mismatch.worst:
-        worst = mismatch.worst[0]
-        parts.append(
-            f"worst token {worst.token_id}: logprob {worst.sampler:.3g} at the sampler, "
-            f"{worst.trainer:.3g} at the trainer"
-        )
-    return "; ".join(parts)
-
-
 def _join_origin(
     origin: TokenOrigin, step: int, traces: Mapping[str, tuple[int, Trace]]
 ) -> tuple[Node, TokenContext]:
-    if origin.trace_id not in traces:
+    rollout, trace = traces.get(origin.trace_id, (0, Trace(id="")))
+    nodes = trace.nodes[origin.node : origin.node + 1] if origin.node >= 0 else []
+    if not nodes or nodes[0].num_sampled < origin.stop - origin.start:
         raise Misaligned(
-            f"step {step} trained on {origin.trace_id}, which is not among its traces",
-            "the run directory is incomplete; copy it again",
+            f"step {step} trained {origin.stop - origin.start} tokens of node {origin.node} of "
+            f"{origin.trace_id}, which the traces of the step do not have",
+            "the run directory is incomplete, or holds files of two runs; copy it again",
         )
-    rollout, trace = traces[origin.trace_id]
-    if not 0 <= origin.node < len(trace.nodes):
-        raise Misaligned(
-            f"step {step} trained node {origin.node} of {trace.id}, which has {len(trace.nodes)}",
-            "the run directory holds files of two runs; copy it again",
-        )
-    node = trace.nodes[origin.node]
-    if node.num_sampled < origin.stop - origin.start:
-        raise Misaligned(
-            f"step {step}: {origin.stop - origin.start} scores for {node.num_sampled} tokens of "
-            f"{trace.id}",
-            "the run directory holds files of two runs; copy it again",
-        )
+    [node] = nodes
     path = trace.path(node.id)
     slots = [slot for n in path for slot in trace.nodes[n].slots]
     ref = slots[-1].item.ref if slots else None

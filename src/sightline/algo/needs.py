@@ -27,6 +27,3 @@ class Needs(NamedTuple):
     def reference(self) -> bool:
         """Return whether the trainer has to load the first checkpoint."""
         return self.reference_logprobs or self.exact_kl
-
-
-NOTHING = Needs()

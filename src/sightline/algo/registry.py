@@ -10,14 +10,21 @@ from __future__ import annotations
 import inspect
 from collections.abc import Callable, Mapping
 from functools import partial
+from itertools import groupby
 from typing import Any
 
 import numpy as np
 
-from sightline.algo.advantages import ADVANTAGES, AdvantageFunction, grpo
-from sightline.algo.aggregation import AGGREGATIONS, AggregationFunction
-from sightline.algo.credit import CREDITS, CreditFunction, GroupRewards
-from sightline.algo.filters import Filter, rare_token, repetitive, too_long
+from sightline.algo.credit import (
+    ADVANTAGES,
+    AGGREGATIONS,
+    CREDITS,
+    AdvantageFunction,
+    AggregationFunction,
+    CreditFunction,
+    GroupRewards,
+    grpo,
+)
 from sightline.config import FiltersConfig
 from sightline.config.load import load_object
 from sightline.config.secret_refs import resolve_references
@@ -26,13 +33,8 @@ from sightline.message import assistant, user
 from sightline.trace import Node, PolicySpan, Trace
 from sightline.trace.node import float32_array, int32_array
 
-LOSS_NAMES = ("ppo", "cispo", "gspo", "tis")
-"""The built-in losses. Their functions are in `losses`, which needs torch."""
-_OTHER_SETTINGS = {
-    "[algorithm] loss": ("[algorithm] advantage", tuple(ADVANTAGES)),
-    "[algorithm] advantage": ("[algorithm] loss", LOSS_NAMES),
-}
-"""For each setting, the one that it is confused with, and the built-in names of that one."""
+Filter = Callable[[Trace], str | None]
+"""Takes a trace and returns a verdict, or None if the rollout may train."""
 
 
 def load_function(
@@ -51,10 +53,8 @@ def load_function(
     elif ":" in name:
         function = load_object(name, setting)
     else:
-        other = _OTHER_SETTINGS.get(setting, ("", ()))
-        hint = f"; {name} is a value of {other[0]}" if name in other[1] else ""
         raise ConfigError(
-            f"{setting} = {name!r} is not built in{hint}",
+            f"{setting} = {name!r} is not built in",
             f"use one of {', '.join(map(repr, built_in))}, or 'module:function' of your own",
         )
     if not callable(function):
@@ -131,6 +131,26 @@ def load_aggregation(name: str, args: Mapping[str, Any] | None = None) -> Aggreg
         counts = np.array([3, 1, 0])
         check_array(setting, name, try_function(setting, name, function, counts), 3, "samples")
     return function
+
+
+def too_long(trace: Trace, *, max_sampled_tokens: int) -> str | None:
+    """Drop a rollout that sampled more than `max_sampled_tokens` in total."""
+    return "too_long" if trace.num_sampled > max_sampled_tokens else None
+
+
+def repetitive(trace: Trace, *, max_repeats: int) -> str | None:
+    """Drop a rollout that repeats one token `max_repeats` times in a row."""
+    for node in trace.turns:
+        sampled = node.token_ids.numpy()[node.sampled_start :]
+        if any(len(list(run)) >= max_repeats for _, run in groupby(sampled.tolist())):
+            return "repetitive"
+    return None
+
+
+def rare_token(trace: Trace, *, min_logprob: float) -> str | None:
+    """Drop a rollout with a sampled token whose logprob is below `min_logprob`."""
+    rare = any(float(node.logprobs.numpy().min()) < min_logprob for node in trace.turns)
+    return "rare_token" if rare else None
 
 
 def load_filters(config: FiltersConfig) -> list[Filter]:

@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from sightline.algo.algorithm import Algorithm, get_group_rewards
-from sightline.algo.filters import Filter
+from sightline.algo.registry import Filter
 from sightline.errors import PolicyMismatch
 from sightline.trace import Trace, flatten
 from sightline.wire.sample import Sample

@@ -12,17 +12,16 @@ from pathlib import Path
 from typing import Any
 
 import msgspec
-from rich.console import Console
-from rich.table import Table
 
 from sightline import config as config_module
 from sightline.bench.harness.loop_account import OTHER, LoopAccount, account_loop
-from sightline.bench.harness.screenshots import TIMED_SCREENSHOTS, Screenshots
+from sightline.bench.harness.screenshots import SCREENSHOTS, Screenshots
 from sightline.bench.harness.speed import measure_copy_bandwidth, measure_peak
 from sightline.bench.harness.workspace import (
+    add_options,
     check_at_least,
-    measure_write_speed,
     open_renderer,
+    print_table,
     run_sightline,
     work_folder,
     write_tiny,
@@ -46,23 +45,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "whom it waited; steps of the warm-up are left out of that. The device's copy bandwidth "
         "and matrix peak are measured afterwards."
     )
-    parser.add_argument("--model", type=Path, help="checkpoint; default: a new random one")
-    parser.add_argument("--size", default="tiny", help="of the new one: tiny or 2b")
-    parser.add_argument("--steps", type=int, default=10, help="default: %(default)s")
-    parser.add_argument(
-        "--warmup", type=int, default=1, help="steps left out; default: %(default)s"
-    )
-    parser.add_argument("--rollouts", type=int, default=64, help="a step; default: %(default)s")
-    parser.add_argument("--group-size", type=int, default=8, help="default: %(default)s")
-    parser.add_argument("--turns", type=int, default=4, help="default: %(default)s")
-    parser.add_argument("--width", type=int, default=640, help="default: %(default)s")
-    parser.add_argument("--height", type=int, default=480, help="default: %(default)s")
-    parser.add_argument(
-        "--max-tokens", type=int, default=64, help="a turn, at most; default: %(default)s"
-    )
-    parser.add_argument("--device", default="auto", help="cpu, cuda or auto")
-    parser.add_argument("--dtype", default="float32", choices=("float32", "bfloat16"))
-    parser.add_argument("--dir", type=Path, help="keep the run in this folder")
+    add_options(
+        parser, "model", "size", "device", "dtype", "dir",
+        steps=10, warmup=1, rollouts=64, group_size=8, turns=4, width=640, height=480,
+        max_tokens=64,
+    )  # fmt: skip
     parser.add_argument(
         "-o", "--output", type=Path, metavar="FILE", help="write what was measured as JSON"
     )
@@ -101,9 +88,7 @@ def measure_loop(args: argparse.Namespace, folder: Path, model: Path) -> dict[st
     began = time.time()
     run_sightline("rl", folder / "loop.toml", config_module.dump_toml(file), "--plain")
     ended, run_dir, device = time.time(), RunDir(folder / "loop-001"), pick_device(args.device)
-    account = account_loop(run_dir, args.steps, args.warmup, file.orchestrator.max_lag)
-    images = list_sizes(run_dir.media)
-    written = sum(list_sizes(run_dir.checkpoints)) + sum(list_sizes(run_dir.weights))
+    account = account_loop(run_dir, args.steps, args.warmup)
     return {
         "model": str(args.model or args.size),
         "device": device,
@@ -114,28 +99,20 @@ def measure_loop(args: argparse.Namespace, folder: Path, model: Path) -> dict[st
         **asdict(account),
         "start_s": account.began - began,
         "end_s": ended - account.ended,
-        "written_bytes": written,
-        "write_bytes_per_s": measure_write_speed(folder, written),
-        "model_bytes": sum(path.stat().st_size for path in model.glob("*.safetensors")),
-        "image_bytes": round(statistics.mean(images)),
         "copy_bytes_per_s": measure_copy_bandwidth(device),
         "matmul_flop_per_s": measure_peak(device, file.model.dtype),
     }
-
-
-def list_sizes(folder: Path) -> list[int]:
-    return [path.stat().st_size for path in folder.rglob("*") if path.is_file()]
 
 
 def run_file(args: argparse.Namespace, folder: Path, model: Path) -> RunFile:
     store, renderer = open_renderer(model, folder / "media")
     page = store.put(Screenshots(1, args.width, args.height).draw(random.Random(0)))
     turn = len(renderer.render([user("page 0", page)]).token_ids) + args.max_tokens + TURN_SLACK
-    shape = {"turns": args.turns, "width": args.width, "height": args.height}
+    shape = {"turns": args.turns, "width": args.width, "height": args.height, "shares_first": True}
     values: dict[str, Any] = {
         "run": {"name": "loop", "dir": str(folder), "steps": args.steps},
         "model": {"path": str(model.resolve()), "dtype": args.dtype},
-        "env": {"name": TIMED_SCREENSHOTS, "args": shape},
+        "env": {"name": SCREENSHOTS, "args": shape},
         "rollout": {"max_tokens": args.max_tokens},
         "orchestrator": {
             "group_size": args.group_size, "groups_per_step": args.rollouts // args.group_size,
@@ -151,18 +128,14 @@ def run_file(args: argparse.Namespace, folder: Path, model: Path) -> RunFile:
 
 def show(found: dict[str, Any]) -> None:
     account = msgspec.convert(found, LoopAccount)
-    wall_s, engine, console = account.wall_s, account.engine, Console()
-    console.width = max(console.width, 100)
+    wall_s, engine = account.wall_s, account.engine
     counted = account.step_s[found["warmup"] :]
-    title = f"{len(counted)} steps, {wall_s:.2f} s"
-    table = Table("process", "what it did", "seconds", "share", title=title)
+    rows = []
     for process, parts in account.seconds.items():
         for name, seconds in parts.items():
             if name != OTHER or abs(seconds) >= 0.0005 * wall_s:
-                table.add_row(process, name, f"{seconds:.2f}", f"{seconds / wall_s:.1%}")
+                rows.append([process, name, f"{seconds:.2f}", f"{seconds / wall_s:.1%}"])
             process = ""
-        table.add_section()
-    console.print(table)
     per_s = {
         name: getattr(account, f"tokens_{name}") / wall_s
         for name in ("sampled", "computed", "trained")
@@ -174,8 +147,6 @@ def show(found: dict[str, Any]) -> None:
         f"without the warm-up: median {statistics.median(counted):.2f}, {min(counted):.2f} to "
         f"{max(counted):.2f}; before the first step {found['start_s']:.1f} s, after the last "
         f"{found['end_s']:.1f} s",
-        f"the disk needs {found['written_bytes'] / found['write_bytes_per_s']:.1f} s for the "
-        f"{found['written_bytes'] / 1e9:,.2f} GB of checkpoint and export",
     ]
     if steps := engine.get("decode_steps"):
         lines.append(
@@ -191,5 +162,5 @@ def show(found: dict[str, Any]) -> None:
         f"{found['device']}: copies {found['copy_bytes_per_s'] / 1e9:,.1f} GB/s, read and written; "
         f"multiplies {found['matmul_flop_per_s'] / 1e12:,.2f} TFLOP/s in {found['dtype']}"
     )
-    for line in lines:
-        console.print(line, highlight=False, soft_wrap=True)
+    title = f"{len(counted)} steps, {wall_s:.2f} s"
+    print_table(title, ("process", "activity", "seconds", "share"), rows, lines)

@@ -20,13 +20,11 @@ from typing import Any
 import msgspec
 import numpy as np
 import torch
-from rich.console import Console
-from rich.table import Table
 
 from sightline.bench.harness import speed
 from sightline.bench.harness.screenshots import Screenshots, add_text_chunk
 from sightline.bench.harness.speed import PlainStep, Timings, build_allocate, measure_time
-from sightline.bench.harness.workspace import check_at_least
+from sightline.bench.harness.workspace import add_options, check_at_least, print_table
 from sightline.compute import attention_cudnn
 from sightline.config import ModelConfig, TrainerConfig, validate_config
 from sightline.config.load import apply_overrides
@@ -83,19 +81,12 @@ class StepSettings(ConfigSection):
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.description = __doc__
-    parser.add_argument("--model", type=Path, help="checkpoint; default: a new random one")
-    parser.add_argument("--size", default="tiny", help="size of the random model: tiny or 2b")
+    add_options(parser, "model", "size", "device", "dtype", repeats=5, warm_up=3)
     parser.add_argument(
         "--type", help="model type of the random model; default: the family's first"
     )
     parser.add_argument(
         "--parts", nargs="+", default=list(PARTS), choices=PARTS, help="default: both"
-    )
-    parser.add_argument("--device", default="auto", help="cpu, cuda or auto")
-    parser.add_argument("--dtype", default="float32", choices=("float32", "bfloat16"))
-    parser.add_argument("--repeats", type=int, default=5, help="timed steps; default: %(default)s")
-    parser.add_argument(
-        "--warm-up", type=int, default=3, help="untimed steps before them; default: %(default)s"
     )
     parser.add_argument("--small", action="store_true", help="use small shapes, for a CPU")
     parser.add_argument("--no-cudnn", action="store_true", help="do not use cuDNN's attention")
@@ -305,37 +296,39 @@ class StepBench:
         num: int,
     ) -> None:
         shapes = self.shapes
-        table = Table(
-            title=f"{num} sequences of {tokens / num:.0f} tokens with {shapes.images} images of "
-            f"{shapes.side}x{shapes.side}, {flops / 1e12:.1f} TFLOP per step, {self.args.dtype}; "
-            f"matrix peak {peak / 1e12:.1f} TFLOP/s",
-            title_justify="left",
-        )
-        for column in ("", "ms/step", "tokens/s", "TFLOP/s", "of the peak", "peak GiB"):
-            table.add_column(column, justify="left" if not column else "right")
+        cells = []
         for label, timings in rows:
             if timings is None:
-                table.add_row(label, "out of memory")
+                cells.append([label, "out of memory"])
                 continue
             rate = flops / timings.median_s
-            table.add_row(
-                label, f"{1e3 * timings.median_s:.0f}", f"{tokens / timings.median_s:,.0f}",
-                f"{rate / 1e12:.2f}", f"{rate / peak:.1%}", f"{timings.peak_bytes / GIB:.1f}",
+            cells.append(
+                [
+                    label, f"{1e3 * timings.median_s:.0f}", f"{tokens / timings.median_s:,.0f}",
+                    f"{rate / 1e12:.2f}", f"{rate / peak:.1%}", f"{timings.peak_bytes / GIB:.1f}",
+                ]
             )  # fmt: skip
-        _show(table)
+        print_table(
+            f"{num} sequences of {tokens / num:.0f} tokens with {shapes.images} images of "
+            f"{shapes.side}x{shapes.side}, {flops / 1e12:.1f} TFLOP per step, {self.args.dtype}; "
+            f"matrix peak {peak / 1e12:.1f} TFLOP/s",
+            ("", "ms/step", "tokens/s", "TFLOP/s", "of the peak", "peak GiB"),
+            cells,
+            width=120,
+        )
 
     def _print_group(self, num: int, rows: list[tuple[str, int, int, Timings]]) -> None:
-        table = Table(title=f"{num} answers to one prompt, {self.args.dtype}", title_justify="left")
-        for column in ("", "tokens", "images", "ms/step", "samples/s", "speedup", "peak GiB"):
-            table.add_column(column, justify="left" if not column else "right")
         flat_s = rows[0][3].median_s
-        for label, tokens, images, timings in rows:
-            table.add_row(
+        cells = [
+            [
                 label, f"{tokens:,}", str(images), f"{1e3 * timings.median_s:.0f}",
                 f"{num / timings.median_s:.1f}", f"{flat_s / timings.median_s:.2f}",
                 f"{timings.peak_bytes / GIB:.1f}",
-            )  # fmt: skip
-        _show(table)
+            ]
+            for label, tokens, images, timings in rows
+        ]  # fmt: skip
+        columns = ("", "tokens", "images", "ms/step", "samples/s", "speedup", "peak GiB")
+        print_table(f"{num} answers to one prompt, {self.args.dtype}", columns, cells, width=120)
 
 
 class _PackedAs:
@@ -347,9 +340,3 @@ class _PackedAs:
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._family, name)
-
-
-def _show(table: Table) -> None:
-    console = Console()
-    console.width = max(console.width, 120)
-    console.print(table)

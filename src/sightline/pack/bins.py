@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from sightline.algo.aggregation import AggregationFunction, by_tokens
+from sightline.algo.credit import AggregationFunction, by_tokens
 from sightline.families import Family
 from sightline.pack.build import build_micro_batch
 from sightline.pack.cost import PackSize

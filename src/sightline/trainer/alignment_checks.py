@@ -10,46 +10,38 @@ from sightline.families import Family
 from sightline.wire import Slot
 from sightline.wire.micro_batch import MicroBatch
 
-_FIX = "this data must not train; keep batches/ of the step and report it"
-
 
 def check_micro_batch(
     batch: MicroBatch, family: Family, pad_ids: tuple[int, ...], vocab_size: int
 ) -> None:
-    """Raises unless slots match pads, pads match slots, and ids are in the vocabulary."""
-    token_ids = batch.token_ids.numpy()
-    outside = np.flatnonzero((token_ids < 0) | (token_ids >= vocab_size))
-    if len(outside):
-        at = int(outside[0])
-        raise _misaligned(
-            batch, at, f"token id {int(token_ids[at])} of a vocabulary of {vocab_size}"
-        )
-    is_pad = np.isin(token_ids, np.asarray(family.slot_token_ids))
+    """Raise unless slots match pads, pads match slots, and ids are in the vocabulary."""
+    token_ids, trained = batch.token_ids.numpy(), batch.trained.numpy()
     in_slot = np.zeros(len(token_ids), dtype=bool)
     for slot in batch.slots:
         _check_slot(batch, slot, family, in_slot)
-    if not np.array_equal(is_pad, in_slot):
-        at = int(np.flatnonzero(is_pad != in_slot)[0])
-        found = "a pad id outside every slot" if is_pad[at] else "a slot over an ordinary token"
-        there = [s for s in batch.slots if s.offset <= at < s.end]
-        image = _describe_image(batch, there[0]) if there else "no image"
-        raise _misaligned(
-            batch,
-            at,
-            f"{found} (id {int(token_ids[at])}, {image} there); the micro-batch has "
-            f"{int(is_pad.sum())} pads, {int(in_slot.sum())} slot tokens and {len(batch.slots)} "
-            "slots",
-        )
-    trained = batch.trained.numpy()
-    banned = trained[np.isin(token_ids[trained], np.asarray(pad_ids))]
-    if len(banned):
-        at = int(banned[0])
-        counts = f"{int(token_ids[at])}; {len(banned)} of {len(trained)}"
-        raise _misaligned(batch, at, f"a banned token id is to be trained ({counts})")
+    is_pad = np.isin(token_ids, np.asarray(family.slot_token_ids))
+    is_banned = np.zeros(len(token_ids), dtype=bool)
+    is_banned[trained] = np.isin(token_ids[trained], np.asarray(pad_ids))
+    for is_wrong, problem in (
+        ((token_ids < 0) | (token_ids >= vocab_size), f"outside the vocabulary of {vocab_size}"),
+        (is_pad & ~in_slot, "a pad id outside every slot"),
+        (in_slot & ~is_pad, "a slot over an ordinary token"),
+        (is_banned, "a banned token id is to be trained"),
+    ):
+        if is_wrong.any():
+            at = int(np.flatnonzero(is_wrong)[0])
+            there = [batch.items[s.item].item.name for s in batch.slots if s.offset <= at < s.end]
+            raise _misaligned(
+                batch,
+                at,
+                f"{problem} (id {int(token_ids[at])}, {there[0] if there else 'no image'} there); "
+                f"{int(is_wrong.sum())} such tokens, {int(is_pad.sum())} pads and "
+                f"{len(batch.slots)} slots in the micro-batch",
+            )
 
 
 def check_patches(batch: MicroBatch, patches: UInt8[np.ndarray, "patches values"] | None) -> None:
-    """Raises unless there are as many patches as the grids of the distinct images say."""
+    """Raise unless there are as many patches as the grids of the distinct images say."""
     num = 0 if patches is None else len(patches)
     if num != batch.num_patches:
         raise Misaligned(
@@ -60,7 +52,7 @@ def check_patches(batch: MicroBatch, patches: UInt8[np.ndarray, "patches values"
 
 
 def check_features(batch: MicroBatch, num_features: int, family: Family) -> None:
-    """Raises unless there are as many features as the slots of distinct images hold pads."""
+    """Raise unless there are as many features as the slots of distinct images hold pads."""
     wanted = sum(len(family.feature_offsets(entry.item)) for entry in batch.items)
     if num_features != wanted:
         raise Misaligned(
@@ -72,44 +64,39 @@ def check_features(batch: MicroBatch, num_features: int, family: Family) -> None
 def _check_slot(
     batch: MicroBatch, slot: Slot[int], family: Family, in_slot: Bool[np.ndarray, " tokens"]
 ) -> None:
-    """Marks the pads of the slot, which is of an image, of its length, and alone there."""
+    """Mark the slot's pads. Raise unless it has an image, its length, and its place alone."""
+    problem = ""
     if not 0 <= slot.item < len(batch.items):
         problem = f"a slot of image {slot.item}, of {len(batch.items)} images"
-        raise _misaligned(batch, slot.offset, problem)
-    item = batch.items[slot.item].item
-    name, wanted = _describe_image(batch, slot), family.num_tokens(item)
-    if slot.length != wanted:
+    elif slot.length != (wanted := family.num_tokens(batch.items[slot.item].item)):
+        name = batch.items[slot.item].item.name
         problem = f"{name} has a slot of {slot.length} tokens and fills {wanted}"
+    elif slot.offset < 0 or slot.end > len(in_slot) or in_slot[slot.offset : slot.end].any():
+        place = f"past the {len(in_slot)} tokens or over another's"
+        problem = f"a slot from {slot.offset} to {slot.end}, {place}"
+    if problem:
         raise _misaligned(batch, slot.offset, problem)
-    if slot.offset < 0 or slot.end > len(in_slot) or in_slot[slot.offset : slot.end].any():
-        problem = f"{name} has a slot from {slot.offset} to {slot.end}"
-        where = f"past the {len(in_slot)} tokens or over another's"
-        raise _misaligned(batch, slot.offset, f"{problem}, {where}")
-    in_slot[slot.offset + family.feature_offsets(item)] = True
+    in_slot[slot.offset + family.feature_offsets(batch.items[slot.item].item)] = True
 
 
 def _misaligned(batch: MicroBatch, at: int, problem: str) -> Misaligned:
     token = f"step {batch.step}, sample {_find_sample(batch, at)}, token {at} of its micro-batch"
-    return Misaligned(f"{token}: {problem}", _FIX)
-
-
-def _describe_image(batch: MicroBatch, slot: Slot[int]) -> str:
-    return batch.items[slot.item].item.name
+    fix = "this data must not train; keep batches/ of the step and report it"
+    return Misaligned(f"{token}: {problem}", fix)
 
 
 def _describe_images(batch: MicroBatch) -> str:
-    """Which images, and of whom: a count that is wrong over all of them names none alone."""
+    """Name up to four images of the micro-batch, with their samples."""
     named = [f"{e.item.name} of sample {e.wanted_by}" for e in batch.items[:4]]
-    more = f" and {len(batch.items) - 4} more" if len(batch.items) > 4 else ""
-    return f"step {batch.step}, {', '.join(named) or 'no images'}{more}"
+    return f"step {batch.step}, {', '.join(named) or 'no images'} ({len(batch.items)} images)"
 
 
 def _find_sample(batch: MicroBatch, at: int) -> str:
-    """The trace of a token: of one that trains and sees it, or that it sees."""
+    """Return the trace of a trained token that attends to token `at`, or that `at` attends to."""
     trained, ends = batch.trained.numpy(), batch.subtree_end.numpy()
     at = min(max(at, 0), len(ends) - 1)
     sees = (trained >= at) & (trained < ends[at])
     seen = (trained <= at) & (at < ends[trained])
     numbers = (*np.flatnonzero(sees), *np.flatnonzero(seen))
-    found = (o.trace_id for n in numbers for o in batch.origins if o.start <= n < o.stop)
-    return next(found, "of no trained token")
+    names = (o.trace_id for n in numbers for o in batch.origins if o.start <= n < o.stop)
+    return next(names, "of no trained token")

@@ -1,27 +1,36 @@
-"""From a micro-batch to numbers: the scores of its trained tokens, and the loss."""
+"""From a micro-batch to numbers: the scores of its trained tokens, and the loss.
+
+Scores from before the first update give the advantages that depend on values or a teacher:
+
+    every rank: values, teacher logprobs --gather--> rank 0: advantages(batch) --> every rank
+"""
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
 
 import numpy as np
 import torch
 from jaxtyping import Float, Int
+from msgspec.structs import replace as replace_fields
 from torch import Tensor
 
-from sightline.algo.algorithm import Algorithm
+from sightline.algo.algorithm import Algorithm, RolloutBatch, compute_advantages
 from sightline.algo.losses import LossInputs
 from sightline.compute.logprobs import Temperature, chosen_logprobs
 from sightline.config import TrainerConfig
+from sightline.errors import Misaligned
 from sightline.families import Family, Forward
 from sightline.families.device_copy import copy_to_device
 from sightline.trainer.feed import ReadyMicroBatch
 from sightline.trainer.forward_pass import FrozenModel, FrozenTowerFeatures, compute_hidden
 from sightline.trainer.parallel_dims import ParallelDims
-from sightline.trainer.prior_scores import PriorScores
 from sightline.trainer.shard import ShardedModel, call_gathered, release_gathered
-from sightline.trainer.token_scores import TokenScorer
-from sightline.wire.micro_batch import MicroBatch
+from sightline.trainer.token_scores import score_tokens
+from sightline.wire.array import Array
+from sightline.wire.micro_batch import MicroBatch, TokenOrigin
+from sightline.wire.sample import Sample
 
 
 @dataclass(frozen=True, slots=True)
@@ -92,15 +101,15 @@ class LossComputer:
         if self.reference is not None:
             with torch.no_grad():
                 reference_hidden = self._frozen_hidden(self.reference, ready)
-        scorer = TokenScorer(
-            self.forward,
-            None if self.reference is None else self.reference.forward,
+        scores = score_tokens(
+            (self.forward, None if self.reference is None else self.reference.forward),
+            (hidden, reference_hidden),
+            self._trained_ids(batch),
             self.banned,
             self._temperature(batch),
             self.algorithm.needs,
             backend="" if self.exact else self.config.compile_backend,
         )
-        scores = scorer.score(hidden, self._trained_ids(batch), reference_hidden)
         sampler_logprobs, advantages, loss_weight = (
             copy_to_device(array.numpy().copy(), self.device)
             for array in (batch.logprobs, batch.advantages, batch.loss_weight)
@@ -148,3 +157,78 @@ class LossComputer:
     def _trained_ids(self, batch: MicroBatch) -> Int[Tensor, " tokens"]:
         ids = batch.token_ids.numpy()[batch.trained.numpy()].astype(np.int64)
         return copy_to_device(ids, self.device)
+
+
+AdvantageTable = Mapping[tuple[str, int], np.ndarray]
+"""The advantages of every node's sampled tokens, by trace and node."""
+HostScores = tuple[list[TokenOrigin], np.ndarray | None, np.ndarray | None]
+"""The origins, values and teacher logprobs of a micro-batch, on their way to rank 0."""
+
+
+@dataclass(frozen=True, slots=True)
+class PriorScores:
+    """Numbers per trained token of a micro-batch, by the weights before the first update."""
+
+    logprobs: Float[Tensor, " tokens"]
+    values: Float[Tensor, " tokens"] | None = None
+    teacher_logprobs: Float[Tensor, " tokens"] | None = None
+
+
+def to_host(scores: Tensor | None) -> np.ndarray | None:
+    return None if scores is None else scores.float().cpu().numpy()
+
+
+def build_advantage_table(
+    algorithm: Algorithm, rollouts: RolloutBatch, scores: Sequence[HostScores]
+) -> AdvantageTable:
+    """Compute the advantages of the whole batch from the scores of all ranks."""
+    batch = replace(
+        rollouts,
+        values=_align([(o, values) for o, values, _ in scores], rollouts.samples),
+        teacher_logprobs=_align([(o, teacher) for o, _, teacher in scores], rollouts.samples),
+    )
+    table: dict[tuple[str, int], np.ndarray] = {}
+    for sample, advantages in zip(batch.samples, compute_advantages(algorithm, batch), strict=True):
+        at = 0
+        for segment in sample.segments:
+            stop = at + segment.stop - segment.start
+            table[sample.trace_id, segment.node] = advantages[at:stop]
+            at = stop
+    return table
+
+
+def _align(
+    scored: Sequence[tuple[list[TokenOrigin], np.ndarray | None]], samples: Sequence[Sample]
+) -> list[np.ndarray] | None:
+    """Return the scores sample by sample, NaN for tokens that no micro-batch holds."""
+    by_node: dict[tuple[str, int], np.ndarray] = {}
+    for origins, numbers in scored:
+        if numbers is None:
+            return None
+        for origin in origins:
+            by_node[origin.trace_id, origin.node] = numbers[origin.start : origin.stop]
+    aligned = []
+    for sample in samples:
+        rows = [np.zeros(0, dtype=np.float32)]
+        for segment in sample.segments:
+            row = np.full(segment.stop - segment.start, np.nan, dtype=np.float32)
+            known = by_node.get((sample.trace_id, segment.node), row[:0])
+            row[: len(known)] = known
+            rows.append(row)
+        aligned.append(np.concatenate(rows))
+    return aligned
+
+
+def set_advantages(ready: ReadyMicroBatch, table: AdvantageTable) -> ReadyMicroBatch:
+    """Return the micro-batch with its advantages from the table."""
+    rows = [np.zeros(0, dtype=np.float32)]
+    for origin in ready.batch.origins:
+        rows.append(table[origin.trace_id, origin.node][: origin.stop - origin.start])
+    advantages = np.concatenate(rows)
+    if not np.isfinite(advantages).all():
+        raise Misaligned(
+            f"step {ready.batch.step}: an advantage of a trained token is not finite",
+            "let the algorithm's advantages use the NaN values of dropped tokens nowhere else",
+        )
+    array = Array.of(advantages, "float32")
+    return replace(ready, batch=replace_fields(ready.batch, advantages=array))

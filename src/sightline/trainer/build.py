@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 import os
 import sys
 from collections.abc import Callable, Iterable
@@ -14,10 +13,8 @@ from typing import Any, NamedTuple, cast
 import torch
 
 from sightline.algo.algorithm import Algorithm
-from sightline.algo.algorithms import load_algorithm
-from sightline.algo.grpo import GRPO
+from sightline.algo.algorithms import GRPO, Supervised, load_algorithm
 from sightline.algo.registry import load_aggregation
-from sightline.algo.supervised import Supervised
 from sightline.compute.feature_cache import FeatureCache
 from sightline.compute.model import MODEL_DTYPES, limit_gpu_memory, load_model, pick_device
 from sightline.compute.weight_transport import find_transport
@@ -39,22 +36,25 @@ from sightline.pack import PackSize
 from sightline.pixels import Materializer, SharedPatches
 from sightline.rollout.engines import load_engine
 from sightline.run import EventLog, RunDir
-from sightline.trainer.background_task import BackgroundTask
 from sightline.trainer.bad_media import BadMediaPolicy
 from sightline.trainer.blocks import wrap_blocks
-from sightline.trainer.checkpoint import CheckpointSaver, CheckpointStore, ResumePoint, open_shards
-from sightline.trainer.distribute import BatchDistributor, ShareReader
-from sightline.trainer.feed import AnnouncedBatches, BatchPrefetcher, BatchPreparer, ReadyBatch
+from sightline.trainer.checkpoint import (
+    CheckpointSaver,
+    CheckpointStore,
+    Ledger,
+    ResumePoint,
+    open_shards,
+    read_ledger,
+)
+from sightline.trainer.distribute import estimate_price, iterate_shares, read_shares
+from sightline.trainer.feed import BatchPrefetcher, BatchPreparer, ReadyBatch, read_announced
 from sightline.trainer.forward_pass import FrozenModel, FrozenTowerFeatures, has_frozen_tower
 from sightline.trainer.learner import Learner
-from sightline.trainer.ledger import Ledger, read_ledger
 from sightline.trainer.loop import TrainerComponents
-from sightline.trainer.lora import NO_ADAPTERS, add_adapters, describe_adapter_base
+from sightline.trainer.lora import NO_ADAPTERS, add_adapters, add_value_head, describe_adapter_base
 from sightline.trainer.micro_batch_pixels import MicroBatchPixels
 from sightline.trainer.optimizer import build_optimizer, freeze_vision
 from sightline.trainer.parallel_dims import ParallelDims
-from sightline.trainer.price import estimate_price
-from sightline.trainer.publish import AsyncPublisher
 from sightline.trainer.ranks import (
     NO_CHANNEL,
     SINGLE_RANK,
@@ -63,16 +63,14 @@ from sightline.trainer.ranks import (
     RankChannel,
     RankInfo,
 )
-from sightline.trainer.run_writer import RunWriter
+from sightline.trainer.run_writer import AsyncPublisher, RunWriter
 from sightline.trainer.sft import ConversationBatches, open_source
 from sightline.trainer.shard import (
     identify_machine,
     shard_model,
 )
-from sightline.trainer.shard_load import load_shards
-from sightline.trainer.snapshot import restore
-from sightline.trainer.value_head import add_value_head
-from sightline.trainer.watchdog import LONG_LIMIT_S, StallWatchdog
+from sightline.trainer.snapshot import load_shards, restore
+from sightline.trainer.watchdog import LONG_LIMIT_S, BackgroundTask, StallWatchdog
 from sightline.wire.control import BatchReady, ControlMessage
 from sightline.wire.weights import check_history
 
@@ -234,26 +232,13 @@ def build_pixels(learner: Learner, store: MediaStore) -> MicroBatchPixels:
 
 
 def build_conversations(
-    config: SftFile,
-    learner: Learner,
-    pixels: MicroBatchPixels,
-    done: int = 0,
-    watchdog: StallWatchdog | None = None,
-    stop: Event | None = None,
-    run_dir: RunDir | None = None,
+    config: SftFile, learner: Learner, pixels: MicroBatchPixels, **options: Any
 ) -> ConversationBatches:
-    """Build the batches of supervised training, from the step after `done`."""
+    """Build the batches of supervised training; `options` are fields of `ConversationBatches`."""
     store, model = pixels.materializer.store, config.model
-    return ConversationBatches(
-        open_source(config, store),
-        load_renderer(model.path, store, learner.family, number_images=model.number_images),
-        build_preparer(config.media, learner, pixels, sampled=False),
-        config,
-        done,
-        watchdog or StallWatchdog(),
-        stop or Event(),
-        run_dir,
-    )
+    renderer = load_renderer(model.path, store, learner.family, number_images=model.number_images)
+    preparer = build_preparer(config.media, learner, pixels, sampled=False)
+    return ConversationBatches(open_source(config, store), renderer, preparer, config, **options)
 
 
 class Orchestrator(NamedTuple):
@@ -285,8 +270,9 @@ def build(
     trainer = config.trainer
     if isinstance(config, RunFile):
         _limit_memory(config, ranks)
-    is_sft = isinstance(config, SftFile)
-    algorithm = Supervised(config.algorithm) if is_sft else load_algorithm(config.algorithm)
+        algorithm = load_algorithm(config.algorithm)
+    else:
+        algorithm = Supervised(config.algorithm)
     learner = build_learner(
         config.model, trainer, store, config.run.steps, ranks, algorithm, config.lora,
         config.run.seed,
@@ -300,10 +286,10 @@ def build(
         shards = open_shards(resume.path)
         restore(shards, learner.forward.model, learner.optimizer, learner.dims, resume.path)
         if learner.device.type != "cpu":  # on a CPU, replayed versions have the same bits
-            steps = itertools.takewhile(
-                lambda step: run_dir.batch(step).is_file(), itertools.count(resume.step + 2)
-            )
-            learner.replayed = range(resume.step + 2, max(steps, default=0) + 1)
+            stop_step = resume.step + 2
+            while run_dir.batch(stop_step).is_file():
+                stop_step += 1
+            learner.replayed = range(resume.step + 2, stop_step)
     events = None
     if ranks.is_lead:
         events = EventLog(run_dir.metrics, "trainer")
@@ -366,30 +352,25 @@ def _build_batches(
     pixels = build_pixels(learner, store)
     learner.pixels = pixels.materializer.counts
     if isinstance(channel, FollowerChannel):
-        return ShareReader(channel, pixels, learner.family.num_axes)
+        return read_shares(channel, pixels, learner.family.num_axes)
     batches: Iterable[ReadyBatch]
     if isinstance(config, SftFile):
-        batches = build_conversations(config, learner, pixels, resume.step, watchdog, stop, run_dir)
+        options = {"done": resume.step, "watchdog": watchdog, "run_dir": run_dir}
+        batches = build_conversations(config, learner, pixels, stop=stop or Event(), **options)
     else:
         assert orchestrator is not None
-        _check_batches(resume, run_dir)
+        trained, first = len(read_ledger(run_dir.ledger)), resume.step + 1
+        if resume.refused and trained >= first and not run_dir.batch(first).is_file():
+            raise ResumeRefused(
+                f"{resume.refused[0]}, and the batches after step {resume.step} are missing",
+                "restore the checkpoint from a backup, or start a new run",
+            )
         preparer = build_preparer(config.media, learner, pixels)
-        announcements = orchestrator.announcements
-        batches = AnnouncedBatches(announcements, preparer, resume.step + 1, watchdog)
+        batches = read_announced(orchestrator.announcements, preparer, first, watchdog)
     if isinstance(channel, LeadChannel):
         price = estimate_price(learner.forward)
-        batches = BatchDistributor(channel, learner.dims, price).iterate_shares(batches)
+        batches = iterate_shares(batches, channel, learner.dims, price)
     return batches
-
-
-def _check_batches(resume: ResumePoint, run_dir: RunDir) -> None:
-    """Raise if a resume from an older checkpoint lacks the batches since then."""
-    trained = len(read_ledger(run_dir.ledger))
-    if resume.refused and trained > resume.step and not run_dir.batch(resume.step + 1).is_file():
-        raise ResumeRefused(
-            f"{resume.refused[0]}, and the batches after step {resume.step} are missing",
-            "restore the checkpoint from a backup, or start a new run",
-        )
 
 
 def _add_publishing(
@@ -407,18 +388,12 @@ def _add_publishing(
         writer.adapter = describe_adapter_base(writer.learner.forward.model, writer.dtype)
     if orchestrator is None:
         return
-    run_dir = writer.run_dir
-    on_cpu = "cpu" in (config.trainer.device, config.inference.device)
-    has_gpu = torch.cuda.is_available() and not on_cpu
-    engine = load_engine(config.inference.engine)
-    transport = find_transport(config, has_gpu, engine.can_adopt)
+    run_dir, devices = writer.run_dir, (config.trainer.device, config.inference.device)
+    has_gpu = torch.cuda.is_available() and "cpu" not in devices
+    transport = find_transport(config, has_gpu, load_engine(config.inference.engine).can_adopt)
     check_history(run_dir.weights, step)
+    publisher = transport.open_publisher(config, run_dir)
     writer.async_publisher = AsyncPublisher(
-        transport.name,
-        transport.open_publisher(config, run_dir),
-        writer.dtype,
-        task,
-        adapter=writer.adapter,
-        run=run_dir.read_id(),
+        transport.name, publisher, writer.dtype, task, writer.adapter, run_dir.read_id()
     )
-    writer.ledger, writer.send = Ledger(writer.run_dir.ledger, step), orchestrator.send
+    writer.ledger, writer.send = Ledger(run_dir.ledger, step), orchestrator.send

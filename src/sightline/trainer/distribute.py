@@ -7,9 +7,14 @@ rank 0: ready batch k --assignments--> channel --assignment k--> rank r (own thr
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
-from dataclasses import dataclass, replace
+import math
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import replace
+from typing import Any, cast
 
+from torch import nn
+
+from sightline.families import Forward
 from sightline.pack import CostModel, assign_to_ranks, build_empty_micro_batch
 from sightline.trainer.feed import ReadyBatch, ReadyMicroBatch
 from sightline.trainer.micro_batch_pixels import MicroBatchPixels
@@ -18,77 +23,116 @@ from sightline.trainer.ranks import FollowerChannel, LeadChannel
 from sightline.wire.rank_messages import RankAssignment
 
 
-@dataclass
-class BatchDistributor:
-    """Sends every other rank its share of a batch and keeps rank 0's."""
+def iterate_shares(
+    batches: Iterable[ReadyBatch], channel: LeadChannel, dims: ParallelDims, price: CostModel
+) -> Iterator[ReadyBatch]:
+    """Yield rank 0's share of each batch, then announce the end to the other ranks."""
+    for ready in batches:
+        yield distribute(ready, channel, dims, price)
+    channel.announce_end()
 
-    channel: LeadChannel
-    dims: ParallelDims
-    price: CostModel
 
-    def iterate_shares(self, batches: Iterable[ReadyBatch]) -> Iterator[ReadyBatch]:
-        """Yield rank 0's share of each batch, then announce the end to the other ranks."""
-        yield from map(self.distribute, batches)
-        self.channel.announce_end()
-
-    def distribute(self, ready: ReadyBatch) -> ReadyBatch:
-        """Return rank 0's share of the batch once every other rank has received its own."""
-        packs = [micro_batch.batch for micro_batch in ready.micro_batches]
-        places: list[list[int | None]] = [[] for _ in range(self.dims.data)]
-        minibatch_sizes = []
-        for minibatch in ready.minibatches:
-            shares = assign_to_ranks([packs[at] for at in minibatch], self.dims.data, self.price)
-            minibatch_sizes.append(len(shares[0]))
-            for own, share in zip(places, shares, strict=True):
-                own += [None if at is None else minibatch[at] for at in share]
-        runs_tower = [
-            any(at is not None and packs[at].items for at in round_places)
-            for round_places in zip(*places, strict=True)
+def distribute(
+    ready: ReadyBatch, channel: LeadChannel, dims: ParallelDims, price: CostModel
+) -> ReadyBatch:
+    """Return rank 0's share of the batch once every other rank has received its own."""
+    packs = [micro_batch.batch for micro_batch in ready.micro_batches]
+    places: list[list[int | None]] = [[] for _ in range(dims.data)]
+    minibatch_sizes = []
+    for minibatch in ready.minibatches:
+        shares = assign_to_ranks([packs[at] for at in minibatch], dims.data, price)
+        minibatch_sizes.append(len(shares[0]))
+        for own, share in zip(places, shares, strict=True):
+            own += [None if at is None else minibatch[at] for at in share]
+    runs_tower = [
+        any(at is not None and packs[at].items for at in round_places)
+        for round_places in zip(*places, strict=True)
+    ]
+    channel.send_shares(
+        [
+            RankAssignment(
+                step=ready.step,
+                digest=ready.digest,
+                micro_batches=[None if at is None else packs[at] for at in rank_places],
+                runs_tower=runs_tower,
+                minibatch_sizes=minibatch_sizes,
+                held_out=ready.held_out,
+            )
+            for rank_places in places[1:]
         ]
-        self.channel.send_shares(
-            [
-                RankAssignment(
-                    step=ready.step,
-                    digest=ready.digest,
-                    micro_batches=[None if at is None else packs[at] for at in rank_places],
-                    runs_tower=runs_tower,
-                    minibatch_sizes=minibatch_sizes,
-                    held_out=ready.held_out,
-                )
-                for rank_places in places[1:]
-            ]
-        )
-        axes = packs[0].positions.shape[0] if packs else 1
-        empty = ReadyMicroBatch(build_empty_micro_batch(ready.step, axes))
-        mine = [
-            replace(empty if at is None else ready.micro_batches[at], runs_tower=runs)
-            for at, runs in zip(places[0], runs_tower, strict=True)
-        ]
-        return replace(ready, micro_batches=mine, minibatch_sizes=minibatch_sizes)
+    )
+    axes = packs[0].positions.shape[0] if packs else 1
+    empty = ReadyMicroBatch(build_empty_micro_batch(ready.step, axes))
+    mine = [
+        replace(empty if at is None else ready.micro_batches[at], runs_tower=runs)
+        for at, runs in zip(places[0], runs_tower, strict=True)
+    ]
+    return replace(ready, micro_batches=mine, minibatch_sizes=minibatch_sizes)
 
 
-@dataclass
-class ShareReader:
-    """Iterates over a rank's shares in step order, until rank 0 announces the end."""
-
-    channel: FollowerChannel
-    pixels: MicroBatchPixels
-    num_axes: int
-
-    def __iter__(self) -> Iterator[ReadyBatch]:
-        return map(self._prepare, self.channel.shares())
-
-    def _prepare(self, share: RankAssignment) -> ReadyBatch:
-        empty = build_empty_micro_batch(share.step, self.num_axes)
-        packs = [pack or empty for pack in share.micro_batches]
-        return ReadyBatch(
+def read_shares(
+    channel: FollowerChannel, pixels: MicroBatchPixels, num_axes: int
+) -> Iterator[ReadyBatch]:
+    """Yield a rank's shares in step order, until rank 0 announces the end."""
+    for share in channel.shares():
+        empty = build_empty_micro_batch(share.step, num_axes)
+        yield ReadyBatch(
             step=share.step,
             digest=share.digest,
             micro_batches=[
-                ReadyMicroBatch(pack, runs_tower=runs, pixels=self.pixels)
-                for pack, runs in zip(packs, share.runs_tower, strict=True)
+                ReadyMicroBatch(pack or empty, runs_tower=runs, pixels=pixels)
+                for pack, runs in zip(share.micro_batches, share.runs_tower, strict=True)
             ],
             materialize_s=0.0,
             minibatch_sizes=share.minibatch_sizes,
             held_out=share.held_out,
         )
+
+
+# A multiplication and an addition, forward; twice as many in the backward pass.
+_OPERATIONS = 6
+
+
+def estimate_price(forward: Forward) -> CostModel:
+    """Count the operations of this model.
+
+    The matrices of text blocks count once per token, those of vision blocks per patch, those of
+    mergers per visual token and the head per trained token. Attention counts pairs. All experts of
+    a layer count.
+    """
+    seen = {id(parameter) for _, parameter in forward.vision_parameters()}
+    blocks, model = forward.blocks(), cast(Any, forward.model)
+    vision = [block for block in blocks if any(id(p) in seen for p in block.parameters())]
+    text = [block for block in blocks if block not in vision]
+    inside = sum(map(_count_matrix_elements, vision))
+    return CostModel(
+        token=_OPERATIONS * sum(map(_count_matrix_elements, text)),
+        # Scores and their sum of values: a product of the block's width each.
+        attended=2 * _OPERATIONS * sum(map(_hidden_size, text)),
+        trained=_OPERATIONS * _count_matrix_elements(model.get_output_embeddings()),
+        patch=_OPERATIONS * (inside + _tower_outside_blocks(forward, vision)),
+        attended_patch=2 * _OPERATIONS * sum(map(_hidden_size, vision)),
+    )
+
+
+def _tower_outside_blocks(forward: Forward, blocks: Sequence[nn.Module]) -> float:
+    """Matrix elements of the tower outside its blocks, by patch: convolutions and mergers."""
+    smallest = forward.blank_image()
+    if smallest is None:
+        return 0.0
+    tables = [m for m in forward.model.modules() if isinstance(m, nn.Embedding)]
+    apart = {id(p) for module in (*blocks, *tables) for p in module.parameters()}
+    own = [p for _, p in forward.vision_parameters() if id(p) not in apart]
+    # A patch embedding is a convolution. The smallest image is one visual token.
+    embed = sum(p.numel() for p in own if p.ndim > 2)
+    return embed + sum(p.numel() for p in own if p.ndim == 2) / math.prod(smallest[1])
+
+
+def _count_matrix_elements(module: nn.Module) -> int:
+    return sum(p.numel() for p in module.parameters() if p.ndim > 1)
+
+
+def _hidden_size(block: nn.Module) -> int:
+    """The size of the hidden states: a block's last vector is a norm over them or added to them."""
+    vectors = [p.numel() for p in block.parameters() if p.ndim == 1]
+    return vectors[-1] if vectors else 0

@@ -23,8 +23,8 @@ import numpy as np
 from jaxtyping import Int, UInt8
 from msgspec.structs import replace as replace_fields
 
-from sightline.algo.aggregation import AggregationFunction, by_tokens
 from sightline.algo.algorithm import Algorithm, RolloutBatch, compute_advantages
+from sightline.algo.credit import AggregationFunction, by_tokens
 from sightline.errors import MediaError, Misaligned, WireError
 from sightline.families import Family
 from sightline.pack import PackSize, pack, truncate
@@ -64,17 +64,6 @@ class ReadyMicroBatch:
         """Return the index in `made` at which each item starts, and the number of patches."""
         return np.cumsum([0, *(entry.item.num_patches for entry in self.batch.items)])
 
-    @contextlib.contextmanager
-    def hold_pixels(self) -> Iterator[ReadyMicroBatch]:
-        """Provide the micro-batch with its pixels, which count as held until the end."""
-        if self.pixels is None or self.made is not None:
-            yield self
-            return
-        try:
-            yield replace(self, made=self.pixels.take(self.batch))
-        finally:
-            self.pixels.release(self.batch)
-
 
 @dataclass(frozen=True, slots=True)
 class ReadyBatch:
@@ -99,8 +88,6 @@ class ReadyBatch:
     """Whether the evaluation ends with this batch."""
     waited_s: float = 0.0
     """Seconds that the loop waited for the batch."""
-    num_made: int = 0
-    """Distinct items that were materialized for the batch; the others came from the cache."""
     minibatch_sizes: list[int] | None = None
     """The number of micro-batches of each minibatch, in their order; None is one of them all."""
     rollouts: RolloutBatch | None = None
@@ -118,18 +105,18 @@ class ReadyBatch:
 
         The previous batch is still in training.
         """
-        for first in self.micro_batches[:1]:
-            if first.pixels is not None:
-                first.pixels.start(first.batch, max_fraction=1 / 3)
+        if self.micro_batches and (pixels := self.micro_batches[0].pixels) is not None:
+            pixels.start(self.micro_batches[0].batch, max_fraction=1 / 3)
 
     def with_pixels(self) -> ReadyBatch:
         """Return the batch with all its pixels, whatever memory they take."""
-        micro_batches = []
-        for ready in self.micro_batches:
-            if ready.made is None and ready.pixels is not None and ready.batch.items:
-                ready = replace(ready, made=ready.pixels.stack(ready.batch))
-            micro_batches.append(ready)
-        return replace(self, micro_batches=micro_batches)
+
+        def stack(ready: ReadyMicroBatch) -> ReadyMicroBatch:
+            if ready.made is not None or ready.pixels is None or not ready.batch.items:
+                return ready
+            return replace(ready, made=ready.pixels.stack(ready.batch))
+
+        return replace(self, micro_batches=list(map(stack, self.micro_batches)))
 
     def iterate_with_pixels(
         self, places: range | None = None
@@ -187,7 +174,6 @@ class BatchPreparer:
             fitting, counts = truncate(batch.samples, self.max_sequence_tokens)
             batch, truncated = Batch(batch.step, fitting), dict(counts)
         began = time.monotonic()
-        made_before = self.materializer.counts.made
         digests, problems = self._digest_items(batch)
         store = self.materializer.store
         kept, dropped = self.bad_media.filter_samples(batch, digests, problems, store, lost)
@@ -200,11 +186,11 @@ class BatchPreparer:
             step=batch.step,
             digest=digest,
             micro_batches=[
-                ReadyMicroBatch(_add_digests(one, digests), pixels=self.pixels)
-                for packs in minibatches
-                for one in packs
+                ReadyMicroBatch(_add_digests(micro_batch, digests), pixels=self.pixels)
+                for micro_batches in minibatches
+                for micro_batch in micro_batches
             ],
-            minibatch_sizes=[len(packs) for packs in minibatches],
+            minibatch_sizes=list(map(len, minibatches)),
             rollouts=rollouts,
             materialize_s=spent,
             num_samples=len(kept),
@@ -212,8 +198,6 @@ class BatchPreparer:
             num_items=len({item.key for sample in kept for item in sample.items}),
             dropped=dropped,
             truncated=truncated,
-            # Items of the previous batch that were made again meanwhile count too.
-            num_made=min(self.materializer.counts.made - made_before, len(digests)),
         )
 
     def _add_advantages(self, batch: Batch) -> tuple[Batch, RolloutBatch | None]:
@@ -314,30 +298,26 @@ class BatchPrefetcher:
             self._ready.put(error)
 
 
-@dataclass
-class AnnouncedBatches:
-    """Iterates over the batches that the orchestrator announces, prepared, in step order."""
+def read_announced(
+    announcements: Callable[[], BatchReady | None],
+    preparer: BatchPreparer,
+    next_step: int,
+    watchdog: StallWatchdog,
+) -> Iterator[ReadyBatch]:
+    """Yield the batches that the orchestrator announces, prepared, in step order.
 
-    announcements: Callable[[], BatchReady | None]
-    preparer: BatchPreparer
-    next_step: int
-    watchdog: StallWatchdog = field(default_factory=StallWatchdog)
-    """Monitors the thread that iterates: the loop's watchdog is idle while it waits."""
-
-    def __iter__(self) -> Iterator[ReadyBatch]:
-        while (announced := self.announcements()) is not None:
-            self.watchdog.enter(f"preparing step {announced.step}")
-            ready = self._read(announced)
-            self.watchdog.idle()  # the channel names ranks that do not take their share
-            yield ready
-
-    def _read(self, announced: BatchReady) -> ReadyBatch:
+    `watchdog` monitors the thread that iterates: the loop's watchdog is idle while it waits.
+    """
+    while (announced := announcements()) is not None:
+        watchdog.enter(f"preparing step {announced.step}")
         problem = ""
-        if announced.step != self.next_step:
-            problem = f"batch of step {announced.step} announced, step {self.next_step} is next"
+        if announced.step != next_step:
+            problem = f"batch of step {announced.step} announced, step {next_step} is next"
         elif digest_batch(announced.data) != announced.digest:
             problem = f"the batch of step {announced.step} differs from its announced digest"
         if problem:
             raise WireError(problem, "resume the run: `sightline rl --resume RUN`")
-        self.next_step += 1
-        return self.preparer.prepare(Batch.from_bytes(announced.data), announced.digest)
+        next_step += 1
+        ready = preparer.prepare(Batch.from_bytes(announced.data), announced.digest)
+        watchdog.idle()  # the channel names ranks that do not take their share
+        yield ready

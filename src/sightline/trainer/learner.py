@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import time
+from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
 
 import numpy as np
@@ -16,16 +17,17 @@ from sightline.errors import ProcessFailed, TrainingDiverged
 from sightline.families.device_copy import copy_to_device
 from sightline.pixels import PixelCacheStats
 from sightline.trainer.alignment_checks import check_micro_batch
-from sightline.trainer.batch_loss import LossComputer, MicroBatchLoss
-from sightline.trainer.blocks import count_compiled_graphs
-from sightline.trainer.feed import ReadyBatch, ReadyMicroBatch
-from sightline.trainer.optimizer import lr_scale, set_learning_rate
-from sightline.trainer.prior_scores import (
-    HostScores,
+from sightline.trainer.batch_loss import (
+    LossComputer,
+    MicroBatchLoss,
     PriorScores,
     build_advantage_table,
     set_advantages,
+    to_host,
 )
+from sightline.trainer.blocks import count_compiled_graphs
+from sightline.trainer.feed import ReadyBatch, ReadyMicroBatch
+from sightline.trainer.optimizer import lr_scale, set_learning_rate
 from sightline.trainer.probe import NUM_PASSES, ImageSwapProbe, pick_probe_micro_batch, probe
 from sightline.trainer.shard import (
     call_gathered,
@@ -129,10 +131,7 @@ class Learner(LossComputer):
         trained: list[tuple[MicroBatch, Tensor]] = []
         places = [at for at in minibatch if len(ready.micro_batches[at].batch.trained)]
         last = max(places, default=-1)
-        self.watchdog.enter(f"the first pixels of step {ready.step}")
-        for place, micro_batch in ready.iterate_with_pixels(minibatch):
-            self.watchdog.enter(f"micro-batch {place + 1} of step {ready.step}")
-            check_micro_batch(micro_batch.batch, self.family, self.pad_ids, self.vocab_size)
+        for place, micro_batch in self._iterate(ready, f"step {ready.step}", minibatch):
             if epoch == 0:
                 metric_sums.count("all_tokens", len(micro_batch.batch.token_ids))
             if len(micro_batch.batch.trained) or self.dims.is_distributed:
@@ -152,6 +151,17 @@ class Learner(LossComputer):
                 trained.append((micro_batch.batch, loss.logprobs))
             del micro_batch  # and its pixels, before others are made
         return trained
+
+    def _iterate(
+        self, ready: ReadyBatch, activity: str, places: range | None = None
+    ) -> Iterator[tuple[int, ReadyMicroBatch]]:
+        """Yield micro-batches with their places and pixels, checked. See `iterate_with_pixels`."""
+        self.watchdog.enter(f"the first pixels of {activity}")
+        for place, micro_batch in ready.iterate_with_pixels(places):
+            self.watchdog.enter(f"micro-batch {place + 1} of {activity}")
+            check_micro_batch(micro_batch.batch, self.family, self.pad_ids, self.vocab_size)
+            yield place, micro_batch
+            del micro_batch
 
     def _order_minibatches(self, ready: ReadyBatch, epoch: int) -> list[range]:
         """Return the minibatches in the order of `epoch`, the same on every rank and replay."""
@@ -174,10 +184,7 @@ class Learner(LossComputer):
         if len(ready.minibatches) == 1 and not is_scored:
             return ready, []
         prior = []
-        self.watchdog.enter(f"the first pixels of step {ready.step}")
-        for place, micro_batch in ready.iterate_with_pixels():
-            self.watchdog.enter(f"scoring micro-batch {place + 1} of step {ready.step}")
-            check_micro_batch(micro_batch.batch, self.family, self.pad_ids, self.vocab_size)
+        for _, micro_batch in self._iterate(ready, f"the scores of step {ready.step}"):
             scores = self.score_only(micro_batch)
             sampler = copy_to_device(micro_batch.batch.logprobs.numpy().copy(), self.device)
             measure_mismatch(
@@ -191,8 +198,11 @@ class Learner(LossComputer):
         step_timer.end("forward")
         if not is_scored:
             return ready, prior
-        own = [HostScores.of(m.batch, p) for m, p in zip(ready.micro_batches, prior, strict=True)]
-        everyone = [one for rank in self.dims.gather_to_lead(own) for one in rank]
+        host_scores = [
+            (m.batch.origins, to_host(p.values), to_host(p.teacher_logprobs))
+            for m, p in zip(ready.micro_batches, prior, strict=True)
+        ]
+        everyone = [scores for rank in self.dims.gather_to_lead(host_scores) for scores in rank]
         table = None
         if ready.rollouts is not None:
             table = build_advantage_table(self.algorithm, ready.rollouts, everyone)
@@ -246,7 +256,7 @@ class Learner(LossComputer):
         return found
 
     def _probe(self, ready: ReadyBatch) -> ImageSwapProbe | None:
-        """Probes one micro-batch of the step, before the update; the result comes to rank 0."""
+        """Probe one micro-batch of the step before the update; rank 0 returns the result."""
         if not self.diagnostics_every or ready.step % self.diagnostics_every:
             return None
         own = pick_probe_micro_batch(ready.micro_batches)
@@ -254,16 +264,17 @@ class Learner(LossComputer):
         if not names:
             return None
         self.watchdog.enter(f"the probe of step {ready.step}")
-        found = None
-        if own is not None and own[0] == min(names):
-            with own[1].hold_pixels() as micro_batch:
-                found = probe(micro_batch, self.score)
-        else:
-            smallest = min(ready.micro_batches, key=lambda m: len(m.batch.token_ids))
-            with smallest.hold_pixels() as micro_batch:
+        result = None
+        is_probed = own is not None and own[0] == min(names)
+        smallest = min(ready.micro_batches, key=lambda m: len(m.batch.token_ids))
+        chosen = own[1] if own is not None and is_probed else smallest
+        for _, micro_batch in replace(ready, micro_batches=[chosen]).iterate_with_pixels():
+            if is_probed:
+                result = probe(micro_batch, self.score)
+            else:
                 for _ in range(NUM_PASSES):  # tower included, like the rank that probes
                     self.score(replace(micro_batch, runs_tower=True))
-        return next(filter(None, self.dims.gather_to_lead(found)), None)
+        return next(filter(None, self.dims.gather_to_lead(result)), None)
 
     def score(self, ready: ReadyMicroBatch) -> Float[np.ndarray, " tokens"]:
         """Return the logprobs of the trained tokens. Nothing trains."""
@@ -272,10 +283,7 @@ class Learner(LossComputer):
     def evaluate(self, ready: ReadyBatch) -> tuple[float, float]:
         """Return the sum of -log pi over the trained tokens, and their number. Nothing trains."""
         metric_sums = MetricSums(("nll", "tokens"))
-        self.watchdog.enter(f"the first pixels of the evaluation after step {ready.step}")
-        for place, micro_batch in ready.iterate_with_pixels():
-            self.watchdog.enter(f"evaluating micro-batch {place + 1} after step {ready.step}")
-            check_micro_batch(micro_batch.batch, self.family, self.pad_ids, self.vocab_size)
+        for _, micro_batch in self._iterate(ready, f"the evaluation after step {ready.step}"):
             if len(micro_batch.batch.trained) or self.dims.is_distributed:
                 logprobs = self.score_only(micro_batch).logprobs
                 metric_sums.add("nll", -logprobs.double().sum())

@@ -1,8 +1,7 @@
 """Which ranks hold what. Only this module knows the device mesh and how many ranks there are.
 
-A rank has one coordinate on each axis. Ranks that differ on the `data` axis train on different
-micro-batches and hold different shards of the parameters. The other axes have a name and no
-implementation yet.
+The mesh has one axis, `data`: its ranks train on different micro-batches and hold different shards
+of the parameters.
 """
 
 from __future__ import annotations
@@ -16,7 +15,6 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from sightline.compute.tcp_store import connect_store, listen_store
-from sightline.errors import ConfigError
 from sightline.trainer.ranks import START_S, RankInfo
 
 T = TypeVar("T")
@@ -24,32 +22,16 @@ T = TypeVar("T")
 
 @dataclass
 class ParallelDims:
-    """The trainer's device mesh: the size of each axis, and collectives over its ranks."""
+    """The trainer's device mesh, and collectives over its ranks."""
 
     rank: int = 0
     data: int = 1
     """How many shares a batch is cut into."""
-    context: int = 1
-    tensor: int = 1
-    expert: int = 1
     _mesh: DeviceMesh | None = field(default=None, init=False, repr=False)
-
-    def __post_init__(self) -> None:
-        if unsupported := {axis for axis, size in self.axes.items() if size > 1} - {"data"}:
-            raise ConfigError(
-                f"the trainer has no {' or '.join(sorted(unsupported))} parallelism",
-                "use data parallelism alone: set [trainer] ranks",
-            )
 
     @classmethod
     def of(cls, ranks: RankInfo) -> ParallelDims:
         return cls(ranks.rank, data=ranks.size)
-
-    @property
-    def axes(self) -> dict[str, int]:
-        """The size of each axis, outermost first."""
-        names = ("data", "context", "tensor", "expert")
-        return {name: getattr(self, name) for name in names}
 
     @property
     def is_lead(self) -> bool:

@@ -60,6 +60,10 @@ class RankInfo:
 
 
 SINGLE_RANK = RankInfo()
+_CHECK_RANKS = (
+    "check [trainer] ranks and address. Ranks whose secret differs (from the run directory "
+    "or SIGHTLINE_SECRET) are rejected"
+)
 EndProcess = Callable[[int, RankFailed], None]
 
 
@@ -146,24 +150,18 @@ class LeadChannel(RankChannel):
 
     def wait_for_start(self, timeout_s: float = START_S) -> None:
         """Wait for every rank to start, and name those that do not: a collective could not."""
-        self._wait_for_ranks(lambda: self._others - self._started, timeout_s)
+        self._wait(lambda: self._others - self._started, timeout_s, "are missing", _CHECK_RANKS)
 
     def wait_until_loaded(self, step: int = 0, timeout_s: float = LOAD_S) -> None:
         """Wait for every rank to have loaded its model from the checkpoint of `step`."""
         self._step = step
-        self._wait_for_ranks(lambda: self._others - self._ready.keys(), timeout_s)
+        loading, ready = self._others, self._ready
+        self._wait(lambda: loading - ready.keys(), timeout_s, "are missing", _CHECK_RANKS)
         if others := {rank: at for rank, at in self._ready.items() if at != step}:
             raise ProcessFailed(
                 f"rank 0 starts from step {step}, others from {others}",
                 "give all ranks the same run directory",
             )
-
-    def _wait_for_ranks(self, list_missing: Callable[[], set[int]], timeout_s: float) -> None:
-        fix = (
-            "check [trainer] ranks and address. Ranks whose secret differs (from the run directory "
-            "or SIGHTLINE_SECRET) are rejected"
-        )
-        self._wait(list_missing, timeout_s, "are missing", fix)
 
     def send_shares(self, shares: list[RankAssignment]) -> None:
         """Send ranks 1 and up their shares, in order; return when all have received theirs."""
@@ -233,10 +231,8 @@ class LeadChannel(RankChannel):
             case wire.RankStarted(release):
                 self._started.add(rank)
                 if release != get_release():
-                    theirs = release or "an older sightline"
-                    self._end_all(
-                        RankFailed(0, f"rank {rank} runs {theirs}, rank 0 {get_release()}")
-                    )
+                    problem = f"rank {rank} runs {release or 'an older sightline'}"
+                    self._end_all(RankFailed(0, f"{problem}, rank 0 {get_release()}"))
             case wire.RankReady(step):
                 self._ready[rank] = step
             case wire.AssignmentReceived(step):
@@ -320,12 +316,9 @@ class FollowerChannel(RankChannel):
 
     def _find_gap(self, message: RankAssignment | wire.NoMoreWork) -> str:
         """Describe a message that was lost or came twice; empty if there is none."""
-        is_next = isinstance(message, RankAssignment) and not message.held_out
-        expected = self._step + is_next
-        if message.step == expected:
-            return ""
-        kind = type(message).__name__
-        return f"rank {self._rank} received {kind} {message.step}, not {expected}"
+        expected = self._step + (isinstance(message, RankAssignment) and not message.held_out)
+        received = f"rank {self._rank} received {type(message).__name__} {message.step}"
+        return "" if message.step == expected else f"{received}, not {expected}"
 
     def _send(self, message: RankMessage) -> None:
         self._spoke.send(wire.encode(message))

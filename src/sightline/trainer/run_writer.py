@@ -6,27 +6,27 @@ gathering weights is a collective. Rank 0 writes files and events; the others se
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
+from torch import nn
 
-from sightline.algo.mismatch import describe_mismatch, measure_mismatch
-from sightline.errors import PolicyMismatch, SightlineError
+from sightline.compute.weight_transport import WeightPublisher
+from sightline.errors import PolicyMismatch
 from sightline.run import EventLog, RunDir
-from sightline.trace import read_traces
-from sightline.trainer.background_task import BackgroundTask
 from sightline.trainer.blocks import end_compile_workers
-from sightline.trainer.checkpoint import CheckpointSaver
+from sightline.trainer.checkpoint import CheckpointSaver, Ledger
 from sightline.trainer.export import export_checkpoint, gather_for_export
 from sightline.trainer.feed import ReadyBatch
 from sightline.trainer.learner import Learner
-from sightline.trainer.ledger import Ledger
 from sightline.trainer.lora import gather_for_lead, select_published
-from sightline.trainer.publish import AsyncPublisher
 from sightline.trainer.step_result import StepResult
+from sightline.trainer.watchdog import BackgroundTask
 from sightline.wire.control import ControlMessage, PublishedWeights, TrainingFinished
 from sightline.wire.file import check_disk_room, write_atomic
 from sightline.wire.weights import Adapter, Manifest
@@ -90,25 +90,16 @@ class RunWriter:
             write_atomic(self.run_dir.scores_of(ready.step), result.scores.to_bytes())
             kl = result.metrics["mismatch_kl"]
             if self.max_mismatch and kl is not None and not kl <= self.max_mismatch:
-                raise self._explain_mismatch(ready.step, result, kl)
+                raise PolicyMismatch(
+                    f"step {ready.step}: sampler and trainer differ by a KL of {kl:.3g} per token "
+                    f"over {result.metrics['fresh_tokens']:.0f} tokens of version "
+                    f"{ready.step - 1}; [orchestrator] max_mismatch is {self.max_mismatch}",
+                    "the step was neither published nor kept. `sightline view` shows the mismatch "
+                    "by image and turn. If all tokens differ, the server has other weights or "
+                    "another dtype. If only tokens with images differ, it has other pixels. Fix "
+                    "the server and start a new run, or resume with a higher max_mismatch",
+                )
             self.ledger.add(ready.step, ready.digest)
-
-    def _explain_mismatch(self, step: int, result: StepResult, kl: float) -> PolicyMismatch:
-        try:
-            traces = {t.id: (0, t) for t in read_traces(self.run_dir.traces_of(step))}
-            split = describe_mismatch(measure_mismatch(result.scores, step, traces))
-        except (OSError, SightlineError) as error:
-            split = f"no split: {error}"
-        return PolicyMismatch(
-            f"step {step}: sampler and trainer differ by a KL of {kl:.3g} per token, over "
-            f"{result.metrics['fresh_tokens']:.0f} tokens that version {step - 1} sampled; "
-            f"[orchestrator] max_mismatch is {self.max_mismatch} ({split})",
-            "the step was neither published nor kept. If all tokens differ, the server has other "
-            "weights, another dtype or wrong logprobs. If only tokens with images differ, it has "
-            "other pixels or another tower. Fix the server and start a new run, or resume with a "
-            "higher max_mismatch to train on "
-            "this batch",
-        )
 
     def publish(self, step: int, metrics: Metrics) -> None:
         """Lets version `step` leave; returns when the weights may change again.
@@ -162,17 +153,10 @@ class RunWriter:
     def _rl_figures(
         self, ready: ReadyBatch, result: StepResult, busy: tuple[float, float], publish_s: float
     ) -> dict[str, Any]:
-        visible = min(ready.waited_s, ready.materialize_s)
-        has_hidden = ready.num_items > 0 and ready.materialize_s > 0
         assert self.async_publisher is not None and self.learner.pixels is not None
-        previous = self.async_publisher.previous
         return {
             **result.metrics,
-            "hidden_share": 1 - visible / ready.materialize_s if has_hidden else None,
-            "publish_s": previous and previous.seconds,
-            "publish_hidden_share": previous and previous.hidden_share(busy),
-            "images_made": float(ready.num_made),
-            "images_from_cache": float(max(ready.num_items - ready.num_made, 0)),
+            "publish_s": self.async_publisher.previous_s,
             "seconds": {
                 "wait": ready.waited_s,
                 "materialize": ready.materialize_s,
@@ -212,3 +196,44 @@ class RunWriter:
             is_over = step >= self.learner.steps
             oldest = self.saver.checkpoints.oldest_resume_step
             self.send(TrainingFinished(step if is_over else oldest))
+
+
+Announce = Callable[[Path, Manifest], None]
+
+
+@dataclass
+class AsyncPublisher:
+    """Rank 0's part: one version at a time is on its way."""
+
+    transport: str
+    """The transport's name, which every manifest carries."""
+    publisher: WeightPublisher
+    dtype: torch.dtype
+    background_task: BackgroundTask
+    adapter: Adapter | None = None
+    """The base of adapters, where they leave unmerged."""
+    run: str = ""
+    """Id of the run, which every manifest carries."""
+    previous_s: float | None = None
+    """Seconds that the version before the newest took to publish."""
+    _last_s: float | None = None
+
+    def put(self, model: nn.Module, step: int, vision_version: int, tell: Announce) -> None:
+        """Publish version `step`; return when the weights may change again.
+
+        A background thread calls `tell` when the manifest is on the disk.
+        """
+        self.background_task.wait()
+        self.previous_s, began = self._last_s, time.monotonic()
+        self.publisher.take(*select_published(model, self.adapter, self.dtype))
+        draft = Manifest(
+            step, vision_version, [], transport=self.transport, adapter=self.adapter, run=self.run
+        )
+        work = partial(self._publish, draft, tell, began)
+        self.background_task.start(f"publishing version {step}", work)
+
+    def _publish(self, draft: Manifest, tell: Announce, began: float) -> None:
+        path, manifest = self.publisher.write(draft)
+        self._last_s = time.monotonic() - began
+        tell(path, manifest)
+        self.publisher.send(manifest)

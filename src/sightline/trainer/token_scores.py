@@ -44,46 +44,46 @@ class TokenScores:
     reference_logprobs: Float[Tensor, " tokens"] | None
 
 
-@dataclass(frozen=True, slots=True)
-class TokenScorer:
-    forward: Forward
-    reference: Forward | None
-    banned: BannedIds
-    temperature: Temperature
-    needs: Needs
-    max_logits: int = MAX_LOGITS
-    backend: str = ""
-    """Backend of torch.compile; empty compiles nothing."""
+def score_tokens(
+    models: tuple[Forward, Forward | None],
+    hidden: tuple[Hidden, Hidden | None],
+    tokens: TokenIds,
+    banned: BannedIds,
+    temperature: Temperature,
+    needs: Needs,
+    max_logits: int = MAX_LOGITS,
+    backend: str = "",
+) -> TokenScores:
+    """Score `tokens`, which `hidden` predicts, by the model and, if there is one, the reference.
 
-    def score(
-        self, hidden: Hidden, tokens: TokenIds, reference_hidden: Hidden | None
-    ) -> TokenScores:
-        """Score `tokens`, which `hidden` predicts, and the reference's hidden states if given."""
-        # Without rows the head still tells its width, whatever the family calls it.
-        with torch.no_grad():
-            width = self.forward.logits(hidden[:0]).shape[-1]
-        rows = max(1, self.max_logits // width)
-        score: Callable[..., _Scores] = self._part
-        if len(hidden) > rows:
-            score = partial(checkpoint, self._part, use_reentrant=False, preserve_rng_state=False)
-        references = repeat(None) if reference_hidden is None else reference_hidden.split(rows)
-        parts = list(map(score, hidden.split(rows), tokens.split(rows), references))
-        logprobs, entropy, kl, reference_logprobs = map(torch.cat, zip(*parts, strict=True))
-        return TokenScores(
-            logprobs,
-            entropy if self.needs.entropy or self.needs.entropy_gradient else None,
-            kl if self.needs.exact_kl else None,
-            reference_logprobs if self.needs.reference_logprobs else None,
-        )
+    `backend` is a backend of torch.compile; empty compiles nothing.
+    """
+    forward, reference = models
 
-    def _part(self, hidden: Tensor, tokens: Tensor, reference_hidden: Tensor | None) -> _Scores:
-        logits = self.forward.logits(hidden)
-        reference = None
-        if self.reference is not None and reference_hidden is not None:
+    def score_part(hidden: Hidden, tokens: TokenIds, reference_hidden: Hidden | None) -> _Scores:
+        logits, other = forward.logits(hidden), None
+        if reference is not None and reference_hidden is not None:
             with torch.no_grad():
-                reference = self.reference.logits(reference_hidden)
-        score = _score_logits if not self.backend else _compile_score(self.backend)
-        return score(logits, tokens, reference, self.banned, self.temperature, self.needs)
+                other = reference.logits(reference_hidden)
+        score = _score_logits if not backend else _compile_score(backend)
+        return score(logits, tokens, other, banned, temperature, needs)
+
+    # Without rows the head still tells its width, whatever the family calls it.
+    with torch.no_grad():
+        width = forward.logits(hidden[0][:0]).shape[-1]
+    rows = max(1, max_logits // width)
+    score: Callable[..., _Scores] = score_part
+    if len(hidden[0]) > rows:
+        score = partial(checkpoint, score_part, use_reentrant=False, preserve_rng_state=False)
+    references = repeat(None) if hidden[1] is None else hidden[1].split(rows)
+    parts = list(map(score, hidden[0].split(rows), tokens.split(rows), references))
+    logprobs, entropy, kl, reference_logprobs = map(torch.cat, zip(*parts, strict=True))
+    return TokenScores(
+        logprobs,
+        entropy if needs.entropy or needs.entropy_gradient else None,
+        kl if needs.exact_kl else None,
+        reference_logprobs if needs.reference_logprobs else None,
+    )
 
 
 def _score_logits(

@@ -18,7 +18,7 @@ def _break() -> None:
     import torch
 
     from sightline.errors import MediaError
-    from sightline.trainer import feed, learner, micro_batch_pixels, publish
+    from sightline.trainer import feed, learner, micro_batch_pixels, run_writer
     from sightline.wire import rank_messages as share
 
     fault = os.environ["FAULT"]
@@ -61,8 +61,8 @@ def _break() -> None:
                 raise OSError("a fault in publishing")
             write(self, draft, *rest)
 
-        write = publish.AsyncPublisher._publish
-        publish.AsyncPublisher._publish = unwritable  # type: ignore[method-assign]
+        write = run_writer.AsyncPublisher._publish
+        run_writer.AsyncPublisher._publish = unwritable  # type: ignore[method-assign]
     if fault == "packing":
 
         def unpackable(samples: Any, step: int, *rest: Any) -> Any:

@@ -13,9 +13,8 @@ import pytest
 import torch
 
 from sightline.algo.algorithm import Algorithm, AlgorithmLoss, RolloutBatch, compute_advantages
-from sightline.algo.algorithms import build_small_batch, load_algorithm
+from sightline.algo.algorithms import GRPO, build_small_batch, load_algorithm
 from sightline.algo.credit import GroupRewards
-from sightline.algo.grpo import GRPO
 from sightline.algo.losses import LossInputs, check_algorithm_loss
 from sightline.algo.needs import Needs
 from sightline.config import AlgorithmConfig
@@ -115,12 +114,6 @@ def test_a_reference_a_critic_and_a_teacher_keep_groups_with_equal_rewards(needs
     assert algorithm.has_signal(EQUAL)
 
 
-def test_a_kl_term_keeps_groups_with_equal_rewards() -> None:
-    assert not GRPO(AlgorithmConfig()).has_signal(EQUAL)
-    assert GRPO(AlgorithmConfig(kl_coef=0.1)).has_signal(EQUAL)
-    assert not GRPO(AlgorithmConfig(entropy_coef=0.1)).has_signal(EQUAL)
-
-
 def test_nothing_is_needed_unless_it_is_used() -> None:
     assert GRPO(AlgorithmConfig(measure_entropy=False)).needs == Needs()
     assert GRPO(AlgorithmConfig(measure_entropy=False, kl_coef=0.1)).needs == Needs(exact_kl=True)
@@ -156,14 +149,6 @@ def test_a_rollout_with_two_branches_is_one_rollout() -> None:
     assert group.rewards.rewards.tolist() == [1.0, 0.5]
     with pytest.raises(Misaligned, match="has 3 turns, and its samples train turns"):
         RolloutBatch.of(samples[:1])
-
-
-def test_samples_without_a_group_are_compared_with_nobody() -> None:
-    samples = [
-        msgspec.structs.replace(sample, group_id="")
-        for sample in build_small_batch(GRPO(AlgorithmConfig())).samples
-    ]
-    assert len(RolloutBatch.of(samples).groups) == 2
 
 
 def test_tokens_know_their_turn_rollout_and_group() -> None:

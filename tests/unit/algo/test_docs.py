@@ -13,11 +13,9 @@ import numpy as np
 import pytest
 import torch
 
-from sightline.algo.advantages import ADVANTAGES
-from sightline.algo.aggregation import AGGREGATIONS
 from sightline.algo.algorithm import compute_advantages
 from sightline.algo.algorithms import ALGORITHMS, build_small_batch, load_algorithm
-from sightline.algo.credit import CREDITS
+from sightline.algo.credit import ADVANTAGES, AGGREGATIONS, CREDITS
 from sightline.algo.losses import LOSSES, LossInputs, check_algorithm_loss, load_loss
 from sightline.algo.needs import Needs
 from sightline.algo.registry import load_advantage, load_filters
@@ -81,11 +79,6 @@ def test_the_algorithm_loads_with_its_needs_and_compares_with_the_whole_batch() 
     first, second = compute_advantages(reinforce, build_small_batch(reinforce))
     assert first.tolist() == [0.25] * 4 and second.tolist() == [-0.25] * 2
     check_algorithm_loss("my_algo:Reinforce", reinforce.loss, reinforce.needs)
-
-
-@pytest.mark.parametrize("code", [LOSS, ALGORITHM])
-def test_the_examples_have_15_lines(code: str) -> None:
-    assert len([line for line in code.splitlines() if line.strip()]) <= 15
 
 
 def test_the_error_is_the_one_that_people_see() -> None:

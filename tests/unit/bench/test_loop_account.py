@@ -65,15 +65,14 @@ def write_run(run_dir: RunDir) -> None:
     write(121, "server", "busy", intervals=[[113, 121]], totals=totals(7, 6, 1.5, 0.5, 26))
     write(121, "orchestrator", "adopted", 3, seconds=0.75)
     for number, began, ended in ((1, 100, 103), (2, 104, 108), (3, 112, 116)):
-        parts = {"pid": 7.0, "environment_s": 0.5, "cpu_s": float(number)}
-        one = Trace(id=f"g{number}.0", started=began, ended=ended, rewards=parts, reward=1.0)
+        one = Trace(id=f"g{number}.0", started=began, ended=ended, reward=1.0)
         broken = Trace(id=f"g{number}.1", started=began, ended=ended, error="x", error_kind="y")
         write_traces(run_dir.traces_of(number), [one, broken])
 
 
 def test_the_parts_of_every_process_add_up_to_the_wall_clock(tmp_path: Path) -> None:
     write_run(RunDir(tmp_path / "run"))
-    found = account_loop(RunDir(tmp_path / "run"), steps=3, warmup=1, max_lag=1)
+    found = account_loop(RunDir(tmp_path / "run"), steps=3, warmup=1)
     assert found.wall_s == 14 and found.step_s == [6, 5, 9]
     assert (found.tokens_sampled, found.tokens_computed, found.tokens_trained) == (500, 2000, 100)
     for process, parts in found.seconds.items():
@@ -91,14 +90,6 @@ def test_the_parts_of_every_process_add_up_to_the_wall_clock(tmp_path: Path) -> 
         OTHER: 0.75,
     }  # fmt: skip
     assert found.engine["decode_steps"] == 0.75 * 8 + 7
-    assert found.seconds["orchestrator"] == {
-        # 3 of step 2's 4 s, one of them in the window. Step 3 waits for version 1 first.
-        "waiting for rollouts": 0.75 + 4.0, "waiting for a version": 1.0 + 6.0, OTHER: 2.25,
-    }  # fmt: skip
-    assert found.seconds["worker-0"] == {
-        "environment": 0.25 + 0.5, "rendering, requests, images to the store": 1.25,
-        "waiting for the server, or for a core": 4.0, "waiting for the orchestrator": 8.0, OTHER: 0,
-    }  # fmt: skip
     assert found.seconds["device"] == {
         "server alone": 5.0, "trainer alone": 1.0, "both at once": 5.0, "idle": 3.0, OTHER: 0,
     }  # fmt: skip
@@ -107,29 +98,26 @@ def test_the_parts_of_every_process_add_up_to_the_wall_clock(tmp_path: Path) -> 
 
 def test_what_is_printed_hides_no_rest(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     write_run(RunDir(tmp_path / "run"))
-    found = account_loop(RunDir(tmp_path / "run"), steps=3, warmup=1, max_lag=1)
+    found = account_loop(RunDir(tmp_path / "run"), steps=3, warmup=1)
     limits = {
         "device": "cpu",
         "dtype": "float32",
         "copy_bytes_per_s": 2e9,
         "matmul_flop_per_s": 1e12,
-        "written_bytes": 6_000_000_000,
-        "write_bytes_per_s": 2e9,
     }
     show({**asdict(found), **limits, "warmup": 1, "start_s": 1.0, "end_s": 2.0})
     shown = capsys.readouterr().out
-    assert shown.count(OTHER) == 3  # of trainer, server and orchestrator; the rest has none
+    assert shown.count(OTHER) == 2  # of trainer and server; the device has none
     assert "seconds a step, the warm-up first: 6.00 5.00 9.00" in shown
     assert "a decoding step: 100.00 ms, 4.0 rows, 90 keys" in shown
     assert "36 sampled" in shown and "median 7.00, 5.00 to 9.00" in shown
-    assert "the disk needs 3.0 s for the 6.00 GB of checkpoint and export" in shown
     assert json.loads(json.dumps(asdict(found)))["wall_s"] == 14
 
 
 def test_a_run_that_ended_early_has_no_account(tmp_path: Path) -> None:
     write_run(RunDir(tmp_path / "run"))
     with pytest.raises(ProcessFailed, match="3 of 4 steps"):
-        account_loop(RunDir(tmp_path / "run"), steps=4, warmup=1, max_lag=1)
+        account_loop(RunDir(tmp_path / "run"), steps=4, warmup=1)
 
 
 @pytest.mark.parametrize(

@@ -8,31 +8,22 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import msgspec
-import numpy as np
 import pytest
 import torch
-from making import samples
 
 from benchmarks import mismatch as bench
 from benchmarks.__main__ import main
-from benchmarks.harness.engine_sampler import change_filter
 from benchmarks.harness.mismatch_run import (
-    MAX_PIXELS,
-    GrainyCodeword,
     Mismatch,
     RunRecord,
     StudyRun,
     StudySize,
-    add_noise,
-    compare_gradients,
     load_correction,
 )
-from benchmarks.mismatch import Cell, Result
+from benchmarks.mismatch import Result
 from sightline.algo.losses import LossInputs
 from sightline.compute.weights import read_weights
 from sightline.errors import ConfigError
-from sightline.families import load_family
-from sightline.media import MediaStore
 from sightline.wire.file import append_line
 
 SMALL = StudySize(steps=4, groups=2, group_size=2, eval_tasks=2, gradient_every=4)
@@ -44,39 +35,6 @@ def one_thread() -> Iterator[None]:
     torch.set_num_threads(1)
     yield
     torch.set_num_threads(before)
-
-
-def test_noise_has_its_standard_deviation_and_changes_nothing_else(
-    tiny_model: Path, store: MediaStore
-) -> None:
-    true = samples(tiny_model, store, 12)
-    noisy = add_noise(true, 0.3, np.random.default_rng(1))
-    added = np.concatenate(
-        [b.logprobs.numpy() - a.logprobs.numpy() for a, b in zip(true, noisy, strict=True)]
-    )
-    assert len(added) > 200
-    assert added.std() == pytest.approx(0.3, rel=0.15) and abs(added.mean()) < 0.1
-    restored = [
-        msgspec.structs.replace(b, logprobs=a.logprobs) for a, b in zip(true, noisy, strict=True)
-    ]
-    assert restored == true
-
-
-def test_another_filter_leaves_other_pixels_under_the_same_name(
-    tiny_model: Path, store: MediaStore
-) -> None:
-    family = load_family(tiny_model, max_pixels=MAX_PIXELS)
-    other = change_filter(family, "nearest")
-    item = family.item(store.put(GrainyCodeword().square("C", 0)))
-    image = store.image(item.ref)
-    other.check_item(item)
-    assert other.fingerprint == family.fingerprint
-    ours, theirs = (one.patches(image, item).astype(int) for one in (family, other))
-    assert ours.shape == theirs.shape and ours.size == 3 * MAX_PIXELS
-    # Bicubic averages the grain, the nearest pixel has all of it; no value of green is cut off.
-    green = slice(256, 512)
-    assert theirs[:, green].std() > 1.3 * ours[:, green].std()
-    assert np.array_equal(load_family(tiny_model, max_pixels=MAX_PIXELS).patches(image, item), ours)
 
 
 def test_a_lag_samples_from_the_version_that_is_so_much_older(
@@ -128,21 +86,6 @@ def test_stale_features_are_those_of_the_tower_before(tiny_model: Path, tmp_path
         run.close()
 
 
-def test_a_sampler_has_its_own_precision_and_its_weights_are_the_trainers(
-    tiny_model: Path, tmp_path: Path
-) -> None:
-    run = StudyRun(tiny_model, tmp_path, SMALL, Mismatch(dtype="bfloat16"), "none", seed=0)
-    try:
-        traces = run.sample(1)
-        kl = run.train(1, traces, RunRecord())
-        served = next(run.sampler.engine.runner.forward.model.parameters())
-        trained = next(run.learner.forward.model.parameters())
-    finally:
-        run.close()
-    assert (served.dtype, trained.dtype) == (torch.bfloat16, torch.float32)
-    assert 1e-9 < kl < 0.1
-
-
 @pytest.mark.parametrize("name", bench.CORRECTIONS)
 def test_without_mismatch_every_correction_is_the_policy_gradient(name: str) -> None:
     logprobs = torch.tensor([-0.5, -1.0, -2.0, -0.1], requires_grad=True)
@@ -151,12 +94,6 @@ def test_without_mismatch_every_correction_is_the_policy_gradient(name: str) -> 
     token_loss, clipped = load_correction(name)(inputs)
     [gradient] = torch.autograd.grad(token_loss.sum(), logprobs)
     assert torch.equal(gradient, -advantages) and not clipped.any()
-
-
-def test_gradients_are_compared_by_direction_and_length() -> None:
-    assert compare_gradients(torch.tensor([0.0, 3.0]), torch.tensor([0.0, 2.0])) == (1.0, 1.5)
-    cosine, ratio = compare_gradients(torch.tensor([1.0, 1.0]), torch.tensor([1.0, 0.0]))
-    assert (cosine, ratio) == (pytest.approx(0.5**0.5), pytest.approx(2**0.5))
 
 
 def build_result(condition: str, correction: str, seed: int, level: float) -> Result:
@@ -198,14 +135,6 @@ def test_results_become_tables_and_charts() -> None:
     assert charts["mismatch_lag_reward"].count('opacity=".6"') == 2 * 3
 
 
-def test_the_cells_of_a_seed_come_before_those_of_the_next() -> None:
-    cells = bench.list_cells(["exact", "lag=1"], ["none", "tis"], 2)
-    assert cells[:3] == [
-        Cell("exact", "none", 0), Cell("lag=1", "none", 0), Cell("lag=1", "tis", 0),
-    ]  # fmt: skip
-    assert [cell.seed for cell in cells] == [0, 0, 0, 1, 1, 1]
-
-
 def test_a_study_goes_on_where_it_stopped(
     tiny_model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -225,9 +154,3 @@ def test_a_study_goes_on_where_it_stopped(
     assert (tmp_path / "charts" / "mismatch_noise_reward.svg").is_file()
     with pytest.raises(ConfigError, match="another size"):
         bench.read_results(tmp_path / bench.RESULTS, StudySize())
-
-
-@pytest.mark.parametrize("name", ["lag=x", "exact=1", "weather=3", "noise"])
-def test_what_is_no_mismatch_is_refused(name: str) -> None:
-    with pytest.raises(ConfigError, match="is no mismatch"):
-        bench.parse_condition(name)

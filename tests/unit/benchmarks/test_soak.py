@@ -13,10 +13,8 @@ import pytest
 from benchmarks.harness.process_watch import ProcessSample, ProcessWatch, sample_processes
 from benchmarks.soak import (
     PROCESSES,
-    Growth,
     find_growth,
     find_lasting,
-    fit_slope,
     show,
 )
 
@@ -92,12 +90,6 @@ def test_a_slow_leak_is_found_below_what_swings(capsys: pytest.CaptureFixture[st
     assert "flat: no" in capsys.readouterr().out
 
 
-def test_a_short_run_is_not_judged(capsys: pytest.CaptureFixture[str]) -> None:
-    watch = watch_of(5, server=lambda m: 10 * m, trainer=swings, **OTHERS)
-    assert show(watch, 1) == []
-    assert "flat: too short" in capsys.readouterr().out
-
-
 def test_a_process_that_was_replaced_or_is_not_watched_is_named() -> None:
     watch = watch_of(1, server=flat, **OTHERS)
     for sample in watch.samples[:]:
@@ -106,11 +98,3 @@ def test_a_process_that_was_replaced_or_is_not_watched_is_named() -> None:
     assert show(watch, 1) == [
         f"{name}: not there from first to last" for name in ("trainer", "worker-0")
     ]
-
-
-def test_a_slope_is_that_of_the_line_through_the_points() -> None:
-    assert fit_slope([(0.0, 1.0), (1.0, 3.0), (2.0, 5.0)]) == Growth(2.0, 0.0)
-    assert fit_slope([(0.0, 7.0)]) == Growth(0.0, 0.0)
-    swings = fit_slope([(0.0, 0.0), (1.0, 9.0), (2.0, 0.0), (3.0, 9.0)])
-    # By hand: residuals of 1.8, 5.4, 5.4 and 1.8 over two degrees of freedom, and a width of 5.
-    assert (swings.slope, swings.error) == pytest.approx((1.8, (64.8 / 2 / 5) ** 0.5))

@@ -24,8 +24,8 @@ from sightline.errors import ConfigError, WeightsError
 from sightline.inference.server_spec import ServerSpec
 from sightline.rollout.client import GenerateClient
 from sightline.run import RunDir
-from sightline.trainer.background_task import BackgroundTask
-from sightline.trainer.publish import AsyncPublisher
+from sightline.trainer.run_writer import AsyncPublisher
+from sightline.trainer.watchdog import BackgroundTask
 from sightline.wire.weights import Manifest
 
 SOURCE = """

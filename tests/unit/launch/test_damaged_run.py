@@ -16,8 +16,7 @@ from sightline.launch.training_run import check_unchanged
 from sightline.orchestrator.best_checkpoint import BestCheckpoint
 from sightline.orchestrator.run_state import RunState
 from sightline.run import RunDir
-from sightline.trainer.checkpoint import CheckpointStore
-from sightline.trainer.ledger import Ledger
+from sightline.trainer.checkpoint import CheckpointStore, Ledger
 from sightline.wire.file import append_line
 from sightline.wire.weights import (
     HISTORY,

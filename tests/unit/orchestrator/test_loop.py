@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from sightline.algo.grpo import GRPO
+from sightline.algo.algorithms import GRPO
 from sightline.algo.verdicts import GroupJudge, GroupVerdict
 from sightline.config import AlgorithmConfig
 from sightline.errors import MediaError, NoTrainableSamples

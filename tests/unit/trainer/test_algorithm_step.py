@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -314,15 +313,3 @@ def test_nothing_is_computed_unless_the_algorithm_needs_it(
         assert {name for name in optional if getattr(tokens, name) is not None} == given
         if needs.reference_logprobs:  # the policy has not moved yet
             torch.testing.assert_close(tokens.reference_logprobs, tokens.logprobs)
-
-
-def test_the_entropy_has_a_gradient_only_if_it_is_needed(
-    tiny_model: Path, store: MediaStore
-) -> None:
-    samples = making.samples(tiny_model, store, 2)
-    norms = {}
-    for coef in (0.0, 0.5):
-        learner = build(tiny_model, store, making.algorithm(entropy_coef=coef))
-        ready = replace(prepare(learner, store, samples))
-        norms[coef] = learner.step(ready).metrics["grad_norm"]
-    assert norms[0.0] != norms[0.5]

@@ -156,21 +156,6 @@ def test_training_goes_on_while_the_snapshot_is_written(tiny_model: Path, tmp_pa
         assert shards.full(f"model/{name}").equal(value), name
 
 
-def test_a_failed_write_ends_the_run(tiny_model: Path, tmp_path: Path) -> None:
-    model_config = making.model_config(tiny_model)
-    learner = making.build_learner(
-        model_config, making.trainer_config(), MediaStore(tmp_path / "m"), 5
-    )
-    (tmp_path / "checkpoints").write_bytes(b"a file where the folder should be")
-    checkpoints = CheckpointStore(tmp_path / "checkpoints", 2)
-    saver = CheckpointSaver(checkpoints, ParallelDims(), every=1, step=0, train_vision=True)
-    saver.save(1, learner.forward.model, learner.optimizer, last=False)
-    with pytest.raises(NotADirectoryError):
-        saver.background_task.wait()
-    with pytest.raises(NotADirectoryError):
-        saver.save(2, learner.forward.model, learner.optimizer, last=False)
-
-
 @given(
     rows=st.integers(1, 9),
     cuts=st.lists(st.integers(0, 9), max_size=3),
@@ -198,24 +183,6 @@ def test_any_rows_come_back_from_any_cut(
     if len(files) > 1:
         with pytest.raises(ResumeRefused, match="lacks rows"):
             ShardReader(files[1:])
-
-
-def test_a_snapshot_holds_model_optimizer_and_random_state(
-    tiny_model: Path, tmp_path: Path
-) -> None:
-    model_config = making.model_config(tiny_model)
-    learner = making.build_learner(
-        model_config, making.trainer_config(), MediaStore(tmp_path / "m"), 5
-    )
-    for parameter in learner.forward.model.parameters():
-        parameter.grad = torch.ones_like(parameter)
-    learner.update(1)
-    keys = set(take_snapshot(learner.forward.model, learner.optimizer, ParallelDims()).tensors)
-    names = [name for name, _ in learner.forward.model.named_parameters()]
-    assert {f"model/{name}" for name in names} <= keys
-    for state in ("exp_avg", "exp_avg_sq", "step"):
-        assert {f"optimizer/{name}/{state}" for name in names} <= keys
-    assert "rng/0" in keys
 
 
 @pytest.mark.parametrize("file_bytes", [FILE_BYTES, 100_000])

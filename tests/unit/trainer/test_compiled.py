@@ -95,17 +95,6 @@ def test_graphs_are_shared_by_blocks_of_a_class_and_serve_every_shape(
     assert sum(first[2:]) <= 2, "shapes that come later find what they need"
 
 
-def test_nothing_is_counted_where_nothing_is_compiled(tiny_model: Path, store: MediaStore) -> None:
-    learner = making.build_learner(
-        making.model_config(tiny_model), making.trainer_config(), store, 1
-    )
-    materializer = Materializer(learner.family, store, 1 << 24)
-    preparer = BatchPreparer(learner.family, materializer, PackSize(1 << 20, 1 << 20))
-    samples = making.samples(tiny_model, store, 2)
-    ready = preparer.prepare(Batch(1, samples), "")
-    assert learner.step(ready).metrics["compilations"] is None
-
-
 def steps_of(
     draw: Any, model: Path, store: MediaStore, num: int, **changes: object
 ) -> list[tuple[float, int]]:

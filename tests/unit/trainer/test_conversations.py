@@ -210,21 +210,6 @@ def test_conversations_of_sharegpt_show_images_at_their_placeholders(
     assert len(opened(path, store).row(0).messages[0].images) == 1, "in OpenAI's form as well"
 
 
-@pytest.mark.parametrize(
-    ("row", "problem"),
-    [
-        (sharegpt(("human", "<image>"), ("gpt", "x")), r"content\[0\]: image part 1 .* 0 images"),
-        (sharegpt(("human", "a"), ("gpt", "x"), images=1), "image 0 is not shown"),
-        (sharegpt(("observation", "a"), ("gpt", "x")), r"messages\[0\].from: 'observation'"),
-    ],
-)
-def test_misplaced_images_of_sharegpt_are_refused(
-    tmp_path: Path, store: MediaStore, row: dict[str, Any], problem: str
-) -> None:
-    with pytest.raises(MessageError, match=rf"talks.jsonl, row 0: .*{problem}"):
-        opened(write_jsonl(tmp_path, [row]), store).row(0)
-
-
 def test_what_sightline_samples_writes_is_read(tmp_path: Path, store: MediaStore) -> None:
     run_dir = write_synthetic_run(
         tmp_path / "run-001", SyntheticSize(steps=1, rollouts_per_step=8, images=4, conversations=8)

@@ -14,7 +14,7 @@ from sightline.launch.processes import reserve_port
 from sightline.media import MediaStore
 from sightline.pack import CostModel, PackSize
 from sightline.pixels import Materializer
-from sightline.trainer.distribute import BatchDistributor, ShareReader
+from sightline.trainer.distribute import iterate_shares, read_shares
 from sightline.trainer.feed import BatchPreparer, ReadyBatch
 from sightline.trainer.micro_batch_pixels import MicroBatchPixels
 from sightline.trainer.parallel_dims import ParallelDims
@@ -40,9 +40,9 @@ def test_each_rank_makes_the_images_of_its_share(tiny_model: Path, store: MediaS
     with two_ranks() as (lead, follow):
         follow.report_ready()
         lead.wait_until_loaded(timeout_s=30)
-        distributor = BatchDistributor(lead, ParallelDims(data=2), CostModel(token=1.0))
-        [mine] = distributor.iterate_shares([ready])
-        [theirs] = ShareReader(follow, MicroBatchPixels(second), family.num_axes)
+        dims, price = ParallelDims(data=2), CostModel(token=1.0)
+        [mine] = iterate_shares([ready], lead, dims, price)
+        [theirs] = read_shares(follow, MicroBatchPixels(second), family.num_axes)
     needed = {entry.item.key for m in theirs.micro_batches for entry in m.batch.items}
     assert second.counts.made == 0, "none is made before its micro-batch comes"
     # Wherever it is made: what is computed on is the same to the last bit.

@@ -24,10 +24,8 @@ from sightline.errors import ConfigError, PolicyMismatch
 from sightline.families import load_family
 from sightline.families.registry import write_tiny
 from sightline.inference.server_spec import ServerSpec
-from sightline.launch.checks.settings import check_devices
 from sightline.media import MediaStore
 from sightline.trainer.learner import SUM_NAMES
-from sightline.trainer.ranks import RankInfo
 from sightline.trainer.step_result import MetricSums, StepTimer, check_same_bits
 
 BOTH = pytest.mark.parametrize("is_exact", [True, False])
@@ -245,21 +243,6 @@ def test_settings_that_cannot_hold_it_are_refused(settings: dict[str, Any], why:
     validate_config(RunFile, file, "a run file")
     with pytest.raises(ConfigError, match=why):
         validate_config(RunFile, {**file, **settings}, "a run file")
-
-
-def test_ranks_on_cpus_are_refused(model: Path, store: MediaStore) -> None:
-    config = making.model_config(model, exact=True)
-    with pytest.raises(ConfigError, match="2 ranks on CPUs"):
-        making.build_learner(config, making.trainer_config(), store, steps=1, ranks=RankInfo(0, 2))
-    file: dict[str, Any] = {"model": {"path": str(model), "exact": True}}
-    file["env"] = {"name": "color_codeword"}
-    file["trainer"] = {"ranks": 2, "device": "cpu"}
-    with pytest.raises(ConfigError, match="2 ranks on CPUs"):
-        check_devices(validate_config(RunFile, file, "a run file"))
-    file["trainer"] = {"device": "cpu", "master_dtype": "model"}
-    file["model"]["dtype"] = "bfloat16"
-    with pytest.raises(ConfigError, match="'bfloat16' on a CPU"):
-        check_devices(validate_config(RunFile, file, "a run file"))
 
 
 def test_a_batch_that_another_version_may_have_sampled_is_not_held(

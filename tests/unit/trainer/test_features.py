@@ -8,18 +8,15 @@ import making
 import numpy as np
 import pytest
 import torch
-from unit.trainer.test_resume import STEPS, run_file, train, weights_digest, write_batches
 
 from sightline.compute.feature_cache import FeatureCache
 from sightline.families.device_copy import copy_to_device
 from sightline.media import MediaStore
 from sightline.pack import PackSize
 from sightline.pixels import Materializer
-from sightline.run import RunDir
 from sightline.trainer import forward_pass
 from sightline.trainer.feed import BatchPreparer, ReadyBatch
 from sightline.trainer.learner import Learner
-from sightline.view.events import by_step, read_events
 from sightline.wire.sample import Batch
 
 
@@ -114,22 +111,3 @@ def test_pixels_go_to_the_device_whole(
         learner.score(micro_batch)
     pixels = {id(array) for array in sent if array.dtype == np.uint8}
     assert pixels and pixels <= {id(one.made) for one in batch.micro_batches}
-
-
-def test_resumed_with_nothing_held_is_bit_equal(tiny_model: Path, tmp_path: Path) -> None:
-    config = run_file(tiny_model)
-    frozen = config.model_copy(
-        update={"model": config.model.model_copy(update={"train_vision": False})}
-    )
-    digests = []
-    for lives in ((None,), (3, None)):
-        run_dir = RunDir(tmp_path / str(len(lives)))
-        run_dir.make()
-        batches = write_batches(run_dir, tiny_model)
-        for die_after in lives:
-            train(frozen, run_dir, batches, die_after)
-        digests.append([weights_digest(run_dir, version) for version in range(1, STEPS + 1)])
-        trained = by_step(read_events(run_dir.metrics), "train")
-        cache = trained[STEPS].values["caches"]["trainer_features"]
-        assert set(cache) == {"hits", "misses", "evictions", "bytes"} and cache["misses"] > 0
-    assert digests[0] == digests[1]

@@ -8,7 +8,6 @@ from pathlib import Path
 
 import making
 import msgspec
-import numpy as np
 import pytest
 
 from sightline.errors import (
@@ -23,9 +22,10 @@ from sightline.media import MediaStore
 from sightline.pack import PackSize
 from sightline.pixels import Materializer
 from sightline.trainer.bad_media import BadMediaPolicy
-from sightline.trainer.distribute import ShareReader
-from sightline.trainer.feed import AnnouncedBatches, BatchPreparer, ReadyBatch
+from sightline.trainer.distribute import read_shares
+from sightline.trainer.feed import BatchPreparer, ReadyBatch, read_announced
 from sightline.trainer.micro_batch_pixels import MicroBatchPixels
+from sightline.trainer.watchdog import StallWatchdog
 from sightline.wire import Slot
 from sightline.wire.control import BatchReady
 from sightline.wire.micro_batch import MicroBatch
@@ -94,30 +94,6 @@ def test_an_item_that_lies_about_its_size_costs_its_own_samples(
         assert [m.batch for m in ready.micro_batches] == [m.batch for m in alone.micro_batches]
 
 
-def test_a_dropped_sample_is_named_with_step_image_and_the_roots_searched(
-    tiny_model: Path, store: MediaStore
-) -> None:
-    samples = making.samples(tiny_model, store, count=8)
-    lost = with_image(samples)
-    digest = lost.items[0].ref.digest
-    store.path(digest).unlink()
-    ready = preparer(tiny_model, store, budget=1.0).prepare(Batch(41, samples), "")
-    first = ready.dropped[0]
-    assert (first.sample, first.image, first.reason) == (lost.trace_id, digest, "MediaMissing")
-    for word in (f"sample {lost.trace_id} of step 41", digest[:12], str(store.root)):
-        assert word in first.problem
-
-
-def test_stop_ends_the_run_at_the_first_bad_image(tiny_model: Path, store: MediaStore) -> None:
-    samples = making.samples(tiny_model, store, count=8)
-    lost = with_image(samples)
-    store.path(lost.items[0].ref.digest).unlink()
-    strict = preparer(tiny_model, store, budget=1.0)
-    strict.bad_media = BadMediaPolicy("stop")
-    with pytest.raises(MediaMissing, match=f"sample {lost.trace_id} of step 3, image"):
-        strict.prepare(Batch(3, samples), "")
-
-
 def test_truncation_comes_first_so_that_images_beyond_it_are_not_wanted(
     tiny_model: Path, store: MediaStore
 ) -> None:
@@ -141,20 +117,11 @@ class Shares:
         return iter(self._given)
 
 
-def share_reader(model: Path, store: MediaStore, ready: ReadyBatch) -> ShareReader:
+def share_reader(model: Path, store: MediaStore, ready: ReadyBatch) -> Iterator[ReadyBatch]:
     family = load_family(model)
     packs: list[MicroBatch | None] = [m.batch for m in ready.micro_batches]
     share = RankAssignment(ready.step, "", packs, [True] * len(packs))
-    return ShareReader(Shares(share), MicroBatchPixels(Materializer(family, store, 1 << 24)), 3)
-
-
-def test_a_rank_makes_the_pixels_of_its_share(tiny_model: Path, store: MediaStore) -> None:
-    samples = making.samples(tiny_model, store, count=4)
-    ready = preparer(tiny_model, store, 0.0).prepare(Batch(7, samples), "")
-    [own] = share_reader(tiny_model, store, ready)
-    made = zip(own.with_pixels().micro_batches, ready.with_pixels().micro_batches, strict=True)
-    for ours, theirs in made:
-        assert ours.made is not None and np.array_equal(ours.made, theirs.made)
+    return read_shares(Shares(share), MicroBatchPixels(Materializer(family, store, 1 << 24)), 3)
 
 
 def test_an_image_that_fails_later_on_a_rank_stops_it_and_is_named(
@@ -248,7 +215,9 @@ def test_the_feed_hands_out_batches_in_order_and_refuses_a_gap(
         data = Batch(step, making.samples(tiny_model, store, count=2, seed=step)).to_bytes()
         batches.append(BatchReady(step, digest_batch(data), data))
     announced = iter(batches)
-    feed = iter(AnnouncedBatches(lambda: next(announced), preparer(tiny_model, store, 0.0), 1))
+    feed = read_announced(
+        lambda: next(announced), preparer(tiny_model, store, 0.0), 1, StallWatchdog()
+    )
     assert next(feed).step == 1
     with pytest.raises(ValueError, match="step 3 announced, step 2 is next"):
         next(feed)
@@ -262,6 +231,6 @@ def test_what_is_not_the_announced_batch_is_refused(tiny_model: Path, store: Med
     damaged = data[:at] + bytes([data[at] ^ 1]) + data[at + 1 :]
     assert Batch.from_bytes(damaged) != Batch(1, [sample])
     announced = BatchReady(1, digest_batch(data), damaged)
-    feed = iter(AnnouncedBatches(lambda: announced, preparer(tiny_model, store, 0.0), 1))
+    feed = read_announced(lambda: announced, preparer(tiny_model, store, 0.0), 1, StallWatchdog())
     with pytest.raises(WireError, match="the batch of step 1 differs from its announced digest"):
         next(feed)

@@ -13,9 +13,9 @@ from sightline.compute.model import load_model
 from sightline.families import load_family
 from sightline.media import MediaStore
 from sightline.pack import MicroBatchWork, PackSize, pack
+from sightline.trainer.distribute import estimate_price
 from sightline.trainer.feed import ReadyMicroBatch
 from sightline.trainer.forward_pass import compute_hidden
-from sightline.trainer.price import estimate_price
 
 
 def test_operations_are_about_those_that_torch_counts(tiny_model: Path, store: MediaStore) -> None:

@@ -18,9 +18,9 @@ from sightline.launch.processes import reserve_port
 from sightline.run import RunDir
 from sightline.run.mirror import COPIED
 from sightline.trainer import process
-from sightline.trainer.background_task import BackgroundTask
 from sightline.trainer.process import find_cause, is_broken_collective
 from sightline.trainer.ranks import RankInfo
+from sightline.trainer.watchdog import BackgroundTask
 from sightline.transport.zmq_channel import Hub, Spoke, derive_spoke_key
 from sightline.wire import control
 

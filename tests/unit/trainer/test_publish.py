@@ -92,7 +92,6 @@ def test_a_version_written_after_the_next_step_holds_its_own_weights(
     assert trained[1].values["publish_s"] is None
     for step in steps[1:]:
         assert trained[step].values["publish_s"] > 0
-        assert 0 < trained[step].values["publish_hidden_share"] <= 1
 
 
 def unwritable(draft: Manifest) -> tuple[Path, Manifest]:

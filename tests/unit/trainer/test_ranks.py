@@ -95,14 +95,6 @@ def test_every_rank_gets_its_own_share_in_order(monkeypatch: pytest.MonkeyPatch)
         assert lead.ends.seen.empty()  # type: ignore[attr-defined]
 
 
-def test_the_barrier_names_the_ranks_that_are_missing() -> None:
-    with ranks(4) as (lead, others):
-        others[1].report_ready()
-        wait_until(lambda: 2 in lead._ready)
-        with pytest.raises(ProcessFailed, match=r"ranks \[1, 3\] of 4 are missing"):
-            lead.wait_until_loaded(timeout_s=0.5)
-
-
 def test_ranks_that_never_start_are_named_before_any_collective() -> None:
     channel = f"tcp://127.0.0.1:{reserve_port('127.0.0.1', 0, 'test')}"
     lead = LeadChannel(RankInfo(0, 4, "", channel, "s"), Ends())
@@ -130,14 +122,6 @@ def test_a_process_is_the_rank_of_its_name_and_no_other() -> None:
         assert lead.ends.seen.empty()
         for stranger in (two, seven):
             stranger.close()
-
-
-def test_a_rank_that_fails_while_it_loads_ends_the_others() -> None:
-    with ranks(3) as (lead, others):
-        lead.wait_for_start(timeout_s=30)
-        others[0].fail("OSError: no such checkpoint")
-        ended = lead.ends.take(2)  # type: ignore[attr-defined]
-        assert ended == {r: RankFailed(1, "OSError: no such checkpoint") for r in (0, 2)}
 
 
 def test_the_files_of_a_checkpoint_are_those_of_its_step() -> None:

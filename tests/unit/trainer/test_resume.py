@@ -16,7 +16,7 @@ from sightline.media import MediaStore
 from sightline.run import RunDir
 from sightline.trainer import loop
 from sightline.trainer.build import Orchestrator, build
-from sightline.trainer.ledger import Ledger
+from sightline.trainer.checkpoint import Ledger
 from sightline.wire.control import BatchReady, ControlMessage, PublishedWeights, TrainingFinished
 from sightline.wire.sample import Batch, digest_batch
 

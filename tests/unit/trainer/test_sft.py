@@ -12,9 +12,11 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from sightline.algo.supervised import Supervised
+from sightline.algo.algorithms import Supervised
 from sightline.config import SftFile
+from sightline.envs import load_environment
 from sightline.envs.color_codeword import LETTERS, ColorCodeword
+from sightline.envs.protocol import EnvironmentMix
 from sightline.errors import MediaError, MessageError
 from sightline.media import MediaStore
 from sightline.message import assistant, system, user
@@ -22,6 +24,7 @@ from sightline.run import RunDir
 from sightline.trace import read_traces
 from sightline.trainer import loop, sft
 from sightline.trainer.build import build, build_conversations, build_pixels
+from sightline.trainer.conversations import Demonstrations
 from sightline.trainer.learner import Learner
 from sightline.view.dashboard.run_view import RunView
 from sightline.view.events import by_step, read_events
@@ -100,6 +103,20 @@ def test_demonstrations_as_trained_tell_nothing_about_colours(
         right += sum(a == b for a, b in zip(last, truth, strict=True))
         total += 3
     assert abs(right / total - 1 / len(LETTERS)) < 0.04
+
+
+def test_demonstrations_of_a_mix_offer_the_tools_of_their_own_environment(
+    store: MediaStore,
+) -> None:
+    walk = load_environment("grid_walk:GridWalk", {"actions": "tool"})
+    mix = EnvironmentMix([(walk, 1.0), (load_environment("counting:Counting", {}), 1.0)])
+    demonstrations = Demonstrations(mix, store, seed=0)
+    tools = {
+        mix.choose_environment(i, "sft").name: demonstrations.conversation(i, "train").tools
+        for i in range(16)
+    }
+    assert walk.tools is not None
+    assert tools == {"grid_walk": walk.tools, "counting": None}
 
 
 def test_only_what_the_assistant_says_is_trained(warmup: SftFile, tmp_path: Path) -> None:

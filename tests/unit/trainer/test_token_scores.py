@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -10,32 +9,33 @@ import torch
 
 from sightline.algo.needs import Needs
 from sightline.compute.model import load_model
-from sightline.families import load_family
-from sightline.trainer.token_scores import TokenScorer
+from sightline.families import Forward, load_family
+from sightline.trainer.token_scores import score_tokens
 
 NUM = 37
+BANNED = torch.tensor([5, 9])
+Models = tuple[Forward, Forward]
 NEEDS = Needs(entropy=True, exact_kl=True)
 
 
 @pytest.fixture
-def scorer(tiny_model: Path) -> TokenScorer:
+def models(tiny_model: Path) -> Models:
     family = load_family(tiny_model)
     forward, reference = (load_model(tiny_model, family, "cpu", "float32") for _ in range(2))
     with torch.no_grad():
         for parameter in reference.model.parameters():
             parameter += 0.01
-    return TokenScorer(forward, reference, torch.tensor([5, 9]), 0.7, NEEDS)
+    return forward, reference
 
 
-def scored(scorer: TokenScorer, rows: int) -> tuple[list[torch.Tensor], list[torch.Tensor], int]:
+def scored(models: Models, rows: int) -> tuple[list[torch.Tensor], list[torch.Tensor], int]:
     """Figures, gradients, and the numbers as wide as the vocabulary that autograd kept."""
     torch.manual_seed(0)
-    head = scorer.forward.model.lm_head.weight  # type: ignore[union-attr]
+    head = models[0].model.lm_head.weight  # type: ignore[union-attr]
     width = len(head)
     hidden = torch.randn(NUM, head.shape[1], requires_grad=True)  # type: ignore[arg-type]
     other = torch.randn(NUM, head.shape[1])  # type: ignore[arg-type]
     tokens = torch.randint(10, width, (NUM,))
-    small = replace(scorer, max_logits=rows * width)
     kept = 0
 
     def keep(tensor: torch.Tensor) -> torch.Tensor:
@@ -45,7 +45,9 @@ def scored(scorer: TokenScorer, rows: int) -> tuple[list[torch.Tensor], list[tor
 
     head.grad = None
     with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
-        found = small.score(hidden, tokens, other)
+        found = score_tokens(
+            models, (hidden, other), tokens, BANNED, 0.7, NEEDS, max_logits=rows * width
+        )
     assert found.kl is not None
     (found.logprobs.sum() + 0.3 * found.kl.square().sum()).backward()
     assert found.entropy is not None
@@ -54,26 +56,28 @@ def scored(scorer: TokenScorer, rows: int) -> tuple[list[torch.Tensor], list[tor
 
 
 @pytest.mark.parametrize("rows", [1, 8, NUM - 1])
-def test_parts_give_the_figures_and_gradients_of_the_whole(scorer: TokenScorer, rows: int) -> None:
-    whole, whole_grads, _ = scored(scorer, NUM)
-    parts, part_grads, _ = scored(scorer, rows)
+def test_parts_give_the_figures_and_gradients_of_the_whole(models: Models, rows: int) -> None:
+    whole, whole_grads, _ = scored(models, NUM)
+    parts, part_grads, _ = scored(models, rows)
     for a, b in zip((*whole, *whole_grads), (*parts, *part_grads), strict=True):
         torch.testing.assert_close(a, b, rtol=1e-5, atol=1e-6)
 
 
-def test_no_logits_are_kept_between_the_passes(scorer: TokenScorer) -> None:
-    *_, whole = scored(scorer, NUM)
-    *_, parts = scored(scorer, 8)
+def test_no_logits_are_kept_between_the_passes(models: Models) -> None:
+    *_, whole = scored(models, NUM)
+    *_, parts = scored(models, 8)
     assert whole > 0 and parts == 0
 
 
-def test_without_entropy_the_rest_is_the_same(scorer: TokenScorer) -> None:
+def test_without_entropy_the_rest_is_the_same(models: Models) -> None:
     torch.manual_seed(0)
-    width = scorer.forward.model.lm_head.weight.shape[1]  # type: ignore[union-attr]
+    width = models[0].model.lm_head.weight.shape[1]  # type: ignore[union-attr]
     hidden, other = torch.randn(2, NUM, width)  # type: ignore[arg-type]
     tokens = torch.arange(10, 10 + NUM)
-    whole = scorer.score(hidden, tokens, other)
-    less = replace(scorer, needs=Needs(exact_kl=True)).score(hidden, tokens, other)
+    whole, less = (
+        score_tokens(models, (hidden, other), tokens, BANNED, 0.7, needs)
+        for needs in (NEEDS, Needs(exact_kl=True))
+    )
     assert whole.entropy is not None and less.entropy is None
     assert torch.equal(whole.logprobs, less.logprobs)
     assert whole.kl is not None and less.kl is not None and torch.equal(whole.kl, less.kl)

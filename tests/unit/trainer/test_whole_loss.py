@@ -15,7 +15,7 @@ import numpy as np
 import pytest
 import torch
 
-from sightline.algo.aggregation import AggregationFunction
+from sightline.algo.credit import AggregationFunction
 from sightline.algo.registry import load_aggregation
 from sightline.media import MediaStore
 from sightline.pack import PackSize

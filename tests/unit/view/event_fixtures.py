@@ -68,7 +68,6 @@ def train(k: int, **values: Any) -> Event:
             "materialize": 0.01,
             "publish": 0.1,
         },
-        "hidden_share": 0.95,
         "busy": [end - 0.9, end],
     }
     return Event(time=end, process="trainer", kind="train", step=k, values=known | values)

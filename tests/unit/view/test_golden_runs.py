@@ -21,8 +21,7 @@ from sightline.orchestrator.best_checkpoint import BestCheckpoint
 from sightline.orchestrator.run_state import RunState
 from sightline.run import RunDir
 from sightline.trace import read_traces
-from sightline.trainer.checkpoint import CheckpointStore, open_shards
-from sightline.trainer.ledger import Ledger
+from sightline.trainer.checkpoint import CheckpointStore, Ledger, open_shards
 from sightline.view.dashboard.run_collection import RunCollection
 from sightline.view.dashboard.server import build_app
 from sightline.view.report import write_report

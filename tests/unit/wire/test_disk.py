@@ -24,7 +24,7 @@ from sightline.orchestrator.server_pool import ServerPool
 from sightline.run import EventLog, RunDir
 from sightline.run.last_words import MAX_BYTES, leave_last_words, reserve_last_words
 from sightline.trace import Trace, write_traces
-from sightline.trainer.ledger import Ledger, read_ledger
+from sightline.trainer.checkpoint import Ledger, read_ledger
 from sightline.trainer.run_writer import RunWriter
 from sightline.view.events import read_events
 from sightline.wire.file import append_line, read_lines, write_atomic

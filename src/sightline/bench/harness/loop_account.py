@@ -6,7 +6,7 @@ add up to it: the part `other` is the time that no other part covers.
 
 from __future__ import annotations
 
-from collections import Counter, defaultdict
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 from statistics import median
@@ -36,18 +36,6 @@ SERVER_PARTS = {
 
 
 @dataclass(frozen=True)
-class TrainingRecord:
-    """The events of a run that trained all of its steps."""
-
-    events: list[Event]
-    began: float
-    """When the first rollouts were asked for, in seconds since 1970."""
-    trained: list[Event]
-    stepped: list[Event]
-    """Events of every step: trained, and before that, its batch was complete."""
-
-
-@dataclass(frozen=True)
 class LoopAccount:
     began: float
     ended: float
@@ -70,47 +58,36 @@ class LoopAccount:
     """The server's part of it: reading the weights and taking them."""
 
 
-def read_training(path: RunDir, steps: int) -> TrainingRecord:
-    events = list(read_events(path.metrics))
-    trained, stepped = by_step(events, "train"), by_step(events, "step")
-    began = next(
-        (e.time for e in events if e.kind == "state" and e.values.get("phase") == "training"), None
-    )
+def account_loop(run_dir: RunDir, steps: int, warmup: int) -> LoopAccount:
+    """Return the account of a run that has ended, without its first `warmup` steps."""
+    events = list(read_events(run_dir.metrics))
+    trained, stepped = (list(by_step(events, kind).values()) for kind in ("train", "step"))
+    states = (e.time for e in events if e.kind == "state" and e.values.get("phase") == "training")
+    began = next(states, None)
     if began is None or len(trained) != steps or len(stepped) != steps:
-        raise ProcessFailed(
-            f"{path.path} has {len(trained)} of {steps} steps", "look at its logs; --dir keeps them"
-        )
-    return TrainingRecord(events, began, list(trained.values()), list(stepped.values()))
-
-
-def account_loop(run_dir: RunDir, steps: int, warmup: int, max_lag: int) -> LoopAccount:
-    """The account of a run that has ended, without its first `warmup` steps, at least one."""
-    record = read_training(run_dir, steps)
+        problem = f"{run_dir.path} has {len(trained)} of {steps} steps"
+        raise ProcessFailed(problem, "look at its logs; --dir keeps them")
     traces = [t for step in range(1, steps + 1) for t in read_traces(run_dir.traces_of(step))]
-    ends = [record.began, *(event.time for event in record.trained)]
+    ends = [began, *(event.time for event in trained)]
     window = ends[warmup], ends[-1]
-    timeline = build_timeline(record.events)
-    counted = count_in_window(record.events, timeline.server, window)
+    timeline = build_timeline(events)
+    counted = count_in_window(events, timeline.server, window)
     seconds = {
-        "trainer": account_trainer(record.trained[warmup:]),
+        "trainer": account_trainer(trained[warmup:]),
         "server": account_server(counted, timeline, traces, window),
-        "orchestrator": account_orchestrator(record, max_lag, window),
-        **account_workers(traces, window),
         "device": account_device(timeline, window),
     }
     wall_s = total_s([window])
-    adopted = {e.step: e for e in record.events if e.kind == "adopted" and e.step > warmup}
-    in_use = [
-        adopted[e.step].time - e.values["busy"][1] for e in record.trained if e.step in adopted
-    ]
+    adopted = {e.step: e for e in events if e.kind == "adopted" and e.step > warmup}
+    in_use = [adopted[e.step].time - e.values["busy"][1] for e in trained if e.step in adopted]
     return LoopAccount(
         began=ends[0],
         ended=ends[-1],
         wall_s=wall_s,
         step_s=[end - begin for begin, end in zip(ends, ends[1:], strict=False)],
-        tokens_sampled=sum(e.values["tokens_sampled"] for e in record.stepped[warmup:]),
-        tokens_computed=sum(e.values["tokens"] for e in record.trained[warmup:]),
-        tokens_trained=sum(e.values["trained_tokens"] for e in record.trained[warmup:]),
+        tokens_sampled=sum(e.values["tokens_sampled"] for e in stepped[warmup:]),
+        tokens_computed=sum(e.values["tokens"] for e in trained[warmup:]),
+        tokens_trained=sum(e.values["trained_tokens"] for e in trained[warmup:]),
         seconds={
             name: {**parts, OTHER: wall_s - sum(parts.values())} for name, parts in seconds.items()
         },
@@ -165,55 +142,6 @@ def account_server(
     }
 
 
-def account_orchestrator(record: TrainingRecord, max_lag: int, window: Interval) -> Seconds:
-    adopted = {e.step: e.time for e in record.events if e.kind == "adopted"}
-    found = {"waiting for rollouts": 0.0, "waiting for a version": 0.0}
-    since = record.began
-    for event in record.stepped:
-        # Versions are adopted in their order; of several at once the newest.
-        wanted = event.step - 1 - max_lag
-        came = min((at for version, at in adopted.items() if version >= wanted > 0), default=since)
-        came = min(max(came, since), event.time)
-        found["waiting for a version"] += _overlap((since, came), window)
-        if event.time > came:
-            share = _overlap((came, event.time), window) / (event.time - came)
-            found["waiting for rollouts"] += share * event.values["rollout_wait_s"]
-        since = event.time
-    found["waiting for a version"] += _overlap((since, window[1]), window)
-    return found
-
-
-def account_workers(traces: Sequence[Trace], window: Interval) -> dict[str, Seconds]:
-    """Return every worker's seconds, as `TimedScreenshots` reports them.
-
-    A worker's CPU time is that between the ends of its first and last rollouts in the window.
-    """
-    played: defaultdict[float, list[Trace]] = defaultdict(list)
-    for trace in sorted(traces, key=lambda trace: trace.ended):
-        if "pid" in trace.rewards:  # not of one that broke
-            played[trace.rewards["pid"]].append(trace)
-    found = {}
-    for number, mine in enumerate(played.values()):
-        in_flight = merge_intervals((trace.started, trace.ended) for trace in mine)
-        playing = total_s(intersect_intervals(in_flight, [window]))
-        environment = sum(
-            trace.rewards["environment_s"]
-            * _overlap((trace.started, trace.ended), window)
-            / max(trace.ended - trace.started, 1e-9)
-            for trace in mine
-        )
-        clocks = [trace.rewards["cpu_s"] for trace in mine if trace.ended <= window[1]]
-        before = [trace.rewards["cpu_s"] for trace in mine if trace.ended <= window[0]]
-        cpu_s = clocks[-1] - (before or clocks)[-1 if before else 0] if clocks else 0.0
-        found[f"worker-{number}"] = {
-            "environment": environment,
-            "rendering, requests, images to the store": cpu_s - environment,
-            "waiting for the server, or for a core": playing - cpu_s,
-            "waiting for the orchestrator": total_s([window]) - playing,
-        }
-    return found
-
-
 def account_device(timeline: Timeline, window: Interval) -> Seconds:
     server, trainer, both = (
         total_s(intersect_intervals(side, [window]))
@@ -233,7 +161,3 @@ def find_gaps(intervals: Sequence[Interval], window: Interval) -> list[Interval]
     ends = [window[0], *(end for _, end in inside)]
     starts = [*(start for start, _ in inside), window[1]]
     return [(end, start) for end, start in zip(ends, starts, strict=True) if start > end]
-
-
-def _overlap(first: Interval, second: Interval) -> float:
-    return max(0.0, min(first[1], second[1]) - max(first[0], second[0]))

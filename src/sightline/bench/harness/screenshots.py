@@ -8,9 +8,7 @@ from __future__ import annotations
 
 import io
 import math
-import os
 import random
-import time
 import zlib
 from functools import cached_property
 
@@ -29,7 +27,6 @@ PHOTO_FRACTION = 0.05
 LETTERS = "abcdefghijklmnopqrstuvwxyz"
 SCREENSHOTS = "sightline.bench.harness.screenshots:Screenshots"
 """The name of the environment in a run file."""
-TIMED_SCREENSHOTS = "sightline.bench.harness.screenshots:TimedScreenshots"
 
 
 class Screenshots(Environment):
@@ -41,19 +38,23 @@ class Screenshots(Environment):
         width: int = 1280,
         height: int = 720,
         photo: float = PHOTO_FRACTION,
+        shares_first: bool = False,
     ) -> None:
-        """`photo` is the fraction of a page that is noise, which PNG cannot compress."""
-        self.turns = turns
-        self.width = width
-        self.height = height
-        self.photo = photo
+        """`photo` is the fraction of a page that is noise, which PNG cannot compress.
+
+        With `shares_first`, the rollouts of a group start on the same page.
+        """
+        self.turns, self.width, self.height = turns, width, height
+        self.photo, self.shares_first = photo, shares_first
 
     def task(self, index: int, split: str) -> Task:
         return Task(index, split)
 
     async def rollout(self, task: Task, chat: Chat) -> Outcome:
+        rng = random.Random(task.index) if self.shares_first else chat.rng
         for turn in range(self.turns):
-            await chat.send([user(f"page {turn}", chat.put(self.draw(chat.rng)))])
+            await chat.send([user(f"page {turn}", chat.put(self.draw(rng)))])
+            rng = chat.rng
         return Outcome(reward=chat.rng.random())
 
     def draw(self, rng: random.Random) -> bytes:
@@ -93,22 +94,6 @@ class Screenshots(Environment):
             ImageDraw.Draw(mask).text((0, 0), " ".join(words), fill=255, font=font)
             texts.append(mask)
         return texts
-
-
-class TimedScreenshots(Screenshots):
-    """Rollouts say, as parts of their reward, which process played them and what they cost it; the
-    rollouts of a group begin with the same page."""
-
-    async def rollout(self, task: Task, chat: Chat) -> Outcome:
-        drawn_s, rng = 0.0, random.Random(task.index)
-        for turn in range(self.turns):
-            began = time.thread_time()
-            page = self.draw(rng)
-            drawn_s += time.thread_time() - began
-            await chat.send([user(f"page {turn}", chat.put(page))])
-            rng = chat.rng
-        cost = {"pid": os.getpid(), "environment_s": drawn_s, "cpu_s": time.process_time()}
-        return Outcome(reward=chat.rng.random(), parts=cost)
 
 
 def add_text_chunk(png: bytes, text: str) -> bytes:

@@ -4,16 +4,17 @@ from __future__ import annotations
 
 import argparse
 import contextlib
-import os
 import random
-import secrets
 import subprocess
 import sys
 import tempfile
-import time
 import zlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+from rich.table import Table
 
 from sightline.errors import ConfigError, ProcessFailed
 from sightline.families import load_renderer, registry
@@ -21,13 +22,52 @@ from sightline.launch.processes import temporary_server
 from sightline.media import MediaStore
 from sightline.render import Renderer
 
-WRITE_BLOCK = 16 << 20
-MAX_WRITTEN = 4 << 30
+OPTIONS: dict[str, dict[str, Any]] = {
+    "model": {"type": Path, "help": "checkpoint; default: a new random one"},
+    "size": {"default": "tiny", "help": "size of the new checkpoint: tiny or 2b"},
+    "device": {"default": "auto", "help": "cpu, cuda or auto"},
+    "dtype": {"default": "float32", "choices": ("float32", "bfloat16")},
+    "dir": {"type": Path, "help": "keep the files in this folder"},
+    "plot": {"type": Path, "help": "write SVG charts into this folder"},
+    "vllm": {"default": "", "metavar": "PYTHON", "help": "also measure vLLM of this interpreter"},
+}
+"""Options that benchmarks share, by name."""
+
+
+def add_options(parser: argparse.ArgumentParser, *names: str, **numbers: float) -> None:
+    """Add shared options by name, and an option with its default for each of `numbers`."""
+    for name in names:
+        parser.add_argument(f"--{name}", **OPTIONS[name])
+    for name, default in numbers.items():
+        option = f"--{name.replace('_', '-')}"
+        parser.add_argument(
+            option, type=type(default), default=default, help="default: %(default)s"
+        )
+
+
+def print_table(
+    title: str,
+    columns: Sequence[str],
+    rows: Iterable[Sequence[str]],
+    lines: Iterable[str] = (),
+    width: int = 100,
+) -> None:
+    """Print a table, and lines below it. The first column is a name, the others are numbers."""
+    table = Table(title=title, title_justify="left")
+    for number, column in enumerate(columns):
+        table.add_column(column, justify="right" if number else "left")
+    for row in rows:
+        table.add_row(*row)
+    console = Console()
+    console.width = max(console.width, width)  # a row that is folded cannot be compared
+    console.print(table)
+    for line in lines:
+        console.print(line, highlight=False, soft_wrap=True)
 
 
 @contextlib.contextmanager
 def work_folder(kept: Path | None) -> Iterator[Path]:
-    """`kept`, which must be new or empty, or a temporary folder."""
+    """Yield `kept`, which must be new or empty, or a temporary folder."""
     if kept is not None:
         if kept.exists() and any(kept.iterdir()):
             raise ConfigError(f"{kept} is not empty", "name a new folder")
@@ -39,7 +79,7 @@ def work_folder(kept: Path | None) -> Iterator[Path]:
 
 
 def write_tiny(folder: Path, size: str = "tiny") -> Path:
-    """Writes a checkpoint of random weights."""
+    """Write a checkpoint of random weights."""
     registry.write_tiny(registry.get_default_family(), folder, seed=0, size=size)
     return folder
 
@@ -62,7 +102,7 @@ def run_sightline(command: str, file: Path, text: str, *words: str) -> None:
 
 
 def check_at_least(args: argparse.Namespace, least: int, *names: str) -> None:
-    """Refuses options that are below `least`."""
+    """Refuse options that are below `least`."""
     for name in names:
         if (value := getattr(args, name)) < least:
             raise ConfigError(f"--{name.replace('_', '-')} {value}", f"take {least} or more")
@@ -76,13 +116,13 @@ def open_renderer(model: Path, media: Path) -> tuple[MediaStore, Renderer]:
 def start_server(
     args: argparse.Namespace, media: Path, max_model_len: int, more: Sequence[str] = ()
 ) -> contextlib.AbstractContextManager[str]:
-    """The address of an inference server in a process of its own."""
+    """Start an inference server in a process, and yield its address."""
     words = ["--max-model-len", str(max_model_len), "--device", args.device, "--dtype", args.dtype]
     return temporary_server(args.model, media, [*words, *more], args.threads)
 
 
 def draw_noise(rng: random.Random, width: int, height: int = 0) -> bytes:
-    """A PNG of random pixels; a square where one side is given."""
+    """Return a PNG of random pixels; a square if only one side is given."""
     height = height or width
 
     def chunk(kind: bytes, data: bytes) -> bytes:
@@ -97,17 +137,3 @@ def draw_noise(rng: random.Random, width: int, height: int = 0) -> bytes:
         + chunk(b"IDAT", zlib.compress(rows, 1))
         + chunk(b"IEND", b"")
     )
-
-
-def measure_write_speed(folder: Path, num_bytes: int) -> float:
-    """Bytes a second of one file in `folder`, synced: as large as asked for, up to 4 GiB."""
-    block, path = secrets.token_bytes(WRITE_BLOCK), folder / "write_speed"
-    began = time.perf_counter()
-    try:
-        with open(path, "wb", buffering=0) as file:
-            for _ in range(max(1, min(num_bytes, MAX_WRITTEN) // WRITE_BLOCK)):
-                file.write(block)
-            os.fsync(file.fileno())
-            return file.tell() / (time.perf_counter() - began)
-    finally:
-        path.unlink(missing_ok=True)

@@ -21,8 +21,7 @@ from sightline.orchestrator.best_checkpoint import BestCheckpoint
 from sightline.orchestrator.run_state import RunState, read_progress
 from sightline.run import RunDir
 from sightline.trace import read_traces
-from sightline.trainer.checkpoint import ResumePoint
-from sightline.trainer.ledger import read_ledger
+from sightline.trainer.checkpoint import ResumePoint, read_ledger
 from sightline.view.events import EventTail
 from sightline.view.run_status import FAILED, FINISHED, RUNNING, TRIAL, RunStatus
 from sightline.wire.file import SUMS, find_changed_files, read_lines

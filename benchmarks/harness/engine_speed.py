@@ -1,0 +1,327 @@
+"""The embedded engine's speed in this process, compared with the limits of the device.
+
+A decoding step cannot be shorter than it takes to read the weights of the language model and the
+keys and values of all rows once. The memory bandwidth is that of a copy measured in the same run.
+
+FLOPs of a prompt: 2 for every number of every matrix and every row that it is multiplied with, and
+4 for every pair of attention that sees one another, every head and every number of a head. The
+tower's matrices are counted where the rows pass; the output's is applied to the last token alone.
+Models with experts are refused: which of them a row passes is not known beforehand.
+"""
+
+from __future__ import annotations
+
+import argparse
+import queue
+import random
+import statistics
+import time
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch import nn
+
+from sightline.bench.harness.plain_generate import BaselineRequest, TransformersBaseline
+from sightline.bench.harness.speed import measure_copy_bandwidth, measure_peak
+from sightline.bench.harness.workspace import draw_noise
+from sightline.compute.model import pick_device
+from sightline.errors import ConfigError
+from sightline.families import Forward, load_family, load_renderer
+from sightline.inference.engine import EngineRequest
+from sightline.inference.server_spec import ServerSpec
+from sightline.inference.torch_engine.build import build_engine
+from sightline.inference.torch_engine.row_table import TorchRequest
+from sightline.media import MediaStore
+from sightline.message import user
+from sightline.pixels import Materializer
+from sightline.render import Rendered
+from sightline.wire.generate import SamplingParams
+
+PREFILL_CHUNK = 2048
+
+
+@dataclass(frozen=True)
+class GenerateSpeed:
+    """The decoding speed of transformers."""
+
+    keys: float
+    step_ms: float
+    tokens_per_s: float
+
+
+@dataclass(frozen=True)
+class DecodeSpeed:
+    """The speed of the engine's steps that compute no prompt, while no row is idle."""
+
+    rows: float
+    """Mean number of rows that decode in a step."""
+    keys: float
+    """Tokens whose keys and values a step reads."""
+    step_ms: float
+    tokens_per_s: float
+    """Sampled until the last row is done, the time of the prompts included."""
+    weight_bytes: int
+    key_bytes: int
+    """Size of one token's keys and values."""
+    bandwidth: float
+
+    def compute_share(self, keys: float, step_ms: float) -> float:
+        """Return the share of a step's time that reading its bytes at the bandwidth takes."""
+        read = self.weight_bytes + keys * self.key_bytes
+        return read / self.bandwidth * 1e3 / step_ms
+
+
+def draw_prompts(rows: int, args: argparse.Namespace, ids: range) -> list[list[int]]:
+    """Prompts of mixed lengths; half as many again as rows, so that rows leave and join."""
+    rng = random.Random(rows)
+    low, high = args.lengths
+    sizes = [rng.randint(low, high - args.max_tokens) for _ in range(rows + rows // 2)]
+    return [rng.choices(ids, k=size) for size in sizes]
+
+
+def build_bench_spec(args: argparse.Namespace, media: Path, **values: Any) -> ServerSpec:
+    """Build the spec of an engine that keeps nothing of a finished request."""
+    return ServerSpec.of(
+        path=args.model,
+        media_roots=(media,),
+        device=pick_device(args.device),
+        dtype=args.dtype,
+        threads=args.threads,
+        enable_prefix_caching=False,
+        **values,
+    )
+
+
+def measure_engine(
+    args: argparse.Namespace, rows: int, media: Path, exact: bool = False
+) -> DecodeSpeed:
+    device = pick_device(args.device)
+    bandwidth = measure_copy_bandwidth(device)
+    family, store = load_family(args.model), MediaStore(media)
+    banned = load_renderer(args.model, store, family).pad_token_ids
+    spec = build_bench_spec(
+        args,
+        media,
+        exact=exact,
+        max_num_seqs=rows,
+        max_model_len=args.lengths[1],
+        prefill_chunk_tokens=PREFILL_CHUNK,
+    )
+    engine = build_engine(spec, family, Materializer(family, store, 1 << 20), banned)
+    prompts = draw_prompts(rows, args, range(min(banned)))
+    weights = count_read_bytes(engine.runner.forward)
+    done: queue.SimpleQueue[list[EngineRequest]] = queue.SimpleQueue()
+    engine.start(done.put)
+    after: dict[str, float] = {}
+    try:
+        for _ in range(2):  # once before, for the shapes
+            before, began = engine.totals(), time.perf_counter()
+            engine.submit([_build_request(i, p, args) for i, p in enumerate(prompts)])
+            left = len(prompts)
+            after.clear()
+            while left:
+                left -= _take_finished(done)
+                if left <= rows and not after:  # nobody waits for a row: they fall idle
+                    after.update(engine.totals())
+            seconds, sampled = time.perf_counter() - began, engine.totals()["sampled_tokens"]
+    finally:
+        engine.stop()
+        engine.join(60)
+    found = {name: after[name] - before[name] for name in after}
+    steps = max(found["decode_steps"], 1)
+    return DecodeSpeed(
+        rows=found["decode_tokens"] / steps,
+        keys=found["decode_keys"] / steps,
+        step_ms=found["decode_seconds"] / steps * 1e3,
+        tokens_per_s=(sampled - before["sampled_tokens"]) / seconds,
+        weight_bytes=weights,
+        key_bytes=engine.runner.kv.token_bytes,
+        bandwidth=bandwidth,
+    )
+
+
+def _take_finished(done: queue.SimpleQueue[list[EngineRequest]]) -> int:
+    """Wait for requests to finish, and return their number; raise if one failed."""
+    finished = done.get()
+    for error in filter(None, (request.error for request in finished)):
+        raise error
+    return len(finished)
+
+
+def _build_request(index: int, prompt: list[int], args: argparse.Namespace) -> TorchRequest:
+    count = args.max_tokens - (index % 4) * (args.max_tokens // 8)
+    params = SamplingParams(max_tokens=count, temperature=1.0)
+    return TorchRequest(np.array(prompt, dtype=np.int32), [], [], params, seed=index)
+
+
+def count_read_bytes(forward: Forward) -> int:
+    """Bytes of weights that a decoding step reads: not the tower's, and of an embedding that is not
+    the output's too, a few rows."""
+    model: Any = forward.model
+    tower = {id(p) for _, p in forward.vision_parameters()}
+    looked_up = model.get_input_embeddings().weight
+    if model.get_output_embeddings().weight is looked_up:
+        looked_up = None
+    parameters = [p for p in model.parameters() if id(p) not in tower and p is not looked_up]
+    return sum(p.nbytes for p in parameters)
+
+
+def measure_generate(args: argparse.Namespace, rows: int, media: Path) -> GenerateSpeed | None:
+    """transformers' `generate` on as many prompts as rows, padded; None where memory is short."""
+    family = load_family(args.model)
+    banned = load_renderer(args.model, MediaStore(media), family).pad_token_ids
+    plain = TransformersBaseline(args.model, family, args.device, args.dtype, banned)
+    prompts = draw_prompts(rows, args, range(min(banned)))[:rows]
+    asked: list[BaselineRequest] = [(prompt, [], []) for prompt in prompts]
+    seconds = []
+    try:
+        plain.generate_batch(asked[:1], 2)
+        for count in (1, 1 + args.max_tokens):
+            began = time.perf_counter()
+            plain.generate_batch(asked, count)
+            seconds.append(time.perf_counter() - began)
+    except torch.OutOfMemoryError:
+        return None
+    keys = sum(len(prompt) + args.max_tokens / 2 for prompt in prompts)
+    step_ms = (seconds[1] - seconds[0]) / args.max_tokens * 1e3
+    return GenerateSpeed(keys, step_ms, rows * (1 + args.max_tokens) / seconds[1])
+
+
+WIDTH, HEIGHT = 640, 480
+MAX_LEN = 4096
+PIXEL_CACHE_BYTES = 4 * 2**30
+
+
+@dataclass(frozen=True)
+class PromptSpeed:
+    """The speed of prompts that are sent at once and answered by one token each."""
+
+    tokens: int
+    seconds: list[float]
+    tower_seconds: float
+    """Seconds of the vision tower in the last repeat."""
+    flops: float
+    tower_flops: float
+    peak: float
+
+    @property
+    def median_s(self) -> float:
+        return statistics.median(self.seconds)
+
+    @property
+    def share(self) -> float:
+        """The speed as a share of the matrix peak."""
+        return self.flops / self.median_s / self.peak
+
+
+def measure_prompts(
+    args: argparse.Namespace, count: int, media: Path, exact: bool = False
+) -> PromptSpeed:
+    device = pick_device(args.device)
+    peak = measure_peak(device, args.dtype)
+    family, store = load_family(args.model), MediaStore(media)
+    renderer = load_renderer(args.model, store, family)
+    prompts = []
+    for i in range(count):  # every image another one
+        rng = random.Random(i)
+        sides = (max(32, int(side * args.scale)) for side in (WIDTH, HEIGHT))
+        text = "".join(rng.choices("abcdefgh ", k=64))
+        prompts.append(renderer.render([user(store.put(draw_noise(rng, *sides)), text)]))
+    spec = build_bench_spec(
+        args,
+        media,
+        exact=exact,
+        max_num_seqs=count,
+        max_model_len=MAX_LEN,
+        feature_cache_mb=0,
+    )
+    pixels = Materializer(family, store, PIXEL_CACHE_BYTES)
+    engine = build_engine(spec, family, pixels, renderer.pad_token_ids)
+    text_flops = _count_text_flops(engine.runner.forward, [len(p.token_ids) for p in prompts])
+    tower = _count_tower_flops(engine.runner.forward, pixels, prompts[0])
+    done: queue.SimpleQueue[list[EngineRequest]] = queue.SimpleQueue()
+    engine.start(done.put)
+    seconds, tower_s = [], 0.0
+    try:
+        for repeat in range(args.repeats + 2):  # the first makes pixels, both warm up
+            before, began = engine.totals(), time.perf_counter()
+            engine.submit([_build_prompt_request(i, one) for i, one in enumerate(prompts)])
+            left = count
+            while left:
+                left -= _take_finished(done)
+            if repeat > 1:
+                seconds.append(time.perf_counter() - began)
+            time.sleep(0.01)  # the engine counts a turn when it is over
+            tower_s = engine.totals()["busy_vision_seconds"] - before["busy_vision_seconds"]
+    finally:
+        engine.stop()
+        engine.join(60)
+    return PromptSpeed(
+        tokens=sum(len(p.token_ids) for p in prompts),
+        seconds=seconds,
+        tower_seconds=tower_s,
+        flops=text_flops + count * tower,
+        tower_flops=count * tower,
+        peak=peak,
+    )
+
+
+def _build_prompt_request(index: int, prompt: Rendered) -> TorchRequest:
+    ids = np.array(prompt.token_ids, dtype=np.int32)
+    keys = [slot.item.key for slot in prompt.slots]
+    params = SamplingParams(max_tokens=1, temperature=1.0)
+    return TorchRequest(ids, list(prompt.slots), keys, params, seed=index)
+
+
+def _count_tower_flops(forward: Forward, pixels: Materializer, prompt: Rendered) -> float:
+    """Count the operations of encoding the prompt's image."""
+    model: Any = forward.model
+    names = {name.rsplit(".", 1)[0] for name, _ in forward.vision_parameters()}
+    total = 0.0
+
+    def count(module: nn.Module, inputs: Any, output: torch.Tensor) -> None:
+        nonlocal total
+        weight: Any = module.weight
+        total += 2.0 * weight.numel() * (output.numel() // weight.shape[0])
+
+    handles = [
+        module.register_forward_hook(count)
+        for name, module in model.named_modules()
+        if name in names and isinstance(module, nn.Linear | nn.Conv1d | nn.Conv2d | nn.Conv3d)
+    ]
+    (slot,) = prompt.slots
+    patches = torch.from_numpy(pixels.submit(slot.item).result().patches.copy())
+    parameter = next(model.parameters())
+    with torch.inference_mode():
+        forward.encode(patches.to(parameter.device), [slot.item.grid])
+    for handle in handles:
+        handle.remove()
+    vision = getattr(model.config, "vision_config", None)
+    if vision is None:
+        return total
+    blocks = len(forward.blocks()) - model.config.get_text_config().num_hidden_layers
+    return total + 4.0 * blocks * vision.hidden_size * float(np.prod(slot.item.grid)) ** 2
+
+
+def _count_text_flops(forward: Forward, lengths: list[int]) -> float:
+    model: Any = forward.model
+    tower = {id(parameter) for _, parameter in forward.vision_parameters()}
+    output, text = model.get_output_embeddings().weight, model.config.get_text_config()
+    looked_up = model.get_input_embeddings().weight
+    matrices = 0
+    for name, parameter in model.named_parameters():
+        if id(parameter) in tower or parameter is output or parameter is looked_up:
+            continue
+        if parameter.ndim > 2:
+            raise ConfigError(
+                f"--prompts, and {name} is no matrix that every token passes",
+                "choose a model without experts that attends in every layer",
+            )
+        matrices += parameter.numel() if parameter.ndim == 2 else 0
+    width = text.num_attention_heads * getattr(text, "head_dim", 0)
+    pairs = sum(n * (n + 1) / 2 for n in lengths)
+    attention = 4.0 * text.num_hidden_layers * width * pairs
+    return 2.0 * (matrices * sum(lengths) + output.numel() * len(lengths)) + attention
