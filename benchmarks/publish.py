@@ -19,7 +19,7 @@ import torch
 from benchmarks.store import serve
 from sightline.bench.harness.workspace import add_options, check_at_least, print_table, write_tiny
 from sightline.compute.broadcast import Broadcaster
-from sightline.compute.model import MODEL_DTYPES, load_model
+from sightline.compute.model import MODEL_DTYPES, load_model, pick_device
 from sightline.compute.shared_weights import SharedWeights
 from sightline.compute.weight_transport import WeightPublisher
 from sightline.compute.weights import FilesPublisher, StorePublisher
@@ -56,6 +56,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     check_at_least(args, 1, "repeats", "threads")
+    args.device = pick_device(args.device)
     rows = []
     with tempfile.TemporaryDirectory(prefix="sightline-bench-") as scratch:
         args.model = args.model or write_tiny(Path(scratch) / "model", args.size)
