@@ -11,7 +11,6 @@ from rich.box import SIMPLE_HEAD
 from rich.console import Console
 from rich.table import Table
 
-from benchmarks.harness.chart import Series, line_chart
 from benchmarks.harness.rehearsal import RehearsalFigures, RehearsalPlan, rehearse
 from sightline.bench.harness.workspace import add_options, work_folder, write_tiny
 from sightline.errors import ConfigError
