@@ -133,8 +133,8 @@ def _run_rows(args: argparse.Namespace) -> int:
         )
     if args.baseline:
         for rows in args.rows:
-            found = measure_generate(args, rows, args.baseline)
-            print(json.dumps(found and [found.keys, found.step_ms, found.tokens_per_s]))
+            baseline = measure_generate(args, rows, args.baseline)
+            print(json.dumps(baseline and [baseline.keys, baseline.step_ms, baseline.tokens_per_s]))
         return 0
     with tempfile.TemporaryDirectory(prefix="sightline-bench-") as folder:
         args.model = args.model or write_tiny(Path(folder) / "model", args.size)
@@ -205,14 +205,14 @@ def _run_prompts(args: argparse.Namespace) -> int:
 def _prompts(args: argparse.Namespace, media: Path) -> list[Prompt]:
     store, renderer = open_renderer(args.model, media)
     rng = random.Random(0)
-    made = []
+    prompts = []
     for i in range(args.requests):
         side = max(32, int(SIDES[i % len(SIDES)] * args.scale))
         length = max(1, int(rng.randint(*WORDS) * args.scale))
         text = "".join(rng.choices("abcdefgh ", k=length))
         rendered = renderer.render([user(store.put(draw_noise(rng, side)), text)])
-        made.append((rendered.token_ids, rendered.slots))
-    return made
+        prompts.append((rendered.token_ids, rendered.slots))
+    return prompts
 
 
 # --- transformers
@@ -225,23 +225,23 @@ def _measure_baseline(args: argparse.Namespace, media: Path) -> list[Line]:
     plain = TransformersBaseline(
         args.model, family, args.device, args.dtype, renderer.pad_token_ids
     )
-    asked = [
+    requests = [
         (ids, slots, [family.patches(store.image(slot.item.ref), slot.item) for slot in slots])
         for ids, slots in _prompts(args, media)
     ]
-    few = asked[:: max(1, len(asked) // args.one_by_one)][: args.one_by_one]
+    few = requests[:: max(1, len(requests) // args.one_by_one)][: args.one_by_one]
 
     def one_by_one() -> list[list[int]]:
-        return [plain.generate(*one, args.max_tokens) for one in few]
+        return [plain.generate(*request, args.max_tokens) for request in few]
 
     def padded() -> list[list[int]]:
-        return plain.generate_batch(asked, args.max_tokens)
+        return plain.generate_batch(requests, args.max_tokens)
 
     plain.generate(*few[0], args.max_tokens)
-    plain.generate_batch(asked, 2)
+    plain.generate_batch(requests, 2)
     return [
         _timed("generate, one after another", len(few), 1, one_by_one),
-        _timed("generate, one padded batch", len(asked), args.repeats, padded),
+        _timed("generate, one padded batch", len(requests), args.repeats, padded),
     ]
 
 
@@ -320,7 +320,7 @@ def _print(lines: list[Line], args: argparse.Namespace) -> None:
         times = "" if line is engine else f"{engine.tokens_per_s / line.tokens_per_s:.2f} times"
         seconds = f"{statistics.median(line.seconds):.2f}"
         cells.append([line.name, str(line.requests), seconds, f"{line.tokens_per_s:.0f}", times])
-    same = sum(one == other for one, other in zip(batch.sampled, engine.sampled, strict=True))
+    same = sum(tokens == other for tokens, other in zip(batch.sampled, engine.sampled, strict=True))
     print_table(
         f"{args.requests} requests with an image each, {args.max_tokens} tokens an answer, "
         f"{args.dtype}",

@@ -81,8 +81,8 @@ def run(args: argparse.Namespace) -> int:
         for name, more in servers.items():
             with start_server(args, media, MAX_LEN, more) as address:
                 measured.append(asyncio.run(Load(args, media, address).measure(name)))
-    for one in measured:
-        _print(one, args)
+    for measurement in measured:
+        _print(measurement, args)
     return 0
 
 
@@ -118,22 +118,22 @@ class Load:
     async def _probe(self, address: str, seconds: float) -> list[float]:
         """How long requests for one token took, a few at a time for so long."""
         probes = (self._probe_one_by_one(address, seconds, i) for i in range(NUM_PROBES))
-        return [taken for one in await asyncio.gather(*probes) for taken in one]
+        return [latency for latencies in await asyncio.gather(*probes) for latency in latencies]
 
     async def _probe_one_by_one(self, address: str, seconds: float, seed: int) -> list[float]:
         params = SamplingParams(max_tokens=1, temperature=0.0)
         rng = random.Random(seed)
-        taken: list[float] = []
+        latencies: list[float] = []
         connector = aiohttp.TCPConnector(local_addr=(address, 0))
         until = time.monotonic() + seconds
         async with _session(connector) as session:
-            while time.monotonic() < until or not taken:
+            while time.monotonic() < until or not latencies:
                 # No two alike: none finds another's KV cache.
                 prompt = self.renderer.render([user(f"Question {rng.random()}")]).token_ids
                 began = time.monotonic()
                 await self._ask(session, GenerateRequest.of(prompt, [], params))
-                taken.append(time.monotonic() - began)
-        return taken
+                latencies.append(time.monotonic() - began)
+        return latencies
 
     async def _play(self, number: int) -> None:
         """Plays rollouts, one after another, until the load is over."""
@@ -172,8 +172,8 @@ def _session(connector: aiohttp.TCPConnector) -> aiohttp.ClientSession:
 
 def _print(one: Measured, args: argparse.Namespace) -> None:
     rows = [
-        [name, *_cells(taken)]
-        for name, taken in ({"idle server": one.idle_s} | one.loaded_s).items()
+        [name, *_cells(latencies)]
+        for name, latencies in ({"idle server": one.idle_s} | one.loaded_s).items()
     ]
     lines = [
         f"{args.rollouts} rollouts in flight for {one.seconds:.0f} s: {one.turns} turns, "
@@ -181,11 +181,12 @@ def _print(one: Measured, args: argparse.Namespace) -> None:
         f"memory of the server, MB: {one.idle_bytes / 1e6:.0f} idle, {one.peak_bytes / 1e6:.0f} "
         f"at its peak, {one.end_bytes / 1e6:.0f} at the end",
     ]
-    held = all(
+    is_within_target = all(
         percentile(t, 0.99) <= MAX_TIMES * statistics.median(t) for t in one.loaded_s.values()
     )
     lines.append(
-        f"99th percentile at most {MAX_TIMES:g} times the median: {'yes' if held else 'no'}"
+        f"99th percentile at most {MAX_TIMES:g} times the median: "
+        + ("yes" if is_within_target else "no")
     )
     columns = ("", "requests", "median", "99th percentile", "times the median", "worst")
     print_table(f"{one.name}: seconds of a request for one token", columns, rows, lines)

@@ -76,15 +76,17 @@ def run(args: argparse.Namespace) -> int:
         family, store = load_family(model), MediaStore(folder / "media")
         pillow = load_processor(model, "pil")
         torchvision = load_processor(model, "torchvision") if has_torchvision else None
-        found = [measure(family, store, size, args.repeats, pillow, torchvision) for size in sizes]
+        results = [
+            measure(family, store, size, args.repeats, pillow, torchvision) for size in sizes
+        ]
     print(f"one thread, {args.repeats} repeats in turns: medians, ms of CPU time")
     columns = ("image", "resized", "ours", "resize", "gather", "Pillow", "times", "by wall clock",
                "torchvision", "times", "sent MB", "as floats")  # fmt: skip
-    print_table("from a decoded image to what is sent", columns, decoded_rows(found), width=130)
+    print_table("from a decoded image to what is sent", columns, decoded_rows(results), width=130)
     shares = ("image", "file", "ours", *STAGES, "Pillow", "times")
     title = "from the bytes of a file, digest included"
-    print_table(title, shares, bytes_rows(found), closing_lines(found), width=130)
-    return 0 if all(one.is_equal for one in found) else 1
+    print_table(title, shares, bytes_rows(results), closing_lines(results), width=130)
+    return 0 if all(result.is_equal for result in results) else 1
 
 
 def measure(
@@ -142,7 +144,10 @@ def take_turns(timed: Timed, repeats: int) -> tuple[dict[str, float], dict[str, 
             if number:  # the first round warms up
                 spent[name].append((ended[0] - began[0], ended[1] - began[1]))
     cpu, wall = (
-        {name: 1e3 * statistics.median(one[clock] for one in all_) for name, all_ in spent.items()}
+        {
+            name: 1e3 * statistics.median(sample[clock] for sample in all_)
+            for name, all_ in spent.items()
+        }
         for clock in (0, 1)
     )
     return cpu, wall
@@ -200,12 +205,12 @@ def stages(one: Measured, kind: str) -> dict[str, float]:
 
 def closing_lines(found: list[Measured]) -> list[str]:
     lines = [
-        f"{one.size}: {'bit-equal to' if one.is_equal else 'DIFFERS FROM'} the Pillow processor, "
-        "after our table"
-        + ("" if one.off is None else f"; torchvision is off by {one.off:.2g} at most")
-        for one in found
+        f"{result.size}: {'bit-equal to' if result.is_equal else 'DIFFERS FROM'} the Pillow "
+        "processor, after our table"
+        + ("" if result.off is None else f"; torchvision is off by {result.off:.2g} at most")
+        for result in found
     ]
-    if any(one.off is None for one in found):
+    if any(result.off is None for result in found):
         lines.append("torchvision is not importable here: its column is absent")
     return lines
 

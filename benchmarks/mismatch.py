@@ -206,7 +206,7 @@ def read_results(path: Path, size: StudySize) -> list[Result]:
     """Return the results of a study so far."""
     lines = path.read_bytes().splitlines() if path.is_file() else []
     results = [msgspec.json.decode(line, type=Result) for line in lines]
-    if any(one.size != size for one in results):
+    if any(result.size != size for result in results):
         raise ConfigError(
             f"{path} holds runs of another size: {results[0].size}",
             "name another --out, or take the options that it was begun with",
@@ -247,11 +247,11 @@ def format_range(values: Sequence[float], digits: int) -> str:
     known = [value for value in values if math.isfinite(value)]
     if not known:
         return "never" if any(map(math.isinf, values)) else "–"
-    shown = f"{fmean(known):.{digits}f}"
+    text = f"{fmean(known):.{digits}f}"
     if len(known) > 1:
-        shown += f" ({min(known):.{digits}f}–{max(known):.{digits}f})"
+        text += f" ({min(known):.{digits}f}–{max(known):.{digits}f})"
     missed = len(values) - len(known)
-    return f"{shown}, {missed} never" if missed else shown
+    return f"{text}, {missed} never" if missed else text
 
 
 MEASURES: dict[str, tuple[Callable[[Result], float], int]] = {
@@ -267,13 +267,13 @@ MEASURES: dict[str, tuple[Callable[[Result], float], int]] = {
 
 def format_tables(results: Sequence[Result]) -> Iterator[str]:
     """A table of Markdown for each measure: conditions down, corrections across."""
-    conditions = list(dict.fromkeys(one.condition for one in results))
-    corrections = list(dict.fromkeys(one.correction for one in results))
+    conditions = list(dict.fromkeys(result.condition for result in results))
+    corrections = list(dict.fromkeys(result.correction for result in results))
     for title, (measure, digits) in MEASURES.items():
         lines = [f"| {title} | {' | '.join(corrections)} |", "|---" * (len(corrections) + 1) + "|"]
         for condition in conditions:
             cells = [
-                format_range([measure(one) for one in _select(results, condition, c)], digits)
+                format_range([measure(result) for result in _select(results, condition, c)], digits)
                 for c in corrections
             ]
             lines.append(f"| `{condition}` | {' | '.join(cells)} |")
@@ -281,9 +281,9 @@ def format_tables(results: Sequence[Result]) -> Iterator[str]:
     yield format_differences(results, corrections)
     lines = ["| | KL of sampler and trainer | runs | seconds a run |", "|---|---|---|---|"]
     for condition in conditions:
-        of = [one.record for one in results if one.condition == condition]
-        shown = f"{fmean(r.kl for r in of):.2g} | {len(of)} | {fmean(r.seconds for r in of):.1f}"
-        lines.append(f"| `{condition}` | {shown} |")
+        of = [result.record for result in results if result.condition == condition]
+        figures = f"{fmean(r.kl for r in of):.2g} | {len(of)} | {fmean(r.seconds for r in of):.1f}"
+        lines.append(f"| `{condition}` | {figures} |")
     yield "\n".join(lines)
 
 
@@ -292,19 +292,25 @@ def format_differences(results: Sequence[Result], corrections: Sequence[str]) ->
     and its standard error."""
     exact = {o.seed: fmean(o.record.rewards) for o in results if o.condition == EXACT}
     kinds: dict[str, dict[str, list[float]]] = {}
-    for one in results:
-        if one.condition != EXACT and one.seed in exact:
-            cells = kinds.setdefault(one.condition.split("=")[0], {})
-            difference = fmean(one.record.rewards) - exact[one.seed]
-            cells.setdefault(one.correction, []).append(difference)
+    for result in results:
+        if result.condition != EXACT and result.seed in exact:
+            cells = kinds.setdefault(result.condition.split("=")[0], {})
+            difference = fmean(result.record.rewards) - exact[result.seed]
+            cells.setdefault(result.correction, []).append(difference)
     title = "reward over all steps, less that of `exact` by seed"
     lines = [f"| {title} | {' | '.join(corrections)} |", "|---" * (len(corrections) + 1) + "|"]
     for kind, cells in kinds.items():
-        shown = []
-        for found in (cells.get(correction, []) for correction in corrections):
-            error = f" ± {stdev(found) / math.sqrt(len(found)):.2f}" if len(found) > 1 else ""
-            shown.append(f"{fmean(found):+.2f}{error} ({len(found)})" if found else "–")
-        lines.append(f"| {kind} | {' | '.join(shown)} |")
+        row = []
+        for differences in (cells.get(correction, []) for correction in corrections):
+            error = (
+                f" ± {stdev(differences) / math.sqrt(len(differences)):.2f}"
+                if len(differences) > 1
+                else ""
+            )
+            row.append(
+                f"{fmean(differences):+.2f}{error} ({len(differences)})" if differences else "–"
+            )
+        lines.append(f"| {kind} | {' | '.join(row)} |")
     return "\n".join(lines)
 
 
@@ -329,8 +335,8 @@ def draw_charts(results: Sequence[Result]) -> Iterator[tuple[str, str]]:
             for i, correction in enumerate(corrections):
                 points, bars = [], []
                 for name in levels if not exact else [EXACT, *levels]:
-                    found = exact if name == EXACT else _select(results, name, correction)
-                    values = [v for v in map(get, found) if math.isfinite(v)]
+                    selected = exact if name == EXACT else _select(results, name, correction)
+                    values = [v for v in map(get, selected) if math.isfinite(v)]
                     if values:
                         # Side by side, so that no bar hides another.
                         shift = (i - 1.5) * 0.006 * _find_level(levels[-1])
@@ -340,9 +346,9 @@ def draw_charts(results: Sequence[Result]) -> Iterator[tuple[str, str]]:
             yield f"mismatch_{kind}_{measure}", line_chart(title, series, x_label)
         series = []
         for i, correction in enumerate(corrections):
-            found = _select(results, levels[-1], correction)
-            if found:
-                steps = zip(*(one.record.rewards for one in found), strict=True)
+            selected = _select(results, levels[-1], correction)
+            if selected:
+                steps = zip(*(one.record.rewards for one in selected), strict=True)
                 means = [(step, fmean(values)) for step, values in enumerate(steps, 1)]
                 series.append(Series(correction, smooth(means, WINDOW), colour=i))
         title = f"Reward by step at {levels[-1]}, mean of {WINDOW} steps and of the seeds"

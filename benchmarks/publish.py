@@ -84,9 +84,9 @@ class PublishTrial:
 
     def measure(self, share: float, repeats: int) -> list[str]:
         """The cells of a row, from the columns of bytes on."""
-        found = [asyncio.run(self._publish_next(share)) for _ in range(repeats + 1)]
+        timings = [asyncio.run(self._publish_next(share)) for _ in range(repeats + 1)]
         total, sent, written, first = (
-            statistics.median(column) for column in zip(*found[1:], strict=True)
+            statistics.median(column) for column in zip(*timings[1:], strict=True)
         )
         sizes = [f"{size / 1e6:.2f}" for size in (total, sent)]
         return [*sizes, f"{written:.3f}", f"{first:.3f}"]
@@ -99,17 +99,17 @@ class PublishTrial:
         with torch.no_grad():
             for tensor in tensors[: max(1, round(share * len(tensors)))]:
                 tensor.add_(torch.randn_like(tensor), alpha=self.lr)
-        client, told = GenerateClient(self.url), asyncio.get_running_loop().create_future()
+        client, published = GenerateClient(self.url), asyncio.get_running_loop().create_future()
         loop = asyncio.get_running_loop()
 
         def tell(path: Path, manifest: Manifest) -> None:
-            loop.call_soon_threadsafe(told.set_result, (path, manifest))
+            loop.call_soon_threadsafe(published.set_result, (path, manifest))
 
         try:
             await client.lease(RUN, 60.0)
             began = time.perf_counter()
             self.publisher.put(self.model, self.version, 0, tell)
-            path, manifest = await told
+            path, manifest = await published
             written = time.perf_counter() - began
             await client.adopt(str(path))
             request = GenerateRequest.of([1, 2, 3], [], SamplingParams(max_tokens=1))

@@ -86,7 +86,7 @@ def take_tokenizer(model: Path, tokenizer: Path) -> None:
     data = (tokenizer / "tokenizer.json").read_bytes()
     (model / "tokenizer.json").write_bytes(data)
     known = json.loads(data)
-    ids = [*known["model"]["vocab"].values(), *(one["id"] for one in known["added_tokens"])]
+    ids = [*known["model"]["vocab"].values(), *(token["id"] for token in known["added_tokens"])]
     config = json.loads((model / "config.json").read_text())
     config["text_config"]["vocab_size"] = max(ids) + 1
     (model / "config.json").write_text(json.dumps(config))
@@ -107,20 +107,20 @@ def measure(model: Path, folder: Path, turns: int) -> list[Turn]:
     store = MediaStore(folder / "media")
     renderer = load_renderer(model, store)
     ids = renderer.render([user("begin")]).token_ids
-    said = [*renderer.render([user("go on")]).token_ids[3:5], renderer.stop_token_ids[0]]
-    measured, held = [], 0
+    completion_ids = [*renderer.render([user("go on")]).token_ids[3:5], renderer.stop_token_ids[0]]
+    measured, held_bytes = [], 0
     for turn in range(turns):
         data = (folder / f"{turn}.png").read_bytes()
         began = time.perf_counter()
         ref = store.put(data)
         stored = time.perf_counter()
-        bridged = renderer.bridge(ids, said, [user(f"page {turn}", ref)])
+        bridged = renderer.bridge(ids, completion_ids, [user(f"page {turn}", ref)])
         ended = time.perf_counter()
         if not isinstance(bridged, Bridged):
             raise ConfigError(f"{model}: {bridged}", "choose a checkpoint that does not reason")
-        ids += said + bridged.token_ids
-        held += sum(len(msgspec.msgpack.encode(slot)) for slot in bridged.slots)
-        measured.append(Turn(ended - stored, held, len(ids), stored - began))
+        ids += completion_ids + bridged.token_ids
+        held_bytes += sum(len(msgspec.msgpack.encode(slot)) for slot in bridged.slots)
+        measured.append(Turn(ended - stored, held_bytes, len(ids), stored - began))
     return measured
 
 
@@ -176,14 +176,14 @@ def closing_lines(ours: list[Turn], theirs: list[Turn]) -> list[str]:
     ]
     if theirs:
         ratio = middle(theirs) / middle(ours)
-        whole = middle(theirs) / statistics.median(turn.seconds + turn.put_s for turn in ours)
-        held = theirs[-1].held_bytes / ours[-1].held_bytes
+        time_ratio = middle(theirs) / statistics.median(turn.seconds + turn.put_s for turn in ours)
+        byte_ratio = theirs[-1].held_bytes / ours[-1].held_bytes
         lines += [
             f"{PEER}=={PEER_VERSION}, which reads the image and makes its pixels: "
             f"{1e3 * middle(theirs):.1f} ms a turn",
             f"  {ratio:.0f} times our bridge, where the image is in the store already",
-            f"  {whole:.0f} times our put and bridge, where it is new",
-            f"  it holds {held:,.0f} times the bytes",
+            f"  {time_ratio:.0f} times our put and bridge, where it is new",
+            f"  it holds {byte_ratio:,.0f} times the bytes",
         ]
     else:
         lines.append(f"no {PEER} to compare with: pip install 'sightline-rl[peers]'")

@@ -113,8 +113,8 @@ def memory_table(measured: list[RehearsalFigures]) -> Table:
         table.add_row(f"{name}: at start, MB", *(f"{m.start / MB:.1f}" for m in peaks))
         table.add_row(f"{name}: peak, MB", *(f"{m.peak / MB:.1f}" for m in peaks))
         table.add_row(f"{name}: grown, KB a turn", *(f"{g / 1e3:.1f}" for g in per_turn))
-    held = (_size(f.resent.held_floats / MB) for f in measured)
-    table.add_row("all images held as float32, MB *", *held)
+    held_mb = (_size(f.resent.held_floats / MB) for f in measured)
+    table.add_row("all images held as float32, MB *", *held_mb)
     return table
 
 

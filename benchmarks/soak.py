@@ -162,14 +162,14 @@ def _check_alive(job: subprocess.Popen[bytes], log: Path) -> None:
 
 def show(watch: ProcessWatch, steps: int) -> list[str]:
     """Prints what each process held, and the verdict; returns what is wrong."""
-    found, ended = find_lasting(watch), watch.samples[-1].seconds
+    by_name, ended = find_lasting(watch), watch.samples[-1].seconds
     table = Table(box=SIMPLE_HEAD, title=f"{ended / 60:.1f} minutes, {steps} steps")
     for column in (
         "", "MB at first", "after the warm-up", "at the end", "most", "MB an hour",
         "descriptors", "threads",
     ):  # fmt: skip
         table.add_column(column, justify="left" if not column else "right", no_wrap=True)
-    for name, samples in found.items():
+    for name, samples in by_name.items():
         memory = [sample.rss_bytes / 1e6 for sample in samples]
         first = next(s for s in samples if s.seconds >= WARMUP_FRACTION * ended)
         slope = measure_growth(samples, MEASURES["memory"])
@@ -181,7 +181,7 @@ def show(watch: ProcessWatch, steps: int) -> list[str]:
             f"{first.descriptors} to {samples[-1].descriptors}",
             f"{first.threads} to {samples[-1].threads}",
         )
-    problems = [*find_missing(found), *find_growth(found)]
+    problems = [*find_missing(by_name), *find_growth(by_name)]
     is_judged = find_window_s(ended) == WINDOW_S
     console = Console()
     console.width = max(console.width, 120)
@@ -201,12 +201,12 @@ def show(watch: ProcessWatch, steps: int) -> list[str]:
 def find_lasting(watch: ProcessWatch) -> dict[str, list[ProcessSample]]:
     """The samples of each process that was there from first to last, by its name."""
     began, ended = watch.samples[0].seconds, watch.samples[-1].seconds
-    found: dict[str, list[ProcessSample]] = {}
+    lasting: dict[str, list[ProcessSample]] = {}
     for name_and_pid, samples in watch.by_process().items():
         if (samples[0].seconds, samples[-1].seconds) == (began, ended):
             name = samples[0].name
-            found[name_and_pid if name in found else name] = samples
-    return found
+            lasting[name_and_pid if name in lasting else name] = samples
+    return lasting
 
 
 def find_missing(found: dict[str, list[ProcessSample]]) -> list[str]:

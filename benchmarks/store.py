@@ -67,15 +67,15 @@ def run(args: argparse.Namespace) -> int:
             roots.append((stack.enter_context(serve(Path(scratch), secret)), secret.read_text()))
         rows = []
         context = multiprocessing.get_context("spawn")
-        for number, (root, given) in enumerate(roots):
+        for number, (root, options) in enumerate(roots):
             # In a process of its own, so that one peak of memory does not hide in another.
             with ProcessPoolExecutor(1, context) as pool:
                 folder = Path(scratch) / f"work-{number}"
-                figures = pool.submit(measure, root, given, folder, args).result()
+                figures = pool.submit(measure, root, options, folder, args).result()
             times = (figures.put_s, figures.read_s, figures.read_again_s)
-            shown = root.replace(scratch, "").removeprefix("/") or root
+            label = root.replace(scratch, "").removeprefix("/") or root
             rows.append([
-                shown, *(f"{args.images / seconds:,.0f}" for seconds in times),
+                label, *(f"{args.images / seconds:,.0f}" for seconds in times),
                 f"{figures.hit_fraction:.1%}", f"{figures.peak_mb:.0f}",
             ])  # fmt: skip
         title = f"{args.images} images of {figures.num_bytes} bytes each, {args.threads} threads"

@@ -109,8 +109,8 @@ def run_peer(args: argparse.Namespace, model: Path, folder: Path) -> dict[str, A
             f"{args.python} failed: {done.stderr[-3000:]}",
             "install TRL there: `make bench-trl` builds .venv-trl and runs this",
         )
-    found: dict[str, Any] = json.loads((folder / "trl.json").read_text())
-    return found
+    results: dict[str, Any] = json.loads((folder / "trl.json").read_text())
+    return results
 
 
 class SightlineStep:
@@ -140,8 +140,8 @@ class SightlineStep:
             # TRL says nothing of the pixels that it saw.
             BadMediaPolicy(max_bad_fraction=0.0, allows_unverified_pixels=True),
         )
-        refs = {one["image"]: store.put(folder / one["image"]) for one in prompts}
-        texts = {one["image"]: one["text"] for one in prompts}
+        refs = {prompt["image"]: store.put(folder / prompt["image"]) for prompt in prompts}
+        texts = {prompt["image"]: prompt["text"] for prompt in prompts}
         rendered = {
             name: self.renderer.render([user(ref, texts[name])]) for name, ref in refs.items()
         }

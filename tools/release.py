@@ -20,8 +20,8 @@ DASHBOARD = "sightline/view/dashboard/static/index.html"
 
 def read_version(root: Path) -> str:
     text = (root / "src" / "sightline" / "__init__.py").read_text()
-    found = re.search(r'^__version__ = "(.+)"$', text, re.M)
-    return found[1] if found else ""
+    match = re.search(r'^__version__ = "(.+)"$', text, re.M)
+    return match[1] if match else ""
 
 
 def find_problems(root: Path) -> list[str]:

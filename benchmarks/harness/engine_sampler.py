@@ -123,9 +123,11 @@ class Sampler:
         )  # fmt: skip
         family = load_family(model.path, **model.overrides())
         renderer = load_renderer(model.path, store, family)
-        shown = change_filter(family, filter_name) if filter_name else family
+        sampler_family = change_filter(family, filter_name) if filter_name else family
         banned = renderer.pad_token_ids
-        self.engine = build_engine(spec, shown, Materializer(shown, store, 1 << 26), banned)
+        self.engine = build_engine(
+            spec, sampler_family, Materializer(sampler_family, store, 1 << 26), banned
+        )
         validator = RequestValidator(
             family, banned[0], renderer.vocab_size, MAX_MODEL_LEN, frozenset()
         )
@@ -149,7 +151,7 @@ class Sampler:
     def play(self, requests: list[RolloutRequest]) -> list[Trace]:
         async def play_all() -> list[Trace]:
             played = await asyncio.gather(*map(self._player.play, requests))
-            return [one.trace for one in played]
+            return [rollout.trace for rollout in played]
 
         traces = self._runner.run(play_all())
         for trace in traces:

@@ -75,8 +75,8 @@ class GrainyCodeword(ColorCodeword):
 
     def task(self, index: int, split: str) -> Task:
         rng = self.task_rng(index, split)
-        shown = LETTERS if split == "sft" else LETTERS[: self.num_colors]
-        pairs = [(rng.choice(shown), rng.randrange(self.shades)) for _ in range(self.turns)]
+        letters = LETTERS if split == "sft" else LETTERS[: self.num_colors]
+        pairs = [(rng.choice(letters), rng.randrange(self.shades)) for _ in range(self.turns)]
         return Task(index, split, pairs)
 
     @cache  # noqa: B019 - an environment lives as long as its process
@@ -147,8 +147,8 @@ class Versions:
     def publish(self) -> None:
         """Writes the learner's weights as the next version, with the tower that it is to have."""
         version = len(self.paths)
-        named = self._learner.forward.model.named_parameters()
-        tensors = {name: full_tensor(p.detach()).float().cpu().clone() for name, p in named}
+        parameters = self._learner.forward.model.named_parameters()
+        tensors = {name: full_tensor(p.detach()).float().cpu().clone() for name, p in parameters}
         self._towers[version] = {name: tensors[name] for name in self._vision}
         seen = max(0, version - self._stale)
         tensors |= self._towers[seen]
@@ -208,11 +208,11 @@ def compute_gradient(learner: Learner, loss: LossFunction, ready: ReadyBatch) ->
     for _, micro_batch in ready.iterate_with_pixels():
         alone.backward(micro_batch, MetricSums(SUM_NAMES), StepTimer(alone.device))
     groups = alone.optimizer.param_groups
-    found = [
+    gradients = [
         full_tensor(p.grad).flatten() for g in groups for p in g["params"] if p.grad is not None
     ]
     alone.optimizer.zero_grad(set_to_none=True)
-    return torch.cat(found).double()
+    return torch.cat(gradients).double()
 
 
 def compare_gradients(found: Tensor, true: Tensor) -> tuple[float, float]:
@@ -282,11 +282,11 @@ class StudyRun:
         ready = self._preparer.prepare(Batch(step, reported), "")
         if step % self.size.gradient_every == 0:
             algorithm = cast(GRPO, self.learner.algorithm)
-            found = compute_gradient(self.learner, algorithm.policy_loss, ready)
+            gradient = compute_gradient(self.learner, algorithm.policy_loss, ready)
             truth = self._preparer.prepare(Batch(step, true), "")
             on_policy = compute_gradient(self.learner, importance_weighted, truth)
             if on_policy.any():  # groups whose rollouts all earned the same have none
-                cosine, ratio = compare_gradients(found, on_policy)
+                cosine, ratio = compare_gradients(gradient, on_policy)
                 record.cosines.append(cosine)
                 record.norm_ratios.append(ratio)
         result = self.learner.step(ready)

@@ -52,10 +52,10 @@ class ProcessWatch:
 
     def by_process(self) -> dict[str, list[ProcessSample]]:
         """Samples of each process that was seen twice or more, in the order of its first."""
-        found: dict[str, list[ProcessSample]] = {}
+        by_name: dict[str, list[ProcessSample]] = {}
         for sample in self.samples:
-            found.setdefault(f"{sample.name} {sample.pid}", []).append(sample)
-        return {name: samples for name, samples in found.items() if len(samples) > 1}
+            by_name.setdefault(f"{sample.name} {sample.pid}", []).append(sample)
+        return {name: samples for name, samples in by_name.items() if len(samples) > 1}
 
     def total_bytes(self) -> list[float]:
         """Memory of all processes together, at each moment."""
@@ -73,7 +73,7 @@ def sample_processes(root: int, seconds: float) -> list[ProcessSample]:
             with contextlib.suppress(OSError):
                 fields = (entry / "stat").read_text().rpartition(")")[2].split()
                 parents[int(entry.name)] = int(fields[1])
-    below, found = {root}, []
+    below, process_samples = {root}, []
     for pid in sorted(parents):
         ancestors, at = [pid], pid
         while at in parents and at not in below:
@@ -83,8 +83,8 @@ def sample_processes(root: int, seconds: float) -> list[ProcessSample]:
             below.update(ancestors)
     for pid in sorted(below - {root}):
         with contextlib.suppress(OSError):
-            found.append(_read_sample(pid, seconds))
-    return found
+            process_samples.append(_read_sample(pid, seconds))
+    return process_samples
 
 
 def _read_sample(pid: int, seconds: float) -> ProcessSample:

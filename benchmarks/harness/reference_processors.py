@@ -22,8 +22,8 @@ def load_processor(model: Path, backend: str) -> Processor:
     processor = AutoImageProcessor.from_pretrained(model, backend=backend, local_files_only=True)
 
     def rows(image: Any) -> torch.Tensor:
-        found: torch.Tensor = processor(images=image, return_tensors="pt")["pixel_values"]
-        return found
+        pixel_values: torch.Tensor = processor(images=image, return_tensors="pt")["pixel_values"]
+        return pixel_values
 
     return rows
 

@@ -42,18 +42,24 @@ def main() -> None:
     renderer._processor = SimpleNamespace(image_processor=images)
     begin = [{"role": "user", "content": "begin"}]
     ids = renderer.render(begin, add_generation_prompt=True).token_ids
-    said = [*tokenizer.encode("go on", add_special_tokens=False), renderer.get_stop_token_ids()[0]]
-    held = None
+    completion_ids = [
+        *tokenizer.encode("go on", add_special_tokens=False),
+        renderer.get_stop_token_ids()[0],
+    ]
+    multi_modal_data = None
     for turn in range(int(turns)):
         part = {"type": "image_url", "image_url": {"url": f"file://{folder}/{turn}.png"}}
         content = [{"type": "text", "text": f"page {turn}"}, part]
         began = time.perf_counter()
         bridged = renderer.bridge_to_next_turn(
-            ids, said, [{"role": "user", "content": content}], previous_multi_modal_data=held
+            ids,
+            completion_ids,
+            [{"role": "user", "content": content}],
+            previous_multi_modal_data=multi_modal_data,
         )
         spent = time.perf_counter() - began
-        ids, held = bridged.token_ids, bridged.multi_modal_data
-        pixels = sum(item["pixel_values"].nbytes for item in held.mm_items["image"])
+        ids, multi_modal_data = bridged.token_ids, bridged.multi_modal_data
+        pixels = sum(item["pixel_values"].nbytes for item in multi_modal_data.mm_items["image"])
         print(json.dumps([spent, pixels, len(ids)]), flush=True)
 
 

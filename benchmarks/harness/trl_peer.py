@@ -56,16 +56,16 @@ def build_trainer_class() -> Any:
 
         def _generate(self, *args: Any, **kwargs: Any) -> Any:
             began = read_clocks()
-            found = super()._generate(*args, **kwargs)
+            completions = super()._generate(*args, **kwargs)
             self.generated.append(since(began))
-            return found
+            return completions
 
         def _generate_and_score_completions(self, inputs: Any) -> Any:
-            found = super()._generate_and_score_completions(inputs)
+            outputs = super()._generate_and_score_completions(inputs)
             if self.first is None:
-                self.first = {key: found[key].tolist() for key in FIRST_STEP}
-                self.first["names"] = [one["name"] for one in inputs]
-            return found
+                self.first = {key: outputs[key].tolist() for key in FIRST_STEP}
+                self.first["names"] = [prompt["name"] for prompt in inputs]
+            return outputs
 
     return TimedTrainer
 
@@ -134,12 +134,12 @@ def main() -> None:
 
     rows = [
         {
-            "prompt": [{"role": "user", "content": one["text"]}],
-            "image": Image.open(folder / one["image"]).convert("RGB"),
-            "name": one["image"],
+            "prompt": [{"role": "user", "content": prompt["text"]}],
+            "image": Image.open(folder / prompt["image"]).convert("RGB"),
+            "name": prompt["image"],
         }
         for _ in range(steps)
-        for one in task["prompts"]
+        for prompt in task["prompts"]
     ]
     config = build_config(task, folder, steps)
     timer = build_timer_class()()
@@ -153,13 +153,13 @@ def main() -> None:
     )
     trainer.train()
     norms = [log["grad_norm"] for log in trainer.state.log_history if "grad_norm" in log]
-    found = {
+    results = {
         "steps": timer.times,
         "generated": trainer.generated,
         "grad_norm": norms[0],
         "first": trainer.first,
     }
-    (folder / "trl.json").write_text(json.dumps(found))
+    (folder / "trl.json").write_text(json.dumps(results))
     del library
 
 

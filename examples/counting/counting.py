@@ -58,9 +58,9 @@ class Counting(Environment):
         return Task(index, split, Scene(tuple(sorted(cells)), rng.getrandbits(32)))
 
     async def rollout(self, task: Task, chat: Chat) -> Outcome:
-        said = (await chat.send([user(chat.put(self.draw(task.data)))])).text
-        right = said == str(len(task.data.cells))
-        malformed = said not in self.answers
+        answer = (await chat.send([user(chat.put(self.draw(task.data)))])).text
+        right = answer == str(len(task.data.cells))
+        malformed = answer not in self.answers
         return Outcome(
             reward=float(right) - self.malformed_penalty * malformed,
             parts={"right": float(right), "malformed": float(malformed)},
@@ -74,10 +74,10 @@ class Counting(Environment):
         """
         digit = rng.choice(self.answers)
         if rng.random() < self.spelled_fraction:
-            shown = encode_png(draw_glyph(DIGITS[digit], self.side))
+            image = encode_png(draw_glyph(DIGITS[digit], self.side))
         else:
-            shown = self.draw(task.data)
-        return [user(put(shown)), assistant(digit)]
+            image = self.draw(task.data)
+        return [user(put(image)), assistant(digit)]
 
     @property
     def answers(self) -> tuple[str, ...]:

@@ -52,18 +52,18 @@ class FrameOrder(Environment):
 
     def task(self, index: int, split: str) -> Task:
         rng = self.task_rng(index, split)
-        shown = "".join(rng.sample(self.letters, self.colors))
-        return Task(index, split, Film(shown, rng.getrandbits(32)))
+        letters = "".join(rng.sample(self.letters, self.colors))
+        return Task(index, split, Film(letters, rng.getrandbits(32)))
 
     async def rollout(self, task: Task, chat: Chat) -> Outcome:
-        said = (await chat.send([user(self.show(task.data, chat.put))])).text
+        answer = (await chat.send([user(self.show(task.data, chat.put))])).text
         wanted = task.data.letters
-        malformed = sorted(said) != sorted(wanted)
-        places = sum(a == b for a, b in zip(said, wanted, strict=not malformed))
+        malformed = sorted(answer) != sorted(wanted)
+        places = sum(a == b for a, b in zip(answer, wanted, strict=not malformed))
         share = 0.0 if malformed else places / len(wanted)
         return Outcome(
             reward=share - self.malformed_penalty * malformed,
-            parts={"right": float(said == wanted), "malformed": float(malformed)},
+            parts={"right": float(answer == wanted), "malformed": float(malformed)},
         )
 
     def demonstration(self, task: Task, put: Any, rng: random.Random) -> list[Message]:
@@ -83,4 +83,4 @@ class FrameOrder(Environment):
             shade = tuple(value + rng.randint(-20, 20) for value in COLORS[letter])
             picture = put(encode_png(Image.new("RGB", (self.side, self.side), shade)))
             frames += [picture] * self.frames_per_color
-        return video([(one, i * self.seconds_per_frame) for i, one in enumerate(frames)])
+        return video([(frame, i * self.seconds_per_frame) for i, frame in enumerate(frames)])

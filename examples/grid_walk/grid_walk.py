@@ -152,16 +152,16 @@ class GridWalk(Environment):
 
     def distances(self, maze: Maze) -> dict[Cell, int]:
         """Moves to the goal from every field that has a way there."""
-        found = {maze.goal: 0}
+        distances = {maze.goal: 0}
         waiting = deque([maze.goal])
         while waiting:
             here = waiting.popleft()
             for move in MOVES:
                 there = self.step(maze, here, move)
-                if there not in found:
-                    found[there] = found[here] + 1
+                if there not in distances:
+                    distances[there] = distances[here] + 1
                     waiting.append(there)
-        return found
+        return distances
 
     def draw(self, maze: Maze, at: Cell) -> bytes:
         image = Image.new("RGB", (self.side, self.side), FLOOR)

@@ -162,8 +162,8 @@ class Chromium:
         rest = b""
         with self.process.stdout as pipe:
             while data := pipe.read(1 << 16):
-                *whole, rest = (rest + data).split(b"\0")
-                for message in whole:
+                *messages, rest = (rest + data).split(b"\0")
+                for message in messages:
                     self._dispatch_message(json.loads(message))
         with self._lock:
             self._closed = True

@@ -92,8 +92,8 @@ _LAZY_NAMES = {
 def __getattr__(name: str) -> Any:
     for module, names in _LAZY_NAMES.items():
         if name in names:
-            globals()[name] = found = getattr(import_module(f"{__name__}.{module}"), name)
-            return found
+            globals()[name] = value = getattr(import_module(f"{__name__}.{module}"), name)
+            return value
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
 
 

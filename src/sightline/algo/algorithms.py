@@ -133,13 +133,13 @@ def _load_class(name: str) -> type[Algorithm]:
             f"{SETTING} = {name!r} is not a built-in algorithm",
             f"use one of {', '.join(map(repr, ALGORITHMS))}, or 'module:Class' of your own",
         )
-    found: Any = load_object(name, SETTING)
-    if not (isinstance(found, type) and issubclass(found, Algorithm)):
+    loaded: Any = load_object(name, SETTING)
+    if not (isinstance(loaded, type) and issubclass(loaded, Algorithm)):
         raise ConfigError(
             f"{SETTING} = {name!r} is not an Algorithm",
             "derive the class from sightline.algo.algorithm.Algorithm",
         )
-    return found
+    return loaded
 
 
 def _try_algorithm(name: str, algorithm: Algorithm) -> None:

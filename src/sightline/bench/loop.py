@@ -70,10 +70,10 @@ def run(args: argparse.Namespace) -> int:
         began = time.time()
         model = args.model or write_tiny(folder / "model", args.size)
         print(f"model: {time.time() - began:.1f} s; playing {args.steps} steps", flush=True)
-        found = measure_loop(args, folder, model)
-    show(found)
+        results = measure_loop(args, folder, model)
+    show(results)
     if args.output is not None:
-        args.output.write_text(json.dumps(found, indent=1) + "\n")
+        args.output.write_text(json.dumps(results, indent=1) + "\n")
     return 0
 
 

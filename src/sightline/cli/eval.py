@@ -102,10 +102,12 @@ def run(args: argparse.Namespace) -> int:
         **{name: getattr(args, name) for name in same},
     )
     if output:
-        output.write_text("".join(json.dumps(to_line(one)) + "\n" for one in played))
-    seconds = max(one.trace.ended for one in played) - min(one.trace.started for one in played)
+        output.write_text("".join(json.dumps(to_line(rollout)) + "\n" for rollout in played))
+    seconds = max(rollout.trace.ended for rollout in played) - min(
+        rollout.trace.started for rollout in played
+    )
     print_eval_table(played, args.env or env.name, seconds)
-    return 0 if any(one.trace.reward is not None for one in played) else 1
+    return 0 if any(rollout.trace.reward is not None for rollout in played) else 1
 
 
 def _read_settings(args: argparse.Namespace) -> RunFile:
@@ -120,6 +122,6 @@ def _read_settings(args: argparse.Namespace) -> RunFile:
         raise ConfigError("no environment given", "name one, or a run with --run")
     if args.env is not None:
         values["env"] = {"name": args.env, "args": args.env_args}
-    given = {name: getattr(args, name) for name in (*SETTINGS, "dtype")}
-    given = {name: value for name, value in given.items() if value is not None}
-    return build_eval_config(values, str(args.checkpoint or ""), given)
+    options = {name: getattr(args, name) for name in (*SETTINGS, "dtype")}
+    options = {name: value for name, value in options.items() if value is not None}
+    return build_eval_config(values, str(args.checkpoint or ""), options)

@@ -37,8 +37,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     check_target(args.folder, args.force)
-    given = {"type": args.type, "size": args.size}
-    options = {name: value for name, value in given.items() if value is not None}
+    arguments = {"type": args.type, "size": args.size}
+    options = {name: value for name, value in arguments.items() if value is not None}
     # The first import of torch takes a while.
     print(f"{args.family}: writing {args.folder}", file=sys.stderr, flush=True)
     write_atomically(args.family, args.folder, args.seed, **options)

@@ -42,17 +42,22 @@ def run(args: argparse.Namespace) -> int:
     old = run_status.find_prunable(runs, args.older_than_days * DAY_S)
     in_use = run_status.collect_kept_digests(runs, old) if args.images else set()
     total = 0
-    for one in old:
-        names, freed = [f.name for f in one.folders], run_status.measure_bytes(*one.folders)
-        if args.images and one.run_dir.media.is_dir():
-            images = MediaStore(one.run_dir.media).gc(in_use, MIN_IMAGE_AGE_S, dry_run=not args.yes)
+    for prunable in old:
+        names, freed = (
+            [f.name for f in prunable.folders],
+            run_status.measure_bytes(*prunable.folders),
+        )
+        if args.images and prunable.run_dir.media.is_dir():
+            images = MediaStore(prunable.run_dir.media).gc(
+                in_use, MIN_IMAGE_AGE_S, dry_run=not args.yes
+            )
             names, freed = [*names, f"{len(images.removed)} images"], freed + images.removed_bytes
-        print(f"{one.run_dir.path}: {', '.join(names) or 'nothing'} ({decimal(freed)})")
+        print(f"{prunable.run_dir.path}: {', '.join(names) or 'nothing'} ({decimal(freed)})")
         total += freed
-        for folder in one.folders if args.yes else ():
-            with open(one.run_dir.pruned, "a") as note:
+        for folder in prunable.folders if args.yes else ():
+            with open(prunable.run_dir.pruned, "a") as note:
                 for file in folder.rglob("*"):
-                    print(file.relative_to(one.run_dir.path), file=note)
+                    print(file.relative_to(prunable.run_dir.path), file=note)
             shutil.rmtree(folder)
     print(f"removed {decimal(total)}" if args.yes else f"--yes removes {decimal(total)}")
     return 0

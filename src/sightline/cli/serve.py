@@ -55,8 +55,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def add_setting(parser: argparse.ArgumentParser, name: str, field: FieldInfo) -> None:
     """Add an option with the name, description and default of a setting."""
     default = COMMAND_DEFAULTS.get(name, field.default)
-    shown = f" Default: {default}." if default not in (None, "") else ""
-    option, text = f"--{name.replace('_', '-')}", f"{field.description}{shown}".replace("%", "%%")
+    default_text = f" Default: {default}." if default not in (None, "") else ""
+    option, text = (
+        f"--{name.replace('_', '-')}",
+        f"{field.description}{default_text}".replace("%", "%%"),
+    )
     if field.annotation is bool:
         parser.add_argument(option, action=argparse.BooleanOptionalAction, help=text)
     else:
@@ -65,12 +68,12 @@ def add_setting(parser: argparse.ArgumentParser, name: str, field: FieldInfo) ->
 
 def run(args: argparse.Namespace) -> int:
     names = {*ServerSpec.model_fields, *ModelConfig.model_fields, *InferenceConfig.model_fields}
-    given = {name: value for name, value in vars(args).items() if name in names}
-    given = {name: value for name, value in given.items() if value is not None}
-    if "media_roots" not in given:
+    options = {name: value for name, value in vars(args).items() if name in names}
+    options = {name: value for name, value in options.items() if value is not None}
+    if "media_roots" not in options:
         folder = tempfile.mkdtemp(prefix="sightline-serve-")
         print(f"images are stored in {folder}; use --media DIR for another folder", flush=True)
-        given["media_roots"] = [folder]
-    spec = ServerSpec.of(**(COMMAND_DEFAULTS | given))
+        options["media_roots"] = [folder]
+    spec = ServerSpec.of(**(COMMAND_DEFAULTS | options))
     load_engine(args.engine).serve(spec)
     return 0

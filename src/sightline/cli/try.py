@@ -65,10 +65,10 @@ def run(args: argparse.Namespace) -> int:
         args.model = run_dir.path / "model"
         print("writing a tiny random model", flush=True)
         registry.write_tiny(registry.get_default_family(), args.model, seed=0)
-    given = {
+    options = {
         name: getattr(args, name) for name in ("tasks", "max_tokens", "max_model_len", "max_pixels")
     }
-    config = build_eval_config(values, str(args.model), given)
+    config = build_eval_config(values, str(args.model), options)
     run_dir.config.write_text(dump_toml(config))
 
     events = EventLog(run_dir.metrics, TRIAL)
@@ -79,7 +79,7 @@ def run(args: argparse.Namespace) -> int:
     played = play_evaluation(
         env, config, media=run_dir.media, split="train", max_concurrent=1, player_kind=player
     )
-    traces = [one.trace for one in played]
+    traces = [rollout.trace for rollout in played]
     write_traces(run_dir.eval_traces("try"), traces)
     events.write("eval", name="try", **EvalSummary(traces).event_values)
     summarize(run_dir)

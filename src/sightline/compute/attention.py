@@ -230,12 +230,12 @@ class TreePattern:
 
 def find_trees(subtree_end: SubtreeEnd) -> list[tuple[int, int]]:
     """Start and end of every tree: its first token is seen to the end."""
-    found, start = [], 0
+    trees, start = [], 0
     while start < len(subtree_end):
         end = int(subtree_end[start])
-        found.append((start, end))
+        trees.append((start, end))
         start = end
-    return found
+    return trees
 
 
 def _build_tree_masks(

@@ -115,7 +115,7 @@ def _try_cudnn(
         angles = (torch.arange(math.prod(shape), device=device).view(shape) for shape in shapes)
         q, k, v = inputs = [x.sin().to(dtype).requires_grad_() for x in angles]
         try:
-            found = [
+            results = [
                 (out, *torch.autograd.grad(out.float().square().sum(), inputs))
                 for out in (
                     attention_cudnn.attend_equal_rows(q, k, v, scaling, 2, causal),
@@ -126,7 +126,7 @@ def _try_cudnn(
             return False
         return all(
             x.shape == y.shape and bool((x - y).float().norm() <= 2e-2 * y.float().norm())
-            for x, y in zip(*found, strict=True)
+            for x, y in zip(*results, strict=True)
         )
 
 
@@ -230,8 +230,8 @@ def find_visible_blocks(
     same = first[None, :] == first[:, None]
     # Every key of an earlier block comes before every query: only the ends decide.
     some = before & (by_block.max(axis=1)[None, :] > first[:, None])
-    whole = before & (by_block.min(axis=1)[None, :] >= first[:, None] + BLOCK)
-    return (some & ~whole) | same, whole
+    full = before & (by_block.min(axis=1)[None, :] >= first[:, None] + BLOCK)
+    return (some & ~full) | same, full
 
 
 def _block_mask(padded: np.ndarray, end: Tensor, device: torch.device) -> Any:
@@ -240,8 +240,8 @@ def _block_mask(padded: np.ndarray, end: Tensor, device: torch.device) -> Any:
     def sees(b: Any, h: Any, q: Tensor, k: Tensor) -> Tensor:
         return (k <= q) & (q < end[k])
 
-    partial, whole = (_list_blocks(blocks, device) for blocks in find_visible_blocks(padded))
-    return BlockMask.from_kv_blocks(*partial, *whole, BLOCK_SIZE=BLOCK, mask_mod=sees)
+    partial, full = (_list_blocks(blocks, device) for blocks in find_visible_blocks(padded))
+    return BlockMask.from_kv_blocks(*partial, *full, BLOCK_SIZE=BLOCK, mask_mod=sees)
 
 
 def _list_blocks(

@@ -122,9 +122,9 @@ class PaddedRows:
             attend_equal_rows(q, k, v, scaling, rows, causal=True)
             for rows, q, k, v in zip(self._num_rows, qs, ks, vs, strict=True)
         ]
-        whole = parts[0] if len(parts) == 1 else torch.cat(parts)
-        found: Tensor = _MoveTokens.apply(whole, self._places, self._tokens, self._unused)
-        return found
+        padded = parts[0] if len(parts) == 1 else torch.cat(parts)
+        tokens: Tensor = _MoveTokens.apply(padded, self._places, self._tokens, self._unused)
+        return tokens
 
 
 def _split(x: Tensor, sizes: list[int]) -> Sequence[Tensor]:
@@ -150,8 +150,8 @@ class _MoveTokens(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *grads: Any) -> Any:
         back, unused = ctx.saved_tensors
-        found = grads[0].index_select(0, back)
-        return found if unused is None else found.index_fill_(0, unused, 0), None, None, None
+        gradient = grads[0].index_select(0, back)
+        return gradient if unused is None else gradient.index_fill_(0, unused, 0), None, None, None
 
 
 def build_padded_rows(

@@ -138,9 +138,9 @@ def _attend_on_cpu(
     k = keys[pages].permute(0, 3, 1, 4, 2).contiguous()
     # What was never written may be no number, and 0 times it is none.
     v = values[pages].masked_fill(~is_written, 0).permute(0, 3, 1, 2, 4).contiguous()
-    asked = q.unflatten(2, (kv_heads, -1)).permute(0, 2, 1, 3, 4).flatten(2, 3).contiguous()
-    asked = asked.unsqueeze(2).expand(-1, -1, pages.shape[1], -1, -1).contiguous()
-    scores = (asked @ k).transpose(2, 3).flatten(3) * scaling
+    queries = q.unflatten(2, (kv_heads, -1)).permute(0, 2, 1, 3, 4).flatten(2, 3).contiguous()
+    queries = queries.unsqueeze(2).expand(-1, -1, pages.shape[1], -1, -1).contiguous()
+    scores = (queries @ k).transpose(2, 3).flatten(3) * scaling
     limit = torch.minimum(first_seen[:, None] + torch.arange(num_queries), seq_lens[:, None])
     limit = limit.clamp(min=1).repeat_interleave(heads // kv_heads, dim=1)
     scores = scores.masked_fill(index >= limit[:, None, :, None], float("-inf"))
@@ -196,5 +196,5 @@ class ExactPattern:
         keys, values = (x.new_empty(self._num_pages, PAGE, *x.shape[1:]) for x in (run_k, run_v))
         keys.flatten(0, 1).index_copy_(0, self._places, run_k)
         values.flatten(0, 1).index_copy_(0, self._places, run_v)
-        found = attend_run(run_q, keys, values, self._tiles[queries], scaling)
-        return found.transpose(0, 1).unsqueeze(0)
+        attended = attend_run(run_q, keys, values, self._tiles[queries], scaling)
+        return attended.transpose(0, 1).unsqueeze(0)

@@ -100,8 +100,8 @@ def fill_rows(model: Any, folder: Path, own: Mapping[str, LocalRows]) -> set[str
     """
     opened = open_checkpoint(folder)
     mapping = get_model_conversion_mapping(model)
-    renamings = [one for one in mapping if isinstance(one, conversion.WeightRenaming)]
-    converters = [one for one in mapping if isinstance(one, conversion.WeightConverter)]
+    renamings = [entry for entry in mapping if isinstance(entry, conversion.WeightRenaming)]
+    converters = [entry for entry in mapping if isinstance(entry, conversion.WeightConverter)]
     sources: dict[str, dict[str | None, list[str]]] = {}
     for name in sorted(opened, key=conversion.dot_natural_key):
         prefix = model.base_model_prefix
@@ -109,10 +109,10 @@ def fill_rows(model: Any, folder: Path, own: Mapping[str, LocalRows]) -> set[str
         if target not in own and name in own:
             target, pattern = name, None
         sources.setdefault(target, {}).setdefault(pattern, []).append(name)
-    found: set[str] = set()
+    filled: set[str] = set()
     for target in sources.keys() & own.keys():
-        made = _read_converted(model, opened, own, target, sources[target], converters)
-        for name, tensor in made.items():
+        tensors = _read_converted(model, opened, own, target, sources[target], converters)
+        for name, tensor in tensors.items():
             local = own[name].rows
             if tensor.shape != local.shape:
                 raise WeightsError(
@@ -121,8 +121,8 @@ def fill_rows(model: Any, folder: Path, own: Mapping[str, LocalRows]) -> set[str
                     "use files that fit the checkpoint's config.json",
                 )
             local.copy_(tensor)
-        found |= made.keys()
-    return found
+        filled |= tensors.keys()
+    return filled
 
 
 def _read_converted(
@@ -137,9 +137,9 @@ def _read_converted(
     local, first, shape = own[target]
     stop = first + (len(local) if shape else 1)
     pattern, names = next(iter(sources.items()))
-    used = deepcopy([one for one in converters if pattern in one.source_patterns])
-    operations = [operation for one in used for operation in one.operations]
-    if all(isinstance(one, conversion.Transpose) and one.check_dims for one in operations):
+    used = deepcopy([step for step in converters if pattern in step.source_patterns])
+    operations = [operation for step in used for operation in step.operations]
+    if all(isinstance(step, conversion.Transpose) and step.check_dims for step in operations):
         rows = opened.rows(names[0], first, stop)
         is_turned = is_transposed(opened.shape(names[0]), shape)
         return {target: rows.transpose(-1, -2) if is_turned else rows}
@@ -149,10 +149,10 @@ def _read_converted(
     for pattern, names in sources.items():
         for name in names[first:stop] if stacks else names:
             used[0].add_tensor(target, name, pattern, opened[name].to(local.dtype))
-    made = used[0].convert(target, model=model, config=getattr(model, "config", None))
-    found: dict[str, Tensor] = {}
-    for name in made.keys() & own.keys():
-        tensor = made[name][0] if isinstance(made[name], list) else made[name]
+    converted = used[0].convert(target, model=model, config=getattr(model, "config", None))
+    tensors: dict[str, Tensor] = {}
+    for name in converted.keys() & own.keys():
+        tensor = converted[name][0] if isinstance(converted[name], list) else converted[name]
         local, first, _ = own[name]
-        found[name] = tensor if stacks else tensor[first : first + len(local)]
-    return found
+        tensors[name] = tensor if stacks else tensor[first : first + len(local)]
+    return tensors

@@ -58,7 +58,7 @@ def make_exact(forward: Forward, family: Family, device: torch.device, dtype: to
         forward.encode = partial(_encode_each, forward.encode)  # type: ignore[method-assign]
     else:
         fuse_layers(forward.model, exact=True)
-    found: dict[tuple[int, ...], tuple[int, int]] = {}
+    rows_by_shape: dict[tuple[int, ...], tuple[int, int]] = {}
     for name, module in forward.model.named_modules():
         is_linear = isinstance(module, nn.Linear)
         if not (is_linear or is_patch_embedding(module)) or (
@@ -67,9 +67,11 @@ def make_exact(forward: Forward, family: Family, device: torch.device, dtype: to
             continue
         weight: Any = module.weight
         shape = (*weight.flatten(1).shape, module.bias is not None)
-        if shape not in found:
-            found[shape] = find_rows(name, module, device, dtype)
-        product = partial(_multiply_with_gradient, least=found[shape][0], most=found[shape][1])
+        if shape not in rows_by_shape:
+            rows_by_shape[shape] = find_rows(name, module, device, dtype)
+        product = partial(
+            _multiply_with_gradient, least=rows_by_shape[shape][0], most=rows_by_shape[shape][1]
+        )
         module.forward = (
             partial(_forward_linear, module, product)
             if is_linear
@@ -178,8 +180,8 @@ def multiply(
         weight = F.pad(weight, (0, 0, 0, missing))
         bias = None if bias is None else F.pad(bias, (0, missing))
     with contextlib.nullcontext() if x.is_cuda else without_onednn():
-        found = x.new_empty(len(rows), len(weight))
-        for part, place in zip(rows.split(most), found.split(most), strict=True):
+        product = x.new_empty(len(rows), len(weight))
+        for part, place in zip(rows.split(most), product.split(most), strict=True):
             if len(part) < least:
                 filled = F.pad(part, (0, 0, 0, least - len(part)))
                 place.copy_(F.linear(filled, weight, bias)[: len(part)])
@@ -187,7 +189,7 @@ def multiply(
                 torch.mm(part, weight.T, out=place)
             else:
                 torch.addmm(bias, part, weight.T, out=place)
-    return found[:, :outer].reshape(*x.shape[:-1], outer)
+    return product[:, :outer].reshape(*x.shape[:-1], outer)
 
 
 def find_rows(name: str, module: Any, device: torch.device, dtype: torch.dtype) -> tuple[int, int]:
@@ -207,8 +209,8 @@ def find_rows(name: str, module: Any, device: torch.device, dtype: torch.dtype) 
     varying = 0
     with torch.no_grad():
         for choice in choices:
-            whole = multiply(x, weight, bias, *choice)
-            bad = [n for n in tried if not _is_same(x, whole, n, weight, bias, *choice)]
+            reference = multiply(x, weight, bias, *choice)
+            bad = [n for n in tried if not _is_same(x, reference, n, weight, bias, *choice)]
             if not bad:
                 return choice
             varying = bad[0]
@@ -253,14 +255,14 @@ def _pad_tokens(
     missing = -length % ROWS
     padded = (F.pad(x, (0, missing)) for x in (token_ids, positions))
     pattern = _PaddedPattern(attention, length)
-    found: Tensor = hidden(*padded, features, feature_indices, pattern)
-    return found[:, :length]
+    states: Tensor = hidden(*padded, features, feature_indices, pattern)
+    return states[:, :length]
 
 
 def _encode_each(encode: Any, patches: Tensor, grids: list[Any]) -> Tensor:
     parts = patches.split([math.prod(grid) for grid in grids])
-    found = [encode(part, [grid]) for part, grid in zip(parts, grids, strict=True)]
-    return found[0] if len(found) == 1 else torch.cat(found)
+    encoded = [encode(part, [grid]) for part, grid in zip(parts, grids, strict=True)]
+    return encoded[0] if len(encoded) == 1 else torch.cat(encoded)
 
 
 @torch.no_grad()

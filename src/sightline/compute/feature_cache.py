@@ -32,9 +32,9 @@ class FeatureCache(LRUCache[str, ItemFeatures]):
         return int(self.currsize)
 
     def find(self, key: str) -> ItemFeatures | None:
-        shown: ItemFeatures | None = self.get(key)
-        self.hits += shown is not None
-        return shown
+        features: ItemFeatures | None = self.get(key)
+        self.hits += features is not None
+        return features
 
     def put(self, key: str, shown: ItemFeatures) -> None:
         self.encoded += 1

@@ -92,10 +92,10 @@ def _join(exact: bool, *layers: nn.Linear) -> Callable[[Tensor], Sequence[Tensor
         return lambda x: [layer(x) for layer in layers]
 
     def join(parts: Sequence[Tensor]) -> Tensor:
-        whole = torch.cat([part.detach() for part in parts])
-        for part, place in zip(parts, whole.split([len(part) for part in parts]), strict=True):
+        joined = torch.cat([part.detach() for part in parts])
+        for part, place in zip(parts, joined.split([len(part) for part in parts]), strict=True):
             part.data = place
-        return whole
+        return joined
 
     weight = join([layer.weight for layer in layers])
     biases = [layer.bias for layer in layers if layer.bias is not None]
@@ -204,8 +204,8 @@ def _build_image_attention(module: Any, exact: bool) -> Callable[..., Tensor]:
         q, k, v = (x.transpose(0, 1).unsqueeze(0) for x in (q, k, v))
         longest = int(cu_seqlens.diff().max()) if max_seqlen is None else max_seqlen
         out = attend_among(q, k, v, float(module.scaling), cu_seqlens, longest)
-        shown: Tensor = module.proj(out.squeeze(0).transpose(0, 1).flatten(1))
-        return shown
+        projected: Tensor = module.proj(out.squeeze(0).transpose(0, 1).flatten(1))
+        return projected
 
     return attend
 

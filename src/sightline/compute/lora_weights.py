@@ -51,13 +51,13 @@ def resolve_parameter(
 
 def digest_tensors(tensors: Iterable[tuple[str, Tensor]], dtype: torch.dtype | None = None) -> str:
     """Digest of names, shapes and bits (as `dtype`, where given), in whichever order they come."""
-    found = {}
+    digests = {}
     for name, tensor in tensors:
         digest = hashlib.sha256(f"{name}:{tuple(tensor.shape)}:".encode())
         digest.update(tensor_bytes(tensor, dtype).numpy().data)
-        found[name] = digest.digest()
+        digests[name] = digest.digest()
         del tensor  # before the next one is gathered
-    return hashlib.sha256(b"".join(found[name] for name in sorted(found))).hexdigest()
+    return hashlib.sha256(b"".join(digests[name] for name in sorted(digests))).hexdigest()
 
 
 class AdapterBase:

@@ -72,8 +72,8 @@ def limit_gpu_memory(device: str, share: float) -> int:
     device that is no GPU. Two processes on one GPU each keep to their own."""
     if not device.startswith("cuda"):
         return 0
-    named = torch.device(device).index
-    index = torch.cuda.current_device() if named is None else named
+    device_index = torch.device(device).index
+    index = torch.cuda.current_device() if device_index is None else device_index
     torch.cuda.set_per_process_memory_fraction(share, index)
     return int(share * torch.cuda.get_device_properties(index).total_memory)
 

@@ -49,8 +49,8 @@ class _PlainGradient(torch.autograd.Function):
         if _backend and isinstance(plain, partial):
             options = tuple(plain.keywords.items())
             compute = _compile_gradients(_backend, plain.func, options, needs)
-        found = iter(compute(plain, needs, inputs, grads))
-        return None, None, *(next(found) if need else None for need in needs)
+        gradients = iter(compute(plain, needs, inputs, grads))
+        return None, None, *(next(gradients) if need else None for need in needs)
 
 
 def _compute_gradients(
@@ -60,9 +60,9 @@ def _compute_gradients(
     grads: Sequence[Tensor],
 ) -> Sequence[Tensor]:
     with torch.enable_grad():
-        given = [x.detach().requires_grad_(need) for x, need in zip(inputs, needs, strict=True)]
-        out = plain(*given)
-    return torch.autograd.grad(out, [x for x in given if x.requires_grad], grads)
+        leaves = [x.detach().requires_grad_(need) for x, need in zip(inputs, needs, strict=True)]
+        out = plain(*leaves)
+    return torch.autograd.grad(out, [x for x in leaves if x.requires_grad], grads)
 
 
 @cache
@@ -77,8 +77,8 @@ def _compile_gradients(
     def compute(inputs: Sequence[Tensor], grads: Sequence[Tensor]) -> Sequence[Tensor]:
         def apply(*needed: Tensor) -> Any:
             left = iter(needed)
-            given = [next(left) if need else x for x, need in zip(inputs, needs, strict=True)]
-            return function(*given, **dict(options))
+            arguments = [next(left) if need else x for x, need in zip(inputs, needs, strict=True)]
+            return function(*arguments, **dict(options))
 
         needed = [x for x, need in zip(inputs, needs, strict=True) if need]
         pull: Callable[..., Sequence[Tensor]] = torch.func.vjp(apply, *needed)[1]

@@ -159,16 +159,16 @@ def map_shared(root: Path, manifest: Manifest) -> Iterator[dict[str, Tensor]]:
     They do not change until the end of the `with` block, which waits for the device.
     """
     memory = manifest.read_payload(SharedMemory)
-    gone = WeightsGone(
+    missing = WeightsGone(
         f"version {manifest.label} is no longer in the trainer's memory",
         "wait for the next version, or resume the run if its trainer ended",
     )
     if not (root / LOCK).is_file() or not (root / OWNER).is_file():
-        raise gone
+        raise missing
     with open(root / LOCK, "rb") as label, open(root / OWNER, "rb") as owner:
         _lock(label.fileno(), fcntl.LOCK_SH)
         if label.read() != manifest.label.encode() or not _is_locked(owner.fileno()):
-            raise gone
+            raise missing
         buffer = _map_memory(root, memory)
         try:
             if finish_digest(memory.tensors, _sum_concurrently(buffer)) != manifest.weights_digest:

@@ -179,8 +179,8 @@ def iterate_pieces(tensor: Tensor, dtype: torch.dtype | None = None) -> Iterator
     From a GPU they come through page-locked memory, which torch reuses. Copies to other memory are
     many times slower.
     """
-    whole = tensor.detach().to(resolve_dtype(tensor, dtype)).contiguous()
-    for piece in whole.reshape(-1).view(torch.uint8).split(PIECE_BYTES):
+    contiguous = tensor.detach().to(resolve_dtype(tensor, dtype)).contiguous()
+    for piece in contiguous.reshape(-1).view(torch.uint8).split(PIECE_BYTES):
         if piece.is_cuda:
             piece = torch.empty_like(piece, device="cpu", pin_memory=True).copy_(piece)
         yield piece.numpy().data

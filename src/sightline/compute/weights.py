@@ -208,10 +208,10 @@ def _other_file_error(path: Path, what: str) -> WeightsError:
 
 def adopt_into(model: torch.nn.Module, tensors: dict[str, Tensor]) -> None:
     """Copy `tensors` into the model. Names and shapes are checked before anything changes."""
-    own = dict(model.named_parameters())
-    check_parameters(own, tensors)
+    parameters = dict(model.named_parameters())
+    check_parameters(parameters, tensors)
     with torch.no_grad():
-        for name, parameter in own.items():
+        for name, parameter in parameters.items():
             parameter.copy_(tensors[name])
 
 

@@ -75,16 +75,16 @@ def sum_words(tensor: Tensor, first_row: int = 0) -> Int64[Tensor, ""]:
     data = tensor.detach().contiguous().reshape(-1).view(torch.uint8)
     if data.storage_offset() % 4:  # words must be aligned
         data = data.clone()
-    whole = len(data) // ROW_BYTES
+    num_rows = len(data) // ROW_BYTES
     total = torch.zeros((), dtype=torch.int64, device=data.device)
-    chunk = CHUNK_ROWS if data.device.type == "cpu" else max(whole, 1)
-    for begin in range(0, whole, chunk):
-        end = min(begin + chunk, whole)
+    chunk = CHUNK_ROWS if data.device.type == "cpu" else max(num_rows, 1)
+    for begin in range(0, num_rows, chunk):
+        end = min(begin + chunk, num_rows)
         total += _sum_rows(data[begin * ROW_BYTES : end * ROW_BYTES], first_row + begin)
-    if rest := len(data) - whole * ROW_BYTES:
+    if rest := len(data) - num_rows * ROW_BYTES:
         last = data.new_zeros(ROW_BYTES)
-        last[:rest] = data[whole * ROW_BYTES :]
-        total += _sum_rows(last, first_row + whole)
+        last[:rest] = data[num_rows * ROW_BYTES :]
+        total += _sum_rows(last, first_row + num_rows)
     return total
 
 

@@ -88,9 +88,9 @@ class RunFile(_TrainingFile):
     @property
     def server_memory_share(self) -> float:
         """Fraction of its GPU's memory for each server; 0 leaves it to the engine."""
-        given = self.inference.gpu_memory_utilization
-        if given or not any(map(self._has_servers_gpu, range(self.trainer.ranks))):
-            return given
+        share = self.inference.gpu_memory_utilization
+        if share or not any(map(self._has_servers_gpu, range(self.trainer.ranks))):
+            return share
         return SERVERS_SHARE / self._num_servers
 
     def get_trainer_memory_share(self, rank: int) -> float:

@@ -112,12 +112,12 @@ class ColorCodeword(Environment):
             new = "".join(rng.choice(LETTERS) for _ in range(self.squares))
             letters += new
             if spelled and self.in_words:
-                shown = user(" ".join(new))
+                message = user(" ".join(new))
             elif spelled:
-                shown = user(*(put(self.letter(letter)) for letter in new))
+                message = user(*(put(self.letter(letter)) for letter in new))
             else:
-                shown = self._show(task, turn, put)
-            messages += [shown, assistant(letters)]
+                message = self._show(task, turn, put)
+            messages += [message, assistant(letters)]
         return messages
 
     def _show(self, task: Task, turn: int, put: Any) -> Message:

@@ -92,17 +92,17 @@ class Toolbox:
         if tool is None:
             raise ToolError(f"no tool {call.name!r}; there are {', '.join(self._tools)}")
         try:
-            given = json.loads(call.arguments or "{}")
+            arguments = json.loads(call.arguments or "{}")
         except ValueError as error:
             raise ToolError(f"the arguments are not JSON: {error}") from error
-        if not isinstance(given, dict):
+        if not isinstance(arguments, dict):
             raise ToolError("the arguments are not an object")
-        if unknown := given.keys() - tool.hints.keys():
+        if unknown := arguments.keys() - tool.hints.keys():
             raise ToolError(f"unknown arguments: {', '.join(sorted(unknown))}")
-        if missing := tool.required - given.keys():
+        if missing := tool.required - arguments.keys():
             raise ToolError(f"missing arguments: {', '.join(sorted(missing))}")
         values = {}
-        for name, value in given.items():
+        for name, value in arguments.items():
             try:
                 values[name] = msgspec.convert(value, tool.hints[name])
             except msgspec.ValidationError as error:

@@ -208,14 +208,14 @@ def apply_delta_rule(
     kept = fades.cumsum(-1).exp().unsqueeze(-1)
     between = _sum_between(fades).exp()
     left = between[..., -1, :].unsqueeze(-1)
-    whole = kept[..., -1:, :]
+    total_decay = kept[..., -1:, :]
     # What each token writes, minus what its state and earlier tokens of its chunk predict.
     system = (k * rate) @ k.transpose(-1, -2) * between
     wanted = torch.cat([v * rate, k * rate * kept], dim=-1)
     solved = torch.linalg.solve_triangular(system, wanted, upper=False, unitriangular=True)
     written, predicted = solved.split([v.shape[-1], k.shape[-1]], dim=-1)
     within = q @ k.transpose(-1, -2) * between
-    parts = (q * kept, k * left, whole, written, predicted, within)
+    parts = (q * kept, k * left, total_decay, written, predicted, within)
     levels = zip(*(x.split(plan.level_sizes) for x in parts), strict=True)
     state, outs = None, []
     for parents, (read, keys, remains, writes, predicts, sees) in zip(

@@ -138,7 +138,7 @@ def find_frame_difference(
     default.
     """
     try:
-        own = {
+        settings = {
             "patch": read_int(raw, patch, "patch_size"),
             "merge": read_int(raw, 2, "merge_size"),
             "temporal": read_int(raw, 2, "temporal_patch_size"),
@@ -146,7 +146,7 @@ def find_frame_difference(
         }
     except FamilyError as error:
         return error.problem
-    for key, value in own.items():
+    for key, value in settings.items():
         if value != (known := getattr(images, key)):
             return f"its video processor has {key} = {value}, its image processor {known}"
     return "its vision tower looks at single frames" if images.temporal < 2 else None

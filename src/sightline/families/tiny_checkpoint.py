@@ -114,12 +114,12 @@ def _build_tokenizer(
     settings: Mapping[str, Any],
     extra_merges: Sequence[tuple[str, str]],
 ) -> Tokenizer:
-    own = [(left, right) for left, right in description.get("merges", ())]
+    merges = [(left, right) for left, right in description.get("merges", ())]
     plain = list(description.get("plain", ()))
     for option, tokens in description.get("optional", {}).items():
         plain += tokens if settings[option] else []
     return build_bpe_tokenizer(
-        (*ROLE_MERGES, *own, *extra_merges),
+        (*ROLE_MERGES, *merges, *extra_merges),
         split_words(description["words"]),
         description["special"],
         plain,
@@ -258,8 +258,8 @@ def draw_weights(path: Path, shapes: Mapping[str, torch.Tensor], seed: int, std:
             values = torch.full((size,), float(name.endswith("weight")))
         else:
             key = zlib.crc32(f"{seed} {name} {first // DRAWN_AT_ONCE}".encode())
-            own = torch.Generator().manual_seed(key)
-            values = torch.empty(size).normal_(std=std, generator=own)
+            generator = torch.Generator().manual_seed(key)
+            values = torch.empty(size).normal_(std=std, generator=generator)
         data, at = values.to(like.dtype).view(torch.uint8).numpy().data, 8 + len(text) + offset
         while len(data):
             written = os.pwrite(file.fileno(), data, at)

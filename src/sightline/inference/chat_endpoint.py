@@ -112,7 +112,7 @@ class ChatEndpoint:
         self, chat_request: ChatRequest, num_prompt_tokens: int
     ) -> SamplingParams:
         extra = chat_request.extra
-        given = {
+        options = {
             name: _read_field(extra, name, kind)
             for name, kind in SAMPLING_TYPES.items()
             if name in extra
@@ -125,7 +125,7 @@ class ChatEndpoint:
                 *_read_field(extra, "stop_token_ids", TokenIds, ()),
             ),
             logprobs=0 if _read_field(extra, "logprobs", bool, False) else None,
-            **given,
+            **options,
         )
 
     def _build_response(

@@ -61,14 +61,14 @@ def _build_folder_error(path: Path, error: OSError) -> ConfigError:
 
 def make_secret(run_dir: RunDir) -> str:
     """Return the run's secret; create it if it is missing. SIGHTLINE_SECRET replaces it."""
-    given = os.environ.get(SECRET_VARIABLE, "").strip()
-    if given and len(given) < MIN_SECRET_CHARS:
+    secret = os.environ.get(SECRET_VARIABLE, "").strip()
+    if secret and len(secret) < MIN_SECRET_CHARS:
         raise ConfigError(
-            f"{SECRET_VARIABLE} has only {len(given)} characters",
+            f"{SECRET_VARIABLE} has only {len(secret)} characters",
             f"use {MIN_SECRET_CHARS} or more, for instance from `openssl rand -hex 32`",
         )
-    if given or not run_dir.secret.is_file():
-        write_private(run_dir.secret, given or secrets.token_hex(32))
+    if secret or not run_dir.secret.is_file():
+        write_private(run_dir.secret, secret or secrets.token_hex(32))
     return read_secret(run_dir)
 
 

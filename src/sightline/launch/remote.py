@@ -50,9 +50,9 @@ def run_elsewhere(
     The process is a child of this one, which only watches it. When the launcher ends, the child and
     everything it started are killed.
     """
-    given = sys.stdin.readline().strip() if sys.stdin is not None else ""
+    rights = sys.stdin.readline().strip() if sys.stdin is not None else ""
     secret = os.environ.pop(SECRET_VARIABLE, "").strip()
-    if not given and not secret:
+    if not rights and not secret:
         raise ConfigError(
             f"{name} got no rights in the run",
             f"write them to standard input, or set {SECRET_VARIABLE}",
@@ -74,10 +74,10 @@ def run_elsewhere(
         clean_up()
         os._exit(1)
 
-    if given:  # by a launcher, which keeps standard input open
+    if rights:  # by a launcher, which keeps standard input open
         threading.Thread(target=wait_for_launcher, daemon=True, name="parent").start()
     try:
-        make_copy(name, hub, run_dir, given or derive_rights(secret, name).encode())
+        make_copy(name, hub, run_dir, rights or derive_rights(secret, name).encode())
         return _run_child(name, hub, run_dir, arguments, threads)
     except Exception as error:
         traceback.print_exc()

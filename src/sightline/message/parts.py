@@ -115,9 +115,9 @@ class Message(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_defa
     @property
     def refs(self) -> tuple[MediaRef, ...]:
         """Refs of all images, video files and video frames, in order."""
-        shown = (part for part in self.content if not isinstance(part, TextPart))
+        media_parts = (part for part in self.content if not isinstance(part, TextPart))
         return tuple(
-            ref for p in shown for ref in (p.refs if isinstance(p, VideoPart) else (p.ref,))
+            ref for p in media_parts for ref in (p.refs if isinstance(p, VideoPart) else (p.ref,))
         )
 
     @property

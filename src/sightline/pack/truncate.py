@@ -17,18 +17,18 @@ NOTHING_TRAINS = "nothing that trains fits"
 
 def truncate(samples: Sequence[Sample], limit: int) -> tuple[list[Sample], Counter[str]]:
     """Return the samples cut to `limit` tokens, and counts of those cut or left out."""
-    kept: list[Sample] = []
+    fitting: list[Sample] = []
     counts: Counter[str] = Counter()
     for sample in samples:
         if len(sample.token_ids) <= limit:
-            kept.append(sample)
+            fitting.append(sample)
             continue
         shorter = truncate_sample(sample, limit)
         if isinstance(shorter, Sample):
-            kept.append(shorter)
+            fitting.append(shorter)
             shorter = CUT
         counts[shorter] += 1
-    return kept, counts
+    return fitting, counts
 
 
 def truncate_sample(sample: Sample, limit: int) -> Sample | str:

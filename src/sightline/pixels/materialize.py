@@ -121,13 +121,13 @@ class Materializer:
         item yields a failed future.
         """
         ahead: deque[tuple[MediaItem, Future[Pixels]]] = deque()
-        held = 0
+        ahead_bytes = 0
         for item in items:
             nbytes = self.count_bytes(item)
-            while ahead and held + nbytes > max_bytes:
-                held -= self.count_bytes(ahead[0][0])
+            while ahead and ahead_bytes + nbytes > max_bytes:
+                ahead_bytes -= self.count_bytes(ahead[0][0])
                 yield ahead.popleft()
-            held += nbytes
+            ahead_bytes += nbytes
             try:
                 future = self.submit(item, keep)
             except SightlineError as error:

@@ -129,15 +129,15 @@ class RunMirror:
             new = [name for name, stamp in stamps.items() if self._seen.get(name) != stamp]
             # A manifest makes the files next to it valid, so it comes after them.
             new.sort(key=lambda name: (name.endswith(MANIFEST), name))
-            gone = [name for name in self._seen if name not in stamps]
-            gone.sort(key=lambda name: (not name.endswith(MANIFEST), name))
+            removed = [name for name in self._seen if name not in stamps]
+            removed.sort(key=lambda name: (not name.endswith(MANIFEST), name))
             files = []
             for name in new:
                 try:
                     files.append(self._read(name))
                 except FileNotFoundError:  # it has just been removed
                     del stamps[name]
-            files += [FileChange(name, is_removed=True) for name in gone]
+            files += [FileChange(name, is_removed=True) for name in removed]
             if files:
                 self._send(FileChanges(tuple(files)))
             self._seen = stamps

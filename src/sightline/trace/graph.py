@@ -101,12 +101,12 @@ class TraceGraph(msgspec.Struct, kw_only=True, forbid_unknown_fields=True, dict=
         Branches come longest first, then by the id of their leaf. A path ends at its last new
         turn.
         """
-        taken = set[int]()
+        assigned = set[int]()
         branches = sorted(self.branches(), key=lambda path: (-self.end(path[-1]), path[-1]))
         for path in branches:
-            if own := [node for node in path if node in turns and node not in taken]:
-                taken.update(own)
-                yield path[: path.index(own[-1]) + 1], own
+            if new_turns := [node for node in path if node in turns and node not in assigned]:
+                assigned.update(new_turns)
+                yield path[: path.index(new_turns[-1]) + 1], new_turns
 
     def last_turn(self, node: int) -> int:
         """Return the nearest node at or above `node` that was sampled."""

@@ -87,8 +87,8 @@ def _misaligned(batch: MicroBatch, at: int, problem: str) -> Misaligned:
 
 def _describe_images(batch: MicroBatch) -> str:
     """Name up to four images of the micro-batch, with their samples."""
-    named = [f"{e.item.name} of sample {e.wanted_by}" for e in batch.items[:4]]
-    return f"step {batch.step}, {', '.join(named) or 'no images'} ({len(batch.items)} images)"
+    names = [f"{e.item.name} of sample {e.wanted_by}" for e in batch.items[:4]]
+    return f"step {batch.step}, {', '.join(names) or 'no images'} ({len(batch.items)} images)"
 
 
 def _find_sample(batch: MicroBatch, at: int) -> str:

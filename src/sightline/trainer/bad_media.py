@@ -55,19 +55,19 @@ class BadMediaPolicy:
 
         `lost` are samples that were dropped before, because an image never arrived.
         """
-        kept: list[Sample] = []
+        usable: list[Sample] = []
         dropped = list(lost)
         for sample in batch.samples:
-            if (found := self._find_problem(sample, digests, problems)) is None:
-                kept.append(sample)
+            if (problem := self._find_problem(sample, digests, problems)) is None:
+                usable.append(sample)
                 continue
-            item, bare = found
+            item, bare = problem
             error = add_location(bare, sample.trace_id, batch.step, item, store)
             if self.on_bad_image == "stop":
                 raise error from bare
-            named = (sample.trace_id, item.ref.digest, type(bare).__name__)
-            dropped.append(DroppedSample(*named, error.problem, error.fix))
-        num = len(kept) + len(dropped)
+            identity = (sample.trace_id, item.ref.digest, type(bare).__name__)
+            dropped.append(DroppedSample(*identity, error.problem, error.fix))
+        num = len(usable) + len(dropped)
         if len(dropped) > self.max_bad_fraction * num:
             raise MediaError(
                 f"step {batch.step}: bad media cost {len(dropped)} of {num} samples "
@@ -75,7 +75,7 @@ class BadMediaPolicy:
                 f"{self.max_bad_fraction} allows. The last: {dropped[-1].problem}",
                 f"{dropped[-1].fix}; or raise the budget",
             )
-        return kept, dropped
+        return usable, dropped
 
     def _find_problem(
         self, sample: Sample, digests: PixelDigests, problems: MediaProblems
@@ -83,11 +83,11 @@ class BadMediaPolicy:
         for item in sample.items:
             if item in problems:
                 return item, problems[item]
-        shown = [(sample.items[slot.item], slot.pixel_digest) for slot in sample.slots]
-        for item, seen in shown:
+        items = [(sample.items[slot.item], slot.pixel_digest) for slot in sample.slots]
+        for item, seen in items:
             if seen is not None and seen != digests[item]:
                 return item, build_pixel_mismatch(seen, digests[item])
-        for item, seen in shown:
+        for item, seen in items:
             if seen is None and not self.allows_unverified_pixels:
                 return item, PixelsUnproven(
                     "the sampler reported no digest of its pixels",
@@ -97,7 +97,7 @@ class BadMediaPolicy:
 
 
 def count_reasons(dropped: Sequence[DroppedSample]) -> dict[str, int]:
-    return dict(Counter(one.reason for one in dropped))
+    return dict(Counter(sample.reason for sample in dropped))
 
 
 def add_location(error: BadT, sample: str, step: int, item: MediaItem, store: MediaStore) -> BadT:

@@ -110,8 +110,12 @@ def _forward_by_pattern(
 ) -> Any:
     """A block that is one graph is computed again inside of its backward graph, which costs the
     host nothing; one that is broken at its attention, as it is."""
-    found = attention.find_graph_options(hidden, options)
-    return broken(hidden, *args, **options) if found is None else single(hidden, *args, **found)
+    graph_options = attention.find_graph_options(hidden, options)
+    return (
+        broken(hidden, *args, **options)
+        if graph_options is None
+        else single(hidden, *args, **graph_options)
+    )
 
 
 @cache

@@ -66,8 +66,8 @@ class Demonstrations:
         # Not the string that an environment seeds a task with: the same draws would leak it.
         rng = random.Random(f"{self._seed}:demonstration:{index}")
         env = self._env.choose_environment(index, "sft")
-        shown = env.demonstration(env.task(index, "sft"), self._store.put, rng)
-        messages = put_images(shown, self._store.put)
+        demonstration = env.demonstration(env.task(index, "sft"), self._store.put, rng)
+        messages = put_images(demonstration, self._store.put)
         return TrainingConversation(self.name(index, split), messages, env.tools)
 
 
@@ -131,12 +131,12 @@ class FileConversations:
                 "set [data] messages_column",
             )
         images = row.get(self._data.images_column) or []
-        shown = _RowImages(
+        row_images = _RowImages(
             images if isinstance(images, list) else [images], self._put, self._folder
         )
-        filled = shown.fill(_decode_cell(row[column], column))
+        filled = row_images.fill(_decode_cell(row[column], column))
         if "image_digests" not in row:  # as `sightline samples` writes it, images of all branches
-            shown.check_all_used()
+            row_images.check_all_used()
         messages = to_messages(filled, self._resolver)
         if not any(message.role == "assistant" for message in messages):
             raise MessageError.at(column, "the assistant says nothing", "remove the row")

@@ -132,11 +132,11 @@ class ReadyBatch:
             if ready.pixels is None or ready.made is not None:
                 yield place, ready
                 continue
-            made = ready.pixels.take(ready.batch)
+            patches = ready.pixels.take(ready.batch)
             if place + 1 in places and self.micro_batches[place + 1].made is None:
                 ready.pixels.start(self.micro_batches[place + 1].batch)
-            yield place, replace(ready, made=made)
-            del made
+            yield place, replace(ready, made=patches)
+            del patches
             ready.pixels.release(ready.batch)
 
     @property
@@ -176,11 +176,11 @@ class BatchPreparer:
         began = time.monotonic()
         digests, problems = self._digest_items(batch)
         store = self.materializer.store
-        kept, dropped = self.bad_media.filter_samples(batch, digests, problems, store, lost)
+        usable, dropped = self.bad_media.filter_samples(batch, digests, problems, store, lost)
         spent = time.monotonic() - began
         minibatches = [
             pack(samples, batch.step, self.family, self.limit, self.aggregation)
-            for samples in self._split(kept, batch.step)
+            for samples in self._split(usable, batch.step)
         ]
         return ReadyBatch(
             step=batch.step,
@@ -193,9 +193,9 @@ class BatchPreparer:
             minibatch_sizes=list(map(len, minibatches)),
             rollouts=rollouts,
             materialize_s=spent,
-            num_samples=len(kept),
-            num_slots=sum(len(sample.slots) for sample in kept),
-            num_items=len({item.key for sample in kept for item in sample.items}),
+            num_samples=len(usable),
+            num_slots=sum(len(sample.slots) for sample in usable),
+            num_items=len({item.key for sample in usable for item in sample.items}),
             dropped=dropped,
             truncated=truncated,
         )

@@ -49,10 +49,12 @@ class FrozenTowerFeatures:
         the smallest image through instead.
         """
         items, starts = ready.batch.items, ready.patch_starts
-        shown = [
+        cached = [
             self.cache.find(entry.item.key) if ready.has_stored_pixels else None for entry in items
         ]
-        missing = [place for place, found in enumerate(shown) if found is None]
+        missing = [
+            place for place, features_of_item in enumerate(cached) if features_of_item is None
+        ]
         # Before the first of them: from then on every rank is in the tower's collectives.
         passes = self.dims.max(len(missing)) if ready.runs_tower else len(missing)
         if missing:
@@ -60,14 +62,20 @@ class FrozenTowerFeatures:
             patches = copy_to_device(ready.made, device)  # whole: see there
         for place in missing:
             entry = items[place]
-            own = patches[starts[place] : starts[place + 1]]
-            encoded = self.forward.encode(own, [entry.item.grid])
-            shown[place] = features = ItemFeatures(encoded, entry.pixel_digest or "")
+            item_patches = patches[starts[place] : starts[place + 1]]
+            encoded = self.forward.encode(item_patches, [entry.item.grid])
+            cached[place] = features = ItemFeatures(encoded, entry.pixel_digest or "")
             if ready.has_stored_pixels:
                 self.cache.put(entry.item.key, features)
         for _ in range(passes - len(missing)):
             encode_blank(self.forward, device)
-        return torch.cat([one.features for one in shown if one is not None]) if items else None
+        return (
+            torch.cat(
+                [entry_features.features for entry_features in cached if entry_features is not None]
+            )
+            if items
+            else None
+        )
 
 
 @dataclass

@@ -249,25 +249,25 @@ class Learner(LossComputer):
 
     def _cache_figures(self) -> dict[str, dict[str, int]]:
         """Hits, misses, evictions and bytes of this rank's caches, by cache."""
-        found = {} if self.pixels is None else {"trainer_pixels": self.pixels.figures()}
+        figures = {} if self.pixels is None else {"trainer_pixels": self.pixels.figures()}
         features = self.features or getattr(self.reference, "features", None)
         if features is not None:
-            found["trainer_features"] = features.cache.figures()
-        return found
+            figures["trainer_features"] = features.cache.figures()
+        return figures
 
     def _probe(self, ready: ReadyBatch) -> ImageSwapProbe | None:
         """Probe one micro-batch of the step before the update; rank 0 returns the result."""
         if not self.diagnostics_every or ready.step % self.diagnostics_every:
             return None
-        own = pick_probe_micro_batch(ready.micro_batches)
-        names = self.dims.gather_list([] if own is None else [own[0]])
+        candidate = pick_probe_micro_batch(ready.micro_batches)
+        names = self.dims.gather_list([] if candidate is None else [candidate[0]])
         if not names:
             return None
         self.watchdog.enter(f"the probe of step {ready.step}")
         result = None
-        is_probed = own is not None and own[0] == min(names)
+        is_probed = candidate is not None and candidate[0] == min(names)
         smallest = min(ready.micro_batches, key=lambda m: len(m.batch.token_ids))
-        chosen = own[1] if own is not None and is_probed else smallest
+        chosen = candidate[1] if candidate is not None and is_probed else smallest
         for _, micro_batch in replace(ready, micro_batches=[chosen]).iterate_with_pixels():
             if is_probed:
                 result = probe(micro_batch, self.score)

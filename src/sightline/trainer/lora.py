@@ -58,7 +58,7 @@ def add_adapters(
     )
     # peft brings adapters to where their matrix is, and on the meta device they would lose their
     # values: in the place of one that is there stands one of a single element.
-    empty = {name: one.weight for name, one in layers.items() if one.weight.is_meta}
+    empty = {name: layer.weight for name, layer in layers.items() if layer.weight.is_meta}
     for name, weight in empty.items():
         single = torch.empty((), dtype=weight.dtype).expand(weight.shape)
         layers[name].weight = nn.Parameter(single)
@@ -136,10 +136,10 @@ def build_merge_gather(model: nn.Module) -> Gather:
 
     def gather(tensor: Tensor) -> Tensor:
         full = full_tensor(tensor)
-        if (found := added.get(id(tensor))) is None:
+        if (adapter := added.get(id(tensor))) is None:
             return full
-        b, a = full_tensor(found[1]), full_tensor(found[0])
-        return published.merge_lora(full, a, b, found[2])
+        b, a = full_tensor(adapter[1]), full_tensor(adapter[0])
+        return published.merge_lora(full, a, b, adapter[2])
 
     return gather
 
@@ -163,11 +163,13 @@ def select_published(
     if adapter is None:
         return plain, build_merge_gather(model), dtype
     # What trains: A and B under the name of their W, and parameters that train without them.
-    found = {name: parameter for name, parameter in plain.items() if parameter.requires_grad}
+    published_parameters = {
+        name: parameter for name, parameter in plain.items() if parameter.requires_grad
+    }
     for layer in _adapted_layers(model):
         for inside, outside in ((_A, published.LORA_A), (_B, published.LORA_B)):
-            found[f"{layer}.weight{outside}"] = parameters[f"{layer}{inside}"]
-    return found, full_tensor, None
+            published_parameters[f"{layer}.weight{outside}"] = parameters[f"{layer}{inside}"]
+    return published_parameters, full_tensor, None
 
 
 def gather_for_lead(tensors: Mapping[str, Tensor], gather: Gather = full_tensor) -> None:

@@ -22,9 +22,9 @@ def build_optimizer(forward: Forward, config: TrainerConfig) -> torch.optim.Adam
     trained = [p for p in forward.model.parameters() if p.requires_grad]
     groups: list[dict[str, Any]] = []
     for is_vision, peak in ((False, config.lr), (True, config.vision_lr or config.lr)):
-        own = [p for p in trained if (id(p) in seen) == is_vision]
-        if own or not is_vision:
-            matrices, vectors = [p for p in own if p.ndim >= 2], [p for p in own if p.ndim < 2]
+        group = [p for p in trained if (id(p) in seen) == is_vision]
+        if group or not is_vision:
+            matrices, vectors = [p for p in group if p.ndim >= 2], [p for p in group if p.ndim < 2]
             groups += [
                 {"params": matrices, "peak_lr": peak, "weight_decay": config.weight_decay},
                 {"params": vectors, "peak_lr": peak, "weight_decay": 0.0},

@@ -112,8 +112,8 @@ def pick_probe_micro_batch(
         for ready in candidates
         for first in ready.batch.origins[:1]
     ]
-    named.sort(key=lambda one: one[0])
-    return next((one for one in named if _can_probe(one[1])), None)
+    named.sort(key=lambda candidate: candidate[0])
+    return next((candidate for candidate in named if _can_probe(candidate[1])), None)
 
 
 def probe(ready: ReadyMicroBatch, score: Score) -> ImageSwapProbe | None:
@@ -122,9 +122,9 @@ def probe(ready: ReadyMicroBatch, score: Score) -> ImageSwapProbe | None:
         return None
     other, moved = swapped
     chosen = find_tokens_behind(ready, moved)
-    own = score(ready)[chosen].astype(np.float64)
-    again = score(ready)[chosen] - own
-    changed = score(other)[chosen] - own
+    reference = score(ready)[chosen].astype(np.float64)
+    again = score(ready)[chosen] - reference
+    changed = score(other)[chosen] - reference
     return ImageSwapProbe(
         tokens=int(chosen.sum()),
         exchanged_kl=float((np.expm1(changed) - changed).mean()),

@@ -155,15 +155,15 @@ def restore(
 
 
 def restore_model(shards: ShardReader, model: nn.Module) -> None:
-    own = dict(model.named_parameters())
+    parameters = dict(model.named_parameters())
     stored = {
         name: torch.empty(shards.shape(f"{MODEL}/{name}"), device="meta")
         for name in shards.names(MODEL)
-        if name in own or not is_value_head(name)  # a model to export has no value head
+        if name in parameters or not is_value_head(name)  # a model to export has no value head
     }
-    check_parameters(own, stored)
+    check_parameters(parameters, stored)
     with torch.no_grad():
-        for name, parameter in own.items():
+        for name, parameter in parameters.items():
             _fill_from_shards(parameter.detach(), shards, f"{MODEL}/{name}")
 
 
@@ -189,9 +189,9 @@ def _restore_optimizer(
                 "resume with the run's original [model] settings",
             )
         key = f"{OPTIMIZER}/{name}"
-        own = parameters[parameter].detach()
-        if shards.shape(key) == tuple(own.shape):
-            value = torch.empty_like(own)
+        local = parameters[parameter].detach()
+        if shards.shape(key) == tuple(local.shape):
+            value = torch.empty_like(local)
             _fill_from_shards(value, shards, key)
         else:
             value = shards.full(key)

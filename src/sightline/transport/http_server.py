@@ -65,8 +65,8 @@ class RequestGuard:
     ) -> EngineError | None:
         """Return why a request is refused. `token` is a token from outside `headers`."""
         host, origin = headers.get("host", ""), headers.get("origin")
-        given = token or read_bearer(headers)
-        is_known = bool(self.token) and self.is_token(given)
+        credential = token or read_bearer(headers)
+        is_known = bool(self.token) and self.is_token(credential)
         if self.token and not is_known and path not in OPEN_PATHS:
             return EngineError(
                 "this server requires a token",
@@ -77,7 +77,7 @@ class RequestGuard:
         if (
             self.control_token
             and self.is_control(method, path)
-            and not _is_same(given, self.control_token)
+            and not _is_same(credential, self.control_token)
         ):
             return EngineError(
                 "this request requires the server's control token",

@@ -60,8 +60,8 @@ class MessageStream:
             self.num_acked += 1
         if gap == self._sending:
             self._sending += 1
-            for i, kept in enumerate(self._unacked):
-                self._write_head(DATA, self.num_acked + i, kept)
+            for i, message in enumerate(self._unacked):
+                self._write_head(DATA, self.num_acked + i, message)
         self.owes_ack |= kind in (DATA, PING)
         if kind == DATA and number == self._num_received:
             self._num_received += 1

@@ -63,17 +63,17 @@ class _ComparedRun:
 
 
 def compare_runs(first: RunDir, second: RunDir) -> Comparison:
-    one, two = _ComparedRun(first), _ComparedRun(second)
+    left, two = _ComparedRun(first), _ComparedRun(second)
     tables = {
-        "settings that differ": _compare_settings(one.settings, two.settings),
-        "results": _compare_results(one, two),
+        "settings that differ": _compare_settings(left.settings, two.settings),
+        "results": _compare_results(left, two),
     }
     for label, kind, name in (
         ("reward by step", "step", "reward"),
         ("loss by step", "sft", "loss"),
         ("held-out loss by step", "sft_eval", "loss"),
     ):
-        if rows := _compare_curves(one.series(kind, name), two.series(kind, name)):
+        if rows := _compare_curves(left.series(kind, name), two.series(kind, name)):
             tables[label] = rows
     return Comparison((first.path.resolve().name, second.path.resolve().name), tables)
 

@@ -29,7 +29,7 @@ def to_line(played: PlayedRollout) -> dict[str, Any]:
 
 
 def print_eval_table(played: list[PlayedRollout], name: str, seconds: float) -> None:
-    summary = EvalSummary([one.trace for one in played])
+    summary = EvalSummary([rollout.trace for rollout in played])
     table = Table(title=f"{name}: {len(played)} held-out tasks")
     for column in ("", "mean", "95% interval", "rollouts"):
         table.add_column(column, justify="left" if not column else "right")
@@ -46,8 +46,8 @@ def print_eval_table(played: list[PlayedRollout], name: str, seconds: float) -> 
     broken = [trace for trace in summary.traces if trace.reward is None]
     console.print(
         f"{len(broken)} broken, {sum(trace.truncated for trace in summary.traces)} truncated; "
-        f"{sum(one.num_calls for one in played)} model calls, "
-        f"{sum(one.num_sampled_tokens for one in played)} tokens in {seconds:.1f} s"
+        f"{sum(rollout.num_calls for rollout in played)} model calls, "
+        f"{sum(rollout.num_sampled_tokens for rollout in played)} tokens in {seconds:.1f} s"
     )
     if broken:
         console.print(f"first failure, task {broken[0].task}: {broken[0].error.strip()}")

@@ -41,10 +41,10 @@ class EventTail:
                 self.is_behind = bool(file.read(1))
         except (FileNotFoundError, NotADirectoryError):
             return []
-        whole = data[: data.rfind(b"\n") + 1]
-        self.offset += len(whole)
-        self.is_torn = len(data) > len(whole) and not self.is_behind
-        lines = whole.splitlines()
+        complete = data[: data.rfind(b"\n") + 1]
+        self.offset += len(complete)
+        self.is_torn = len(data) > len(complete) and not self.is_behind
+        lines = complete.splitlines()
         events = list(_events(lines))
         self.num_invalid_lines += len(lines) - len(events)
         return events

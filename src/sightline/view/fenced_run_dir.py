@@ -39,14 +39,16 @@ class FencedRunDir(RunDir):
 
     def list_refused(self) -> list[str]:
         """Return the names inside the run that are not read."""
-        found = [name for name in (*_READ, *_FOLDERS) if not is_below(self.root, self.path / name)]
+        refused = [
+            name for name in (*_READ, *_FOLDERS) if not is_below(self.root, self.path / name)
+        ]
         for folder in _FOLDERS:
             with suppress(OSError), os.scandir(self.inside(folder)) as entries:
                 for entry in entries:
                     mode = entry.stat(follow_symlinks=False).st_mode
                     if not (stat.S_ISREG(mode) or stat.S_ISDIR(mode)):
-                        found.append(f"{folder}/{entry.name}")
-        return found
+                        refused.append(f"{folder}/{entry.name}")
+        return refused
 
 
 def is_below(root: Path, path: Path) -> bool:

@@ -31,11 +31,11 @@ def duration(seconds: float | None) -> str:
     """Format as minutes and seconds, or hours, minutes and seconds."""
     if seconds is None:
         return NOTHING
-    whole = max(0, round(seconds))
-    hours, minutes = whole // 3600, whole // 60 % 60
+    total = max(0, round(seconds))
+    hours, minutes = total // 3600, total // 60 % 60
     if hours:
-        return f"{hours}:{minutes:02d}:{whole % 60:02d}"
-    return f"{minutes}:{whole % 60:02d}"
+        return f"{hours}:{minutes:02d}:{total % 60:02d}"
+    return f"{minutes}:{total % 60:02d}"
 
 
 def fixed(value: float | None, digits: int = 2) -> str:

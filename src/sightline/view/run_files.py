@@ -86,10 +86,10 @@ class RunFiles:
         root, options = self.get_setting("media", "root"), {}
         if is_address(root):
             names = ("token", "cache_dir", "cache_gb")
-            given = {name: self.get_setting("media", name) for name in names}
-            given = {name: value for name, value in given.items() if value}
+            settings = {name: self.get_setting("media", name) for name in names}
+            settings = {name: value for name, value in settings.items() if value}
             try:
-                options = validate_config(MediaConfig, given, "[media]").store_options()
+                options = validate_config(MediaConfig, settings, "[media]").store_options()
             except ConfigError:  # its token is not available here
                 root = ""
         roots = [root] if root else []
@@ -121,9 +121,9 @@ class RunFiles:
         if self.checkpoint is None:
             return None
         table = self.settings.get("model") or {}
-        named = {k: table[k] for k in ("min_pixels", "max_pixels") if table.get(k) is not None}
+        limits = {k: table[k] for k in ("min_pixels", "max_pixels") if table.get(k) is not None}
         try:
-            return load_family(self.checkpoint, **named)
+            return load_family(self.checkpoint, **limits)
         except Exception:  # families of other packages may raise anything
             return None
 

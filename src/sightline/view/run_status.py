@@ -294,25 +294,27 @@ class PrunableRun:
 
 def find_prunable(statuses: Iterable[RunStatus], older_than_s: float) -> list[PrunableRun]:
     """Return the runs that are over and older, with the folders to remove."""
-    found = []
+    prunable = []
     for status in statuses:
         at = status.run_dir
         if status.state != RUNNING and status.last_write < time.time() - older_than_s:
             folders = [at.traces, at.scores, at.view] + [at.batches] * (status.state == FINISHED)
-            found.append(PrunableRun(at, [folder for folder in folders if measure_bytes(folder)]))
-    return found
+            prunable.append(
+                PrunableRun(at, [folder for folder in folders if measure_bytes(folder)])
+            )
+    return prunable
 
 
 def collect_kept_digests(
     statuses: Iterable[RunStatus], prunable: Iterable[PrunableRun]
 ) -> set[str]:
     """Return the digests of images to which the remaining files of these runs refer."""
-    gone = {one.run_dir: {folder.name for folder in one.folders} for one in prunable}
-    found: set[str] = set()
+    deleted = {run.run_dir: {folder.name for folder in run.folders} for run in prunable}
+    digests: set[str] = set()
     for status in statuses:
-        folders = set(RUN_FOLDERS) - gone.get(status.run_dir, set())
-        found |= collect_digests(status.run_dir.path, folders=folders)
-    return found
+        folders = set(RUN_FOLDERS) - deleted.get(status.run_dir, set())
+        digests |= collect_digests(status.run_dir.path, folders=folders)
+    return digests
 
 
 def print_runs(statuses: Sequence[RunStatus], console: Console, ids: bool = False) -> None:

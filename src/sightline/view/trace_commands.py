@@ -104,10 +104,10 @@ def diff_traces(args: argparse.Namespace) -> int:
         if args.model is not None:
             raise
         renderer = None
-    for number, (one, other) in enumerate(zip(traces, others, strict=False)):
-        difference = find_trace_difference(one, other, renderer)
+    for number, (trace, other) in enumerate(zip(traces, others, strict=False)):
+        difference = find_trace_difference(trace, other, renderer)
         if difference is not None:
-            print(f"trace {number} ({one.id}, {other.id}): {difference.where}")
+            print(f"trace {number} ({trace.id}, {other.id}): {difference.where}")
             print(f"  {args.file}: {difference.one}")
             print(f"  {args.other}: {difference.other}")
             return 1
@@ -195,12 +195,12 @@ async def _replay_all(
 
 def _print_totals(reports: list[ReplayReport], traces: list[Trace]) -> None:
     turns = [turn for report in reports for turn in report.turns]
-    bridged, whole = (
+    bridged, rendered = (
         sum(turn.prompt_origin == origin for turn in turns) for origin in ("bridged", "rendered")
     )
     print(
         f"{len(reports)} traces, {len(turns)} turns rendered again ({bridged} bridged, "
-        f"{whole} whole), {sum(len(r.differences) for r in reports)} differences"
+        f"{rendered} whole), {sum(len(r.differences) for r in reports)} differences"
     )
     changes = [r.max_logprob_change for r in reports if r.max_logprob_change is not None]
     if changes:

@@ -143,12 +143,12 @@ def describe_video(part: VideoPart, slots: Iterator[Slot]) -> str:
 
 def take_steps(slots: Iterator[Slot]) -> list[Slot]:
     """Consume and return the slots of the next video."""
-    taken: list[Slot] = []
+    steps: list[Slot] = []
     for slot in slots:
-        taken.append(slot)
+        steps.append(slot)
         if (step := slot.item.step) is None or step.number + 1 >= step.num_steps:
             break
-    return taken
+    return steps
 
 
 def _wrap(text: str, width: int, indent: str) -> list[str]:

@@ -117,16 +117,16 @@ def count_in_window(events: Sequence[Event], busy: list[Interval], window: Inter
 
 
 def account_trainer(trained: Sequence[Event]) -> Seconds:
-    found: Counter[str] = Counter()
+    totals: Counter[str] = Counter()
     for event in trained:
         seconds = event.values["seconds"]
         pixels = min(seconds["wait"], seconds["materialize"])
-        found["waiting for a batch"] += seconds["wait"] - pixels
-        found["waiting for pixels"] += pixels
+        totals["waiting for a batch"] += seconds["wait"] - pixels
+        totals["waiting for pixels"] += pixels
         for name in ("forward", "backward", "optimizer"):
-            found[f"training: {name}"] += seconds[name]
-        found["publishing"] += seconds["publish"]
-    return dict(found)
+            totals[f"training: {name}"] += seconds[name]
+        totals["publishing"] += seconds["publish"]
+    return dict(totals)
 
 
 def account_server(

@@ -73,5 +73,5 @@ class TransformersBaseline:
             eos_token_id=None,
             pad_token_id=0,
         )
-        said: list[list[int]] = out[:, longest:].tolist()
-        return said
+        completions: list[list[int]] = out[:, longest:].tolist()
+        return completions

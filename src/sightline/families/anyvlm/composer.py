@@ -155,7 +155,7 @@ class TemplateComposer(MessageRenderer):
         self, messages: Sequence[Message], prompt: bool, tools: Tools | None = None
     ) -> Composed:
         texts = list(map(list_texts, messages))
-        spoken = [text for of_message in texts for text in of_message]
+        contents = [text for of_message in texts for text in of_message]
         firsts = list(accumulate(map(len, texts), initial=0))
         marked = [
             self._form(m, [f"{_MARK}{n}{_MARK}" for n in range(firsts[i], firsts[i + 1])])
@@ -167,12 +167,12 @@ class TemplateComposer(MessageRenderer):
         # A template may drop reasoning, but no other text.
         thoughts = {n for n, m in zip(firsts, messages, strict=False) if m.reasoning}
         dropped = thoughts.difference(written_numbers)
-        if written_numbers != [n for n in range(len(spoken)) if n not in dropped]:
+        if written_numbers != [n for n in range(len(contents)) if n not in dropped]:
             self._refuse_dropped(firsts, [*written_numbers, *dropped])
         counts = [bisect_left(written_numbers, n) for n in firsts]
         text = self._write(messages, prompt, tools)
         split = self.reasoning_format.cut_content if self.reasoning_format else str
-        pieces = restore_texts(cut, spoken, text, (*FORMS, split))
+        pieces = restore_texts(cut, contents, text, (*FORMS, split))
         if pieces is None:
             raise MessageError.at(
                 "messages",

@@ -82,18 +82,18 @@ class AnyVLMForward(TextForward):
 
     def vision_parameters(self) -> list[tuple[str, nn.Parameter]]:
         # Computed on each call, because sharding replaces parameters.
-        own = {id(parameter) for parameter in self._text.parameters()}
-        own |= {id(parameter) for parameter in self._head.parameters()}
-        return [(n, p) for n, p in self.model.named_parameters() if id(p) not in own]
+        text_ids = {id(parameter) for parameter in self._text.parameters()}
+        text_ids |= {id(parameter) for parameter in self._head.parameters()}
+        return [(n, p) for n, p in self.model.named_parameters() if id(p) not in text_ids]
 
     def blocks(self) -> list[nn.Module]:
         """Return decoder layers and the tower's layers, which are its longest list of modules."""
-        own = {id(parameter) for parameter in self._text.parameters()}
+        text_ids = {id(parameter) for parameter in self._text.parameters()}
         lists = [
             module
             for module in self.model.modules()
             if isinstance(module, nn.ModuleList)
-            and not any(id(parameter) in own for parameter in module.parameters())
+            and not any(id(parameter) in text_ids for parameter in module.parameters())
         ]
         return [*self._text.layers, *max(lists, key=len, default=[])]
 
@@ -109,9 +109,9 @@ class AnyVLMForward(TextForward):
         if findings.rule == "lines" and len(patches) == findings.merge**2:
             # transformers squeezes away the axis of a single token.
             return self.encode(patches.repeat(2, 1), grids * 2)[:1]
-        given = self.read_arrays(patches, grids)
+        arrays = self.read_arrays(patches, grids)
         model: Any = self.model
-        output = model.get_image_features(**given, return_dict=True)
+        output = model.get_image_features(**arrays, return_dict=True)
         features = output.pooler_output
         if features is None:  # the model projects the tower's output itself
             features = model.multi_modal_projector(output.last_hidden_state)
@@ -122,7 +122,7 @@ class AnyVLMForward(TextForward):
     ) -> dict[str, Tensor]:
         """Return the arrays that the checkpoint's processor made of these images, by name."""
         findings = self._family.findings
-        given: dict[str, Tensor] = {}
+        arrays: dict[str, Tensor] = {}
         dtype = self.vision_parameters()[0][1].dtype
         for spec, own in findings.cut_row():
             if spec.is_ones:
@@ -136,15 +136,15 @@ class AnyVLMForward(TextForward):
                 array = _join_patches(array, grids)
             if spec.fill is not None:
                 counts = [rows * columns for _, rows, columns in grids]
-                given[spec.name] = pad_sequence(array.split(counts), True, float(spec.fill))
+                arrays[spec.name] = pad_sequence(array.split(counts), True, float(spec.fill))
                 continue
-            given[spec.name] = array[None] if spec.has_batch else array
+            arrays[spec.name] = array[None] if spec.has_batch else array
         if name := findings.grid_array:
             sizes = torch.tensor(grids, device=patches.device)
             if findings.rule == "lines":
                 sizes = sizes[:, 1:] * findings.rule_settings["patch"]
-            given[name] = sizes
-        return given
+            arrays[name] = sizes
+        return arrays
 
     def hidden(
         self,
@@ -200,7 +200,7 @@ class AnyVLMForward(TextForward):
         messages, images = _draw_conversation()
         renderer = AnyVLMRenderer.load(self._family.path, self._family, _NO_RESOLVER)
         rendered = renderer.render_read(messages, None, True)
-        whole = self._run_model(rendered.token_ids, images, messages)
+        reference = self._run_model(rendered.token_ids, images, messages)
         items = [slot.item for slot in rendered.slots]
         patches = np.concatenate(
             [self._family.patches(i, item) for i, item in zip(images, items, strict=True)]
@@ -224,11 +224,11 @@ class AnyVLMForward(TextForward):
         }
         if self._attends_itself:
             del tried["a tree"]
-        scale = float(whole.abs().max())
+        scale = float(reference.abs().max())
         for kind, (tokens, ends) in tried.items():
             logits = self._run_parts(rendered, features, tokens, build_pattern(np.array(ends)))
-            difference = float((logits - whole[tokens]).abs().max()) / scale
-            if not difference <= TOLERANCES[whole.dtype]:
+            difference = float((logits - reference[tokens]).abs().max()) / scale
+            if not difference <= TOLERANCES[reference.dtype]:
                 raise FamilyError(
                     f"{self._family.path}: the weights trial failed: computed {kind}, logits "
                     f"differ from {type(self.model).__name__}'s own by {difference:.2g} of the "
@@ -258,14 +258,14 @@ class AnyVLMForward(TextForward):
             )
         parameter = next(self.model.parameters())
         arrays = {name: torch.as_tensor(array) for name, array in inputs.items()}
-        given = {
+        arguments = {
             name: (a.to(parameter.dtype) if a.is_floating_point() else a).to(parameter.device)
             for name, a in arrays.items()
         }
         self._set_attention("eager")
         ours = vars(self._text).pop("_deepstack_process", None)  # the model must use its own
         try:
-            logits: Tensor = self.model(**given, use_cache=False).logits[0]
+            logits: Tensor = self.model(**arguments, use_cache=False).logits[0]
         except FOREIGN as error:
             raise FamilyError(
                 f"{self._family.path}: the weights trial failed: the model's own forward pass "
@@ -314,8 +314,8 @@ def _draw_conversation() -> tuple[list[Message], list[Image.Image]]:
     for seed, (width, height) in enumerate(((64, 40), (50, 90))):
         noise = np.random.default_rng(seed).integers(0, 256, (height, width, 3), dtype=np.uint8)
         images.append(Image.fromarray(noise))
-    one, two = (MediaRef(f"{i}" * 64, "image/png", *im.size, 1) for i, im in enumerate(images))
-    return [user("look", one), assistant("yes"), user(two, "and this?")], images
+    first, two = (MediaRef(f"{i}" * 64, "image/png", *im.size, 1) for i, im in enumerate(images))
+    return [user("look", first), assistant("yes"), user(two, "and this?")], images
 
 
 def load(

@@ -75,8 +75,8 @@ def count_tiles_of_large(width: int, height: int, settings: dict[str, int]) -> S
 
     Return (1, 1) for a smaller image. Both are also shown as a whole.
     """
-    whole, factor = count_whole(width, height, settings), settings["patch"] * settings["merge"]
-    if math.prod(whole) * settings["merge"] ** 2 > settings["max_patches"]:
+    grid, factor = count_whole(width, height, settings), settings["patch"] * settings["merge"]
+    if math.prod(grid) * settings["merge"] ** 2 > settings["max_patches"]:
         return None
     sides = (max(settings["patch"], round(side / factor) * factor) for side in (width, height))
     most, least = settings["max_tiles"], settings["min_tiles"]

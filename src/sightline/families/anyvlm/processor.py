@@ -68,15 +68,15 @@ def load_processor(path: Path) -> Any:
             return super().check_argument_for_proper_class(argument_name, argument)
 
     tokenizer = AutoTokenizer.from_pretrained(path, **OPTIONS)
-    taken = inspect.signature(kind.__init__).parameters
+    parameters = inspect.signature(kind.__init__).parameters
     processor = ImagesOnly(
         image_processor=AutoImageProcessor.from_pretrained(path, backend="pil", **OPTIONS),
         tokenizer=tokenizer,
-        **{name: None for name in UNUSED if name in taken},
+        **{name: None for name in UNUSED if name in parameters},
         chat_template=tokenizer.chat_template,
-        **{name: value for name, value in settings.items() if name in taken},
+        **{name: value for name, value in settings.items() if name in parameters},
     )
-    if "video_processor" in taken:
+    if "video_processor" in parameters:
         processor.video_processor = _NoVideos()
     return processor
 

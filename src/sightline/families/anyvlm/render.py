@@ -167,9 +167,9 @@ class AnyVLMRenderer(TemplateComposer):
                 prompt = self._write(history, True, tools)
                 is_shown = form is not None and form.closing_mark in prompt
                 addition = (is_shown, kind, _asks(new))
-                whole = self._write([*history, answer, *new], True, tools)
+                rendered = self._write([*history, answer, *new], True, tools)
                 known = differences.setdefault(addition, "")
-                if whole != prompt + written + added and not known:
+                if rendered != prompt + written + added and not known:
                     end = f"{prompt}{written}"[-40:]
                     differences[addition] = f"after {end!r} it does not write {added[:40]!r}"
         return differences
@@ -252,15 +252,15 @@ class AnyVLMRenderer(TemplateComposer):
         """Tokenize the composed text from character `begin` on. `offset` tokens precede it."""
         run = TokenRun(self._tokenizer, self.max_model_len, offset)
         items = [self._family.item(ref) for m in messages for ref in m.images]
-        shown, at = 0, 0
+        num_images, at = 0, 0
         for text, is_template in composed.pieces:
             parts = self._added.split(text) if is_template else [text]
             for i, part in enumerate(parts):
                 place, at = at, at + len(part)
                 if part == self._findings.image_token and i % 2:
-                    shown += 1
+                    num_images += 1
                     if place >= begin:
-                        self._add_image(run, items, shown, place)
+                        self._add_image(run, items, num_images, place)
                 elif place < begin or not part:
                     continue
                 elif i % 2:
@@ -268,10 +268,10 @@ class AnyVLMRenderer(TemplateComposer):
                 else:
                     run.add_text(part, range(place, at))
         run.flush()
-        if shown != len(items):
+        if num_images != len(items):
             raise MessageError.at(
                 "messages",
-                f"there are {len(items)} images, but the chat template writes {shown}",
+                f"there are {len(items)} images, but the chat template writes {num_images}",
                 "put images into user messages",
             )
         return run

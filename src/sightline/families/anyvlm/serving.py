@@ -104,11 +104,11 @@ class Serving(ServingSpec):
                 f"enlarge the image, or {TORCH}",
             )
         is_own = findings.model_class in OWN_CLASSES
-        for spec, own in findings.cut_row():
+        for spec, columns in findings.cut_row():
             if spec.is_ones:
                 array = np.ones((len(patches), *spec.shape), spec.dtype)
             else:
-                rows = np.ascontiguousarray(patches[:, own]).view(spec.dtype)
+                rows = np.ascontiguousarray(patches[:, columns]).view(spec.dtype)
                 array = rows.reshape(len(patches), *spec.shape)
             if findings.rule == "lines":
                 fields[spec.name] = EngineField(join_patches(array, item.grid), is_flat=False)

@@ -170,12 +170,12 @@ class KimiK25Renderer(BaseRenderer):
         starts = np.flatnonzero(ids == self._roles["assistant"])[:-1]
         middles = np.flatnonzero(ids == self._im_middle)
         for k in np.searchsorted(middles, starts).tolist():
-            own = int(middles[k]) + 1 + len(self._think)
-            if ids[own - len(self._think) : own].tolist() != list(self._think):
+            start = int(middles[k]) + 1 + len(self._think)
+            if ids[start - len(self._think) : start].tolist() != list(self._think):
                 continue
-            if ids[own : own + len(self._end_think)].tolist() != list(self._end_think):
+            if ids[start : start + len(self._end_think)].tolist() != list(self._end_think):
                 # Empty reasoning that was sampled letter by letter has other ids.
-                follows = self._tokenizer.decode(ids[own : own + len(END_THINK)].tolist())
+                follows = self._tokenizer.decode(ids[start : start + len(END_THINK)].tolist())
                 if not follows.startswith(END_THINK):
                     return True
         return False

@@ -97,13 +97,13 @@ class Serving(ServingSpec):
 def _map_parameter(
     source: str, shape: tuple[int, ...], heads: int
 ) -> Iterator[tuple[str, list[ParameterSlice]]]:
-    if found := EXPERTS.fullmatch(source):
-        yield from _split_experts(source, shape, f"language_model.model.{found[1]}", found[2])
-    elif found := QUERIES.fullmatch(source):
+    if match := EXPERTS.fullmatch(source):
+        yield from _split_experts(source, shape, f"language_model.model.{match[1]}", match[2])
+    elif match := QUERIES.fullmatch(source):
         turned = interleave_rows(shape[0], heads)
         keys, values = (source.replace("q_proj", f"{letter}_proj") for letter in "kv")
         yield (
-            f"vision_tower.encoder.blocks.{found[1]}.wqkv.{found[2]}",
+            f"vision_tower.encoder.blocks.{match[1]}.wqkv.{match[2]}",
             [
                 ParameterSlice(source, rows=turned),
                 ParameterSlice(keys, rows=turned),

@@ -96,8 +96,8 @@ def _added_tokens(path: Path, first: int) -> list[dict[str, Any]]:
     if not file.is_file():
         raise FamilyError(f"{path} has no tokenizer_config.json", "copy it from the checkpoint")
     raw = read_json(file).get("added_tokens_decoder") or {}
-    named = {int(token_id): token for token_id, token in raw.items()}
-    for token_id in named:
+    tokens = {int(token_id): token for token_id, token in raw.items()}
+    for token_id in tokens:
         if not first <= token_id < first + NUM_SPECIAL_TOKENS:
             raise FamilyError(
                 f"{file}: token {token_id} is not among the {NUM_SPECIAL_TOKENS} ids after the "
@@ -108,8 +108,8 @@ def _added_tokens(path: Path, first: int) -> list[dict[str, Any]]:
     return [
         {
             "id": token_id,
-            "content": named.get(token_id, {}).get("content", f"<|reserved_token_{token_id}|>"),
-            "special": named.get(token_id, {}).get("special", True),
+            "content": tokens.get(token_id, {}).get("content", f"<|reserved_token_{token_id}|>"),
+            "special": tokens.get(token_id, {}).get("special", True),
             **flags,
         }
         for token_id in range(first, first + NUM_SPECIAL_TOKENS)

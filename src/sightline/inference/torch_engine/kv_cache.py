@@ -118,15 +118,15 @@ class KVCache:
     def _add_pages(self, row: int, count: int) -> None:
         if count > len(self._free):
             self._grow(count - len(self._free))
-        taken = [self._free.pop() for _ in range(count)]
+        pages = [self._free.pop() for _ in range(count)]
         have = int(self._num_pages[row])
-        self.block_tables[row, have : have + count] = taken
-        self.block_tables[row, have + count :] = taken[-1]
-        self._num_users[taken] = 1
+        self.block_tables[row, have : have + count] = pages
+        self.block_tables[row, have + count :] = pages[-1]
+        self._num_users[pages] = 1
         self._num_pages[row] += count
         if self._is_cpu:  # attention there also reads keys that it masks, which must be finite
             for table in self._tables():
-                table[taken] = 0
+                table[pages] = 0
 
     def _grow(self, missing: int) -> None:
         have = len(self._num_users)

@@ -128,8 +128,8 @@ def _sample_on_gpu(
 
     is_banned = torch.zeros(logits.shape[-1], dtype=torch.bool, device=logits.device)
     is_banned.index_fill_(0, banned, True)
-    given = np.stack([settings.temperature.astype(np.float64), settings.uniform])
-    temperature, uniform = copy_to_device(given, logits.device)
+    host_values = np.stack([settings.temperature.astype(np.float64), settings.uniform])
+    temperature, uniform = copy_to_device(host_values, logits.device)
     tokens, logprobs = sample_tokens(logits, is_banned, temperature.float(), uniform)
     if exact:
         scale = torch.where(temperature == 0, 1.0, temperature).float()[:, None]

@@ -125,15 +125,15 @@ def build_extra_options(args: Mapping[str, Any], words: Sequence[str]) -> list[s
 
 
 def build_vllm_environ(device: str, threads: int) -> dict[str, str]:
-    given = build_environ(threads)
+    environ = build_environ(threads)
     if runs_on_cpu(device):  # shards on one machine connect there
-        given.setdefault("VLLM_HOST_IP", "127.0.0.1")
+        environ.setdefault("VLLM_HOST_IP", "127.0.0.1")
     # Compiling the sampler delays the first request on a CPU by more than half a minute.
-    given.setdefault("TORCHDYNAMO_DISABLE", str(int(runs_on_cpu(device))))
-    given.setdefault("VLLM_CPU_KVCACHE_SPACE", "1")
+    environ.setdefault("TORCHDYNAMO_DISABLE", str(int(runs_on_cpu(device))))
+    environ.setdefault("VLLM_CPU_KVCACHE_SPACE", "1")
     # Threads bound to cores would compete with the trainer and workers.
-    given.setdefault("VLLM_CPU_OMP_THREADS_BIND", "nobind")
-    return given | {
+    environ.setdefault("VLLM_CPU_OMP_THREADS_BIND", "nobind")
+    return environ | {
         "VLLM_NO_USAGE_STATS": "1",
         "VLLM_LOGGING_STREAM": "ext://sys.stderr",
         # Our logits processor needs the first model runner.

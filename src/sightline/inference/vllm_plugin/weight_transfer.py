@@ -64,14 +64,14 @@ class FileWeightTransfer(WeightTransferEngine):
     def receive_weights(self, update_info: FileUpdateInfo) -> None:
         try:
             # Open all files first, so that a missing or truncated one changes nothing.
-            given, base = TensorFiles(update_info.paths), TensorFiles(update_info.base)
+            files, base = TensorFiles(update_info.paths), TensorFiles(update_info.base)
         except (OSError, SafetensorError) as error:
             raise ValueError(f"{WEIGHTS_UNCHANGED}: {error}") from error
         forget_expert_kernels(self.model)
         # Layers that repacked their weights get the checkpoint's form back.
         initialize_layerwise_reload(self.model)
         self.model.load_weights(
-            _read_tensors(given, base, update_info, Path(self.model_config.model))
+            _read_tensors(files, base, update_info, Path(self.model_config.model))
         )
 
     def finish_weight_update(self) -> None:

@@ -38,8 +38,8 @@ class Alert:
 
 
 def find_alerts(history: MetricsHistory) -> list[Alert]:
-    found = [_blind(history), _diverges(history), _collapses(history), _learns_nothing(history)]
-    return [alert for alert in found if alert is not None]
+    alerts = [_blind(history), _diverges(history), _collapses(history), _learns_nothing(history)]
+    return [alert for alert in alerts if alert is not None]
 
 
 def _blind(history: MetricsHistory) -> Alert | None:

@@ -82,12 +82,12 @@ class MetricsHistory(EventTail):
 
     def problems(self, is_live: bool) -> list[str]:
         """Describe unreadable lines. The last line of a live run may be incomplete."""
-        found = []
+        problems = []
         if num := self.num_invalid_lines:
-            found.append(f"metrics.jsonl: skipped {num} lines that are not events")
+            problems.append(f"metrics.jsonl: skipped {num} lines that are not events")
         if self.is_torn and not is_live:
-            found.append("metrics.jsonl: skipped an incomplete last line")
-        return found
+            problems.append("metrics.jsonl: skipped an incomplete last line")
+        return problems
 
     def take_in(self, max_bytes: int = -1) -> bool:
         """Read new events and return whether there were any."""
@@ -200,7 +200,7 @@ class MetricsHistory(EventTail):
 
 
 def _choose_names(names: list[str], wanted: Iterable[str]) -> set[str]:
-    stars = [one[:-1] for one in wanted if one.endswith("*")]
+    stars = [pattern[:-1] for pattern in wanted if pattern.endswith("*")]
     begin = [[name for name in names if name.startswith(star)][:MAX_SERIES] for star in stars]
     return set(wanted).intersection(names).union(*begin)
 
@@ -215,16 +215,16 @@ def _fill(values: np.ndarray, steps: np.ndarray, at: np.ndarray, numbers: np.nda
 
 def flatten_numbers(values: dict[str, Any], prefix: str = "", depth: int = 0) -> dict[str, float]:
     """Return the finite numbers of an event, with dotted names for nested tables."""
-    found: dict[str, float] = {}
+    numbers: dict[str, float] = {}
     for name, value in values.items():
         if isinstance(value, dict):
             if depth < _MAX_DEPTH:
-                found |= flatten_numbers(value, f"{prefix}{name}.", depth + 1)
+                numbers |= flatten_numbers(value, f"{prefix}{name}.", depth + 1)
         elif isinstance(value, bool) or not isinstance(value, int | float):
             continue
         elif math.isfinite(value):
-            found[f"{prefix}{name}"] = value
-    return found
+            numbers[f"{prefix}{name}"] = value
+    return numbers
 
 
 def _replace_infinities(values: dict[str, Any]) -> dict[str, Any]:

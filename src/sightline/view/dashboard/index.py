@@ -180,11 +180,11 @@ class RolloutIndex:
         present = {name for name, _ in _list_msgpack_files(self._run_dir.traces)}
         with self.connect_readonly() as connection:
             known = [row["name"] for row in connection.execute("SELECT name FROM files")]
-        gone = [name for name in known if name not in present]
-        for name in gone:
+        removed = [name for name in known if name not in present]
+        for name in removed:
             with self._transaction() as connection:
                 _remove_file(connection, name)
-        return bool(gone)
+        return bool(removed)
 
     def _index_file(self, name: str, stat: os.stat_result) -> None:
         problems: list[str] = []

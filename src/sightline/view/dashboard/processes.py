@@ -72,8 +72,8 @@ def _table(row: dict[str, float], prefix: str) -> dict[str, float]:
 
 
 def _format_values(values: dict[str, Any]) -> str:
-    shown = (f"{name} {value}" for name, value in values.items() if not isinstance(value, dict))
-    return ", ".join(shown)[:600]
+    texts = (f"{name} {value}" for name, value in values.items() if not isinstance(value, dict))
+    return ", ".join(texts)[:600]
 
 
 def _list_logs(run: RunView) -> list[os.DirEntry[str]]:

@@ -118,10 +118,10 @@ def _build_row(connection: sqlite3.Connection, row: sqlite3.Row) -> dict[str, An
 
 def _thumbs(connection: sqlite3.Connection, row: sqlite3.Row) -> list[str]:
     """Return the digests of the first images of a rollout."""
-    shown = connection.execute(
+    images = connection.execute(
         "SELECT digest FROM shows WHERE rollout = ? ORDER BY node, place LIMIT 4", (row["id"],)
     )
-    return [image["digest"] for image in shown]
+    return [image["digest"] for image in images]
 
 
 def list_groups(
@@ -139,7 +139,7 @@ def list_groups(
         [*values, max(1, min(limit, MAX_ROWS)), max(0, offset)],
     ).fetchall()
     inside = f"{where} AND" if where else "WHERE"
-    found = []
+    groups = []
     for group in page:
         row = connection.execute(
             "SELECT env, task, split, count(*) AS rollouts, min(reward) AS low,"
@@ -149,8 +149,8 @@ def list_groups(
         ).fetchone()
         verdicts = dict(Counter(str(row["verdicts"]).split(",")))
         thumbs = _thumbs(connection, group)
-        found.append({**dict(group), **dict(row), "verdicts": verdicts, "thumbs": thumbs})
-    return {"total": total, "offset": offset, "rows": found}
+        groups.append({**dict(group), **dict(row), "verdicts": verdicts, "thumbs": thumbs})
+    return {"total": total, "offset": offset, "rows": groups}
 
 
 def list_errors(connection: sqlite3.Connection) -> list[dict[str, Any]]:
@@ -161,25 +161,25 @@ def list_errors(connection: sqlite3.Connection) -> list[dict[str, Any]]:
         " ORDER BY num DESC, error LIMIT ?",
         (MAX_ERRORS,),
     ).fetchall()
-    found = []
+    errors = []
     for row in rows:
         example = connection.execute(
             "SELECT file, number, trace_id, verdict FROM rollouts WHERE id = ?", (row["newest"],)
         ).fetchone()
-        found.append({**dict(row), **dict(example)})
-    return found
+        errors.append({**dict(row), **dict(example)})
+    return errors
 
 
 def find_neighbours(connection: sqlite3.Connection, file: str, number: int) -> dict[str, Any]:
     """Return the previous and next rollout of a file, and the siblings in the group."""
 
     def near(sign: str, order: str) -> int | None:
-        found = connection.execute(
+        neighbour = connection.execute(
             f"SELECT number FROM rollouts WHERE file = ? AND number {sign} ?"
             f" ORDER BY number {order} LIMIT 1",
             (file, number),
         ).fetchone()
-        return None if found is None else int(found["number"])
+        return None if neighbour is None else int(neighbour["number"])
 
     siblings = connection.execute(
         "SELECT file, number, trace_id, reward, verdict FROM rollouts WHERE file = ? AND group_id ="
@@ -241,7 +241,7 @@ def list_images(
     where, values = "", list[Any]()
     if digest:
         where, values = "WHERE digest >= ? AND digest < ?", [digest, digest + "g"]
-    total, shown, nbytes = connection.execute(
+    total, num_sent, nbytes = connection.execute(
         "SELECT count(*), coalesce(sum(num_shown), 0), coalesce(sum(nbytes), 0)"
         f" FROM images {where}",
         values,
@@ -252,7 +252,7 @@ def list_images(
     )
     return {
         "total": total,
-        "shown": shown,
+        "shown": num_sent,
         "nbytes": nbytes,
         "offset": offset,
         "rows": [dict(row) for row in rows],
@@ -284,22 +284,22 @@ def sum_mismatch(
         f" WHERE step BETWEEN ? AND ? {chosen} GROUP BY dimension, bucket ORDER BY bucket",
         (low, high),
     )
-    found: dict[str, list[dict[str, Any]]] = {}
+    dimensions: dict[str, list[dict[str, Any]]] = {}
     for row in rows:
         cell = {key: row[key] for key in ("bucket", "tokens", "kl", "ratio", "worst")}
-        found.setdefault(row["dimension"], []).append(cell)
+        dimensions.setdefault(row["dimension"], []).append(cell)
     worst = connection.execute(
         "SELECT worst.*, rollouts.file, rollouts.number, rollouts.trace_id FROM worst"
         " JOIN rollouts ON rollouts.id = worst.rollout WHERE worst.step BETWEEN ? AND ?"
         f" {'AND worst.lag = 0' if fresh else ''} ORDER BY worst.kl DESC LIMIT ?",
         (low, high, NUM_WORST),
     )
-    return {"dimensions": found, "worst": [dict(row) for row in worst]}
+    return {"dimensions": dimensions, "worst": [dict(row) for row in worst]}
 
 
 def list_problems(connection: sqlite3.Connection) -> list[str]:
     """Describe the files of the run that could not be read."""
     files = connection.execute("SELECT name, problem FROM files WHERE problem != '' LIMIT 20")
-    found = [f"traces/{row['name']}: {row['problem']}" for row in files]
+    problems = [f"traces/{row['name']}: {row['problem']}" for row in files]
     scores = connection.execute("SELECT step, problem FROM scored WHERE problem != '' LIMIT 20")
-    return found + [f"scores of step {row['step']}: {row['problem']}" for row in scores]
+    return problems + [f"scores of step {row['step']}: {row['problem']}" for row in scores]

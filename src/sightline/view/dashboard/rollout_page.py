@@ -47,10 +47,10 @@ def find_trace(run: RunView, file: str, number: int) -> tuple[dict[str, Any], Tr
 
 
 def describe_rollout(run: RunView, file: str, number: int) -> dict[str, Any] | None:
-    found = find_trace(run, file, number)
-    if found is None:
+    match = find_trace(run, file, number)
+    if match is None:
         return None
-    row, trace = found
+    row, trace = match
     with run.index.connect_readonly() as connection:
         around = queries.find_neighbours(connection, file, number)
     scored = read_node_scores(run, row["step"], trace)
@@ -117,7 +117,7 @@ def _describe_node(
 
 def _describe_image(run: RunView, part: ImagePart, slot: Slot | None) -> dict[str, Any]:
     ref = part.ref
-    found: dict[str, Any] = {
+    description: dict[str, Any] = {
         "image": ref.digest,
         "mime": ref.mime,
         "width": ref.width,
@@ -126,7 +126,7 @@ def _describe_image(run: RunView, part: ImagePart, slot: Slot | None) -> dict[st
         "missing": not run.store.has(ref.digest),
     }
     if slot is not None and slot.item.ref.digest == ref.digest:
-        found["slot"] = {
+        description["slot"] = {
             "offset": slot.offset,
             "length": slot.length,
             "grid": list(slot.item.grid),
@@ -135,7 +135,7 @@ def _describe_image(run: RunView, part: ImagePart, slot: Slot | None) -> dict[st
             "fingerprint": slot.item.fingerprint,
             "pixel_digest": slot.pixel_digest,
         }
-    return found
+    return description
 
 
 def _describe_video(run: RunView, part: VideoPart, steps: list[Slot]) -> dict[str, Any]:
@@ -173,18 +173,18 @@ def read_node_scores(run: RunView, step: int | None, trace: Trace) -> dict[int, 
         scores = StepScores.from_bytes(run.run_dir.scores_of(step).read_bytes())
     except (OSError, msgspec.MsgspecError, SightlineError):
         return {}
-    found = {}
+    node_scores = {}
     for origin in scores.origins:
         if origin.trace_id == trace.id and origin.node < len(trace.nodes):
             span = slice(origin.start, origin.stop)
             cut = trace.nodes[origin.node].num_sampled - (origin.stop - origin.start)
             if cut >= 0:
-                found[origin.node] = NodeScores(
+                node_scores[origin.node] = NodeScores(
                     _pad_with_nan(scores.logprobs.numpy()[span], cut),
                     _pad_with_nan(scores.ratios.numpy()[span], cut),
                     _pad_with_nan(scores.advantages.numpy()[span], cut),
                 )
-    return found
+    return node_scores
 
 
 def _pad_with_nan(values: np.ndarray, cut: int) -> np.ndarray:
@@ -196,10 +196,10 @@ def describe_tokens(
     run: RunView, file: str, number: int, node_id: int, start: int
 ) -> dict[str, Any] | None:
     """Return the tokens of a node from `start` on, with their scores and image slots."""
-    found = find_trace(run, file, number)
-    if found is None or not 0 <= node_id < len(found[1].nodes):
+    match = find_trace(run, file, number)
+    if match is None or not 0 <= node_id < len(match[1].nodes):
         return None
-    row, trace = found
+    row, trace = match
     node = trace.nodes[node_id]
     stop = min(len(node.token_ids), start + MAX_TOKENS)
     ids = node.token_ids.numpy()[start:stop].tolist()

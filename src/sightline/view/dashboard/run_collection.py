@@ -47,9 +47,9 @@ class RunCollection:
         return bool(new)
 
     def _key(self, path: Path) -> str:
-        taken = {view.key for view in self._views.values()}
+        used_keys = {view.key for view in self._views.values()}
         key, parent = path.name, path.parent
-        while key in taken:
+        while key in used_keys:
             key, parent = f"{parent.name or '_'}.{key}", parent.parent
         return key
 

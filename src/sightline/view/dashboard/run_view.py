@@ -151,7 +151,7 @@ class RunView(RunFiles):
         newest = newest or self.history.newest("sft")
         with self.index.connect_readonly() as connection:
             num = connection.execute("SELECT count(*) FROM rollouts").fetchone()[0]
-            shown = connection.execute("SELECT count(*) FROM images").fetchone()[0]
+            num_images = connection.execute("SELECT count(*) FROM images").fetchone()[0]
         probe, notes = self.history.probe, self.notes
         return {
             "key": self.key,
@@ -175,7 +175,7 @@ class RunView(RunFiles):
             "started": self.history.first_time,
             "last": self.history.last_time,
             "rollouts": num,
-            "images": shown,
+            "images": num_images,
             "files_left": self.files_left,
             "evals": self.history.evals,
             "dropped": dict(self.history.dropped),

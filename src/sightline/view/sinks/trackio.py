@@ -45,8 +45,8 @@ class Trackio:
                 "rollout": s.trace_id, "verdict": s.verdict, "reward": s.reward, "text": s.text,
             }  # fmt: skip
             for place in range(most):
-                shown = s.thumbs[place] if place < len(s.thumbs) else None
-                picture = None if shown is None else Image.open(io.BytesIO(shown.data))
+                thumb = s.thumbs[place] if place < len(s.thumbs) else None
+                picture = None if thumb is None else Image.open(io.BytesIO(thumb.data))
                 row[f"image {place}"] = None if picture is None else self._trackio.Image(picture)
             rows.append(row)
         table = self._trackio.Table(dataframe=pandas.DataFrame(rows))

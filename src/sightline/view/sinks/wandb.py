@@ -38,8 +38,8 @@ class Wandb:
         for s in samples:
             table.add_data(s.trace_id, s.verdict, s.reward, s.text)
             for thumb in s.thumbs:
-                shown = Image.open(io.BytesIO(thumb.data))
-                images.append(self._wandb.Image(shown, caption=f"{s.trace_id}, {s.reward}"))
+                image = Image.open(io.BytesIO(thumb.data))
+                images.append(self._wandb.Image(image, caption=f"{s.trace_id}, {s.reward}"))
         # Not inside the table: offline runs keep only the names of images there.
         self._run.log({"samples": table, "images": images, "step": step})
 
