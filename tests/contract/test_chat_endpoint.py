@@ -192,7 +192,7 @@ URL = "messages[0].content[0].image_url.url"
 WRONG = [
     ({"messages": [{"role": "user", "content": [IMAGE]}]}, 422, URL),
     ({"messages": [{"role": "user", "content": [GONE]}]}, 404, URL),
-    ({"messages": [{"role": "user", "content": [FAR]}]}, 422, URL),
+    ({"messages": [{"role": "user", "content": [FAR]}]}, 400, URL),
     ({"messages": [{"role": "king", "content": "x"}]}, 400, "messages[0].role"),
     ({"temperature": -1.0}, 400, "temperature"),
     ({"extra_body": {"min_p": "x"}}, 400, "min_p"),

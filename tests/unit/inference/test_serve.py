@@ -53,23 +53,6 @@ def test_the_command_has_the_bounds_of_the_run_file(
     assert setting in capsys.readouterr().err
 
 
-@pytest.mark.parametrize(
-    ("old", "new"),
-    [
-        ("--max-len", "--max-model-len"),
-        ("--max-rows=3", "--max-num-seqs"),
-        ("--prefill-chunk", "--prefill-chunk-tokens"),
-        ("--no-kv-reuse", "--no-enable-prefix-caching"),
-    ],
-)
-def test_an_option_under_its_old_name_is_refused_with_the_new_one(
-    capsys: pytest.CaptureFixture[str], tmp_path: Path, old: str, new: str
-) -> None:
-    assert main(["serve", str(tmp_path), "--media", str(tmp_path), old]) == 2
-    assert f"is now called {new}" in capsys.readouterr().err
-    assert new in {option for action in serve_options() for option in action.option_strings}
-
-
 def serve_options() -> list[argparse.Action]:
     [commands] = [a for a in build_parser(["serve"])._actions if isinstance(a.choices, dict)]
     return list(commands.choices["serve"]._actions)  # type: ignore[index]

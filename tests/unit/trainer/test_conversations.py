@@ -9,6 +9,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import datasets
 import pyarrow
 import pyarrow.parquet
 import pytest
@@ -82,11 +83,7 @@ def write_parquet(path: Path, given: list[dict[str, Any]]) -> Path:
 
 def write_folder(path: Path, given: list[dict[str, Any]]) -> Path:
     folder = path / "talks"
-    folder.mkdir()
-    table = table_of(given)
-    with pyarrow.ipc.new_stream(str(folder / "data.arrow"), table.schema) as writer:
-        writer.write_table(table)
-    (folder / "state.json").write_text(json.dumps({"_data_files": [{"filename": "data.arrow"}]}))
+    datasets.Dataset(datasets.table.InMemoryTable(table_of(given))).save_to_disk(folder)
     return folder
 
 
