@@ -1,14 +1,14 @@
-"""`python -m benchmarks batch`: many requests at once, each with an image and a length of its own.
+"""`python -m benchmarks batch`: many requests at once, each with its own image and length.
 
-The embedded engine, over HTTP, compared with transformers' `generate`: called for one request after
-another (on a few of the requests, spread over their lengths), and once for all of them as a padded
-batch. Greedy, equally many tokens for each. Pixels are made beforehand on both sides; the vision
-tower, the prompts and the answers are computed in the measured time, and no side keeps anything.
+Compares the embedded engine, over HTTP, with transformers' `generate`, which runs a few requests of
+different lengths one after another, and then all of them as one padded batch. Sampling is greedy,
+with the same number of tokens for each request. Pixels are made beforehand on both sides. Vision
+tower, prompts and answers are computed in the measured time, and neither side caches them.
 
-With `--rows` it measures decoding alone: steps of N rows of mixed lengths, which leave and join,
-against the time to read weights, keys and values once at the measured copy bandwidth. With
-`--prompts` it measures prompts alone: N at once, an image of 640x480 each, tower included,
-against the measured speed of one large matrix product.
+`--rows` measures decoding alone: steps of N rows of mixed lengths, which leave and join, compared
+with the time to read weights, keys and values once at the measured copy bandwidth. `--prompts`
+measures prompts alone: N at once, each with an image of 640x480, including the vision tower,
+compared with the measured speed of one large matrix product.
 """
 
 from __future__ import annotations
@@ -57,7 +57,7 @@ MAX_LEN = 4096
 SIDES = (256, 384, 512, 640)
 """Pixels along each side of an image; requests take them in turn."""
 WORDS = (16, 768)
-"""Fewest and most characters of text in a prompt."""
+"""Minimum and maximum number of characters of text in a prompt."""
 Prompt = tuple[list[int], list["Slot"]]
 
 
@@ -140,7 +140,7 @@ def _run_rows(args: argparse.Namespace) -> int:
         args.model = args.model or write_tiny(Path(folder) / "model", args.size)
         media = Path(folder) / "media"
         plain = []
-        for rows in args.rows:  # a process each: what it used is free afterwards
+        for rows in args.rows:  # one process each, so that its memory is freed afterwards
             (line,) = _call_baseline(args, media, 1, ["--rows", str(rows)])
             plain.append(line and GenerateSpeed(*line))
         cells = []
@@ -219,7 +219,7 @@ def _prompts(args: argparse.Namespace, media: Path) -> list[Prompt]:
 
 
 def _measure_baseline(args: argparse.Namespace, media: Path) -> list[Line]:
-    """The lines of the baseline, measured in this process, which is its own."""
+    """Measure the baseline in this process, which does nothing else."""
     family = load_family(args.model)
     store, renderer = open_renderer(args.model, media)
     plain = TransformersBaseline(
@@ -246,7 +246,7 @@ def _measure_baseline(args: argparse.Namespace, media: Path) -> list[Line]:
 
 
 def _timed(name: str, requests: int, repeats: int, work: Callable[[], list[list[int]]]) -> Line:
-    """`work` returns the answers, so that the device has finished when it ends."""
+    """Time `work`. It returns the answers, so the device has finished when it ends."""
     seconds, sampled = [], []
     for _ in range(repeats):
         began = time.perf_counter()
@@ -265,7 +265,7 @@ def _baseline(args: argparse.Namespace, media: Path) -> list[Line]:
 def _call_baseline(
     args: argparse.Namespace, media: Path, num_lines: int, words: list[str]
 ) -> list[Any]:
-    """The last lines of a process of its own that measures transformers."""
+    """Measure transformers in its own process, and return the last lines that it prints."""
     words = [*words, "--baseline", str(media), "--model", str(args.model)]
     words += ["--lengths", ",".join(map(str, args.lengths))]
     for name in ("max_tokens", "device", "dtype"):
@@ -303,7 +303,7 @@ async def _ask(args: argparse.Namespace, name: str, address: str, prompts: list[
 
     seconds, sampled = [], []
     try:
-        for repeat in range(args.repeats + 1):  # the first makes the pixels, and warms up
+        for repeat in range(args.repeats + 1):  # the first repeat makes the pixels and warms up
             began = time.perf_counter()
             sampled = list(await asyncio.gather(*map(one, prompts)))
             if repeat:

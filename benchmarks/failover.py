@@ -1,4 +1,4 @@
-"""`python -m benchmarks failover`: what lost servers cost the rollouts that were with them."""
+"""`python -m benchmarks failover`: the delay that lost servers cause to their rollouts."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ from sightline.wire.generate import GenerateRequest, SamplingParams
 
 MAX_LEN = 2048
 CASES = ((1, 2), (2, 4))
-"""How many servers are killed, of how many."""
+"""The number of servers to kill, and the total number."""
 
 
 @dataclass(frozen=True)
@@ -42,7 +42,7 @@ class TurnRecord:
     num_tokens: int
     """Tokens of prompt and answer."""
     num_again: int
-    """Tokens of the turn before it that were computed again."""
+    """Tokens from before this turn that were computed again."""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -87,7 +87,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 class Failover:
-    """Rollouts at several servers, of which some are killed."""
+    """Plays rollouts at several servers, and kills some of the servers."""
 
     def __init__(
         self,
@@ -139,7 +139,7 @@ class Failover:
                 self.killed_at = time.monotonic()
 
     def cells(self) -> list[str]:
-        """The row of the table."""
+        """Return the cells of the table row."""
         last: dict[int, TurnRecord] = {}
         waited, num_again = [], 0
         for turn in self.turns:

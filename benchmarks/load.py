@@ -1,4 +1,4 @@
-"""`python -m benchmarks load`: how long a small request takes during a thousand rollouts."""
+"""`python -m benchmarks load`: the latency of small requests during a thousand rollouts."""
 
 from __future__ import annotations
 
@@ -36,9 +36,9 @@ MAX_TIMES = 5.0
 """The target: the highest allowed ratio of the 99th percentile to the median."""
 IDLE_S, RAMP_S = 5.0, 2.0
 CLIENTS = {"the same client": "127.0.0.1", "another client": "127.0.0.2"}
-"""Addresses that small requests come from; the rollouts come from the first."""
+"""Source addresses of small requests. The rollouts use the first one."""
 NUM_PROBES = 4
-"""Small requests of a client that are under way at once."""
+"""The number of small requests that a client sends concurrently."""
 PATH = "/inference/v1/generate"
 
 
@@ -87,7 +87,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 class Load:
-    """Rollouts and small requests at one server."""
+    """Sends rollouts and small requests to one server."""
 
     def __init__(self, args: argparse.Namespace, media: Path, address: str) -> None:
         self.args = args
@@ -116,7 +116,7 @@ class Load:
         )  # fmt: skip
 
     async def _probe(self, address: str, seconds: float) -> list[float]:
-        """How long requests for one token took, a few at a time for so long."""
+        """Send requests for one token, a few at a time, for `seconds`. Return their latencies."""
         probes = (self._probe_one_by_one(address, seconds, i) for i in range(NUM_PROBES))
         return [latency for latencies in await asyncio.gather(*probes) for latency in latencies]
 
@@ -128,7 +128,7 @@ class Load:
         until = time.monotonic() + seconds
         async with _session(connector) as session:
             while time.monotonic() < until or not latencies:
-                # No two alike: none finds another's KV cache.
+                # Prompts differ, so that none hits another's KV cache.
                 prompt = self.renderer.render([user(f"Question {rng.random()}")]).token_ids
                 began = time.monotonic()
                 await self._ask(session, GenerateRequest.of(prompt, [], params))
@@ -136,7 +136,7 @@ class Load:
         return latencies
 
     async def _play(self, number: int) -> None:
-        """Plays rollouts, one after another, until the load is over."""
+        """Play rollouts, one after another, until the measurement ends."""
         params = SamplingParams(max_tokens=self.args.max_tokens, temperature=1.0)
         rng = random.Random(number)
         async with _session(aiohttp.TCPConnector()) as session:

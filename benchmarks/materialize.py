@@ -39,19 +39,19 @@ Timed = dict[str, Callable[[], Any]]
 
 @dataclass(frozen=True)
 class Measured:
-    """Figures of one image size: medians of repeats that took turns with one another."""
+    """Figures of one image size: medians of interleaved repeats."""
 
     size: str
     is_resized: bool
     ms: dict[str, float]
-    """CPU time of the thread: waiting for a core does not count."""
+    """CPU time, which excludes waiting for a core."""
     wall_ms: dict[str, float]
     sent_mb: float
-    """Megabytes that our patches send to the device."""
+    """Megabytes of our patches, as sent to the device."""
     float_mb: float
     is_equal: bool
     off: float | None
-    """Most that torchvision's rows differ from ours; None where it is absent."""
+    """Largest difference between torchvision's rows and ours; None without torchvision."""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -102,7 +102,7 @@ def measure(
     patches = family.patches(image, item)
     layout = family.layout(*size)
     fitted_size = (layout.width, layout.height)
-    # An image that has the fitted size already: what is left to do is the gather.
+    # An image that already has the fitted size needs only the gather.
     fitted = store.put(image.resize(fitted_size))
     fitted_item, fitted_image = family.item(fitted), store.image(fitted)
     timed: Timed = {
@@ -134,7 +134,7 @@ def measure(
 
 
 def take_turns(timed: Timed, repeats: int) -> tuple[dict[str, float], dict[str, float]]:
-    """Medians of CPU and of wall time; one call a round, so that a busy moment meets all."""
+    """Return median CPU and wall times. Calls are interleaved, so that noise affects all."""
     spent: dict[str, list[tuple[float, float]]] = {name: [] for name in timed}
     for number in range(repeats + 1):
         for name, function in timed.items():
@@ -174,7 +174,7 @@ def decoded_rows(found: list[Measured]) -> Iterator[list[str]]:
 
 
 def bytes_rows(found: list[Measured]) -> Iterator[list[str]]:
-    """Ours with the digest, which transformers does not make; theirs with the same decoding."""
+    """Yield the rows of the file table. Ours includes a digest; both decode the same way."""
     for one in found:
         for kind in ("png", "jpeg"):
             parts = stages(one, kind)
@@ -216,7 +216,7 @@ def closing_lines(found: list[Measured]) -> list[str]:
 
 
 def _screenshot(store: MediaStore, width: int, height: int) -> tuple[MediaRef, dict[str, bytes]]:
-    """A page in RGB, its ref, and its bytes as PNG and as JPEG."""
+    """Store a page in RGB. Return its ref, and its bytes as PNG and as JPEG."""
     page = store.image(store.put(Screenshots(1, width, height).draw(random.Random(0))))
     ref = store.put(page)
     jpeg = io.BytesIO()

@@ -1,4 +1,4 @@
-"""`python -m benchmarks mismatch`: reward and gradient against mismatch, with each correction."""
+"""`python -m benchmarks mismatch`: the effect of mismatch on learning, for each correction."""
 
 from __future__ import annotations
 
@@ -45,18 +45,18 @@ KINDS = {
     "lag": "lag, versions",
     "noise": "standard deviation of the noise, 0.01 nats",
 }
-"""Kinds of mismatch that are drawn against their level, and what its axis says."""
+"""Kinds of mismatch that have charts, with the labels of their x axes."""
 GOAL = 0.9
 WINDOW = 3
-"""Steps whose mean reward has to reach the goal."""
+"""Number of steps whose mean reward must reach the goal."""
 LAST = 5
-"""Steps at the end whose mean reward is shown."""
+"""Number of last steps whose mean reward is shown."""
 RESULTS = "results.jsonl"
 WARMUP_STEPS = 200
 
 
 class Result(msgspec.Struct, frozen=True):
-    """One run of the study: a line of its file."""
+    """One run of the study, stored as a line of its file."""
 
     condition: str
     correction: str
@@ -74,7 +74,7 @@ class Result(msgspec.Struct, frozen=True):
 
     @property
     def steps_to_goal(self) -> float:
-        """First step at which a mean over `WINDOW` steps reached the goal; inf if none did."""
+        """The first step at which the mean over `WINDOW` steps reached the goal, or inf."""
         rewards = self.record.rewards
         means = (fmean(rewards[i - WINDOW : i]) for i in range(WINDOW, len(rewards) + 1))
         reached = (i for i, mean in enumerate(means, WINDOW) if mean >= GOAL)
@@ -86,7 +86,7 @@ class Result(msgspec.Struct, frozen=True):
 
     @property
     def norm_ratio(self) -> float:
-        """Their median: a token with a tiny ratio makes the true norm small."""
+        """The median ratio, because a token with a tiny ratio makes the true norm small."""
         return median(self.record.norm_ratios) if self.record.norm_ratios else math.nan
 
 
@@ -131,7 +131,7 @@ def run(args: argparse.Namespace) -> int:
         missing = [cell for cell in cells if cell not in {one.cell for one in results}]
         if missing:
             model = args.model or _make_model(folder, args.turns)
-            torch.set_num_threads(1)  # the model is tiny: threads would wait for one another
+            torch.set_num_threads(1)  # the model is too tiny for several threads
         for number, cell in enumerate(missing, 1):
             record = run_cell(model, size, conditions[cell.condition], cell)
             result = Result(cell.condition, cell.correction, cell.seed, size, record)
@@ -168,7 +168,7 @@ def _open_folder(kept: Path | None) -> Iterator[Path]:
 
 
 def parse_condition(name: str) -> Mismatch:
-    """A mismatch by its name, such as lag=4."""
+    """Parse the name of a mismatch, such as lag=4."""
     kind, _, level = name.partition("=")
     try:
         match kind:
@@ -192,8 +192,8 @@ def parse_condition(name: str) -> Mismatch:
 
 
 def list_cells(conditions: Sequence[str], corrections: Sequence[str], seeds: int) -> list[Cell]:
-    """Seed by seed, so that what is done is a whole grid. Exact logprobs need no correction, and
-    are one run a seed: with a ratio of 1 every loss is the same."""
+    """List the runs seed by seed, so that an interrupted study has whole grids. `exact` has one
+    run per seed: with a ratio of 1, all corrections give the same loss."""
     return [
         Cell(condition, correction, seed)
         for seed in range(seeds)
@@ -215,7 +215,7 @@ def read_results(path: Path, size: StudySize) -> list[Result]:
 
 
 def _make_model(folder: Path, turns: int) -> Path:
-    """A tiny checkpoint that answers in the right form, and knows no colour."""
+    """Build a tiny checkpoint that answers in the right format but knows no colours."""
     warm = folder / "warm"
     if not warm.is_dir():
         values: dict[str, dict[str, Any]] = {
@@ -239,11 +239,11 @@ def run_cell(model: Path, size: StudySize, mismatch: Mismatch, cell: Cell) -> Ru
             study.close()
 
 
-# --- what came of it
+# --- results
 
 
 def format_range(values: Sequence[float], digits: int) -> str:
-    """The mean over seeds, and their lowest and highest; those that are infinite never came."""
+    """Format the mean, minimum and maximum over seeds. Infinite values count as never."""
     known = [value for value in values if math.isfinite(value)]
     if not known:
         return "never" if any(map(math.isinf, values)) else "–"
@@ -266,7 +266,7 @@ MEASURES: dict[str, tuple[Callable[[Result], float], int]] = {
 
 
 def format_tables(results: Sequence[Result]) -> Iterator[str]:
-    """A table of Markdown for each measure: conditions down, corrections across."""
+    """Yield a Markdown table for each measure: conditions as rows, corrections as columns."""
     conditions = list(dict.fromkeys(result.condition for result in results))
     corrections = list(dict.fromkeys(result.correction for result in results))
     for title, (measure, digits) in MEASURES.items():
@@ -288,8 +288,8 @@ def format_tables(results: Sequence[Result]) -> Iterator[str]:
 
 
 def format_differences(results: Sequence[Result], corrections: Sequence[str]) -> str:
-    """Reward over all steps without that of `exact` of the same seed, by kind of mismatch: the mean
-    and its standard error."""
+    """Format the reward over all steps, minus that of `exact` with the same seed, by kind of
+    mismatch: the mean and its standard error."""
     exact = {o.seed: fmean(o.record.rewards) for o in results if o.condition == EXACT}
     kinds: dict[str, dict[str, list[float]]] = {}
     for result in results:
@@ -319,7 +319,7 @@ def _select(results: Iterable[Result], condition: str, correction: str) -> list[
 
 
 def draw_charts(results: Sequence[Result]) -> Iterator[tuple[str, str]]:
-    """Reward and cosine against each kind's level, and reward by step at its highest."""
+    """Draw reward and cosine by level for each kind, and reward by step at its highest level."""
     corrections = [c for c in CORRECTIONS if any(one.correction == c for one in results)]
     exact = [one for one in results if one.condition == EXACT]
     for kind, x_label in KINDS.items():
@@ -338,7 +338,7 @@ def draw_charts(results: Sequence[Result]) -> Iterator[tuple[str, str]]:
                     selected = exact if name == EXACT else _select(results, name, correction)
                     values = [v for v in map(get, selected) if math.isfinite(v)]
                     if values:
-                        # Side by side, so that no bar hides another.
+                        # Shift the points, so that no bar hides another.
                         shift = (i - 1.5) * 0.006 * _find_level(levels[-1])
                         points.append((_find_level(name) + shift, fmean(values)))
                         bars.append((min(values), max(values)))

@@ -73,7 +73,7 @@ def run(args: argparse.Namespace) -> int:
 
 @dataclass
 class PublishTrial:
-    """A model whose versions go to one server."""
+    """Publishes versions of a model to one server."""
 
     publisher: AsyncPublisher
     model: torch.nn.Module
@@ -83,7 +83,7 @@ class PublishTrial:
     _stored: set[str] = field(default_factory=set)
 
     def measure(self, share: float, repeats: int) -> list[str]:
-        """The cells of a row, from the columns of bytes on."""
+        """Return the cells of a row, from the byte columns on."""
         timings = [asyncio.run(self._publish_next(share)) for _ in range(repeats + 1)]
         total, sent, written, first = (
             statistics.median(column) for column in zip(*timings[1:], strict=True)
@@ -92,8 +92,8 @@ class PublishTrial:
         return [*sizes, f"{written:.3f}", f"{first:.3f}"]
 
     async def _publish_next(self, share: float) -> tuple[float, float, float, float]:
-        """Bytes of the weights and those that were sent; seconds until the files were written, and
-        until the first token."""
+        """Publish a version. Return its bytes, the bytes sent, and the seconds until its files were
+        written and until the first token."""
         self.version += 1
         tensors = list(self.model.parameters())
         with torch.no_grad():
@@ -123,7 +123,7 @@ class PublishTrial:
         return total, self._count_bytes(manifest, total), written, first
 
     def _count_bytes(self, manifest: Manifest, total: int) -> float:
-        """Bytes that the previous version did not have; `total` for other ways than the store."""
+        """Return the bytes that are new to the store, or `total` for other transports."""
         if not isinstance(self.publisher.publisher, StorePublisher):
             return total
         sizes = dict(self.publisher.publisher.blobs.iter_sizes())
@@ -134,7 +134,7 @@ class PublishTrial:
 
 @contextmanager
 def open_way(args: argparse.Namespace, way: str, scratch: Path) -> Iterator[PublishTrial]:
-    """A server, and what publishes to it."""
+    """Start a server, and yield a trial that publishes to it."""
     with ExitStack() as stack:
         root = scratch / f"run-{secrets.token_hex(4)}"
         media, token = str(root / "media"), ""
@@ -147,7 +147,7 @@ def open_way(args: argparse.Namespace, way: str, scratch: Path) -> Iterator[Publ
             more += ["--media-token", f"file:{secret}"]
         url = stack.enter_context(temporary_server(args.model, media, more, args.threads))
         family = load_family(args.model)
-        # As the optimizer's weights are; what leaves is rounded to --dtype.
+        # float32 like the optimizer's weights. Published weights are rounded to --dtype.
         model = load_model(args.model, family, args.device, "float32").model
         weights = root / "weights"
         ours: WeightPublisher

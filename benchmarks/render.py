@@ -1,4 +1,4 @@
-"""`python -m benchmarks render`: what a turn with a new screenshot costs a renderer."""
+"""`python -m benchmarks render`: the cost of rendering a turn with a new screenshot."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ PEER_VERSION = "0.1.12"
 class Turn:
     seconds: float
     held_bytes: int
-    """Bytes of images that the renderer keeps: pixels, or references."""
+    """Bytes that the renderer keeps for images: pixels or references."""
     num_tokens: int
     put_s: float = 0.0
 
@@ -79,7 +79,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def take_tokenizer(model: Path, tokenizer: Path) -> None:
-    """Gives a checkpoint the tokenizer of another, whose merges a turn then costs."""
+    """Copy a real tokenizer into a checkpoint, to include the cost of its merges."""
     settings = json.loads((tokenizer / "tokenizer_config.json").read_text())
     settings.pop("chat_template", None)
     (model / "tokenizer_config.json").write_text(json.dumps(settings))
@@ -93,7 +93,7 @@ def take_tokenizer(model: Path, tokenizer: Path) -> None:
 
 
 def draw(args: argparse.Namespace, folder: Path) -> int:
-    """Writes the screenshots; returns the mean size of one."""
+    """Write the screenshots and return their mean size."""
     pages, rng = Screenshots(args.turns, args.width, args.height), random.Random(0)
     total = 0
     for turn in range(args.turns):
@@ -125,7 +125,7 @@ def measure(model: Path, folder: Path, turns: int) -> list[Turn]:
 
 
 def measure_peer(model: Path, folder: Path, turns: int) -> list[Turn]:
-    """Empty where the peer is not installed, or has nothing for the family."""
+    """Measure the peer. Empty if it is not installed, or does not support the family."""
     if importlib.util.find_spec(PEER) is None:
         return []
     program = Path(__file__).parent / "harness" / "renderers_peer.py"
@@ -143,7 +143,7 @@ def measure_peer(model: Path, folder: Path, turns: int) -> list[Turn]:
 
 def list_rows(ours: list[Turn], theirs: list[Turn]) -> Iterator[list[str]]:
     for turn in shown_turns(len(ours)):
-        # A stretch of turns, so that one that was interrupted does not stand for all.
+        # Use several turns, so that a single interruption does not distort the figure.
         stretch = slice(max(0, turn - 5), turn)
         peer = ["-", "-"]
         if theirs:

@@ -41,7 +41,7 @@ def run(args: argparse.Namespace) -> int:
         measured = measure(args, folder)
         by_agents = measure_agents(args, folder) if args.agents else []
     console = Console()
-    # Rows that are cut or folded cannot be compared: a narrow terminal wraps them itself.
+    # Do not cut or fold rows. A narrow terminal wraps them itself.
     console.width = max(console.width, TABLE_WIDTH)
     for table in (wire_table(measured), cpu_table(measured), memory_table(measured)):
         console.print(table)
@@ -60,7 +60,7 @@ def measure(args: argparse.Namespace, folder: Path) -> list[RehearsalFigures]:
 
 
 def measure_agents(args: argparse.Namespace, folder: Path) -> list[RehearsalFigures]:
-    """The same with agents that play through the chat endpoint, and send all images every turn."""
+    """Measure agents that use the chat endpoint, and send all images every turn."""
     return [_play(args, args.agents, turns, folder, True) for turns in turn_counts(args.turns)]
 
 
@@ -157,7 +157,7 @@ CPU: tuple[tuple[str, Measure], ...] = (
     ("orchestrator", lambda f: f.cpu_s["orchestrator"]),
     ("worker", lambda f: f.cpu_s["worker-0"]),
 )
-"""The worker's grows with the ids and references that a request repeats."""
+"""CPU time by process. The worker's grows with the ids and references in a request."""
 
 
 def cpu_table(measured: list[RehearsalFigures]) -> Table:
@@ -195,9 +195,9 @@ def _table(title: str, measured: list[RehearsalFigures]) -> Table:
 
 
 def _cells(measured: list[RehearsalFigures], of: Measure, unit: float) -> list[str]:
-    """The cost of a turn at each length, and the longest's over that of a tenth of it."""
+    """Return the cost of a turn at each length, and the growth to the longest."""
     per_turn = [of(figures) / figures.plan.num_turns for figures in measured]
-    # A rollout of one turn pays alone for what a rollout costs once.
+    # Not the rollout of one turn, whose only turn bears all fixed costs.
     base = per_turn[min(1, len(per_turn) - 1)]
     return [*(_size(cost / unit) for cost in per_turn), f"x {per_turn[-1] / (base or 1):.1f}"]
 

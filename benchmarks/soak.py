@@ -1,7 +1,7 @@
 """`python -m benchmarks soak`: memory, descriptors and threads of every process of a long run.
 
-Caches that still fill, and a policy whose rollouts change, would look like a leak. This run's
-bounded caches are full by the end of the warm-up, and its policy learns almost nothing.
+Filling caches and a changing policy would look like leaks. In this run, the bounded caches are full
+by the end of the warm-up, and the policy learns almost nothing.
 """
 
 from __future__ import annotations
@@ -34,24 +34,24 @@ from sightline.run.run_dir import RunDir
 from sightline.view.events import by_step, read_events
 
 WARMUP_FRACTION = 0.5
-"""The first part of the time, in which caches fill and a trainer's memory comes to rest (about 100
-steps); growth is looked for in the rest."""
+"""Fraction of the time for the warm-up, in which caches fill and the trainer's memory settles
+(about 100 steps). Growth is measured after it."""
 WINDOW_S = 60.0
-"""Memory swings within a step: of each window the least counts."""
+"""Length of a window. Its minimum counts, because memory varies within a step."""
 MIN_WINDOWS = 5
 NUM_STANDARD_ERRORS = 2.0
-"""Number of standard errors by which a growth must exceed its bound. A trainer's least memory
-swings by 5 MB from window to window, and a line through 15 windows by 18 MB an hour."""
+"""Number of standard errors by which a growth must exceed its bound. A trainer's minimum varies by
+5 MB from window to window, and the slope over 15 windows by 18 MB an hour."""
 STOP_S = 300.0
 NEVER = 10**9
 PROCESSES = ("rl", "orchestrator", "server", "trainer", "worker-0")
 PRIMITIVES = "ONEDNN_PRIMITIVE_CACHE_CAPACITY=64"
-"""Products, by shape, whose kernels oneDNN keeps in a process: 1,024 of its own, which take 16 MB
-and minutes to come by."""
+"""Size of oneDNN's kernel cache in each process. The default of 1,024 shapes takes 16 MB, and
+minutes to fill."""
 LR = 1e-6
-"""A policy that learns changes its batches: more tokens would train as more rewards differ."""
+"""A tiny rate: a policy that learns would change the number of trained tokens."""
 MAX_NUM_SEQS = 256
-"""Sequences of the server's KV cache, which grows with their number; a step fills it."""
+"""Maximum sequences in the server's KV cache. One step fills it."""
 
 
 ENV = {"name": "color_codeword"}
@@ -70,7 +70,7 @@ SETTINGS: dict[str, dict[str, Any]] = {
     "inference": {"max_num_seqs": MAX_NUM_SEQS, "max_model_len": 128},
     "eval": {"tasks": 0},
 }
-"""The run file of the example for two cores, without evaluations."""
+"""Settings of the two-core example's run file, without evaluations."""
 
 
 @dataclass(frozen=True)
@@ -79,13 +79,13 @@ class Measure:
     unit: str
     read: Callable[[ProcessSample], float]
     max_growth: float
-    """The most that a process may grow in an hour and still count as flat."""
+    """Maximum growth per hour that counts as flat."""
 
 
 MEASURES = {
-    # At the pace of a quiet machine, 10,000 requests a minute, 32 bytes a request.
+    # On a quiet machine, with 10,000 requests a minute, this is 32 bytes per request.
     "memory": Measure("Memory (RSS), MB", "MB", lambda s: s.rss_bytes / 1e6, 20.0),
-    # One that is opened once, and stays, makes 4 an hour of 30 minutes.
+    # One descriptor that stays open has a slope of 4 an hour in a run of 30 minutes.
     "descriptors": Measure("Open descriptors", "descriptors", lambda s: s.descriptors, 5.0),
     "threads": Measure("Threads", "threads", lambda s: s.threads, 5.0),
 }
@@ -107,7 +107,7 @@ def run(args: argparse.Namespace) -> int:
         model = args.model or build_warm_model(folder, WARMUP)
         try:
             play(folder, model, args.minutes * 60, watch)
-        finally:  # what was seen of a run that failed says why
+        finally:  # show the samples even if the run failed
             if watch.samples:
                 problems = show(watch, count_steps(folder))
                 if args.plot:
@@ -117,7 +117,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def play(folder: Path, model: Path, seconds: float, watch: ProcessWatch) -> None:
-    """Plays a run for so long after its first step, then stops it."""
+    """Run for `seconds` after the first step, then stop the run."""
     values: dict[str, Any] = {
         **SETTINGS,
         "run": {"name": "soak", "dir": str(folder), "seed": 0, "steps": NEVER},
@@ -161,7 +161,7 @@ def _check_alive(job: subprocess.Popen[bytes], log: Path) -> None:
 
 
 def show(watch: ProcessWatch, steps: int) -> list[str]:
-    """Prints what each process held, and the verdict; returns what is wrong."""
+    """Print each process's resources and the verdict. Return the problems."""
     by_name, ended = find_lasting(watch), watch.samples[-1].seconds
     table = Table(box=SIMPLE_HEAD, title=f"{ended / 60:.1f} minutes, {steps} steps")
     for column in (
@@ -199,7 +199,7 @@ def show(watch: ProcessWatch, steps: int) -> list[str]:
 
 
 def find_lasting(watch: ProcessWatch) -> dict[str, list[ProcessSample]]:
-    """The samples of each process that was there from first to last, by its name."""
+    """Return the samples of each process that lived from first to last, by name."""
     began, ended = watch.samples[0].seconds, watch.samples[-1].seconds
     lasting: dict[str, list[ProcessSample]] = {}
     for name_and_pid, samples in watch.by_process().items():
@@ -214,7 +214,7 @@ def find_missing(found: dict[str, list[ProcessSample]]) -> list[str]:
 
 
 def find_growth(found: dict[str, list[ProcessSample]]) -> list[str]:
-    """Return every growth over its bound that the swings of its windows do not explain.
+    """Return every growth over its bound that is not within the noise.
 
     The list is empty if there are too few windows to judge.
     """
@@ -230,13 +230,13 @@ def find_growth(found: dict[str, list[ProcessSample]]) -> list[str]:
 
 
 def find_window_s(ended: float) -> float:
-    """The length of a window: shorter where the time after the warm-up would have too few."""
+    """Return the length of a window, shorter if there would be too few after the warm-up."""
     return min(WINDOW_S, ended * (1 - WARMUP_FRACTION) / MIN_WINDOWS)
 
 
 @dataclass(frozen=True)
 class Growth:
-    """The slope of a line through the least of each window, and its standard error."""
+    """The slope of a line through the minima of windows, and its standard error."""
 
     slope: float
     error: float
@@ -246,10 +246,10 @@ class Growth:
 
 
 def measure_growth(samples: list[ProcessSample], measure: Measure) -> Growth:
-    """By how much the least of each window grows in an hour, after the warm-up."""
+    """Return the hourly growth of the windows' minima after the warm-up."""
     ended = samples[-1].seconds
     window_s = find_window_s(ended)
-    # Counted back from the end; one that the warm-up cuts short has too few samples for its least.
+    # Windows are counted back from the end. One that the warm-up cuts short is left out.
     num_windows = int(ended * (1 - WARMUP_FRACTION) / window_s + 1e-9)
     least: dict[int, float] = {}
     for sample in samples:
@@ -260,7 +260,7 @@ def measure_growth(samples: list[ProcessSample], measure: Measure) -> Growth:
 
 
 def fit_slope(points: list[tuple[float, float]]) -> Growth:
-    """The line through the points with the least squares; flat where there are too few."""
+    """Fit a line by least squares; flat if there are too few points."""
     if len(points) < 3:
         return Growth(0.0, 0.0)
     xs, ys = zip(*points, strict=True)

@@ -1,4 +1,4 @@
-"""`python -m benchmarks store`: how fast images go into and out of each kind of store."""
+"""`python -m benchmarks store`: the write and read speed of each kind of store."""
 
 from __future__ import annotations
 
@@ -50,9 +50,9 @@ class StoreFigures:
     read_s: float
     read_again_s: float
     hit_fraction: float
-    """Reads of the second round that the cache answered; 0 without a cache."""
+    """Fraction of second reads that hit the cache; 0 without a cache."""
     peak_mb: float
-    """Memory that the process took at its peak, above what it had before the first image."""
+    """Peak memory of the process, minus its memory before the first image."""
 
 
 def run(args: argparse.Namespace) -> int:
@@ -68,7 +68,7 @@ def run(args: argparse.Namespace) -> int:
         rows = []
         context = multiprocessing.get_context("spawn")
         for number, (root, options) in enumerate(roots):
-            # In a process of its own, so that one peak of memory does not hide in another.
+            # Each in its own process, so that memory peaks are separate.
             with ProcessPoolExecutor(1, context) as pool:
                 folder = Path(scratch) / f"work-{number}"
                 figures = pool.submit(measure, root, options, folder, args).result()
@@ -86,7 +86,7 @@ def run(args: argparse.Namespace) -> int:
 
 @contextmanager
 def serve(folder: Path, token: Path) -> Iterator[str]:
-    """The address of a media service on this machine."""
+    """Start a media service on this machine, and yield its address."""
     words = ["media", "serve", str(folder / "served"), "--port", "0", "--token", f"file:{token}"]
     process = start_sightline(words, threads=1)
     try:
@@ -101,7 +101,7 @@ def serve(folder: Path, token: Path) -> Iterator[str]:
 
 
 def measure(root: str, token: str, folder: Path, args: argparse.Namespace) -> StoreFigures:
-    # What is behind the end of an image is kept with it, and makes each another one.
+    # Stores keep bytes after the end of an image, so a suffix makes each image distinct.
     image, salt = draw_noise(Random(0), args.side), secrets.token_bytes(8)
     put, read, count_hits = (
         open_plain(folder) if root == PLAIN else open_kind(root, token, folder, args)
@@ -137,7 +137,7 @@ def measure(root: str, token: str, folder: Path, args: argparse.Namespace) -> St
 
 
 class Progress:
-    """Says on stderr how far the threads have come; silent where the work is short."""
+    """Reports the threads' progress on stderr, unless the work is short."""
 
     def __init__(self, words: str, total: int, every_s: float = PROGRESS_EVERY_S) -> None:
         self._words, self._total, self._every_s = words, total, every_s
@@ -172,7 +172,7 @@ def open_plain(folder: Path) -> tuple[Put, Read, CountHits]:
 def open_kind(
     root: str, token: str, folder: Path, args: argparse.Namespace
 ) -> tuple[Put, Read, CountHits]:
-    """`count_hits(True)` empties the cache."""
+    """Open a store. Its `count_hits(True)` empties the cache."""
     cache_bytes = int(args.cache_mb * 1e6)
     store = open_store(root, token=token, cache_dir=folder / "cache", cache_bytes=cache_bytes)
 

@@ -1,9 +1,9 @@
 """`python -m benchmarks trl`: the demo's training step, compared with TRL's GRPOTrainer.
 
-One model, the same images, groups of 8, one turn, one visual token an image, the clipped loss over
-tokens, 128 samples a step. TRL samples the answers; its first step is taken again by our trainer on
-the same tokens and advantages, and the norms of the two gradients are compared. Generation is timed
-apart: here it is the inference server's work.
+Both sides use the same model and images, groups of 8, one turn, one visual token per image, the
+clipped loss over tokens and 128 samples per step. TRL samples the answers. Our trainer repeats its
+first step on the same tokens and advantages, and the gradient norms are compared. Generation is
+timed separately: in Sightline it is the inference server's work.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ SAMPLES = 128
 MAX_TOKENS = 8
 SIDE = 32
 SAME_WITHIN = 1e-4
-"""Relative difference of two gradient norms in float32."""
+"""Maximum relative difference of two gradient norms in float32."""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -77,7 +77,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def write_task(folder: Path, pads: tuple[int, ...]) -> list[dict[str, str]]:
-    """Squares of one colour each, and what is asked of them.
+    """Write squares of one colour each, and the prompts about them.
 
     TRL is configured not to sample image pads. By default it does, and our trainer refuses them.
     """
@@ -114,7 +114,7 @@ def run_peer(args: argparse.Namespace, model: Path, folder: Path) -> dict[str, A
 
 
 class SightlineStep:
-    """The trainer's parts on the tokens that TRL sampled."""
+    """Our training step on the tokens that TRL sampled."""
 
     def __init__(
         self,
@@ -137,7 +137,7 @@ class SightlineStep:
             self.learner.family,
             build_pixels(self.learner, store).materializer,
             PackSize(settings.micro_batch_tokens, settings.micro_batch_patches),
-            # TRL says nothing of the pixels that it saw.
+            # TRL does not report pixel digests.
             BadMediaPolicy(max_bad_fraction=0.0, allows_unverified_pixels=True),
         )
         refs = {prompt["image"]: store.put(folder / prompt["image"]) for prompt in prompts}
@@ -151,7 +151,7 @@ class SightlineStep:
         self.norm = 0.0
 
     def _sample(self, i: int, first: dict[str, Any], rendered: Any) -> Sample:
-        """TRL's tokens without its padding; the prompt must be ours, token for token."""
+        """Return TRL's tokens without padding. The prompt must equal ours, token for token."""
         prompt, answer = (
             [
                 t
@@ -193,7 +193,7 @@ class SightlineStep:
 def with_own_logprobs(
     samples: list[Sample], learner: Learner, preparer: BatchPreparer
 ) -> list[Sample]:
-    """The same samples with the logprobs of the weights as they are: every ratio is 1, as TRL's."""
+    """Return the samples with the current weights' logprobs: every ratio is 1, as in TRL."""
     scores = learner.step(preparer.prepare(Batch(1, samples), "")).scores
     logprobs = scores.logprobs.numpy()
     by_trace = {o.trace_id: logprobs[o.start : o.stop] for o in scores.origins}

@@ -122,7 +122,7 @@ def smooth(points: Sequence[tuple[float, float | None]], window: int) -> list[Po
 
 
 def ticks(low: float, high: float, most: int = 6) -> list[float]:
-    """Round numbers from `low` to `high`, about `most` of them."""
+    """Return about `most` round numbers from `low` to `high`."""
     raw = (high - low) / max(most - 1, 1)
     unit = 10 ** math.floor(math.log10(raw))
     gap = next(unit * factor for factor in (1, 2, 2.5, 5, 10) if unit * factor >= raw * 0.999)
@@ -144,7 +144,7 @@ def _build_plot_area(
     x_low, x_high = _widen_bounds(min(xs), max(xs))
     y_low, y_high = _widen_bounds(min(ys), max(ys))
     if not y_range or (y_low, y_high) != y_range:
-        # Out to the next round number, so that no curve touches the frame.
+        # Extend to the next round number, so that no curve touches the frame.
         marks = ticks(y_low, y_high)
         gap = marks[1] - marks[0] if len(marks) > 1 else y_high - y_low
         y_low, y_high = math.floor(y_low / gap) * gap, math.ceil(y_high / gap) * gap

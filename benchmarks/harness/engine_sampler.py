@@ -1,8 +1,8 @@
-"""A sampler in this process: the embedded engine on its thread, and rollouts that ask it.
+"""A sampler in this process: the embedded engine in its thread, and rollouts that use it.
 
     rollouts (event loop) --requests--> engine (own thread) --done--> rollouts
 
-No HTTP and no threads but the engine's: on one core they would only cost time.
+There is no HTTP and no other thread, because on one core they would only cost time.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ ROLLOUT_TIMEOUT_S = 600.0
 
 
 class InlineExecutor(Executor):
-    """Does the work where it is asked for: with one core, a thread only costs a switch."""
+    """Runs work in the calling thread, because with one core threads only add switches."""
 
     def submit(self, fn: Any, /, *args: Any, **kwargs: Any) -> Future[Any]:
         done: Future[Any] = Future()
@@ -58,18 +58,18 @@ class InlineExecutor(Executor):
 
 @dataclass
 class EngineClient(GenerateClient):
-    """Asks an engine of this process, as a server asks its own."""
+    """A client that calls the engine in this process, as a server would."""
 
     engine: TorchEngine = field(kw_only=True)
     validator: RequestValidator = field(kw_only=True)
     proves_pixels: bool = field(default=True, kw_only=True)
-    """Whether answers have the digests of the engine's pixels."""
+    """Whether answers contain the digests of the engine's pixels."""
 
     async def generate(self, request: GenerateRequest) -> GenerateResponse:
         checked = self.validator.check_request(request)
         requests = self.engine.build_requests(checked)
         finished = asyncio.get_running_loop().create_future()
-        for one in requests:  # a turn asks for one choice
+        for one in requests:  # one choice per turn
             one.owner = finished
         self.engine.submit(requests)  # type: ignore[arg-type]
         await finished
@@ -99,8 +99,8 @@ class EngineChats(ChatSource):
 
 
 def change_filter(family: Family, name: str) -> Family:
-    """A family that resizes by another filter, and says that it is the same: what a sampler does
-    that proves nothing. Fingerprints and pixel digests are what refuses it in a run."""
+    """Return a family that resizes with another filter but keeps its identity, like a sampler
+    without proof of its pixels. In a run, fingerprints and pixel digests detect it."""
     changed: Any = copy.copy(family)
     resample = int(Image.Resampling[name.upper()])
     changed._settings = dataclasses.replace(changed._settings, resample=resample)
@@ -108,13 +108,13 @@ def change_filter(family: Family, name: str) -> Family:
 
 
 class Sampler:
-    """An engine, and a player of rollouts that asks it: what a run has in two other processes."""
+    """An engine and a rollout player, which a run has in two separate processes."""
 
     def __init__(
         self, model: ModelConfig, env: Environment, store: MediaStore, device: str, rows: int,
         filter_name: str = "",
     ) -> None:  # fmt: skip
-        """`filter_name` is Pillow's name of the filter by which it resizes; empty is the
+        """Start the engine. `filter_name` is Pillow's name of the resize filter; empty for the
         checkpoint's own."""
         spec = ServerSpec.of(
             **model.model_dump(),

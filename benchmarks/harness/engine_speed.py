@@ -1,12 +1,11 @@
 """The embedded engine's speed in this process, compared with the limits of the device.
 
-A decoding step cannot be shorter than it takes to read the weights of the language model and the
-keys and values of all rows once. The memory bandwidth is that of a copy measured in the same run.
+A decoding step must at least read the language model's weights, and the keys and values of all
+rows, once. The memory bandwidth is that of a copy, measured in the same run.
 
-FLOPs of a prompt: 2 for every number of every matrix and every row that it is multiplied with, and
-4 for every pair of attention that sees one another, every head and every number of a head. The
-tower's matrices are counted where the rows pass; the output's is applied to the last token alone.
-Models with experts are refused: which of them a row passes is not known beforehand.
+A prompt's FLOPs are 2 per matrix element and multiplied row, and 4 per attended token pair, head
+and head dimension. The tower's matrices are counted in forward hooks. The output matrix counts for
+the last token only. Models with experts are refused, because their routing is not known beforehand.
 """
 
 from __future__ import annotations
@@ -54,7 +53,7 @@ class GenerateSpeed:
 
 @dataclass(frozen=True)
 class DecodeSpeed:
-    """The speed of the engine's steps that compute no prompt, while no row is idle."""
+    """The speed of the engine's pure decoding steps, while no row is idle."""
 
     rows: float
     """Mean number of rows that decode in a step."""
@@ -62,20 +61,20 @@ class DecodeSpeed:
     """Tokens whose keys and values a step reads."""
     step_ms: float
     tokens_per_s: float
-    """Sampled until the last row is done, the time of the prompts included."""
+    """Sampled tokens per second of the whole run, prompts included."""
     weight_bytes: int
     key_bytes: int
     """Size of one token's keys and values."""
     bandwidth: float
 
     def compute_share(self, keys: float, step_ms: float) -> float:
-        """Return the share of a step's time that reading its bytes at the bandwidth takes."""
+        """Return the share of a step's time needed to read its bytes at the bandwidth."""
         read = self.weight_bytes + keys * self.key_bytes
         return read / self.bandwidth * 1e3 / step_ms
 
 
 def draw_prompts(rows: int, args: argparse.Namespace, ids: range) -> list[list[int]]:
-    """Prompts of mixed lengths; half as many again as rows, so that rows leave and join."""
+    """Draw prompts of mixed lengths, 1.5 times as many as rows, so that rows leave and join."""
     rng = random.Random(rows)
     low, high = args.lengths
     sizes = [rng.randint(low, high - args.max_tokens) for _ in range(rows + rows // 2)]
@@ -83,7 +82,7 @@ def draw_prompts(rows: int, args: argparse.Namespace, ids: range) -> list[list[i
 
 
 def build_bench_spec(args: argparse.Namespace, media: Path, **values: Any) -> ServerSpec:
-    """Build the spec of an engine that keeps nothing of a finished request."""
+    """Build the spec of an engine without prefix caching."""
     return ServerSpec.of(
         path=args.model,
         media_roots=(media,),
@@ -117,14 +116,14 @@ def measure_engine(
     engine.start(done.put)
     after: dict[str, float] = {}
     try:
-        for _ in range(2):  # once before, for the shapes
+        for _ in range(2):  # the first pass warms up all shapes
             before, began = engine.totals(), time.perf_counter()
             engine.submit([_build_request(i, p, args) for i, p in enumerate(prompts)])
             left = len(prompts)
             after.clear()
             while left:
                 left -= _take_finished(done)
-                if left <= rows and not after:  # nobody waits for a row: they fall idle
+                if left <= rows and not after:  # no prompt waits, so rows become idle
                     after.update(engine.totals())
             seconds, sampled = time.perf_counter() - began, engine.totals()["sampled_tokens"]
     finally:
@@ -158,8 +157,8 @@ def _build_request(index: int, prompt: list[int], args: argparse.Namespace) -> T
 
 
 def count_read_bytes(forward: Forward) -> int:
-    """Bytes of weights that a decoding step reads: not the tower's, and of an embedding that is not
-    the output's too, a few rows."""
+    """Return the bytes of weights that a decoding step reads, without the vision tower and
+    without input embeddings that are not tied to the output."""
     model: Any = forward.model
     tower = {id(p) for _, p in forward.vision_parameters()}
     looked_up = model.get_input_embeddings().weight
@@ -170,7 +169,7 @@ def count_read_bytes(forward: Forward) -> int:
 
 
 def measure_generate(args: argparse.Namespace, rows: int, media: Path) -> GenerateSpeed | None:
-    """transformers' `generate` on as many prompts as rows, padded; None where memory is short."""
+    """Measure transformers' `generate` on one padded batch of `rows`; None if out of memory."""
     family = load_family(args.model)
     banned = load_renderer(args.model, MediaStore(media), family).pad_token_ids
     plain = TransformersBaseline(args.model, family, args.device, args.dtype, banned)
@@ -197,7 +196,7 @@ PIXEL_CACHE_BYTES = 4 * 2**30
 
 @dataclass(frozen=True)
 class PromptSpeed:
-    """The speed of prompts that are sent at once and answered by one token each."""
+    """The speed of prompts that are sent at once, with one answer token each."""
 
     tokens: int
     seconds: list[float]
@@ -213,7 +212,7 @@ class PromptSpeed:
 
     @property
     def share(self) -> float:
-        """The speed as a share of the matrix peak."""
+        """The speed as a fraction of the matrix peak."""
         return self.flops / self.median_s / self.peak
 
 
@@ -225,7 +224,7 @@ def measure_prompts(
     family, store = load_family(args.model), MediaStore(media)
     renderer = load_renderer(args.model, store, family)
     prompts = []
-    for i in range(count):  # every image another one
+    for i in range(count):  # each image is different
         rng = random.Random(i)
         sides = (max(32, int(side * args.scale)) for side in (WIDTH, HEIGHT))
         text = "".join(rng.choices("abcdefgh ", k=64))
@@ -246,7 +245,7 @@ def measure_prompts(
     engine.start(done.put)
     seconds, tower_s = [], 0.0
     try:
-        for repeat in range(args.repeats + 2):  # the first makes pixels, both warm up
+        for repeat in range(args.repeats + 2):  # the first makes pixels; two warm up
             before, began = engine.totals(), time.perf_counter()
             engine.submit([_build_prompt_request(i, one) for i, one in enumerate(prompts)])
             left = count
@@ -254,7 +253,7 @@ def measure_prompts(
                 left -= _take_finished(done)
             if repeat > 1:
                 seconds.append(time.perf_counter() - began)
-            time.sleep(0.01)  # the engine counts a turn when it is over
+            time.sleep(0.01)  # the engine updates its totals at the end of a turn
             tower_s = engine.totals()["busy_vision_seconds"] - before["busy_vision_seconds"]
     finally:
         engine.stop()

@@ -1,12 +1,12 @@
-"""Learning runs in one process, with a mismatch between sampler and trainer that is put in.
+"""Training runs in one process, with an artificial mismatch between sampler and trainer.
 
     sampler (engine, its own thread) --traces--> judge --samples--> trainer's learner
          ^  version step - 1 - lag                                    |
          +---------- weights of every version, as files --------------+
 
-Engine, chats, verdicts, packing, forward pass and losses are those of a run. The sampler waits for
-the version that it is to adopt, the learner for all rollouts of its step: nothing runs ahead, so
-that a lag is exactly the one that was asked for.
+Engine, chats, verdicts, packing, forward pass and losses are the same as in a real run. The sampler
+waits for its version, and the learner waits for all rollouts of its step. Nothing runs ahead, so
+the lag is exactly the requested one.
 """
 
 from __future__ import annotations
@@ -51,9 +51,9 @@ from sightline.wire.sample import Batch, Sample
 
 GRAINY = "benchmarks.harness.mismatch_run:GrainyCodeword"
 MAX_PIXELS = 32 * 32
-"""Pixels that are left of an image, whose side is no multiple of it: the filter decides which."""
+"""Maximum pixels of an image. Larger squares are resized, so the filter matters."""
 
-# The settings of the demo, with twice its rate: a score of steps is to be enough.
+# The demo's settings with twice its learning rate, so that 20 steps are enough.
 TRAINER: dict[str, Any] = {
     "lr": 4e-3, "vision_lr": 3e-4, "warmup_steps": 5, "lr_schedule": "cosine",
     "final_lr_fraction": 0.1, "max_grad_norm": 0.5,
@@ -62,16 +62,16 @@ TRAINER: dict[str, Any] = {
 
 @dataclass(eq=False)
 class GrainyCodeword(ColorCodeword):
-    """color_codeword with larger squares whose pixels scatter around their colour: to shrink them
-    by another filter leaves other pixels."""
+    """color_codeword with larger, noisy squares, so that different resize filters give different
+    pixels."""
 
     name = "grainy_codeword"
 
     side: int = 75
     grain: int = 60
     num_colors: int = 4
-    """How many of the nine colours the tasks show: so few are learnt in a score of steps. The
-    demonstrations show all, and name none."""
+    """The number of colours in tasks, out of nine: few enough to learn in 20 steps. The
+    demonstrations show all colours and name none."""
 
     def task(self, index: int, split: str) -> Task:
         rng = self.task_rng(index, split)
@@ -94,39 +94,39 @@ class GrainyCodeword(ColorCodeword):
 
 @dataclass(frozen=True)
 class Mismatch:
-    """The differences between sampler and trainer; by default nothing but rounding."""
+    """The differences between sampler and trainer; by default only rounding."""
 
     is_exact: bool = False
-    """Whether the sampler's logprobs are taken to be the trainer's own, bit for bit."""
+    """Whether the sampler's logprobs are treated as bit-identical to the trainer's."""
     noise: float = 0.0
-    """Standard deviation of what is added to each logprob that the sampler reports."""
+    """Standard deviation of the noise that is added to the sampler's logprobs."""
     stale_features: int = 0
     """Versions by which the sampler's vision tower is older than its text model."""
     filter: str = ""
-    """Pillow's name of the filter by which the sampler resizes; empty is the trainer's."""
+    """Pillow's name of the sampler's resize filter; empty for the trainer's."""
     lag: int = 0
     """Versions between sampling and training."""
     dtype: str = ""
-    """Precision of the sampler; empty is the trainer's."""
+    """Precision of the sampler; empty for the trainer's."""
 
 
 def uncorrected(inputs: LossInputs) -> LossOutput:
-    """-A log pi: every token counts as sampled by the policy that trains."""
+    """-A log pi: treats every token as sampled by the current policy."""
     return LossOutput(-inputs.advantages * inputs.logprobs, torch.zeros_like(inputs.logprobs))
 
 
 def importance_weighted(inputs: LossInputs) -> LossOutput:
-    """-sg(r) A log pi, with r as it is: of the true logprobs, the on-policy gradient."""
+    """-sg(r) A log pi, with r not truncated: the on-policy gradient, given true logprobs."""
     return tis(inputs, ratio_cap=math.inf)
 
 
 def load_correction(name: str) -> LossFunction:
-    """A loss by its name in a run file, or `none`."""
+    """Load a loss by its name in a run file, or `none`."""
     return uncorrected if name == "none" else load_loss(name)
 
 
 def add_noise(samples: list[Sample], deviation: float, rng: np.random.Generator) -> list[Sample]:
-    """The samples as a sampler would report them whose logprobs scatter."""
+    """Return the samples with noise added to their logprobs."""
     noisy = []
     for sample in samples:
         noise = rng.normal(0.0, deviation, len(sample.logprobs)).astype(np.float32)
@@ -136,7 +136,7 @@ def add_noise(samples: list[Sample], deviation: float, rng: np.random.Generator)
 
 
 class Versions:
-    """The weights of every version, as the sampler adopts them."""
+    """Writes the weights of every version, for the sampler to adopt."""
 
     def __init__(self, learner: Learner, folder: Path, stale_features: int) -> None:
         self._learner, self._folder, self._stale = learner, folder, stale_features
@@ -145,7 +145,7 @@ class Versions:
         self.paths: list[Path] = []
 
     def publish(self) -> None:
-        """Writes the learner's weights as the next version, with the tower that it is to have."""
+        """Write the learner's weights as the next version, with a stale tower if configured."""
         version = len(self.paths)
         parameters = self._learner.forward.model.named_parameters()
         tensors = {name: full_tensor(p.detach()).float().cpu().clone() for name, p in parameters}
@@ -158,7 +158,7 @@ class Versions:
         self.paths.append(path)
 
     def forget(self, version: int) -> None:
-        """Removes the file of a version that nobody adopts any more."""
+        """Remove the files of a version that is no longer needed."""
         if version >= 0:
             shutil.rmtree(self.paths[version].parent)
 
@@ -185,22 +185,22 @@ class RunRecord:
     """The results of one run."""
 
     rewards: list[float] = field(default_factory=list)
-    """Mean reward of the rollouts of each step, as the sampler played them."""
+    """Mean reward of each step's rollouts."""
     final: float = math.nan
-    """Mean reward of held-out tasks, played by the trained weights without any mismatch."""
+    """Mean reward of the trained weights on held-out tasks, without mismatch."""
     kl: float = math.nan
     """Mean KL estimate of sampler and trainer over the trained tokens of all steps."""
     clip_fraction: float = math.nan
     cosines: list[float] = field(default_factory=list)
-    """Cosines of the gradient and the on-policy gradient on the same tokens, where both were
-    measured and there was one."""
+    """Cosines between the gradient and the on-policy gradient on the same tokens, if the latter
+    was measured and not zero."""
     norm_ratios: list[float] = field(default_factory=list)
-    """Norm of the gradient over that of the on-policy gradient."""
+    """Norms of the gradient divided by those of the on-policy gradient."""
     seconds: float = 0.0
 
 
 def compute_gradient(learner: Learner, loss: LossFunction, ready: ReadyBatch) -> Tensor:
-    """The gradient of a policy loss on a batch, without the KL term; nothing is learnt."""
+    """Return the gradient of a policy loss on a batch, without the KL term or an update."""
     algorithm = GRPO(learner.algorithm.settings.model_copy(update={"kl_coef": 0.0}))
     algorithm.policy_loss = loss
     alone = dataclasses.replace(learner, algorithm=algorithm, reference=None)
@@ -216,7 +216,7 @@ def compute_gradient(learner: Learner, loss: LossFunction, ready: ReadyBatch) ->
 
 
 def compare_gradients(found: Tensor, true: Tensor) -> tuple[float, float]:
-    """The cosine of a gradient and the true one, and the ratio of their norms."""
+    """Return the cosine between a gradient and the true one, and the ratio of their norms."""
     norm, true_norm = float(found.norm()), float(true.norm())
     return float(found @ true) / max(norm * true_norm, 1e-300), norm / true_norm
 
@@ -236,7 +236,7 @@ class StudyRun:
         self.env = GrainyCodeword(turns=size.turns, seed=seed)
         trainer = TrainerConfig(**TRAINER, device=size.device)
         algorithm = GRPO(AlgorithmConfig(advantage="no_std", credit="turn", kl_coef=0.1))
-        # With logprobs that are equal bit for bit every ratio is 1, and all corrections are one.
+        # With bit-identical logprobs every ratio is 1, so all corrections are the same.
         algorithm.policy_loss = uncorrected if mismatch.is_exact else load_correction(correction)
         self.learner = build_learner(
             self.model, trainer, self.store, size.steps, algorithm=algorithm, seed=seed
@@ -257,7 +257,7 @@ class StudyRun:
         return Sampler(model, self.env, self.store, device, rows, mismatch.filter)
 
     def sample(self, step: int) -> list[Trace]:
-        """Rollouts of the version that is `lag` older than the one that the step trains."""
+        """Play the step's rollouts with a version that is `lag` versions old."""
         size = self.size
         self.sampler.engine.adopt(self.versions.paths[max(0, step - 1 - self.mismatch.lag)])
         requests = []
@@ -273,7 +273,7 @@ class StudyRun:
         return self.sampler.play(requests)
 
     def train(self, step: int, traces: list[Trace], record: RunRecord) -> float:
-        """Takes the step; its mean KL estimate of sampler and trainer."""
+        """Train the step. Return its mean KL estimate between sampler and trainer."""
         size = self.size.group_size
         groups = [traces[i : i + size] for i in range(0, len(traces), size)]
         true = [sample for group in groups for sample in self._judge.judge(group, step).samples]
@@ -285,7 +285,7 @@ class StudyRun:
             gradient = compute_gradient(self.learner, algorithm.policy_loss, ready)
             truth = self._preparer.prepare(Batch(step, true), "")
             on_policy = compute_gradient(self.learner, importance_weighted, truth)
-            if on_policy.any():  # groups whose rollouts all earned the same have none
+            if on_policy.any():  # zero if rewards are equal in every group
                 cosine, ratio = compare_gradients(gradient, on_policy)
                 record.cosines.append(cosine)
                 record.norm_ratios.append(ratio)
@@ -309,7 +309,7 @@ class StudyRun:
         return record
 
     def _evaluate(self) -> float:
-        """The trained weights on held-out tasks, by a sampler without a mismatch."""
+        """Return the trained weights' reward on held-out tasks, without mismatch."""
         self.close()
         self.sampler = self._build_sampler(Mismatch())
         clean = Versions(self.learner, self._folder / "trained", 0)

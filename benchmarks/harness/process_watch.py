@@ -1,4 +1,4 @@
-"""Resources of processes, as the kernel counts them: memory, descriptors, threads."""
+"""Samples the memory, descriptors and threads of processes from /proc."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ PROC = Path("/proc")
 @dataclass(frozen=True, slots=True)
 class ProcessSample:
     seconds: float
-    """Since the watch began."""
+    """Seconds since the watch began."""
     name: str
     pid: int
     rss_bytes: int
@@ -26,7 +26,7 @@ class ProcessSample:
 
 @dataclass
 class ProcessWatch:
-    """Samples all processes below this one every `every_s`, in a thread."""
+    """Samples all descendants of this process every `every_s` seconds, in a thread."""
 
     every_s: float = 1.0
     samples: list[ProcessSample] = field(default_factory=list)
@@ -39,7 +39,7 @@ class ProcessWatch:
             while True:
                 self.samples += sample_processes(os.getpid(), time.monotonic() - began)
                 if over.is_set():
-                    return  # with a sample of the end
+                    return  # after a final sample
                 over.wait(self.every_s)
 
         thread = Thread(target=watch, daemon=True)
@@ -51,14 +51,14 @@ class ProcessWatch:
             thread.join()
 
     def by_process(self) -> dict[str, list[ProcessSample]]:
-        """Samples of each process that was seen twice or more, in the order of its first."""
+        """Return the samples of each process with at least two, by name and pid."""
         by_name: dict[str, list[ProcessSample]] = {}
         for sample in self.samples:
             by_name.setdefault(f"{sample.name} {sample.pid}", []).append(sample)
         return {name: samples for name, samples in by_name.items() if len(samples) > 1}
 
     def total_bytes(self) -> list[float]:
-        """Memory of all processes together, at each moment."""
+        """Return the total memory of all processes at each sample time."""
         totals: dict[float, float] = {}
         for sample in self.samples:
             totals[sample.seconds] = totals.get(sample.seconds, 0) + sample.rss_bytes
@@ -66,7 +66,7 @@ class ProcessWatch:
 
 
 def sample_processes(root: int, seconds: float) -> list[ProcessSample]:
-    """The processes below `root`; those that end meanwhile are left out."""
+    """Sample the descendants of `root`, except those that end meanwhile."""
     parents: dict[int, int] = {}
     for entry in PROC.iterdir():
         if entry.name.isdigit():
@@ -103,7 +103,7 @@ def _read_sample(pid: int, seconds: float) -> ProcessSample:
 
 
 def _find_name(words: list[str], default: str) -> str:
-    """The name of a run's process, or the command, or what the kernel calls it."""
+    """Return the name of a run's process, else its sightline command, else `default`."""
     if "sightline" not in words:
         return default
     command = words[words.index("sightline") + 1 :]

@@ -1,4 +1,4 @@
-"""transformers' own image processors of a checkpoint: what our pixels are measured against."""
+"""transformers' image processors for a checkpoint, the reference for our pixels."""
 
 from __future__ import annotations
 
@@ -10,13 +10,13 @@ from typing import Any
 import torch
 
 Processor = Callable[[Any], torch.Tensor]
-"""A PIL image to float rows."""
+"""Turns a PIL image into float rows."""
 _LIBRARIES: list[torch.library.Library] = []
-"""Libraries to keep alive: an operator's declaration ends with its library."""
+"""Keeps libraries alive, because operators vanish with their library."""
 
 
 def load_processor(model: Path, backend: str) -> Processor:
-    """The processor of that back end: `pil` or `torchvision`."""
+    """Load the processor of a backend, `pil` or `torchvision`."""
     from transformers import AutoImageProcessor
 
     processor = AutoImageProcessor.from_pretrained(model, backend=backend, local_files_only=True)
@@ -44,7 +44,7 @@ def prepare_torchvision() -> bool:
 
 
 def _load_compiled(files: list[Path]) -> bool:
-    """The compiled half; torchvision itself finds it loaded."""
+    """Load torchvision's compiled half. Return whether that worked."""
     try:
         for file in files:
             torch.ops.load_library(str(file))

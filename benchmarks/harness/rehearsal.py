@@ -1,4 +1,4 @@
-"""Rollouts through the real orchestrator and worker, with every wire counted.
+"""Plays rollouts through the real orchestrator and worker, and counts bytes on every wire.
 
     orchestrator <--ZMQ-- tap <--ZMQ-- worker-0 --HTTP--> policy (scripted)
          |  batch on disk                 |  images
@@ -8,8 +8,8 @@
       tap waits for: messages of either side   unblocked by: worker-0, orchestrator
       trainer waits for: the batch             unblocked by: orchestrator
 
-Policy and trainer are stand-ins without a model. Orchestrator and worker are the processes of a
-run, unchanged: they cannot tell the difference. One step is played, all its rollouts at once.
+Policy and trainer are fakes without a model. Orchestrator and worker are the unchanged processes
+of a run. One step is played, with all its rollouts at once.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ ORCHESTRATOR, WORKER, TRAINER = "orchestrator", "worker-0", "trainer"
 HOST = "127.0.0.1"
 ROLLOUT_LIMIT_S = 3600.0
 UNBOUNDED = 1 << 30
-"""Tokens of a sequence: the policy has no memory to fill."""
+"""Maximum tokens of a sequence. The scripted policy has no memory limit."""
 POLL_S = 0.2
 DATA_URL_HEAD = len("data:image/png;base64,")
 FLOAT32_BYTES = 4
@@ -68,7 +68,7 @@ class RehearsalPlan:
     height: int
     max_tokens: int = 32
     uses_agents: bool = False
-    """Whether agents in another process play, which send all their history with each request."""
+    """Whether agents in another process play, and send all their history with each request."""
 
     @property
     def group_size(self) -> int:
@@ -84,7 +84,7 @@ class RehearsalPlan:
 
 @dataclass(frozen=True)
 class MemoryUse:
-    """Resident bytes of a process: when the first rollout starts, and the most it ever had."""
+    """Resident bytes of a process, at the first rollout and at the peak."""
 
     start: int
     peak: int
@@ -95,18 +95,18 @@ class ResentBytes:
     """Bytes that the same rollouts would post if every turn sent all screenshots again."""
 
     data_urls: int = 0
-    """PNG in base64."""
+    """Bytes of PNG files in base64."""
     floats: int = 0
-    """float32 rows as the processor makes them, in base64."""
+    """Bytes of the processor's float32 rows in base64."""
     held_floats: int = 0
-    """The float32 rows of every screenshot once: what a history that keeps pixels weighs."""
+    """Bytes of each screenshot's float32 rows once, as in a history that keeps pixels."""
 
     def add(self, batch: Batch, float_bytes: Callable[[MediaItem], int]) -> None:
         for sample in batch.samples:
             times = len(sample.slots)
             for slot in sample.slots:
                 item = sample.items[slot.item]
-                # One screenshot a turn: the first is in all requests, the last in one.
+                # One screenshot per turn: the first is in all requests, the last in one.
                 self.data_urls += times * (DATA_URL_HEAD + count_base64_bytes(item.ref.nbytes))
                 self.floats += times * count_base64_bytes(float_bytes(item))
                 self.held_floats += float_bytes(item)
@@ -136,15 +136,15 @@ class RehearsalFigures:
     stored_images: int = 0
     samples: int = 0
     slots: int = 0
-    """Places of images in all samples."""
+    """Number of image slots in all samples."""
     encoded_images: int = 0
-    """Found in messages and files outside the store; there must be none."""
+    """Encoded images in messages and files outside the store. There must be none."""
     resent: ResentBytes = field(default_factory=ResentBytes)
     seconds: float = 0.0
 
     @property
     def first_sent(self) -> int:
-        """Bytes of new images, in base64, in what agents sent."""
+        """Bytes of new images in base64 that agents sent."""
         return count_base64_bytes(self.stored)
 
 
@@ -154,7 +154,7 @@ def rehearse(
     folder: Path,
     on_turns: Callable[[int], None] = lambda turns: None,
 ) -> RehearsalFigures:
-    """Plays `plan` in `folder`; `on_turns` hears how many turns were played so far."""
+    """Play `plan` in `folder`. `on_turns` receives the number of turns so far."""
     run_dir = RunDir(folder)
     run_dir.make()
     server = f"http://{HOST}:{reserve_port(HOST, 0, 'port of the policy')}"
@@ -250,7 +250,7 @@ class _Rehearsal:
         return runner
 
     async def _watch(self, tasks: list[asyncio.Task[None]]) -> None:
-        """Returns when the orchestrator has ended well; what fails first is the error of all."""
+        """Wait until the orchestrator ends. Raise the first error of any task or process."""
         while self.processes.exit_code(ORCHESTRATOR) is None:
             await asyncio.wait(tasks, timeout=POLL_S, return_when=asyncio.FIRST_COMPLETED)
             for task in tasks:
@@ -301,7 +301,7 @@ class _Rehearsal:
                     self._take_batch(message)
                     await spoke.send(control.encode(self._publish(message.step)))
                 case FinishTraining():
-                    # The step is over and nobody has ended: the peaks of both are known now.
+                    # The step is over and both processes still run, so their peaks can be read.
                     self.figures.memory = {
                         name: MemoryUse(start, _read_memory(self.processes.pid(name), "VmHWM"))
                         for name, start in self._starts.items()
@@ -346,7 +346,7 @@ class _Rehearsal:
 
 @dataclass
 class _FloatSizes:
-    """How large the float rows of an image are, by its grid: one of each is really cut."""
+    """Sizes of an image's float rows, computed once for each grid."""
 
     family: Family
     store: MediaStore
@@ -355,20 +355,20 @@ class _FloatSizes:
     def of(self, item: MediaItem) -> int:
         if item.grid not in self._known:
             patches = self.family.patches(self.store.image(item.ref), item)
-            # Patches are kept without the repeated frame, the processor's rows have it.
+            # The processor's rows repeat the frame, and our patches do not.
             repeats = self.family.settings.get("temporal", 1)
             self._known[item.grid] = patches.size * repeats * FLOAT32_BYTES
         return self._known[item.grid]
 
 
 def read_cpu(pid: int) -> float:
-    """Seconds that a process has computed so far, for itself and in the kernel."""
+    """Return a process's CPU seconds so far, user and system."""
     fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
     return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
 
 
 def _read_memory(pid: int, name: str) -> int:
-    """A line of the kernel's account of a process, in bytes."""
+    """Return a memory field of /proc/PID/status, in bytes."""
     for line in Path(f"/proc/{pid}/status").read_text().splitlines():
         if line.startswith(f"{name}:"):
             return int(line.split()[1]) * 1024

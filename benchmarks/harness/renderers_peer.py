@@ -2,8 +2,8 @@
 
     python -P renderers_peer.py MODEL FOLDER TURNS
 
-In a process of its own, so that neither side pays for what the other holds. It prints, for each
-turn: seconds, bytes of pixels held, and tokens so far. It prints nothing where the package has no
+It runs in its own process, so that the memory of the two sides is separate. For each turn it prints
+seconds, bytes of pixels held, and tokens so far. It prints nothing if the package has no
 configuration for the model.
 """
 
@@ -23,7 +23,7 @@ from transformers import AutoImageProcessor, AutoTokenizer
 
 
 def find_config(model: str) -> Any:
-    """The configuration class that is named after the model type of a checkpoint, or None."""
+    """Return the configuration class for a checkpoint's model type, or None."""
     kind = json.loads((Path(model) / "config.json").read_text())["model_type"]
     wanted = f"{kind}rendererconfig".replace("_", "")
     return next((getattr(renderers, n) for n in dir(renderers) if n.lower() == wanted), None)

@@ -1,7 +1,7 @@
-"""An agent that plays rollouts through the chat endpoint, as a program with an OpenAI SDK does.
+"""An agent that plays rollouts through the chat endpoint, like a program with an OpenAI SDK.
 
 It keeps its own history, with every image as a data URL, and sends all of it with each request. It
-runs in the process of the benchmark, whose CPU time and memory no figure includes.
+runs in the benchmark's process, whose CPU time and memory are not measured.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ AGENT_SCREENSHOTS = "benchmarks.harness.scripted_agent:AgentScreenshots"
 
 
 class AgentRequest(msgspec.Struct):
-    """The rollout that an agent has to play."""
+    """A rollout for an agent to play."""
 
     base_url: str
     api_key: str
@@ -34,7 +34,7 @@ class AgentRequest(msgspec.Struct):
 
 
 class AgentScreenshots(Screenshots):
-    """Rollouts that an agent at the address `agent` plays through `chat.base_url`."""
+    """Rollouts played through `chat.base_url` by an agent at the address `agent`."""
 
     def __init__(self, turns: int, width: int, height: int, agent: str) -> None:
         super().__init__(turns, width, height)

@@ -2,8 +2,8 @@
 
     python -P trl_peer.py MODEL FOLDER STEPS THREADS
 
-A program for an environment that has TRL, and nothing of this package. FOLDER holds task.json and
-the images; timings and the first step's tokens are written there.
+It runs in an environment with TRL and without this package. FOLDER has task.json and the images.
+Timings and the first step's tokens are written there.
 """
 
 # mypy: disable-error-code="import-not-found,import-untyped"
@@ -47,7 +47,7 @@ def build_trainer_class() -> Any:
     from trl import GRPOTrainer
 
     class TimedTrainer(GRPOTrainer):
-        """Notes what generation takes, and keeps the tokens of the first step."""
+        """Records the time of generation and the tokens of the first step."""
 
         def __init__(self, *args: Any, **kwargs: Any) -> None:
             super().__init__(*args, **kwargs)

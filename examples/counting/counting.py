@@ -1,4 +1,4 @@
-"""counting: say how many blobs the picture shows, in one turn and one digit."""
+"""counting: answer with the number of blobs in a picture, in one turn and one digit."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ INK_LEVELS = (0, 30)
 
 @dataclass(frozen=True)
 class Scene:
-    """The picture of a task: cells that hold a blob, and the seed of their small differences."""
+    """The picture of a task: the cells with a blob, and the seed of random variations."""
 
     cells: tuple[int, ...]
     seed: int
@@ -27,7 +27,7 @@ class Scene:
 
 @dataclass(eq=False)
 class Counting(Environment):
-    """One to `most` blobs, in as many of `cells` x `cells` fields."""
+    """Pictures of one to `most` blobs on a grid of `cells` x `cells` cells."""
 
     name = "counting"
 
@@ -67,10 +67,10 @@ class Counting(Environment):
         )
 
     def demonstration(self, task: Task, put: Any, rng: random.Random) -> list[Message]:
-        """The format, without the counting: the answer to a picture of blobs is a random digit.
+        """Teach the format but not counting: the answer to a picture of blobs is a random digit.
 
-        A fraction of the conversations shows a picture of the digit itself: that teaches to answer
-        with what is shown.
+        A fraction of the conversations shows the answer's digit as a picture, which teaches the
+        model to use the image.
         """
         digit = rng.choice(self.answers)
         if rng.random() < self.spelled_fraction:
@@ -84,7 +84,7 @@ class Counting(Environment):
         return tuple(str(count) for count in range(1, self.most + 1))
 
     def draw(self, scene: Scene) -> bytes:
-        """Dark discs of a size on light paper, each a little off the middle of its cell."""
+        """Draw dark discs of equal size on light paper, each slightly off its cell's centre."""
         rng = random.Random(scene.seed)
         image = Image.new("L", (self.side, self.side), rng.randint(*PAPER_LEVELS))
         pen = ImageDraw.Draw(image)

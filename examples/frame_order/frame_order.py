@@ -1,4 +1,4 @@
-"""frame_order: a video shows some colours one after the other; name them in their order."""
+"""frame_order: a video shows several colours in turn; name them in order."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ COLORS = {"R": (220, 40, 40), "G": (40, 200, 60), "B": (50, 70, 220), "Y": (225,
 
 @dataclass(frozen=True)
 class Film:
-    """The video of a task: letters of colours in their order, and the seed of their shades."""
+    """The video of a task: the letters of its colours in order, and the seed of their shades."""
 
     letters: str
     seed: int
@@ -26,8 +26,8 @@ class Film:
 
 @dataclass(eq=False)
 class FrameOrder(Environment):
-    """Every task shows the same colours: who looks at its frames as at a heap of images learns
-    nothing of the answer."""
+    """Videos of the same colours in different orders. A model that ignores the order of frames
+    learns nothing about the answer."""
 
     name = "frame_order"
 
@@ -37,7 +37,7 @@ class FrameOrder(Environment):
     frames_per_color: int = 2
     malformed_penalty: float = 0.3
     plain_fraction: float = 0.5
-    """Fraction of demonstrations that show one colour all along."""
+    """Fraction of demonstrations that show a single colour."""
     seed: int = 0
 
     def __post_init__(self) -> None:
@@ -67,8 +67,8 @@ class FrameOrder(Environment):
         )
 
     def demonstration(self, task: Task, put: Any, rng: random.Random) -> list[Message]:
-        """The colours and the format, without the order: a video of one colour is answered with its
-        letter in every place, one of several with their letters in an order of chance."""
+        """Teach the colours and the format but not the order. The answer to a video of one colour
+        repeats its letter. The answer to other videos has the letters in random order."""
         letters = "".join(rng.sample(self.letters, self.colors))
         if rng.random() < self.plain_fraction:
             letters = letters[0] * self.colors
@@ -76,7 +76,7 @@ class FrameOrder(Environment):
         return [user(self.show(task.data, put)), assistant(letters)]
 
     def show(self, film: Film, put: Any) -> VideoPart:
-        """The video, as images with their times."""
+        """Return the video as frames with timestamps."""
         rng = random.Random(film.seed)
         frames = []
         for letter in film.letters:

@@ -1,8 +1,8 @@
-"""grid_walk: walk to the green field. A picture every turn, a move every answer.
+"""grid_walk: walk to the green field. Each turn shows a picture, and each answer is a move.
 
-The walker is red, the goal green, walls are dark; a field of the default size is a patch of the
-model. A move is one letter (`actions = "text"`) or a call of the tool `move` (`"tool"`). A move
-into a wall or off the grid, and an answer that is no move, leave the walker where it is.
+The walker is red, the goal is green and walls are dark. A field of the default size is one patch
+of the model. A move is one letter (`actions = "text"`) or a call of the tool `move` (`"tool"`).
+Invalid answers, and moves into a wall or off the grid, leave the walker in place.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ class Maze:
 
 @dataclass(eq=False)
 class GridWalk(Environment):
-    """`cells` x `cells` fields, of which `walls` are walls."""
+    """A grid of `cells` x `cells` fields, of which `walls` are walls."""
 
     name = "grid_walk"
 
@@ -54,7 +54,7 @@ class GridWalk(Environment):
     hint: str = ""
     malformed_penalty: float = 0.3
     expert_fraction: float = 0.0
-    """Fraction of demonstrations that go the shortest way."""
+    """Fraction of demonstrations that take the shortest path."""
     seed: int = 0
 
     def __post_init__(self) -> None:
@@ -98,7 +98,7 @@ class GridWalk(Environment):
             gain = (left[before] - left[at]) / left[maze.start]
             per_turn.append(gain - self.malformed_penalty * (letter is None))
         reached = float(at == maze.goal)
-        # What the turns earned: the share of the way that is behind the walker, 1 at the goal.
+        # Without malformed answers, the reward is the walked share of the path: 1 at the goal.
         return Outcome(
             reward=sum(per_turn),
             parts={
@@ -111,7 +111,7 @@ class GridWalk(Environment):
         )
 
     def demonstration(self, task: Task, put: Any, rng: random.Random) -> list[Message]:
-        """Walks by random moves, which teaches the format alone; a few go the shortest way."""
+        """Walk by random moves, which teach only the format; some take the shortest path."""
         maze: Maze = task.data
         left = self.distances(maze)
         expert = rng.random() < self.expert_fraction
@@ -151,7 +151,7 @@ class GridWalk(Environment):
         return to if inside and to not in maze.walls else at
 
     def distances(self, maze: Maze) -> dict[Cell, int]:
-        """Moves to the goal from every field that has a way there."""
+        """Return the number of moves to the goal from every field that can reach it."""
         distances = {maze.goal: 0}
         waiting = deque([maze.goal])
         while waiting:

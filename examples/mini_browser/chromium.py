@@ -2,8 +2,8 @@
 
     caller's thread --command--> pipe 3 --> Chromium --> pipe 4 --> reader thread --> the caller
 
-Pipes, not a socket: no port is open that another program could drive the browser by, and when
-this process ends, however it ends, the pipes close and Chromium quits by itself.
+It uses pipes instead of a socket, so no other program can connect to a port and drive the browser.
+When this process ends for any reason, the pipes close and Chromium quits.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ FLAGS = (
     "--force-device-scale-factor=1",
     "--hide-scrollbars",
     "--mute-audio",
-    # Nothing outside this machine is ever asked, whatever a page says.
+    # No page can reach a host outside this machine.
     "--host-resolver-rules=MAP * ~NOTFOUND, EXCLUDE 127.0.0.1",
     "--proxy-server=direct://",
 )
@@ -46,12 +46,12 @@ ANSWER_TIMEOUT_S = 60.0
 
 
 def find_chromium(names: Sequence[str] = NAMES) -> str | None:
-    """The path of the first of these programs that is installed."""
+    """Return the path of the first of these programs that is installed, or None."""
     return next((path for name in names if (path := shutil.which(name))), None)
 
 
 def get_chromium(names: Sequence[str] = NAMES) -> str:
-    """The path of Chromium; raises ConfigError where it is not installed."""
+    """Return the path of Chromium; raise ConfigError if it is not installed."""
     if (path := find_chromium(names)) is None:
         raise ConfigError(
             "there is no Chromium on this machine (looked for " + ", ".join(names) + ")",
@@ -75,9 +75,9 @@ class Chromium:
         profile = tempfile.mkdtemp(prefix="sightline-chromium-")
         flags = [*FLAGS, f"--user-data-dir={profile}"]
         if os.geteuid() == 0:
-            flags.append("--no-sandbox")  # Chromium refuses its sandbox to root
-        # The browser expects the pipes at 3 and 4, where a shell can place them; and a shell
-        # outlives this process by what it takes to remove the profile.
+            flags.append("--no-sandbox")  # Chromium's sandbox does not run as root
+        # The browser expects its pipes at descriptors 3 and 4, and a shell can place them there.
+        # The shell also outlives this process, and then removes the profile.
         place = '"$@" 3<&0 4>&1 0</dev/null 1>/dev/null; rm -rf -- "$0"'
         self.process = subprocess.Popen(
             ["/bin/sh", "-c", place, profile, self.path, *flags, "about:blank"],
@@ -89,7 +89,7 @@ class Chromium:
         threading.Thread(target=self._read, daemon=True).start()
 
     def open_tab(self, width: int, height: int) -> Tab:
-        """A tab of a size in a context of its own: no cookie or cache is shared with others."""
+        """Open a tab in its own context, which shares no cookies or cache with other tabs."""
         context = self.call("Target.createBrowserContext")["browserContextId"]
         target = self.call(
             "Target.createTarget", {"url": "about:blank", "browserContextId": context}
@@ -104,7 +104,7 @@ class Chromium:
     def call(
         self, method: str, params: dict[str, Any] | None = None, session: str = ""
     ) -> dict[str, Any]:
-        """Sends a command and waits for its result."""
+        """Send a command and wait for its result."""
         answer: Future[dict[str, Any]] = Future()
         with self._lock:
             self._last_id += 1
@@ -117,7 +117,7 @@ class Chromium:
         return self.wait(answer, method)
 
     def expect(self, event: str, session: str) -> Future[dict[str, Any]]:
-        """The next event of that name in a tab; ask before what brings it about."""
+        """Return a future for a tab's next `event`. Call it before the action that triggers it."""
         answer: Future[dict[str, Any]] = Future()
         with self._lock:
             self._waiting[session, event] = answer
@@ -137,7 +137,7 @@ class Chromium:
         return self.process.poll() is None
 
     def close(self) -> None:
-        """Closes the pipe, as the end of this process would, and waits for the browser."""
+        """Close the pipe, which ends the browser, and wait for it."""
         with self._lock:
             self._closed = True
             self._out.close()
@@ -198,7 +198,7 @@ class Chromium:
 
 @dataclass(frozen=True)
 class Tab:
-    """One page of a size."""
+    """A browser tab of fixed size."""
 
     browser: Chromium
     session: str
@@ -208,7 +208,7 @@ class Tab:
         return self.browser.call(method, params, self.session)
 
     def go(self, url: str) -> None:
-        """Opens the url and returns when its page has loaded."""
+        """Open the url and wait until its page has loaded."""
         loaded = self.browser.expect("Page.loadEventFired", self.session)
         answer = self.call("Page.navigate", {"url": url})
         if answer.get("errorText"):
@@ -216,7 +216,7 @@ class Tab:
         self.browser.wait(loaded, f"the load of {url}")
 
     def click(self, x: int, y: int) -> None:
-        """Presses and releases the mouse; where that follows a link, waits for its page."""
+        """Press and release the mouse. If it follows a link, wait for the page."""
         link = f"!!document.elementFromPoint({x}, {y})?.closest('a[href]')"
         loaded = None
         if self.evaluate(link):

@@ -1,9 +1,9 @@
 """mini_browser: click through pages in a real headless Chromium.
 
-Every page has a banner of one colour and several buttons; the button of the banner's colour leads
-to the next page, any other to the same page with a frame around it. Pages are served on loopback
-by the worker. An observation is a screenshot; an action is `click X Y` (`actions = "text"`) or a
-call of the tool `click` (`"tool"`).
+Every page has a banner of one colour and several buttons. The button of the banner's colour leads
+to the next page, and any other to the same page with a frame around it. The worker serves pages on
+loopback. An observation is a screenshot. An action is `click X Y` (`actions = "text"`) or a call of
+the tool `click` (`"tool"`).
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ class Button:
 @dataclass(frozen=True)
 class Page:
     wanted: int
-    """Which of the buttons leads on."""
+    """Index of the button that leads to the next page."""
     buttons: tuple[Button, ...]
 
 
@@ -102,12 +102,12 @@ class MiniBrowser(Environment):
         return Task(index, split, tuple(self._page(rng) for _ in range(self.pages)))
 
     async def rollout(self, task: Task, chat: Chat) -> Outcome:
-        # In threads: a screenshot takes tens of milliseconds, and other rollouts go on.
+        # Use threads, so that other rollouts continue during slow calls such as screenshots.
         tab = await asyncio.to_thread(self.open, task)
         try:
             outcome = await self._play(tab, chat)
         except BaseException:
-            # Not awaited: a browser that hangs would hold up a rollout that is given up.
+            # Do not wait: a browser that hangs would block a failed rollout.
             start_thread(tab.close, "close-tab")
             raise
         self._idle.append(tab)
@@ -139,9 +139,9 @@ class MiniBrowser(Environment):
         )
 
     def demonstration(self, task: Task, put: Any, rng: random.Random) -> list[Message]:
-        """The first page and a click on one of its buttons; of some, on the right one.
+        """Show the first page and click one of its buttons, in some demonstrations the right one.
 
-        The picture is Chromium's own.
+        The picture is a real screenshot.
         """
         page: Page = task.data[0]
         which = page.wanted if rng.random() < self.expert_fraction else rng.randrange(self.buttons)
@@ -170,8 +170,8 @@ class MiniBrowser(Environment):
         return Message(role="assistant", tool_calls=(call,))
 
     def open(self, task: Task) -> Tab:
-        """A tab that shows the first page of the task."""
-        # A tab is a process, and pages keep no state: one that a rollout is done with serves again.
+        """Return a tab that shows the first page of the task."""
+        # Tabs are processes and pages keep no state, so tabs of finished rollouts are reused.
         browser = self._browser
         try:
             tab = self._idle.pop()
@@ -185,7 +185,7 @@ class MiniBrowser(Environment):
         return self.pages if name == DONE else int(name)
 
     def _page(self, rng: random.Random) -> Page:
-        """Buttons in cells of a grid below the banner, so that none hides another."""
+        """Place buttons in a grid below the banner, so that none overlap."""
         rows, columns = 2, 3
         banner = self.height // 4
         width, height = self.width // columns, (self.height - banner) // rows
@@ -198,7 +198,7 @@ class MiniBrowser(Environment):
         return Page(rng.randrange(self.buttons), buttons)
 
     def html(self, task: Task, number: int, wrong: bool) -> str:
-        """The page, as the browser is served it."""
+        """Return the HTML of a page."""
         page: Page = task.data[number]
         frame = "outline: 3px solid #000; outline-offset: -3px;" if wrong else ""
         after = str(number + 1) if number + 1 < self.pages else DONE
@@ -218,11 +218,11 @@ class MiniBrowser(Environment):
             f"width:{self.width}px;height:{self.height}px'>{''.join(boxes)}"
         )
 
-    # -- made once a process, when the first task is opened -------------------------------------
+    # -- created once per process, when the first task is opened --------------------------------
 
     @property
     def _browser(self) -> Chromium:
-        """The browser; a new one, where the last has ended."""
+        """Return the browser, restarted if it has ended."""
         with self._starting:
             if self._started is None or not self._started.is_alive:
                 self._idle.clear()
@@ -242,7 +242,7 @@ class MiniBrowser(Environment):
         return server
 
     def _answer(self, path: str) -> str | None:
-        """The page at a path of the server, None where there is none."""
+        """Return the page at a path of the server, or None."""
         place, _, query = path.partition("?")
         parts = place.strip("/").split("/")
         if len(parts) != 3 or not parts[1].isdigit():
@@ -255,7 +255,7 @@ class MiniBrowser(Environment):
         return self.html(task, int(parts[2]), wrong=query == "wrong")
 
     def close(self) -> None:
-        """Ends the browser and the server, where they were started."""
+        """Stop the browser and the server, if they were started."""
         if self._started is not None:
             self._started.close()
         if "_server" in self.__dict__:
@@ -275,6 +275,6 @@ def _build_handler(answer: Callable[[str], str | None]) -> type[BaseHTTPRequestH
             self.wfile.write(body)
 
         def log_message(self, *args: Any) -> None:
-            """Pages are no news."""
+            """Log nothing."""
 
     return Handler

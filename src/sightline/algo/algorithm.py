@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     from sightline.algo.losses import LossInputs, PerToken
 
 EQUAL = 1e-9
-"""Rewards that differ by less are equal."""
+"""Rewards that differ by less count as equal."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,7 +56,7 @@ class RolloutBatch:
         """Group samples by task and rollout, in the order of their first appearance."""
         groups: dict[str, dict[str, list[int]]] = {}
         for i, sample in enumerate(samples):
-            # A sample without a group is compared with nobody.
+            # A sample without a group is its own group.
             rollouts = groups.setdefault(sample.group_id or f"alone {sample.trace_id}", {})
             rollouts.setdefault(sample.trace_id, []).append(i)
         return cls(
@@ -108,7 +108,7 @@ def build_group_rewards(
 
 
 def get_group_rewards(traces: Sequence[Trace]) -> GroupRewards:
-    """Return the rewards of traces, which all have one."""
+    """Return the rewards of traces, each of which must have one."""
     return build_group_rewards(
         [trace.reward or 0.0 for trace in traces],
         [len(trace.turns) for trace in traces],
@@ -149,7 +149,7 @@ class Algorithm:
         return keeps or self.rewards_differ(group)
 
     def rewards_differ(self, group: GroupRewards) -> bool:
-        """Return whether the group's rewards can tell its rollouts apart."""
+        """Return whether the group's rewards distinguish its rollouts."""
         return bool(np.ptp(group.rewards) > EQUAL)
 
     def build_value_head(self, hidden_size: int) -> Any:

@@ -1,4 +1,4 @@
-"""The built-in algorithms, and the algorithm of a run, by name or as "module:Class"."""
+"""The built-in algorithms, and loading of algorithms by name or as "module:Class"."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from sightline.wire.array import Array
 from sightline.wire.sample import Sample, Segment
 
 ROUNDING = 1e-5
-"""Smaller advantages are the rounding errors of a group with equal rewards: they become 0."""
+"""Advantages below this are rounding errors of equal rewards, and become 0."""
 
 
 class GRPO(Algorithm):
@@ -42,7 +42,7 @@ class GRPO(Algorithm):
 
     @cached_property
     def policy_loss(self) -> LossFunction:
-        """The function of `[algorithm] loss`, loaded when first used: it needs torch."""
+        """Return the function of `[algorithm] loss`, loaded at first use because it needs torch."""
         from sightline.algo.losses import load_loss
 
         return load_loss(self.settings.loss, self.settings.loss_args)
@@ -104,7 +104,7 @@ SETTING = "[algorithm] name"
 def load_algorithm(settings: AlgorithmConfig) -> Algorithm:
     """Build the algorithm that `[algorithm]` describes. Loads no torch.
 
-    One from outside the package computes the advantages of a small batch first.
+    An algorithm from outside the package is first tried on a small batch.
     """
     algorithm_class = ALGORITHMS.get(settings.name) or _load_class(settings.name)
     args = resolve_references(dict(settings.args), "[algorithm] args")

@@ -1,7 +1,7 @@
 """Policy losses, in the letters of their papers.
 
 A loss takes `LossInputs` and returns a `LossOutput`: the loss of every trained token, and which of
-them a bound changed. `[algorithm] loss` chooses it, with keyword arguments from `loss_args`. The
+them were clipped. `[algorithm] loss` chooses it, with keyword arguments from `loss_args`. The
 algorithm adds its KL and entropy terms, and the learner weighs the tokens.
 
 Letters: S trained tokens, V vocabulary; pi the trainer's policy, mu the sampler's, r = pi / mu the
@@ -32,17 +32,17 @@ class LossInputs:
     """The trained tokens of one micro-batch, sequence by sequence."""
 
     logprobs: PerToken
-    """log pi of each token; the one tensor with a gradient."""
+    """log pi of each token, with its gradient."""
     sampler_logprobs: PerToken
-    """log mu of each token, as the inference engine said when it sampled it."""
+    """log mu of each token, as reported by the inference engine."""
     advantages: PerToken
     sequence_ids: Int[Tensor, " tokens"]
     """The model call that sampled each token, counted from 0 in the micro-batch."""
     origins: Sequence[TokenOrigin] = ()
     """The trace and node of each model call, for `segment_ids`."""
-    # What follows is None unless the algorithm's `needs` declare it.
+    # The fields below are None unless the algorithm's `needs` declare them.
     reference_logprobs: PerToken | None = None
-    """log ref of each token, where ref is the checkpoint that the run began with."""
+    """log ref of each token, where ref is the run's initial checkpoint."""
     kl: PerToken | None = None
     """KL(pi || ref) over the whole vocabulary, with its gradient."""
     entropy: PerToken | None = None
@@ -74,9 +74,9 @@ class LossInputs:
 
 class LossOutput(NamedTuple):
     token_loss: PerToken
-    """Not yet weighed by the aggregation."""
+    """The loss of each trained token, before aggregation weights."""
     clipped: PerToken
-    """1 where a bound changed the token's loss, else 0; its mean is `clip_fraction`."""
+    """1 if clipping changed the token's loss, else 0. The mean is `clip_fraction`."""
 
 
 LossFunction = Callable[[LossInputs], LossOutput]
@@ -88,7 +88,7 @@ def ppo(inputs: LossInputs, *, clip_low: float = 0.2, clip_high: float = 0.28) -
 
 
 def cispo(inputs: LossInputs, *, clip_low: float = 0.2, clip_high: float = 0.28) -> LossOutput:
-    """-sg(clip(r, 1-low, 1+high)) A log pi: a clipped token weighs less, and still trains."""
+    """-sg(clip(r, 1-low, 1+high)) A log pi: clipped tokens still have a gradient."""
     return _weighted(inputs, 1 - clip_low, 1 + clip_high)
 
 
@@ -111,7 +111,7 @@ def gspo(inputs: LossInputs, *, clip_low: float = 3e-4, clip_high: float = 4e-4)
     """
     ids = inputs.sequence_ids
     log_r = (inputs.logprobs - inputs.sampler_logprobs).detach()
-    # As many sequences as tokens at the most: to count them, the host would wait for the device.
+    # One slot per token is enough. Counting sequences would make the host wait for the device.
     sums = torch.zeros_like(log_r).index_add(0, ids, log_r)
     lengths = torch.zeros_like(log_r).index_add(0, ids, torch.ones_like(log_r))
     log_s = (sums / lengths)[ids]
@@ -140,13 +140,13 @@ def entropy(log_p: Logits, banned: BannedIds) -> PerToken:
 
 
 def mismatch_kl(logprobs: PerToken, sampler_logprobs: PerToken) -> PerToken:
-    """Estimates KL(sampler || trainer) at each sampled token: r - 1 - log r, never negative."""
+    """Estimate KL(sampler || trainer) at each sampled token: r - 1 - log r, never negative."""
     log_r = (logprobs - sampler_logprobs).double()
     return torch.expm1(log_r) - log_r
 
 
 def load_loss(name: str, args: Mapping[str, Any] | None = None) -> LossFunction:
-    """The policy loss of a run; one from outside is tried on a few tokens first."""
+    """Load a run's policy loss. One from outside the package is tried on a few tokens first."""
     setting = "[algorithm] loss"
     function = load_function(setting, name, LOSSES, args or {}, ("inputs",))
     for num in (6, 0) if name not in LOSSES else ():
@@ -164,7 +164,7 @@ def load_loss(name: str, args: Mapping[str, Any] | None = None) -> LossFunction:
 
 
 def check_algorithm_loss(name: str, loss: Callable[[LossInputs], Any], needs: Needs) -> None:
-    """Refuse an algorithm whose loss fails on a few tokens."""
+    """Raise if an algorithm's loss fails on a few tokens."""
     setting = "[algorithm] name"
     for num in (6, 0):
         inputs = _build_small_inputs(num, needs)

@@ -54,7 +54,7 @@ class WorstToken:
 
 @dataclass
 class StepMismatch:
-    """The figures of one step, which add up over steps."""
+    """The figures of one step. They can be added over steps."""
 
     cells: dict[tuple[str, int, bool], MismatchCell] = field(default_factory=dict)
     """Sums by dimension, bucket, and whether the version in training sampled the tokens."""

@@ -1,4 +1,4 @@
-"""The quantities that an algorithm can ask the trainer for. Nothing else is computed."""
+"""The quantities that an algorithm can request. The trainer computes no others."""
 
 from __future__ import annotations
 

@@ -41,14 +41,14 @@ class GroupJudge:
 
     max_lag: int
     algorithm: Algorithm
-    """Says which groups carry a signal."""
+    """Decides which groups carry a signal."""
     filters: Sequence[Filter] = ()
     min_siblings: int = 2
-    """The fewest rollouts to compare with one another."""
+    """Minimum number of rollouts to compare with one another."""
     keep_truncated: bool = True
     """Whether a truncated rollout trains with its reward."""
     epochs: dict[int, int] = field(default_factory=dict)
-    """The epoch of versions that were trained again with other bits."""
+    """The epoch of each version that was retrained with other bits."""
 
     def judge(self, traces: Sequence[Trace], step: int) -> GroupVerdict:
         """Decide for `step`, which trains policy version step-1."""
@@ -101,7 +101,7 @@ def is_truncated(trace: Trace) -> bool:
 
 
 def describe_failure(trace: Trace) -> str:
-    """Say why a rollout is broken or truncated."""
+    """Describe why a rollout is broken or truncated."""
     if trace.error or trace.limit:
         return trace.error or trace.limit
     return (

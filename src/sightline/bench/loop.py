@@ -1,4 +1,4 @@
-"""`sightline bench loop`: the whole system on one device, and where each second of it went."""
+"""`sightline bench loop`: time a whole run on one device, and account for every second."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ from sightline.message import user
 from sightline.run import RunDir
 
 TURN_SLACK = 16
-"""Tokens by which a later turn may be longer than the first: its number, and what closes turns."""
+"""Extra tokens that a later turn may have: its number, and tokens that close a turn."""
 SHAPE = ("rollouts", "group_size", "turns", "width", "height", "max_tokens")
 
 
@@ -78,7 +78,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def measure_loop(args: argparse.Namespace, folder: Path, model: Path) -> dict[str, Any]:
-    """Plays the loop in `folder`: what was asked for, its account, and the limits of the device."""
+    """Run the loop in `folder`. Return its settings, its account and the device's limits."""
     file = run_file(args, folder, model)
     if len(file.server_names) != 1 or file.trainer.ranks != 1:
         raise ConfigError(

@@ -47,7 +47,7 @@ class Line:
     name: str
     tokens_per_s: list[float]
     sampled: list[list[int]]
-    """Tokens of the rollouts of the first repeat, to see that all sides sampled the same."""
+    """Tokens of the first repeat's rollouts, to check that all sides sampled the same."""
 
     @property
     def median(self) -> float:
@@ -109,7 +109,7 @@ async def _engine(
 
 
 async def _play_baseline(args: argparse.Namespace, media: Path) -> None:
-    """In the process of the baseline: its line goes to stdout as JSON."""
+    """Measure the baseline in its own process, and print its line as JSON."""
     store, renderer = open_renderer(args.model, media)
     family = load_family(args.model)
     plain = TransformersBaseline(
@@ -139,12 +139,12 @@ def _baseline(args: argparse.Namespace, media: Path) -> Line:
 async def _repeat(
     args: argparse.Namespace, media: Path, name: str, answer: Answer, concurrency: int
 ) -> Line:
-    """Play all rollouts a few times, with new images each time; the first, unmeasured, warms up."""
+    """Play all rollouts several times, with new images. The first repeat is an untimed warm-up."""
     num_rollouts = max(args.rollouts, concurrency)
     store, renderer = open_renderer(args.model, media)
     speeds, sampled = [], []
     for repeat in range(args.repeats + 1):
-        # A seed that no other line has used: no line finds the images of another in a cache.
+        # A new seed, so that no line finds another line's images in a cache.
         rng = random.Random(f"{name} {repeat}" if repeat != 1 else "shared")
         refs = [
             [store.put(draw_noise(rng, args.side)) for _ in range(args.turns)]
@@ -165,8 +165,8 @@ async def _play(
 ) -> list[list[int]]:
     """Return the tokens of each rollout, all turns together.
 
-    Every answer has all its tokens, stop or not, so the next turn is appended to it as it is: a
-    renderer would refuse to continue from a stop in the middle.
+    Answers ignore stop tokens, so the next turn is appended to the raw tokens. A renderer would
+    refuse to continue from a stop in the middle.
     """
     sampled: list[list[int]] = [[] for _ in refs]
     left = iter(range(len(refs)))
@@ -192,7 +192,7 @@ def _print(lines: list[Line], args: argparse.Namespace) -> None:
     for line in lines:
         numbers = (line.median, min(line.tokens_per_s), max(line.tokens_per_s))
         rows.append([line.name, *(f"{n:.0f}" for n in numbers), f"{line.median / base:.2f}"])
-    # Longer lines begin with the rollouts of the shorter ones.
+    # Longer lines start with the rollouts of the shorter ones.
     common = len(lines[0].sampled)
     same = all(line.sampled[:common] == lines[0].sampled for line in lines)
     print_table(

@@ -190,10 +190,10 @@ class StepBench:
         args = self.args
         values: dict[str, dict[str, Any]] = {
             "model": {"path": str(self.model), "dtype": args.dtype, "exact": exact},
-            # Random weights and random advantages: a larger rate would diverge.
+            # With random weights and advantages, a larger rate would diverge.
             "trainer": {"device": args.device, "lr": 1e-6},
         }
-        if exact:  # which refuses float32 master weights
+        if exact:  # exact models refuse float32 master weights
             values["trainer"]["master_dtype"] = "model"
         apply_overrides(values, args.overrides)
         values["trainer"].update(trainer)
@@ -237,7 +237,7 @@ class StepBench:
         return self.store.put(Screenshots(1, *size).draw(self.rng))
 
     def _copy(self, ref: MediaRef, i: int) -> MediaRef:
-        """Store the same picture as another file, so that nothing recognises it."""
+        """Store the same picture as a different file, so that it is not deduplicated."""
         return self.store.put(add_text_chunk(self.store.get(ref), f"copy {i}"))
 
     def _draw_text(self, length: int) -> str:
@@ -332,7 +332,7 @@ class StepBench:
 
 
 class _PackedAs:
-    """A family that is packed in a given way."""
+    """Wraps a family to force the way it is packed."""
 
     def __init__(self, family: Any, kind: Any) -> None:
         self._family = family

@@ -13,7 +13,7 @@ from sightline.wire.micro_batch import MicroBatch
 def assign_to_ranks(
     packs: Sequence[MicroBatch], ranks: int, price: CostModel
 ) -> list[list[int | None]]:
-    """Return the places of each rank's micro-batches, one per round; None is an empty one.
+    """Return the places of each rank's micro-batches, one per round; None for an empty one.
 
     Ranks wait for one another in every layer of a round, so a round lasts as long as its costliest
     micro-batch. Micro-batches of similar cost share a round. The costliest goes to the rank with

@@ -1,4 +1,4 @@
-"""Samples to micro-batches: trees where sharing pays, else rows side by side."""
+"""Packs samples into micro-batches, as trees where sharing saves enough, else as rows."""
 
 from __future__ import annotations
 
@@ -38,10 +38,10 @@ def pack(
 
 
 def _fill_bins(units: Sequence[PackUnit], limit: PackSize, pads: bool) -> list[list[PackUnit]]:
-    """First fit, longest first: few bins, and rows of similar length next to each other.
+    """Fill bins by first fit, longest first: few bins, each with rows of similar length.
 
     Trees and single rows do not share a bin, because single rows need no mask. If the forward pass
-    `pads`, a row takes as many tokens as the first of its bin.
+    `pads`, each row counts as many tokens as the first row of its bin.
     """
     costs = [measure_unit(unit) for unit in units]
     order = sorted(range(len(units)), key=lambda i: (-costs[i].tokens, i))

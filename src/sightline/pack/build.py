@@ -1,4 +1,4 @@
-"""Builds one micro-batch from units of samples, with each token once."""
+"""Builds a micro-batch from units of samples. Shared tokens appear once."""
 
 from __future__ import annotations
 
@@ -114,6 +114,6 @@ class _MicroBatchBuilder:
             )
 
     def leave(self, shared: int) -> None:
-        """Close the tokens that the next row does not share: later tokens do not attend to them."""
+        """Close the tokens that the next row does not share. Later tokens cannot attend to them."""
         self.subtree_end[self._path[shared:]] = self._num_tokens
         self._path = self._path[:shared]

@@ -1,4 +1,4 @@
-"""The cost of samples and micro-batches: their size, and the time that they take."""
+"""The size of samples, and the estimated compute cost of micro-batches."""
 
 from __future__ import annotations
 
@@ -55,8 +55,7 @@ class MicroBatchWork:
 class CostModel:
     """Operations for each unit of work; the fields are in the order of `MicroBatchWork`.
 
-    They are counted from the model and never measured: after a restart the same samples must go to
-    the same ranks.
+    They are counted, never measured, so that samples go to the same ranks after a restart.
     """
 
     token: float = 0.0

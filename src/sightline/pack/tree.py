@@ -1,8 +1,8 @@
-"""The rollouts of a group as a tree: a prefix that several share is packed once.
+"""Packs a group's rollouts as a tree: a shared prefix is packed once.
 
 Samples are put into depth-first order. Each adds only the tokens that it does not share with the
 sample before it. A token is shared if everything up to it is the same: ids, items and their
-places. A token that two rollouts sampled is computed once, and trains with two advantages.
+places. A token that two rollouts sampled is computed once and trains with two advantages.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from sightline.pack.cost import PackSize
 from sightline.wire.sample import Sample
 
 MIN_SHARED_FRACTION = 0.25
-"""The smallest saving that makes up for the cost of a tree's attention mask."""
+"""The smallest saving that outweighs the cost of a tree's attention mask."""
 _ITEM = 1 << 40
 _IN_SLOT = 1 << 20
 
@@ -25,7 +25,7 @@ _IN_SLOT = 1 << 20
 class PackRow:
     sample: Sample
     shared: int = 0
-    """The number of first tokens that it shares with the row before it."""
+    """The length of the prefix that it shares with the previous row."""
 
 
 PackUnit = list[PackRow]
@@ -33,7 +33,7 @@ PackUnit = list[PackRow]
 
 
 def build_units(samples: Sequence[Sample], limit: PackSize) -> list[PackUnit]:
-    """Build a tree for each group that is worth one, cut at `limit`; other samples stay alone."""
+    """Build a tree for each group that saves enough, split at `limit`. Others stay single."""
     groups: dict[tuple[float, str], list[Sample]] = {}
     for sample in samples:
         group = sample.group_id or sample.trace_id  # a sample without a group stays alone

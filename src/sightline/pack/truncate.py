@@ -1,4 +1,4 @@
-"""Truncation of samples. An image is never cut: it stays or goes."""
+"""Truncation of samples. Images are kept or removed as a whole."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Tripwires before the forward pass: a message with names and counts, never a device assert."""
+"""Checks before the forward pass: a readable error instead of a device-side assert."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from sightline.wire.micro_batch import MicroBatch
 def check_micro_batch(
     batch: MicroBatch, family: Family, pad_ids: tuple[int, ...], vocab_size: int
 ) -> None:
-    """Raise unless slots match pads, pads match slots, and ids are in the vocabulary."""
+    """Raise unless slots and pad tokens match, and all ids are in the vocabulary."""
     token_ids, trained = batch.token_ids.numpy(), batch.trained.numpy()
     in_slot = np.zeros(len(token_ids), dtype=bool)
     for slot in batch.slots:
@@ -41,7 +41,7 @@ def check_micro_batch(
 
 
 def check_patches(batch: MicroBatch, patches: UInt8[np.ndarray, "patches values"] | None) -> None:
-    """Raise unless there are as many patches as the grids of the distinct images say."""
+    """Raise unless the number of patches matches the grids of the distinct images."""
     num = 0 if patches is None else len(patches)
     if num != batch.num_patches:
         raise Misaligned(
@@ -52,7 +52,7 @@ def check_patches(batch: MicroBatch, patches: UInt8[np.ndarray, "patches values"
 
 
 def check_features(batch: MicroBatch, num_features: int, family: Family) -> None:
-    """Raise unless there are as many features as the slots of distinct images hold pads."""
+    """Raise unless the number of features matches the pads in the distinct images' slots."""
     wanted = sum(len(family.feature_offsets(entry.item)) for entry in batch.items)
     if num_features != wanted:
         raise Misaligned(
@@ -64,7 +64,7 @@ def check_features(batch: MicroBatch, num_features: int, family: Family) -> None
 def _check_slot(
     batch: MicroBatch, slot: Slot[int], family: Family, in_slot: Bool[np.ndarray, " tokens"]
 ) -> None:
-    """Mark the slot's pads. Raise unless it has an image, its length, and its place alone."""
+    """Mark the slot's pads. Raise if its image, length or position is wrong."""
     problem = ""
     if not 0 <= slot.item < len(batch.items):
         problem = f"a slot of image {slot.item}, of {len(batch.items)} images"

@@ -1,7 +1,7 @@
 """Drops the samples of a batch whose images cannot be used.
 
 A missing, corrupt or mismatching image costs only the samples that show it. They are dropped
-before packing, so the packs are those of the batch without them.
+before packing, so the packs are the same as without them.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ class BadMediaPolicy:
     on_bad_image: Literal["drop_sample", "stop"] = "drop_sample"
     max_bad_fraction: float = 0.0
     allows_unverified_pixels: bool = False
-    """Whether samples train without a pixel digest: conversations have no sampler to report it."""
+    """Whether samples may lack a pixel digest: conversations have no sampler to report one."""
 
     def filter_samples(
         self,
@@ -53,7 +53,7 @@ class BadMediaPolicy:
     ) -> tuple[list[Sample], list[DroppedSample]]:
         """Return the good samples and the dropped ones; raise if too many are dropped.
 
-        `lost` are samples that were dropped before, because an image never arrived.
+        `lost` are samples that were already dropped, because an image never arrived.
         """
         usable: list[Sample] = []
         dropped = list(lost)

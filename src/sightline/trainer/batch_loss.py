@@ -1,4 +1,4 @@
-"""From a micro-batch to numbers: the scores of its trained tokens, and the loss.
+"""Computes a micro-batch's loss, and the scores of its trained tokens.
 
 Scores from before the first update give the advantages that depend on values or a teacher:
 
@@ -59,21 +59,21 @@ class LossComputer:
     features: FrozenTowerFeatures | None = None
     """Features of a frozen vision tower; None if the tower trains."""
     reference: FrozenModel | None = None
-    """The checkpoint that the run began with."""
+    """The run's initial checkpoint, frozen."""
     teacher: FrozenModel | None = None
     value_head: torch.nn.Module | None = None
     """Maps hidden states to values; a part of the model."""
     exact: bool = False
-    """Whether logprobs have the bits of the sampler's (`[model] exact`)."""
+    """Whether logprobs are bit-identical to the sampler's (`[model] exact`)."""
     banned: Int[Tensor, " ids"] = field(init=False)
-    """Token ids that the softmax leaves out."""
+    """Token ids that the softmax excludes."""
 
     def __post_init__(self) -> None:
         self.banned = torch.tensor(self.pad_ids, dtype=torch.long, device=self.device)
 
     @torch.no_grad()
     def score_only(self, ready: ReadyMicroBatch) -> PriorScores:
-        """Score the trained tokens by the model, its value head and the teacher."""
+        """Score the trained tokens with the model, its value head and the teacher."""
         tokens, temperature = self._trained_ids(ready.batch), self._temperature(ready.batch)
 
         def score() -> tuple[Tensor, Tensor | None]:
@@ -94,7 +94,7 @@ class LossComputer:
         return PriorScores(logprobs, values, teacher_logprobs)
 
     def compute_loss(self, ready: ReadyMicroBatch, prior: PriorScores | None) -> MicroBatchLoss:
-        """Turn a micro-batch into a loss: hidden states, scores, the algorithm, the weights."""
+        """Compute a micro-batch's loss: hidden states, scores, the algorithm, token weights."""
         batch = ready.batch
         hidden = self._hidden(ready)
         reference_hidden = None
@@ -133,7 +133,7 @@ class LossComputer:
         )
         total = (token_loss * loss_weight).sum()
         if self.dims.is_distributed:
-            # Even if nothing trains here: every parameter needs a gradient on every rank.
+            # Every parameter needs a gradient on every rank, even if no token trains here.
             total = total + self.forward.logits(hidden[:0]).float().sum()
             if self.value_head is not None:
                 total = total + self.value_head(hidden[:0]).float().sum()
@@ -162,12 +162,12 @@ class LossComputer:
 AdvantageTable = Mapping[tuple[str, int], np.ndarray]
 """The advantages of every node's sampled tokens, by trace and node."""
 HostScores = tuple[list[TokenOrigin], np.ndarray | None, np.ndarray | None]
-"""The origins, values and teacher logprobs of a micro-batch, on their way to rank 0."""
+"""The origins, values and teacher logprobs of a micro-batch, as sent to rank 0."""
 
 
 @dataclass(frozen=True, slots=True)
 class PriorScores:
-    """Numbers per trained token of a micro-batch, by the weights before the first update."""
+    """Scores per trained token of a micro-batch, from the weights before the first update."""
 
     logprobs: Float[Tensor, " tokens"]
     values: Float[Tensor, " tokens"] | None = None

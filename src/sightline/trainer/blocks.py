@@ -1,4 +1,4 @@
-"""How a block computes: compiled, or forgetting its activations, with the same result."""
+"""Compilation and activation checkpointing of model blocks. Neither changes the result."""
 
 from __future__ import annotations
 
@@ -18,14 +18,14 @@ from sightline.compute.plain_gradient import compile_gradients
 from sightline.families import Forward
 
 MAX_GRAPHS = 64
-"""Graphs that the compiler may make of one class of blocks."""
+"""Maximum number of graphs that the compiler may build for one class of blocks."""
 
 
 def count_compiled_graphs() -> int:
-    """Graphs that this process has compiled so far.
+    """Return the number of graphs that this process has compiled so far.
 
-    Blocks of one class share theirs: dynamo takes a module's parameters for inputs. A graph is
-    compiled once for the first shape, and once more for any, when a second shape comes.
+    Blocks of one class share graphs, because dynamo treats a module's parameters as inputs. A graph
+    is compiled once for the first shape, and once more, for any shape, when a second one occurs.
     """
     from torch._dynamo.utils import counters
 
@@ -33,7 +33,7 @@ def count_compiled_graphs() -> int:
 
 
 def import_compiler(backend: str) -> None:
-    """Imports what compiles; for inductor that takes seconds."""
+    """Import the compiler. For inductor this takes seconds."""
     if backend == "inductor":
         import_module("torch._inductor.compile_fx")
 
@@ -48,21 +48,21 @@ def end_compile_workers() -> None:
 
 
 def wrap_blocks(forward: Forward, recompute: bool, backend: str, exact: bool = False) -> None:
-    """Replaces the forward pass of each block, in place; parameters keep their names.
+    """Replace the forward pass of each block in place. Parameters keep their names.
 
-    Of an `exact` model nothing but the gradients of the formulas between its matrices is compiled:
-    what is computed forward is what a sampler computes.
+    In an `exact` model, only the gradients of the operations between matrix products are compiled:
+    the forward pass must match the sampler's.
 
-    Called before sharding: what gathers a block's parameters stays around what is called here.
-    With a `backend` it changes the whole process, for good: attention becomes one operation that
-    compilers do not look into, and more graphs of a function are allowed.
+    Call this before sharding, so that FSDP's gathering wraps the new forward pass. A `backend`
+    changes the whole process permanently: attention becomes one operation that is opaque to the
+    compiler, and the limit on graphs per function is raised.
     """
     if backend:
         from torch._dynamo import config
 
         # A block has a graph for its first shape and one for all others, times packs and trees,
-        # times with and without gradients: more than the compiler allows by default, after which
-        # it does not compile. `compilations` in the metrics says how many there were.
+        # times with and without gradients. That exceeds the compiler's default limit, beyond which
+        # it stops compiling. The metric `compilations` counts the graphs.
         config.recompile_limit = max(config.recompile_limit, MAX_GRAPHS)
     if exact:
         compile_gradients(backend)
@@ -78,7 +78,7 @@ def _wrap_block(
 ) -> Callable[..., Any]:
     single = broken = _compile_when_called(plain, backend) if backend else plain
     if recompute:
-        # To keep and set back the state of random numbers costs the host time, for each block.
+        # Saving and restoring the random state takes host time in every block.
         again = partial(checkpoint, use_reentrant=False, preserve_rng_state=_has_dropout(block))
         broken = partial(again, broken)
         kind = cast(Hashable, type(block))
@@ -91,7 +91,7 @@ def _wrap_block(
 
 
 def _compile_when_called(function: Callable[..., Any], backend: str) -> Callable[..., Any]:
-    """To compile imports the compiler: a run that starts does not wait for that."""
+    """Compile `function` at its first call, so that startup does not import the compiler."""
 
     @cache
     def get_compiled() -> Callable[..., Any]:
@@ -108,8 +108,8 @@ def _forward_by_pattern(
     *args: Any,
     **options: Any,
 ) -> Any:
-    """A block that is one graph is computed again inside of its backward graph, which costs the
-    host nothing; one that is broken at its attention, as it is."""
+    """Call `single` if the block is one graph, or `broken` if its attention breaks the graph.
+    A single graph recomputes activations in its backward graph, without work for the host."""
     graph_options = attention.find_graph_options(hidden, options)
     return (
         broken(hidden, *args, **options)
@@ -120,10 +120,10 @@ def _forward_by_pattern(
 
 @cache
 def _build_recompute(block_type: Any) -> Callable[..., Any]:
-    """A function for each class of blocks, with a code object of its own.
+    """Return a function for this class of blocks, with its own code object.
 
-    The compiler counts graphs, and learns which shapes vary, by code: with one for all classes one
-    more graph is compiled, and on an H200 a step takes as long (945 ms against 949).
+    The compiler counts graphs and detects varying shapes per code object. A shared one compiles one
+    more graph, and takes as long per step (945 ms compared with 949 ms on an H200).
     """
 
     def recompute(block: torch.nn.Module, *args: Any, **options: Any) -> Any:
@@ -134,5 +134,5 @@ def _build_recompute(block_type: Any) -> Callable[..., Any]:
 
 
 def _has_dropout(block: torch.nn.Module) -> bool:
-    """Return whether the block computes something else the second time."""
+    """Return whether recomputing the block would give another result."""
     return any(isinstance(m, torch.nn.Dropout) and m.p > 0 for m in block.modules())

@@ -97,7 +97,7 @@ def build_learner(
     lora: LoraConfig = NO_ADAPTERS,
     seed: int = 0,
 ) -> Learner:
-    """Load the model and everything that the algorithm needs; by default that is plain GRPO."""
+    """Load the model and everything that the algorithm needs. The default is plain GRPO."""
     algorithm = algorithm or GRPO(AlgorithmConfig())
     device, dims = pick_rank_device(trainer.device, ranks), ParallelDims.of(ranks)
     master = model.dtype if trainer.master_dtype == "model" else "float32"
@@ -174,7 +174,7 @@ def _build_features(
 
 
 def _check_teacher(path: str, teacher: Forward, policy: Forward, family: Family) -> None:
-    """Refuse a teacher that takes other pixels or other tokens than the policy."""
+    """Raise if the teacher uses other pixels or other tokens than the policy."""
     other = load_family(path)
     widths = [cast(Any, f.model).get_output_embeddings().weight.shape[0] for f in (teacher, policy)]
     if other.fingerprint != family.fingerprint or widths[0] != widths[1]:
@@ -205,10 +205,10 @@ def build_preparer(
 
 
 def build_pixels(learner: Learner, store: MediaStore) -> MicroBatchPixels:
-    """Build what makes this rank's pixels, within its share of `pixel_cache_mb`.
+    """Build the object that makes this rank's pixels, within its share of `pixel_cache_mb`.
 
-    Half is a cache that the ranks of a machine share. The other half is divided among the ranks,
-    for their micro-batches and images in progress. Every rank has to call it.
+    The ranks of a machine share half of it as a cache. They divide the other half for their
+    micro-batches and images in progress. Every rank calls it.
     """
     machines = learner.dims.gather_list([f"{identify_machine()} {os.getpid()}"])
     machine = machines[learner.dims.rank].split()[0]

@@ -6,7 +6,7 @@
       waits for: the checkpoint before this one     unblocked by: the disk
 
 Each rank writes its own part. The manifest, with the checksum of every file, is written last, and a
-rename makes the folder visible. A damaged checkpoint is refused by name, and the one before it is
+rename makes the folder visible. A damaged checkpoint is reported by name, and the one before it is
 used.
 
 torch.distributed.checkpoint reshards too, but torch 2.13 loads a file with a flipped byte, and one
@@ -113,7 +113,7 @@ class CheckpointStore:
 
     @property
     def oldest_resume_step(self) -> int:
-        """The oldest step that a resume may start from. Batches up to it can be removed.
+        """Return the oldest step that a resume may start from. Batches up to it can be removed.
 
         If several checkpoints are kept, the newest may turn out to be corrupt.
         """
@@ -221,10 +221,10 @@ class LedgerLine(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class Ledger:
-    """Every step in the history of the surviving weights, once."""
+    """Lists each step in the history of the current weights once, with its batch."""
 
     def __init__(self, path: Path, step: int) -> None:
-        # Steps after the checkpoint are about to be played again: they leave the ledger first.
+        # The run will repeat the steps after the checkpoint: remove them from the ledger.
         self._path = path
         lines = read_ledger(path, step)
         self._before = {line.step: line.batch for line in lines}
@@ -243,8 +243,8 @@ class Ledger:
 
 
 def read_ledger(path: Path, step: int = 0) -> list[LedgerLine]:
-    """Its lines. One that is damaged is refused by its number, and a ledger that does not hold
-    every step up to `step`, the checkpoint's."""
+    """Return the ledger's lines. Raise if a line is damaged, or if a step up to `step`, the
+    checkpoint's step, is missing."""
     fix = "put it back from a copy; checkpoints and batches are not touched"
     lines = read_checked_lines(path, LedgerLine, fix)
     if [line.step for line in lines if line.step <= step] != list(range(1, step + 1)):

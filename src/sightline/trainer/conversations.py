@@ -1,6 +1,6 @@
 """Conversations to imitate: demonstrations of an environment, or the rows of a file.
 
-The same index means the same conversation, in every process and after every restart.
+An index gives the same conversation in every process and after every restart.
 """
 
 from __future__ import annotations
@@ -31,9 +31,9 @@ from sightline.message import (
 
 TRAIN, HELD_OUT = "train", "eval"
 _CELL_KEYS = {"bytes", "path"}
-"""How the `datasets` library writes an image."""
+"""Keys of an image in the `datasets` library."""
 _PLACEHOLDER = "<image>"
-"""The place of the row's next image in a text, in ShareGPT's form."""
+"""ShareGPT's placeholder in a text for the row's next image."""
 _SHAREGPT_ROLES = {"human": "user", "gpt": "assistant", "system": "system"}
 
 Put = Callable[[Any], MediaRef]
@@ -63,7 +63,7 @@ class Demonstrations:
         return f"sft.{index}"
 
     def conversation(self, index: int, split: str) -> TrainingConversation:
-        # Not the string that an environment seeds a task with: the same draws would leak it.
+        # Not the seed that an environment uses for a task: the same draws would leak the task.
         rng = random.Random(f"{self._seed}:demonstration:{index}")
         env = self._env.choose_environment(index, "sft")
         demonstration = env.demonstration(env.task(index, "sft"), self._store.put, rng)
@@ -74,9 +74,9 @@ class Demonstrations:
 class FileConversations:
     """Conversations from the rows that `open_tasks` opens.
 
-    A row has its messages in OpenAI's form, or in ShareGPT's. An image part that names no source,
-    or a placeholder in a text, takes the next image of the row's column of images; a part with an
-    `index`, as TRL writes it, takes that one.
+    A row has its messages in OpenAI's or ShareGPT's format. An image part without a source, or a
+    placeholder in a text, takes the next image of the row's image column. A part with an `index`,
+    as in TRL, takes that image.
     """
 
     def __init__(self, data: DataConfig, put: Put, resolver: ImageResolver, seed: int) -> None:
@@ -91,7 +91,7 @@ class FileConversations:
             seed=seed,
         )
         self.num_held_out = self._rows.count(HELD_OUT)
-        self._rows.get_row_number(0, TRAIN)  # raises if no row is left to train on
+        self._rows.get_row_number(0, TRAIN)  # raises if no row is left for training
         self._order: tuple[int, list[int]] = (-1, [])
 
     def name(self, index: int, split: str) -> str:
@@ -135,7 +135,7 @@ class FileConversations:
             images if isinstance(images, list) else [images], self._put, self._folder
         )
         filled = row_images.fill(_decode_cell(row[column], column))
-        if "image_digests" not in row:  # as `sightline samples` writes it, images of all branches
+        if "image_digests" not in row:  # written by `sightline samples`: images of all branches
             row_images.check_all_used()
         messages = to_messages(filled, self._resolver)
         if not any(message.role == "assistant" for message in messages):
@@ -145,7 +145,7 @@ class FileConversations:
 
 
 ConversationSource = Demonstrations | FileConversations
-"""Training conversations never end; `num_held_out` others are held out and never train."""
+"""An endless source of training conversations; `num_held_out` others are held out."""
 
 
 class _RowImages:
@@ -173,7 +173,7 @@ class _RowImages:
     def _message(self, message: Any, path: str) -> Any:
         if not isinstance(message, dict):
             return message
-        # A table has every key in every row, null where there is none.
+        # Tables have every key in every row: missing values are null.
         message = {key: value for key, value in message.items() if value is not None}
         if is_sharegpt := "from" in message and "role" not in message:
             speaker = message.pop("from")
@@ -204,7 +204,7 @@ class _RowImages:
                 cell = put_cell_images(value, self._put, self._folder, f"{path}.{key}")
                 return {"type": what, what: cell}
         if part.get("frames") is None:
-            get_image_source(part, path, what)  # raises, with the path, where there is none
+            get_image_source(part, path, what)  # raises, with the path, if there is none
         return part
 
     def _take(self, index: int | None, path: str) -> MediaRef:
@@ -255,7 +255,7 @@ class _PlaceholderResolver:
         return self.video if is_video else self.image
 
     def resolve(self, url: str, path: str) -> MediaRef:
-        """Decide by the url's place, because nothing is fetched."""
+        """Choose the placeholder by the url's path in the row, without fetching it."""
         return self.video if ".video" in path.rpartition("]")[2] else self.image
 
 

@@ -89,7 +89,7 @@ def read_shares(
         )
 
 
-# A multiplication and an addition, forward; twice as many in the backward pass.
+# Operations per matrix element: two forward (multiply, add) and four backward.
 _OPERATIONS = 6
 
 
@@ -107,7 +107,7 @@ def estimate_price(forward: Forward) -> CostModel:
     inside = sum(map(_count_matrix_elements, vision))
     return CostModel(
         token=_OPERATIONS * sum(map(_count_matrix_elements, text)),
-        # Scores and their sum of values: a product of the block's width each.
+        # Attention scores and the weighted sum of values: one product of the block's width each.
         attended=2 * _OPERATIONS * sum(map(_hidden_size, text)),
         trained=_OPERATIONS * _count_matrix_elements(model.get_output_embeddings()),
         patch=_OPERATIONS * (inside + _tower_outside_blocks(forward, vision)),
@@ -116,7 +116,7 @@ def estimate_price(forward: Forward) -> CostModel:
 
 
 def _tower_outside_blocks(forward: Forward, blocks: Sequence[nn.Module]) -> float:
-    """Matrix elements of the tower outside its blocks, by patch: convolutions and mergers."""
+    """Return the tower's matrix elements per patch outside its blocks: convolution, mergers."""
     smallest = forward.blank_image()
     if smallest is None:
         return 0.0
@@ -133,6 +133,6 @@ def _count_matrix_elements(module: nn.Module) -> int:
 
 
 def _hidden_size(block: nn.Module) -> int:
-    """The size of the hidden states: a block's last vector is a norm over them or added to them."""
+    """Return the hidden size: a block's last vector is a norm's weight or a bias of this size."""
     vectors = [p.numel() for p in block.parameters() if p.ndim == 1]
     return vectors[-1] if vectors else 0

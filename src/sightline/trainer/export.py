@@ -1,4 +1,4 @@
-"""A plain transformers checkpoint: the files of the one that training began with, other weights."""
+"""Exports plain transformers checkpoints: the initial checkpoint's files with trained weights."""
 
 from __future__ import annotations
 
@@ -31,13 +31,13 @@ from sightline.wire.file import write_sums
 
 WEIGHTS_FILE = "model.safetensors"
 ADAPTERS = "adapter"
-"""Folder, in the checkpoint that they are merged into, of the adapters alone."""
+"""Folder for the separate adapters, inside the checkpoint that they are merged into."""
 
 
 def export_checkpoint(
     source: Path, target: Path, model: nn.Module, dtype: torch.dtype | None = None
 ) -> None:
-    """Writes the model to `target`, tensor by tensor, with the source's names and layout."""
+    """Write the model to `target`, tensor by tensor, with the source's names and layout."""
     part = target.with_name(f".{target.name}.part")
     shutil.rmtree(part, ignore_errors=True)
     part.mkdir(parents=True)
@@ -51,7 +51,7 @@ def export_checkpoint(
     gather = build_merge_gather(model)
     known = open_checkpoint(source)
     if known and not weights.keys() <= known.keys():
-        # In memory transformers may hold tensors joined that files hold apart, experts say.
+        # transformers may join tensors in memory, such as experts, that are separate in files.
         full = {name: tensor.cpu() for name, tensor in iterate_gathered(weights, gather)}
         weights, gather = revert_weight_conversion(model, full), keep_tensor
     transposed = find_transposed(known, weights)
@@ -72,7 +72,7 @@ def gather_for_export(model: nn.Module) -> None:
 
 
 def export_training_checkpoint(checkpoint: Path, config: RunFile | SftFile, target: Path) -> None:
-    """The checkpoint folder at `checkpoint`, checked against its manifest, as a plain one."""
+    """Verify a trainer checkpoint by its manifest, and export it as a plain checkpoint."""
     check_files(checkpoint, read_manifest(checkpoint).files)
     settings = config.model
     family = load_family(settings.path, **settings.overrides())
@@ -84,7 +84,7 @@ def export_training_checkpoint(checkpoint: Path, config: RunFile | SftFile, targ
 
 
 def get_newest_checkpoint(root: Path) -> Path:
-    """The newest intact checkpoint under `root`; raises where there is none."""
+    """Return the newest intact checkpoint under `root`; raise if there is none."""
     chosen = CheckpointStore(root, keep=1).choose()
     if chosen.path is None:
         reason = f": {chosen.refused[0]}" if chosen.refused else ""

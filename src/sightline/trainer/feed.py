@@ -5,7 +5,7 @@
       unblocked by: the orchestrator, the pool       unblocked by: the prefetcher
 
 Every item is materialized and its digest compared before packing, so a bad item costs exactly the
-samples that show it. Pixels stay as far as the cache has room; the rank that trains on them
+samples that show it. Pixels stay in the cache if there is room. The rank that trains on them
 materializes the others again (`micro_batch_pixels`).
 """
 
@@ -51,11 +51,11 @@ from sightline.wire.sample import Batch, Sample, digest_batch
 class ReadyMicroBatch:
     batch: MicroBatch
     made: UInt8[np.ndarray, "patches values"] | None = None
-    """Patches of the distinct items, in order; None if there are none, or none yet."""
+    """Patches of the distinct items, in order; None if there are no items, or not made yet."""
     runs_tower: bool = False
-    """Whether any rank has an image in this round: then this rank runs the vision tower too."""
+    """Whether this rank runs the vision tower, because any rank has an image in this round."""
     has_stored_pixels: bool = True
-    """Whether the patches belong to the items; a probe swaps them."""
+    """Whether the patches belong to the items. A probe swaps them."""
     pixels: MicroBatchPixels | None = None
     """Makes the patches that do not exist yet."""
 
@@ -89,14 +89,14 @@ class ReadyBatch:
     waited_s: float = 0.0
     """Seconds that the loop waited for the batch."""
     minibatch_sizes: list[int] | None = None
-    """The number of micro-batches of each minibatch, in their order; None is one of them all."""
+    """The number of micro-batches in each minibatch; None for a single minibatch."""
     rollouts: RolloutBatch | None = None
-    """The whole batch, if its advantages depend on values or a teacher: the learner computes them
-    before the first update. On rank 0."""
+    """The whole batch, on rank 0, if its advantages depend on values or a teacher. The learner
+    computes them before the first update."""
 
     @property
     def minibatches(self) -> list[range]:
-        """The places of each minibatch's micro-batches."""
+        """Return the places of each minibatch's micro-batches."""
         ends = [0, *itertools.accumulate(self.minibatch_sizes or [len(self.micro_batches)])]
         return [range(start, stop) for start, stop in itertools.pairwise(ends)]
 
@@ -109,7 +109,7 @@ class ReadyBatch:
             pixels.start(self.micro_batches[0].batch, max_fraction=1 / 3)
 
     def with_pixels(self) -> ReadyBatch:
-        """Return the batch with all its pixels, whatever memory they take."""
+        """Return the batch with all its pixels, without a memory limit."""
 
         def stack(ready: ReadyMicroBatch) -> ReadyMicroBatch:
             if ready.made is not None or ready.pixels is None or not ready.batch.items:
@@ -123,8 +123,8 @@ class ReadyBatch:
     ) -> Iterator[tuple[int, ReadyMicroBatch]]:
         """Yield the micro-batches at `places`, by default all, with their pixels and places.
 
-        The next one's pixels are made meanwhile. Each item must be released before the next one
-        is requested, so do not use `enumerate`, which holds it.
+        A thread makes the next one's pixels meanwhile. Each item must be released before the next
+        one is requested, so do not use `enumerate`, which keeps a reference.
         """
         places = range(len(self.micro_batches)) if places is None else places
         for place in places:
@@ -153,21 +153,21 @@ class BatchPreparer:
     bad_media: BadMediaPolicy = BadMediaPolicy()
     aggregation: AggregationFunction = by_tokens
     max_sequence_tokens: int = 0
-    """The most tokens of a sample; 0 is no limit."""
+    """Maximum tokens of a sample; 0 for no limit."""
     pixels: MicroBatchPixels | None = None
     """Makes the pixels of this rank's micro-batches; by default without a memory limit."""
     algorithm: Algorithm | None = None
     """Computes the advantages of batches that have none stored."""
     num_minibatches: int = 1
     seed: int = 0
-    """Draws, together with the step, which groups share a minibatch."""
+    """Seed, together with the step, of the assignment of groups to minibatches."""
 
     def __post_init__(self) -> None:
         self.pixels = self.pixels or MicroBatchPixels(self.materializer)
 
     def prepare(self, batch: Batch, digest: str, lost: Sequence[DroppedSample] = ()) -> ReadyBatch:
-        """Make a batch ready to train on. `lost` are samples that bad media has already cost."""
-        # Before anything is cut or dropped: a lost image changes no sibling's baseline.
+        """Prepare a batch for training. `lost` are samples already dropped for bad media."""
+        # Before samples are cut or dropped, so that a lost image changes no sibling's baseline.
         batch, rollouts = self._add_advantages(batch)
         truncated: dict[str, int] = {}
         if self.max_sequence_tokens:
@@ -218,7 +218,7 @@ class BatchPreparer:
         return Batch(batch.step, samples), rollouts if waits else None
 
     def _split(self, samples: Sequence[Sample], step: int) -> list[list[Sample]]:
-        """Return the samples of each minibatch. Groups stay whole, and are drawn at random."""
+        """Return the samples of each minibatch. Groups stay whole and are assigned at random."""
         if self.num_minibatches == 1:
             return [list(samples)]
         groups: dict[str, list[Sample]] = {}
@@ -231,7 +231,7 @@ class BatchPreparer:
 
     def _digest_items(self, batch: Batch) -> tuple[PixelDigests, MediaProblems]:
         """Return the digests of all items, and the problems of bad ones."""
-        # Keyed by the whole item: one with a wrong size fails alone.
+        # Keyed by the whole item, so that an item with a wrong size fails alone.
         wanted = {item: sample for sample in batch.samples for item in sample.items}
         digests: dict[MediaItem, str] = {}
         problems: dict[MediaItem, BadMediaError] = {}
@@ -244,7 +244,7 @@ class BatchPreparer:
                 problems[item] = error
             except MediaError as error:
                 if isinstance(error.__cause__, OSError):
-                    # A disk error may be temporary: a replay would then train on other samples.
+                    # A disk error may be temporary, and a replay would then train on other samples.
                     store, sample = self.materializer.store, wanted[item]
                     raise add_location(error, sample.trace_id, batch.step, item, store) from error
                 problems[item] = error
@@ -253,7 +253,7 @@ class BatchPreparer:
 
 
 def _add_digests(packed: MicroBatch, digests: PixelDigests) -> MicroBatch:
-    """Add the digests that every rank has to reproduce."""
+    """Add the pixel digests that every rank must reproduce."""
     items = [replace_fields(e, pixel_digest=digests[e.item]) for e in packed.items]
     return replace_fields(packed, items=items)
 
@@ -285,7 +285,7 @@ class BatchPrefetcher:
     def fail(self, error: BaseException) -> None:
         """Raise `error` in the loop when it asks for its next batch. Return at once."""
         self._error = error
-        with contextlib.suppress(queue.Full):  # then the loop wakes up anyway
+        with contextlib.suppress(queue.Full):  # if it is full, the loop wakes up anyway
             self._ready.put_nowait(error)
 
     def _run(self) -> None:

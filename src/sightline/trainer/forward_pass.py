@@ -45,8 +45,8 @@ class FrozenTowerFeatures:
     ) -> Float[Tensor, "visual features"] | None:
         """Return the features of the distinct images, in order; None if this rank has none.
 
-        The tower's collectives need every rank equally often: a rank with cached features sends
-        the smallest image through instead.
+        Every rank must join the tower's collectives equally often, so a rank with cached features
+        encodes the smallest image instead.
         """
         items, starts = ready.batch.items, ready.patch_starts
         cached = [
@@ -55,7 +55,7 @@ class FrozenTowerFeatures:
         missing = [
             place for place, features_of_item in enumerate(cached) if features_of_item is None
         ]
-        # Before the first of them: from then on every rank is in the tower's collectives.
+        # Before the first pass: from then on, ranks meet in the tower's collectives.
         passes = self.dims.max(len(missing)) if ready.runs_tower else len(missing)
         if missing:
             assert ready.made is not None
@@ -89,7 +89,7 @@ class FrozenModel:
 
 
 def encode_blank(forward: Forward, device: torch.device) -> Float[Tensor, ""]:
-    """Send the smallest image through the tower, whose collectives need every rank."""
+    """Encode the smallest image, because the tower's collectives need every rank."""
     smallest = forward.blank_image()
     if smallest is None:
         raise FamilyError("images on another rank, and no vision tower here", "report this")
@@ -129,7 +129,7 @@ def compute_hidden(
         places = copy_to_device(where, device)
     dtype = next(forward.model.parameters()).dtype
     pattern: AttentionPattern
-    if exact:  # which packs no trees
+    if exact:  # exact models pack no trees
         ends = np.unique(batch.subtree_end.numpy())
         pattern = ExactPattern(np.diff(ends, prepend=0).tolist(), device, dtype)
     else:

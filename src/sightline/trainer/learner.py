@@ -52,25 +52,25 @@ SUM_NAMES = (
     "tokens",
 )  # fmt: skip
 METRIC = "algorithm "
-"""Begins the sums of the metrics that an algorithm names."""
+"""Prefix of an algorithm's own metrics among the sums."""
 
 
 @dataclass(kw_only=True)
 class Learner(LossComputer):
-    """Takes the steps of training."""
+    """Computes training steps."""
 
     optimizer: torch.optim.AdamW
     steps: int
     vocab_size: int
     seed: int = 0
-    """Draws, together with step and epoch, the order of minibatches."""
+    """Seed of the order of minibatches, together with step and epoch."""
     pixels: PixelCacheStats | None = None
-    """Counts of the cache that makes this rank's pixels."""
+    """Statistics of this rank's pixel cache."""
     watchdog: StallWatchdog = field(default_factory=StallWatchdog)
     diagnostics_every: int = 0
-    """Steps between two measurements of whether the model uses its images; 0 is never."""
+    """Steps between probes of whether the model uses its images; 0 for never."""
     replayed: range = range(0)
-    """Steps whose batches may come from a version that was computed again with other bits."""
+    """Steps whose batches may come from a version that a replay computed with other bits."""
 
     def step(self, ready: ReadyBatch) -> StepResult:
         """Turn policy version step-1 into version step.
@@ -149,13 +149,13 @@ class Learner(LossComputer):
                         micro_batch.batch.versions.numpy() == ready.step - 1,
                     )
                 trained.append((micro_batch.batch, loss.logprobs))
-            del micro_batch  # and its pixels, before others are made
+            del micro_batch  # frees its pixels before the next ones are made
         return trained
 
     def _iterate(
         self, ready: ReadyBatch, activity: str, places: range | None = None
     ) -> Iterator[tuple[int, ReadyMicroBatch]]:
-        """Yield micro-batches with their places and pixels, checked. See `iterate_with_pixels`."""
+        """Yield checked micro-batches with their places and pixels. See `iterate_with_pixels`."""
         self.watchdog.enter(f"the first pixels of {activity}")
         for place, micro_batch in ready.iterate_with_pixels(places):
             self.watchdog.enter(f"micro-batch {place + 1} of {activity}")
@@ -176,7 +176,7 @@ class Learner(LossComputer):
     ) -> tuple[ReadyBatch, list[PriorScores]]:
         """Score all micro-batches before the first update, if anything depends on it.
 
-        Later minibatches train other weights than those that the checks compare with the sampler.
+        After the first minibatch, the weights no longer match those that the sampler used.
         Advantages that depend on values or a teacher are computed here, on rank 0.
         """
         needs = self.algorithm.needs
@@ -207,7 +207,7 @@ class Learner(LossComputer):
         if ready.rollouts is not None:
             table = build_advantage_table(self.algorithm, ready.rollouts, everyone)
         table = self.dims.broadcast_from_lead(table)
-        if table is None:  # the batch has its advantages stored
+        if table is None:  # the batch has stored advantages
             return ready, prior
         micro_batches = [set_advantages(micro_batch, table) for micro_batch in ready.micro_batches]
         return replace(ready, micro_batches=micro_batches), prior
@@ -231,12 +231,12 @@ class Learner(LossComputer):
     ) -> dict[str, float | None]:
         """Return the step's metrics over all ranks; raise if the loss or a gradient diverged.
 
-        Diverged weights end here: they are neither published nor kept.
+        Diverged weights are neither published nor saved.
         """
         norm = sums.pop("grad_norm") / max(num_updates, 1)
         problem = f"the loss is {sums['loss']}" if not math.isfinite(sums["loss"]) else ""
         if not problem:
-            # One rank's loss spoils the norm of all: the others wait here to learn whose it was.
+            # One rank's bad loss makes every rank's norm bad. The others wait here for its error.
             metrics = self._metrics(ready, self.dims.sum(sums), num_updates)
             if math.isfinite(norm):
                 return metrics | {"grad_norm": norm}
@@ -248,7 +248,7 @@ class Learner(LossComputer):
         )
 
     def _cache_figures(self) -> dict[str, dict[str, int]]:
-        """Hits, misses, evictions and bytes of this rank's caches, by cache."""
+        """Return the hits, misses, evictions and bytes of each of this rank's caches."""
         figures = {} if self.pixels is None else {"trainer_pixels": self.pixels.figures()}
         features = self.features or getattr(self.reference, "features", None)
         if features is not None:
@@ -272,16 +272,16 @@ class Learner(LossComputer):
             if is_probed:
                 result = probe(micro_batch, self.score)
             else:
-                for _ in range(NUM_PASSES):  # tower included, like the rank that probes
+                for _ in range(NUM_PASSES):  # with the tower, like the rank that probes
                     self.score(replace(micro_batch, runs_tower=True))
         return next(filter(None, self.dims.gather_to_lead(result)), None)
 
     def score(self, ready: ReadyMicroBatch) -> Float[np.ndarray, " tokens"]:
-        """Return the logprobs of the trained tokens. Nothing trains."""
+        """Return the logprobs of the trained tokens, without training."""
         return self.score_only(ready).logprobs.cpu().numpy()
 
     def evaluate(self, ready: ReadyBatch) -> tuple[float, float]:
-        """Return the sum of -log pi over the trained tokens, and their number. Nothing trains."""
+        """Return the sum of -log pi over the trained tokens, and their number, without training."""
         metric_sums = MetricSums(("nll", "tokens"))
         for _, micro_batch in self._iterate(ready, f"the evaluation after step {ready.step}"):
             if len(micro_batch.batch.trained) or self.dims.is_distributed:
@@ -299,7 +299,7 @@ class Learner(LossComputer):
         step_timer: StepTimer,
         prior: PriorScores | None = None,
     ) -> MicroBatchLoss:
-        """Add the gradient of a micro-batch, and its loss and metrics to the sums."""
+        """Accumulate a micro-batch's gradient, and add its loss and metrics to the sums."""
         frozen = None if self.reference is None else self.reference.sharded
 
         def compute() -> tuple[Tensor, MicroBatchLoss]:
@@ -319,7 +319,7 @@ class Learner(LossComputer):
         return loss
 
     def update(self, step: int) -> Float[Tensor, ""]:
-        """Clips and applies the gradients; their norm before clipping, still on the device."""
+        """Clip and apply the gradients. Return their norm before clipping, on the device."""
         release_gathered(self.sharded)
         trained = (p for group in self.optimizer.param_groups for p in group["params"])
         parameters = [p for p in trained if p.grad is not None]
@@ -332,7 +332,7 @@ class Learner(LossComputer):
         self, ready: ReadyBatch, sums: dict[str, float], num_updates: int
     ) -> dict[str, float | None]:
         fresh, older = sums["fresh_tokens"], sums["older_tokens"]
-        groups = self.optimizer.param_groups  # two of text, and two of a vision tower that trains
+        groups = self.optimizer.param_groups  # two for text, and two for a trained vision tower
         num = max(sums["loss_tokens"], 1.0)
         return {
             "loss": sums["loss"] / max(num_updates, 1),
@@ -341,7 +341,7 @@ class Learner(LossComputer):
                 for name, total in sums.items()
                 if name.startswith(METRIC)
             },
-            # Null, not 0, when no token was sampled by the version that the trainer holds.
+            # Null, not 0, if the trainer's current version sampled no token.
             "mismatch_kl": sums["fresh_kl"] / fresh if fresh else None,
             "fresh_tokens": fresh,
             "lag_kl": sums["older_kl"] / older if older else None,
@@ -363,12 +363,12 @@ def measure_mismatch(
     sampler_logprobs: Float[Tensor, " tokens"],
     is_fresh: Bool[np.ndarray, " tokens"],
 ) -> None:
-    """Sum the KL of sampler and trainer. `is_fresh` marks tokens of the version in training."""
+    """Sum the KL of sampler and trainer. `is_fresh` marks tokens of the current version."""
     with torch.no_grad():
         kl = mismatch_kl(logprobs, sampler_logprobs)
         metric_sums.count("tokens", len(kl))
         for name, chosen in (("fresh", is_fresh), ("older", ~is_fresh)):
             metric_sums.count(f"{name}_tokens", int(chosen.sum()))
-            # By places that the host knows: a mask on the device would have to be counted first.
+            # Use indices from the host: indexing with a mask would make the host wait.
             places = copy_to_device(np.flatnonzero(chosen), kl.device)
             metric_sums.add(f"{name}_kl", kl[places].sum())

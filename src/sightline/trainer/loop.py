@@ -3,7 +3,7 @@
     orchestrator --batch k--> feed --ready k--> loop --copy of k--> publisher --> disk, orchestrator
       feed waits for: the announcement of batch k     unblocked by: the orchestrator
       loop waits for: ready batch k                   unblocked by: feed (pixels made ahead)
-                      version k-1 to have left        unblocked by: the publisher's thread
+                      version k-1 to be published     unblocked by: the publisher's thread
 
 On other ranks the feed waits for rank 0's share, and rank 0 publishes the weights. In supervised
 training the feed makes batches from conversations, and nothing is published before the export.
@@ -49,7 +49,7 @@ def run(components: TrainerComponents) -> None:
             trained = time.time()
             watchdog.enter(f"publishing step {step}")
             writer.record(ready, result)
-            writer.publish(step, result.metrics)  # waits for the version before
+            writer.publish(step, result.metrics)  # waits for the previous version
             writer.checkpoint(step)
             writer.report(ready, result, (began, trained), time.time() - trained)
         watchdog.idle()

@@ -1,7 +1,7 @@
 """LoRA: a frozen matrix W is used as W + s B A, and only A and B train.
 
-The adapters are peft's, put into the model in place. Checkpoints for others, and published weights
-unless adapters are asked for, hold W + s B A under the name of W.
+peft adds the adapters to the model in place. Exported checkpoints store W + s B A under the name
+of W, and so do published weights unless adapters are published unmerged.
 
     names in the trainer: X.base_layer.weight, X.lora_A.default.weight, X.lora_B.default.weight
     names outside:        X.weight, or X.weight.lora_A and X.weight.lora_B
@@ -34,20 +34,20 @@ from sightline.wire.weights import Adapter
 
 NO_ADAPTERS = LoraConfig()
 ADAPTER = "default"
-"""peft's name of an adapter that has none."""
+"""peft's default adapter name."""
 _BASE = ".base_layer."
 _A, _B = f".lora_A.{ADAPTER}.weight", f".lora_B.{ADAPTER}.weight"
 ADAPTER_FILE = "adapter_model.safetensors"
-"""The name that peft gives the file of an adapter."""
+"""peft's file name for an adapter."""
 
 
 def add_adapters(
     forward: Forward, settings: LoraConfig, train_vision: bool, seed: int
 ) -> list[str]:
-    """Puts adapters into the layers that `settings` name, which come back; the rest is frozen.
+    """Add adapters to the selected layers, freeze everything else, and return the layers' names.
 
-    A vision tower that trains and gets none trains all its parameters. All ranks draw the same
-    numbers.
+    A trained vision tower without adapters trains all its parameters. All ranks draw the same
+    initial values.
     """
     import peft
 
@@ -56,8 +56,8 @@ def add_adapters(
     config = cast(Any, peft).LoraConfig(
         r=settings.rank, lora_alpha=settings.alpha, lora_dropout=0.0, target_modules=names
     )
-    # peft brings adapters to where their matrix is, and on the meta device they would lose their
-    # values: in the place of one that is there stands one of a single element.
+    # peft moves adapters to the device of their matrix, and on the meta device they would lose
+    # their values. So a single expanded element temporarily replaces each meta matrix.
     empty = {name: layer.weight for name, layer in layers.items() if layer.weight.is_meta}
     for name, weight in empty.items():
         single = torch.empty((), dtype=weight.dtype).expand(weight.shape)
@@ -75,11 +75,11 @@ def add_adapters(
 
 
 def _require_input_gradients(forward: Forward) -> None:
-    """Lets gradients flow into the embedded tokens, which are frozen, on every rank.
+    """Make the embedded tokens require gradients on every rank, although embeddings are frozen.
 
-    They do so by themselves where an image that trains was put among them. FSDP reduces the first
-    block's gradients when they have reached its inputs, or else at the very end: ranks with and
-    without an image would come to their collectives in different orders, and wait for ever.
+    Image features from a trained tower require gradients anyway. FSDP reduces the first block's
+    gradients when they reach its inputs, or else at the very end. Ranks with and without images
+    would then run their collectives in different orders, and deadlock.
     """
     vision = {id(parameter) for _, parameter in forward.vision_parameters()}
     for module in forward.model.modules():
@@ -94,12 +94,12 @@ def _find_target_layers(forward: Forward, settings: LoraConfig) -> list[str]:
     known: dict[str, set[str]] = {setting: set() for setting in wanted}
     found: list[str] = []
     for name, module in forward.model.named_modules():
-        # A subclass that gives more than a product, such as a router of experts, gets none.
+        # Subclasses that compute more than a product, such as expert routers, get no adapter.
         if not isinstance(module, nn.Linear) or type(module).forward is not nn.Linear.forward:
             continue
         sees = id(module.weight) in vision
         if not sees and id(module) not in inside:
-            continue  # the head, say: it is shared with the embeddings of many models
+            continue  # such as the head, which many models share with the embeddings
         last = name.rpartition(".")[2]
         setting = "vision_targets" if sees else "targets"
         known[setting].add(last)
@@ -115,7 +115,7 @@ def _find_target_layers(forward: Forward, settings: LoraConfig) -> list[str]:
 
 
 def plain_parameters(model: nn.Module) -> dict[str, Tensor]:
-    """The parameters under the names that they have outside, without adapters and value head."""
+    """Return the parameters under their outside names, without adapters and value head."""
     return {
         name.replace(_BASE, "."): parameter
         for name, parameter in model.named_parameters()
@@ -124,9 +124,9 @@ def plain_parameters(model: nn.Module) -> dict[str, Tensor]:
 
 
 def build_merge_gather(model: nn.Module) -> Gather:
-    """How each of the plain parameters is made full: gathered, and W as W + s B A.
+    """Return a function that gathers a plain parameter, and merges W into W + s B A.
 
-    Where the model is sharded every rank has to call it, for the same ones in the same order.
+    If the model is sharded, every rank calls it for the same parameters in the same order.
     """
     parameters = dict(model.named_parameters())
     added = {}
@@ -145,7 +145,7 @@ def build_merge_gather(model: nn.Module) -> Gather:
 
 
 def describe_adapter_base(model: nn.Module, dtype: torch.dtype) -> Adapter:
-    """The base that adapters are added to, with their scales. Every rank has to call it."""
+    """Describe the base that adapters are added to, and their scales. Every rank calls it."""
     frozen = {n: p for n, p in plain_parameters(model).items() if not p.requires_grad}
     base = published.digest_tensors(iterate_gathered(frozen, full_tensor), dtype)
     scales = {f"{layer}.weight": _scale(model, layer) for layer in _adapted_layers(model)}
@@ -155,14 +155,14 @@ def describe_adapter_base(model: nn.Module, dtype: torch.dtype) -> Adapter:
 def select_published(
     model: nn.Module, adapter: Adapter | None, dtype: torch.dtype
 ) -> tuple[dict[str, Tensor], Gather, torch.dtype | None]:
-    """The tensors of a version, how each is gathered, and the dtype that it is written as.
+    """Return the tensors of a version, the function that gathers them, and the dtype to write.
 
-    Adapters are written as they train: rounded, they would not merge to what the trainer has.
+    Adapters keep their training dtype: rounded adapters would not merge to the trainer's weights.
     """
     plain, parameters = plain_parameters(model), dict(model.named_parameters())
     if adapter is None:
         return plain, build_merge_gather(model), dtype
-    # What trains: A and B under the name of their W, and parameters that train without them.
+    # All trained parameters: A and B under the name of their W, and those without adapters.
     published_parameters = {
         name: parameter for name, parameter in plain.items() if parameter.requires_grad
     }
@@ -179,7 +179,7 @@ def gather_for_lead(tensors: Mapping[str, Tensor], gather: Gather = full_tensor)
 
 
 def save_adapters(model: nn.Module, target: Path, source: Path) -> None:
-    """Writes the adapters as peft does, for `PeftModel.from_pretrained(model, target)`."""
+    """Write the adapters in peft's format, for `PeftModel.from_pretrained(model, target)`."""
     target.mkdir(parents=True)
     configs: Any = model.peft_config
     config = copy.copy(configs[ADAPTER])
@@ -195,7 +195,7 @@ def has_adapters(model: nn.Module) -> bool:
 
 
 def peft_tensors(model: nn.Module) -> dict[str, Tensor]:
-    """The adapters under the names that peft writes."""
+    """Return the adapters under peft's names."""
     return {
         f"base_model.model.{name.replace(f'.{ADAPTER}.', '.')}": parameter
         for name, parameter in model.named_parameters()
@@ -215,15 +215,15 @@ def _scale(model: nn.Module, layer: str) -> float:
 
 
 VALUE_HEAD = "value_head"
-"""Its name in the model. Checkpoints of the trainer hold it; published and exported ones do not."""
+"""The value head's name in the model. Only the trainer's own checkpoints contain it."""
 
 
 def add_value_head(
     forward: Forward, algorithm: Algorithm, device: torch.device, seed: int
 ) -> nn.Module | None:
-    """Build the algorithm's value head inside the model; None if it needs no values.
+    """Add the algorithm's value head to the model; return None if it needs no values.
 
-    All ranks draw the same initial numbers.
+    All ranks draw the same initial values.
     """
     if not algorithm.needs.values:
         return None

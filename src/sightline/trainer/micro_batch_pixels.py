@@ -1,9 +1,9 @@
-"""Pixels where they are used: those of a micro-batch, while the one before it is computed.
+"""Makes each micro-batch's pixels while the previous micro-batch is computed.
 
-    one that is computed | the next, if it fits as well | the first of the next batch, if small
+    in computation | the next one, if it fits | the first one of the next batch, if it is small
 
-What is ahead is made by a thread, within a number of bytes. What does not fit is made when its
-turn comes, alone if need be: nothing waits for room that another has to give up.
+A thread makes pixels ahead of time, within a memory limit. Pixels that do not fit are made when
+they are needed, even if they alone exceed the limit. So nothing ever waits for memory.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from sightline.trainer.bad_media import add_location, build_pixel_mismatch
 from sightline.wire.micro_batch import MicroBatch
 
 AllocatePatches = Callable[[int, int], np.ndarray]
-"""Allocate memory for a number of patches of a number of bytes each."""
+"""Allocates memory for patches, given their number and the bytes of each."""
 
 
 def allocate_patches(num: int, values: int) -> np.ndarray:
@@ -34,27 +34,27 @@ def allocate_patches(num: int, values: int) -> np.ndarray:
 class MicroBatchPixels:
     materializer: Materializer
     max_bytes: int = sys.maxsize
-    """For this rank's micro-batches and the items that they are made of."""
+    """Memory limit for this rank's micro-batches and their items."""
     allocate: AllocatePatches = allocate_patches
     is_pinned: bool = False
-    """Whether `allocate` page-locks what it gives, of which torch takes more."""
+    """Whether `allocate` returns page-locked memory, whose size torch rounds up."""
     keep: bool = False
-    """Whether items that are made here go into the cache: where they do not, somebody before has
-    put as many there as it takes, and those that are still to come would have to go."""
+    """Whether items that are made here go into the cache. If rank 0 has already filled the cache,
+    they would evict items that are still needed."""
     peak_bytes: int = 0
-    """The most that the patches of micro-batches have taken at once."""
+    """Peak memory of the patches of micro-batches."""
     _held_bytes: int = 0
     _ahead: dict[int, Future[np.ndarray]] = field(default_factory=dict)
     """Patches that are being made, by the id of their micro-batch."""
 
     def __post_init__(self) -> None:
         self._lock = threading.Lock()
-        # One thread, so that the items of one micro-batch are under way at a time.
+        # One thread, so that only one micro-batch's items are in progress at a time.
         self._pool = ThreadPoolExecutor(1, thread_name_prefix="micro-batch")
 
     @property
     def item_bytes(self) -> int:
-        """For items that are under way at once; the rest is for micro-batches."""
+        """Return the memory limit for items in progress. The rest is for micro-batches."""
         return self.max_bytes // 7
 
     def count_bytes(self, pack: MicroBatch) -> int:
@@ -65,15 +65,15 @@ class MicroBatchPixels:
         return self.materializer.get_width(entry.item for entry in pack.items)
 
     def start(self, pack: MicroBatch, max_fraction: float = 1.0) -> None:
-        """Begins to make the patches of a micro-batch that is to come, if there is room for them,
-        and if they take no more than a fraction of it."""
+        """Start making the patches of a later micro-batch if they fit into the free memory, and
+        into `max_fraction` of all memory for micro-batches."""
         nbytes, room = self.count_bytes(pack), self.max_bytes - self.item_bytes
         with self._lock:
             if nbytes and nbytes <= min(room - self._held_bytes, int(room * max_fraction)):
                 self._ahead[id(pack)] = self._submit(pack, nbytes)
 
     def take(self, pack: MicroBatch) -> np.ndarray | None:
-        """The patches of a micro-batch, which count until `release`; None where it shows none."""
+        """Return a micro-batch's patches, or None without images. They count until `release`."""
         if not pack.items:
             return None
         with self._lock:
@@ -90,7 +90,7 @@ class MicroBatchPixels:
         return self._pool.submit(self.stack, pack)
 
     def stack(self, pack: MicroBatch) -> np.ndarray:
-        """The patches of a micro-batch's items one after the other, compared with the digests."""
+        """Return the patches of a micro-batch's items in order, checked against the digests."""
         width = self._get_width(pack)
         stacked = self.allocate(pack.num_patches, width)
         at = 0
@@ -98,13 +98,13 @@ class MicroBatchPixels:
             (entry.item for entry in pack.items), self.item_bytes, self.keep
         )
         for entry in pack.items:
-            item, flight = next(flights)  # `zip` would hold the previous future meanwhile
+            item, flight = next(flights)  # `zip` would keep the previous future alive
             try:
                 pixels = flight.result()
                 if entry.pixel_digest is not None and entry.pixel_digest != pixels.digest:
                     raise build_pixel_mismatch(entry.pixel_digest, pixels.digest)
             except (MediaError, PixelMismatch) as error:
-                # They were made before the batch was packed: what fails now stops all ranks.
+                # The items were good before packing. A failure now stops all ranks.
                 store = self.materializer.store
                 raise add_location(error, entry.wanted_by, pack.step, item, store) from error
             stacked[at : at + item.num_patches] = widen_patches(

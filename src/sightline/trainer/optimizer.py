@@ -1,4 +1,4 @@
-"""AdamW, and the learning rate of every step."""
+"""The AdamW optimizer and the learning rate schedule."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ def freeze_vision(forward: Forward) -> None:
 
 
 def build_optimizer(forward: Forward, config: TrainerConfig) -> torch.optim.AdamW:
-    """AdamW over what trains; matrices decay, vectors do not."""
+    """Build AdamW for the trained parameters. Only matrices have weight decay."""
     seen = {id(parameter) for _, parameter in forward.vision_parameters()}
     trained = [p for p in forward.model.parameters() if p.requires_grad]
     groups: list[dict[str, Any]] = []
@@ -38,7 +38,7 @@ def set_learning_rate(optimizer: torch.optim.Optimizer, scale: float) -> None:
 
 
 def lr_scale(config: TrainerConfig, step: int, steps: int) -> float:
-    """The fraction of the peak learning rates at `step`, counted from 1."""
+    """Return the fraction of the peak learning rates at `step`, counted from 1."""
     if step <= config.warmup_steps:
         return step / config.warmup_steps
     if config.lr_schedule == "constant":

@@ -1,4 +1,4 @@
-"""Which ranks hold what. Only this module knows the device mesh and how many ranks there are.
+"""The device mesh and its collectives. Only this module knows the number of ranks.
 
 The mesh has one axis, `data`: its ranks train on different micro-batches and hold different shards
 of the parameters.
@@ -26,7 +26,7 @@ class ParallelDims:
 
     rank: int = 0
     data: int = 1
-    """How many shares a batch is cut into."""
+    """The number of shares that a batch is divided into."""
     _mesh: DeviceMesh | None = field(default=None, init=False, repr=False)
 
     @classmethod
@@ -67,7 +67,7 @@ class ParallelDims:
         return items[self.rank :: self.data]
 
     def scale_loss(self, loss: torch.Tensor) -> torch.Tensor:
-        """Return the loss to differentiate: FSDP averages gradients over ranks, and we sum them."""
+        """Scale the loss, because FSDP averages gradients over ranks and we need their sum."""
         return loss * self.data
 
     def sum(self, values: dict[str, float]) -> dict[str, float]:
@@ -79,7 +79,7 @@ class ParallelDims:
         return dict(zip(sorted(values), total.tolist(), strict=True))
 
     def max(self, value: int) -> int:
-        """Return the largest value of any rank. It travels through host memory."""
+        """Return the largest value over all ranks, exchanged through host memory."""
         if not self.is_distributed:
             return value
         largest = torch.tensor(value)

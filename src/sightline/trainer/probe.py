@@ -1,7 +1,7 @@
 """Measures whether the model uses its images, by scoring tokens again with images swapped.
 
-A model can train blind, while loss and reward look normal: pixels are lost on the way, or the tower
-is not connected. Swapping its images then changes nothing. Only images of the same grid are
+A model can train blind while loss and reward look normal, because pixels are lost or the tower is
+not connected. Swapping its images then changes nothing. Only images of the same grid are
 swapped, so tokens and positions stay the same. One rank probes one micro-batch; the others run the
 same number of passes, because all ranks gather the blocks of a sharded model together.
 """
@@ -21,11 +21,11 @@ IsChosen = Bool[np.ndarray, " tokens"]
 Score = Callable[[ReadyMicroBatch], Float[np.ndarray, " tokens"]]
 """The logprobs of the trained tokens."""
 NOISE = 10.0
-"""An effect must exceed the effect of scoring twice by this factor."""
+"""Factor by which an effect must exceed the difference between two identical passes."""
 FLOOR = 1e-9
-"""A smaller mean change of logprobs counts as none."""
+"""Mean change of logprobs below which there is no effect."""
 NUM_PASSES = 3
-"""With the original images, with them again, and with swapped images."""
+"""Passes of a probe: the original images twice, then swapped images."""
 WEAK_CHANGE = 1e-3
 """A smaller change is weak: probabilities change by less than a thousandth."""
 
@@ -62,7 +62,7 @@ class ImageSwapProbe:
 
 
 def _find_donors(ready: ReadyMicroBatch) -> tuple[Int[np.ndarray, " images"], IsMoved]:
-    """Return the image that replaces each image, and whether it is another one.
+    """Return the index of the image that replaces each image, and whether it is another one.
 
     Images of the same grid rotate.
     """

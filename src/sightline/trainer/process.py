@@ -1,4 +1,4 @@
-"""The process of any trainer rank: it connects, loads the model, reports ready, runs the loop."""
+"""The process of a trainer rank. It connects, loads the model, reports ready and runs the loop."""
 
 from __future__ import annotations
 
@@ -63,7 +63,7 @@ def run(config: RunFile | SftFile, run_dir: RunDir, ranks: RankInfo, name: str, 
             hello = control.ProcessReady(NAME, components.first_step, release=get_release())
             orchestrator.send(hello)
         if isinstance(config, RunFile) and (components.first_step or config.inference.servers):
-            # Servers that the run starts hold its checkpoint. The weights of others are unknown.
+            # Servers started by the run have its checkpoint. Other servers' weights are unknown.
             watchdog.enter(f"publishing version {components.first_step}", LONG_LIMIT_S)
             components.run_writer.publish(components.first_step, {})
         watchdog.enter("importing the compiler", LONG_LIMIT_S)
@@ -133,7 +133,7 @@ def _connect(spoke: Spoke, config: RunFile | SftFile, run_dir: RunDir) -> Orches
         mirror.flush()
         if not isinstance(message, control.PublishedWeights):
             checkpoints.flush()
-        elif checkpoints.is_behind():  # weights do not wait for it, and no batch is removed yet
+        elif checkpoints.is_behind():  # publish without waiting for it, and remove no batch yet
             message = structs.replace(message, checkpoint_step=0)
         tell(message)
 

@@ -41,7 +41,7 @@ WRITE_S = 3600.0
 
 @dataclass(frozen=True)
 class RankInfo:
-    """This process's rank, and where it finds the others."""
+    """This process's rank, and the addresses of the others."""
 
     rank: int = 0
     size: int = 1
@@ -75,7 +75,7 @@ def exit_for_failure(rank: int, failed: RankFailed) -> None:
 
 
 class RankChannel:
-    """The channel of a single rank, which has no other rank to talk to."""
+    """The base channel, and that of a single rank, which sends nothing."""
 
     def __init__(self) -> None:
         self._ending = threading.Lock()
@@ -83,7 +83,7 @@ class RankChannel:
     def claim_end(self) -> None:
         """Let the calling thread's error end this process.
 
-        If another thread's error already ends it, this error is a consequence: wait for the end.
+        If another thread's error is already ending it, this error is a consequence: wait.
         """
         self._ending.acquire()
 
@@ -136,7 +136,7 @@ class LeadChannel(RankChannel):
         self._deliver_s, self._write_s = deliver_s, write_s
         self._hub = Hub(ranks.channel, ranks.secret)
         self._rank_of = {rank_process_name(rank): rank for rank in range(1, ranks.size)}
-        """The rank of each process that may speak, by the name that its key proves."""
+        """The rank of each accepted process, by the name that its key authenticates."""
         self._others = set(self._rank_of.values())
         self._changed = threading.Condition()
         self._started: set[int] = set()
@@ -149,7 +149,7 @@ class LeadChannel(RankChannel):
         self._start_listening()
 
     def wait_for_start(self, timeout_s: float = START_S) -> None:
-        """Wait for every rank to start, and name those that do not: a collective could not."""
+        """Wait for every rank to start. The error names missing ranks, unlike a collective's."""
         self._wait(lambda: self._others - self._started, timeout_s, "are missing", _CHECK_RANKS)
 
     def wait_until_loaded(self, step: int = 0, timeout_s: float = LOAD_S) -> None:
@@ -165,7 +165,7 @@ class LeadChannel(RankChannel):
 
     def send_shares(self, shares: list[RankAssignment]) -> None:
         """Send ranks 1 and up their shares, in order; return when all have received theirs."""
-        # Set before the first is sent: its answer may come before the last is sent.
+        # Set before sending: the first answer may arrive before the last share is sent.
         step = self._step = shares[0].step if shares else self._step
         for rank, share in enumerate(shares, start=1):
             self._send(rank, share)
@@ -179,7 +179,7 @@ class LeadChannel(RankChannel):
     def collect_files(self, step: int, files: list[WeightFile]) -> list[WeightFile]:
         """Wait for every rank to write its part, and return all files in rank order."""
         self._wait(
-            # Of exactly this step: a rank may already have written the next.
+            # Only this step's files: a rank may already have written the next step's.
             lambda: {rank for rank in self._others if (step, rank) not in self._written},
             self._write_s,
             f"have not written their part of the checkpoint of step {step}",
@@ -248,16 +248,16 @@ class LeadChannel(RankChannel):
 
     def _tell(self, failed: RankFailed) -> None:
         for rank in self._started - {failed.rank}:
-            with suppress(ProcessFailed):  # this rank is the lost one
+            with suppress(ProcessFailed):  # this rank may be gone too
                 self._send(rank, failed)
-        self.close()  # flushes what was sent before the process ends
+        self.close()  # flushes sent messages before the process ends
 
     def _send(self, rank: int, message: RankMessage) -> None:
         self._hub.send(rank_process_name(rank), wire.encode(message))
 
 
 class FollowerChannel(RankChannel):
-    """The end of the channel at any rank but 0."""
+    """Any other rank's end of the channel."""
 
     def __init__(self, ranks: RankInfo, end: EndProcess = exit_for_failure) -> None:
         super().__init__()
@@ -287,9 +287,9 @@ class FollowerChannel(RankChannel):
         self._send(wire.ShardWritten(step, files))
 
     def fail(self, problem: str) -> None:
-        with suppress(ProcessFailed):  # rank 0 is the lost one
+        with suppress(ProcessFailed):  # rank 0 may be gone
             self._send(RankFailed(self._rank, clean_text(problem)))
-        self.close()  # flushes what was sent before the process ends
+        self.close()  # flushes sent messages before the process ends
 
     def close(self) -> None:
         self._spoke.close()

@@ -62,7 +62,7 @@ class RunWriter:
     async_publisher: AsyncPublisher | None = None
     """Writes or sends versions in a thread; on rank 0 of `rl`."""
     send: Callable[[ControlMessage], None] | None = None
-    """Tells the orchestrator; on rank 0 of `rl`."""
+    """Sends messages to the orchestrator; on rank 0 of `rl`."""
     max_mismatch: float = 0.0
     """The highest mismatch KL per token that a step may have; 0 is no limit."""
     _nll: float = 0.0
@@ -75,7 +75,7 @@ class RunWriter:
         return [self.saver.background_task, *publishes]
 
     def check(self) -> None:
-        """Raise an error of the publisher's thread or, in `sft`, if the disk is nearly full."""
+        """Raise the publisher thread's error or, in `sft`, if the disk is nearly full."""
         if self.async_publisher is not None:
             self.async_publisher.background_task.check()
         elif self.events is not None:  # in `rl` the orchestrator checks the disk
@@ -102,9 +102,9 @@ class RunWriter:
             self.ledger.add(ready.step, ready.digest)
 
     def publish(self, step: int, metrics: Metrics) -> None:
-        """Lets version `step` leave; returns when the weights may change again.
+        """Start publishing version `step`; return when the weights may change again.
 
-        Waits for the version before it to have left, and for a copy of this one on the host.
+        Wait until the previous version is published and this one is copied to the host.
         """
         if not self.publishes:
             return
@@ -123,13 +123,13 @@ class RunWriter:
         self.async_publisher.put(model, step, vision_version, tell)
 
     def checkpoint(self, step: int, last: bool = False) -> None:
-        """Begins a checkpoint where one is due; the last is on the disk after `finish`."""
+        """Start a checkpoint if one is due. `finish` waits for the last one."""
         self.saver.save(step, self.learner.forward.model, self.learner.optimizer, last)
 
     def report(
         self, ready: ReadyBatch, result: StepResult, busy: tuple[float, float], publish_s: float
     ) -> None:
-        """Writes the metrics of a step, which began and ended at `busy`, in seconds since 1970."""
+        """Write the metrics of a step; `busy` is its start and end, in seconds since 1970."""
         if self.events is None:
             return
         if self.publishes:
@@ -169,7 +169,7 @@ class RunWriter:
         }
 
     def report_evaluation(self, ready: ReadyBatch, nll: float, num_tokens: float) -> None:
-        """Adds a batch that was held out; with the last one, writes the mean over all."""
+        """Add a held-out batch. After the last one, write the mean loss over all of them."""
         if self.events is None:
             return
         self._nll, self._num_tokens = self._nll + nll, self._num_tokens + num_tokens
@@ -179,12 +179,12 @@ class RunWriter:
             self._nll = self._num_tokens = 0.0
 
     def finish(self, step: int) -> None:
-        """Exports the model after `step`, once every version has left."""
+        """Export the model after `step`, once every version is published."""
         if self.async_publisher is not None:
             self.async_publisher.background_task.wait()
         end_compile_workers()
         model = self.learner.forward.model
-        try:  # while the last checkpoint is written: nothing changes any more
+        try:  # while the last checkpoint is written: weights no longer change
             if step > 0 and self.learner.dims.is_lead:
                 export_checkpoint(self.source, self.export_dir, model, self.dtype)
             elif step > 0:
@@ -192,7 +192,7 @@ class RunWriter:
         finally:
             self.saver.background_task.wait()
         if self.send is not None:
-            # A run that was stopped early is resumed, and may have to go back further than this.
+            # A run that was stopped early may resume from an older checkpoint than the last.
             is_over = step >= self.learner.steps
             oldest = self.saver.checkpoints.oldest_resume_step
             self.send(TrainingFinished(step if is_over else oldest))
@@ -203,17 +203,17 @@ Announce = Callable[[Path, Manifest], None]
 
 @dataclass
 class AsyncPublisher:
-    """Rank 0's part: one version at a time is on its way."""
+    """Publishes versions in the background, one at a time; on rank 0."""
 
     transport: str
-    """The transport's name, which every manifest carries."""
+    """The transport's name, stored in every manifest."""
     publisher: WeightPublisher
     dtype: torch.dtype
     background_task: BackgroundTask
     adapter: Adapter | None = None
-    """The base of adapters, where they leave unmerged."""
+    """The base of LoRA adapters, if they are published unmerged."""
     run: str = ""
-    """Id of the run, which every manifest carries."""
+    """The run's id, stored in every manifest."""
     previous_s: float | None = None
     """Seconds that the version before the newest took to publish."""
     _last_s: float | None = None

@@ -40,7 +40,7 @@ from sightline.wire.array import Array
 from sightline.wire.sample import Batch, Sample, Segment
 
 MAX_STORED = 8
-"""The number of conversations per step that are stored for people to read."""
+"""The number of conversations per step that are stored for inspection."""
 
 
 @dataclass
@@ -61,7 +61,7 @@ class ConversationBatches:
     stop: Event = field(default_factory=Event)
     """Set to end the run before its next step."""
     run_dir: RunDir | None = None
-    """Receives a few conversations of steps 1, 2, 4, 8 and so on, for people to read."""
+    """Stores a few conversations of steps 1, 2, 4, 8 and so on, for inspection."""
 
     def __iter__(self) -> Iterator[ReadyBatch]:
         steps, every = self.config.run.steps, self.config.sft.eval_every

@@ -1,4 +1,4 @@
-"""FSDP2: parameters are sharded, and a block's parameters are gathered while it computes."""
+"""Sharding with FSDP2. A block's parameters are gathered while it computes."""
 
 from __future__ import annotations
 
@@ -22,8 +22,8 @@ T = TypeVar("T")
 class ShardedModel(nn.Module):
     """Calls a function while the parameters outside of blocks are gathered.
 
-    A family calls parts of its model, and never the model itself. FSDP gathers around the call of a
-    module, so this module wraps the family's calls.
+    FSDP gathers parameters when a module is called. A family calls parts of its model but never
+    the model itself, so this module wraps the family's calls.
     """
 
     def __init__(self, model: nn.Module) -> None:
@@ -35,7 +35,7 @@ class ShardedModel(nn.Module):
 
 
 def call_gathered(sharded: ShardedModel | None, function: Callable[[], T]) -> T:
-    """Call `function` while the parameters of `sharded` are gathered; None if it is not sharded.
+    """Call `function` with the parameters of `sharded` gathered; None is an unsharded model.
 
     The function takes no arguments, because FSDP on a GPU would pass copies of them.
     """
@@ -49,7 +49,7 @@ def shard_model(
     frozen: bool = False,
     compute: torch.dtype | None = None,
 ) -> ShardedModel:
-    """Shard the model in place: each block is a unit, and the rest is one.
+    """Shard the model in place: each block is a unit, and the rest is another.
 
     With `compute`, shards keep their precision, blocks compute in `compute`, and gradients are
     reduced in float32. A single rank saves no memory by sharding, so it gathers once per step.
@@ -61,7 +61,7 @@ def shard_model(
     for block in forward.blocks():
         fully_shard(block, mesh=mesh, mp_policy=inner)
     sharded = ShardedModel(forward.model)
-    # Without a backward pass it would stay gathered forever.
+    # Without a backward pass, the parameters would stay gathered forever.
     fully_shard(sharded, mesh=mesh, mp_policy=outer, reshard_after_forward=True if frozen else None)
     if mesh.size() == 1:
         unit = cast(FSDPModule, sharded)
@@ -84,7 +84,7 @@ def release_gathered(sharded: ShardedModel | None) -> None:
 
 
 def full_tensor(tensor: torch.Tensor) -> torch.Tensor:
-    """Return the full tensor. For a sharded one, every rank has to call."""
+    """Return the full tensor. If it is sharded, every rank must call this."""
     if not isinstance(tensor, DTensor):
         return tensor
     is_whole = tensor.device_mesh.size() == 1 and not any(p.is_partial() for p in tensor.placements)
@@ -92,6 +92,6 @@ def full_tensor(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def identify_machine() -> str:
-    """Return an id that is the same for all processes of this machine, and for no others."""
+    """Return an id that is unique to this machine and shared by its processes."""
     boot = Path("/proc/sys/kernel/random/boot_id")
     return boot.read_text().strip() if boot.exists() else socket.gethostname()

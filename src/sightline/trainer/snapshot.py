@@ -1,7 +1,7 @@
 """Writes each rank's part of model and optimizer to files, and reads any rows back.
 
-A sharded tensor is split along its rows, and files say which rows they hold. So any number of ranks
-can read what any other number wrote.
+A sharded tensor is split along its rows, and each file records which rows it holds. So a checkpoint
+can be restored on any number of ranks.
 """
 
 from __future__ import annotations
@@ -159,7 +159,7 @@ def restore_model(shards: ShardReader, model: nn.Module) -> None:
     stored = {
         name: torch.empty(shards.shape(f"{MODEL}/{name}"), device="meta")
         for name in shards.names(MODEL)
-        if name in parameters or not is_value_head(name)  # a model to export has no value head
+        if name in parameters or not is_value_head(name)  # an exported model has no value head
     }
     check_parameters(parameters, stored)
     with torch.no_grad():

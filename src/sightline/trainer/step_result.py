@@ -30,11 +30,11 @@ class MetricSums:
         self._device: dict[str, Tensor] = {}
 
     def count(self, name: str, value: float) -> None:
-        """Add a number of the host."""
+        """Add a number from the host."""
         self._host[name] += value
 
     def add(self, name: str, value: Num[Tensor, ""]) -> None:
-        """Add a number of the device. All sums are in float64."""
+        """Add a number from the device. All sums are in float64."""
         value = value.detach().double()
         known = self._device.get(name)
         self._device[name] = value if known is None else known + value
@@ -88,7 +88,7 @@ class StepResult:
     step_timer: StepTimer
     """Seconds of forward, backward and optimizer."""
     probe: ImageSwapProbe | None = None
-    """Whether the model uses its images, if this step measured it; on rank 0."""
+    """The image-swap probe, if this step ran one; on rank 0."""
     caches: dict[str, dict[str, float]] = field(default_factory=dict)
     """Hits, misses, evictions and bytes so far, summed over ranks; on rank 0."""
 
@@ -103,7 +103,7 @@ def copy_to_host(scored: list[tuple[MicroBatch, Tensor]]) -> list[tuple[MicroBat
 
 
 def check_same_bits(step: int, scored: list[tuple[MicroBatch, np.ndarray]]) -> None:
-    """Raise if a token of version `step` - 1 has other logprob bits here than at the sampler."""
+    """Raise if a token of version `step` - 1 has other logprob bits than the sampler's."""
     for batch, logprobs in scored:
         sampler, is_fresh = batch.logprobs.numpy(), batch.versions.numpy() == step - 1
         differs = np.flatnonzero((sampler != logprobs) & is_fresh)

@@ -35,7 +35,7 @@ _Scores = tuple[Tensor, Tensor, Tensor, Tensor]
 
 @dataclass(frozen=True, slots=True)
 class TokenScores:
-    """Numbers per trained token; None for what the algorithm does not need."""
+    """Scores per trained token; None for those that the algorithm does not need."""
 
     logprobs: Float[Tensor, " tokens"]
     entropy: Float[Tensor, " tokens"] | None
@@ -54,7 +54,7 @@ def score_tokens(
     max_logits: int = MAX_LOGITS,
     backend: str = "",
 ) -> TokenScores:
-    """Score `tokens`, which `hidden` predicts, by the model and, if there is one, the reference.
+    """Score `tokens`, predicted by `hidden`, with the model and the reference, if there is one.
 
     `backend` is a backend of torch.compile; empty compiles nothing.
     """
@@ -68,7 +68,7 @@ def score_tokens(
         score = _score_logits if not backend else _compile_score(backend)
         return score(logits, tokens, other, banned, temperature, needs)
 
-    # Without rows the head still tells its width, whatever the family calls it.
+    # An empty input gives the head's width, whatever the family calls it.
     with torch.no_grad():
         width = forward.logits(hidden[0][:0]).shape[-1]
     rows = max(1, max_logits // width)
@@ -113,5 +113,5 @@ def _score_logits(
 
 @cache
 def _compile_score(backend: str) -> Callable[..., _Scores]:
-    """Fuse the operations, each of which would pass over the logits by itself."""
+    """Compile the scoring, so that it does not pass over the logits once per operation."""
     return torch.compile(_score_logits, backend=backend)

@@ -1,4 +1,4 @@
-"""Ends a process that is stuck: one activity takes too long.
+"""Ends a stuck process, in which one activity takes too long.
 
 Waiting for a batch is not an activity, however long it takes.
 """
@@ -30,7 +30,7 @@ class StallWatchdog:
         tell: Callable[[str], None] = lambda _: None,
         heartbeat_file: Path | None = None,
     ) -> None:
-        """`tell` receives the problem before the process ends; a limit of 0 monitors nothing.
+        """Pass the problem to `tell` before the process ends. A limit of 0 monitors nothing.
 
         `heartbeat_file` is touched as long as the process runs.
         """
@@ -57,7 +57,7 @@ class StallWatchdog:
             return ""
         if not _is_in_collective():
             return f"stuck for {still_s:.0f} s in {activity}"
-        # Another rank blocks it, and gets the time to report that itself.
+        # Another rank blocks it. Leave that rank time to report its own error.
         if still_s < 2 * limit_s:
             return ""
         return f"waited {still_s:.0f} s for another rank in {activity}"
@@ -94,7 +94,7 @@ class BackgroundTask:
         watchdog: StallWatchdog | None = None,
         min_limit_s: float = 0.0,
     ) -> None:
-        """`failed` receives an error at once, because the loop may be waiting for something else.
+        """Pass an error to `failed` at once, because the loop may be waiting for something else.
 
         `watchdog` monitors the work, which may take `min_limit_s`: the loop's own watchdog is idle
         while the loop waits for a batch.
@@ -103,7 +103,7 @@ class BackgroundTask:
         self._min_limit_s = min_limit_s
         self._thread: threading.Thread | None = None
         self.problem: BaseException | None = None
-        """The error of the thread."""
+        """The thread's error."""
 
     def start(self, what: str, work: Callable[[], None]) -> None:
         """Wait for the previous work to finish, then start `work` in a thread."""
@@ -114,7 +114,7 @@ class BackgroundTask:
         self._thread.start()
 
     def check(self) -> None:
-        """Raise the error of the thread, if there is one."""
+        """Raise the thread's error, if there is one."""
         if self.problem is not None:
             raise self.problem
 

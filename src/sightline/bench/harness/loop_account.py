@@ -1,4 +1,4 @@
-"""Account for the seconds of a run's processes, from what they recorded themselves.
+"""Account for the time of a run's processes, from their own records.
 
 The window is the wall-clock time between the ends of two optimizer steps. The parts of a process
 add up to it: the part `other` is the time that no other part covers.
@@ -39,23 +39,23 @@ SERVER_PARTS = {
 class LoopAccount:
     began: float
     ended: float
-    """When the first rollouts were asked for and the last step ended, in seconds since 1970."""
+    """`began` is the first rollout request, `ended` the last step's end: seconds since 1970."""
     wall_s: float
-    """From the end of the last step of the warm-up to the end of the last step."""
+    """Seconds from the end of the warm-up to the end of the last step."""
     step_s: list[float]
-    """From the end of a step to the end of the next, of every step, the warm-up first."""
+    """Seconds of every step, from the end of the previous one, including the warm-up."""
     tokens_sampled: float
     tokens_computed: float
     """Tokens that the trainer computed, context included."""
     tokens_trained: float
     seconds: dict[str, Seconds]
-    """By process, by what it did or for whom it waited."""
+    """Seconds by process and activity, including waiting."""
     engine: dict[str, float]
-    """The engine's counts, by the names of its metrics."""
+    """The engine's counts, by metric name."""
     in_use_s: float | None
-    """From an optimizer step to its version in use at the server, the median."""
+    """Median seconds from an optimizer step until the server uses its version."""
     adopt_s: float | None
-    """The server's part of it: reading the weights and taking them."""
+    """Median seconds of this in which the server reads and adopts the weights."""
 
 
 def account_loop(run_dir: RunDir, steps: int, warmup: int) -> LoopAccount:
@@ -100,7 +100,7 @@ def account_loop(run_dir: RunDir, steps: int, warmup: int) -> LoopAccount:
 def count_in_window(events: Sequence[Event], busy: list[Interval], window: Interval) -> Seconds:
     """Return the engine's counts in the window.
 
-    An interval between two reports that is only partly inside counts by its share of busy time.
+    An interval between two reports that is partly inside counts by its share of busy time.
     """
     found: Counter[str] = Counter()
     before: dict[str, float] = {}

@@ -1,7 +1,6 @@
-"""transformers' own `generate`, for one request or one padded batch: what the engine is measured
-against.
+"""The baseline for the engine: transformers' `generate` for one request or one padded batch.
 
-For families whose processor gives the model `pixel_values` and `image_grid_thw`.
+Works for families whose processor gives the model `pixel_values` and `image_grid_thw`.
 """
 
 from __future__ import annotations
@@ -24,7 +23,7 @@ BaselineRequest = tuple[Sequence[int], Sequence[Slot], Sequence[np.ndarray]]
 
 
 class TransformersBaseline:
-    """Greedy, with the images of the whole prompt encoded at every call."""
+    """Generates greedily, and encodes all images of the prompt at every call."""
 
     def __init__(
         self, model: Path, family: Family, device: str, dtype: str, banned: tuple[int, ...]
@@ -48,7 +47,7 @@ class TransformersBaseline:
 
     @torch.no_grad()
     def generate_batch(self, asked: Sequence[BaselineRequest], max_tokens: int) -> list[list[int]]:
-        """All at once, shorter prompts padded on the left."""
+        """Generate for all requests at once, with shorter prompts padded on the left."""
         longest = max(len(token_ids) for token_ids, _, _ in asked)
         ids = torch.zeros(len(asked), longest, dtype=torch.long)
         kinds, mask = torch.zeros_like(ids), torch.zeros_like(ids)

@@ -1,7 +1,7 @@
-"""screenshots: a new drawn page every turn, for measuring long rollouts. There is nothing to learn.
+"""screenshots: a new drawn page every turn, to measure long rollouts. It has no task to learn.
 
-A page has blocks, lines of text and a patch of noise that stands for a photograph: its PNG is
-about as large as that of a real page (over 50 KB at 1280x720).
+A page has blocks, lines of text and a patch of noise in place of a photograph. Its PNG is about
+as large as a real page's (over 50 KB at 1280x720).
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ NUM_BLOCKS = 40
 NUM_LINES = 40
 NUM_TEXTS = 64
 END_BYTES = 12
-"""Bytes of the chunk that ends a PNG."""
+"""Size of the chunk that ends a PNG."""
 PHOTO_FRACTION = 0.05
 LETTERS = "abcdefghijklmnopqrstuvwxyz"
 SCREENSHOTS = "sightline.bench.harness.screenshots:Screenshots"
@@ -40,7 +40,7 @@ class Screenshots(Environment):
         photo: float = PHOTO_FRACTION,
         shares_first: bool = False,
     ) -> None:
-        """`photo` is the fraction of a page that is noise, which PNG cannot compress.
+        """Set the fraction `photo` of a page that is noise, which PNG cannot compress.
 
         With `shares_first`, the rollouts of a group start on the same page.
         """
@@ -58,7 +58,7 @@ class Screenshots(Environment):
         return Outcome(reward=chat.rng.random())
 
     def draw(self, rng: random.Random) -> bytes:
-        """A page as PNG. Drawn in 256 colours: several times cheaper than in RGB."""
+        """Return a page as PNG, in 256 colours, which is several times cheaper than RGB."""
         width, height = self.width, self.height
         page = Image.new("P", (width, height), PAPER)
         page.putpalette(self._palette)
@@ -70,7 +70,7 @@ class Screenshots(Environment):
         for line in range(NUM_LINES):
             place = (rng.randrange(width // 2), line * height // NUM_LINES)
             page.paste(INK, place, rng.choice(self._texts))
-        # A fifth of the width and a quarter of the height are PHOTO of the page.
+        # PHOTO_FRACTION is a fifth of the width times a quarter of the height.
         scale = math.sqrt(self.photo / PHOTO_FRACTION)
         size = (int(width / 5 * scale), int(height / 4 * scale))
         photo = Image.frombytes("P", size, rng.randbytes(size[0] * size[1]))
@@ -85,7 +85,7 @@ class Screenshots(Environment):
 
     @cached_property
     def _texts(self) -> list[Image.Image]:
-        """Masks of lines of words; letters cost more to draw than all the rest of a page."""
+        """Masks of text lines, drawn once, because letters are the slowest part of a page."""
         rng, font = random.Random(0), ImageFont.load_default()
         texts = []
         for _ in range(NUM_TEXTS):
@@ -97,7 +97,7 @@ class Screenshots(Environment):
 
 
 def add_text_chunk(png: bytes, text: str) -> bytes:
-    """Add a text chunk to a picture: other bytes, and so another image, without redrawing."""
+    """Add a text chunk to a PNG, so that it counts as another image without redrawing."""
     body = b"tEXt" + b"page\0" + text.encode("latin-1")
     chunk = (len(body) - 4).to_bytes(4) + body + zlib.crc32(body).to_bytes(4)
     return png[:-END_BYTES] + chunk + png[-END_BYTES:]

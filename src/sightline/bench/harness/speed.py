@@ -1,8 +1,8 @@
-"""Times of training steps, of plain transformers doing the same, and the limits of the device.
+"""Times training steps and the same steps in plain transformers, and measures device limits.
 
-FLOPs of a step: 6 per matrix element and row that it is multiplied with (2 forward, 4 backward),
-counted in forward hooks; attention counts 12 per pair of tokens, head and head dimension, for the
-causal half. Recomputed activations and embeddings, which are looked up, do not count.
+A step's FLOPs are 6 per matrix element and multiplied row (2 forward, 4 backward), counted in
+forward hooks. Attention counts 12 per token pair, head and head dimension, for the causal half.
+Recomputed activations and embedding lookups do not count.
 """
 
 from __future__ import annotations
@@ -71,7 +71,7 @@ def measure_time(work: Callable[[], Any], device_name: str, repeats: int, warm_u
     is_cuda = device.type == "cuda"
     gc.collect()
     if is_cuda:
-        torch.cuda.empty_cache()  # memory of the previous measurement
+        torch.cuda.empty_cache()  # frees the memory of the previous measurement
     for _ in range(warm_up):
         work()
     if is_cuda:
@@ -122,7 +122,7 @@ class _FlopCounter:
         self.flops = 0.0
 
     def count(self, module: nn.Module, inputs: Any, output: torch.Tensor) -> None:
-        # Under `no_grad` nothing is trained.
+        # Passes under `no_grad` do not train.
         if torch.is_grad_enabled():
             weight: Any = module.weight
             rows = output.numel() // weight.shape[0]

@@ -1,4 +1,4 @@
-"""A benchmark's workspace: its folder, its checkpoint, its store, its server."""
+"""A benchmark's workspace: folder, checkpoint, store and server."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ OPTIONS: dict[str, dict[str, Any]] = {
 
 
 def add_options(parser: argparse.ArgumentParser, *names: str, **numbers: float) -> None:
-    """Add shared options by name, and an option with its default for each of `numbers`."""
+    """Add the shared options `names`, and an option with its default for each of `numbers`."""
     for name in names:
         parser.add_argument(f"--{name}", **OPTIONS[name])
     for name, default in numbers.items():
@@ -59,7 +59,7 @@ def print_table(
     for row in rows:
         table.add_row(*row)
     console = Console()
-    console.width = max(console.width, width)  # a row that is folded cannot be compared
+    console.width = max(console.width, width)  # wrapped rows are hard to compare
     console.print(table)
     for line in lines:
         console.print(line, highlight=False, soft_wrap=True)
@@ -102,7 +102,7 @@ def run_sightline(command: str, file: Path, text: str, *words: str) -> None:
 
 
 def check_at_least(args: argparse.Namespace, least: int, *names: str) -> None:
-    """Refuse options that are below `least`."""
+    """Raise if an option is below `least`."""
     for name in names:
         if (value := getattr(args, name)) < least:
             raise ConfigError(f"--{name.replace('_', '-')} {value}", f"take {least} or more")
