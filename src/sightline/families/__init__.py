@@ -1,6 +1,6 @@
 """Model families, one folder each: layout, pixels, positions, chat format and forward pass.
 
-No file outside a family's folder names the family. `registry` finds them.
+Code outside a family's folder never names the family. `registry` finds the families.
 """
 
 from sightline.families.protocol import Family, Forward, ImageLayout, Packing

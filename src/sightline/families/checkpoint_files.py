@@ -1,7 +1,7 @@
-"""Find the folder of a checkpoint, and read its files.
+"""Find a checkpoint's folder and read its files.
 
-A model is a folder, or an id of the Hugging Face hub (`owner/name[@revision]`). An id is looked up
-in the local cache first. Otherwise the small files that a renderer needs are downloaded, and the
+A model is a folder or a Hugging Face Hub id (`owner/name[@revision]`). An id is looked up in the
+local cache first. If it is missing, the small files that a renderer needs are downloaded, and the
 weights on demand.
 """
 
@@ -22,13 +22,13 @@ CONFIG_FILES = (
     "generation_config.json", "tiktoken.model",
 )  # fmt: skip
 WEIGHT_FILES = ("*.safetensors", "model.safetensors.index.json")
-# Tokenizers come in one form or the other.
+# A checkpoint has one of the two tokenizer files.
 _REQUIRED_FILES = (("config.json",), ("tokenizer.json", "tiktoken.model"))
 _ID = re.compile(r"([\w.-]+/[\w.-]+)(?:@([\w./-]+))?")
 
 
 def resolve_checkpoint(model: str | Path, with_weights: bool = False) -> Path:
-    """Return the folder of a model. A path that is neither folder nor id is returned as it is."""
+    """Return the folder of a model. A path that is neither a folder nor an id is not changed."""
     path = Path(model)
     match = _ID.fullmatch(str(model))
     if path.exists() or match is None:
@@ -61,7 +61,7 @@ def resolve_checkpoint(model: str | Path, with_weights: bool = False) -> Path:
 
 
 def read_json(file: Path) -> dict[str, Any]:
-    """Return the object in a JSON file; FamilyError if the file is broken."""
+    """Return the object in a JSON file. Raise FamilyError if the file is invalid."""
     fix = "copy it again from the checkpoint"
     try:
         content = json.loads(file.read_text())
@@ -77,7 +77,7 @@ def write_json(file: Path, value: dict[str, Any]) -> None:
 
 
 def read_vocab_size(path: Path, tokenizer: Tokenizer) -> int:
-    """Return the number of rows of the model's head, after checking the tokenizer against it."""
+    """Return the number of rows in the model's head. Check that the tokenizer fits it."""
     config = read_json(path / "config.json")
     vocab_size = int((config.get("text_config") or config)["vocab_size"])
     if tokenizer.vocab_size > vocab_size:
@@ -99,13 +99,13 @@ def read_vocab_size(path: Path, tokenizer: Tokenizer) -> int:
 
 
 def read_thinking(path: Path) -> bool:
-    """Return `"thinking"` of tokenizer_config.json: whether the model reasons before it answers."""
+    """Return whether the model reasons first: `"thinking"` in tokenizer_config.json."""
     file = path / "tokenizer_config.json"
     return bool(read_json(file).get("thinking", True)) if file.is_file() else True
 
 
 def read_shapes(model: Path) -> dict[str, list[int]]:
-    """Return the shape of every tensor; FamilyError for files that are truncated or missing."""
+    """Return the shape of every tensor. Raise FamilyError for truncated or missing files."""
     from safetensors import SafetensorError, safe_open  # not installed in environment workers
 
     shapes: dict[str, list[int]] = {}
@@ -125,10 +125,10 @@ def read_shapes(model: Path) -> dict[str, list[int]]:
 
 
 def hide_pad_warning() -> None:
-    """Hide transformers' warning about the `pad_token_id` of a config class's defaults.
+    """Hide transformers' warning about the `pad_token_id` in default configs.
 
-    transformers builds these defaults whenever it reads or writes a config. No batch here is padded
-    with that id.
+    transformers builds a default config whenever it reads or writes one. Sightline never pads
+    batches with that id.
     """
     logging.getLogger("transformers.configuration_utils").addFilter(_is_wanted)
 

@@ -1,4 +1,4 @@
-"""Copy arrays and models to the device through page-locked memory, without waiting."""
+"""Copy arrays and models to the device asynchronously, through page-locked memory."""
 
 from __future__ import annotations
 
@@ -9,26 +9,26 @@ import torch
 from torch import nn
 
 PIECE_BYTES = 64 << 20
-"""The size of the page-locked pieces in which a large tensor is copied."""
+"""The size of the page-locked chunks for copying large tensors."""
 
 
 def copy_to_device(array: np.ndarray, device: torch.device) -> torch.Tensor:
-    """Return `array` on the device. The copy runs in the background, from page-locked memory.
+    """Return `array` on the device. The copy is asynchronous, from page-locked memory.
 
-    torch keeps such memory from being reused until the copy is done, and identifies it by its first
-    byte: pass page-locked arrays whole, and slice them on the device. On a CPU nothing is copied.
+    torch does not reuse such memory before the copy is done, and identifies it by its first byte.
+    Pass page-locked arrays whole, and slice them on the device. On a CPU, nothing is copied.
     """
     tensor = torch.from_numpy(array)
     if device.type == "cuda" and not tensor.is_pinned():
         pinned = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True)
-        # numpy copies in one thread, which is faster for such arrays than waking torch's threads.
+        # numpy copies in one thread, which is faster here than starting torch's threads.
         np.copyto(pinned.numpy(), array)
         tensor = pinned
     return tensor.to(device, non_blocking=True)
 
 
 def round_pinned(nbytes: int) -> int:
-    """Return the page-locked memory that torch allocates for `nbytes`: the next power of two."""
+    """Return the bytes of page-locked memory that torch allocates: the next power of two."""
     return 1 << (nbytes - 1).bit_length() if nbytes else 0
 
 
@@ -40,7 +40,7 @@ def allocate_pinned(num: int, values: int, device: torch.device) -> np.ndarray:
 
 
 def move_to_device(model: nn.Module, device: torch.device) -> None:
-    """Move a model from host memory. Copies to a GPU go through page-locked pieces, which is
+    """Move a model from host memory to the device. GPU copies use page-locked chunks, which is
     several times faster."""
     if device.type != "cuda":
         model.to(device)

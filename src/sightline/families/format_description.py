@@ -1,4 +1,4 @@
-"""Describe what a chat format supports, for the log line when a checkpoint is loaded."""
+"""Describe a chat format's features, for the log message when a checkpoint is loaded."""
 
 from __future__ import annotations
 
@@ -8,19 +8,19 @@ from sightline.families.protocol import Family
 
 
 class FormatDescription:
-    """A renderer's declaration of its chat format."""
+    """The features of a renderer's chat format."""
 
     format_name: ClassVar[str] = "the family's own"
-    """The name of the chat format, for people."""
+    """The human-readable name of the chat format."""
     format_reason: str = "its family has no other (the folder's chat template is not compared)"
-    """Why the checkpoint is assumed to use it."""
+    """Why the checkpoint is assumed to use this format."""
     takes_tools: bool = True
     tools_refusal: str = "this chat format has no tools"
-    """Why tools, calls and tool messages are refused, where they are."""
+    """Why tools, tool calls and tool messages are refused. Unused if `takes_tools` is true."""
     takes_reasoning: bool = True
     reasoning_refusal: str = "this chat format has no reasoning"
     image_roles: ClassVar[tuple[str, ...]] = ("user", "tool")
-    """The roles whose messages can show images. The assistant is never one of them."""
+    """The roles whose messages can contain images. Never includes the assistant."""
     video_refusal: str
     """Why videos cannot be shown. Empty if they can."""
     _family: Family

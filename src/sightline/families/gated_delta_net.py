@@ -1,16 +1,15 @@
 """Gated delta nets over a pack of trees, in which states branch with the tree.
 
-transformers' layer carries one state along a row. Here each token continues from its parent. The
-pack is cut into chunks, each on one path. Everything inside chunks is computed for all of them at
-once. States pass from level to level: a chunk of level n starts with the final state of one of
-level n-1, and the first chunk of a tree without a state. Flat packs are trees without branches. On
-a GPU they use the kernels of flash-linear-attention, if it is installed
+transformers' layer carries one state along a row. Here, each token continues from its parent. The
+pack is cut into chunks, each on one path. All chunks are computed in parallel, except for their
+states, which are computed level by level. A chunk of level n starts with the final state of a chunk
+of level n-1. The first chunk of a tree has no initial state. Flat packs are trees without branches.
+On a GPU, they use the kernels of flash-linear-attention, if it is installed
 (`sightline-rl[linear-attention]`) and passes a trial. Everything else is plain torch.
 
-The arithmetic is the chunked form of the paper (Gated Delta Networks, arXiv 2412.06464), in float32
-like transformers.
-
-Letters: T tokens, C chunks, L tokens of a chunk, H heads, K and V widths of keys and values.
+The computation is the paper's chunked form (Gated Delta Networks, arXiv 2412.06464), in float32
+like transformers. Dimensions: T tokens, C chunks, L tokens per chunk, H heads, K key and V value
+width.
 """
 
 from __future__ import annotations
@@ -36,7 +35,7 @@ EPSILON = 1e-6
 """Added to the squared norm of queries and keys, as in transformers."""
 
 TOLERANCE = 2e-2
-"""The allowed error of a kernel, relative to the norm of plain torch's float32 result."""
+"""The allowed error of a kernel, relative to the norm of the float32 result in plain torch."""
 HALF_DTYPES = (torch.bfloat16, torch.float16)
 """The dtypes that the kernels support."""
 SubtreeEnd = Int[np.ndarray, " tokens"]
@@ -44,25 +43,25 @@ SubtreeEnd = Int[np.ndarray, " tokens"]
 
 @dataclass(frozen=True, eq=False)
 class RecurrencePlan:
-    """The tokens that each token of a pack continues from. All layers share one plan."""
+    """The recurrence of a pack: the tokens that each token continues from. Shared by all layers."""
 
     ancestors: Int[Tensor, "window_less_1 tokens"]
-    """The indices of a token's parent, its parent's parent and so on; T for none."""
+    """The indices of each token's parent, grandparent and so on. T if there is none."""
     chunks: Int[Tensor, "chunks length"]
     """The tokens of each chunk, level by level. Short chunks are padded with token 0."""
     is_real: Float[Tensor, "chunks length 1"]
-    """1 for a token, 0 for padding."""
+    """1 for tokens, 0 for padding."""
     parents: list[Int[Tensor, " chunks_of_level"]]
-    """For each level after the first, the parent chunks in the level before it."""
+    """For each level after the first, the parent chunks in the previous level."""
     level_sizes: list[int]
     places: Int[Tensor, " tokens"]
-    """The index of each token among those of all chunks."""
+    """The index of each token in the flattened chunks."""
     bounds: Int[Tensor, " sequences_and_1"] | None
-    """The starts of the sequences of a flat pack, and its end. None if paths branch."""
+    """The start of each sequence in a flat pack, and the pack's end. None if paths branch."""
 
 
 def find_parents(subtree_end: SubtreeEnd) -> Int[np.ndarray, " tokens"]:
-    """Return the index of each token's predecessor on its path; -1 for none."""
+    """Return the index of each token's predecessor on its path, or -1."""
     parents = np.arange(-1, len(subtree_end) - 1)
     for leaf in np.flatnonzero(subtree_end[:-1] <= np.arange(1, len(subtree_end))).tolist():
         above = np.flatnonzero(subtree_end[:leaf] > leaf + 1)
@@ -73,9 +72,9 @@ def find_parents(subtree_end: SubtreeEnd) -> Int[np.ndarray, " tokens"]:
 def build_recurrence_plan(
     subtree_end: SubtreeEnd, window: int, device: torch.device
 ) -> RecurrencePlan:
-    """Build the plan of a pack for layers whose convolution covers `window` tokens."""
+    """Build a pack's plan for layers whose convolution covers `window` tokens."""
     parents, total = find_parents(subtree_end), len(subtree_end)
-    # Runs of consecutive tokens start after each fork and where paths diverge.
+    # A run of consecutive tokens starts after each fork and at each new branch.
     parts = np.flatnonzero(parents != np.arange(-1, total - 1))
     starts = np.unique([0, *parts, *(parents[parts] + 1)])
     ends = np.append(starts[1:], total)
@@ -83,7 +82,7 @@ def build_recurrence_plan(
     begins, stops, above = [], [], []
     levels: list[int] = []
     ending: dict[int, int] = {}
-    """Chunks by their last token, where another chunk may continue."""
+    """Maps the last token of each chunk to the chunk."""
     for start, end in zip(starts.tolist(), ends.tolist(), strict=True):
         for begin in range(start, end, size):
             parent = ending.get(int(parents[begin]), -1)
@@ -120,10 +119,10 @@ def build_recurrence_plan(
 
 
 def pack_delta_nets(text: nn.Module) -> int:
-    """Make a text model's gated delta nets follow a `recurrence` plan when they get one.
+    """Make a text model's gated delta nets accept a `recurrence` plan.
 
-    The model is changed in place, and parameters keep their names. Return the number of tokens that
-    the convolutions cover; 0 if there are no such layers.
+    The model is modified in place, and parameters keep their names. Return the number of tokens
+    that the convolutions cover, or 0 if there are no such layers.
     """
     window = 0
     nets: list[Any] = [m for m in text.modules() if hasattr(m, "in_proj_qkv")]
@@ -133,7 +132,7 @@ def pack_delta_nets(text: nn.Module) -> int:
     return window
 
 
-@torch.compiler.disable  # each number of levels would need its own graph
+@torch.compiler.disable  # each number of levels would need a separate graph
 def _forward(
     module: Any,
     forward: Callable[..., Tensor],
@@ -141,7 +140,7 @@ def _forward(
     recurrence: RecurrencePlan | None = None,
     **options: Any,
 ) -> Float[Tensor, "rows length hidden"]:
-    """Run the layer over a pack, or transformers' own layer without a `recurrence`."""
+    """Run the layer over a pack. Without a `recurrence`, run transformers' own layer."""
     if recurrence is None:
         return forward(hidden_states, **options)
     hidden = hidden_states[0]
@@ -164,7 +163,7 @@ def _forward(
 def _convolve(
     module: Any, x: Float[Tensor, "tokens channels"], plan: RecurrencePlan
 ) -> Float[Tensor, "tokens channels"]:
-    """Convolve each token with the ones before it on its path."""
+    """Convolve each token with its predecessors on its path."""
     weight = module.conv1d.weight.float().squeeze(1)
     padded = torch.cat([x, x.new_zeros(1, x.shape[1])])
     out = x * weight[:, -1]
@@ -184,7 +183,7 @@ def apply_delta_rule(
     beta: Float[Tensor, "tokens heads"],
     plan: RecurrencePlan,
 ) -> Float[Tensor, "tokens heads values"]:
-    """Return what each token reads from its state after decaying and correcting it.
+    """Return the output of each token after its state is decayed and updated.
 
     S' = exp(decay) S, and S = S' + k (beta (v - S' k)), with normalized keys and queries. `decay`
     is in log space. Padding has beta and decay 0, and changes no state.
@@ -209,7 +208,7 @@ def apply_delta_rule(
     between = _sum_between(fades).exp()
     left = between[..., -1, :].unsqueeze(-1)
     total_decay = kept[..., -1:, :]
-    # What each token writes, minus what its state and earlier tokens of its chunk predict.
+    # The value of each token, minus the prediction from its state and earlier tokens.
     system = (k * rate) @ k.transpose(-1, -2) * between
     wanted = torch.cat([v * rate, k * rate * kept], dim=-1)
     solved = torch.linalg.solve_triangular(system, wanted, upper=False, unitriangular=True)
@@ -244,7 +243,7 @@ def _run_kernel(
 
 @contextmanager
 def take_trial_gradients() -> Iterator[None]:
-    """Enable gradients inside, whatever the state outside, to try a kernel during a run.
+    """Enable gradients inside the context, so that a kernel can be tested during a run.
 
     An engine runs without gradients, and checkpointed blocks count the tensors that are saved.
     """
@@ -260,8 +259,8 @@ def take_trial_gradients() -> Iterator[None]:
 def _find_kernel(keys: int, values: int, device: torch.device, dtype: torch.dtype) -> Any:
     """Return flash-linear-attention's chunked rule, or None.
 
-    It is used only if its outputs and gradients equal plain torch's, which some combinations of GPU
-    and Triton do not reach.
+    It is used only if its outputs and gradients match plain torch, which fails for some
+    combinations of GPU and Triton.
     """
     try:
         from fla.ops.gated_delta_rule import chunk_gated_delta_rule as kernel
@@ -283,12 +282,12 @@ def _find_kernel(keys: int, values: int, device: torch.device, dtype: torch.dtyp
 def _try_kernel(
     kernel: Any, keys: int, values: int, device: torch.device, dtype: torch.dtype
 ) -> str:
-    """Describe the first difference between the kernel and plain torch; empty if there is none."""
+    """Describe the first difference between the kernel and plain torch, or return ""."""
     lengths = (MAX_CHUNK + 3, 5)
     ends = np.repeat(np.cumsum(lengths), lengths)
     plan = build_recurrence_plan(ends, 1, device)
     shapes = [(len(ends), 2, *width) for width in ((keys,), (keys,), (values,), (), ())]
-    drawn = torch.Generator(device).manual_seed(0)  # the run's random numbers stay unchanged
+    drawn = torch.Generator(device).manual_seed(0)  # does not affect the run's random state
     inputs = [torch.randn(shape, generator=drawn, device=device) for shape in shapes]
     inputs[:3] = [x.to(dtype) for x in inputs[:3]]
     wide = [x.float().requires_grad_() for x in inputs]
@@ -307,9 +306,9 @@ def _try_kernel(
 
 
 def _sum_between(decay: Float[Tensor, "chunks heads length"]) -> Tensor:
-    """Return the total decay after token j up to token i at [i, j]; -inf if j is later.
+    """Return the total decay from token j (exclusive) to token i at [i, j]. -inf if j > i.
 
-    Each j is summed separately, because the difference of two long sums would lose digits.
+    Each j is summed separately, because the difference of two long sums would lose precision.
     """
     length = decay.shape[-1]
     mask = torch.ones(length, length, dtype=torch.bool, device=decay.device)

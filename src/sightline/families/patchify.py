@@ -1,9 +1,9 @@
 """Cut an image into patches with a single copy of its pixels.
 
 Pillow stores RGB as four bytes per pixel. `split` writes each channel to its own plane, which numpy
-reads in place through Arrow's C interface. `np.asarray` would copy the plane again: 11.1 ms instead
-of 8.1 for an image of 1920x1088. Rows of a patch are copied as units of `patch` bytes, which is
-about three times as fast as byte by byte.
+reads in place through Arrow's C interface. `np.asarray` would copy the plane again, which takes
+11.1 ms instead of 8.1 ms for a 1920x1088 image. Each row of a patch is copied as one unit of
+`patch` bytes, which is about three times as fast as byte by byte.
 """
 
 from __future__ import annotations
@@ -23,9 +23,9 @@ _get_capsule_pointer = ctypes.PYFUNCTYPE(ctypes.c_void_p, ctypes.py_object, ctyp
 
 
 def patchify(image: Image.Image, patch: int, merge: int = 1) -> np.ndarray:
-    """Return the uint8 patches (patches, 3*patch*patch) of an RGB image: channel, row, column.
+    """Return an RGB image's uint8 patches (patches, 3*patch*patch): channel, row, column.
 
-    Patches are grouped in blocks of `merge` x `merge`, in row order within and between blocks.
+    Patches are grouped into blocks of `merge` x `merge`, in row order within and between blocks.
     """
     rows, columns = image.height // (patch * merge), image.width // (patch * merge)
     unit = np.dtype((np.void, patch))
@@ -34,13 +34,13 @@ def patchify(image: Image.Image, patch: int, merge: int = 1) -> np.ndarray:
         values, owner = _read_plane(plane)
         units = values.view(unit).reshape(rows, merge, patch, columns, merge)
         cut[:, :, :, :, channel] = units.transpose(0, 3, 1, 4, 2)
-        # `values` is memory of `owner`, which must live until here.
+        # `values` points into memory of `owner`, which must stay alive until here.
         del owner
     return cut.view(np.uint8).reshape(-1, 3 * patch * patch)
 
 
 class _ArrowArray(ctypes.Structure):
-    """The first fields of the struct of Arrow's C data interface."""
+    """The first fields of the array struct in Arrow's C data interface."""
 
     _fields_ = [
         ("length", ctypes.c_int64),

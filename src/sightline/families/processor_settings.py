@@ -1,6 +1,6 @@
-"""The processor settings of a checkpoint: everything that changes a pixel or a token count.
+"""A checkpoint's processor settings: every setting that changes a pixel or a token count.
 
-A family adds its own fields, key names and bounds to what is read and checked here.
+Families add their own fields, key names and limits.
 """
 
 from __future__ import annotations
@@ -21,16 +21,16 @@ class BaseProcessorSettings:
     """The settings that a family's fingerprint hashes."""
 
     ALGORITHM: ClassVar[int] = 1
-    """Increases when the same settings give other pixels or token counts."""
+    """Increased when the same settings give different pixels or token counts."""
 
     patch: int
-    """Pixels along a side of a patch."""
+    """The side length of a patch in pixels."""
     merge: int = 1
-    """Patches along a side of a visual token."""
+    """The side length of a visual token in patches."""
 
     @property
     def factor(self) -> int:
-        """Pixels along a side of one visual token."""
+        """The side length of a visual token in pixels."""
         return self.patch * self.merge
 
     def describe(self, family: str) -> dict[str, Any]:
@@ -39,12 +39,12 @@ class BaseProcessorSettings:
 
 @dataclass(frozen=True, kw_only=True)
 class PixelSettings(BaseProcessorSettings):
-    """Settings of a transformers image processor, with transformers' own defaults."""
+    """The settings of a transformers image processor, with the same defaults."""
 
     patch: int = 14
     merge: int = 2
     resample: int = 3
-    """Pillow's number of the filter. 3 is bicubic."""
+    """Pillow's resampling filter. 3 is bicubic."""
     rescale: float | None = 1 / 255
     """None if the checkpoint does not rescale."""
     mean: tuple[float, ...] = (0.5, 0.5, 0.5)
@@ -53,11 +53,11 @@ class PixelSettings(BaseProcessorSettings):
 
 @dataclass(frozen=True, kw_only=True)
 class FrameSettings(PixelSettings):
-    """Settings for a tower that looks at several frames at once. Mean and deviation default to
-    CLIP's."""
+    """Settings for a tower that processes several frames at once. The default mean and standard
+    deviation are CLIP's."""
 
     temporal: int = 2
-    """Frames of a patch. The one frame of an image is repeated."""
+    """The number of frames per patch. An image repeats its single frame."""
     min_pixels: int
     max_pixels: int
     mean: tuple[float, ...] = (0.48145466, 0.4578275, 0.40821073)
@@ -70,10 +70,10 @@ _LIMITS = ("min_pixels", "max_pixels")
 def read_frame_settings(
     path: Path, overrides: dict[str, int], default: FrameSettings, has_limit_keys: bool
 ) -> FrameSettings:
-    """Read the settings of a checkpoint folder; FamilyError if its pixel limits cannot work.
+    """Read the settings of a checkpoint folder. Raise FamilyError for invalid pixel limits.
 
-    `has_limit_keys` says that the processor may also have the limits as keys of their own.
-    `overrides`, the run's limits, win.
+    With `has_limit_keys`, the processor may also have separate keys for the limits. `overrides` are
+    the run's limits and take precedence.
     """
     raw = read_processor_config(path)
     size = raw.get("size") or {}
@@ -107,7 +107,7 @@ def compute_fingerprint(description: dict[str, Any]) -> str:
 
 
 def read_processor_config(path: Path) -> dict[str, Any]:
-    """Return the image processor's settings in a checkpoint folder."""
+    """Return the image processor settings of a checkpoint folder."""
     raw = _read_section(path, "image_processor", "preprocessor_config.json")
     if raw is None:
         raise FamilyError(f"{path} has no preprocessor_config.json", "copy it from the checkpoint")
@@ -115,13 +115,13 @@ def read_processor_config(path: Path) -> dict[str, Any]:
 
 
 def read_video_config(path: Path) -> dict[str, Any]:
-    """Return the video processor's settings in a folder, or the image processor's."""
+    """Return the video processor settings of a folder, or its image processor settings."""
     raw = _read_section(path, "video_processor", "video_preprocessor_config.json")
     return read_processor_config(path) if raw is None else raw
 
 
 def _read_section(path: Path, section: str, name: str) -> dict[str, Any] | None:
-    """Return a section of processor_config.json, which transformers prefers, or the file `name`."""
+    """Return a section of processor_config.json, if it exists, or the contents of file `name`."""
     nested = path / "processor_config.json"
     raw = read_json(nested).get(section) if nested.is_file() else None
     if raw is None and (path / name).is_file():
@@ -132,9 +132,9 @@ def _read_section(path: Path, section: str, name: str) -> dict[str, Any] | None:
 def find_frame_difference(
     raw: dict[str, Any], images: FrameSettings, path: Path, patch: int
 ) -> str | None:
-    """Say which setting of the video processor differs from the image processor's.
+    """Describe the first video processor setting that differs from the image processor's.
 
-    Return None if frames can go through the tower as images do. `patch` is the video processor's
+    Return None if the tower can process frames like images. `patch` is the video processor's
     default.
     """
     try:
@@ -170,7 +170,7 @@ def read_pixel_settings(raw: dict[str, Any], default: PixelSettings, path: Path)
 
 
 def read_int(raw: dict[str, Any], default: int, *keys: str) -> int:
-    """Return the value of the first of `keys` that is set."""
+    """Return the value of the first key in `keys` that is set."""
     for key in keys:
         value = raw.get(key)
         if isinstance(value, (list, tuple)):
@@ -183,7 +183,7 @@ def read_int(raw: dict[str, Any], default: int, *keys: str) -> int:
 
 
 def check_vision_config(vision_config: dict[str, Any], path: Path, **expected: int) -> None:
-    """Raise if the processor cuts images differently from what the vision tower expects."""
+    """Raise if the processor's patches do not match the vision tower's configuration."""
     for key, ours in expected.items():
         theirs = vision_config.get(key, ours)
         if theirs not in (ours, [ours, ours]):

@@ -1,7 +1,7 @@
 """The interface between a model family and the rest of the system.
 
-It has two halves, so that a process loads only what it needs. `Family` is arithmetic on sizes and
-uint8 pixels, without torch. `Forward` is the torch half, in the folder's `forward.py`.
+It has two halves, so that a process loads only what it needs. `Family` computes sizes and uint8
+pixels, without torch. `Forward` is the torch half, in the folder's `forward.py`.
 """
 
 from __future__ import annotations
@@ -32,12 +32,12 @@ if TYPE_CHECKING:
 MAX_CACHED_ITEMS = 8192
 EXAMPLE_SIZES = ((64, 64), (1280, 720))
 Grid = tuple[int, int, int]
-"""The number of patches of an image along time, height and width."""
+"""The number of patches along time, height and width."""
 
 
 @dataclass(frozen=True, slots=True)
 class ImageLayout:
-    """How an image of one size is cut into patches."""
+    """The patch layout for one image size."""
 
     grid: Grid
     num_tokens: int
@@ -49,24 +49,24 @@ class ImageLayout:
 
 @dataclass(frozen=True, slots=True)
 class ShownStep:
-    """One step of a video, which has an item and a slot of its own."""
+    """One step of a video, with its own item and slot."""
 
     item: MediaItem
     seconds: float
-    """The time that the prompt gives for it, such as the middle of its frames."""
+    """The step's time in the prompt, such as the middle of its frames."""
 
 
 @dataclass(frozen=True, slots=True)
 class Packing:
-    """How a model's sequences can be packed, and why."""
+    """The packing that a model supports, and the reason for it."""
 
     kind: Literal["tree", "flat", "rows"]
-    """`tree`: each node once, under a mask. `flat`: sequences next to each other in one row.
-    `rows`: the same, but `Forward.hidden` splits the row into padded rows for the model's own
-    attention, and an engine caches nothing."""
+    """`tree`: each node once, with an attention mask. `flat`: sequences concatenated in one row.
+    `rows`: like `flat`, but `Forward.hidden` splits the row into padded rows for the model's own
+    attention, and engines use no KV cache."""
     reason: str
     carries_state: bool = False
-    """Whether an engine must keep a recurrent state for each sequence, besides keys and values."""
+    """Whether an engine must keep a recurrent state per sequence, besides keys and values."""
 
     @property
     def description(self) -> str:
@@ -86,34 +86,34 @@ EXACT_PACKING = Packing(
 
 
 class Family(ABC):
-    """Layout, pixels and positions of a checkpoint. Its only state is caches, so it is safe for
-    threads."""
+    """The layout, pixels and positions of a checkpoint. Its only state is caches, so it is
+    thread-safe."""
 
     name: str
-    """The name of its folder."""
+    """The name of the family's folder."""
     num_axes: int = 1
-    """The number of rows of a position array."""
+    """The number of rows in a position array."""
     modality: str = "image"
-    """The generate protocol's name for its images."""
+    """The name of the family's images in the generate protocol."""
     shows_media: bool = True
     """False for a text-only checkpoint."""
     model_class: str = ""
-    """The transformers class of a checkpoint of the generic family. Empty for native families."""
+    """The checkpoint's transformers class in the generic family. Empty in other families."""
     video_refusal: str = "this model family shows no videos"
     """Why videos cannot be shown. Empty if they can."""
     settings_owner: str
-    """The name, for errors, of what server and trainer must share for equal settings."""
+    """The name, in errors, of the thing that server and trainer must share for equal settings."""
 
     def __init__(
         self, settings: dict[str, Any], slot_token_ids: tuple[int, ...], packing: Packing
     ) -> None:
-        """`settings` are all that change a pixel or a token count, and `slot_token_ids` the ids
-        that fill slots and appear nowhere else."""
+        """Create a family. `settings` are all settings that change a pixel or a token count.
+        `slot_token_ids` are the ids that fill slots and appear nowhere else."""
         self.settings = settings
-        self.fingerprint = compute_fingerprint(settings)  # items with another one are refused
+        self.fingerprint = compute_fingerprint(settings)  # items with a different one are refused
         self.slot_token_ids = slot_token_ids
         self.packing = packing
-        # Every turn of a conversation asks for the items of all its images.
+        # Every turn of a conversation requests the items of all its images.
         self._item = lru_cache(maxsize=MAX_CACHED_ITEMS)(self._make_item)
         self._layout = lru_cache(maxsize=MAX_CACHED_ITEMS)(self.compute_layout)
 
@@ -121,45 +121,45 @@ class Family(ABC):
 
     @abstractmethod
     def compute_layout(self, width: int, height: int) -> ImageLayout:
-        """Return how an image of this size is cut into patches."""
+        """Return the patch layout for an image of this size."""
 
     @abstractmethod
     def cut_patches(self, image: Image.Image, layout: ImageLayout) -> np.ndarray:
-        """Return uint8 patches (num_patches, values per patch) of an image of its ref's size.
+        """Return the uint8 patches (num_patches, values per patch) of an image.
 
-        The frame of an image is not repeated.
+        The image has its ref's size. Its single frame is not repeated.
         """
 
     @abstractmethod
     def num_tokens(self, item: MediaItem) -> int:
-        """Return the length of its slot: from the first to the last token that features replace."""
+        """Return the slot's length, from the first to the last token that features replace."""
 
     @abstractmethod
     def feature_offsets(self, item: MediaItem) -> np.ndarray:
-        """Return the offsets in its slot that features fill, as int64 in order.
+        """Return the sorted int64 offsets in the slot that features fill.
 
-        The rest of a slot holds marks of the chat format, such as those between tiles.
+        The other tokens of the slot are marks of the chat format, such as those between tiles.
         """
 
     @abstractmethod
     def positions(
         self, num_tokens: int, slots: Sequence[Slot], start: int = 0
     ) -> tuple[np.ndarray, int]:
-        """Return int32 positions (num_axes, num_tokens) from `start` on, and the next position."""
+        """Return int32 positions (num_axes, num_tokens) from `start`, and the next position."""
 
     def steps(self, video: VideoPart) -> Sequence[ShownStep]:
-        """Return the steps of a video; MediaRefused if it cannot be shown.
+        """Return the steps of a video. Raise MediaRefused if it cannot be shown.
 
-        Of a file these are the frames that the family samples; of a list, all images.
+        The family samples the frames of a file. A list of images is used whole.
         """
         self._refuse_videos(video)
 
     def step_patches(self, frames: Sequence[Image.Image], item: MediaItem) -> np.ndarray:
-        """Return uint8 patches (num_patches, values of all frames) of one step of a video."""
+        """Return the uint8 patches (num_patches, values of all frames) of one video step."""
         self._refuse_videos(frames, item)
 
     def repeat_frame(self, patches: np.ndarray) -> np.ndarray:
-        """Return patches of an image as wide as those of a video step, to be stacked with them."""
+        """Repeat an image's frame, so that its patches can be stacked with those of video steps."""
         self._refuse_videos(patches)
 
     # -- shared by all families
@@ -168,7 +168,7 @@ class Family(ABC):
         return self._layout(width, height)
 
     def describe_tokens(self) -> str:
-        """Return the number of tokens of two image sizes, for people."""
+        """Describe the number of tokens for two example image sizes."""
         try:
             counts = [f"{self.layout(*s).num_tokens:,} for {s[0]}x{s[1]}" for s in EXAMPLE_SIZES]
         except MediaRefused as error:
@@ -185,7 +185,7 @@ class Family(ABC):
         return MediaItem(ref=ref, family=self.name, grid=grid, fingerprint=self.fingerprint)
 
     def check_item(self, item: MediaItem) -> None:
-        """Raise FingerprintMismatch with both settings, or Misaligned for a wrong grid."""
+        """Raise FingerprintMismatch for different settings, or Misaligned for a wrong grid."""
         if item.step is not None:
             self._refuse_videos(item)
         self.check_settings(item, self.fingerprint, self.settings)
@@ -198,7 +198,7 @@ class Family(ABC):
             )
 
     def check_settings(self, item: MediaItem, fingerprint: str, settings: dict[str, Any]) -> None:
-        """Raise FingerprintMismatch unless the item was made with these settings."""
+        """Raise FingerprintMismatch unless the item was created with these settings."""
         if item.family != self.name or item.fingerprint != fingerprint:
             raise FingerprintMismatch(
                 f"the item of {item.name} was made by family {item.family} with settings "
@@ -213,7 +213,7 @@ class Family(ABC):
         )
 
     def patches(self, image: Image.Image, item: MediaItem) -> np.ndarray:
-        """Return uint8 patches (num_patches, values per patch) of the image from `store.image`."""
+        """Return uint8 patches (num_patches, values per patch) of an image from `store.image`."""
         ref = item.ref
         if image.size != (ref.width, ref.height):
             raise Misaligned(
@@ -230,15 +230,15 @@ class Forward(Protocol):
     model: torch.nn.Module
 
     def vision_parameters(self) -> list[tuple[str, torch.nn.Parameter]]:
-        """Return the vision tower's parameters with their names in the model."""
+        """Return the vision tower's parameters and their names in the model."""
         ...
 
     def blocks(self) -> list[torch.nn.Module]:
-        """Return decoder layers and vision blocks. Each is sharded and gathered as a whole."""
+        """Return the decoder layers and vision blocks. Each is sharded and gathered as one unit."""
         ...
 
     def blank_image(self) -> tuple[UInt8[Tensor, "patches values"], Grid] | None:
-        """Return the patches and grid of the smallest image, or None without a vision tower."""
+        """Return the patches and grid of a small image. None if there is no vision tower."""
         ...
 
     def encode(
@@ -246,7 +246,7 @@ class Forward(Protocol):
     ) -> Float[Tensor, "visual_tokens features"]:
         """Return the features of images whose patches are stacked in order.
 
-        They may be those of several layers, concatenated. `hidden` splits them again.
+        Features of several layers may be concatenated. `hidden` splits them again.
         """
         ...
 
@@ -260,29 +260,29 @@ class Forward(Protocol):
     ) -> Float[Tensor, "rows length hidden"]:
         """Return the last hidden states.
 
-        `features` replace the embeddings at `feature_indices`, which count the tokens of all rows.
-        `attention` has the method `attend`, and the `state` that recurrent layers carry along a
-        row. Where `state` is None, the row is a pack, and `attention` has its `subtree_end`.
+        `features` replace the embeddings at `feature_indices`, which index the tokens of all rows.
+        `attention` has the method `attend`, and the `state` of recurrent layers along a row. If
+        `state` is None, the row is a pack, and `attention` has its `subtree_end`.
         """
         ...
 
     def logits(self, hidden: Float[Tensor, "tokens hidden"]) -> Float[Tensor, "tokens vocab"]: ...
 
-    # A family may also have `check_model(build_pattern)`, which is called once weights are loaded,
-    # with a function from `subtree_end` to an attention pattern.
+    # A family may also define `check_model(build_pattern)`. It is called after weights are loaded.
+    # `build_pattern` returns the attention pattern for a `subtree_end`.
 
 
 @dataclass(frozen=True, slots=True)
 class EngineField:
-    """One array of an image, as a foreign engine takes it."""
+    """One array of an image, in the format of an external engine."""
 
     data: np.ndarray
     is_flat: bool
     """Whether the arrays of several images are concatenated. Otherwise they are stacked."""
     axis: int = 0
-    """The axis along which they are concatenated."""
+    """The axis along which the arrays are concatenated."""
     stays_on_host: bool = False
-    """Whether the engine reads the array on the CPU, such as the grid of an image."""
+    """Whether the engine reads the array on the CPU, such as an image's grid."""
 
 
 @dataclass(frozen=True)
@@ -291,32 +291,32 @@ class ParameterSlice:
 
     name: str
     index: int | None = None
-    """An index along the first axis, which is then dropped. None takes all of it."""
+    """An index along the first axis, which is then dropped. None selects everything."""
     rows: np.ndarray | None = None
-    """Indices along the first remaining axis, in this order. None takes all of them."""
+    """Indices along the first remaining axis, in this order. None selects everything."""
 
 
 class ServingSpec:
-    """How vLLM serves a family: the class `Serving` in the folder's serving.py.
+    """The settings for serving a family with vLLM: the class `Serving` in the folder's serving.py.
 
-    Plain data and arithmetic: it imports no engine. The defaults are those of a model that vLLM
-    serves by itself, with one image grid per image.
+    It does not import an engine. The defaults are for a model that vLLM supports natively, with one
+    grid per image.
     """
 
     LIMIT_MM_PER_PROMPT: dict[str, int] = {"image": 1, "video": 0}
-    """How many items of each kind the engine prepares for in a prompt; 0 turns a kind off."""
+    """The number of items per prompt that the engine plans for, by kind. 0 disables a kind."""
     CPU_ARGUMENTS: tuple[str, ...] = ("--block-size", "32")
     """Arguments that the engine needs on a CPU, where it has fewer kernels."""
     HF_OVERRIDES: dict[str, Any] = {}
     """Values that the engine must use instead of those in config.json."""
     MAPS_CHECKPOINT: bool = False
-    """Whether the engine reads the checkpoint by `map_parameters` instead of by itself."""
+    """Whether the engine loads the checkpoint through `map_parameters` instead of by itself."""
     GRID_NAME = "image_grid_thw"
-    """The engine's name of an image's grid."""
+    """The engine's name for an image's grid."""
     VISION_PREFIXES: tuple[str, ...] = ("model.visual.",)
 
     def arguments(self, family: Any) -> Sequence[str]:
-        """Return arguments that the engine needs for the checkpoint on every device."""
+        """Return the arguments that the engine needs for the checkpoint on every device."""
         return ()
 
     def vision_prefixes(self, family: Any) -> tuple[str, ...]:
@@ -326,7 +326,7 @@ class ServingSpec:
     def check_servable(self, folder: Path, takes_updates: bool) -> None:
         """Raise FamilyError for a checkpoint that the engine cannot serve.
 
-        `takes_updates` says that a trainer will publish weights to it.
+        With `takes_updates`, a trainer will publish weights to the engine.
         """
 
     def check_cpu(self, family: Any, dtype: str) -> None:
@@ -335,13 +335,13 @@ class ServingSpec:
     def map_parameters(
         self, family: Any, config: dict[str, Any], shapes: Mapping[str, tuple[int, ...]]
     ) -> dict[str, list[ParameterSlice]]:
-        """Return the engine's parameters by name, each as concatenated slices of our own."""
+        """Map each engine parameter to the slices of our parameters that form it, concatenated."""
         return {name: [ParameterSlice(name)] for name in shapes}
 
     def build_fields(
         self, family: Any, item: MediaItem, patches: np.ndarray, normalizes: bool
     ) -> dict[str, EngineField]:
-        """Return the arrays of one image. `normalizes` says that the engine takes uint8 values."""
+        """Return the arrays of one image. With `normalizes`, the engine takes uint8 values."""
         values = patches.reshape(len(patches), 3, -1)
         rows = family.shape_rows(values) if normalizes else family.rows(patches)
         grid = np.array(item.grid, dtype=np.int64)

@@ -1,8 +1,8 @@
 """Find the family of a checkpoint, without naming any family.
 
-A family is a folder of this package, or of the namespace package `sightline_families`, to which
-every folder on the Python path can contribute. Its `__init__.py` imports neither torch nor
-transformers, and defines
+A family is a folder in this package or in the namespace package `sightline_families`, which any
+folder on the Python path can extend. Its `__init__.py` imports neither torch nor transformers, and
+defines
 
     claims(config)                          whether the family handles this config.json
     load_family(path, overrides)            its `Family`
@@ -35,11 +35,11 @@ if TYPE_CHECKING:
 
 
 FAMILY_PACKAGES = (__name__.rpartition(".")[0], "sightline_families")
-"""The packages whose folders are families: ours, and the one for others."""
+"""The packages that contain families: ours, and the namespace package for plugins."""
 
 
 def _find_modules() -> dict[str, str]:
-    """Return the module of every family, by name."""
+    """Return the module name of every family, by family name."""
     modules: dict[str, str] = {}
     for place in FAMILY_PACKAGES:
         spec = importlib.util.find_spec(place)
@@ -70,7 +70,7 @@ def get_default_family() -> str:
 
 
 def _import_family_file(name: str, file: str) -> ModuleType:
-    """Import a file of a family that only some processes need."""
+    """Import a family's file that only some processes need."""
     return importlib.import_module(f"{_find_modules()[name]}.{file}")
 
 
@@ -109,9 +109,9 @@ def read_config(path: Path) -> dict[str, Any]:
 
 
 def load_family(model: str | Path, exact: bool = False, /, **overrides: int) -> Family:
-    """Load the family of a checkpoint, which is a folder or an id of the hub.
+    """Load the family of a checkpoint, which is a folder or a Hub id.
 
-    `overrides` replace its pixel limits. With `exact` arithmetic it packs no trees, and models
+    `overrides` replace its pixel limits. With `exact`, the family does not pack trees, and models
     that cannot be exact are refused.
     """
     path = resolve_checkpoint(model)
@@ -141,10 +141,10 @@ def load_renderer(
 ) -> Renderer:
     """Load the renderer of a checkpoint, which puts images into `store`.
 
-    `family` defaults to the checkpoint's own. `resolver` says which image sources are allowed; by
-    default, only data: and media: URLs. `number_images` writes a number before every image, where
-    the chat format supports it. A prompt that cannot fit into `max_model_len` tokens is refused
-    before it is tokenized; 0 means no limit.
+    `family` defaults to the checkpoint's own. `resolver` decides which image sources are allowed.
+    By default, these are data: and media: URLs. `number_images` writes a number before every image,
+    if the chat format supports it. A prompt that cannot fit into `max_model_len` tokens is refused
+    before it is tokenized. 0 means no limit.
     """
     path = resolve_checkpoint(model)
     folder = _get_folder(path)
@@ -164,13 +164,13 @@ def load_renderer(
 def load_forward(
     model: str | Path, family: Family, device: torch.device, dtype: torch.dtype, attention: str
 ) -> Forward:
-    """Load the model itself. `attention` is a name in transformers' attention registry."""
+    """Load the model. `attention` is a name in transformers' attention registry."""
     load = _import_family_file(family.name, "forward").load
     return cast(Forward, load(resolve_checkpoint(model, True), family, device, dtype, attention))
 
 
 def load_serving(model: str | Path, family: Family, takes_updates: bool = True) -> ServingSpec:
-    """Return how vLLM serves the checkpoint; FamilyError if it cannot."""
+    """Return the checkpoint's vLLM settings. Raise FamilyError if vLLM cannot serve it."""
     if not _has_family_file(family.name, "serving"):
         raise FamilyError(
             f"the family {family.name!r} cannot be served with vLLM: it has no serving.py",
@@ -182,7 +182,7 @@ def load_serving(model: str | Path, family: Family, takes_updates: bool = True) 
 
 
 def write_tiny(name: str, path: Path, seed: int = 0, **options: Any) -> None:
-    """Write the small random checkpoint of family `name`, with its tiny.py if it has one."""
+    """Write the small random checkpoint of family `name`. Use the family's tiny.py if it exists."""
     if name not in family_names():
         raise FamilyError(f"no family {name!r}", f"choose one of {', '.join(family_names())}")
     if _has_family_file(name, "tiny"):

@@ -1,12 +1,12 @@
 """Base classes for renderers: reading messages, spans, bridging and parsing.
 
     render   read and check all ---> head ---> each message, one span each ---> header
-    bridge   the law of `render.bridge` ---> close the turn ---> each new message ---> header
+    bridge   checks of `render.bridge` ---> close the turn ---> each new message ---> header
     parse    cut at the first stop token ---> the family's `parse_turn`
 
 A family implements the hooks at the end of `BaseRenderer` and overrides nothing above them. A
-family that knows its chat format only as a template extends `MessageRenderer`. Content that a chat
-format cannot express is refused with its path, never dropped.
+family whose chat format is only known as a template extends `MessageRenderer`. Content that a chat
+format cannot express is refused with its path. It is never dropped.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ from sightline.wire import MediaItem
 
 @dataclass(frozen=True, slots=True)
 class ParsedCompletion:
-    """The parts of a completion. The content leaves out well-formed tool calls."""
+    """The parts of a completion. The content excludes well-formed tool calls."""
 
     content: str
     reasoning: str | None = None
@@ -57,7 +57,7 @@ class ParsedCompletion:
 
 @dataclass(slots=True)
 class RenderContext:
-    """Messages that are being emitted, and their surroundings."""
+    """The messages to emit, and their context."""
 
     messages: Sequence[Message]
     is_new: bool = False
@@ -69,7 +69,7 @@ class RenderContext:
     num_calls: int = 0
     """The number of tool calls emitted so far."""
     following: str | None = None
-    """The role whose turn is opened after the last message."""
+    """The role of the turn that opens after the last message."""
 
     def role(self, i: int) -> str | None:
         if i == len(self.messages):
@@ -78,28 +78,28 @@ class RenderContext:
 
 
 class MessageRenderer(FormatDescription, ABC):
-    """Renders, bridges and parses in one chat format. Its only state is the family's caches.
+    """A renderer for one chat format. Its only state is the family's caches.
 
     A family's `__init__` sets `header`, `end_id`, `stop_token_ids` and `pad_token_ids`.
     """
 
     shows_names: ClassVar[bool] = False
-    """Whether a message's name is written. Otherwise it is dropped, as the template does."""
+    """Whether a message's name is written. Otherwise it is dropped, as in the template."""
 
     header: list[int]
     """The ids that open the assistant's turn. Every prompt ends with them."""
     end_id: int
     """The token that ends a turn."""
     openers: Mapping[str, int] = MappingProxyType({})
-    """The token that opens each role's turn, where it also ends the assistant's turn before it."""
+    """The token that opens each role's turn, if it also ends the assistant's previous turn."""
     stop_token_ids: tuple[int, ...]
     pad_token_ids: tuple[int, ...]
-    """Ids of media and of the marks around them. They are banned in sampling, because a policy
-    that could sample the marks could write a prompt that seems to contain an image."""
+    """Ids of media and of the marks around them. They are banned in sampling. Otherwise a policy
+    could sample marks that make a prompt appear to contain an image."""
     max_model_len: int = 0
-    """The maximum length of a prompt. Longer ones are refused before tokenizing. 0 is no limit."""
+    """The maximum prompt length. Longer prompts are refused before tokenizing. 0 means no limit."""
     video_pad_id: int = -1
-    """The id that fills the slots of videos. -1 if videos are not shown."""
+    """The id that fills video slots. -1 if videos are not supported."""
 
     def __init__(
         self, tokenizer: Tokenizer, family: Family, resolver: ImageResolver, vocab_size: int
@@ -147,9 +147,9 @@ class MessageRenderer(FormatDescription, ABC):
     ) -> Bridged | Refused:
         """Return the tokens that continue a prompt and its completion with new messages.
 
-        Nothing is emitted for `tools`, which the prompt contains already. A turn or reasoning that
-        was cut off, or that ended with another stop token, is closed first. A completion that
-        opened a turn of another role is refused.
+        `tools` are not emitted again, because the prompt already contains them. Truncated turns and
+        reasoning, and turns that ended with a different stop token, are closed first. A completion
+        that opened another role's turn is refused.
         """
         check_message_list(new_messages, "new_messages")
         reason = find_bridge_refusal(
@@ -178,7 +178,7 @@ class MessageRenderer(FormatDescription, ABC):
         """Return the message up to the first stop token.
 
         If all tool calls are well formed, they are removed from the content. Otherwise the content
-        stays as it was sampled, and `malformed_calls` lists the malformed ones.
+        stays as sampled, and `malformed_calls` lists the malformed calls.
         """
         ids = [int(token) for token in completion_ids]
         stop = next((i for i, token in enumerate(ids) if token in self.stop_token_ids), None)
@@ -193,14 +193,14 @@ class MessageRenderer(FormatDescription, ABC):
         )
 
     def get_turn_end(self, following: str) -> int:
-        """Return the token that ends the assistant's turn before a turn of this role."""
+        """Return the token that ends the assistant's turn before a turn of role `following`."""
         return self.openers.get(following, self.end_id)
 
     def decode(self, token_ids: Sequence[int]) -> str:
         return self._tokenizer.decode(token_ids)
 
     def find_token_ids(self, tokens: Sequence[str]) -> tuple[int, ...]:
-        """Return the ids of those `tokens` that the tokenizer has."""
+        """Return the ids of `tokens`, without those that the tokenizer lacks."""
         ids = (self._tokenizer.find_token_id(token) for token in tokens)
         return tuple(token_id for token_id in ids if token_id is not None)
 
@@ -213,14 +213,14 @@ class MessageRenderer(FormatDescription, ABC):
             )
 
     def _check_tools(self, tools: Tools) -> None:
-        """Bound the tools before a format writes them, which may take long."""
+        """Check the size of the tools before a format writes them, which may be slow."""
         self._check_count("tools", len(tools), self.max_model_len)
         size = sum(len(encode_tool(tool, f"tools[{i}]")) for i, tool in enumerate(tools))
         most = self.max_model_len * self._tokenizer.max_token_chars
         self._check_count("tools", size, most, "characters of JSON")
 
     def _read(self, message: Message | dict[str, Any], path: str) -> Message:
-        """Return the message in our form, with its images in the store. `path` is for errors."""
+        """Convert to a `Message`, with its images in the store. `path` is used in errors."""
         read = to_message(message, self._resolver, path)
         for i, part in enumerate(read.content):
             if not isinstance(part, TextPart):
@@ -230,7 +230,7 @@ class MessageRenderer(FormatDescription, ABC):
         return read
 
     def _check_media(self, part: ImagePart | VideoPart, role: str, path: str) -> None:
-        """Raise MessageError or MediaRefused for a part that cannot be shown."""
+        """Raise MessageError or MediaRefused for an unsupported image or video."""
         kind = "a video" if isinstance(part, VideoPart) else "an image"
         if not self._family.shows_media:
             problem = f"{kind} cannot be shown: this checkpoint has no vision tower"
@@ -281,7 +281,7 @@ class MessageRenderer(FormatDescription, ABC):
     def render_read(
         self, messages: list[Message], tools: Tools | None, generation_prompt: bool
     ) -> Rendered:
-        """Render messages that were read and checked."""
+        """Render messages that have been read and checked."""
 
     @abstractmethod
     def bridge_read(
@@ -291,18 +291,18 @@ class MessageRenderer(FormatDescription, ABC):
 
     @abstractmethod
     def parse_turn(self, ids: list[int], tools: Tools) -> ParsedCompletion:
-        """Parse ids without their stop token. Marks are found by id, never by spelling.
+        """Parse ids without their stop token. Marks are found by id, never by text.
 
-        `tools` are those of the prompt. A format that does not write the types of arguments looks
-        them up there.
+        `tools` are the prompt's tools. A format that does not write argument types looks them up
+        there.
         """
 
-    # -- optional hooks; the defaults are those of a format without reasoning
+    # -- optional hooks; the defaults are for a format without reasoning
 
     def drop_unwritten(self, message: Message) -> Message:
         """Return the message without the parts that the chat template ignores.
 
-        Messages that are rendered alike are then equal, so that a history is recognized.
+        Messages with the same rendering are then equal, so that histories can be matched.
         """
         return msgspec.structs.replace(
             message,
@@ -312,13 +312,13 @@ class MessageRenderer(FormatDescription, ABC):
         )
 
     def check_conversation(self, messages: Sequence[Message]) -> None:
-        """Raise MessageError for what a whole conversation lacks. New messages may lack it."""
+        """Raise MessageError for an incomplete conversation. Not called for new messages alone."""
 
     def check_call(self, call: ToolCall, path: str) -> None:
-        """Raise MessageError for a call that the format cannot write."""
+        """Raise MessageError for a tool call that the format cannot write."""
 
     def is_reasoning_open(self, ids: list[int]) -> bool:
-        """Return whether reasoning began in a completion and has not ended."""
+        """Return whether a completion has unclosed reasoning."""
         return False
 
     def rewrites_history(
@@ -329,16 +329,16 @@ class MessageRenderer(FormatDescription, ABC):
 
 
 class BaseRenderer(MessageRenderer):
-    """Emits a known chat format, message by message."""
+    """A renderer that emits a known chat format, message by message."""
 
     turn_separator: ClassVar[str] = ""
-    """Text between the token that ends a turn and the next turn."""
+    """The text between the end-of-turn token and the next turn."""
     video_mark: ClassVar[str] = ""
-    """The text that the chat template writes for a video. Empty where it takes none."""
+    """The text that the chat template writes for a video. Empty if it does not support videos."""
     template_settings: Mapping[str, Any] = MappingProxyType({})
     """Arguments of the chat template in addition to messages and tools."""
     lists_tool_content: ClassVar[bool] = False
-    """Whether the chat template takes every tool message's content as a list of parts."""
+    """Whether the chat template expects the content of tool messages as a list of parts."""
 
     def render_read(
         self, messages: list[Message], tools: Tools | None, generation_prompt: bool
@@ -349,7 +349,7 @@ class BaseRenderer(MessageRenderer):
             following="assistant" if generation_prompt else None,
         )
         emitter = Emitter(self._tokenizer, max_model_len=self.max_model_len)
-        # If no message is part of the head, the first message's span includes it.
+        # If the head contains no message, the first message's span includes the head.
         first = self.emit_head(emitter, context, tools)
         for _ in range(first):
             emitter.end_message(0)
@@ -399,7 +399,7 @@ class BaseRenderer(MessageRenderer):
     def _emit_messages(
         self, emitter: Emitter, context: RenderContext, first: int, start: int
     ) -> None:
-        """Emit messages from `first` on. The first span begins at `start`."""
+        """Emit the messages from index `first`. The first span begins at `start`."""
         for i in range(first, len(context.messages)):
             self.emit_message(emitter, context, i)
             emitter.end_message(start)
@@ -407,7 +407,7 @@ class BaseRenderer(MessageRenderer):
 
     @abstractmethod
     def emit_head(self, emitter: Emitter, context: RenderContext, tools: Tools | None) -> int:
-        """Emit what precedes the messages. Return how many messages are part of it."""
+        """Emit the text before the messages. Return the number of messages that it includes."""
 
     @abstractmethod
     def emit_message(self, emitter: Emitter, context: RenderContext, i: int) -> None:
@@ -415,30 +415,30 @@ class BaseRenderer(MessageRenderer):
 
     @abstractmethod
     def emit_image(self, emitter: Emitter, context: RenderContext, item: MediaItem) -> None:
-        """Emit one image with the marks around it."""
+        """Emit one image with its surrounding marks."""
 
     def emit_video(self, emitter: Emitter, steps: Sequence[ShownStep]) -> None:
-        """Emit a video's steps with the marks around them."""
+        """Emit a video's steps with their surrounding marks."""
         raise NotImplementedError
 
     def spell_video(self, steps: Sequence[ShownStep]) -> str:
-        """Return the text with which the published processor replaces `video_mark`."""
+        """Return the text that replaces `video_mark` in the published processor."""
         raise NotImplementedError
 
     def get_parts(self, message: Message) -> tuple[Part, ...]:
-        """Return the content of a message as the chat template strips it."""
+        """Return a message's content, stripped like in the chat template."""
         return message.content
 
     def find_history_end(self, messages: Sequence[Message]) -> int:
-        """Return the index of the last message whose reasoning is dropped; -1 for none."""
+        """Return the index of the last message whose reasoning is dropped, or -1."""
         return -1
 
     def count_images(self, prompt_ids: Sequence[int]) -> int:
-        """Return the number of images in a prompt, if the format numbers them; otherwise 0."""
+        """Return the number of images in a prompt if the format numbers them, otherwise 0."""
         return 0
 
     def close_reasoning(self, emitter: Emitter, ids: list[int]) -> None:
-        """Emit the end of reasoning for a completion that was cut off inside it."""
+        """Emit the end of reasoning for a completion that was truncated inside it."""
 
     def close_calls(self, emitter: Emitter, ids: list[int]) -> None:
-        """Emit the end of tool calls for a completion that was cut off inside them."""
+        """Emit the end of tool calls for a completion that was truncated inside them."""

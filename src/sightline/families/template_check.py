@@ -1,6 +1,6 @@
-"""Which chat format a checkpoint speaks, decided by its own chat template.
+"""Choose a checkpoint's chat format by its own chat template.
 
-A format is the checkpoint's when our tokens equal the template's on a set of conversations.
+A format matches if our tokens equal the template's tokens for a set of conversations.
 """
 
 from __future__ import annotations
@@ -43,8 +43,8 @@ _ARGUMENTS = '{"at": "a \\"b\\"\\n c", "n": 3, "deep": {"x": [1, true, null]}, "
 _REF = MediaRef(digest="0" * 64, mime="image/png", width=64, height=96, nbytes=1)
 
 _SPELLED = "a tool's answer from a user"
-"""The conversation in which a text spells a mark. It stays text in our rendering and becomes the
-mark in the template's."""
+"""The conversation in which a text contains a mark. The mark stays text in our rendering, but the
+template turns it into a token."""
 
 Example = tuple[str, Sequence[Message], dict[str, Any]]
 """A description of a conversation for errors, its messages, and its rendering arguments."""
@@ -58,9 +58,9 @@ def choose_format(
     resolver: ImageResolver,
     **options: Any,
 ) -> Renderer:
-    """Return the renderer of the first format that writes what the folder's chat template writes.
+    """Return the renderer of the first format that matches the folder's chat template.
 
-    A folder without a template speaks the first format. `options` are for the format's class.
+    A folder without a template uses the first format. `options` are passed to the format's class.
     """
     tokenizer, template = Tokenizer(path), ChatTemplate.find(path)
     vocab_size = read_vocab_size(path, tokenizer)
@@ -89,7 +89,7 @@ def choose_format(
 
 
 def build_examples(renderer: BaseRenderer) -> Iterator[Example]:
-    """Yield short conversations with everything that the format can express."""
+    """Yield short conversations that cover everything the format can express."""
     family = renderer.family
     hi, ask, answer = user("hi"), user(" two\nlines \n"), assistant("\n\nfine\n ")
     yield "a question", [hi], {}
@@ -133,12 +133,12 @@ def _reasoning_examples(renderer: BaseRenderer, call: ToolCall) -> Iterator[Exam
 
 
 def _find_difference(renderer: BaseRenderer, template: ChatTemplate) -> str | None:
-    """Describe where the template first writes other tokens than the format."""
+    """Describe the first difference between the tokens of the template and the format."""
     tokenizer = renderer.tokenizer
     for about, messages, options in build_examples(renderer):
         ours = renderer.render(messages, **options).token_ids
         if renderer.openers and not options.get("generation_prompt", True):
-            ours = ours[:-1]  # templates leave the last turn without its end
+            ours = ours[:-1]  # templates do not close the last turn
         try:
             text = _render(renderer, template, messages, options)
         except TemplateError as error:
@@ -151,7 +151,7 @@ def _find_difference(renderer: BaseRenderer, template: ChatTemplate) -> str | No
 
 
 def _find_video_difference(renderer: BaseRenderer, template: ChatTemplate) -> str | None:
-    """Describe where the template does not write a video as the format's mark."""
+    """Describe the first place where the template does not write a video as the format's mark."""
     clip = video([(_REF, 0.0), (_REF, 0.5)])
     question = user("see ", clip, "\nso? ")
     talk = [question, assistant("fine")]
@@ -197,7 +197,7 @@ def _describe_difference(renderer: BaseRenderer, ours: list[int], theirs: list[i
 def find_split(
     renderer: MessageRenderer, ours: list[int], theirs: list[int]
 ) -> tuple[str, str, str]:
-    """Return the text before the first difference of two prompts, and how each continues."""
+    """Return the text before the first difference of two prompts, and each continuation."""
     same = 0
     while same < min(len(ours), len(theirs)) and ours[same] == theirs[same]:
         same += 1
@@ -208,7 +208,7 @@ def find_split(
 
 
 def _to_template_message(message: Message, lists_tool_content: bool) -> dict[str, Any]:
-    """Return the message as a chat template takes it."""
+    """Convert the message to a chat template argument."""
     form: dict[str, Any] = {"role": message.role, "content": message.text}
     if message.refs or (lists_tool_content and message.role == "tool"):
         form["content"] = [

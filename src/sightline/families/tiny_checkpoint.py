@@ -1,8 +1,8 @@
-"""One generator for the small random checkpoints of all families.
+"""Generate small random checkpoints for all families.
 
-A family's folder contributes two files: `tiny.toml` (tokens, chat templates, and the numbers of the
-architecture by size) and `tiny.json.jinja` (config.json and the other JSON files, filled in with
-these numbers). Tokenizers are byte-level BPE with a handful of merges, so no corpus is needed.
+A family's folder has two files: `tiny.toml` (tokens, chat templates and architecture sizes) and
+`tiny.json.jinja` (templates for config.json and the other JSON files). Tokenizers are byte-level
+BPE with a few merges, so no corpus is needed.
 """
 
 from __future__ import annotations
@@ -38,12 +38,12 @@ from sightline.render.tokenizer import split_words
 
 MAX_TOKENS = 32768
 LARGE_HIDDEN = 1024
-"""The hidden size from which weights are drawn in threads, straight to the file."""
+"""The hidden size from which weights are drawn in threads, directly into the file."""
 SAFETENSORS_DTYPES = {torch.float32: "F32", torch.bfloat16: "BF16"}
 DRAWN_AT_ONCE = 1 << 22
-"""The number of values of a large tensor that a thread draws at once."""
+"""The number of values that a thread draws at once."""
 
-# Each role becomes one token. A merge must come after the merges that produce its halves.
+# Each role becomes one token. A merge must follow the merges that produce its halves.
 ROLE_MERGES = (
     ("u", "s"), ("e", "r"), ("us", "er"),
     ("a", "s"), ("s", "i"), ("s", "t"), ("a", "n"), ("as", "si"), ("st", "an"), ("stan", "t"),
@@ -63,11 +63,11 @@ def write_tiny_checkpoint(
     prepare: Callable[[Any, Mapping[str, Any]], None] | None = None,
     **options: Any,
 ) -> None:
-    """Write the checkpoint that folder `family` describes into folder `path`.
+    """Write the checkpoint described by folder `family` into folder `path`.
 
-    `options` override the numbers of tiny.toml. `words` is the pattern of words where tiny.toml has
-    none, and `prepare(model, settings)` may rescale the drawn weights. Equal arguments give equal
-    bytes. Files appear complete, config.json last.
+    `options` override the numbers in tiny.toml. `words` is the word pattern if tiny.toml has none.
+    `prepare(model, settings)` may rescale the drawn weights. Equal arguments produce equal bytes.
+    Each file is written atomically, and config.json is written last.
     """
     tables = tomllib.loads((family / "tiny.toml").read_text())
     settings = _read_settings(tables["sizes"], size, options)
@@ -101,7 +101,7 @@ def write_tiny_checkpoint(
 def _read_settings(
     sizes: Mapping[str, Mapping[str, Any]], size: str, options: Mapping[str, Any]
 ) -> dict[str, Any]:
-    """Return the numbers of an architecture of this size, with `options` applied."""
+    """Return the architecture settings for this size, with `options` applied."""
     if size not in sizes:
         raise FamilyError(f"no size {size!r}", f"use one of {', '.join(sizes)}")
     for key in options.keys() - sizes["tiny"].keys():
@@ -150,14 +150,14 @@ def _build_files(
 
 
 def _refuse(problem: str, fix: str) -> NoReturn:
-    """Refuse options that do not fit together. Called by `tiny.json.jinja`."""
+    """Refuse incompatible options. Called by `tiny.json.jinja`."""
     raise FamilyError(problem, fix)
 
 
 def _fill_constants(model: torch.nn.Module, std: float) -> None:
-    """Draw parameters that start as zeros, and matrices that start as one value.
+    """Draw random values for zero parameters and constant matrices.
 
-    They would hide mistakes: with equal position embeddings, for example, no colour is visible.
+    Constants would hide bugs. With equal position embeddings, for example, no color is visible.
     """
     for parameter in model.parameters():
         is_matrix_of_one_value = parameter.ndim > 1 and bool(
@@ -168,7 +168,7 @@ def _fill_constants(model: torch.nn.Module, std: float) -> None:
 
 
 def _drop_tied_weights(model: torch.nn.Module) -> dict[str, torch.Tensor]:
-    """Return the weights. A tensor that two modules share keeps its first name."""
+    """Return the weights by name. A shared tensor keeps only its first name."""
     by_address: dict[int, tuple[str, torch.Tensor]] = {}
     for name, tensor in model.state_dict().items():
         by_address.setdefault(tensor.data_ptr(), (name, tensor.contiguous()))
@@ -178,10 +178,10 @@ def _drop_tied_weights(model: torch.nn.Module) -> dict[str, torch.Tensor]:
 def _lay_out_experts(
     weights: Mapping[str, torch.Tensor], layout: str | None
 ) -> Iterator[tuple[str, torch.Tensor]]:
-    """Yield the weights as published files hold them.
+    """Yield the weights in the layout of the published files.
 
-    `layout` is "split" for one matrix per expert, "transposed" for stacked matrices the other way
-    round than transformers, and None where files hold what transformers does.
+    `layout` is "split" for one matrix per expert, "transposed" for stacked matrices that are
+    transposed relative to transformers, and None for the same layout as transformers.
     """
     for name, tensor in weights.items():
         folder, _, part = name.rpartition(".")
@@ -204,10 +204,10 @@ def write_checkpoint(
     model: Any,
     weights: Mapping[str, torch.Tensor] | Callable[[Path], None],
 ) -> None:
-    """Write a checkpoint into folder `path`. A callable `weights` writes its file itself.
+    """Write a checkpoint into folder `path`. A callable `weights` writes its own file.
 
-    `save_pretrained` is not used for weights: it draws a progress bar and creates a file that only
-    its owner can read.
+    `save_pretrained` is not used for weights, because it prints a progress bar and creates a file
+    that only its owner can read.
     """
     path.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(dir=path, prefix=".tiny-") as name:
@@ -231,16 +231,16 @@ def write_checkpoint(
 
 
 def draw_weights(path: Path, shapes: Mapping[str, torch.Tensor], seed: int, std: float) -> None:
-    """Draw a safetensors file for tensors on the meta device.
+    """Write a safetensors file with random values for tensors on the meta device.
 
-    Norms are 1, biases 0, and the rest is normal with deviation `std`. A tensor's values depend on
-    its name and `seed`. Threads draw parts and write each to its place in the file, so that large
-    models need no memory for their weights.
+    Norms are 1, biases are 0, and other values are normal with standard deviation `std`. A tensor's
+    values depend on its name and `seed`. Threads write each part to its place in the file, so that
+    large models need no memory for their weights.
     """
     started = time.monotonic()
     header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
     parts, end = [], 0
-    # Wide elements come first, so that each tensor is aligned.
+    # Tensors with wide elements come first, so that each tensor is aligned.
     for name, like in sorted(shapes.items(), key=lambda item: (-item[1].element_size(), item[0])):
         start, end = end, end + like.numel() * like.element_size()
         kind = SAFETENSORS_DTYPES[like.dtype]

@@ -1,8 +1,8 @@
 """The torch half of families whose model is in transformers.
 
-The parts of transformers' model are called one by one, so that images go where the slots say (its
-own forward pass searches for pad ids) and each distinct image is encoded once. Values that depend
-on image sizes are computed on the host, because reading them from the device would block.
+The parts of a transformers model are called separately. This places images by slots, while the
+model's own forward pass searches for pad ids. It also encodes each distinct image only once. Values
+that depend on image sizes are computed on the host, because reading them from the device blocks.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ class TextForward:
         self._head: Any = model.get_output_embeddings()
         self._recurrent_window = pack_delta_nets(text)
         if hasattr(text, "_deepstack_process"):
-            # Features of inner layers come with indices instead of a mask.
+            # Features of inner layers are passed with indices instead of a mask.
             text._deepstack_process = _add_deepstack_features
 
     def vision_parameters(self) -> list[tuple[str, nn.Parameter]]:
@@ -105,12 +105,12 @@ class VisionForward(TextForward):
     def compute_tower_inputs(self, grids: tuple[Grid, ...]) -> dict[str, Any]:
         """Return the keyword arguments that the tower would otherwise derive from `grid_thw`.
 
-        They are arrays, because tensors created without gradients could not be used with them.
+        They are arrays, because tensors created without gradients cannot be used with gradients.
         """
         raise NotImplementedError
 
     def rows(self, patches: UInt8[Tensor, "patches values"]) -> Float[Tensor, "patches ..."]:
-        """Return the normalized values of patches in the tower's shape."""
+        """Return the normalized values of patches in the tower's input shape."""
         raise NotImplementedError
 
     def get_features(self, output: Any) -> Float[Tensor, "visual_tokens features"]:
@@ -124,9 +124,9 @@ class VisionForward(TextForward):
     def look_up(
         self, patches: UInt8[Tensor, "patches values"]
     ) -> Float[Tensor, "patches channels=3 pixels"]:
-        """Return the normalized values of patches, from a table with one column per channel.
+        """Look up the normalized values of patches in a table with one column per channel.
 
-        Arithmetic would round differently on other devices.
+        Computing them would round differently on other devices.
         """
         by_channel = patches.view(patches.shape[0], 3, -1).long()
         channel = torch.arange(3, device=patches.device).view(1, 3, 1)
@@ -146,7 +146,7 @@ class VisionForward(TextForward):
 
 
 class VideoForward(VisionForward):
-    """A model with the parts `visual` and `language_model`, whose tower looks at several frames."""
+    """A model with `visual` and `language_model`, whose tower processes several frames at once."""
 
     def __init__(self, model: nn.Module, family: VideoFamily[Any]) -> None:
         body: Any = model.model
@@ -160,7 +160,7 @@ class VideoForward(VisionForward):
         return [*super().blocks(), *self._tower.blocks]
 
     def rows(self, patches: UInt8[Tensor, "patches values"]) -> Float[Tensor, "patches row"]:
-        """Return all frames of a video step, or the one frame of an image, repeated."""
+        """Return the values of all frames of a video step. Repeat the single frame of an image."""
         values = self.look_up(patches)
         num, _, size = values.shape
         if size != self._family.patch**2:
@@ -181,13 +181,13 @@ class VideoForward(VisionForward):
 def join_layers(
     features: Float[Tensor, "visual_tokens hidden"], output: Any
 ) -> Float[Tensor, "visual_tokens features"]:
-    """Append the features of the tower's inner layers, which some text models also take."""
+    """Append the features of the tower's inner layers, which some text models also use."""
     deeper = getattr(output, "deepstack_features", None) or []
     return torch.cat([features, *map(join_images, deeper)], dim=-1)
 
 
 def join_images(features: Any) -> Float[Tensor, "visual_tokens hidden"]:
-    """Return features with one row per token, from one tensor or one per image."""
+    """Return features with one row per token, from one tensor or one tensor per image."""
     if isinstance(features, list | tuple):
         return torch.cat([image.flatten(0, -2) for image in features])
     flat: Tensor = features.flatten(0, -2)
@@ -199,9 +199,9 @@ def _add_deepstack_features(
     places: Int[Tensor, " visual_tokens"],
     features: Float[Tensor, "visual_tokens hidden"],
 ) -> Float[Tensor, "rows length hidden"]:
-    """Add `features` to `hidden` at `places`, which count the tokens of all rows."""
+    """Add `features` to `hidden` at `places`, which index the tokens of all rows."""
     features = features.to(hidden.dtype)
-    if len(hidden) == 1:  # without a view, which would cost a compiler further graphs
+    if len(hidden) == 1:  # avoids a view, which would make a compiler build more graphs
         return hidden.index_add(1, places, features[None])
     return hidden.flatten(0, 1).index_add(0, places, features).view(hidden.shape)
 
@@ -211,7 +211,7 @@ def load_model(
 ) -> Any:
     """Load the model of a checkpoint folder, with the attention registered as `attention`.
 
-    On the meta device its parameters have no values. They are read where they are sharded.
+    On the meta device, parameters have no values. They are read when the model is sharded.
     """
     hide_pad_warning()
     if device.type == "meta":
@@ -225,13 +225,13 @@ def load_model(
             trust_remote_code=False,
         )
         move_to_device(model, device)
-    # Set afterwards: while loading, transformers mistakes a name with "flash" for a package.
+    # Set after loading, because transformers treats a name with "flash" as a package.
     model.config._attn_implementation = attention
     return model
 
 
 def _build_empty(auto: Any, path: Path, dtype: torch.dtype) -> Any:
-    """Build the model with parameters on the meta device and buffers like `from_pretrained`'s."""
+    """Build the model with parameters on the meta device and the buffers of `from_pretrained`."""
     config = AutoConfig.from_pretrained(path, local_files_only=True, trust_remote_code=False)
     with torch.device("meta"):
         model = auto.from_config(config, dtype=dtype, attn_implementation="sdpa")
@@ -244,7 +244,7 @@ def _build_empty(auto: Any, path: Path, dtype: torch.dtype) -> Any:
 
 
 def fill_buffers(model: Any) -> None:
-    """Give the buffers of a model on the meta device their values. Parameters stay."""
+    """Compute the buffers of a model on the meta device. Parameters do not change."""
     for parameter in model.parameters():
         parameter._is_hf_initialized = True
     for module in model.modules():

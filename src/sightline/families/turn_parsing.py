@@ -1,4 +1,4 @@
-"""Reasoning between `<think>` and `</think>`, tool calls between marks, and tools as JSON."""
+"""Parse reasoning in `<think>` tags and tool calls between marks, and check tools."""
 
 from __future__ import annotations
 
@@ -15,20 +15,20 @@ from sightline.render.protocol import Tools
 
 THINK, END_THINK = "<think>", "</think>"
 MAX_TOOL_DEPTH = 64
-"""The maximum nesting of a tool's JSON."""
+"""The maximum nesting depth of a tool's JSON."""
 
 
 def keep_told_reasoning(less: Message, message: Message) -> Message:
-    """Return the reduced message `less`, with an empty reasoning that the author gave.
+    """Return the reduced message `less`, with explicitly empty reasoning if `message` has it.
 
-    It keeps a template from looking for reasoning in the content.
+    Empty reasoning keeps a template from searching the content for reasoning.
     """
     is_told = message.reasoning == "" and END_THINK in message.text
     return msgspec.structs.replace(less, reasoning="") if is_told else less
 
 
 def split_told_reasoning(reasoning: str | None, content: str) -> tuple[str, str]:
-    """Return reasoning and content. Without explicit reasoning, templates search the content."""
+    """Return reasoning and content. Without explicit reasoning, search the content for it."""
     if reasoning is not None or END_THINK not in content:
         return reasoning or "", content
     reasoning = content.split(END_THINK)[0].rstrip("\n").split(THINK)[-1].lstrip("\n")
@@ -40,7 +40,7 @@ def split_sampled_reasoning(
 ) -> tuple[str | None, list[int]]:
     """Return the reasoning of a completion, or None, and the ids after it.
 
-    `marks` open the reasoning, close it, and open a call. `is_open` says that the prompt opens it.
+    `marks` open reasoning, close it, and open a call. With `is_open`, the prompt opens reasoning.
     """
     think, end_think, call = marks
     start = 0
@@ -50,7 +50,7 @@ def split_sampled_reasoning(
         start = ids.index(think) + 1
         if tokenizer.decode(ids[: start - 1]).strip():
             return None, ids
-    # A call ends reasoning that is never closed. A call inside a closed block is part of it.
+    # A call ends unclosed reasoning. A call inside closed reasoning is part of it.
     ends = [mark for mark in (end_think, call) if mark in ids[start:]]
     end = ids.index(ends[0], start) if ends else len(ids)
     return tokenizer.decode(ids[start:end]), ids[end + (ends[:1] == [end_think]) :]
@@ -64,9 +64,9 @@ def parse_calls(
 ) -> tuple[str, tuple[ToolCall, ...], tuple[str, ...]]:
     """Return the content before the calls, the calls, and the raw text of malformed ones.
 
-    A call is between the two `marks`. `parse_call` gets the ids between them, and returns None if
-    they are malformed. Any text between calls counts as malformed. If anything is malformed, there
-    are no calls, and the content is the whole text.
+    A call is enclosed by the two `marks`. `parse_call` gets the ids between them, and returns None
+    for a malformed call. Text between calls counts as malformed. If anything is malformed, no calls
+    are returned, and the content is the whole text.
     """
     calls: list[ToolCall] = []
     malformed: list[str] = []
@@ -88,7 +88,7 @@ def parse_calls(
 
 
 def _find_call_end(ids: list[int], at: int, marks: tuple[int, int]) -> int:
-    """Return the end of the call, or of the text between two calls, that begins at `at`."""
+    """Return the end of the call, or of the text between calls, that begins at `at`."""
     for i in range(at + 1, len(ids)):
         if ids[i - 1] == marks[1] or ids[i] == marks[0]:
             return i
@@ -96,7 +96,7 @@ def _find_call_end(ids: list[int], at: int, marks: tuple[int, int]) -> int:
 
 
 def check_arguments(call: ToolCall, path: str) -> None:
-    """Raise MessageError unless a call's arguments are a JSON object. `path` is the call's."""
+    """Raise MessageError unless a call's arguments are a JSON object. `path` names the call."""
     path = f"{path}.function.arguments"
     try:
         arguments = json.loads(call.arguments)
@@ -108,7 +108,7 @@ def check_arguments(call: ToolCall, path: str) -> None:
 
 
 def get_parameters(tools: Tools, name: str) -> dict[str, Any]:
-    """Return the schemas of a function's parameters; empty if they are not declared."""
+    """Return the schemas of a function's parameters, or {} if they are not declared."""
     for tool in tools:
         function = tool.get("function", tool) if isinstance(tool, dict) else None
         if isinstance(function, dict) and function.get("name") == name:
@@ -121,7 +121,7 @@ def get_parameters(tools: Tools, name: str) -> dict[str, Any]:
 def parse_value(spelled: str, schema: Any, spell: Callable[[Any], str]) -> Any:
     """Return the value that `spell` writes as `spelled`.
 
-    It is a string if the parameter's schema says so, or if no other value is spelled this way.
+    It is a string if the parameter's schema says so, or if no other value is written this way.
     """
     kinds = _list_kinds(schema)
     if "string" in kinds and all(kind in ("string", "null") for kind in kinds):
@@ -135,7 +135,7 @@ def parse_value(spelled: str, schema: Any, spell: Callable[[Any], str]) -> Any:
         return spelled
     if isinstance(value, (dict, list, bool)):
         return value
-    # A number that would be spelled differently is a string.
+    # A number that `spell` would write differently is a string.
     is_number = isinstance(value, (int, float)) and spell(value) == spelled
     return value if is_number else spelled
 
@@ -145,7 +145,7 @@ def _refuse_constant(name: str) -> NoReturn:
 
 
 def _list_kinds(schema: Any) -> list[Any]:
-    """Return the types that a schema allows; ["any"] if it does not say."""
+    """Return the types that a schema allows, or ["any"] if it does not specify any."""
     if not isinstance(schema, dict):
         return ["any"]
     if isinstance(options := schema.get("anyOf"), list):
@@ -157,7 +157,7 @@ def _list_kinds(schema: Any) -> list[Any]:
 
 
 def encode_tool(tool: Any, path: str) -> str:
-    """Return a tool as JSON. `path` is for errors."""
+    """Return a tool as JSON. `path` is used in errors."""
     check_depth([tool], path)
     try:
         encoded = json.dumps(tool, ensure_ascii=False)
@@ -168,7 +168,7 @@ def encode_tool(tool: Any, path: str) -> str:
 
 
 def check_depth(value: Any, path: str, most: int = MAX_TOOL_DEPTH) -> None:
-    """Raise MessageError for JSON with more than `most` levels."""
+    """Raise MessageError for JSON with more than `most` nesting levels."""
     level = [value]
     for _ in range(most + 1):
         values = (v.values() if isinstance(v, dict) else v for v in level)

@@ -1,11 +1,11 @@
-"""Families whose vision tower looks at several frames at once.
+"""Families whose vision tower processes several frames at once.
 
-The arithmetic is that of transformers' Pillow image processors, and the float rows are
-bit-identical to their `pixel_values`. transformers' video processors resize with torchvision, which
-is never used here, so only frames that keep their size are bit-identical to theirs.
+The float rows are bit-identical to the `pixel_values` of transformers' Pillow image processors.
+transformers' video processors resize with torchvision, which is never used here. Only frames that
+keep their size are bit-identical to theirs.
 
-The tower computes `temporal` frames of a video together, independently of all others. Each such
-step is an item with a slot of its own.
+The tower processes `temporal` frames of a video together, independently of all others. Each such
+step is an item with its own slot.
 """
 
 from __future__ import annotations
@@ -52,21 +52,21 @@ if TYPE_CHECKING:
     from PIL import Image
 
 VideoSettings = TypeVar("VideoSettings", bound="DataclassInstance")
-"""A frozen dataclass of the video settings that a step's fingerprint hashes: at least fps,
-min_pixels and max_pixels."""
+"""A frozen dataclass of the video settings in a step's fingerprint: at least fps, min_pixels and
+max_pixels."""
 MAX_ASPECT = 200
 
 
 class VideoFamily(PixelFamily[FrameSettings], Generic[VideoSettings]):
-    """Images and videos of one checkpoint, with positions on three axes."""
+    """The images and videos of one checkpoint, with positions on three axes."""
 
     num_axes = 3
     default_settings: ClassVar[FrameSettings]
     """The defaults of transformers' image processor."""
     has_limit_keys: ClassVar[bool] = False
-    """Whether the image processor may also have the keys min_pixels and max_pixels."""
+    """Whether the image processor may also use the keys min_pixels and max_pixels."""
     pad_keys: ClassVar[tuple[str, ...]] = ("image_token_id",)
-    """The keys of config.json for the ids that fill slots."""
+    """The config.json keys of the ids that fill slots."""
 
     @classmethod
     def load(cls, path: Path, overrides: dict[str, int]) -> Self:
@@ -95,7 +95,7 @@ class VideoFamily(PixelFamily[FrameSettings], Generic[VideoSettings]):
         packing: Packing = TREE_PACKING,
         video: VideoSettings | str = "its video settings were not read",
     ) -> None:
-        """`video` holds the settings of videos, or says why they cannot be shown."""
+        """Create a family. `video` is the video settings, or the reason why videos are refused."""
         super().__init__(settings, slot_token_ids, packing)
         self.video = video
         self.video_refusal = video if isinstance(video, str) else ""
@@ -118,23 +118,23 @@ class VideoFamily(PixelFamily[FrameSettings], Generic[VideoSettings]):
     def read_video_settings(
         cls, raw: dict[str, Any], config: dict[str, Any], images: FrameSettings, path: Path
     ) -> VideoSettings | str:
-        """Read the settings of the video processor, or say why videos cannot be shown."""
+        """Read the video processor's settings, or return why videos cannot be shown."""
 
     @abstractmethod
     def fit_image_size(self, width: int, height: int) -> tuple[int, int]:
-        """Return the height and width to which an image is resized."""
+        """Return the height and width of a resized image."""
 
     @abstractmethod
     def fit_frame_size(self, width: int, height: int, num_frames: int) -> tuple[int, int]:
-        """Return the height and width to which each frame of a video is resized."""
+        """Return the height and width of a resized video frame."""
 
     @abstractmethod
     def sample_frames(self, num_frames: int, fps: float) -> list[int]:
-        """Return the indices of a file's frames that are shown."""
+        """Return the indices of the frames to show from a video file."""
 
     @abstractmethod
     def tell_time(self, seconds: Sequence[float]) -> float:
-        """Return the time that the prompt gives for a step with these frame times."""
+        """Return the time in the prompt for a step with these frame times."""
 
     # -- images
 
@@ -143,7 +143,7 @@ class VideoFamily(PixelFamily[FrameSettings], Generic[VideoSettings]):
         return self._settings.temporal
 
     def compute_table(self) -> np.ndarray:
-        # The product is float64 and rounded once; the rest is float32. Any other order differs from
+        # The product is float64 and rounded once. The rest is float32. Any other order differs from
         # transformers in the last bit of some values.
         values = np.arange(256, dtype=np.float64)
         if self._settings.rescale is not None:
@@ -161,13 +161,13 @@ class VideoFamily(PixelFamily[FrameSettings], Generic[VideoSettings]):
         return ImageLayout(grid, math.prod(grid) // self.merge**2, new_height, new_width)
 
     def cut_patches(self, image: Image.Image, layout: ImageLayout) -> np.ndarray:
-        """Return uint8 (patches, 3*patch*patch), patches in the order of merged tokens."""
+        """Return uint8 patches (patches, 3*patch*patch), in the order of merged tokens."""
         size = (layout.width, layout.height)
         image = fit_image(image, size, size, self._settings.resample)
         return patchify(image, self.patch, self.merge)
 
     def shape_rows(self, values: np.ndarray) -> np.ndarray:
-        """Return (patches, 3*temporal*patch*patch), with the one frame of an image repeated."""
+        """Return (patches, 3*temporal*patch*patch). The single frame of an image is repeated."""
         num, _, size = values.shape
         if size != self.patch**2:
             return values.reshape(num, -1)
@@ -211,9 +211,9 @@ class VideoFamily(PixelFamily[FrameSettings], Generic[VideoSettings]):
         return tuple(steps)
 
     def _sample(self, video: VideoPart) -> tuple[Sequence[int], Sequence[float], float]:
-        """Sample a file's frames by the checkpoint's rule. A list is shown whole.
+        """Sample a file's frames by the checkpoint's rule. Use all images of a list.
 
-        Return the indices of the frames, the time of each, and the average time between them.
+        Return the frame indices, their times, and the average time between them.
         """
         self.get_video_settings()
         numbers: Sequence[int]
@@ -270,7 +270,7 @@ class VideoFamily(PixelFamily[FrameSettings], Generic[VideoSettings]):
             )
 
     def step_patches(self, frames: Sequence[Image.Image], item: MediaItem) -> np.ndarray:
-        """Return uint8 (patches, 3*temporal*patch*patch): channel, frame, row, column."""
+        """Return uint8 patches (patches, 3*temporal*patch*patch): channel, frame, row, column."""
         ref, step = item.ref, item.step
         assert step is not None
         sizes = {frame.size for frame in frames}
@@ -303,7 +303,7 @@ def fit_size(
     """Return the height and width of a resized image: multiples of `factor` within pixel limits.
 
     With `num_frames`, the limits apply to all frames of a video together, rounded to whole steps of
-    `temporal`, and sides shorter than `factor` are enlarged first.
+    `temporal` frames. Sides shorter than `factor` are then enlarged first.
     """
     size, (least, most) = f"{width}x{height}", limits
     if num_frames and 0 < min(width, height) < factor:
@@ -316,7 +316,7 @@ def fit_size(
         )
     area = max(num_frames, 1) * height * width
     rounded = round(max(num_frames, 1) / temporal) * temporal
-    # A side under half a factor rounds to 0; the area is then 0, and the lower limit corrects it.
+    # A side under half a factor rounds to 0. The lower limit corrects this, as the area is 0.
     new_height, new_width = round(height / factor) * factor, round(width / factor) * factor
     if rounded * new_height * new_width > most:
         beta = math.sqrt(area / most)

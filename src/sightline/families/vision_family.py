@@ -1,4 +1,4 @@
-"""Base classes for the torch-free halves of families: items, their checks, and positions.
+"""Base classes for the torch-free halves of families, with positions and slot checks.
 
 Pixels stay uint8 until they are used.
 """
@@ -42,7 +42,7 @@ class VisionFamily(Family, Generic[Settings]):
         self.merge = settings.merge
 
     def __reduce__(self) -> tuple[Any, ...]:
-        # Another process gets its own copy, with empty caches.
+        # Another process gets a copy with empty caches.
         return type(self), (self._settings, self.slot_token_ids, self.packing)
 
     def describe_tokens(self) -> str:
@@ -58,7 +58,7 @@ class VisionFamily(Family, Generic[Settings]):
     def positions(
         self, num_tokens: int, slots: Sequence[Slot], start: int = 0
     ) -> tuple[np.ndarray, int]:
-        """Return positions on one axis, where visual tokens count like text tokens."""
+        """Return positions on one axis. Visual tokens count like text tokens."""
         check_slots_fit(slots, self.merge, num_tokens)
         return compute_text_positions(num_tokens, start)
 
@@ -68,18 +68,18 @@ class PixelFamily(VisionFamily[Settings]):
 
     @cached_property
     def table(self) -> np.ndarray:
-        """float32 (256, 3): the normalized value of each uint8 value, by channel."""
+        """The normalized value of each uint8 value by channel, as float32 (256, 3)."""
         table = self.compute_table()
         table.setflags(write=False)
         return table
 
     @abstractmethod
     def compute_table(self) -> np.ndarray:
-        """Return the `table`, rounded as transformers rounds."""
+        """Compute `table` with the same rounding as transformers."""
 
     @abstractmethod
     def shape_rows(self, values: np.ndarray) -> np.ndarray:
-        """Return (patches, 3, patch*patch) values in the shape that the tower takes."""
+        """Reshape (patches, 3, patch*patch) values to the tower's input shape."""
 
     def rows(self, patches: np.ndarray) -> np.ndarray:
         """Return the normalized float32 rows of uint8 patches."""
@@ -91,7 +91,7 @@ def _refuse_media(*_: object) -> NoReturn:
     raise FamilyError("the checkpoint has no vision tower", "use a vision-language checkpoint")
 
 
-_refuse_images: Any = _refuse_media  # without a type, to override any method
+_refuse_images: Any = _refuse_media  # untyped, to override any method
 
 
 class TextOnlyFamily(Family):
@@ -132,7 +132,7 @@ class TextOnlyFamily(Family):
 
 
 def compute_text_positions(num_tokens: int, start: int) -> tuple[np.ndarray, int]:
-    """Return int32 positions (1, num_tokens) from `start` on, and the next position."""
+    """Return int32 positions (1, num_tokens) from `start`, and the next position."""
     return np.arange(start, start + num_tokens, dtype=np.int32)[None], start + num_tokens
 
 
@@ -143,13 +143,13 @@ def compute_mrope_positions(
     start: int = 0,
     tokens_per_second: int = 0,
 ) -> tuple[np.ndarray, int]:
-    """Return int32 MRoPE positions (3, num_tokens) from `start` on, and the next position.
+    """Return int32 MRoPE positions (3, num_tokens) from `start`, and the next position.
 
-    Text advances time, height and width by one. An image starts at the current position on all
-    three axes, its tokens take their places in the merged grid, and the text continues after the
-    longer side of that grid. A video step is placed like an image. With `tokens_per_second`, all
-    steps of a video start where its first step does, shifted along time by their own time, and the
-    text continues after the largest position.
+    Each text token advances time, height and width by one. An image starts at the current position
+    on all three axes. Its tokens are placed by the merged grid, and the text continues after the
+    grid's longer side. A video step is placed like an image. With `tokens_per_second`, all steps of
+    a video start at the position of the first step, plus their own time on the time axis. The text
+    then continues after the largest position.
     """
     placed = np.empty((3, num_tokens), dtype=np.int32)
     done, position, begin, last = 0, start, start, -1
@@ -168,7 +168,7 @@ def compute_mrope_positions(
                 "keep the steps of a video together and in order",
             )
         begin, last = begin if number > 0 else position, number
-        # In float32, as torch has it.
+        # In float32, like torch.
         later = 0
         if step is not None:
             later = int(np.float32(number) * (np.float32(step.seconds) * tokens_per_second))
@@ -185,13 +185,13 @@ def compute_mrope_positions(
 
 
 def check_slots_fit(slots: Sequence[Slot], merge: int, num_tokens: int) -> None:
-    """Raise unless slots fill their grids, are in order and fit into the tokens."""
+    """Raise Misaligned unless slots fill their grids, are in order and fit into the tokens."""
     lengths = [math.prod(slot.item.grid) // merge**2 for slot in slots]
     check_slots_order(slots, lengths, num_tokens)
 
 
 def check_slots_order(slots: Sequence[Slot], lengths: Sequence[int], num_tokens: int) -> None:
-    """Raise unless slots have these lengths, are in order and fit into the tokens."""
+    """Raise Misaligned unless slots have these lengths, are in order and fit into the tokens."""
     done = 0
     for slot, length in zip(slots, lengths, strict=True):
         if slot.length != length:
@@ -213,12 +213,12 @@ def fit_image(
 ) -> Image.Image:
     """Return the image as RGB, resized to `size` and padded with black to `padded`.
 
-    Padding is at the right and at the bottom. Other modes are converted as transformers converts
-    them, which drops alpha.
+    Padding is added at the right and at the bottom. Other modes are converted like in transformers,
+    which drops alpha.
     """
     if image.mode != "RGB":
         image = image.convert("RGB")
     if image.size != size:
         image = image.resize(size, resample)
-    # A crop is black outside the image.
+    # A crop fills the area outside the image with black.
     return image if image.size == padded else image.crop((0, 0, *padded))

@@ -1,7 +1,7 @@
-"""Messages and parts, in which environments and models talk.
+"""Messages and their parts, exchanged between environments and models.
 
-A message is an OpenAI-shaped dict or a struct of `parts`. `to_message` converts dicts to structs
-once, where messages come in, and images and videos to refs. All later code sees structs only.
+A message is an OpenAI-style dict or a struct from `parts`. `to_message` converts dicts to structs,
+and images and videos to refs, when messages are received. All later code uses only structs.
 """
 
 from sightline.message.parts import (

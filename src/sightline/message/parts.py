@@ -1,4 +1,4 @@
-"""Structs of messages and their parts, functions that build them, and replacement of images by
+"""Structs for messages and their parts, functions that build them, and replacement of images by
 refs."""
 
 from __future__ import annotations
@@ -36,18 +36,18 @@ class VideoFrame(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
     ref: MediaRef
     seconds: float
-    """Time at which it is shown, from the start of the video."""
+    """The frame's time from the start of the video."""
 
 
 class VideoPart(
     msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=True, tag="video"
 ):
-    """A video: a file, or images with their times. `video` builds one."""
+    """A video file, or a list of images with times. Use `video` to build one."""
 
     ref: MediaRef | None = None
     """The file's ref. Until the message is sent, it may be the file itself."""
     frames: tuple[VideoFrame, ...] = ()
-    """Images of one size, if there is no file."""
+    """Images of equal size, if there is no file."""
 
     def __post_init__(self) -> None:
         if (self.ref is None) == (not self.frames):
@@ -72,7 +72,7 @@ _FIX_VIDEO = "pass a video file, or images with their times: video([(image, 0.0)
 class ToolCall(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     name: str
     arguments: str
-    """JSON text, exactly as the model wrote it."""
+    """The arguments as JSON text, exactly as the model wrote them."""
     id: str = ""
 
 
@@ -81,14 +81,14 @@ class Message(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_defa
 
     role: Role
     content: tuple[Part, ...] = ()
-    """Parts as received. Texts are not joined here: some chat formats trim each text, and some
-    treat an empty text differently from none."""
+    """The parts as received. Texts are not joined, because some chat formats trim each text, and
+    some distinguish an empty text from no text."""
     reasoning: str | None = None
-    """None differs from empty: with None, a chat format may look for reasoning in the content."""
+    """None differs from empty: with None, a chat format may search the content for reasoning."""
     tool_calls: tuple[ToolCall, ...] = ()
     tool_call_id: str | None = None
     name: str | None = None
-    """Name of the speaker; chat formats without names leave it out, as their templates do."""
+    """The speaker's name. Chat formats whose templates have no names omit it."""
 
     def __repr__(self) -> str:
         parts: list[Any] = []
@@ -101,7 +101,7 @@ class Message(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_defa
 
     @property
     def text(self) -> str:
-        """All texts of the message, without images and videos."""
+        """The texts of the message, without images and videos."""
         return "".join(part.text for part in self.content if isinstance(part, TextPart))
 
     @property
@@ -114,7 +114,7 @@ class Message(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_defa
 
     @property
     def refs(self) -> tuple[MediaRef, ...]:
-        """Refs of all images, video files and video frames, in order."""
+        """The refs of all images, video files and video frames, in order."""
         media_parts = (part for part in self.content if not isinstance(part, TextPart))
         return tuple(
             ref for p in media_parts for ref in (p.refs if isinstance(p, VideoPart) else (p.ref,))
@@ -122,7 +122,7 @@ class Message(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_defa
 
     @property
     def digest(self) -> str:
-        """Digest of the message; equal messages have equal digests in every process."""
+        """The digest of the message. Equal messages have equal digests in every process."""
         return hashlib.blake2b(_encoder.encode(self), digest_size=16).hexdigest()
 
 
@@ -130,9 +130,9 @@ class AssistantMessage(Message, frozen=True, forbid_unknown_fields=True, omit_de
     """A parsed completion."""
 
     stopped: bool = True
-    """False when the completion was cut off before a stop token."""
+    """False if the completion was truncated before a stop token."""
     malformed_calls: tuple[str, ...] = ()
-    """Raw text of what was meant as a tool call and is none; it stands in the content too."""
+    """The raw text of malformed tool calls. The content also contains it."""
 
     def as_message(self) -> Message:
         return Message(
@@ -154,9 +154,9 @@ def text(content: str) -> tuple[Part, ...]:
 def user(*parts: str | MediaRef | VideoPart | Image | bytes | Path) -> Message:
     """Return a user message with texts, images and videos, in order.
 
-    An image is a ref, a PIL image, bytes or a `pathlib.Path`, which the chat puts into the store
-    when it sends the message. A str is always text, even if a file has that name. A video file may
-    be passed directly; use `video` for frames with times.
+    An image is a ref, a PIL image, bytes or a `pathlib.Path`. The chat puts it into the store when
+    it sends the message. A str is always text, even if a file has that name. A video file may be
+    passed directly. Use `video` for frames with times.
     """
     for i, part in enumerate(parts):
         if not isinstance(part, str | MediaRef | VideoPart) and not is_image_source(part):
@@ -189,7 +189,7 @@ def assistant(content: str, reasoning: str | None = None) -> Message:
 
 
 def build_part(part: Any) -> Part:
-    """Return the part for a text, a ref, or an image that has no ref yet."""
+    """Return the part for a text, a ref, or an image without a ref."""
     if isinstance(part, VideoPart):
         return part
     if isinstance(part, str):
@@ -198,7 +198,7 @@ def build_part(part: Any) -> Part:
 
 
 def put_images(value: Any, put: Callable[[Any], MediaRef]) -> Any:
-    """Return messages (structs or dicts) with refs in place of images, which `put` stores."""
+    """Return messages (structs or dicts) with images replaced by refs. `put` stores an image."""
     if isinstance(value, dict):
         return {key: put_images(inner, put) for key, inner in value.items()}
     if isinstance(value, list | tuple):

@@ -1,4 +1,4 @@
-"""Convert OpenAI-shaped dicts to messages, and parts to OpenAI's format.
+"""Convert OpenAI-style dicts to messages, and parts to OpenAI's format.
 
 Unknown keys and types are refused with their JSON path."""
 
@@ -32,7 +32,7 @@ _TYPE_KEYS = ("media_type", "mime_type", "mimeType")
 
 
 class ImageResolver(Protocol):
-    """Turns the URL of an image into a ref; `media.ImageIngestor` implements it."""
+    """The interface for converting image URLs to refs. `media.ImageIngestor` implements it."""
 
     def resolve(self, url: str, path: str) -> MediaRef: ...
 
@@ -45,7 +45,7 @@ def check_message_list(messages: object, path: str) -> None:
 def to_messages(
     messages: Sequence[Message | dict[str, Any]], resolver: ImageResolver
 ) -> list[Message]:
-    """Convert `messages`; the path of an error starts at `messages[i]`."""
+    """Convert `messages`. Paths in errors start at `messages[i]`."""
     check_message_list(messages, "messages")
     return [to_message(m, resolver, f"messages[{i}]") for i, m in enumerate(messages)]
 
@@ -145,7 +145,7 @@ def _read_part(part: Any, resolver: ImageResolver, path: str) -> Part:
     if isinstance(part, (str, MediaRef)):
         return build_part(part)
     _check_type(part, dict, path, "pass a dict with a type")
-    # Only the type decides: some programs write the keys of every kind of part.
+    # Only check the type, because some programs write the keys of every kind of part.
     kind = part.get("type")
     if kind in TEXT_KINDS:
         if not isinstance(part.get("text"), str):
@@ -165,7 +165,7 @@ def _read_part(part: Any, resolver: ImageResolver, path: str) -> Part:
 
 
 def _read_video(part: dict[str, Any], resolver: ImageResolver, path: str) -> VideoPart:
-    """Read a video: the URL or ref of a file, or `frames`, each an image with `seconds`."""
+    """Read a video: the URL or ref of a file, or `frames` with an image and `seconds` each."""
     if part.get("frames") is None:
         source, where = get_image_source(part, path, "video")
         ref = source if isinstance(source, MediaRef) else resolver.resolve(source, where)
@@ -190,10 +190,10 @@ def _read_video(part: dict[str, Any], resolver: ImageResolver, path: str) -> Vid
 def get_image_source(
     part: dict[str, Any], path: str, what: str = "image"
 ) -> tuple[str | MediaRef, str]:
-    """Return the URL or ref of an image or video part, with its path in the part.
+    """Return the URL or ref of an image or video part, and its path.
 
     A URL may be under `image_url`, `image`, `video_url`, `video` or `url`, as a string or in an
-    object. Bare base64 may be under `data` next to its type, or in the object `source`.
+    object. Raw base64 may be under `data` next to its type, or in the object `source`.
     """
     key = next((key for key in _SOURCE_KEYS if part.get(key) is not None), f"{what}_url")
     source, where = part.get(key), f"{path}.{key}"
@@ -212,7 +212,7 @@ def get_image_source(
 
 
 def to_openai_part(part: Part, url_of: Callable[[MediaRef], str]) -> dict[str, Any]:
-    """Convert a part to OpenAI's format; `url_of` returns the URL of a ref."""
+    """Convert a part to OpenAI's format. `url_of` returns the URL of a ref."""
     if isinstance(part, TextPart):
         return {"type": "text", "text": part.text}
     if isinstance(part, ImagePart):

@@ -1,7 +1,7 @@
-"""Messages to tokens and back.
+"""Conversion of messages to tokens and back.
 
-The rest of the system knows `Renderer`. `families/*/render.py` implement it with the `Emitter` and
-the `Tokenizer` of this folder, which imports neither torch nor transformers.
+`Renderer` is the public interface. `families/*/render.py` implement it with this folder's `Emitter`
+and `Tokenizer`. This folder imports neither torch nor transformers.
 """
 
 from sightline.render.emitter import Emitter

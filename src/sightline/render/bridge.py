@@ -1,7 +1,7 @@
-"""The reasons for which new messages cannot be appended to a prompt and its completion.
+"""Reasons to refuse appending new messages to a prompt and its completion.
 
 They are the same for all families, counted in metrics and listed in docs/chat_formats.md. Chat
-formats add two more by hooks of `families.renderer`: stop_in_reasoning and history_rewritten.
+formats add two more through hooks in `families.renderer`: stop_in_reasoning and history_rewritten.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ def find_bridge_refusal(
 ) -> str | None:
     """Return why messages of `roles` cannot follow these ids in any chat format, or None.
 
-    `header` opens the assistant's turn. Every prompt ends with it.
+    `header` is the ids that open the assistant's turn. Every prompt ends with them.
     """
     if not roles:
         return "no_new_messages"

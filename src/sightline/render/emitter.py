@@ -1,4 +1,4 @@
-"""Builds a `Rendered` piece by piece: text runs, special tokens, images."""
+"""Build a `Rendered` from texts, special tokens and images."""
 
 from __future__ import annotations
 
@@ -8,19 +8,19 @@ from sightline.render.tokenizer import Tokenizer
 from sightline.wire import MediaItem, Slot, Span
 
 MAX_OVERFLOW = 8
-"""The multiple of `max_model_len` at which emitting stops early."""
+"""Emitting stops early after this multiple of `max_model_len` tokens."""
 SHORTEN = "send less text, keep a window of the history, or raise [inference] max_model_len"
 
 
 class Emitter:
-    """Collects ids, slots and spans, starting at an absolute offset.
+    """A builder for ids, slots and spans, starting at an absolute offset.
 
-    Consecutive texts are tokenized as one, because BPE merges across the boundary between a role
-    header and the content, and templates write them as one string.
+    Consecutive texts are tokenized together. Templates write them as one string, and BPE merges
+    across the boundary between a role header and the content.
     """
 
     def __init__(self, tokenizer: Tokenizer, start: int = 0, max_model_len: int = 0) -> None:
-        """Text that cannot fit into `max_model_len` tokens is not tokenized. 0 is no limit."""
+        """Create an emitter. `max_model_len` limits the text to tokenize. 0 means no limit."""
         self._tokenizer = tokenizer
         self._max_model_len = max_model_len
         self._num_chars = 0
@@ -47,7 +47,7 @@ class Emitter:
         self._ids.extend(token_ids)
 
     def marked(self, text: str) -> None:
-        """Emit text of the chat format itself, in which added tokens become tokens.
+        """Emit text of the chat format itself. Added tokens in it become tokens.
 
         Never use it for a message's text.
         """
@@ -66,7 +66,7 @@ class Emitter:
         self._spans.append(Span(start, self.position))
 
     def begin_trained(self) -> None:
-        """Mark what follows as the assistant's own, without ending the current text.
+        """Start the assistant's own tokens, without ending the current text.
 
         A token across the boundary is not trained, because a sampler cannot produce it.
         """
@@ -86,7 +86,7 @@ class Emitter:
         return Bridged(self._ids, self._slots, self._spans)
 
     def _check_fits(self, run: str) -> None:
-        """Raise PromptTooLong for far too much text, before it is tokenized."""
+        """Raise PromptTooLong before tokenizing text that cannot fit."""
         most, tokenizer = self._max_model_len, self._tokenizer
         if not most:
             return

@@ -15,14 +15,14 @@ Tools = Sequence[dict[str, Any]]
 
 @dataclass(frozen=True, slots=True)
 class Rendered:
-    """A conversation as the model reads it. Ids are expanded: one pad per visual token."""
+    """A conversation as tokens. Images are expanded to one pad per visual token."""
 
     token_ids: list[int]
     slots: list[Slot]
     spans: list[Span]
-    """One per message. Together they cover the tokens up to the header of the next answer."""
+    """One span per message. Together they cover the tokens up to the next answer's header."""
     trained: list[Span]
-    """One per assistant message: the tokens that the assistant samples, with the stop token."""
+    """One span per assistant message: the tokens it samples, including the stop token."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,41 +31,41 @@ class Bridged:
 
     token_ids: list[int]
     slots: list[Slot]
-    """At absolute offsets, counted from the start of the prompt."""
+    """The slots, at absolute offsets from the start of the prompt."""
     spans: list[Span]
-    """One per new message, absolute. The first begins right after the completion and includes the
-    tokens that close its turn. The header of the next turn follows the last."""
+    """One span per new message, at absolute offsets. The first begins after the completion and
+    includes the tokens that close its turn. The last is followed by the next turn's header."""
 
 
 @dataclass(frozen=True, slots=True)
 class Refused:
-    """The existing tokens cannot be extended. Render the whole conversation again."""
+    """A refusal to extend the existing tokens. Render the whole conversation again."""
 
     reason: str
-    """A stable name such as `assistant_among_new`, counted in the metrics."""
+    """A stable name such as `assistant_among_new`, used in metrics."""
 
 
 class Renderer(Protocol):
     stop_token_ids: tuple[int, ...]
     pad_token_ids: tuple[int, ...]
     """Ids of media and of the marks around them, banned in sampling and in the trainer's softmax.
-    The first fills slots."""
+    The first id fills slots."""
     video_pad_id: int
-    """The id that fills slots of videos. -1 if videos are not shown."""
+    """The id that fills video slots. -1 if videos are not supported."""
     vocab_size: int
     max_model_len: int
-    """The maximum length of a prompt. Longer ones raise PromptTooLong before tokenizing. 0 is no
+    """The maximum prompt length. Longer prompts raise PromptTooLong before tokenizing. 0 means no
     limit."""
 
     def read_conversation(self, messages: Messages) -> list[Message]:
-        """Return a whole conversation in our form, with its images in the store.
+        """Convert a whole conversation to `Message` objects, with its images in the store.
 
         Raise MessageError for an empty list and for content that the chat format cannot express.
         """
         ...
 
     def read_messages(self, messages: Messages) -> list[Message]:
-        """Return a part of a conversation in our form, without checks of the whole."""
+        """Convert part of a conversation, without the checks for a whole conversation."""
         ...
 
     def render(
@@ -81,11 +81,11 @@ class Renderer(Protocol):
     ) -> Bridged | Refused: ...
 
     def parse(self, completion_ids: Sequence[int], tools: Tools | None = None) -> AssistantMessage:
-        """Parse a completion. `tools` are those of its prompt."""
+        """Parse a completion. `tools` are the prompt's tools."""
         ...
 
     def decode(self, token_ids: Sequence[int]) -> str:
-        """Return the text of ids, with special tokens, for people."""
+        """Return the human-readable text of ids, including special tokens."""
         ...
 
     def describe(self) -> list[str]:

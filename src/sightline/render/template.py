@@ -1,4 +1,4 @@
-"""A checkpoint's own chat template, rendered as transformers renders it, with jinja2 only."""
+"""Render a checkpoint's own chat template like transformers, using only jinja2."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ TemplateError = jinja2.TemplateError
 
 
 class ChatTemplate:
-    """A chat template in a sandbox."""
+    """A sandboxed chat template."""
 
     def __init__(self, source: str) -> None:
         environment = ImmutableSandboxedEnvironment(
@@ -30,7 +30,7 @@ class ChatTemplate:
 
     @classmethod
     def find(cls, path: Path) -> ChatTemplate | None:
-        """Load the template of a checkpoint folder; None if it has none."""
+        """Load the template of a checkpoint folder, or return None if it has none."""
         source = find_template_source(path)
         if source is None:
             return None

@@ -1,4 +1,4 @@
-"""A checkpoint's tokenizer, with the `tokenizers` library only."""
+"""Load and use a checkpoint's tokenizer, with only the `tokenizers` library."""
 
 from __future__ import annotations
 
@@ -15,14 +15,14 @@ from sightline.errors import FamilyError
 
 
 class Tokenizer:
-    """Encodes text without added tokens, and looks up added tokens by name.
+    """A tokenizer that encodes text without added tokens, and looks up added tokens by name.
 
-    A message's text may spell a special token. `encode` never produces that token; only `token_id`
-    does, which a renderer calls for the marks of its format.
+    A message's text may contain the name of a special token. `encode` never produces that token.
+    Renderers call `token_id` for the marks of their format.
     """
 
     def __init__(self, path: Path, description: str | None = None) -> None:
-        """Read tokenizer.json in `path`, or a `description` in its format."""
+        """Read tokenizer.json in `path`, or a `description` in the same format."""
         file = path / "tokenizer.json"
         if description is None and not file.is_file():
             raise FamilyError(f"{path} has no tokenizer.json", "copy it from the checkpoint")
@@ -30,7 +30,7 @@ class Tokenizer:
             description = file.read_text() if description is None else description
             self._full = tokenizers.Tokenizer.from_str(description)
             self._plain = _without_added_tokens(description)
-        except Exception as error:  # the library raises nothing narrower
+        except Exception as error:  # the library raises no specific type
             raise FamilyError(
                 f"{file} is broken: {error}", "copy it again from the checkpoint"
             ) from error
@@ -38,10 +38,10 @@ class Tokenizer:
         self._full.no_padding()
         self.vocab_size: int = self._full.get_vocab_size(with_added_tokens=True)
         self.max_token_chars: int = max(map(len, self._plain.get_vocab()), default=1)
-        """The length of the longest token, in bytes for byte-level tokenizers."""
+        """The length of the longest token in characters, or in bytes for byte-level tokenizers."""
         added = self._full.get_added_tokens_decoder()
         self.added_tokens: dict[str, int] = {token.content: i for i, token in added.items()}
-        """The ids of added tokens, by their spelling."""
+        """The ids of added tokens by name."""
         spellings = map(re.escape, sorted(self.added_tokens, key=len, reverse=True))
         self.added_pattern = re.compile("(" + "|".join(spellings) + ")")
 
@@ -49,7 +49,7 @@ class Tokenizer:
     def count_chars(text: str, most: int) -> int:
         """Return the length of `text` after Unicode normalization.
 
-        Four characters may compose into one, so longer texts are not normalized.
+        At most four characters compose into one, so text over 4 * `most` is not normalized.
         """
         if not most < len(text) <= 4 * most:
             return len(text)
@@ -61,16 +61,16 @@ class Tokenizer:
         return list(self._plain.encode(text, add_special_tokens=False).ids)
 
     def encode_marked(self, text: str) -> list[int]:
-        """Encode text with the added tokens that it spells. Never use it for a message's text."""
+        """Encode text including added tokens. Never use this for a message's text."""
         return list(self._full.encode(text, add_special_tokens=False).ids)
 
     def encode_with_starts(self, text: str) -> tuple[list[int], list[int]]:
-        """Return the ids of `text`, and the index of each one's first character."""
+        """Return the ids of `text`, and the index of each token's first character."""
         encoded = self._plain.encode(text, add_special_tokens=False)
         return list(encoded.ids), [start for start, _ in encoded.offsets]
 
     def encode_with_boundary(self, text: str, seam: int) -> tuple[list[int], int]:
-        """Return the ids of `text`, and how many of them contain a character before `seam`."""
+        """Return the ids of `text`, and the number of tokens with a character before `seam`."""
         encoded = self._plain.encode(text, add_special_tokens=False)
         ids = list(encoded.ids)
         for i, (start, stop) in enumerate(encoded.offsets):
@@ -96,7 +96,7 @@ class Tokenizer:
 
 
 def split_words(pattern: str) -> pre_tokenizers.PreTokenizer:
-    """Split text into the words of `pattern`, as bytes, before BPE."""
+    """Return a pre-tokenizer that splits text into the words of `pattern`, as bytes."""
     words = pre_tokenizers.Split(tokenizers.Regex(pattern), behavior="isolated")
     as_bytes = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
     return pre_tokenizers.Sequence([words, as_bytes])

@@ -1,7 +1,7 @@
-"""Traces as bytes and files. Writing is strict, and every older schema can be read.
+"""Encode traces as bytes and files. Writing is strict. Every older schema can be read.
 
-A file starts with a line that names its format. Then come the traces, each after its length in
-four bytes, most significant first.
+A file starts with a line that names its format. The traces follow. Each is preceded by its length
+as a four-byte big-endian integer.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ def encode_trace(trace: Trace) -> bytes:
 
 
 def decode_trace(data: bytes, what: str = "data") -> Trace:
-    """Return the trace in `data`; `what` names the data in errors."""
+    """Return the trace in `data`. `what` describes the data in errors."""
     try:
         schema = _heads.decode(data).schema
         if schema not in _readers:
@@ -55,7 +55,7 @@ def decode_trace(data: bytes, what: str = "data") -> Trace:
 
 
 def encode_traces(traces: Iterable[Trace]) -> bytes:
-    """Return the bytes of a file of traces."""
+    """Return the bytes of a trace file."""
     parts = [FILE_MAGIC]
     for trace in traces:
         data = encode_trace(trace)
@@ -64,7 +64,7 @@ def encode_traces(traces: Iterable[Trace]) -> bytes:
 
 
 def write_traces(path: Path | str, traces: Iterable[Trace]) -> None:
-    """Write all of `traces` to `path`, or leave it as it was."""
+    """Write `traces` to `path` atomically."""
     write_atomic(Path(path), encode_traces(traces))
 
 

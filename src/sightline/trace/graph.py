@@ -1,4 +1,4 @@
-"""The paths of a trace, and how it grows: only this module adds nodes, toolsets and forks.
+"""The graph of a trace. Only this module adds nodes, toolsets and forks.
 
 The indexes are derived from the nodes and never stored.
 """
@@ -18,17 +18,17 @@ from sightline.trace.node import NO_TOOLS, ROOT, Node, int32_array
 from sightline.wire import Slot
 
 MAX_CACHED_PATHS = 4
-"""Enough for a conversation and a few sub-agents; other paths are joined again."""
+"""Enough for a conversation and a few sub-agents. Other paths are rebuilt."""
 
 
 @dataclass(frozen=True, slots=True)
 class PathTokens:
-    """The whole path to a turn as lists, so that the next turn only appends to them."""
+    """The tokens of the path to a turn, as lists to which the next turn appends."""
 
     prompt_ids: list[int]
     completion_ids: list[int]
     slots: list[Slot]
-    """Slots at offsets from the start of the path."""
+    """The slots, at offsets from the start of the path."""
     pixel_digests: list[str | None]
     """The recorded digest of each slot."""
 
@@ -39,9 +39,9 @@ class TraceGraph(msgspec.Struct, kw_only=True, forbid_unknown_fields=True, dict=
     id: str
     nodes: list[Node] = []
     toolsets: list[str] = []
-    """The distinct lists of tools that turns were offered, as JSON."""
+    """The distinct tool lists of all turns, as JSON."""
     forks: dict[str, int] = {}
-    """The number of turns that did not continue the last one of their path, by reason."""
+    """The number of turns that did not continue the last turn of their path, by reason."""
 
     def __post_init__(self) -> None:
         self._children: dict[int, list[int]] = {}
@@ -61,7 +61,7 @@ class TraceGraph(msgspec.Struct, kw_only=True, forbid_unknown_fields=True, dict=
         self._index(node)
 
     def add_toolset(self, tools: str) -> int:
-        """Return the number of a toolset, and add it if it is new."""
+        """Return the index of a toolset. Add it if it is new."""
         if not tools:
             return NO_TOOLS
         if tools not in self.toolsets:
@@ -69,7 +69,7 @@ class TraceGraph(msgspec.Struct, kw_only=True, forbid_unknown_fields=True, dict=
         return self.toolsets.index(tools)
 
     def get_toolset(self, number: int) -> str:
-        """Return the tools that a turn was offered, as JSON; empty for none."""
+        """Return a turn's tools as JSON, or an empty string if it has none."""
         return "" if number == NO_TOOLS else self.toolsets[number]
 
     def count_fork(self, reason: str) -> None:
@@ -83,7 +83,7 @@ class TraceGraph(msgspec.Struct, kw_only=True, forbid_unknown_fields=True, dict=
         return self._children.get(node, ())
 
     def path(self, node: int) -> list[int]:
-        """Return the ids from the root to the node."""
+        """Return the node ids from the root to the node."""
         path = []
         while node != ROOT:
             path.append(node)
@@ -92,13 +92,13 @@ class TraceGraph(msgspec.Struct, kw_only=True, forbid_unknown_fields=True, dict=
         return path
 
     def branches(self) -> list[list[int]]:
-        """Return the paths from the root to every leaf, as node ids, in the order of the leaves."""
+        """Return the node ids from the root to every leaf, ordered by leaf."""
         return [self.path(node.id) for node in self.nodes if not self.children(node.id)]
 
     def split_turns(self, turns: Container[int]) -> Iterator[tuple[list[int], list[int]]]:
-        """Yield paths with the `turns` that they are the first to hold.
+        """Yield paths with the `turns` that no earlier path contains.
 
-        Branches come longest first, then by the id of their leaf. A path ends at its last new
+        Branches are ordered by length, longest first, then by leaf id. A path ends at its last new
         turn.
         """
         assigned = set[int]()
@@ -109,7 +109,7 @@ class TraceGraph(msgspec.Struct, kw_only=True, forbid_unknown_fields=True, dict=
                 yield path[: path.index(new_turns[-1]) + 1], new_turns
 
     def last_turn(self, node: int) -> int:
-        """Return the nearest node at or above `node` that was sampled."""
+        """Return the nearest sampled node at or above `node`."""
         while node != ROOT and not self.nodes[node].is_turn:
             node = self.nodes[node].parent
         return node
@@ -117,9 +117,9 @@ class TraceGraph(msgspec.Struct, kw_only=True, forbid_unknown_fields=True, dict=
     def match_rendered(
         self, history: Sequence[Message], rendered: Rendered
     ) -> tuple[int, int, int]:
-        """Follow `rendered` from the root while messages, tokens and slots are the same.
+        """Follow `rendered` from the root while messages, tokens and slots are equal.
 
-        Return the last equal node, and the numbers of messages and tokens up to its end.
+        Return the last equal node, and the number of messages and tokens up to its end.
         """
         stream = int32_array(rendered.token_ids).data
         node, offset, num_slots = ROOT, 0, 0
@@ -134,7 +134,7 @@ class TraceGraph(msgspec.Struct, kw_only=True, forbid_unknown_fields=True, dict=
             ]
             if not same:
                 return node, i, offset
-            # A turn that was cut off is a prefix of the same turn sampled to its end.
+            # A truncated turn is a prefix of the same turn sampled to its end.
             best = max(same, key=lambda child: (len(child.token_ids), child.id))
             node, offset = best.id, offset + len(best.token_ids)
             num_slots += len(best.slots)
@@ -143,7 +143,7 @@ class TraceGraph(msgspec.Struct, kw_only=True, forbid_unknown_fields=True, dict=
     def find_child(
         self, parent: int, message: Message, data: bytes, slots: Sequence[Slot]
     ) -> Node | None:
-        """Return the child of `parent` that holds this message with these tokens."""
+        """Return the child of `parent` with this message and these tokens."""
         wanted = (data, message, [slot.item for slot in slots])
         for child in (self.nodes[c] for c in self.children(parent)):
             if (child.token_ids.data, child.message, [s.item for s in child.slots]) == wanted:
@@ -151,7 +151,7 @@ class TraceGraph(msgspec.Struct, kw_only=True, forbid_unknown_fields=True, dict=
         return None
 
     def tokens(self, path: Sequence[int]) -> list[int]:
-        """Return the tokens of a path, one after another."""
+        """Return the concatenated tokens of a path."""
         parts = (self.nodes[node].token_ids.numpy().tolist() for node in path)
         return list(itertools.chain.from_iterable(parts))
 
@@ -180,7 +180,7 @@ class TraceGraph(msgspec.Struct, kw_only=True, forbid_unknown_fields=True, dict=
         )
 
     def cache_path_tokens(self, turn: int, path_tokens: PathTokens, replaces: int) -> None:
-        """Keep the lists of a new turn, and free those of the turn that it continues."""
+        """Cache the lists of a new turn, and free those of the turn that it continues."""
         self._cached_paths.pop(replaces, None)
         self._cached_paths[turn] = path_tokens
 

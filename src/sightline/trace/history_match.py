@@ -1,9 +1,9 @@
-"""Recognizes a turn of the trace when an agent sends it back in another form.
+"""Match turns of the trace that an agent sends back in a different form.
 
-Agents drop the reasoning, serialize the arguments of a call again, send null or parts for the
-content, use the call ids that they were given, or give the assistant a name. These are still what
-the model sampled, so the history continues from the sampled tokens. Any other difference is an
-edit, and forks.
+Agents may drop the reasoning, serialize a call's arguments again, send null or parts as content,
+use the call ids they received, or give the assistant a name. Such a message is still the sampled
+one, so the history continues from the sampled tokens. Any other difference is an edit and creates a
+fork.
 """
 
 from __future__ import annotations
@@ -21,21 +21,21 @@ _OTHER, _ALIKE, _SAME = range(3)
 
 class MatchedHistory(NamedTuple):
     node: int
-    """The deepest node whose path is a start of the history; the newest of several."""
+    """The deepest node whose path is a prefix of the history. The newest if there are several."""
     history: list[Message]
-    """The history, with the messages of that path as the trace holds them."""
+    """The history, with the trace's own messages for that path."""
 
 
 def make_call_id(node: int, number: int) -> str:
-    """Return the id of a call for an agent, if the model gave it none."""
+    """Return the call id to send to an agent if the model did not write one."""
     return f"call_{node}_{number}"
 
 
 def match_history(graph: TraceGraph, history: Sequence[Message]) -> MatchedHistory:
-    """Find the start of `history` in the graph. Messages are compared, not hashed."""
+    """Find the longest prefix of `history` in the graph. Messages are compared, not hashed."""
     level = deepest = {ROOT: 0}
     for message in history:
-        # Among turns with the same message, prefer the one whose call ids come back.
+        # Among turns with the same message, prefer the one whose call ids were sent back.
         level = {
             child: score + likeness
             for node, score in level.items()
@@ -79,7 +79,7 @@ def _is_same_call(recorded: ToolCall, sent: ToolCall) -> bool:
 
 
 def _canonicalize(arguments: str) -> str:
-    """Return JSON with sorted keys and with 1.0 as 1, as JavaScript writes it."""
+    """Return JSON with sorted keys, and with 1.0 as 1 like in JavaScript."""
     return json.dumps(json.loads(arguments, parse_float=_read_number), sort_keys=True)
 
 

@@ -21,7 +21,7 @@ NO_TOOLS = -1
 
 
 def int32_array(values: Iterable[int]) -> Array:
-    """Return ids as an int32 array, several times faster than numpy."""
+    """Return ids as an int32 array. This is several times faster than numpy."""
     ids = array("i", values)
     return Array(dtype="int32", shape=(len(ids),), data=ids.tobytes())
 
@@ -32,19 +32,19 @@ def float32_array(values: Iterable[float]) -> Array:
 
 
 class PolicySpan(Span, frozen=True, forbid_unknown_fields=True, kw_only=True, omit_defaults=True):
-    """Tokens [start, stop), counted from a node's first sampled one, come from this policy."""
+    """The policy that sampled tokens [start, stop), relative to a node's first sampled token."""
 
     version: int
     epoch: int
     run: str = ""
-    """Id of the run that published it. This and `digest` are empty in older traces, and for
-    weights that belong to no run."""
+    """The id of the run that published the policy. This and `digest` are empty in older traces and
+    for weights without a run."""
     digest: str = ""
     """The first 16 hex digits of the weights' digest."""
 
     @classmethod
     def of(cls, span: VersionSpan) -> PolicySpan:
-        """Convert a span of the generate protocol, and parse its label."""
+        """Convert a span of the generate protocol and parse its label."""
         return cls(span.start, span.end, **parse_version_label(span.version)._asdict())
 
     @property
@@ -56,32 +56,32 @@ _NO_LOGPROBS = Array(dtype="float32", shape=(0,), data=b"")
 
 
 class Node(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=True):
-    """A message and its tokens. Concatenated from the root, they are what the engine saw.
+    """A message and its tokens. The tokens from the root to a node are exactly the engine's tokens.
 
-    Sampled tokens are a suffix. Tokens that close a truncated turn are not sampled, and start the
-    next node. The header of an assistant's turn is not sampled either, and starts the assistant's
-    own node.
+    Sampled tokens are a suffix. Tokens that close a truncated turn are not sampled and belong to
+    the next node. The header of an assistant's turn is not sampled and belongs to the assistant's
+    node.
     """
 
     id: int
     """The index of the node in the trace."""
     parent: int
-    """The id of the previous node, which is smaller; -1 for none."""
+    """The id of the previous node, which is smaller. -1 for the first message."""
     message: Message
     token_ids: Array
-    """int32, the ids of the message's tokens, including its marks."""
+    """The message's token ids, including its marks, as int32."""
     sampled_start: int
-    """The index of the first sampled token; the number of tokens if none was sampled."""
+    """The index of the first sampled token. Equals the number of tokens if none was sampled."""
     logprobs: Array = _NO_LOGPROBS
-    """float32: the logprob of each sampled token."""
+    """The logprob of each sampled token, as float32."""
     versions: tuple[PolicySpan, ...] = ()
-    """The policy versions that sampled; their spans tile the sampled tokens."""
+    """The policy versions of the sampled tokens. Their spans cover these tokens without gaps."""
     slots: tuple[Slot[MediaItem], ...] = ()
-    """The images that the message brought, at offsets from the start of the node."""
+    """The slots of the message's images, at offsets from the start of the node."""
     finish_reason: str = ""
-    """The engine's reason, such as stop or length; empty if nothing was sampled."""
+    """The engine's finish reason, such as stop or length. Empty if nothing was sampled."""
     tools: int = NO_TOOLS
-    """The number of the toolset that the turn was offered."""
+    """The index of the turn's toolset."""
 
     def __post_init__(self) -> None:
         num_tokens, num_sampled = len(self.token_ids), self.num_sampled
@@ -98,7 +98,7 @@ class Node(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_default
                 "a node has both or neither",
             )
         check_policy_spans(self.versions, num_sampled, f"node {self.id}")
-        # An image belongs to one message, and is never sampled.
+        # An image belongs to one message and is never sampled.
         check_slots(self.slots, self.sampled_start, f"node {self.id}: slots")
 
     @property
@@ -112,7 +112,7 @@ class Node(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_default
 
 
 def check_policy_spans(versions: Sequence[PolicySpan], num_sampled: int, what: str) -> None:
-    """Raise unless the spans tile the sampled tokens."""
+    """Raise unless the spans cover the sampled tokens without gaps or overlaps."""
     starts, stops = [span.start for span in versions], [span.stop for span in versions]
     if [*starts, num_sampled] == [0, *stops] and all(map(operator.lt, starts, stops)):
         return

@@ -1,4 +1,4 @@
-"""Turns branches into samples. Each sampled node trains in exactly one of them."""
+"""Convert branches to samples. Each sampled node trains in exactly one sample."""
 
 from __future__ import annotations
 
@@ -20,9 +20,9 @@ def flatten(
 ) -> list[Sample]:
     """Return samples of `trace` that train every turn once.
 
-    `get_advantage` returns the advantage of a turn, or None to leave the turn out of training, as
-    context. Without it every turn trains, and the trainer's algorithm computes the advantages. A
-    node trains in the first of `Trace.split_turns` that holds it and is context in the others.
+    `get_advantage` returns the advantage of a turn, or None to use the turn as context. Without it,
+    every turn trains, and the trainer's algorithm computes the advantages. A node trains in the
+    first path of `Trace.split_turns` that contains it, and is context in the others.
     """
     advantage_of: dict[int, float | None] = {}
     for node in trace.turns:
@@ -49,7 +49,7 @@ def _build_sample(
     items, slots = dict[ItemKey, tuple[int, MediaItem]](), list[Slot[int]]()
     for node in (trace.nodes[n] for n in path):
         for slot in node.slots:
-            # The parts of an item's key: hashing them would add nothing.
+            # The parts of an item's key. Hashing them is unnecessary.
             key = (slot.item.ref.digest, slot.item.fingerprint, slot.item.step)
             place, _ = items.setdefault(key, (len(items), slot.item))
             slots.append(Slot(start + slot.offset, slot.length, place, slot.pixel_digest))

@@ -23,38 +23,38 @@ from sightline.trace.turn import BranchPoint, Turn
 
 TRACE_SCHEMA = 1
 TOOLS_CHANGED = "tools_changed"
-"""The turn offers other tools than the turn that it continues."""
+"""The turn has different tools than the turn it continues."""
 
 
 class Trace(TraceGraph, kw_only=True, forbid_unknown_fields=True):
-    """One rollout: its nodes, its reward and how it ended."""
+    """The record of one rollout: its nodes, reward and outcome."""
 
     group_id: str = ""
     env: str = ""
     task: int = 0
-    """Index of the task in its environment and split."""
+    """The index of the task in its environment and split."""
     split: str = "train"
     seed: int = 0
     reward: float | None = None
     rewards: dict[str, float] = {}
     """The named components of the reward."""
     per_turn: list[float] | None = None
-    """The reward of each committed turn, in order; None if the environment gives none."""
+    """The reward of each committed turn, in order. None if the environment has no turn rewards."""
     temperature: float = 1.0
     truncated: bool = False
-    """Whether a limit ended the rollout, and not its environment."""
+    """Whether a limit ended the rollout, instead of its environment."""
     limit: str = ""
-    """The limit, in words."""
+    """A description of the limit."""
     error: str = ""
-    """Why the rollout failed; empty if it did not."""
+    """Why the rollout failed. Empty if it did not fail."""
     error_kind: str = ""
-    """A stable name of the failure: a class of error, or the type in a server's answer."""
+    """A stable name for the failure: an error class, or the type in a server's response."""
     refused_requests: list[str] = msgspec.field(default_factory=list, name="door_errors")
-    """Refused requests of the rollout's agent."""
+    """The refused requests of the rollout's agent."""
     started: float = 0.0
-    """When the rollout began, in seconds since 1970."""
+    """The start time, in seconds since 1970."""
     ended: float = 0.0
-    """When the rollout ended, in seconds since 1970."""
+    """The end time, in seconds since 1970."""
     schema: int = TRACE_SCHEMA
 
     def __post_init__(self) -> None:
@@ -70,7 +70,7 @@ class Trace(TraceGraph, kw_only=True, forbid_unknown_fields=True):
         )
 
     def check(self) -> None:
-        """Raise Misaligned if nodes or rewards do not line up."""
+        """Raise Misaligned if nodes or rewards are inconsistent."""
         num_turns = 0
         for i, node in enumerate(self.nodes):
             if node.id != i or not ROOT <= node.parent < i:
@@ -91,7 +91,7 @@ class Trace(TraceGraph, kw_only=True, forbid_unknown_fields=True):
             )
 
     def prepare(self, messages: Messages, renderer: Renderer, tools: Tools | None = None) -> Turn:
-        """Prepare the turn after a whole history, of which the trace may hold the start."""
+        """Prepare the turn after a whole history. The trace may already contain a prefix of it."""
         read = renderer.read_conversation(messages)
         node, history = match_history(self, read)
         last = self.last_turn(node)
@@ -101,7 +101,7 @@ class Trace(TraceGraph, kw_only=True, forbid_unknown_fields=True):
     def extend(
         self, leaf: int, new_messages: Messages, renderer: Renderer, tools: Tools | None = None
     ) -> Turn:
-        """Prepare the turn after `new_messages`, which follow node `leaf`, or the root for -1.
+        """Prepare the turn after `new_messages`, which follow node `leaf` (-1 for the root).
 
         Only the new messages are rendered.
         """
@@ -123,7 +123,7 @@ class Trace(TraceGraph, kw_only=True, forbid_unknown_fields=True):
         renderer: Renderer,
         tools: Tools | None,
     ) -> Turn:
-        """Prepare the turn with messages `new` after turn `last`; `history` is both, if known."""
+        """Prepare the turn with messages `new` after turn `last`. `history` is both, if known."""
         toolset = _encode_tools(tools) if tools else ""
         refused = ""
         if last != ROOT:
@@ -157,12 +157,12 @@ class Trace(TraceGraph, kw_only=True, forbid_unknown_fields=True):
 
     @property
     def turns(self) -> list[Node]:
-        """Return the nodes that the model sampled, in the order of their commits."""
+        """The sampled nodes, in commit order."""
         return [node for node in self.nodes if node.is_turn]
 
     @property
     def num_images_shown(self) -> int:
-        """Return the number of image slots; a node that several turns saw counts once."""
+        """The number of image slots. A node shared by several turns counts once."""
         return sum(len(node.slots) for node in self.nodes)
 
     @property
@@ -171,17 +171,17 @@ class Trace(TraceGraph, kw_only=True, forbid_unknown_fields=True):
 
     @property
     def num_tokens(self) -> int:
-        """Return the number of tokens of all nodes, each node once."""
+        """The number of tokens in all nodes. Each node counts once."""
         return sum(len(node.token_ids) for node in self.nodes)
 
     @property
     def policies(self) -> set[tuple[int, int]]:
-        """Return version and epoch of every policy that sampled a token."""
+        """The version and epoch of every policy that sampled a token."""
         return {(span.version, span.epoch) for node in self.nodes for span in node.versions}
 
     @property
     def oldest_version(self) -> int | None:
-        """Return the oldest version that sampled a token; None if nothing is sampled."""
+        """The oldest version that sampled a token. None if nothing was sampled."""
         return min((version for version, _ in self.policies), default=None)
 
     @property

@@ -1,4 +1,4 @@
-"""One model call: a prompt to send, and the commit of its answer."""
+"""One model call: its prompt, and the commit of its answer."""
 
 from __future__ import annotations
 
@@ -23,15 +23,15 @@ from sightline.wire import Slot, Span
 RESAMPLED = "resampled"
 """The same prompt was sampled again."""
 DIVERGED = "diverged"
-"""The messages leave a path that already continues in another way."""
+"""The messages diverge from a path that already continues differently."""
 
 
 @dataclass(frozen=True, slots=True)
 class BranchPoint:
-    """The place of a turn in the trace, and why it had to be rendered whole."""
+    """A turn's place in the trace, and the reason if it had to be rendered whole."""
 
     parent: int
-    """The node that the new ones follow."""
+    """The node that precedes the new nodes."""
     start: int
     """The number of prompt tokens on the path to the parent."""
     pixel_digests: list[str | None]
@@ -39,14 +39,14 @@ class BranchPoint:
     last_turn: int
     """The turn that the conversation continues."""
     refused: str = ""
-    """Why bridging was refused; empty if it was not refused, or not tried."""
+    """Why bridging was refused. Empty if it was not refused or not tried."""
 
 
 @dataclass(eq=False)
 class Turn:
     """A prepared model call. It changes nothing until `commit`, so a failed request is harmless.
 
-    `prompt_ids` and `slots` go to the engine. The trace shares them: do not change them.
+    Send `prompt_ids` and `slots` to the engine. Do not modify them, because the trace shares them.
     """
 
     _graph: TraceGraph
@@ -56,7 +56,7 @@ class Turn:
     slots: list[Slot]
     _new_messages: Sequence[Message]
     spans: InitVar[Sequence[Span]]
-    """The place of each new message in the prompt."""
+    """The span of each new message in the prompt."""
     _tools: str
 
     def __post_init__(self, spans: Sequence[Span]) -> None:
@@ -64,7 +64,7 @@ class Turn:
 
     @property
     def new_tokens(self) -> list[int]:
-        """Return the prompt's ids that the trace does not hold yet."""
+        """The prompt ids that are not in the trace yet."""
         return self.prompt_ids[self._branch_point.start :]
 
     def commit(
@@ -78,8 +78,8 @@ class Turn:
     ) -> Node:
         """Add the new messages and the model's answer to the trace. Return the answer's node.
 
-        `pixel_digests` has one entry per slot of the whole prompt, or is None if the engine
-        reports none. `message` is the parsed completion. Errors leave the trace unchanged.
+        `pixel_digests` has one entry per slot of the whole prompt. It is None if the engine does
+        not report digests. `message` is the parsed completion. Errors do not change the trace.
         """
         completion = list(completion_ids)
         self._check_completion(completion, logprobs, versions, finish_reason)
@@ -110,7 +110,7 @@ class Turn:
         return node
 
     def _build_message_nodes(self, digests: list[str | None]) -> tuple[int, list[Node]]:
-        """Return the last node that exists, and new nodes for the other messages.
+        """Return the last existing node, and new nodes for the remaining messages.
 
         Another turn with the same prompt may have been committed since this one was prepared.
         """
@@ -143,14 +143,14 @@ class Turn:
         return parent, new
 
     def _find_fork_reason(self, parent: int, resampled: bool) -> str:
-        """Return why the turn is a fork; empty if it continues its path."""
+        """Return why the turn is a fork, or an empty string if it continues its path."""
         siblings = self._graph.children(parent)
         if resampled and any(self._graph.nodes[node].is_turn for node in siblings):
             return RESAMPLED
         return DIVERGED if siblings else ""
 
     def _check_spans(self, spans: Sequence[Span]) -> list[int]:
-        """Return the ends of the new messages. Spans must tile the new tokens, slots included."""
+        """Return the ends of the new messages. Raise if spans do not fit the tokens and slots."""
         stops = [span.stop for span in spans]
         ends = [self._branch_point.start, *stops]
         if (
@@ -194,7 +194,7 @@ class Turn:
             )
 
     def _check_digests(self, given: Sequence[str | None] | None) -> list[str | None]:
-        """Return one digest per slot. Old slots keep the digest that was recorded first."""
+        """Return one digest per slot. Slots already in the trace keep their recorded digest."""
         digests: list[str | None] = [None] * len(self.slots) if given is None else list(given)
         if len(digests) != len(self.slots):
             raise Misaligned(

@@ -2,12 +2,12 @@
 
 At the first load, `probe` runs trials on the checkpoint's own processor, chat template and model
 code, in a process that has transformers. It writes its `findings` into the folder, or refuses the
-checkpoint with the trial that failed. `image_tokens` chooses one of the rules in `layout` by which
-an image size becomes tokens. `vision` is the family, `render` the renderer, and `processor` and
-`forward` import transformers. This file does not.
+checkpoint and names the trial that failed. `image_tokens` chooses the rule in `layout` that maps
+image sizes to tokens. `vision` defines the family and `render` the renderer. `processor`, `forward`
+and the probe import transformers. This file does not.
 
-The probe runs again when a file of the folder or the installed transformers has changed, or
-torchvision where it makes the pixels. If the folder is read-only, each process probes for itself.
+The probe runs again when a checkpoint file or the transformers version changes. The same applies to
+torchvision if it processes the images. If the folder is read-only, every process runs the probe.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ from sightline.families.anyvlm.vision import AnyVLMFamily
 __all__ = ["claims", "load_family", "load_renderer"]
 
 IS_FALLBACK = True
-"""It is used only if no other family claims a checkpoint."""
+"""Use this family only if no other family claims a checkpoint."""
 TIMEOUT_S = 600
 
 
@@ -54,7 +54,7 @@ def load_family(path: Path, overrides: dict[str, int]) -> AnyVLMFamily:
 
 
 def load_findings(path: Path) -> Findings:
-    """Return the findings in the folder, or those of a new probe."""
+    """Return the findings stored in the folder, or run a new probe."""
     names = ["tokenizer.json"]
     file = path / "processor_config.json"
     if not (file.is_file() and b'"image_processor"' in file.read_bytes()):
@@ -80,7 +80,7 @@ def load_findings(path: Path) -> Findings:
 
 
 def _probe(path: Path) -> Findings:
-    """Run the probe, and write its findings into the folder if that is possible."""
+    """Run the probe, and write its findings into the folder if possible."""
     if "transformers" in sys.modules:
         from sightline.families.anyvlm.probe import run_trials
 
@@ -97,7 +97,7 @@ def _probe(path: Path) -> Findings:
 
 
 def _probe_in_process(path: Path) -> ProbeAnswer:
-    """Run the probe in a process that imports torch and transformers, unlike this one."""
+    """Run the probe in a subprocess, which imports torch and transformers."""
     words = [sys.executable, "-m", "sightline.families.anyvlm.probe", str(path)]
     try:
         done = subprocess.run(words, capture_output=True, text=True, timeout=TIMEOUT_S)

@@ -1,8 +1,8 @@
-"""The forms of answers in a chat template: tool calls and reasoning, each between added tokens.
+"""Detect and parse a chat template's format for tool calls and reasoning.
 
-Trials render a known call and a known reasoning. If the template writes the call as JSON, and the
-reasoning first in the turn, and added tokens around them, sampled answers can be parsed. Other
-forms are refused with what the template wrote.
+Trials render a known call and known reasoning. Sampled answers can be parsed if the template writes
+the call as JSON, puts the reasoning first in the turn, and encloses both in added tokens. Other
+formats are refused, and the error quotes the template's output.
 """
 
 from __future__ import annotations
@@ -38,19 +38,19 @@ TRIED_THOUGHT = assistant("b", reasoning="r")
 
 @dataclass(frozen=True)
 class CallFormat:
-    """The form of a call: `opening`, a JSON object, `closing`."""
+    """The format of a tool call: `opening`, a JSON object, `closing`."""
 
     opening: str
     closing: str
     lead: str
     """The whitespace between the content and the first call."""
     arguments: str
-    """The key of a call's arguments."""
+    """The JSON key of the call's arguments."""
     tokenizer: Tokenizer
 
     @classmethod
     def find(cls, written: str, tokenizer: Tokenizer) -> CallFormat | None:
-        """Derive the format from what a template wrote for the known call, or return None."""
+        """Derive the format from the template's output for the known call, or return None."""
         start = written.find("{")
         try:
             call, end = json.JSONDecoder().raw_decode(written, start)
@@ -65,9 +65,9 @@ class CallFormat:
         return cls(opening, closing, written[: written.find(opening)], keys[0], tokenizer)
 
     def parse(self, ids: list[int], prefix: str) -> ParsedCompletion:
-        """Parse the ids of a completion, of which `prefix` is not part of the content.
+        """Parse a completion's ids, and strip `prefix` from the content.
 
-        If a call is malformed, all of them stay text.
+        If any call is malformed, all calls stay in the text.
         """
         decode, added = self.tokenizer.decode, self.tokenizer.added_tokens
         marks = (added[self.opening], added[self.closing])
@@ -90,20 +90,20 @@ class CallFormat:
 
 
 BlockKind = Literal["none", "empty", "full", "stray"]
-"""The reasoning of a completion. "stray" is a mark in another place than at the start."""
+"""The kind of reasoning in a completion. "stray" is a reasoning mark that is not at the start."""
 Answer = tuple[BlockKind, str, Message]
-"""The kind of a completion, its text as sampled, and the message that it means."""
+"""A completion's reasoning kind, its sampled text, and the message it parses to."""
 
 
 @dataclass(frozen=True)
 class ReasoningFormat:
-    """The form of reasoning: `opening`, the reasoning, `closing`, the content."""
+    """The format of reasoning: `opening`, the reasoning, `closing`, the content."""
 
     opening: str
-    """Empty if the prompt opens it already."""
+    """Empty if the prompt already opens the reasoning."""
     closing: str
     opening_mark: str
-    """The added token in `opening`; empty for none."""
+    """The added token in `opening`. Empty if there is none."""
     closing_mark: str
     tokenizer: Tokenizer
 
@@ -120,8 +120,8 @@ class ReasoningFormat:
         return self.tokenizer.added_tokens.get(self.opening_mark, -1)
 
     def split(self, ids: list[int], prefix: str) -> tuple[str, str, list[int]]:
-        """Return the reasoning of a completion, the text between it and the content, and the ids
-        of both. `prefix` is what the template writes before an answer without reasoning."""
+        """Return a completion's reasoning, the text between it and the content, and the other ids.
+        `prefix` is the text that the template writes before an answer without reasoning."""
         reasoning, rest = self._split(ids)
         if reasoning is None:
             return "", "" if self.closing_mark in prefix else prefix, ids
@@ -138,13 +138,13 @@ class ReasoningFormat:
         return self._split(ids)[0] is not None and self.closing_id not in ids
 
     def find_end(self, ids: list[int]) -> str:
-        """Return the text that ends reasoning that was cut off."""
+        """Return the text that closes truncated reasoning."""
         before = self.closing.partition(self.closing_mark)[0]
         is_written = self.tokenizer.decode(ids).endswith(before)
         return self.closing.removeprefix(before if is_written else "")
 
     def list_answers(self, prefix: str) -> list[Answer]:
-        """Return completions of every kind. `prefix` is as in `split`."""
+        """Return an example answer of each kind. `prefix` is the same as in `split`."""
         is_block = self.closing_mark in prefix
         empty = prefix if is_block else self.opening + self.closing
         answers: list[Answer] = [
@@ -158,5 +158,5 @@ class ReasoningFormat:
         return answers
 
     def cut_content(self, content: str) -> str:
-        """Return what templates keep of a content after they removed reasoning from it."""
+        """Return the content after templates have removed its reasoning."""
         return content.rpartition(self.closing_mark)[2].lstrip("\n")

@@ -1,4 +1,4 @@
-"""Compose conversations with the checkpoint's chat template, and locate messages in the text."""
+"""Render conversations with the checkpoint's chat template, and locate messages in the text."""
 
 from __future__ import annotations
 
@@ -23,26 +23,26 @@ from sightline.render.protocol import Tools
 from sightline.wire import Slot, Span
 
 _MARK = "\ue000"
-"""The character around the number that stands for a text."""
+"""The delimiter of the numbers that replace texts."""
 _NUMBER = re.compile(f"{_MARK}(\\d+){_MARK}")
 FORMS: tuple[Callable[[str], str], ...] = (
     str, str.strip, lambda text: text.strip("\n"), lambda text: text.lstrip("\n"),
 )  # fmt: skip
-"""The ways in which templates change texts."""
+"""The changes that templates may make to a text."""
 
 
 @dataclass
 class Composed:
-    """The text of a conversation, and where its parts are."""
+    """The rendered text of a conversation, and the positions of its parts."""
 
     text: str
-    """The whole text, with each image as the template writes it."""
+    """The whole text, with images as the template writes them."""
     pieces: list[tuple[str, bool]]
-    """Its parts in order, and whether the template wrote each of them itself."""
+    """The consecutive parts of `text`, and whether each is the template's own text."""
     ends: list[int]
     """The end of each message in `text`."""
     answers: list[tuple[int, int]]
-    """The start and end of each answer, without its header and the token that ends its turn."""
+    """The start and end of each answer, without its header and end-of-turn token."""
 
 
 @dataclass
@@ -52,7 +52,7 @@ class TokenRun:
     tokenizer: Tokenizer
     max_model_len: int
     offset: int
-    """The number of tokens before these."""
+    """The number of tokens before this run."""
     ids: list[int] = field(default_factory=list)
     starts: list[int] = field(default_factory=list)
     slots: list[Slot] = field(default_factory=list)
@@ -85,31 +85,31 @@ class TokenRun:
             )
         ids, starts = self.tokenizer.encode_with_starts(text)
         self.ids += ids
-        # A normalizer may change the length: starts after the end belong to the last character.
+        # A normalizer may lengthen the text. Clamp such starts to the last character.
         starts_in_text = (places[min(start, len(places) - 1)] for start in starts)
         self.starts += accumulate(starts_in_text, max)
 
     def find(self, place: int) -> int:
-        """Return the position of the first token that begins at `place` or later."""
+        """Return the position of the first token that starts at or after character `place`."""
         return self.offset + bisect_left(self.starts, place)
 
     def find_spans(self, start: int, ends: Sequence[int]) -> list[Span]:
-        """Return the spans of messages that end at these places, the first from token `start`."""
+        """Return the spans of messages that end at `ends`. The first starts at token `start`."""
         return [Span(a, b) for a, b in pairwise([start, *map(self.find, ends)])]
 
 
 class TemplateComposer(MessageRenderer):
-    """A renderer whose text is written by a template."""
+    """A renderer that writes text with a chat template."""
 
     _template: ChatTemplate
     _findings: Findings
     _part_roles: frozenset[str]
-    """The roles whose contents are passed as parts. Other contents without images are passed as
-    strings, which some templates require."""
+    """The roles whose content is passed as a list of parts. Other roles pass content without images
+    as a string, which some templates require."""
     _header_text: str = ""
     """The text that opens an answer."""
     _answer_prefix: str = ""
-    """The text between `_header_text` and an answer in a history."""
+    """The text between `_header_text` and the content of an earlier answer."""
     _closing: str
     """The text that ends an answer."""
     reasoning_format: ReasoningFormat | None = None
@@ -128,13 +128,13 @@ class TemplateComposer(MessageRenderer):
         return bool(message.images) or message.role in self._part_roles
 
     def drop_unwritten(self, message: Message) -> Message:
-        """Keep adjacent texts of a content in parts: the template decides how to join them."""
+        """Keep adjacent texts of a part list separate, because the template joins them."""
         reduced = super().drop_unwritten(message)
         keeps = len(message.content) > 1 and self._is_in_parts(message)
         return msgspec.structs.replace(reduced, content=message.content) if keeps else reduced
 
     def _form(self, message: Message, texts: Sequence[str]) -> dict[str, Any]:
-        """Return the message for the template, with `texts` in place of its own."""
+        """Return the message as a template argument, with its texts replaced by `texts`."""
         left = list(texts)
         thought = {"reasoning_content": left.pop(0)} if message.reasoning else {}
         content: str | list[dict[str, Any]] = left[0] if left else ""
@@ -148,7 +148,7 @@ class TemplateComposer(MessageRenderer):
         return {"role": message.role, "content": content, **thought, **form_calls(message)}
 
     def _write(self, messages: Sequence[Message], prompt: bool, tools: Tools | None) -> str:
-        """Return the text of messages, without locating them in it."""
+        """Return the rendered text of messages, without locating them in it."""
         return self._apply([self._form(m, list_texts(m)) for m in messages], prompt, tools)
 
     def _compose(
@@ -190,7 +190,7 @@ class TemplateComposer(MessageRenderer):
         for i, message in enumerate(messages):
             num_images += len(message.images)
             end = self._find_end(marked[: i + 1], tools, cut, edges)
-            if end is None:  # the end of its last text or image
+            if end is None:  # use the end of its last text or image
                 end = max([edges[2 * counts[i + 1]], *image_ends[:num_images]])
             ends.append(max(end, ends[-1]))
         del ends[0]
@@ -219,7 +219,7 @@ class TemplateComposer(MessageRenderer):
         return start - len(lead) * text.endswith(self._header_text + lead, 0, start)
 
     def _find_call(self, text: str, least: int, most: int, i: int) -> int:
-        """Return the start of an answer that consists of calls only."""
+        """Return the start of an answer that has only tool calls."""
         begin = text.find(self._header_text, least, most)
         if begin >= 0:
             return begin + len(self._header_text)
@@ -246,8 +246,8 @@ class TemplateComposer(MessageRenderer):
     ) -> int | None:
         """Return the end of the last of these messages, or None if it cannot be determined.
 
-        That is where the template stops without further messages, counted from the last text that
-        it then writes. `cut` and `edges` are the whole conversation's, with numbers and with texts.
+        The end is found by rendering only these messages and measuring the text after the last
+        number. `cut` is the whole conversation split at numbers, and `edges` are its boundaries.
         """
         try:
             *_, number, ending = ["", *_NUMBER.split(self._apply(marked, False, tools))]
@@ -268,7 +268,7 @@ def list_texts(message: Message) -> list[str]:
 
 
 def form_calls(message: Message) -> dict[str, Any]:
-    """Return a message's tool calls and call id, as templates take them."""
+    """Return a message's tool calls and call id in the format that templates expect."""
     fields: dict[str, Any] = {}
     if message.tool_calls:
         fields["tool_calls"] = [
@@ -284,10 +284,10 @@ def form_calls(message: Message) -> dict[str, Any]:
 def restore_texts(
     cut: list[str], texts: list[str], whole: str, ways: Sequence[Callable[[str], str]]
 ) -> list[tuple[str, bool]] | None:
-    """Return the parts of a text that was cut at marks, with texts in place of the marks.
+    """Return the parts of a text that was split at marks, with the marks replaced by texts.
 
-    Each part says whether it is the template's own. Return None if the template changes a text in
-    another way than one of `ways`.
+    The flag of each part is true for the template's own text. Return None if the template changes a
+    text in a way that is not in `ways`.
     """
     pieces, at = [(cut[0], True)], len(cut[0])
     for number, following in zip(cut[1::2], cut[2::2], strict=True):

@@ -1,6 +1,6 @@
-"""Findings of a probe about a checkpoint: plain data in a file of the checkpoint folder.
+"""The findings of a probe, stored as plain data in the checkpoint folder.
 
-Every process can read it, wherever the folder is.
+Every process that can access the folder can read them.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ import numpy as np
 
 FILE = "sightline_probe.json"
 VERSION = 9
-"""Increases when the probe finds other things in the same files."""
+"""Increased when the probe's findings for the same files change."""
 SOURCES = (
     "config.json", "generation_config.json", "preprocessor_config.json", "processor_config.json",
     "tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "chat_template.jinja",
@@ -27,35 +27,35 @@ UNSUPPORTED = "add a family for it (docs/adding_a_family.md), or use another che
 
 
 class RowArray(msgspec.Struct, frozen=True):
-    """An array of the processor that has one entry for each row of an image."""
+    """A processor array with one entry per row of an image."""
 
     name: str
     dtype: str
     shape: tuple[int, ...]
     """The shape of one entry."""
     has_batch: bool
-    """Whether the processor puts an axis of length 1 before the entries."""
+    """Whether the processor adds a leading batch axis of length 1."""
     is_ones: bool = False
-    """Whether it was 1 everywhere. Such an array is checked and not kept."""
+    """Whether all values are 1. Such an array is checked but not stored."""
     fill: int | None = None
-    """The value that pads an image's entries to one length for all images. None for no padding."""
+    """The value that pads all images to the same number of entries. None for no padding."""
 
     @property
     def nbytes(self) -> int:
-        """Its bytes in each row."""
+        """The number of bytes per row."""
         return 0 if self.is_ones else math.prod(self.shape) * np.dtype(self.dtype).itemsize
 
 
 class Expansion(msgspec.Struct, frozen=True):
-    """The text of a prompt for an image that is laid out in these rows and columns."""
+    """The prompt text for an image with this number of rows and columns."""
 
     rows: int
     columns: int
     num_rows: int
-    """Entries of the processor's arrays; 0 where it is rows times columns."""
+    """The number of entries in the processor's arrays. 0 means rows times columns."""
     pieces: list[tuple[str, int]]
-    """Texts, each with its number of repetitions. 0 stands for the number of pads of a grid, or of
-    the whole image next to its tiles: `AnyVLMFamily.expansion` fills it in."""
+    """Texts with their number of repetitions. 0 means the number of pads for a grid, or for the
+    thumbnail of a tiled image. `AnyVLMFamily.expansion` fills it in."""
 
 
 class Findings(msgspec.Struct, frozen=True):
@@ -66,23 +66,23 @@ class Findings(msgspec.Struct, frozen=True):
     transformers: str = ""
     model_class: str = ""
     tower: list[str] = []
-    """The prefixes of parameters that belong neither to the text model nor to the head."""
+    """The prefixes of parameters outside the text model and the head."""
     torch_attention: list[str] = []
-    """The names of modules that are torch's own attention, not the model's code."""
+    """The names of modules that use torch's attention instead of the model's code."""
     logit_settings: list[str] = []
-    """Settings by which the text model, on its own, would change logits."""
+    """Settings that would change the logits if the text model ran alone."""
     vocab_size: int = 0
-    """The number of rows of the model's head."""
+    """The number of rows in the model's output head."""
     torchvision: str = ""
-    """Its version, where it makes the pixels. Empty where Pillow does."""
+    """The torchvision version, if torchvision processes the images. Empty for Pillow."""
     processor: dict[str, Any] = {}
-    """The settings of the image processor, and its class."""
+    """The image processor's settings and class."""
     image_token: str = ""
     """The text that the chat template writes for an image."""
     counts_tokens: bool = False
-    """Whether the processor can count the tokens of an image from its size."""
+    """Whether the processor can compute an image's token count from its size."""
     pad_id: int = 0
-    """The token whose embedding a feature replaces."""
+    """The token whose embeddings are replaced by image features."""
     pad: str = ""
     mark_ids: list[int] = []
     """Other added tokens around and between pads."""
@@ -90,24 +90,24 @@ class Findings(msgspec.Struct, frozen=True):
     rule_settings: dict[str, int] = {}
     expansions: list[Expansion] = []
     merge: int = 1
-    """Patches along a side of a token, where there is a grid."""
+    """The patches along each side of a visual token, if images have grids."""
     arrays: list[RowArray] = []
     grid_array: str = ""
-    """The name of the array that holds an image's grid. Empty for none."""
+    """The name of the array that contains an image's grid. Empty if there is none."""
     num_axes: int = 1
     rows_reason: str = ""
-    """Why sequences are computed as padded rows by the model's own attention. Empty if they are
-    computed by ours."""
+    """Why sequences need padded rows and the model's own attention. Empty if they can use our
+    attention."""
     trees_reason: str = ""
-    """Why sequences may share a row, where they may."""
+    """Why sequences may share a row. Unused if `rows_reason` is set."""
     stop_ids: list[int] = []
     template_values: dict[str, str] = {}
-    """Special tokens by the names that templates use for them."""
+    """Special tokens by their names in chat templates."""
     first_ids: list[int] = []
-    """Ids that the tokenizer puts before every prompt and the template does not write."""
+    """Ids that the tokenizer adds before every prompt and the template does not write."""
 
     def cut_row(self) -> Iterator[tuple[RowArray, slice]]:
-        """Yield every array with its bytes of a row."""
+        """Yield every array with its byte range in a row."""
         at = 0
         for array in self.arrays:
             yield array, slice(at, at + array.nbytes)

@@ -1,9 +1,9 @@
-"""The torch half: the checkpoint's own transformers class, called part by part.
+"""The torch half of the generic family, which calls the parts of a transformers model separately.
 
-`get_image_features` computes features, which replace embeddings of the text model. It attends by
-our patterns, or by its own attention over padded rows if its layers are more than causal attention.
-When the weights are loaded, a conversation goes through the whole model and through its parts,
-alone, packed and as a tree, and the results must agree.
+`get_image_features` computes the features that replace embeddings of the text model. The text model
+uses our attention patterns. If its layers do more than causal attention, it uses its own attention
+over padded rows. After the weights are loaded, `check_model` compares the logits of the parts with
+those of the whole model: for one sequence, for a pack and for a tree.
 """
 
 from __future__ import annotations
@@ -45,15 +45,15 @@ from sightline.message import Message, assistant, user
 from sightline.render import Rendered
 
 TOLERANCES = {torch.float32: 1e-4, torch.bfloat16: 5e-2}
-"""The allowed difference from the model's own logits, relative to the largest, by dtype."""
+"""The allowed difference from the model's own logits, relative to the largest logit, by dtype."""
 TOKEN_TYPES = ("token_type_ids", "mm_token_type_ids")
-"""The names of the argument that tells models which tokens are image tokens."""
+"""The names of the argument that marks image tokens."""
 _NO_RESOLVER: Any = None
-"""The messages of the trial hold refs already."""
+"""No resolver is needed, because the trial's messages contain refs."""
 
 
 def find_text(model: Any) -> Any:
-    """Return the text model, which has the decoder's `layers`, or None."""
+    """Return the module with the decoder's `layers`, or None."""
     text = model.get_decoder()
     while text is not None and not hasattr(text, "layers"):
         text = getattr(text, "model", None)
@@ -75,7 +75,7 @@ class AnyVLMForward(TextForward):
         self._set_attention(self._attention)
 
     def _set_attention(self, name: str) -> None:
-        """Set the attention of the text model. The tower keeps transformers' own."""
+        """Set the text model's attention. The tower keeps its own."""
         for module in self._text.modules():
             if hasattr(module, "config"):
                 module.config._attn_implementation = name
@@ -87,7 +87,7 @@ class AnyVLMForward(TextForward):
         return [(n, p) for n, p in self.model.named_parameters() if id(p) not in text_ids]
 
     def blocks(self) -> list[nn.Module]:
-        """Return decoder layers and the tower's layers, which are its longest list of modules."""
+        """Return the decoder layers and the tower's layers (its longest `ModuleList`)."""
         text_ids = {id(parameter) for parameter in self._text.parameters()}
         lists = [
             module
@@ -107,7 +107,7 @@ class AnyVLMForward(TextForward):
     ) -> Float[Tensor, "visual_tokens features"]:
         findings = self._family.findings
         if findings.rule == "lines" and len(patches) == findings.merge**2:
-            # transformers squeezes away the axis of a single token.
+            # transformers squeezes the axis of a single token.
             return self.encode(patches.repeat(2, 1), grids * 2)[:1]
         arrays = self.read_arrays(patches, grids)
         model: Any = self.model
@@ -120,7 +120,7 @@ class AnyVLMForward(TextForward):
     def read_arrays(
         self, patches: UInt8[Tensor, "patches values"], grids: list[Grid]
     ) -> dict[str, Tensor]:
-        """Return the arrays that the checkpoint's processor made of these images, by name."""
+        """Return the arrays that the checkpoint's processor computed for these images, by name."""
         findings = self._family.findings
         arrays: dict[str, Tensor] = {}
         dtype = self.vision_parameters()[0][1].dtype
@@ -164,7 +164,7 @@ class AnyVLMForward(TextForward):
         ends = np.unique(attention.subtree_end)
         starts = np.concatenate([[0], ends[:-1]])
         along = np.arange(int((ends - starts).max()))
-        # Padding follows a row, so its tokens do not attend to it.
+        # Padding is at the end of a row, so real tokens do not attend to it.
         places = np.minimum(starts[:, None] + along, ends[:, None] - 1)
         index = torch.from_numpy(places).to(token_ids.device)
         is_real = torch.from_numpy(along < (ends - starts)[:, None]).to(token_ids.device)
@@ -172,7 +172,7 @@ class AnyVLMForward(TextForward):
         names = inspect.signature(type(base).forward).parameters
         kinds = {n: is_image[index] * is_real for n in TOKEN_TYPES if n in names}
         if getattr(self._text.config, "hidden_size_per_layer_input", 0):
-            # An image has the per-layer embeddings of padding.
+            # Image tokens use the per-layer embeddings of the padding token.
             plain = token_ids[0].masked_fill(is_image > 0, self._text.config.pad_token_id)
             kinds["per_layer_inputs"] = self._text.get_per_layer_inputs(plain[index], None)
         along_axes = positions[:, 0, index]
@@ -193,7 +193,7 @@ class AnyVLMForward(TextForward):
 
     @torch.no_grad()
     def check_model(self, build_pattern: Callable[[np.ndarray], Any]) -> None:
-        """Raise FamilyError unless the parts compute what the model does: alone, packed, as a tree.
+        """Raise FamilyError unless the parts compute the same logits as the whole model.
 
         `build_pattern` returns the attention pattern for a `subtree_end`.
         """
@@ -211,7 +211,7 @@ class AnyVLMForward(TextForward):
         fork = rendered.slots[-1].end
         tail = length - fork
         tried = {
-            # One sequence; the same one twice in a row; and one with its end twice, as branches.
+            # One sequence, two copies in one row, and a tree whose two branches are equal.
             "alone": (np.arange(length), [length] * length),
             "packed": (
                 np.tile(np.arange(length), 2),
@@ -239,7 +239,7 @@ class AnyVLMForward(TextForward):
     def _run_model(
         self, token_ids: list[int], images: list[Image.Image], messages: list[Message]
     ) -> Tensor:
-        """Return the logits of the whole model, with its own processor's inputs."""
+        """Return the whole model's logits for the inputs from its own processor."""
         processor = load_processor(self._family.path)
         talk = [{"role": m.role, "content": to_template_parts(m, images)} for m in messages]
         inputs = apply_template(
@@ -263,7 +263,7 @@ class AnyVLMForward(TextForward):
             for name, a in arrays.items()
         }
         self._set_attention("eager")
-        ours = vars(self._text).pop("_deepstack_process", None)  # the model must use its own
+        ours = vars(self._text).pop("_deepstack_process", None)  # use the model's own method
         try:
             logits: Tensor = self.model(**arguments, use_cache=False).logits[0]
         except FOREIGN as error:
@@ -281,7 +281,7 @@ class AnyVLMForward(TextForward):
     def _run_parts(
         self, rendered: Rendered, features: Tensor, tokens: np.ndarray, pattern: Any
     ) -> Tensor:
-        """Return the logits of these tokens of the prompt, in one row under a pattern."""
+        """Return the logits of `tokens`, indices into the prompt, as one row with `pattern`."""
         device, slots = features.device, rendered.slots
         along, _ = self._family.positions(len(rendered.token_ids), slots)
         pads = np.concatenate([s.offset + self._family.feature_offsets(s.item) for s in slots])
@@ -302,7 +302,7 @@ class AnyVLMForward(TextForward):
 def _join_patches(
     patches: Float[Tensor, "patches channels patch patch"], grids: list[Grid]
 ) -> Float[Tensor, "images channels height width"]:
-    """Return the images, padded to the largest sides like the processor's."""
+    """Join patches to images, and pad them to the largest sides as the processor does."""
     counts = [rows * columns for _, rows, columns in grids]
     images = [join_patches(p, g) for p, g in zip(patches.split(counts), grids, strict=True)]
     height, width = (max(image.shape[axis] for image in images) for axis in (1, 2))

@@ -1,9 +1,9 @@
-"""Establish how many tokens an image of any size takes, on the checkpoint's own processor.
+"""Find the rule that gives an image's token count, by running the checkpoint's own processor.
 
-Environment workers have no transformers, so the answer must be arithmetic on sizes: one of the
-rules in `layout`. Transformers' own counters return numbers without the marks and the grid that a
-prompt needs, and some are wrong. They are asked about many sizes, and where a rule disagrees with
-one, the processor decides.
+Environment workers do not have transformers, so they compute token counts from sizes with a rule in
+`layout`. The counters in transformers do not return the marks and the grid that a prompt needs, and
+some are wrong. They are called for many sizes. If a rule and a counter disagree about a size, the
+processor decides.
 """
 
 from __future__ import annotations
@@ -31,19 +31,19 @@ SIZES: tuple[Size, ...] = (
     (448, 448), (500, 333), (640, 480), (720, 1280), (800, 100), (1000, 1000), (1024, 768),
     (1199, 613),
 )  # fmt: skip
-"""Widths and heights for which a rule must give what the processor gives."""
+"""Widths and heights for which a rule must match the processor."""
 NUM_COUNTED = 300
-"""Further sizes about which transformers' counters are asked."""
+"""The number of additional sizes passed to the counters in transformers."""
 MAX_DISPUTED = 8
-"""How many sizes the processor decides, of those where a rule and a counter disagree."""
+"""The maximum number of disputed sizes that are checked with the processor."""
 MAX_REFUSED = 12
-"""How many sizes a processor may refuse before it has accepted one."""
+"""The number of sizes that a processor may refuse before it accepts one."""
 SCALES = (0.75, 0.97, 1.0, 1.2, 1.5)
-"""The sides of an image that a number of tiles covers, in tiles."""
+"""Scale factors for image sides, relative to whole tiles."""
 
 Pieces = list[tuple[str, int]]
 Processed = tuple[dict[str, np.ndarray], str]
-"""The processor's arrays of one image, and the text that stands for it."""
+"""The processor's arrays for one image, and its prompt text."""
 
 
 def find_candidates(processor: Any) -> Iterator[tuple[str, dict[str, int]]]:
@@ -96,8 +96,8 @@ def find_candidates(processor: Any) -> Iterator[tuple[str, dict[str, int]]]:
 
 
 def list_learning_sizes(rule: str, settings: dict[str, int]) -> list[Size]:
-    """Return sizes that reach every layout of a rule, the smallest first."""
-    if rule == "lines":  # two lines show what follows the first and what follows the last
+    """Return sizes that produce every layout of a rule, smallest first."""
+    if rule == "lines":  # two lines show the mark after a line and the mark at the end
         return [(2 * settings["patch"] * settings["merge"],) * 2]
     if not rule.startswith("tiles"):
         return [size for size in sorted(SIZES, key=math.prod) if min(size) > 7]
@@ -127,7 +127,7 @@ def count_rows(arrays: dict[str, np.ndarray]) -> int:
 
 
 class ImageTokens:
-    """One checkpoint's processor, and what it has made of images so far."""
+    """A checkpoint's processor, with a cache of its outputs by image size."""
 
     def __init__(self, path: Path, processor: Any) -> None:
         self.path = path
@@ -136,7 +136,7 @@ class ImageTokens:
         self._refusal = ""
 
     def process(self, width: int, height: int) -> Processed | None:
-        """Run the processor on noise of this size. Return None if it refuses the size."""
+        """Run the processor on a noise image. Return None if it refuses the size."""
         size = (width, height)
         if size not in self.processed:
             noise = random.Random(f"{size}").randbytes(width * height * 3)
@@ -152,7 +152,7 @@ class ImageTokens:
         return self.processed[size]
 
     def find_rule(self, findings: Findings) -> Findings:
-        """Return the findings with the first rule that gives what the processor gives."""
+        """Return the findings with the first rule that matches the processor."""
         differences = []
         for rule, settings in find_candidates(self.processor):
             expansions = self._learn(rule, settings, findings.pad)
@@ -179,7 +179,7 @@ class ImageTokens:
         )
 
     def _learn(self, rule: str, settings: dict[str, int], pad: str) -> list[Expansion]:
-        """Return what the processor writes for each layout of the rule."""
+        """Return the processor's prompt text for each layout of the rule."""
         expansions: dict[Size, Expansion] = {}
         num_refused, is_grid = 0, rule in GRID_RULES
         for width, height in list_learning_sizes(rule, settings):
@@ -194,7 +194,7 @@ class ImageTokens:
                 continue
             arrays, text = processed
             pieces = [(p, 0 if is_grid and p == pad else n) for p, n in split_pieces(text, pad)]
-            if rule == "tiles_of_large":  # the last pads are those of the whole image
+            if rule == "tiles_of_large":  # the last pads belong to the whole image
                 last = max(i for i, (piece, _) in enumerate(pieces) if piece == pad)
                 pieces[last] = (pad, 0)
             expansions[shape] = Expansion(*shape, 0 if is_grid else count_rows(arrays), pieces)
@@ -203,7 +203,7 @@ class ImageTokens:
         return list(expansions.values())
 
     def _find_difference(self, findings: Findings) -> str | None:
-        """Return the first size for which the rule differs from the processor, in words."""
+        """Describe the first size for which the rule differs from the processor."""
         family = AnyVLMFamily(self.path, findings)
         for size in SIZES:
             if difference := self._compare(family, *size):
@@ -225,13 +225,13 @@ class ImageTokens:
         return f"{width}x{height} becomes {text.count(family.findings.pad)} tokens"
 
     def _list_disputed(self, family: AnyVLMFamily) -> list[Size]:
-        """Return sizes for which the rule differs from a counter that was right for `SIZES`."""
+        """Return sizes for which the rule differs from a counter that agrees on all of `SIZES`."""
         draw = random.Random(0)
         drawn = [
             (round(2 ** draw.uniform(2, 11)), round(2 ** draw.uniform(2, 11)))
             for _ in range(NUM_COUNTED)
         ]
-        # Some counters return the number of pads, others that of tokens or of array rows.
+        # Counters return the number of pads, of tokens or of array rows.
         units: tuple[Callable[[Pieces, int | None], int | None], ...] = (
             lambda pieces, _: sum(n for text, n in pieces if text == family.findings.pad),
             lambda pieces, _: self._count_text("".join(text * n for text, n in pieces)),
@@ -244,7 +244,7 @@ class ImageTokens:
                 counted = counter(self.processor, *size)
             except FOREIGN:
                 counted = 0
-            # Some counters raise for a size that the processor refuses, and others return 0.
+            # For a size that the processor refuses, some counters raise and others return 0.
             return counted < 1 if predicted is None else unit(*predicted) == counted
 
         disputed: list[Size] = []
@@ -258,7 +258,7 @@ class ImageTokens:
 
 
 def _predict(family: AnyVLMFamily, width: int, height: int) -> tuple[Pieces, int | None] | None:
-    """Return what the rule says of a size: the text, and the rows where they follow from it."""
+    """Return the text and the number of rows that the rule predicts. Padded rows are None."""
     try:
         expansion = family.expansion(width, height)
     except MediaRefused:
@@ -274,6 +274,6 @@ def _count_tokens(processor: Any, width: int, height: int) -> int:
 
 
 def _count_patches(processor: Any, width: int, height: int) -> int:
-    # A fresh dict for each call: some implementations write into it.
+    # Use a new dict for each call, because some implementations modify it.
     counted = processor.image_processor.get_number_of_image_patches(height, width, {})
     return int(counted[0] if isinstance(counted, tuple) else counted)

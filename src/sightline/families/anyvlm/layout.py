@@ -1,4 +1,4 @@
-"""The rules by which image processors lay out sizes, as arithmetic without transformers.
+"""Rules that compute an image's layout from its size, without transformers.
 
 A rule turns a size into rows and columns. `image_tokens` compares the rules with the checkpoint's
 own processor, keeps the one that agrees, and records the text of each layout.
@@ -18,7 +18,7 @@ MAX_EDGE = 4096
 
 Size = tuple[int, int]
 Rule = Callable[[int, int, dict[str, int]], Size | None]
-"""Returns rows and columns for width, height and settings; None if the size is refused."""
+"""A function from width, height and settings to rows and columns. None refuses the size."""
 
 
 def count_fixed(width: int, height: int, settings: dict[str, int]) -> Size | None:
@@ -29,7 +29,7 @@ def count_fixed(width: int, height: int, settings: dict[str, int]) -> Size | Non
 def count_tiles_by_edge(width: int, height: int, settings: dict[str, int]) -> Size | None:
     """Resize the longer side to `longest_edge`, and round both sides up to whole tiles.
 
-    Return (0, 0) for an image that fits into one tile and is not cut.
+    Return (0, 0) for an image that fits into one tile.
     """
     tile, aspect = settings["tile"], width / height
     longest = min(settings["longest_edge"], MAX_EDGE)
@@ -49,9 +49,9 @@ def count_tiles_by_edge(width: int, height: int, settings: dict[str, int]) -> Si
 
 
 def count_tiles_by_aspect(width: int, height: int, settings: dict[str, int]) -> Size | None:
-    """Choose the arrangement of at most `max_tiles` tiles with the nearest aspect ratio.
+    """Choose the arrangement of at most `max_tiles` tiles with the closest aspect ratio.
 
-    Among equal ones, prefer more tiles while the image has more than half of their pixels.
+    For ties, prefer more tiles if the image has more than half of their pixels.
     """
     least, most = settings["min_tiles"], settings["max_tiles"]
     sides = range(1, most + 1)
@@ -71,9 +71,9 @@ def _find_nearest_aspect(width: int, height: int, shapes: Iterable[Size], area: 
 
 
 def count_tiles_of_large(width: int, height: int, settings: dict[str, int]) -> Size | None:
-    """Cut an image of more than `large_area` pixels into tiles in the nearest aspect ratio.
+    """Split an image of more than `large_area` pixels into tiles with the closest aspect ratio.
 
-    Return (1, 1) for a smaller image. Both are also shown as a whole.
+    Return (1, 1) for a smaller image. The whole image is always shown too.
     """
     grid, factor = count_whole(width, height, settings), settings["patch"] * settings["merge"]
     if math.prod(grid) * settings["merge"] ** 2 > settings["max_patches"]:
@@ -82,7 +82,7 @@ def count_tiles_of_large(width: int, height: int, settings: dict[str, int]) -> S
     most, least = settings["max_tiles"], settings["min_tiles"]
     if math.prod(sides) <= settings["large_area"] or least == most == 1:
         return 1, 1
-    # A set, because transformers keeps equal numbers of tiles in the order of a set.
+    # transformers breaks ties by the order of a set, so this must be a set too.
     shapes = {
         (columns, rows)
         for number in range(least, most + 1)
@@ -94,7 +94,7 @@ def count_tiles_of_large(width: int, height: int, settings: dict[str, int]) -> S
 
 
 def count_whole(width: int, height: int, settings: dict[str, int]) -> Size:
-    """Return rows and columns of the tokens of the whole image, within limits of their number."""
+    """Return the rows and columns of visual tokens for the whole image, within the token limits."""
     factor = settings["patch"] * settings["merge"]
     rows, columns = (max(1, round(side / factor)) for side in (height, width))
     least, most = (settings[name] * factor**2 for name in ("min_tokens", "max_tokens"))
@@ -108,10 +108,10 @@ def count_whole(width: int, height: int, settings: dict[str, int]) -> Size:
 
 
 def count_tiles_in_canvas(width: int, height: int, settings: dict[str, int]) -> Size | None:
-    """Choose the canvas of at most `max_tiles` tiles that enlarges the image least.
+    """Choose the canvas of at most `max_tiles` tiles that enlarges the image the least.
 
-    If it fits into none, choose the one that shrinks it least; among equal ones, the smallest.
-    Scales are compared in float32.
+    If the image is larger than every canvas, choose the one that shrinks it the least. For ties,
+    choose the smallest canvas. Scales are compared in float32.
     """
     tile, most = settings["tile"], settings["max_tiles"]
     scales = {
@@ -128,7 +128,7 @@ def count_tiles_in_canvas(width: int, height: int, settings: dict[str, int]) -> 
 
 
 def count_patches(width: int, height: int, settings: dict[str, int]) -> Size | None:
-    """Round both sides to whole visual tokens, within limits of the area."""
+    """Round both sides to whole visual tokens, within the pixel limits."""
     if max(width, height) / min(width, height) > MAX_ASPECT:
         return None
     patch, limits = settings["patch"], (settings["min_pixels"], settings["max_pixels"])
@@ -147,9 +147,9 @@ def count_lines(width: int, height: int, settings: dict[str, int]) -> Size | Non
 
 
 def count_patches_in_budget(width: int, height: int, settings: dict[str, int]) -> Size | None:
-    """Resize to the area of `max_tokens` visual tokens, and round both sides down to whole ones.
+    """Resize to the area of `max_tokens` visual tokens, and round both sides down to whole tokens.
 
-    A side has at least one token.
+    Each side has at least one token.
     """
     merge, factor = settings["merge"], settings["patch"] * settings["merge"]
     most = settings["max_tokens"]
@@ -174,4 +174,4 @@ RULES: dict[str, tuple[Rule, str]] = {
     "tiles_of_large": (count_tiles_of_large, "tiles of large images and a grid of the whole"),
     "tiles_in_canvas": (count_tiles_in_canvas, "tiles in the canvas that fits best"),
 }
-"""By name: the rule, and its description."""
+"""Each rule and its description, by name."""

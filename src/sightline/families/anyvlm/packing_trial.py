@@ -1,9 +1,9 @@
-"""The packing trial: whether sequences may share a row.
+"""The packing trial, which tests whether sequences may share a row.
 
-Layers of the model's own code with random weights, one of each kind, compute two sequences with an
-image each: alone, as padded rows with the model's own attention, packed into one row with causal
-attention, and as a tree. No weight of the checkpoint is read. Windows and chunks are shortened, so
-that the sequences exceed them.
+The trial builds one layer of each kind from the model's code, with random weights. It runs two
+sequences with images: each alone, as padded rows with the model's own attention, packed into one
+row with causal attention, and as a tree. It does not read the checkpoint's weights. Windows and
+chunks are shortened so that the sequences exceed them.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from sightline.families.transformers_forward import fill_buffers
 
 ATTENTION_NAME = "sightline_trial"
 REACHES = {"sliding_attention": "sliding_window", "chunked_attention": "attention_chunk_size"}
-"""Kinds of layers with a limited reach, and the setting that limits it."""
+"""Layer kinds with limited attention range, and the setting for that range."""
 REACH = 8
 """The length to which windows and chunks are shortened."""
 NUM_IDS = 64
@@ -38,9 +38,9 @@ NUM_IDS = 64
 FORK = 26
 """The number of tokens that the two sequences share."""
 MAX_PARAMETERS = 1_500_000_000
-"""Larger layers are tried only when their weights are loaded."""
+"""The maximum size of the trial's layers. Larger ones are tested when weights are loaded."""
 TOLERANCE = 1e-3
-"""The allowed difference of hidden states, relative to the largest."""
+"""The allowed difference of hidden states, relative to the largest value."""
 
 _SAME = "packed and as a tree, its layers compute the same as for each sequence alone"
 _LATER = "and its weights will be tried when they are loaded"
@@ -49,14 +49,14 @@ _LATER = "and its weights will be tried when they are loaded"
 @dataclass(frozen=True)
 class PackingTrial:
     rows_reason: str = ""
-    """Why sequences are padded rows. Empty if they may share one."""
+    """Why sequences need padded rows. Empty if they may share a row."""
     trees_reason: str = ""
-    """Why they may share one, where they may."""
+    """Why sequences may share a row. Unused if `rows_reason` is set."""
 
 
 @dataclass(frozen=True)
 class TriedPattern:
-    """An attention pattern for one row, given by `subtree_end`."""
+    """The attention pattern of one row, defined by `subtree_end`."""
 
     subtree_end: np.ndarray
     state: Any = None
@@ -68,7 +68,7 @@ class TriedPattern:
 
 
 def try_packing(path: Path, config: Any, findings: Findings) -> PackingTrial:
-    """Try the model's layers. If that fails, trust the configuration until weights are loaded."""
+    """Test the model's layers. If the trial cannot run, decide by the configuration."""
     words, is_more = describe_layers(config)
     try:
         model = build_tried_model(config)
@@ -86,9 +86,9 @@ def try_packing(path: Path, config: Any, findings: Findings) -> PackingTrial:
 
 
 def describe_layers(config: Any) -> tuple[str, bool]:
-    """Describe layers that are more than causal attention, by the configuration.
+    """Describe the layers that do more than causal attention, according to the configuration.
 
-    Also return whether a trial cannot show it: layers with a state, or with an unknown reach.
+    Also return whether a trial cannot detect them: layers with a state or an unknown range.
     """
     text = config.get_text_config()
     types = getattr(text, "layer_types", None) or ()
@@ -101,9 +101,9 @@ def describe_layers(config: Any) -> tuple[str, bool]:
 
 
 def build_tried_model(config: Any) -> Any:
-    """Build the model with one layer of each kind, with values for the text model only.
+    """Build the model with one layer of each kind. Only the text model gets values.
 
-    Return None if its layers are too large.
+    Return None if it has no text model with layers, or if they are too large.
     """
     config = copy.deepcopy(config)
     text_config = config.get_text_config()
@@ -136,7 +136,7 @@ def build_tried_model(config: Any) -> Any:
 
 
 def count_kinds(text: Any) -> int:
-    """Return how many of the first layers include one of each kind."""
+    """Return the number of leading layers that include every kind."""
     types = getattr(text.config, "layer_types", None) or [""] * len(text.layers)
     kinds = [
         (kind, tuple((name, part.shape) for name, part in layer.named_parameters()))
@@ -153,9 +153,9 @@ def _draw(shape: torch.Size) -> Tensor:
 
 @torch.no_grad()
 def measure_difference(path: Path, model: Any, findings: Findings) -> float:
-    """Return how far packed output is from that of each sequence alone, relative to the largest.
+    """Return the largest difference between packed and separate outputs, relative to the largest.
 
-    A token's number is also its id and its feature. The two sequences share the first `FORK`.
+    Token ids also index the features. The two sequences share the first `FORK` tokens.
     """
     AttentionInterface.register(ATTENTION_NAME, _attend)
     width = find_text(model).config.hidden_size

@@ -1,9 +1,9 @@
-"""Find out what a checkpoint of an unknown type is like, by trials on its own code.
+"""Inspect a checkpoint of an unknown type with trials on its own code.
 
 `python -m sightline.families.anyvlm.probe DIR` runs `TRIALS` in order and prints the findings, or
-the trial that failed, as one line of JSON after an empty line. The processor and the chat template
-are the checkpoint's own. The model's code is tried on the meta device and by layers with random
-weights (`packing_trial`). No weight is read here: `forward` tries the weights when they are loaded.
+the trial that failed, as one line of JSON after an empty line. Trials use the checkpoint's own
+processor and chat template. They run the model's code on the meta device and in layers with random
+weights (`packing_trial`). The probe reads no weights. `forward` checks them after loading.
 """
 
 from __future__ import annotations
@@ -55,11 +55,11 @@ from sightline.message import Message, TextPart, assistant, system, user
 from sightline.wire import MediaItem, Slot
 
 _NO_RESOLVER: Any = None
-"""The messages of the trials hold refs already."""
+"""No resolver is needed, because the messages of the trials contain refs."""
 
 
 class Checkpoint:
-    """A checkpoint folder. Its config, processor and model code are loaded on first use."""
+    """A checkpoint folder, whose config, processor and model code are loaded on first use."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
@@ -110,7 +110,7 @@ class Checkpoint:
         return ImageTokens(self.path, self.processor)
 
     def encode(self, messages: list[dict[str, Any]], prompt: bool = True) -> list[int]:
-        """Return the tokens that the checkpoint's own processor makes of a conversation."""
+        """Tokenize a conversation with the checkpoint's own processor."""
         options = {"tokenize": True, "return_dict": True, "add_generation_prompt": prompt}
         encoded = apply_template(self.processor, messages, **options)
         return [int(token) for token in np.asarray(encoded["input_ids"]).reshape(-1)]
@@ -156,7 +156,7 @@ def try_processor(checkpoint: Checkpoint, findings: Findings) -> Findings:
 
 
 def try_image_pad(checkpoint: Checkpoint, findings: Findings) -> Findings:
-    """Find the token whose embedding an image feature replaces."""
+    """Find the token whose embeddings are replaced by image features."""
     names = ("image_token_id", "image_token_index")
     config = checkpoint.config
     token_id = next((getattr(config, n) for n in names if hasattr(config, n)), None)
@@ -174,7 +174,7 @@ def try_image_pad(checkpoint: Checkpoint, findings: Findings) -> Findings:
 
 
 def try_image_tokens(checkpoint: Checkpoint, findings: Findings) -> Findings:
-    """Find the rule by which a size becomes tokens, and the marks around and between pads."""
+    """Find the rule that maps image sizes to tokens, and the marks around and between pads."""
     findings = checkpoint.images.find_rule(findings)
     tokenizer = checkpoint.processor.tokenizer
     added = set(tokenizer.added_tokens_decoder)
@@ -186,7 +186,7 @@ def try_image_tokens(checkpoint: Checkpoint, findings: Findings) -> Findings:
 
 
 def try_arrays(checkpoint: Checkpoint, findings: Findings) -> Findings:
-    """Find the processor's arrays that the model takes, and which of them holds an image's grid."""
+    """Find the processor arrays that the model uses, and the one that contains an image's grid."""
     rule, settings = findings.rule, findings.rule_settings
     wanted = {
         name
@@ -232,7 +232,7 @@ def try_arrays(checkpoint: Checkpoint, findings: Findings) -> Findings:
 
 
 def try_positions(checkpoint: Checkpoint, findings: Findings) -> Findings:
-    """Compare the model's own positions with ours, where it derives them from grids."""
+    """Compare the model's positions with ours, if the model derives them from grids."""
     if not hasattr(checkpoint.base, "get_rope_index"):
         return findings
     ref = MediaRef("0" * 64, "image/png", 8, 8, 1)
@@ -277,7 +277,7 @@ def try_chat(checkpoint: Checkpoint, findings: Findings) -> Findings:
         try:
             ours = renderer.render_read(messages, None, prompt).token_ids
         except (MessageError, MediaRefused):
-            continue  # a run refuses this conversation, too, with its path
+            continue  # a run also refuses this conversation, with its path
         sizes = [(ref.width, ref.height) for m in messages for ref in m.images]
         images = [Image.new("RGB", size) for size in sizes]
         given = [
@@ -297,7 +297,7 @@ def try_chat(checkpoint: Checkpoint, findings: Findings) -> Findings:
 
 
 def draw_conversations() -> Iterator[tuple[list[Message], bool]]:
-    """Yield conversations to render in both ways, with or without a generation prompt."""
+    """Yield conversations, and whether to add a generation prompt to each."""
     sizes = ((64, 64), (300, 20), (33, 95))
     one, two, three = (MediaRef(f"{i}" * 64, "image/png", *s, 1) for i, s in enumerate(sizes))
     yield [user("hi")], True
@@ -330,12 +330,12 @@ TRIALS: tuple[tuple[str, Trial], ...] = (
     ("packing", try_packing_layers),
     ("chat template", try_chat),
 )
-"""Each trial returns the findings with its own added, or raises FamilyError. A checkpoint is
-admitted when all of them pass."""
+"""The trials by name. Each adds its findings or raises FamilyError. A checkpoint is accepted if all
+trials pass."""
 
 
 def _to_plain(value: Any) -> Any:
-    """Return settings as JSON has them."""
+    """Convert settings to JSON types."""
     if isinstance(value, dict):
         return {str(k): _to_plain(v) for k, v in value.items() if not str(k).startswith("_")}
     if isinstance(value, list | tuple):

@@ -1,6 +1,6 @@
-"""The checkpoint's own transformers processor, for images only.
+"""Load and run the checkpoint's own transformers processor, for images only.
 
-It runs on Pillow, or on torchvision if transformers has no other implementation.
+The processor uses Pillow, or torchvision if transformers has no Pillow implementation.
 """
 
 from __future__ import annotations
@@ -29,9 +29,9 @@ FOREIGN = (
     ArithmeticError, AttributeError, ImportError, LookupError, OSError, RuntimeError, TypeError,
     ValueError,
 )  # fmt: skip
-"""Exceptions that foreign code raises for a checkpoint that it cannot handle."""
+"""Exceptions that third-party code raises for unsupported checkpoints."""
 UNUSED = ("video_processor", "feature_extractor")
-"""Parts of a processor for videos and audio, which are not shown."""
+"""Processor parts for videos and audio, which are not supported."""
 TORCHVISION = (
     "torchvision", "torchvision.transforms", "torchvision.transforms.v2",
     "torchvision.transforms.v2.functional",
@@ -47,8 +47,8 @@ def first_line(error: BaseException) -> str:
 def load_processor(path: Path) -> Any:
     """Load the processor of a checkpoint folder.
 
-    Video processors need torchvision. A processor that cannot be loaded because of it is built
-    without its video part, and so is one whose module imports torchvision for images on Pillow.
+    Video processors need torchvision. If it is not installed, the processor is built without its
+    video part. This also covers modules that import torchvision but process images with Pillow.
     """
     hide_pad_warning()
     try:
@@ -82,7 +82,7 @@ def load_processor(path: Path) -> Any:
 
 
 def check_processor(processor: Any, path: Path) -> None:
-    """Raise FamilyError for a processor that cannot show images in a chat."""
+    """Raise FamilyError for a processor that cannot process images in a chat."""
     if getattr(processor, "image_processor", None) is None:
         raise FamilyError(f"{type(processor).__name__} takes no images", UNSUPPORTED)
     if getattr(processor, "image_token", None) is None:
@@ -105,7 +105,7 @@ def uses_torchvision(processor: Any) -> bool:
 
 
 def _read_processor_settings(path: Path) -> dict[str, Any]:
-    """Return the processor settings of a folder. Older folders only name the class, elsewhere."""
+    """Return a folder's processor settings. Older folders only contain the class name."""
     if (file := path / "processor_config.json").is_file():
         return read_json(file)
     for name in ("preprocessor_config.json", "tokenizer_config.json"):
@@ -116,24 +116,24 @@ def _read_processor_settings(path: Path) -> dict[str, Any]:
 
 
 class _NoVideos:
-    """A video processor without settings: some processors read them even without videos."""
+    """A video processor without settings, for processors that read them even without videos."""
 
     def __getattr__(self, name: str) -> None:
         return None
 
 
 class _Absent:
-    """Stands in for any name of a package that is not installed."""
+    """A placeholder for any name of a package that is not installed."""
 
     def __getattr__(self, name: str) -> _Absent:
         return self
 
 
 def _import_processor(name: str) -> Any:
-    """Import a processor class. If torchvision is not installed, stand-ins satisfy its imports."""
+    """Import a processor class. If torchvision is not installed, replace it by placeholders."""
     models = [model for model, names in PROCESSOR_MAPPING_NAMES.items() if name in names]
     model = model_type_to_module_name(models[0]) if models else name
-    # Checked by metadata: another thread may have put stand-ins into sys.modules.
+    # Check the metadata, because another thread may have put placeholders into sys.modules.
     missing = () if any(metadata.distributions(name="torchvision")) else TORCHVISION
     for part in missing:
         sys.modules[part] = stand_in = ModuleType(part)
@@ -186,21 +186,21 @@ def to_template_parts(message: Message, images: list[Image.Image]) -> list[dict[
 
 def apply_template(processor: Any, messages: list[dict[str, Any]], **options: Any) -> Any:
     """Return the text of a conversation, or its ids and arrays."""
-    # Padding is off anyway. Without any settings, SmolVLM's processor adds its own, and
-    # transformers warns about it.
+    # Padding is off by default. Passing a setting keeps SmolVLM's processor from adding its own,
+    # which causes a warning.
     settings = {"padding": False}
     return processor.apply_chat_template(messages, processor_kwargs=settings, **options)
 
 
 def cut_patches(pixels: np.ndarray, patch: int) -> np.ndarray:
-    """Cut (channels, height, width) into (patches, channels, patch, patch), line by line."""
+    """Cut (channels, height, width) into (patches, channels, patch, patch), in row order."""
     channels, height, width = pixels.shape
     lines = pixels.reshape(channels, height // patch, patch, width // patch, patch)
     return lines.transpose(1, 3, 0, 2, 4).reshape(-1, channels, patch, patch)
 
 
 def make_rows(path: Path, findings: Findings, image: Image.Image) -> np.ndarray:
-    """Return uint8 (rows, bytes of a row): each row has one entry of every kept array."""
+    """Return uint8 (rows, bytes per row). A row has one entry of every stored array."""
     if image.mode != "RGB":
         image = image.convert("RGB")
     arrays, _ = process(load_processor(path), image)

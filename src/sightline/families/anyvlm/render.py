@@ -1,12 +1,12 @@
-"""Render with the checkpoint's own chat template, which is data here: jinja in a sandbox.
+"""Render with the checkpoint's own chat template, in a jinja sandbox.
 
     messages, with texts replaced by marks ---> template ---> cut at the marks
-        the template's own text: added tokens become tokens, and image tokens the text that the
-            probe found for an image of that size
-        texts of messages: text, whatever they spell
+        the template's own text: added tokens become tokens, and image tokens become the text that
+            the probe found for an image of that size
+        texts of messages: always plain text, even if they contain special tokens
 
-The template is also given the real texts. If the two results do not match, it changes texts in an
-unknown way, and the conversation is refused.
+The template also renders the real texts. If the two results do not match, the template changes
+texts in an unknown way, and the conversation is refused.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ _SPEAKERS = frozenset({"system", "user", "assistant"})
 _REF = MediaRef("0" * 64, "image/png", 64, 64, 1)
 
 Addition = tuple[bool, BlockKind, bool]
-"""A kind of bridge: whether the prompt shows reasoning, what reasoning the completion has, and
+"""A kind of bridge: whether the prompt shows reasoning, the completion's reasoning kind, and
 whether a user message follows."""
 
 
@@ -102,7 +102,7 @@ class AnyVLMRenderer(TemplateComposer):
         raise FamilyError(problem, UNSUPPORTED)
 
     def _find_marks(self) -> list[int]:
-        """Return added tokens that appear only around images."""
+        """Return the added tokens that appear only around images."""
         with_image, plain = (
             set(self._added.findall(self._compose([message], True).text))
             for message in (user(_REF, "a"), user("a"))
@@ -111,7 +111,7 @@ class AnyVLMRenderer(TemplateComposer):
         return sorted((around | set(self._findings.mark_ids)) - {self._findings.pad_id})
 
     def _read_turns(self) -> None:
-        """Find out how an answer is opened and closed."""
+        """Find the text and tokens that open and close an answer."""
         question = self._compose([user("a")], True)
         self._header_text = question.text[question.ends[-1] :]
         answer = self._compose([user("a"), assistant("b")], False)
@@ -136,12 +136,12 @@ class AnyVLMRenderer(TemplateComposer):
         self.end_id = self._tokenizer.added_tokens[self._closing]
         self.stop_token_ids = (self.end_id, *(i for i in stops if i != self.end_id))
         run = self._encode(question, [user("a")])
-        # If nothing opens an answer, the end of the question does.
+        # Without a header, the end of the question opens the answer.
         self.header = run.ids[run.find(len(question.text) - len(opening)) :]
 
     def _find_bridge_differences(self) -> dict[Addition, str]:
-        """Return for each kind of bridge how the template would change earlier text; empty if it
-        would not."""
+        """Describe how the template would change earlier text, for each kind of bridge. Empty means
+        no change."""
         histories = [[user("a")], [user("a"), assistant("b"), user("c", _REF)]]
         added_turns = [[user("n")], [user(_REF, "n")], [user("n", _REF)]]
         answers: list[Answer] = [("none", f"{self._answer_prefix}x", assistant("x"))]
@@ -175,7 +175,7 @@ class AnyVLMRenderer(TemplateComposer):
         return differences
 
     def _find_reasoning_format(self) -> tuple[ReasoningFormat | None, str]:
-        """Return the form of reasoning, or why it is refused."""
+        """Return the reasoning format, or the reason for refusing reasoning."""
         messages = [user("a"), TRIED_THOUGHT]
         try:
             answer = self._compose(messages, False)
@@ -203,7 +203,7 @@ class AnyVLMRenderer(TemplateComposer):
         return parsed_form, ""
 
     def _find_call_format(self) -> tuple[CallFormat | None, str]:
-        """Return the form of calls, or why tools are refused."""
+        """Return the tool call format, or the reason for refusing tools."""
         try:
             offered = self._compose([user("a")], True, TRIED_TOOLS).text
             if offered == self._compose([user("a")], True).text:
@@ -240,7 +240,7 @@ class AnyVLMRenderer(TemplateComposer):
         return True
 
     def _compose_new(self, new: Sequence[Message]) -> tuple[Composed, list[Message]]:
-        """Compose the new messages after a turn of which only the end is used."""
+        """Compose the new messages after a placeholder turn, of which only the end is used."""
         messages = [user("a"), assistant("b"), *new]
         return self._compose(messages, True), messages
 
@@ -249,7 +249,7 @@ class AnyVLMRenderer(TemplateComposer):
     def _encode(
         self, composed: Composed, messages: Sequence[Message], offset: int = 0, begin: int = 0
     ) -> TokenRun:
-        """Tokenize the composed text from character `begin` on. `offset` tokens precede it."""
+        """Tokenize the composed text from character `begin` on, after `offset` tokens."""
         run = TokenRun(self._tokenizer, self.max_model_len, offset)
         items = [self._family.item(ref) for m in messages for ref in m.images]
         num_images, at = 0, 0
@@ -330,7 +330,7 @@ class AnyVLMRenderer(TemplateComposer):
         self._refuse_marks(call.name + arguments, f"{path}.function")
 
     def _refuse_marks(self, text: str, path: str) -> None:
-        """Refuse special tokens in JSON that the template writes, where they become tokens."""
+        """Refuse special tokens in JSON, which would become tokens in the template's text."""
         if match := self._added.search(text):
             raise MessageError.at(path, f"it contains the special token {match[0]}", "remove it")
 
@@ -340,7 +340,7 @@ class AnyVLMRenderer(TemplateComposer):
         form = self.reasoning_format
         is_shown = form is not None and form.closing_id in prompt_ids
         kind = "none" if form is None else form.find_kind(ids)
-        # A kind of bridge that was not tried counts as a change.
+        # An untested kind of bridge counts as a change.
         return self.bridge_differences.get((is_shown, kind, _asks(new))) != ""
 
     def is_reasoning_open(self, ids: list[int]) -> bool:

@@ -1,8 +1,8 @@
-"""How vLLM serves a generic checkpoint: with transformers' own class of the model.
+"""Serve a generic checkpoint with vLLM and the model's transformers class.
 
-vLLM puts its kernels, cache and sampler around the class that the trainer computes with, which
-works for nearly every type. It calls the tower by `get_image_features`, with the processor's arrays
-under their own names.
+vLLM uses the trainer's model class with its own kernels, cache and sampler. This works for nearly
+every model type. vLLM calls the tower through `get_image_features`, and passes the processor's
+arrays under their own names.
 """
 
 from __future__ import annotations
@@ -24,13 +24,13 @@ from sightline.wire import MediaItem
 
 TORCH = 'set [inference] engine = "torch"'
 OWN_CLASSES = {"SmolVLMForConditionalGeneration": "llama"}
-"""Models that vLLM computes with a class of its own, and the text model that this class has. With
-transformers' class, vLLM would ask the processor to count the tokens of an image, and SmolVLM's
-processor cannot."""
+"""Models that use vLLM's own class, with the text model type of that class. With transformers'
+class, vLLM needs a processor that counts image tokens, which SmolVLM's processor does not
+support."""
 
 
 def _find_refusal(findings: Findings, text: str | None) -> str:
-    """Say why vLLM computes a model differently. `text` is the type of its text model."""
+    """Return why vLLM computes a model differently, or "". `text` is its text model type."""
     name, own = findings.model_class, OWN_CLASSES.get(findings.model_class)
     if findings.rows_reason:
         return f"{findings.rows_reason}; vLLM uses its own attention kernels"
@@ -52,8 +52,8 @@ class Serving(ServingSpec):
         is_own = family.findings.model_class in OWN_CLASSES
         words = ["--model-impl", "vllm" if is_own else "transformers"]
         if family.findings.rule == "fixed":
-            # At startup vLLM asks the processor to count image tokens. Processors then read a crop
-            # size, even where they resize images and do not crop them.
+            # At startup, vLLM makes the processor count image tokens. This requires a crop size,
+            # even for processors that do not crop images.
             height, width = family.findings.arrays[0].shape[-2:]
             size = {"crop_size": {"height": height, "width": width}}
             words += ["--mm-processor-kwargs", json.dumps(size)]
@@ -79,10 +79,10 @@ class Serving(ServingSpec):
     def map_parameters(
         self, family: AnyVLMFamily, config: dict[str, Any], shapes: Mapping[str, tuple[int, ...]]
     ) -> dict[str, list[ParameterSlice]]:
-        """Return transformers' parameters, with the tower's names as vLLM's renaming expects.
+        """Map transformers' parameters, with tower names that vLLM's renaming handles correctly.
 
-        It renames by transformers' rules for older checkpoints. One of them would take a tower
-        called `model.visual` for a part of the text model, but not one called `visual`.
+        vLLM applies transformers' renaming rules for older checkpoints. One of them treats
+        `model.visual` as a part of the text model, but not `visual`.
         """
         tower = self.vision_prefixes(family)
         if family.findings.model_class in OWN_CLASSES:
@@ -95,7 +95,7 @@ class Serving(ServingSpec):
     def build_fields(
         self, family: AnyVLMFamily, item: MediaItem, patches: np.ndarray, normalizes: bool
     ) -> dict[str, EngineField]:
-        """Return the processor's arrays, the grid, and the number of features of one image."""
+        """Return the processor's arrays, the grid and the number of features for one image."""
         findings, fields = family.findings, {}
         if findings.rule == "lines" and len(patches) == findings.merge**2:
             raise MediaRefused(

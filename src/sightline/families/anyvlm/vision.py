@@ -1,7 +1,7 @@
-"""The family of a probed checkpoint, which lays out images by the rule that the probe found.
+"""The family of a probed checkpoint, which lays out images with the rule that the probe found.
 
-An image is kept as the arrays of the checkpoint's own processor, byte for byte: one row per entry,
-with the entry's bytes of every array in turn. transformers is imported only to make pixels.
+An image is stored as the exact bytes of the processor's arrays: one row per entry, with the entry's
+bytes from each array in order. transformers is imported only to compute pixels.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ MAX_CACHED_OFFSETS = 1024
 
 
 class AnyVLMFamily(Family):
-    """The family of one checkpoint, by the findings of a probe."""
+    """The family of one checkpoint, based on the findings of a probe."""
 
     name = "anyvlm"
     settings_owner = "transformers"
@@ -69,7 +69,7 @@ class AnyVLMFamily(Family):
         return self.findings.rule in GRID_RULES
 
     def expansion(self, width: int, height: int) -> Expansion:
-        """Return the text of a prompt for an image of this size; MediaRefused if there is none."""
+        """Return the prompt text for an image of this size. Raise MediaRefused if there is none."""
         count, words = RULES[self.findings.rule]
         shape = count(width, height, self.findings.rule_settings) if min(width, height) else None
         if shape is None:
@@ -121,7 +121,7 @@ class AnyVLMFamily(Family):
         return self._offsets(item.ref.width, item.ref.height)
 
     def _find_offsets(self, width: int, height: int) -> np.ndarray:
-        """Return the offsets of pads, counted from the first one."""
+        """Return the offsets of pads, relative to the first pad."""
         places: list[int] = []
         text, at, pad = "", 0, self.findings.pad
         for piece, times in self.expansion(width, height).pieces:
@@ -144,7 +144,7 @@ class AnyVLMFamily(Family):
         return Tokenizer(self.path)
 
     def cut_patches(self, image: Image.Image, layout: ImageLayout) -> np.ndarray:
-        """Return uint8 (rows, bytes of a row), made by the checkpoint's own processor."""
+        """Return uint8 (rows, bytes per row), computed by the checkpoint's own processor."""
         from sightline.families.anyvlm.processor import make_rows
 
         rows = make_rows(self.path, self.findings, image)
@@ -166,7 +166,7 @@ class AnyVLMFamily(Family):
 
 
 def fill_lines(pieces: list[tuple[str, int]], rows: int, columns: int) -> list[tuple[str, int]]:
-    """Expand the pieces of two lines to `rows` lines; empty if there are not four pieces."""
+    """Expand the pieces of two lines to `rows` lines. Return [] unless there are four pieces."""
     if len(pieces) != 4:
         return []
     first, mark, last, end = pieces
@@ -175,9 +175,9 @@ def fill_lines(pieces: list[tuple[str, int]], rows: int, columns: int) -> list[t
 
 
 def join_patches(patches: Any, grid: Grid) -> Any:
-    """Return the image (channels, height, width) of patches that came line by line.
+    """Join patches in row order into an image (channels, height, width).
 
-    Works for arrays and for tensors.
+    Works for arrays and tensors.
     """
     _, rows, columns = grid
     _, channels, size, _ = patches.shape

@@ -1,7 +1,7 @@
 """GLM-4.5V and GLM-4.6V: checkpoints of transformers' `glm4v`, `glm46v` and `glm4v_moe`.
 
-`vision` has layout and pixels, `video` the sampling of frames, `render` the chat formats, and
-`forward` the torch half. This file imports neither torch nor transformers.
+`vision` defines the layout, pixels and frame sampling, `render` the chat formats, and `forward` the
+torch half. This file imports neither torch nor transformers.
 """
 
 from __future__ import annotations

@@ -22,7 +22,7 @@ class GlmVForward(VideoForward):
         return features
 
     def compute_tower_inputs(self, grids: tuple[Grid, ...]) -> dict[str, Any]:
-        # The tower interpolates position embeddings from grids on the device.
+        # The tower needs grids on the device to interpolate position embeddings.
         return {**super().compute_tower_inputs(grids), "grid_thw": np.array(grids)}
 
 

@@ -2,8 +2,8 @@
 
 A turn is `<|user|>`, `<|observation|>` or `<|assistant|>`, a newline and the content. It has no end
 token. The assistant's turn ends with the token that opens the next turn, which is sampled and
-trained. The template writes nothing after the last answer of a conversation; here it ends as if a
-user's turn followed, or a tool's turn if it calls tools.
+trained. The template writes nothing after the last answer of a conversation. This renderer ends it
+as if a user's turn followed, or a tool's turn if the answer calls tools.
 """
 
 from __future__ import annotations
@@ -56,7 +56,7 @@ _OPENERS = {
 }
 _ARGUMENT_MARKS = ("<arg_key>", "</arg_key>", "<arg_value>", "</arg_value>")
 _VIDEO_PAD = "<|video|>"
-# Marks of media that a policy may not sample, besides the pad.
+# Media marks that a policy may not sample, in addition to the pad.
 _MEDIA_MARKS = (
     _VIDEO_PAD, "<|begin_of_image|>", "<|end_of_image|>", "<|begin_of_video|>",
     "<|end_of_video|>", "<|begin_of_audio|>", "<|end_of_audio|>",
@@ -64,13 +64,13 @@ _MEDIA_MARKS = (
 
 
 class Glm46V(BaseRenderer):
-    """`thinking` says whether the model reasons before it answers. Otherwise every question ends
-    with `/nothink`, and a turn's header contains empty reasoning."""
+    """The format of GLM-4.6V. With `thinking`, the model reasons before it answers. Otherwise every
+    question ends with `/nothink`, and a turn's header contains empty reasoning."""
 
     format_name = "GLM-4.6V"
     image_roles: ClassVar[tuple[str, ...]] = ("system", "user", "tool")
     video_mark = _VIDEO_PAD
-    lists_tool_content = True  # after a string, its template writes another newline
+    lists_tool_content = True  # its template adds a newline after a string
 
     def __init__(
         self,
@@ -139,7 +139,7 @@ class Glm46V(BaseRenderer):
         reasoning, content = split_told_reasoning(message.reasoning, message.text)
         reasoning = reasoning.strip() if i > context.history_end else ""
         content = content.strip()
-        # Empty reasoning belongs to the header.
+        # Empty reasoning is part of the header.
         is_own = self.thinking or bool(reasoning)
         if is_own:
             emitter.begin_trained()
@@ -209,7 +209,7 @@ class Glm46V(BaseRenderer):
     def rewrites_history(
         self, prompt_ids: Sequence[int], ids: list[int], new: Sequence[Message]
     ) -> bool:
-        # The template writes one block of reasoning per turn, which may be empty.
+        # The template writes one reasoning block per turn, which may be empty.
         if self.thinking != (ids[:1] == [self._think]):
             return True
         if not any(message.role == "user" for message in new):
@@ -217,7 +217,7 @@ class Glm46V(BaseRenderer):
         return bool(self._split_reasoning(ids)[0]) or self._has_reasoning(prompt_ids)
 
     def _has_reasoning(self, prompt_ids: Sequence[int]) -> bool:
-        """Return whether an answer in the prompt begins with reasoning that is not empty."""
+        """Return whether an answer in the prompt begins with non-empty reasoning."""
         ids = np.asarray(prompt_ids)
         opening = [*self._opening, self._think]
         num = len(ids) - len(opening)
@@ -248,7 +248,7 @@ class Glm46V(BaseRenderer):
         return (reasoning or "").strip() or None, rest
 
     def _parse_call(self, inner: list[int], tools: Tools) -> ToolCall | None:
-        """Parse a name, followed by each argument's name and value between their marks."""
+        """Parse a name, followed by argument names and values between their marks."""
         marks = [token for token in inner if token in self._argument_marks]
         num = len(marks) // len(self._argument_marks)
         if marks != self._argument_marks * num:
@@ -270,7 +270,7 @@ class Glm46V(BaseRenderer):
 
 
 class Glm45V(Glm46V):
-    """Tool messages are text only, which the template takes as a string."""
+    """The format of GLM-4.5V. Tool messages contain only text, which is passed as a string."""
 
     format_name = "GLM-4.5V"
     image_roles = ("system", "user")
@@ -278,11 +278,11 @@ class Glm45V(Glm46V):
 
 
 FORMATS = (Glm46V, Glm45V)
-"""In the order in which they are tried. A folder without a template speaks the first."""
+"""The formats, in the order of trial. A folder without a template uses the first."""
 
 
 def load_renderer(path: Path, family: GlmVFamily, resolver: ImageResolver) -> Glm46V:
-    """Return the renderer of a checkpoint folder; FamilyError if its chat template is unknown."""
+    """Load the renderer of a folder. Raise FamilyError if its chat template is unknown."""
     return choose_format(path, FORMATS, family, resolver, thinking=read_thinking(path))
 
 

@@ -1,4 +1,4 @@
-"""How vLLM serves GLM's vision models."""
+"""Serve GLM's vision models with vLLM."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from sightline.families.protocol import ServingSpec
 
 
 class Serving(ServingSpec):
-    # vLLM knows the model by the name of the first release, and must be told that queries, keys and
+    # vLLM uses the model name of the first release. Its config must state that queries, keys and
     # values have biases.
     HF_OVERRIDES = {
         "architectures": ["Glm4vForConditionalGeneration"],

@@ -1,6 +1,6 @@
 """GLM's images and videos: settings, sizes and sampled frames.
 
-The arithmetic is that of transformers' processors.
+The results match transformers' processors.
 """
 
 from __future__ import annotations
@@ -17,32 +17,32 @@ from sightline.families.processor_settings import FrameSettings, find_frame_diff
 from sightline.families.video_family import VideoFamily, fit_size
 
 GLM_46V, GLM_45V = "Glm46V", "Glm4v"
-"""The prefixes of transformers' processor names, for GLM-4.6V and for earlier models."""
-# GLM-4.6V: maximum length in seconds, and steps per second.
+"""The prefixes of processor names in transformers, for GLM-4.6V and for earlier models."""
+# GLM-4.6V: pairs of maximum length in seconds and steps per second.
 STEPS_PER_SECOND = ((30, 3.0), (300, 1.0), (2400, 0.5))
 MAX_FRAMES = 640
 
 
 @dataclass(frozen=True, kw_only=True)
 class VideoSettings:
-    """The video settings that a step's fingerprint hashes."""
+    """The video settings in a step's fingerprint."""
 
     is_dynamic: bool
-    """Whether frames are sampled by GLM-4.6V's rule, which is denser for shorter videos, with times
-    in tenths of a second. Otherwise `fps` frames per second, with times in whole seconds."""
+    """Whether to use GLM-4.6V's sampling, which is denser for shorter videos, with times in tenths
+    of a second. Otherwise sample `fps` frames per second, with times in whole seconds."""
     fps: float = 2.0
-    """Sampled frames per second, unless the rule is GLM-4.6V's."""
+    """The number of sampled frames per second. Unused if `is_dynamic` is true."""
     max_duration: float = 300.0
-    """The length in seconds after which frames get sparser, unless the rule is GLM-4.6V's."""
+    """The length in seconds above which frames get sparser. Unused if `is_dynamic` is true."""
     min_pixels: int
-    """For all frames of a video together."""
+    """The minimum for all frames of a video together."""
     max_pixels: int
-    """For all frames of a video together."""
+    """The maximum for all frames of a video together."""
 
 
 class GlmVFamily(VideoFamily[VideoSettings]):
     name = "glm_v"
-    # The limits count an image once for each of its repetitions.
+    # The limits count each repetition of an image.
     default_settings = FrameSettings(min_pixels=112 * 112, max_pixels=28 * 28 * 15000)
 
     @classmethod
@@ -82,7 +82,7 @@ class GlmVFamily(VideoFamily[VideoSettings]):
         return fit_size(width, height, factor, pixels, num_frames, self.temporal)
 
     def sample_frames(self, num_frames: int, fps: float) -> list[int]:
-        """Return the indices of the frames to show. The last of an odd number is shown twice."""
+        """Return the indices of the frames to show. If their number is odd, repeat the last."""
         settings = self.get_video_settings()
         if settings.is_dynamic:
             numbers = _sample_densely(num_frames, fps, self.temporal)
@@ -121,7 +121,7 @@ def _sample_densely(total: int, fps: float, temporal: int) -> list[int]:
     if total < num:
         return _spread(0, total - 1, num)
     numbers = []
-    # A sum of floats, like the processor's. The next frame is the first one from `due` on.
+    # Sum floats like the processor. The next frame is the first at or after `due`.
     due = 0.0
     for number in range(total):
         if number * (1 / fps) >= due:

@@ -1,8 +1,8 @@
 """Kimi K2.5: a MoonViT tower, and a text model with latent attention and experts.
 
-`vision` has layout and pixels, `render` the chat format, `tool_declaration` its declaration of
-tools, `tokenizer` the published tokenizer, and `forward` the torch half. This file imports neither
-torch nor transformers.
+`vision` defines the layout and pixels, `render` the chat format, `tool_declaration` the declaration
+of tools, `tokenizer` the published tokenizer, and `forward` the torch half. This file imports
+neither torch nor transformers.
 """
 
 from __future__ import annotations

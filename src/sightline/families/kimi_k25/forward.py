@@ -1,4 +1,4 @@
-"""The torch half of Kimi K2.5. Latent attention and experts are transformers' own."""
+"""The torch half of Kimi K2.5. transformers implements latent attention and experts."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ class KimiK25Forward(VisionForward):
         self._projector = body.mm_projector
 
     def vision_parameters(self) -> list[tuple[str, nn.Parameter]]:
-        """Return the tower's and the projector's parameters, on which image features depend."""
+        """Return the parameters of the tower and the projector, which compute image features."""
         parts = {"vision_tower": self._tower, "mm_projector": self._projector}
         return [
             (f"model.{part}.{name}", p)

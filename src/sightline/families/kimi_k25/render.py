@@ -1,7 +1,7 @@
 """The chat format of Kimi K2.5, with exactly the tokens of its published template.
 
-Like the template, it drops reasoning before the last answer that calls no tool. A bridge that would
-have to remove such tokens is refused.
+Like the template, the renderer drops reasoning up to the last answer without tool calls. It refuses
+a bridge that would have to remove such tokens.
 """
 
 from __future__ import annotations
@@ -31,14 +31,14 @@ _ROLES = {
     "assistant": "<|im_assistant|>",
 }
 _MEDIA_MARKS = ("<|media_pad|>", "<|media_begin|>", "<|media_content|>", "<|media_end|>")
-# Further stop tokens, if the tokenizer has them.
+# Additional stop tokens, if the tokenizer has them.
 _OTHER_STOPS = ("[EOS]", "<|endoftext|>")
 _VIDEO_PAD = "<|kimi_k25_video_placeholder|>"
 
 
 class KimiK25Renderer(BaseRenderer):
-    """`thinking` says whether an answer's header opens reasoning. Otherwise the header contains
-    empty reasoning."""
+    """The renderer of Kimi K2.5. With `thinking`, an answer's header opens reasoning. Otherwise the
+    header contains empty reasoning."""
 
     format_name = "Kimi K2.5"
     image_roles = ("system", "user", "tool")
@@ -63,7 +63,7 @@ class KimiK25Renderer(BaseRenderer):
         self.header = [*assistant, *self._think, *([] if thinking else self._end_think)]
         self.stop_token_ids = (self.end_id, *self.find_token_ids(_OTHER_STOPS))
         self._end_think_id = tokenizer.find_token_id(END_THINK)
-        """The token that ends reasoning. None if the mark is text."""
+        """The token that ends reasoning. None if the mark is plain text."""
         self._calls_begin = token_id("<|tool_calls_section_begin|>")
         self._calls_end = token_id("<|tool_calls_section_end|>")
         self._call_begin = token_id("<|tool_call_begin|>")
@@ -75,7 +75,7 @@ class KimiK25Renderer(BaseRenderer):
     def _encode_mark(self, mark: str) -> Sequence[int]:
         """Return the ids of a reasoning mark, which is a token or separately encoded text.
 
-        It never merges with the text around it, because a sampler is given the opening mark.
+        It never merges with adjacent text, because the opening mark is part of the prompt.
         """
         return self.find_token_ids((mark,)) or self._tokenizer.encode(mark)
 
@@ -100,7 +100,7 @@ class KimiK25Renderer(BaseRenderer):
         emitter.special(self._im_middle)
 
     def find_history_end(self, messages: Sequence[Message]) -> int:
-        """Return the index of the last answer that calls no tool."""
+        """Return the index of the last answer without tool calls."""
         answers = (i for i, m in enumerate(messages) if m.role == "assistant" and not m.tool_calls)
         return max(answers, default=-1)
 
@@ -162,9 +162,9 @@ class KimiK25Renderer(BaseRenderer):
         return not parsed.tool_calls and (bool(parsed.reasoning) or self._has_reasoning(prompt_ids))
 
     def _has_reasoning(self, prompt_ids: Sequence[int]) -> bool:
-        """Return whether an answer in the prompt, under any name, has reasoning.
+        """Return whether any answer in the prompt has reasoning, whatever the speaker's name.
 
-        A policy can sample the first tokens of a header. An incomplete header opens no turn.
+        A policy can sample the first tokens of a header. Incomplete headers do not open a turn.
         """
         ids = np.asarray(prompt_ids)
         starts = np.flatnonzero(ids == self._roles["assistant"])[:-1]
@@ -174,7 +174,7 @@ class KimiK25Renderer(BaseRenderer):
             if ids[start - len(self._think) : start].tolist() != list(self._think):
                 continue
             if ids[start : start + len(self._end_think)].tolist() != list(self._end_think):
-                # Empty reasoning that was sampled letter by letter has other ids.
+                # Sampled empty reasoning may be tokenized differently.
                 follows = self._tokenizer.decode(ids[start : start + len(END_THINK)].tolist())
                 if not follows.startswith(END_THINK):
                     return True
@@ -186,7 +186,7 @@ class KimiK25Renderer(BaseRenderer):
         reasoning, content, rest = self._split_reasoning(ids)
         first = rest.index(self._calls_begin) if self._calls_begin in rest else len(rest)
         section = rest[first + 1 :]
-        if section[-1:] == [self._calls_end]:  # a section that was cut off needs no end
+        if section[-1:] == [self._calls_end]:  # a truncated section has no end mark
             section.pop()
         marks = (self._call_begin, self._call_end)
         text, calls, malformed = parse_calls(section, marks, self._tokenizer, self._parse_call)
@@ -201,12 +201,12 @@ class KimiK25Renderer(BaseRenderer):
         return self._calls_begin not in ids and self._find_reasoning_end(ids) is None
 
     def _split_reasoning(self, ids: list[int]) -> tuple[str, str, list[int]]:
-        """Return the reasoning, any content in the token that ends its mark, and the rest."""
+        """Return the reasoning, any content in its closing mark's last token, and the other ids."""
         if not self.thinking:
             return "", "", ids
         end = self._find_reasoning_end(ids)
         if end is None:
-            # Tool calls end reasoning that was not closed.
+            # A tool call ends unclosed reasoning.
             end = ids.index(self._calls_begin) if self._calls_begin in ids else len(ids)
             return self._tokenizer.decode(ids[:end]), "", ids[end:]
         if self._end_think_id is not None:
@@ -215,7 +215,7 @@ class KimiK25Renderer(BaseRenderer):
         return reasoning, content, ids[end:]
 
     def _find_reasoning_end(self, ids: list[int]) -> int | None:
-        """Return the number of tokens up to the end of the closing mark of reasoning."""
+        """Return the number of tokens up to the end of the closing reasoning mark, or None."""
         if self._end_think_id is not None:
             return ids.index(self._end_think_id) + 1 if self._end_think_id in ids else None
         if END_THINK not in self._tokenizer.decode(ids):
@@ -228,7 +228,7 @@ class KimiK25Renderer(BaseRenderer):
         if ids.count(self._call_arguments) != 1:
             return None
         middle = ids.index(self._call_arguments)
-        # The id of a call is `functions.<name>:<number>`.
+        # A call id is `functions.<name>:<number>`.
         call_id = self._tokenizer.decode(ids[:middle]).strip()
         name = call_id.partition(":")[0]
         name = name.partition(".")[2] if "." in name else name

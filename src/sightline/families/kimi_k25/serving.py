@@ -1,8 +1,8 @@
-"""How vLLM serves Kimi K2.5.
+"""Serve Kimi K2.5 with vLLM.
 
-It reads the layout of the published checkpoint: one matrix per expert, and the vision tower's
-queries, keys and values as one matrix, in which rotated pairs are adjacent. transformers keeps the
-two halves of a head apart.
+vLLM expects the layout of the published checkpoint: one matrix per expert, and one matrix for the
+vision tower's queries, keys and values, in which rotated pairs are adjacent. transformers separates
+the two halves of a head.
 """
 
 from __future__ import annotations
@@ -19,8 +19,8 @@ from sightline.families.checkpoint_files import read_json
 from sightline.families.protocol import ParameterSlice, ServingSpec
 
 NEEDED = ("in_patch_limit_each_frame", "in_patch_limit_video", "temporal_merge_kernel_size")
-"""Keys of `media_proc_cfg` that vLLM reads: it builds its image processor, though nothing goes
-through it."""
+"""Keys of `media_proc_cfg` that vLLM reads to build its image processor, although the processor is
+not used."""
 
 RENAMES = (
     (r"lm_head\.", "language_model.lm_head."),
@@ -40,7 +40,7 @@ RENAMES = (
     ),
     (r"model\.vision_tower\.", "vision_tower."),
 )
-"""Prefixes of transformers' names and of the published ones. The first match applies."""
+"""Patterns of transformers' names, with the published names. The first match applies."""
 
 QUERIES = re.compile(r"model\.vision_tower\.layers\.(\d+)\.attn\.q_proj\.(weight|bias)")
 KEYS_VALUES = re.compile(r"model\.vision_tower\.layers\.\d+\.attn\.[kv]_proj\.(weight|bias)")
@@ -52,11 +52,11 @@ class Serving(ServingSpec):
     CPU_ARGUMENTS = (
         "--no-enable-prefix-caching",
         "--no-enable-chunked-prefill",
-        # The kernel of vLLM 0.32 mistakes the heads of latent attention's queries for tokens.
+        # vLLM 0.32's kernel treats the query heads of latent attention as tokens.
         "--compilation-config",
         '{"custom_ops": ["-rotary_embedding"]}',
     )
-    # vLLM's name of the model, and how it chooses experts, which transformers does not write down.
+    # vLLM's name for the model, and its expert routing, which transformers does not save.
     HF_OVERRIDES = {
         "architectures": ["KimiK25ForConditionalGeneration"],
         "text_config": {"topk_method": "noaux_tc", "scoring_func": "sigmoid"},
@@ -85,7 +85,7 @@ class Serving(ServingSpec):
     def map_parameters(
         self, family: object, config: dict[str, Any], shapes: Mapping[str, tuple[int, ...]]
     ) -> dict[str, list[ParameterSlice]]:
-        """Return every published parameter as slices of our parameters. Published names stay."""
+        """Map every published parameter to slices of our parameters. Published names stay."""
         heads = config["vision_config"]["num_attention_heads"]
         return {
             name: parts
@@ -128,7 +128,7 @@ def _split_experts(
 
 
 def interleave_rows(num_rows: int, heads: int) -> np.ndarray:
-    """Return transformers' row for each published row, in which rotated pairs are adjacent."""
+    """Return the transformers row for each published row. Published rotated pairs are adjacent."""
     rows = np.arange(num_rows).reshape(heads, 2, -1)
     return rows.transpose(0, 2, 1).reshape(-1)
 

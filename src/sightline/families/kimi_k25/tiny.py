@@ -12,12 +12,12 @@ from sightline.families.tiny_checkpoint import write_tiny_checkpoint
 
 
 def _rescale_weights(model: Any, settings: Mapping[str, Any]) -> None:
-    """Bring weights to the scale of the rest of such a narrow model."""
-    # transformers draws these with deviation 1, which would drown the pixels.
+    """Scale some weights down to match the other weights of a narrow model."""
+    # transformers draws these with standard deviation 1, which would hide the pixels.
     positions = model.model.vision_tower.patch_embed.pos_emb.position_embeddings
     positions.data.mul_(settings["initializer_std"])
-    # The latent is wider than the model. At full size, each step of Adam would move keys and values
-    # that much more than anything else.
+    # The latent is wider than the model. Without scaling, each Adam step would change keys and
+    # values much more than other activations.
     width = settings["kv_lora_rank"] / settings["hidden"]
     for layer in model.model.language_model.layers:
         layer.self_attn.kv_a_layernorm.weight.data.div_(width)

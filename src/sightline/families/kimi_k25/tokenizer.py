@@ -1,7 +1,7 @@
-"""The published tokenizer: a file of BPE ranks, and special tokens in a JSON file.
+"""Load the published tokenizer: a file of BPE ranks and a JSON file of special tokens.
 
-The release tokenizes with its own Python code, which is not run here. The ranks say which pairs
-merge and in which order, so the `tokenizers` library produces the same tokens from them.
+The published Python code is not run. The ranks define the merges and their order, so the
+`tokenizers` library produces the same tokens.
 """
 
 from __future__ import annotations
@@ -22,9 +22,9 @@ from sightline.render.tokenizer import split_words
 
 RANKS_FILE = "tiktoken.model"
 NUM_SPECIAL_TOKENS = 256
-"""The number of ids after the ranks that are reserved for special tokens."""
+"""The number of ids reserved for special tokens, after the ranks."""
 
-# How the tokenizer splits text into words before BPE. Chinese characters are words of their own.
+# Patterns that split text into words before BPE. Chinese characters form separate words.
 _LOWER = r"[\p{Ll}\p{Lm}\p{Lo}\p{M}&&[^\p{Han}]]"
 _UPPER = r"[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}&&[^\p{Han}]]"
 _ENDING = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)?"
@@ -50,13 +50,13 @@ def load_tokenizer(path: Path) -> Tokenizer:
 
 
 def _build_tokenizer_json(path: Path) -> str:
-    """Return the published files in the format of tokenizer.json."""
+    """Convert the published files to the format of tokenizer.json."""
     ranks = read_ranks(path / RANKS_FILE)
     letters = _byte_letters()
     spelled = {token: "".join([letters[value] for value in token]) for token in ranks}
     words = {spelled[token]: rank for token, rank in ranks.items()}
     merges = [(spelled[a], spelled[b]) for a, b in find_merges(ranks)]
-    # Like the published code, keep a word that is a token without merging its parts.
+    # Like the published code, do not merge the parts of a word that is a token.
     tokenizer = Library(BPE(vocab=words, merges=merges, fuse_unk=False, ignore_merges=True))
     tokenizer.pre_tokenizer = split_words(WORD_PATTERN)
     tokenizer.decoder = decoders.ByteLevel()
@@ -66,7 +66,7 @@ def _build_tokenizer_json(path: Path) -> str:
 
 
 def read_ranks(file: Path) -> dict[bytes, int]:
-    """Return the tokens of a rank file with their ids, which count from 0 without gaps."""
+    """Return the tokens of a rank file with their ids, which start at 0 and have no gaps."""
     try:
         pairs = [line.split() for line in file.read_bytes().splitlines() if line]
         ranks = {base64.b64decode(token, validate=True): int(rank) for token, rank in pairs}
@@ -81,7 +81,7 @@ def read_ranks(file: Path) -> dict[bytes, int]:
 
 
 def find_merges(ranks: dict[bytes, int]) -> list[tuple[bytes, bytes]]:
-    """Return all pairs of tokens that form a token, in the order of its rank."""
+    """Return all pairs of tokens that merge into a token, ordered by its rank."""
     return [
         (token[:i], token[i:])
         for token, _ in sorted(ranks.items(), key=lambda pair: pair[1])
@@ -91,7 +91,7 @@ def find_merges(ranks: dict[bytes, int]) -> list[tuple[bytes, bytes]]:
 
 
 def _added_tokens(path: Path, first: int) -> list[dict[str, Any]]:
-    """Return a token for every id after the ranks, so that named tokens keep their ids."""
+    """Return a token for every reserved id, so that named tokens keep their ids."""
     file = path / "tokenizer_config.json"
     if not file.is_file():
         raise FamilyError(f"{path} has no tokenizer_config.json", "copy it from the checkpoint")

@@ -1,8 +1,8 @@
-"""Declare tools as the model was trained on them: TypeScript types made from JSON schemas.
+"""Declare tools in the model's training format: TypeScript types generated from JSON schemas.
 
-Like the release, this sorts all keys first, and writes the tools as JSON if one of their schemas
-has no TypeScript type: a schema with only `oneOf` or `const`, or an enum with values of another
-type. Values in comments and enums are spelled in Python: `True`, `None`.
+Like the published code, this sorts all keys first. If a schema has no TypeScript type, all tools
+are written as JSON. Examples are schemas with only `oneOf` or `const`, and enums with values of a
+different type. Values in comments and enums use Python syntax: `True`, `None`.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ _BOUNDS = {
     "integer": ("maximum", "minimum"),
     "array": ("maxItems", "minItems"),
 }
-"""The bounds that a comment states, by the type of the schema."""
+"""The bounds written in comments, by schema type."""
 _UNIONS = {
     "string": "string",
     "number": "number",
@@ -42,18 +42,18 @@ _DEFINITIONS = "#/$defs/"
 
 
 def declare_tools(tools: Tools) -> str:
-    """Return the declaration; MessageError with its path for anything but a named function."""
+    """Return the declaration. Raise MessageError for anything but a named function."""
     read = [_read_tool(tool, f"tools[{i}]") for i, tool in enumerate(tools)]
     try:
         written = "\n".join(_declare_function(tool["function"]) for tool in read)
     except (AttributeError, KeyError, TypeError, ValueError):
-        # Like the release, for schemas without a type and for invalid schemas.
+        # Like the published code, for invalid schemas and schemas without a type.
         return json.dumps(read, ensure_ascii=False, separators=(",", ":"))
     return "# Tools\n\n## functions\nnamespace functions {\n" + written + "\n}\n"
 
 
 def _read_tool(tool: Any, path: str) -> dict[str, Any]:
-    """Return the tool as plain JSON with sorted keys, its function under `function`."""
+    """Return the tool as plain JSON with sorted keys, with its function under `function`."""
     if not isinstance(tool, dict) or tool.get("type", "function") != "function":
         raise MessageError.at(
             path, "the tool is not a function", 'pass dicts with "type": "function"'
@@ -90,8 +90,8 @@ def _declare_function(function: dict[str, Any]) -> str:
 class _Schemas:
     """The schemas of one function, and the definitions that they refer to.
 
-    Schemas are read before they are written, in the release's order, because a reference must
-    follow its definition. A schema without a type raises one of Python's errors.
+    Schemas are read before they are written, in the published code's order, because a definition
+    must precede its references. A schema without a type raises a built-in Python exception.
     """
 
     def __init__(self) -> None:
@@ -99,7 +99,7 @@ class _Schemas:
         self.names_root = False
 
     def read(self, schema: Any) -> None:
-        """Collect definitions and follow references; ValueError for a schema without a type."""
+        """Collect definitions and check references. Raise for a schema without a type."""
         if isinstance(schema, bool) or schema == {}:
             return
         if "$ref" in schema:
@@ -160,7 +160,7 @@ class _Schemas:
         return "{\n" + ",\n".join(fields) + f"\n{indent}}}" if fields else "{}"
 
     def write_root_fields(self, schema: dict[str, Any]) -> str:
-        """Return the fields of the function's own parameters, in alphabetical order."""
+        """Return the fields of the function's parameters, in alphabetical order."""
         fields = self._write_fields(schema, _INDENT, is_sorted=False)
         return "\n" + ",\n".join(fields) + "\n" if fields else ""
 
@@ -195,7 +195,7 @@ def _write_union(kinds: list[str]) -> str:
 
 
 def _check_enum(schema: dict[str, Any]) -> None:
-    """Raise ValueError for values, other than null, of another type than the schema's."""
+    """Raise ValueError unless all values are null or have the schema's type."""
     kind: Any = schema.get("type")
     if isinstance(kind, list):
         others = [name for name in kind if name != "null"]

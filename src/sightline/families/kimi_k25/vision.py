@@ -1,11 +1,11 @@
-"""Kimi K2.5's processor settings, image sizes to grids, and images to patches.
+"""Kimi K2.5's processor settings, image layout and patches.
 
 The published folder nests the settings under `media_proc_cfg`. transformers writes the same values
-flat, under other names. Both forms are read.
+at the top level, under other names. Both formats are supported.
 
-An image keeps its size or shrinks to the limits, and is padded with black at the right and at the
-bottom to whole visual tokens. The arithmetic is that of transformers' processor. It resizes with
-torchvision and we resize with Pillow, so pixels are equal only where no resizing takes place.
+An image that exceeds the limits shrinks to fit them. It is then padded with black, at the right and
+at the bottom, to whole visual tokens. Sizes match those of transformers' processor, which resizes
+with torchvision. We resize with Pillow, so pixels are equal only for images that keep their size.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ class ProcessorSettings(PixelSettings):
     """The maximum number of patches of an image before padding."""
     max_patches_per_side: int = 512
     max_pixels: int | None = None
-    """The run's own limit, in addition to `max_patches`."""
+    """The run's pixel limit, in addition to `max_patches`."""
 
     @property
     def patch_limit(self) -> int:
@@ -51,7 +51,7 @@ class ProcessorSettings(PixelSettings):
 
 
 def read_processor_settings(path: Path, overrides: dict[str, int]) -> ProcessorSettings:
-    """Read the settings of a checkpoint folder. `overrides` win."""
+    """Read the settings of a checkpoint folder. `overrides` take precedence."""
     raw = read_processor_config(path)
     raw = raw.get("media_proc_cfg") or raw
     default = ProcessorSettings()
@@ -114,7 +114,7 @@ class KimiK25Family(PixelFamily[ProcessorSettings]):
         return cls(settings, () if pad is None else (int(pad),))
 
     def compute_table(self) -> np.ndarray:
-        # Like transformers, fold rescaling into mean and deviation, in float32.
+        # Like transformers, fold rescaling into mean and standard deviation, in float32.
         mean = np.array(self._settings.mean, np.float32)
         std = np.array(self._settings.std, np.float32)
         if self._settings.rescale is not None:
@@ -131,7 +131,7 @@ class KimiK25Family(PixelFamily[ProcessorSettings]):
         return ImageLayout(grid, rows * columns, new_height, new_width)
 
     def cut_patches(self, image: Image.Image, layout: ImageLayout) -> np.ndarray:
-        """Return uint8 (patches, 3*patch*patch): channel, row, column; patches in row order."""
+        """Return uint8 patches (patches, 3*patch*patch) in row order: channel, row, column."""
         padded = (layout.grid[2] * self.patch, layout.grid[1] * self.patch)
         size = (layout.width, layout.height)
         return patchify(fit_image(image, size, padded, self._settings.resample), self.patch)
@@ -141,7 +141,7 @@ class KimiK25Family(PixelFamily[ProcessorSettings]):
 
 
 def fit_size(width: int, height: int, settings: ProcessorSettings) -> tuple[int, int]:
-    """Return the height and width before padding, which shrink only if they exceed limits."""
+    """Return the height and width before padding. They shrink only if they exceed the limits."""
     if min(width, height) < 1:
         raise MediaRefused(f"an image of {width}x{height} has no pixels", "send another image")
     patch, longest = settings.patch, settings.max_patches_per_side * settings.patch

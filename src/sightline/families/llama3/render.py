@@ -3,7 +3,7 @@
 A turn is `<|start_header_id|>role<|end_header_id|>`, two newlines, the stripped content and
 `<|eot_id|>`. Since Llama 3.1, a system turn with two dates always comes first.
 
-Tools are refused: a call is plain JSON, which cannot be told from an answer that is JSON.
+Tools are refused, because a call is plain JSON and looks like an answer in JSON.
 """
 
 from __future__ import annotations
@@ -21,8 +21,8 @@ from sightline.render.protocol import Tools
 from sightline.wire import MediaItem
 
 DATE = "26 Jul 2024"
-"""The date in every prompt, which is the templates' default. With the current date, a run would
-train on other prompts after midnight."""
+"""The date in every prompt: the templates' default. With the current date, prompts would change at
+midnight during a run."""
 _MARKS = ("<|begin_of_text|>", "<|start_header_id|>", "<|end_header_id|>", "<|eot_id|>")
 
 
@@ -74,7 +74,7 @@ class Llama3(BaseRenderer):
 
 
 class Llama31(Llama3):
-    """Llama 3.1, 3.2 and 3.3: the system turn states dates, even if it is otherwise empty."""
+    """The format of Llama 3.1 to 3.3. The system turn states dates, even if it has no content."""
 
     format_name = "Llama 3.1"
 
@@ -94,6 +94,6 @@ def _open_turn(role: str) -> str:
 
 
 def load_renderer(path: Path, family: Family, resolver: ImageResolver) -> Llama3:
-    """Return the renderer of a checkpoint folder; FamilyError if its chat template is unknown."""
+    """Load the renderer of a folder. Raise FamilyError if its chat template is unknown."""
     formats: tuple[type[Llama3], ...] = (Llama31, Llama3)
     return choose_format(path, formats, family, resolver)

@@ -1,4 +1,4 @@
-"""How vLLM serves Llama 3: by itself, without images."""
+"""Serve Llama 3 with vLLM's own model class, without images."""
 
 from __future__ import annotations
 

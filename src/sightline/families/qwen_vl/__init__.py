@@ -1,7 +1,7 @@
 """Qwen2.5-VL, Qwen3-VL, Qwen3.5 and text-only Qwen3, dense and with experts.
 
-`vision` has layout, pixels and MRoPE positions, `formats/` the chat formats, `render` their common
-part, and `forward` the torch half. This file imports neither torch nor transformers.
+`vision` defines the layout, pixels and MRoPE positions, `formats` the chat formats, `render` their
+base classes, and `forward` the torch half. This file imports neither torch nor transformers.
 """
 
 from __future__ import annotations

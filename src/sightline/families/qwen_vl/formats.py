@@ -1,7 +1,7 @@
-"""Qwen's chat formats, and how they write tools and calls: as JSON, or as tags.
+"""Qwen's chat formats, which write tool calls as JSON or as tags.
 
-The model type in config.json says which formats are possible, and the checkpoint's own chat
-template decides between them.
+The model type in config.json determines the possible formats. The checkpoint's own chat template
+decides between them.
 """
 
 from __future__ import annotations
@@ -70,7 +70,7 @@ class _Call(msgspec.Struct):
 
 
 class JsonCallFormat(QwenRenderer):
-    """A call is a JSON object with name and arguments."""
+    """A format in which a call is a JSON object with name and arguments."""
 
     def emit_tools(self, emitter: Emitter, tools: Tools, first: Message) -> None:
         self.open_turn(emitter, "system")
@@ -92,7 +92,7 @@ class JsonCallFormat(QwenRenderer):
 
 
 class TaggedCallFormat(QwenRenderer):
-    """A call is a function tag around one parameter tag per argument."""
+    """A format in which a call is a function tag with one parameter tag per argument."""
 
     def emit_tools(self, emitter: Emitter, tools: Tools, first: Message) -> None:
         self.open_turn(emitter, "system")
@@ -152,7 +152,7 @@ class Qwen3VL(JsonCallFormat):
     format_name = "Qwen3-VL"
 
     def drop_unwritten(self, message: Message) -> Message:
-        """Keep an empty content: with it, the template writes a newline before a call."""
+        """Keep empty content, because the template then writes a newline before a call."""
         less = super().drop_unwritten(message)
         has_calls = message.role == "assistant" and message.tool_calls
         content = less.content or message.content[:1]
@@ -160,7 +160,7 @@ class Qwen3VL(JsonCallFormat):
 
 
 class Qwen3(ReasoningFormat, JsonCallFormat):
-    """The model itself opens a block of reasoning, not the header."""
+    """The format of Qwen3. The model opens the reasoning block, not the header."""
 
     format_name = "Qwen3"
 
@@ -172,7 +172,7 @@ class Qwen3VLThinking(Qwen3):
 
 
 class Qwen35(ReasoningFormat, TaggedCallFormat):
-    """Contents are stripped, and every turn since the last question shows its reasoning."""
+    """The format of Qwen3.5. Content is stripped. Turns since the last question show reasoning."""
 
     format_name = "Qwen3.5"
     requires_question = True
@@ -194,12 +194,12 @@ class Qwen35(ReasoningFormat, TaggedCallFormat):
         return join_texts(parts)
 
     def opens_tool_turn(self, context: RenderContext, i: int) -> bool:
-        # Its template opens no turn for a tool message at the start of a conversation.
+        # The template does not open a turn for a tool message at the start of a conversation.
         return (i > 0 or context.is_new) and super().opens_tool_turn(context, i)
 
 
 class Qwen35NonThinking(Qwen35):
-    """The smallest models: a turn's header contains an empty block of reasoning."""
+    """The format of the smallest models. A turn's header contains an empty reasoning block."""
 
     format_name = "Qwen3.5 non-thinking"
     opens_reasoning = False
@@ -220,16 +220,16 @@ FORMATS: dict[str, tuple[type[QwenRenderer], ...]] = {
     "qwen3": (Qwen3,),
     "qwen3_moe": (Qwen3,),
 }
-"""By model type. A folder without a template speaks the first."""
+"""The formats by model type. A folder without a template uses the first."""
 
 
 def load_renderer(
     path: Path, family: Family, resolver: ImageResolver, number_images: bool = False
 ) -> QwenRenderer:
-    """Return the renderer of a checkpoint folder; FamilyError if its chat template is unknown."""
+    """Load the renderer of a folder. Raise FamilyError if its chat template is unknown."""
     formats = FORMATS[read_json(path / "config.json")["model_type"]]
     renderer = choose_format(path, formats, family, resolver)
-    # Templates are compared without image numbers, which the caller asks for.
+    # Templates are compared without image numbers, so set this option after the comparison.
     renderer.numbers_images = number_images
     if number_images and not renderer.video_refusal:
         renderer.video_refusal = "images are numbered ([model] number_images)"

@@ -1,8 +1,8 @@
-"""The parts that all of Qwen's chat formats share, with exactly the tokens of their templates.
+"""Base classes for Qwen's chat formats, with exactly the tokens of their templates.
 
 A turn is `<|im_start|>role`, a newline, the content, `<|im_end|>` and a newline. Marks of the
-format are emitted as tokens. Text of a message is emitted as text, whatever it spells. `formats`
-has the differences.
+format are emitted as tokens. A message's text is always emitted as text, even if it contains marks.
+`formats` defines the individual formats.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ class QwenRenderer(BaseRenderer):
     """A renderer of one of Qwen's chat formats."""
 
     default_system: ClassVar[str | None] = None
-    """The system message of conversations that have none."""
+    """The system message for conversations without one."""
     takes_reasoning = False
     turn_separator = "\n"
     video_mark = "<|vision_start|><|video_pad|><|vision_end|>"
@@ -63,10 +63,10 @@ class QwenRenderer(BaseRenderer):
             _ = [token_id(mark) for mark in _RESPONSE_EDGES]  # raises if the tokenizer lacks one
         self.header = tokenizer.encode_marked(self.header_text)
 
-    # -- what differs between formats
+    # -- implemented by each format
 
     def emit_tools(self, emitter: Emitter, tools: Tools, first: Message) -> None:
-        """Emit the system turn that offers `tools`, with the text of a `first` system message."""
+        """Emit the system turn that declares `tools`, with the text of a `first` system message."""
         raise NotImplementedError
 
     def emit_call(self, emitter: Emitter, call: ToolCall) -> None:
@@ -74,11 +74,11 @@ class QwenRenderer(BaseRenderer):
         raise NotImplementedError
 
     def parse_call(self, inner: str, tools: Tools) -> ToolCall | None:
-        """Parse what `emit_call` writes; None if it is malformed."""
+        """Parse the output of `emit_call`. Return None if it is malformed."""
         raise NotImplementedError
 
     def emit_assistant(self, emitter: Emitter, context: RenderContext, i: int) -> None:
-        """Emit the assistant's turn, from its header up to its stop token."""
+        """Emit the assistant's turn, from its header to its stop token."""
         message = context.messages[i]
         self.open_turn(emitter, message.role)
         emitter.begin_trained()
@@ -90,14 +90,14 @@ class QwenRenderer(BaseRenderer):
         return None, ids
 
     def strip_content(self, content: str) -> str:
-        """Return the content after reasoning, without the format's own whitespace."""
+        """Remove the format's own whitespace from the content after reasoning."""
         return content
 
     def opens_tool_turn(self, context: RenderContext, i: int) -> bool:
         """Return whether tool message `i` opens a user turn. Adjacent tool messages share one."""
         return context.role(i - 1) != "tool"
 
-    # -- what formats share
+    # -- shared by all formats
 
     def emit_head(self, emitter: Emitter, context: RenderContext, tools: Tools | None) -> int:
         first = context.messages[0]
@@ -122,7 +122,7 @@ class QwenRenderer(BaseRenderer):
         return next(asking, len(messages) - 1)
 
     def is_question(self, message: Message) -> bool:
-        """Return whether a message is a user's question, not a tool response spelled as text."""
+        """Return whether a message is a user's question, not a tool response written as text."""
         if message.role != "user":
             return False
         parts = self.get_parts(message)
@@ -170,7 +170,7 @@ class QwenRenderer(BaseRenderer):
         emitter.marked("<|vision_end|>")
 
     def emit_video(self, emitter: Emitter, steps: Sequence[ShownStep]) -> None:
-        """Emit each step after its time, or joined steps as one block without times."""
+        """Emit the time before each step, or joined steps as one block without times."""
         joins = getattr(self._family, "joins_steps", False)
         for i, step in enumerate(steps):
             if not joins:
@@ -192,13 +192,13 @@ class QwenRenderer(BaseRenderer):
         )
 
     def count_images(self, prompt_ids: Sequence[int]) -> int:
-        """Count the images' marks. Where images are numbered, prompts contain no videos."""
+        """Count the image marks. Prompts with numbered images contain no videos."""
         if not (self.numbers_images and self._family.shows_media):
             return 0
         return list(prompt_ids).count(self._vision_start)
 
     def emit_calls(self, emitter: Emitter, calls: Sequence[ToolCall], before: str) -> None:
-        """Emit calls. `before` separates the first from the content, a newline the others."""
+        """Emit calls separated by newlines. `before` separates the first from the content."""
         for call in calls:
             emitter.marked(before + "<tool_call>")
             self.emit_call(emitter, call)
@@ -221,8 +221,8 @@ class QwenRenderer(BaseRenderer):
 
 
 class ReasoningFormat(QwenRenderer):
-    """A format with reasoning between `<think>` and `</think>`, by Qwen3's rule: a turn that is not
-    the last shows its reasoning only if it is not empty.
+    """A format with reasoning between `<think>` and `</think>`. By Qwen3's rule, a turn before the
+    last shows its reasoning only if it is not empty.
 
     Templates show the reasoning of turns since the last question and drop older reasoning. A new
     question therefore rewrites history, and the bridge refuses it.
@@ -236,7 +236,7 @@ class ReasoningFormat(QwenRenderer):
     keeps_empty_reasoning: ClassVar[bool] = False
     """Whether turns since the last question show even empty reasoning."""
     stripped: ClassVar[str | None] = "\n"
-    """The characters that are stripped from reasoning. None is all whitespace."""
+    """The characters to strip from reasoning. None strips all whitespace."""
     call_separator: ClassVar[str] = "\n"
     """The text between the content and the first call."""
 

@@ -1,4 +1,4 @@
-"""How vLLM serves Qwen's models."""
+"""Serve Qwen's models with vLLM."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
 """Qwen's images and videos: settings, sizes, sampled frames and MRoPE positions.
 
-The arithmetic is that of transformers' processors.
+The results match transformers' processors.
 """
 
 from __future__ import annotations
@@ -22,22 +22,22 @@ from sightline.wire import Slot
 
 @dataclass(frozen=True, kw_only=True)
 class VideoSettings:
-    """The video settings that a step's fingerprint hashes."""
+    """The video settings in a step's fingerprint."""
 
     is_joined: bool
     """Whether a video is one block without times, as in Qwen2.5-VL. Limits then apply to a frame,
-    and frames are sampled at one stride. Otherwise each step follows its time, limits apply to the
-    whole video, and frames are sampled from the first to the last."""
+    and frames are sampled at a fixed stride. Otherwise a time precedes each step, limits apply to
+    the whole video, and frames are sampled from the first to the last."""
     fps: float = 2.0
-    """Sampled frames per second."""
+    """The number of sampled frames per second."""
     min_frames: int = 4
     max_frames: int = 768
     min_pixels: int
     max_pixels: int
     max_video_tokens: int = 0
-    """A cap on the tokens of a frame, if the checkpoint has one; otherwise 0."""
+    """The maximum number of tokens per frame. 0 if the checkpoint has none."""
     tokens_per_second: int = 0
-    """Temporal positions per second if steps are joined; otherwise 0."""
+    """The number of time positions per second if steps are joined, otherwise 0."""
 
 
 class QwenVLFamily(VideoFamily[VideoSettings]):
@@ -84,7 +84,7 @@ class QwenVLFamily(VideoFamily[VideoSettings]):
 
     @property
     def joins_steps(self) -> bool:
-        """Return whether a video is one block, with no marks between its steps."""
+        """Return whether a video is one block, without marks between its steps."""
         return isinstance(self.video, VideoSettings) and self.video.is_joined
 
     def fit_image_size(self, width: int, height: int) -> tuple[int, int]:
@@ -98,7 +98,7 @@ class QwenVLFamily(VideoFamily[VideoSettings]):
         return sample_frames(num_frames, fps, self.get_video_settings(), self.temporal)
 
     def tell_time(self, seconds: Sequence[float]) -> float:
-        """Return the middle of a step."""
+        """Return the middle time of a step."""
         return (seconds[0] + seconds[-1]) / 2
 
     def positions(
@@ -112,7 +112,7 @@ class QwenVLFamily(VideoFamily[VideoSettings]):
 def fit_frames(
     width: int, height: int, num_frames: int, settings: VideoSettings, images: FrameSettings
 ) -> tuple[int, int]:
-    """Return the height and width to which each frame of a video is resized."""
+    """Return the height and width of a resized video frame."""
     factor, largest = images.factor, settings.max_pixels
     floor = int(settings.min_pixels * 1.05)
     most_tokens = settings.max_video_tokens
@@ -129,7 +129,7 @@ def fit_frames(
 
 
 def sample_frames(total: int, fps: float, settings: VideoSettings, temporal: int) -> list[int]:
-    """Return the indices of the frames to show, of a file with `total` frames."""
+    """Return the indices of the frames to show from a file with `total` frames."""
     least, most = settings.min_frames, settings.max_frames
     if not settings.is_joined:
         wanted = min(max(int(total / fps * settings.fps), least), most, total)
