@@ -1,7 +1,7 @@
-"""One attention function for every model; what may see what is a pattern that is passed in.
+"""One attention function for every model. A pattern decides which tokens attend to which.
 
-transformers calls `_attention_forward` for each layer. The text layers get a `pattern` (a flat
-pack, a tree, or the rows of an engine); a vision tower passes the boundaries of its images.
+transformers calls `_attention_forward` for each layer. Text layers get a `pattern` (a flat pack, a
+tree, or the rows of an engine). A vision tower passes the boundaries of its images.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from sightline.errors import FamilyError
 
 SubtreeEnd = Int[np.ndarray, " tokens"]
 Rows = Int[np.ndarray, " rows"]
-# transformers hands the boundaries of images to attention functions with "flash" in their name.
+# transformers passes image boundaries only to attention functions with "flash" in their name.
 ATTENTION_NAME = "sightline_flash"
 COMPILABLE_PATTERNS = (attention_cuda.FlexTreePattern, attention_cuda.VarlenPattern)
 """Patterns that a compiler can trace, because packs differ in data only."""
@@ -61,7 +61,7 @@ def attend(
     v: Float[Tensor, "rows kv_heads keys value_width"],
     **options: Any,
 ) -> Float[Tensor, "rows heads queries value_width"]:
-    """torch's attention, for values that may be narrower than keys."""
+    """Call torch's attention. Values may be narrower than keys."""
     wide = attention_cuda.pad_values(v, k)
     return F.scaled_dot_product_attention(q, k, wide, **options)[..., : v.shape[-1]]
 
@@ -93,8 +93,8 @@ def _attention_forward(
 
 
 def find_graph_options(hidden: Tensor, options: dict[str, Any]) -> dict[str, Any] | None:
-    """The options of a block that is one graph, its attention included; None where the graph is
-    broken there, or at a recurrent layer."""
+    """Return the options for compiling a block, with its attention, as one graph; None if attention
+    or a recurrent layer breaks the graph."""
     if options.get("recurrence") is not None:
         return None
     if isinstance(options.get("pattern"), COMPILABLE_PATTERNS):
@@ -113,7 +113,7 @@ def _build_compilable() -> Callable[..., tuple[Tensor, None]]:
     ) -> tuple[Tensor, None]:
         pattern, scaling = options.get("pattern"), options["scaling"]
         if isinstance(pattern, COMPILABLE_PATTERNS):
-            # Not the number of the layer, for which each would be compiled by itself.
+            # A constant instead of the layer's number, for which each layer would be compiled.
             out = pattern.attend(0, query, key, value, scaling)
         elif isinstance(pattern, attention_cuda.ImagePattern):
             ends, longest = options["cu_seq_lens_q"], options["max_length_q"]
@@ -128,7 +128,7 @@ def _build_compilable() -> Callable[..., tuple[Tensor, None]]:
 def attend_images(
     q: Queries, k: Keys, v: Values, scaling: float, ends: Bounds, longest: Any
 ) -> Attended:
-    """Full attention inside each image; images of one length go through together."""
+    """Compute full attention within each image. Images of equal length are batched."""
     if attention_cuda.is_supported(q):
         images = attention_cuda.get_image_pattern(q.shape[2], ends, longest)
         return images.attend(q, k, v, scaling, ends, longest)
@@ -142,7 +142,7 @@ def attend_images(
 def attend_images_exact(
     q: Queries, k: Keys, v: Values, scaling: float, ends: Bounds, longest: Any
 ) -> Attended:
-    """By the kernel that is used without gradients; for gradients any, which are faster."""
+    """Attend with the kernel for passes without gradients. Gradients may use a faster kernel."""
 
     def compute(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         return attend_images(q, k, v, scaling, ends, longest)
@@ -151,7 +151,7 @@ def attend_images_exact(
 
 
 class _PaddedRows:
-    """Rows of a run of tokens as a rectangle; `options` are those of torch's attention."""
+    """Rows of a run, padded to a rectangle. `options` are passed to torch's attention."""
 
     def __init__(
         self, starts: Rows, ends: Rows, num_tokens: int, device: torch.device, **options: Any
@@ -160,8 +160,8 @@ class _PaddedRows:
         tokens, is_real = pad_rows(starts, ends, int((ends - starts).max()))
         run = np.arange(num_tokens)
         self.is_run = np.array_equal(tokens[is_real], run)
-        """Whether these are all tokens of the run, in their order."""
-        # Rows of one length that are the run need no copy to be a rectangle.
+        """Whether the rows contain all tokens of the run, in order."""
+        # If the rows have equal length and cover the run, a view is a rectangle.
         self._length = tokens.shape[1] if np.array_equal(tokens.reshape(-1), run) else 0
         self.tokens = torch.from_numpy(tokens[is_real]).to(device)
         self._rows = torch.from_numpy(tokens).to(device)
@@ -193,14 +193,14 @@ def _attend_groups(
 
 
 class PackedPattern:
-    """Sequences side by side in one row, each causal in itself and blind to the others."""
+    """Packed sequences in one row, with causal attention within each sequence."""
 
     state = None
 
     def __init__(self, lengths: list[int], device: torch.device) -> None:
         ends = np.cumsum(lengths)
         self.subtree_end = np.repeat(ends, lengths)
-        # Causal attention lets no real token see the padding, and its outputs are not read back.
+        # With causal attention no real token sees the padding, whose outputs are discarded.
         self._rows = _PaddedRows(ends - lengths, ends, int(ends[-1]), device, is_causal=True)
 
     def attend(self, layer: int, q: Queries, k: Keys, v: Values, scaling: float) -> Attended:
@@ -208,9 +208,9 @@ class PackedPattern:
 
 
 class TreePattern:
-    """Nodes each once: q sees k when k <= q < subtree_end[k]. A plain mask for each tree.
+    """Tree attention with a plain mask per tree: q sees k if k <= q < subtree_end[k].
 
-    Trees of about one size go through together, padded to the largest of them.
+    Trees of similar size are batched and padded to the largest of them.
     """
 
     state = None
@@ -229,7 +229,7 @@ class TreePattern:
 
 
 def find_trees(subtree_end: SubtreeEnd) -> list[tuple[int, int]]:
-    """Start and end of every tree: its first token is seen to the end."""
+    """Return the start and end of every tree. Its first token's subtree is the whole tree."""
     trees, start = [], 0
     while start < len(subtree_end):
         end = int(subtree_end[start])
@@ -243,9 +243,9 @@ def _build_tree_masks(
 ) -> Bool[np.ndarray, "rows 1 queries keys"]:
     tokens, is_real = pad_rows(starts, ends, int((ends - starts).max()))
     column = np.arange(tokens.shape[1])
-    # Nobody may see the padding behind a tree.
+    # No token may see the padding after a tree.
     last = np.where(is_real, subtree_end[tokens] - starts[:, None], 0)
-    # A row that sees nothing has no softmax: padding sees the first token.
+    # Padding sees the first token, because a softmax over no keys is undefined.
     last[:, 0] = len(column)
     sees = (column <= column[:, None]) & (column[:, None] < last[:, None, :])
     return sees[:, None]
@@ -254,7 +254,7 @@ def _build_tree_masks(
 def build_attention_pattern(
     subtree_end: SubtreeEnd, device: torch.device, dtype: torch.dtype = torch.float32
 ) -> AttentionPattern:
-    """The cheapest pattern that says the same as `subtree_end`, for arithmetic in `dtype`."""
+    """Return the cheapest pattern that is equivalent to `subtree_end`, for `dtype`."""
     ends = np.unique(subtree_end)
     starts = np.concatenate([[0], ends[:-1]])
     flat = np.repeat(ends, ends - starts)

@@ -1,8 +1,8 @@
-"""Attention on a GPU: torch's own kernels for rows of any lengths, and for trees.
+"""Attention on a GPU: torch's own kernels for rows of any length, and for trees.
 
-Rows and images go through `varlen_attn`, which reads no padding, or, where their shapes come back,
-through cuDNN (`attention_cudnn`). A tree goes through flex attention, with a block mask made from
-`subtree_end` by arithmetic on blocks: no mask of all pairs is ever made.
+Rows and images use `varlen_attn`, which needs no padding. If their shapes repeat, they use cuDNN
+(`attention_cudnn`). Trees use flex attention with a block mask that is computed from `subtree_end`
+block by block, so that a full mask never exists.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ from sightline.families.gated_delta_net import take_trial_gradients
 
 BLOCK = 128
 TREE_BUCKET = 1024
-"""Trees are padded to a multiple, so that few shapes of masks are seen."""
+"""Trees are padded to a multiple of this, so that masks have few shapes."""
 HALF_DTYPES = (torch.bfloat16, torch.float16)
 """Dtypes that the kernels for rows support."""
 
@@ -54,9 +54,9 @@ def attend_varlen(
     key_ends: Bounds | None = None,
     key_longest: int = 0,
 ) -> TokenQueries:
-    """Attention in each of the sequences side by side that end at `ends`, without padding.
+    """Return the attention output of packed sequences that end at `ends`, without padding.
 
-    Where `key_ends` are given, a sequence has more keys than queries: the queries are its last.
+    With `key_ends`, a sequence may have more keys than queries, which are its last tokens.
     """
     attend, options = _varlen()
     if q.shape[1] != k.shape[1] and not options and torch.is_grad_enabled():
@@ -80,13 +80,13 @@ def _attend_sequences(
     causal: bool,
     attend_cudnn: Callable[..., Tensor] | None,
 ) -> Attended:
-    """Attention in each of the sequences of one row, by `attend_cudnn` where there is one and cuDNN
-    can be used."""
+    """Return the attention output of packed sequences, with `attend_cudnn` if it is given and cuDNN
+    is usable."""
     width = v.shape[-1]
-    # Not x[0], whose backward pass would fill and copy.
+    # Not x[0], whose backward pass would allocate and copy.
     q, k, v = (x.squeeze(0).transpose(0, 1) for x in (q, k, pad_values(v, k)))
     heads = (q.shape[1], k.shape[1])
-    # Not `if attend_cudnn`: the truth of a method breaks the graph of the compiler.
+    # Not `if attend_cudnn`: the truth value of a method breaks the compiler's graph.
     if attend_cudnn is not None and is_cudnn_usable(heads, q.shape[-1], causal, q.device, q.dtype):
         out = attend_cudnn(q, k, v, scaling)
     else:
@@ -98,8 +98,8 @@ def _attend_sequences(
 def is_cudnn_usable(
     heads: tuple[int, int], width: int, causal: bool, device: torch.device, dtype: torch.dtype
 ) -> bool:
-    """Return whether cuDNN supports such heads (of queries and keys), with the same outputs and
-    gradients as the kernels for rows of any lengths."""
+    """Return whether cuDNN supports these numbers of query and key heads, and gives the same
+    outputs and gradients as the kernels for rows of any length."""
     return _try_cudnn(heads, width, causal, device, dtype)
 
 
@@ -110,7 +110,7 @@ def _try_cudnn(
     length, scaling = 256, width**-0.5
     ends = torch.arange(0, 2 * length + 1, length, dtype=torch.int32, device=device)
     with take_trial_gradients():
-        # No random numbers: those of the run are to stay as they are.
+        # Deterministic inputs, to keep the run's random state.
         shapes = [(2 * length, num, width) for num in (heads[0], heads[1], heads[1])]
         angles = (torch.arange(math.prod(shape), device=device).view(shape) for shape in shapes)
         q, k, v = inputs = [x.sin().to(dtype).requires_grad_() for x in angles]
@@ -131,15 +131,15 @@ def _try_cudnn(
 
 
 def pad_values(v: Tensor, k: Tensor) -> Tensor:
-    """Values as wide as keys: fused kernels take no narrower ones, and what torch does instead is
-    several times slower."""
+    """Pad values to the width of keys. Fused kernels do not support narrower ones, and torch's
+    fallback is several times slower."""
     missing = k.shape[-1] - v.shape[-1]
     return F.pad(v, (0, missing)) if missing > 0 else v
 
 
 def _varlen() -> tuple[Callable[..., Any], dict[str, Any]]:
-    """torch's function, and the option by which torch 2.12 and later take heads that share keys and
-    values. Where it is not known, the kernel still takes them; for gradients they are repeated."""
+    """Return torch's function, and its option for heads that share keys and values (torch 2.12 and
+    later). Without the option the kernel still supports them, but gradients need repeated heads."""
     from torch.nn.attention.varlen import varlen_attn
 
     return varlen_attn, {"enable_gqa": True} if _has_gqa_option() else {}
@@ -153,8 +153,8 @@ def _has_gqa_option() -> bool:
 
 
 class ImagePattern:
-    """Images side by side, each seeing all of itself. Whether they are of one size, and it came
-    back, is decided outside of what is compiled."""
+    """Packed images, with full attention within each. `is_even` means that all have one size, which
+    has repeated. It is decided outside of the compiled code."""
 
     def __init__(self, is_even: bool) -> None:
         self._is_even = is_even
@@ -177,7 +177,7 @@ _cached_image_pattern = functools.cache(ImagePattern)
 
 
 class VarlenPattern:
-    """Sequences side by side in one row, each causal in itself and blind to the others."""
+    """Packed sequences in one row, with causal attention within each sequence."""
 
     state = None
 
@@ -194,7 +194,7 @@ class VarlenPattern:
 
 
 class FlexTreePattern:
-    """Nodes each once: q sees k when k <= q < subtree_end[k]."""
+    """Tree attention with a block mask: q sees k if k <= q < subtree_end[k]."""
 
     state = None
 
@@ -205,7 +205,7 @@ class FlexTreePattern:
         self._mask = _block_mask(padded, self._end, device)
 
     def attend(self, layer: int, q: Queries, k: Keys, v: Values, scaling: float) -> Attended:
-        # Of shapes, not of a number that is kept: for a compiler those are one graph.
+        # Computed from shapes, not from a stored number, so that the compiler needs one graph.
         width, missing = v.shape[-1], self._end.shape[0] - q.shape[2]
         q, k, v = (F.pad(x, (0, 0, 0, missing)) for x in (q, k, pad_values(v, k)))
         gqa = q.shape[1] != k.shape[1]
@@ -215,7 +215,7 @@ class FlexTreePattern:
 
 
 def pad_subtree_ends(subtree_end: Int[np.ndarray, " tokens"]) -> Int[np.ndarray, " padded"]:
-    """With tokens behind the last that are a tree of their own, up to the next bucket."""
+    """Pad to the next bucket. The padding tokens form a separate tree."""
     total = -(-len(subtree_end) // TREE_BUCKET) * TREE_BUCKET
     return np.concatenate([subtree_end, np.full(total - len(subtree_end), total)])
 
@@ -223,12 +223,12 @@ def pad_subtree_ends(subtree_end: Int[np.ndarray, " tokens"]) -> Int[np.ndarray,
 def find_visible_blocks(
     padded: Int[np.ndarray, " tokens"],
 ) -> tuple[Bool[np.ndarray, "blocks blocks"], Bool[np.ndarray, "blocks blocks"]]:
-    """Which blocks of keys (the last axis) a block of queries sees some of, and all of."""
+    """Return which key blocks (last axis) each query block sees in part, and which in full."""
     by_block = padded.reshape(-1, BLOCK)
     first = np.arange(len(by_block)) * BLOCK
     before = first[None, :] < first[:, None]
     same = first[None, :] == first[:, None]
-    # Every key of an earlier block comes before every query: only the ends decide.
+    # All keys of an earlier block precede all queries, so only the subtree ends matter.
     some = before & (by_block.max(axis=1)[None, :] > first[:, None])
     full = before & (by_block.min(axis=1)[None, :] >= first[:, None] + BLOCK)
     return (some & ~full) | same, full
@@ -247,14 +247,14 @@ def _block_mask(padded: np.ndarray, end: Tensor, device: torch.device) -> Any:
 def _list_blocks(
     blocks: Bool[np.ndarray, "blocks blocks"], device: torch.device
 ) -> tuple[Int[Tensor, "1 1 blocks"], Int[Tensor, "1 1 blocks blocks"]]:
-    """For each block of queries how many blocks, and which, these first."""
+    """Return each query block's number of key blocks, and all block indices with those first."""
     counts = blocks.sum(axis=1).astype(np.int32)
     order = np.argsort(~blocks, axis=1, kind="stable").astype(np.int32)
     return copy_to_device(counts, device)[None, None], copy_to_device(order, device)[None, None]
 
 
 def _flex() -> Any:
-    """Inside of what is compiled already, as it is."""
+    """Return flex attention, compiled unless a compiler is already tracing."""
     from torch.nn.attention.flex_attention import flex_attention
 
     return flex_attention if torch.compiler.is_compiling() else _compiled_flex()
@@ -262,8 +262,8 @@ def _flex() -> Any:
 
 @functools.cache
 def _compiled_flex() -> Any:
-    """One graph for the first shape, and one for all others: as many as there are buckets would
-    pass the compiler's limit, after which it does not compile."""
+    """Return compiled flex attention. It has one graph for the first shape and one for all others,
+    because one graph per bucket would exceed the compiler's limit."""
     from torch.nn.attention.flex_attention import flex_attention
 
     return torch.compile(flex_attention)

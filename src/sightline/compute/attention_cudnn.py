@@ -1,8 +1,8 @@
-"""Rows of one length on a GPU: cuDNN's kernels, which are faster there than those for any lengths.
+"""cuDNN attention for rows of equal length, where it is faster than the kernels for any length.
 
-Rows of about one length are padded to it. cuDNN makes a plan for every shape, which takes longer
-than it saves in a step: a shape gets one when it comes back. Only where gradients are taken, whose
-bits differ from run to run with either kernel; what is only computed forward keeps its bits.
+Rows of similar length are padded to the same length. cuDNN builds a plan for every shape, which
+takes longer than it saves in one step, so only repeated shapes use cuDNN. Passes without gradients
+never do, so that their bits do not change. With gradients, bits vary between runs in any case.
 
 On an H200, a dense step of a 2.1B model takes 949 ms with this module and 1,017 ms without it
 (7.1% more), and with recomputed activations 1,165 and 1,241 ms.
@@ -25,14 +25,14 @@ from sightline.compute.attention_shapes import Bounds, TokenKeys, TokenQueries
 from sightline.families.device_copy import copy_to_device
 
 MIN_SHAPE_REPEATS = 3
-"""The micro-batch with a shape from which on it has a plan."""
+"""Number of occurrences from which on a shape uses cuDNN."""
 MIN_TOKENS = 2048
-"""Fewest tokens of a pack for which a plan is worth its time."""
+"""Minimum number of tokens in a pack for which a plan is worth its time."""
 MIN_LENGTH_RATIO = 0.8
-"""Rows shorter than this share of the longest are not padded to it."""
+"""Rows shorter than this share of the longest row are not padded to its length."""
 MAX_GROUPS = 4
 MAX_PADDING_RATIO = 1.3
-"""Pairs of attention with padding over pairs without."""
+"""Maximum ratio of attention pairs with padding to pairs without."""
 ROW_BUCKET = 256
 """Rows are padded to a multiple of this, so that shapes repeat."""
 
@@ -56,7 +56,7 @@ _decision_by_bounds: Any = WeakIdKeyDictionary()
 def decide_images(ends: Bounds, longest: int, total: int) -> bool:
     """Return whether images that end at `ends` have one length that has repeated.
 
-    Decided once per micro-batch: all layers share its tensor of boundaries, also recomputed ones.
+    This is decided once per micro-batch, because all layers share its tensor of boundaries.
     """
     if not torch.is_grad_enabled():
         return False
@@ -72,7 +72,7 @@ def decide_images(ends: Bounds, longest: int, total: int) -> bool:
 def attend_equal_rows(
     q: TokenQueries, k: TokenKeys, v: TokenKeys, scaling: float, rows: int, causal: bool
 ) -> TokenQueries:
-    """Attention in each of `rows` rows of one length, side by side."""
+    """Return the attention output of `rows` concatenated rows of equal length."""
     q, k, v = (x.unflatten(0, (rows, -1)).transpose(1, 2) for x in (q, k, v))
     return _cudnn(q, k, v, scaling, causal).transpose(1, 2).flatten(0, 1)
 
@@ -89,7 +89,7 @@ def _cudnn(q: Tensor, k: Tensor, v: Tensor, scaling: float, causal: bool) -> Ten
 def pad_rows(
     starts: Int[np.ndarray, " rows"], ends: Int[np.ndarray, " rows"], length: int
 ) -> tuple[Int[np.ndarray, "rows length"], Bool[np.ndarray, "rows length"]]:
-    """The tokens of rows as a rectangle, and which of it are theirs: past its end a row repeats its
+    """Return the rows' tokens as a rectangle, and a mask of the real ones. A row is padded with its
     first token."""
     tokens = starts[:, None] + np.arange(length)
     is_real = tokens < ends[:, None]
@@ -97,9 +97,9 @@ def pad_rows(
 
 
 class PaddedRows:
-    """Causal rows in groups of about one length, each padded at its end to one of a few lengths.
+    """Causal rows in groups of similar length, padded at the end to one of a few lengths.
 
-    No token sees what comes after it, so none sees the padding, whatever it holds.
+    No token attends to later ones, so none attends to the padding.
     """
 
     def __init__(self, groups: list[list[int]], lengths: Sequence[int], device: torch.device):
@@ -132,9 +132,9 @@ def _split(x: Tensor, sizes: list[int]) -> Sequence[Tensor]:
 
 
 class _MoveTokens(torch.autograd.Function):
-    """x[index]; its gradient is taken by `back` in turn, and is 0 at `unused`. Nothing comes back
-    from padding: nobody looks at it, and its own outputs are not read. torch's own function does
-    not know that, and would add."""
+    """Compute x[index]. The gradient is gathered with `back`, and is 0 at `unused`. Padding has no
+    gradient, because its outputs are not read and no token attends to it. torch's own function
+    cannot know that and would add gradients."""
 
     @staticmethod
     def forward(
@@ -157,7 +157,7 @@ class _MoveTokens(torch.autograd.Function):
 def build_padded_rows(
     lengths: Sequence[int], device: torch.device, plans: ShapeCounter = SHAPES
 ) -> PaddedRows | None:
-    """None where padding costs too much, or where shapes did not come back."""
+    """Return padded rows, or None if padding costs too much or the shapes have not repeated."""
     groups = group_by_length(lengths)
     if len(groups) > MAX_GROUPS or sum(lengths) < MIN_TOKENS or not torch.is_grad_enabled():
         return None
@@ -165,13 +165,13 @@ def build_padded_rows(
     pairs = sum(length * length for length in lengths)
     if sum(rows * length * length for rows, length in shapes) > MAX_PADDING_RATIO * pairs:
         return None
-    # Each is counted, also where another has already said no.
+    # Count every shape, even if another one has not repeated.
     count_shape = [plans.count_shape(rows, length) for rows, length in shapes]
     return PaddedRows(groups, lengths, device) if all(count_shape) else None
 
 
 def group_by_length(lengths: Sequence[int]) -> list[list[int]]:
-    """The numbers of rows that are padded to the longest of them."""
+    """Group the indices of rows that are padded to the same length, the longest rows first."""
     groups: list[list[int]] = []
     for row in sorted(range(len(lengths)), key=lambda row: (-lengths[row], row)):
         if not groups or lengths[row] < MIN_LENGTH_RATIO * lengths[groups[-1][0]]:

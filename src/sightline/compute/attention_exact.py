@@ -1,7 +1,7 @@
 """Batch-invariant attention for `[model] exact = true`.
 
-Tiles of queries with a fixed size attend to pages of keys, whether a sequence is trained whole,
-prefilled in chunks or decoded. So the order of a query's sums depends on its own keys only. On CUDA
+Query tiles of a fixed size attend to pages of keys, whether a sequence is trained whole, prefilled
+in chunks or decoded. The summation order of a query therefore depends only on its own keys. On CUDA
 the tiles use the decoding kernel.
 """
 
@@ -25,7 +25,7 @@ from sightline.families.device_copy import copy_to_device
 
 PAGE = 64
 TILE_ROWS = {"cpu": 16, "cuda": 64}
-"""Queries of a tile, times the heads that share their keys."""
+"""Number of queries in a tile, times the number of heads that share their keys."""
 QUERIES_AT_ONCE = 4096
 """Queries per pass. Buffers are freed before the next pass."""
 
@@ -36,7 +36,7 @@ ValuePages = Float[Tensor, "pages page kv_heads value_width"]
 @contextlib.contextmanager
 def without_onednn() -> Iterator[None]:
     """Disable oneDNN, whose use depends on the number of rows and products."""
-    backend: Any = torch.backends.mkldnn  # torch's stubs take the switch for constant
+    backend: Any = torch.backends.mkldnn  # torch's stubs declare `enabled` constant
     before, backend.enabled = backend.enabled, False
     try:
         yield
@@ -45,21 +45,21 @@ def without_onednn() -> Iterator[None]:
 
 
 def count_queries(heads: int, kv_heads: int, device: torch.device) -> int:
-    """Queries of a tile."""
+    """Return the number of queries in a tile."""
     return max(1, TILE_ROWS[device.type] // (heads // kv_heads))
 
 
 @dataclass(frozen=True, slots=True)
 class Tiles:
-    """Queries of a run, cut into tiles: of one sequence each, the last ones filled up."""
+    """A run's queries in tiles. Each tile belongs to one sequence, whose last tile is padded."""
 
     queries: Int[Tensor, "tiles queries"]
-    """Places in the run."""
+    """Positions in the run."""
     places: Int[Tensor, " tokens"]
     """Index of each token of the run among the queries of all tiles."""
     block_tables: Int[Tensor, "tiles row_pages"]
     first_seen: Int[Tensor, " tiles"]
-    """Keys that the first query sees; each of the others sees one more, up to `seq_lens`."""
+    """Number of keys that the first query sees. Each next one sees one more, up to `seq_lens`."""
     seq_lens: Int[Tensor, " tiles"]
 
 
@@ -70,7 +70,7 @@ def build_tiles(
     num_queries: int,
     device: torch.device,
 ) -> Tiles:
-    """Tiles of a run in which row i computes `counts[i]` tokens behind its first `starts[i]`."""
+    """Return the tiles of a run: row i computes `counts[i]` tokens after its first `starts[i]`."""
     offsets, num_tiles = np.cumsum(counts) - counts, -(-counts // num_queries)
     row = np.repeat(np.arange(len(counts)), num_tiles)
     nth = np.arange(len(row)) - np.repeat(np.cumsum(num_tiles) - num_tiles, num_tiles)
@@ -111,8 +111,7 @@ def attend_tiles(
 ) -> Float[Tensor, "tiles queries heads value_width"]:
     """Return the attention output of each tile's queries.
 
-    On a CPU every product covers one tile and one page, and pages that a query does not see add
-    zeros.
+    On a CPU every product covers one tile and one page. Pages that a query does not see add zeros.
     """
     if q.is_cuda:
         from sightline.compute.triton_kernels import attend_paged
@@ -136,7 +135,7 @@ def _attend_on_cpu(
     index = torch.arange(pages.shape[1] * PAGE)
     is_written = (index < seq_lens[:, None]).view(num_tiles, -1, PAGE, 1, 1)
     k = keys[pages].permute(0, 3, 1, 4, 2).contiguous()
-    # What was never written may be no number, and 0 times it is none.
+    # Unwritten memory may hold NaN, and 0 times NaN is NaN.
     v = values[pages].masked_fill(~is_written, 0).permute(0, 3, 1, 2, 4).contiguous()
     queries = q.unflatten(2, (kv_heads, -1)).permute(0, 2, 1, 3, 4).flatten(2, 3).contiguous()
     queries = queries.unsqueeze(2).expand(-1, -1, pages.shape[1], -1, -1).contiguous()
@@ -153,7 +152,7 @@ def _attend_on_cpu(
 
 
 class ExactPattern:
-    """Sequences side by side in one row, as `AttentionPattern`: each as an engine computes it."""
+    """`AttentionPattern` of packed sequences. Each is computed as in an engine."""
 
     state = None
 
@@ -163,7 +162,7 @@ class ExactPattern:
         pages = -(-self._lengths // PAGE)
         self._num_pages = int(pages.sum())
         first = np.cumsum(pages) - pages
-        # Behind its own a sequence names pages of others, which it does not see.
+        # After its own pages, a sequence lists pages of others, which it does not see.
         self._block_tables = np.minimum(
             first[:, None] + np.arange(pages.max()), self._num_pages - 1
         )
@@ -182,7 +181,7 @@ class ExactPattern:
 
     @cached_property
     def plain(self) -> AttentionPattern:
-        """A pattern with the same result up to rounding, which has gradients."""
+        """A differentiable pattern with the same result up to rounding."""
         ends = np.repeat(np.cumsum(self._lengths), self._lengths)
         return build_attention_pattern(ends, self._device, self._dtype)
 

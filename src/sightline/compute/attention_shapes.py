@@ -1,6 +1,6 @@
-"""Shapes of what attention takes and gives: of models, and token by token as kernels take them.
+"""Shapes of attention inputs and outputs, as models use them and, token by token, as kernels do.
 
-Heads of queries may share those of keys and values, and values may be narrower than keys.
+Query heads may share key and value heads, and values may be narrower than keys.
 """
 
 from __future__ import annotations
@@ -15,6 +15,6 @@ Attended = Float[Tensor, "rows heads tokens value_width"]
 
 TokenQueries = Float[Tensor, "tokens heads width"]
 TokenKeys = Float[Tensor, "tokens kv_heads width"]
-"""Keys, or values that are as wide."""
+"""Keys, or values of the same width."""
 Bounds = Int32[Tensor, " bounds"]
-"""0, and where each of the sequences side by side ends."""
+"""0, followed by the end of each packed sequence."""

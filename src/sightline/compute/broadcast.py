@@ -1,4 +1,4 @@
-"""Weights from trainer to servers through torch.distributed, without a file between them.
+"""Weight transfer from trainer to servers through torch.distributed, without files.
 
     rank 0 --manifest: names, shapes, digest--> disk, orchestrator --adopt--> servers
     rank 0 --tensor by tensor, gloo---------------------------------------> servers
@@ -37,11 +37,11 @@ from sightline.errors import WeightsError
 from sightline.wire.weights import Manifest, write_manifest
 
 BROADCAST_TIMEOUT_S = 600.0
-"""How long each side waits for the other."""
+"""Maximum time that each side waits for the other."""
 
 
 class Broadcast(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """The payload of a manifest whose weights are sent: where to join, and what comes."""
+    """The payload of a broadcast's manifest: the address to join, and the tensors to expect."""
 
     store: str
     """host:port of the trainer's TCPStore."""
@@ -51,7 +51,7 @@ class Broadcast(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class Broadcaster(WeightPublisher):
-    """Rank 0's end."""
+    """Rank 0's side of the transport."""
 
     def __init__(self, root: Path, host: str, receivers: int = 1) -> None:
         self._root, self._receivers = root, receivers
@@ -85,7 +85,7 @@ class Broadcaster(WeightPublisher):
 
 
 class BroadcastReceiver:
-    """A server's end. It stays in the trainer's process group from its first version on."""
+    """A server's side. It stays in the trainer's process group after its first version."""
 
     def __init__(self) -> None:
         self._address = ""
@@ -94,7 +94,7 @@ class BroadcastReceiver:
     def receive(self, manifest: Manifest) -> dict[str, Tensor]:
         """Return the tensors of a version that is being sent, checked against its digest."""
         payload = manifest.read_payload(Broadcast)
-        if self._address != payload.store:  # a trainer that was started again has a new group
+        if self._address != payload.store:  # a restarted trainer has a new group
             store = connect_store(payload.store, BROADCAST_TIMEOUT_S)
             self._group = _join(store, payload, rank=store.add("receivers", 1))
             self._address = payload.store
@@ -116,7 +116,7 @@ class BroadcastReceiver:
 
 
 def _name_version(manifest: Manifest) -> UInt8[Tensor, " 32"]:
-    """Return what is sent before a version: servers that are out of step notice it."""
+    """Return the header that precedes a version, so that servers detect a mismatch."""
     digest = hashlib.sha256(manifest.label.encode()).digest()
     return torch.frombuffer(bytearray(digest), dtype=torch.uint8)
 
@@ -125,7 +125,7 @@ def _join(store: dist.Store, payload: Broadcast, rank: int) -> Any:
     """Return the process group; torch's type stubs lack its methods."""
     kind: Any = dist.ProcessGroupGloo
     options = kind._Options()
-    # By default it would listen at the address of the machine's name.
+    # By default it would listen at the address of the hostname.
     host = payload.store.rpartition(":")[0]
     options._devices = [kind.create_device(hostname=host)]
     options._timeout = timedelta(seconds=BROADCAST_TIMEOUT_S)

@@ -1,4 +1,4 @@
-"""The built-in weight transports. What they do needs torch, and is imported when it is done."""
+"""The built-in weight transports. Their code needs torch, so it is imported on first use."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 
 class FilesTransport(WeightTransport):
-    """Files in the run directory, which trainer and servers see."""
+    """Files in the run directory, which the trainer and the servers share."""
 
     has_files = True
 
@@ -36,7 +36,7 @@ class FilesTransport(WeightTransport):
 
 
 class StoreTransport(FilesTransport):
-    """Files in the store of `[media] root`. A server fetches them to its disk before it reads."""
+    """Files in the store at `[media] root`. Servers download them before reading."""
 
     sends_manifest = reaches_other_machines = True
 
@@ -49,7 +49,7 @@ class StoreTransport(FilesTransport):
 
 
 class BroadcastTransport(WeightTransport):
-    """torch.distributed over gloo. Its connections are not authenticated: one machine only."""
+    """torch.distributed over gloo. Limited to one machine, as connections are unauthenticated."""
 
     sends_manifest = is_sent_once = True
     _receiver: BroadcastReceiver | None = None
@@ -69,7 +69,7 @@ class BroadcastTransport(WeightTransport):
 
 
 class IpcTransport(WeightTransport):
-    """Memory that the trainer shares with the servers of its machine."""
+    """Memory that the trainer shares with the servers on its machine."""
 
     takes_adapters = False
 

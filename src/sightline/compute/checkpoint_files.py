@@ -1,4 +1,4 @@
-"""The parameters of a checkpoint, read from its files one by one, as the model holds them."""
+"""Checkpoint parameters, read one by one from safetensors files in the model's layout."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from sightline.wire.weights import is_transposed
 
 
 class TensorFiles(Mapping[str, Tensor]):
-    """The tensors of safetensors files. Files that are gone or cut off are found on opening."""
+    """The tensors of safetensors files. Opening raises if a file is missing or truncated."""
 
     def __init__(self, paths: Iterable[str | Path]) -> None:
         opened = [safe_open(path, framework="pt") for path in paths]
@@ -31,7 +31,7 @@ class TensorFiles(Mapping[str, Tensor]):
         return tensor
 
     def rows(self, name: str, first: int, stop: int) -> Tensor:
-        """Some rows of a tensor, which alone are read; a scalar is one row."""
+        """Read some rows of a tensor, and no others. A scalar is one row."""
         part = self._files[name].get_slice(name)
         rows: Tensor = part[first:stop] if part.get_shape() else self[name]
         return rows
@@ -73,7 +73,7 @@ def open_checkpoint(folder: Path) -> TensorFiles:
 
 
 def find_transposed(opened: TensorFiles, own: Mapping[str, Tensor]) -> list[str]:
-    """Parameters that files of a checkpoint hold the other way round, as some hold experts."""
+    """Return the parameters that a checkpoint stores transposed, as some do with experts."""
     return [
         name
         for name, tensor in own.items()
@@ -92,11 +92,11 @@ class LocalRows(NamedTuple):
 
 
 def fill_rows(model: Any, folder: Path, own: Mapping[str, LocalRows]) -> set[str]:
-    """Reads the rows of `own` from the files of a checkpoint; the names that it found come back.
+    """Read the rows of `own` from a checkpoint's files, and return the names found.
 
-    Files may name and shape things as transformers can convert them for `model`. Experts that are
-    files' tensors each are read for the rows alone; what is converted otherwise is held in full
-    for a moment, a tensor at a time.
+    Files may use any names and shapes that transformers can convert for `model`. If each expert is
+    a tensor of its own, only the needed rows are read. Other conversions hold one full tensor at a
+    time.
     """
     opened = open_checkpoint(folder)
     mapping = get_model_conversion_mapping(model)
@@ -133,7 +133,7 @@ def _read_converted(
     sources: Mapping[str | None, list[str]],
     converters: list[Any],
 ) -> dict[str, Tensor]:
-    """This rank's rows of what is made of some stored tensors, by the names of the model."""
+    """Return this rank's rows of the parameters that `sources` convert to, by parameter name."""
     local, first, shape = own[target]
     stop = first + (len(local) if shape else 1)
     pattern, names = next(iter(sources.items()))

@@ -1,11 +1,11 @@
 """`[model] exact = true`: batch invariance. A token's result depends only on its own sequence.
 
 Sampler and trainer load their model here and compute with the same functions. Operations between
-matrix products work row by row already. For matrix products, libraries choose a kernel by the
-number of rows, so each product gets a number of rows for which a row has the same bits; this is
-tested at the start. On a CPU all products have `ROWS` rows, one thread computes, and a pass has a
-multiple of `ROWS` tokens, because other instructions compute the last few values of a vector. Each
-image goes through the vision tower alone. On CUDA images go through the tower together.
+matrix products already work row by row. For matrix products, libraries choose a kernel by the
+number of rows, so products use row counts at which a row always has the same bits. A trial at load
+checks this. On a CPU all products have `ROWS` rows, one thread computes, and a pass has a multiple
+of `ROWS` tokens, because other instructions compute the last few values of a vector. Each image
+goes through the vision tower alone. On CUDA images go through the tower together.
 """
 
 from __future__ import annotations
@@ -29,27 +29,27 @@ from sightline.errors import ConfigError
 from sightline.families import Family, Forward
 
 ROWS = 64
-"""Rows of a product on a CPU."""
+"""Number of rows of a product on a CPU."""
 MIN_ROWS = (1, 256, 512, 1024)
-"""Fewest rows of a product on CUDA: the first of them for which rows have the same bits."""
+"""Candidates for the minimum number of rows on CUDA. The first that passes the trial is used."""
 MAX_ROWS = 8192
-"""Most rows of a product on CUDA; more are computed in parts."""
+"""Maximum number of rows of a product on CUDA. Larger products are computed in parts."""
 ALIGNED_OUTPUTS = 8
-"""Outputs of a product on CUDA are a multiple of it: 16 bytes in bfloat16."""
+"""The number of outputs on CUDA is padded to a multiple of this: 16 bytes in bfloat16."""
 TRIED_ROWS = (1, 2, 3, 7, 16, 64, 257, 1000, MAX_ROWS)
 TRIED_TOKENS = 130
 TRIED_IMAGES = ((5, 7), (1, 1), (16, 20))
 """Rows and columns of images, in merged patches."""
 MAX_TRIED = 1 << 28
-"""Values that a trial may hold."""
+"""Maximum number of values in a trial."""
 DTYPES = {"cuda": torch.bfloat16, "cpu": torch.float32}
 Product = Callable[..., Tensor]
 """`F.linear`, or a product with the same arguments."""
 
 
 def make_exact(forward: Forward, family: Family, device: torch.device, dtype: torch.dtype) -> None:
-    """Makes a loaded model exact, in place, for arithmetic in `dtype` on `device`; parameters keep
-    their names. Raises ConfigError where it cannot be."""
+    """Make a loaded model exact, in place, for arithmetic in `dtype` on `device`. Parameters keep
+    their names. Raise ConfigError if the model does not support it."""
     _check_kind(forward, device, dtype)
     vision = {id(parameter) for _, parameter in forward.vision_parameters()}
     if device.type == "cpu":
@@ -78,7 +78,7 @@ def make_exact(forward: Forward, family: Family, device: torch.device, dtype: to
             else partial(embed_patches, module, module.forward, product)
         )
     parameter = next(forward.model.parameters())
-    if not parameter.is_meta and parameter.dtype == dtype:  # else a server tries it
+    if not parameter.is_meta and parameter.dtype == dtype:  # otherwise a server runs the trial
         _try_pass(forward, family, device, dtype)
         _try_images(forward, device)
 
@@ -140,7 +140,7 @@ def _forward_linear(module: nn.Linear, product: Product, x: Tensor) -> Tensor:
 
 
 def is_patch_embedding(module: nn.Module) -> bool:
-    """Return whether it computes one row from each patch."""
+    """Return whether the module computes one row from each patch."""
     return (
         isinstance(module, nn.Conv2d | nn.Conv3d)
         and module.kernel_size == module.stride
@@ -156,7 +156,7 @@ def embed_patches(
     product: Product,
     x: Float[Tensor, "patches channels *size"],
 ) -> Float[Tensor, "patches hidden *ones"]:
-    """Compute a patch embedding as one product of matrices, if `x` is one patch per row."""
+    """Compute a patch embedding as one matrix product if `x` has one patch per row."""
     if x.shape[2:] != module.kernel_size:
         return convolve(x)
     out = product(x.flatten(1), module.weight.flatten(1), module.bias)
@@ -170,10 +170,10 @@ def multiply(
     least: int,
     most: int,
 ) -> Float[Tensor, "*rows outer"]:
-    """`F.linear` by products of `least` to `most` rows, filled up with zeros.
+    """Compute `F.linear` as products of `least` to `most` rows, padded with zeros.
 
-    So are the outputs on CUDA, to a number that its kernels take in whole vectors: for others
-    cuBLAS has kernels whose sums hang on the number of rows.
+    On CUDA the outputs are padded to a multiple of `ALIGNED_OUTPUTS`. For other sizes, cuBLAS uses
+    kernels whose sums depend on the number of rows.
     """
     rows, outer = x.reshape(-1, x.shape[-1]), len(weight)
     if x.is_cuda and (missing := -outer % ALIGNED_OUTPUTS):
@@ -193,11 +193,11 @@ def multiply(
 
 
 def find_rows(name: str, module: Any, device: torch.device, dtype: torch.dtype) -> tuple[int, int]:
-    """Fewest and most rows of a product for which a row has the same bits in any number of rows."""
+    """Return the minimum and maximum rows of a product for which a row always has the same bits."""
     outer, inner = module.weight.flatten(1).shape
     choices = [(ROWS, ROWS)] if device.type == "cpu" else [(least, MAX_ROWS) for least in MIN_ROWS]
     tried = [n for n in TRIED_ROWS if n * max(outer, inner) <= MAX_TRIED and n <= 8 * choices[0][1]]
-    generator = torch.Generator(device).manual_seed(0)  # the process's own numbers stay as they are
+    generator = torch.Generator(device).manual_seed(0)  # keeps the process's random state
 
     def draw(*shape: int) -> Tensor:
         return torch.rand(shape, device=device, dtype=dtype, generator=generator) - 0.5
@@ -222,7 +222,7 @@ def find_rows(name: str, module: Any, device: torch.device, dtype: torch.dtype) 
 
 
 def _is_same(x: Tensor, whole: Tensor, num: int, *how: Any) -> bool:
-    """Return whether the first and the last `num` rows alone equal those of the whole."""
+    """Return whether the first and last `num` rows, computed alone, equal those of `whole`."""
     return torch.equal(multiply(x[:num], *how), whole[:num]) and torch.equal(
         multiply(x[-num:], *how), whole[-num:]
     )
@@ -232,7 +232,7 @@ def _is_same(x: Tensor, whole: Tensor, num: int, *how: Any) -> bool:
 
 
 class _PaddedPattern:
-    """A pattern for the first `length` tokens of a pass; the others attend to nothing."""
+    """A pattern for the first `length` tokens of a pass. The others attend to nothing."""
 
     def __init__(self, pattern: AttentionPattern, length: int) -> None:
         self._pattern, self._length, self.state = pattern, length, pattern.state
@@ -267,7 +267,7 @@ def _encode_each(encode: Any, patches: Tensor, grids: list[Any]) -> Tensor:
 
 @torch.no_grad()
 def _try_pass(forward: Forward, family: Family, device: torch.device, dtype: torch.dtype) -> None:
-    """Raises unless a sequence has the same hidden states alone and among others."""
+    """Raise unless a sequence has the same hidden states alone and in a pack."""
     before, after = 3, 77
     ids = torch.arange(TRIED_TOKENS, device=device)
     axes = torch.from_numpy(family.positions(TRIED_TOKENS, ())[0]).to(device).long()
@@ -292,7 +292,7 @@ def _try_pass(forward: Forward, family: Family, device: torch.device, dtype: tor
 
 @torch.no_grad()
 def _try_images(forward: Forward, device: torch.device) -> None:
-    """Raises unless an image has the same features alone and among others."""
+    """Raise unless an image has the same features alone and in a batch."""
     if (blank := forward.blank_image()) is None or device.type == "cpu":
         return
     (one, values), (_, high, wide) = blank[0].shape, blank[1]

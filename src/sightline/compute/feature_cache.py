@@ -1,4 +1,4 @@
-"""Features of items, kept up to a size: of one version of a vision tower."""
+"""A size-limited cache of item features, for one version of the vision tower."""
 
 from __future__ import annotations
 
@@ -11,15 +11,15 @@ from torch import Tensor
 
 @dataclass(frozen=True, slots=True)
 class ItemFeatures:
-    """An item as the text model takes it."""
+    """An item's features, the input of the text model."""
 
     features: Float[Tensor, "tokens hidden"]
     digest: str
-    """Digest of the pixels that the features were made from."""
+    """Digest of the pixels that the features were computed from."""
 
 
 class FeatureCache(LRUCache[str, ItemFeatures]):
-    """Holds features of one vision version, by the keys of items. Used by one thread alone."""
+    """Features of one vision version, by item key. Not thread-safe."""
 
     def __init__(self, max_bytes: int) -> None:
         super().__init__(max_bytes, getsizeof=lambda shown: shown.features.nbytes)
@@ -46,12 +46,12 @@ class FeatureCache(LRUCache[str, ItemFeatures]):
         return super().popitem()
 
     def clear(self) -> None:
-        """Forgets all features, which is no eviction: they are of an older vision version."""
+        """Remove all features of an old vision version, without counting them as evicted."""
         for key in list(self):
             del self[key]
 
     def figures(self) -> dict[str, int]:
-        """Numbers by the names that the metrics of every cache have."""
+        """Return the cache's statistics, under the metric names that all caches share."""
         return {
             "hits": self.hits,
             "misses": self.encoded,

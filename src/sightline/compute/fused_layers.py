@@ -1,12 +1,12 @@
-"""Layers of transformers' models with fewer kernels, for CUDA: without gradients, or exact.
+"""Fused CUDA layers for transformers' models, either without gradients or exact.
 
-On a GPU a decoding step reads each weight once, which takes a millisecond or two; hundreds of
-kernels that each look at a few rows take longer. Matrices that are applied to the same input are
-joined, and what stands between them is computed by our own kernels, rounded as transformers rounds.
-A module is replaced only where the replacement says the same on a trial.
+A decode step reads each weight once, which takes a millisecond or two. Hundreds of kernels that
+each process a few rows take longer. Matrices with the same input are joined, and our own kernels
+compute the operations between matrix products, with transformers' rounding. A module is replaced
+only if the replacement gives the same result in a trial.
 
-Exact ones (`[model] exact`) give a row the same bits in any company, in a trainer too: there
-matrices stay apart, which are sharded each for itself, and gradients are those of plain formulas.
+Exact layers (`[model] exact`) are batch-invariant, in a trainer too. Their matrices are not joined,
+because each is sharded separately, and their gradients come from plain formulas.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from sightline.compute.plain_gradient import call_exact
 
 TRIAL_TOKENS = 5
 TOLERANCE = 1e-2
-"""Relative to the norm of the original output: twice bfloat16's rounding."""
+"""Maximum error relative to the norm of the original output: twice bfloat16's rounding."""
 
 
 def fuse_layers(model: nn.Module, exact: bool = False) -> int:
@@ -39,7 +39,7 @@ def fuse_layers(model: nn.Module, exact: bool = False) -> int:
             continue
         before, after = module.forward, build(module, exact)
         if kind not in same:
-            # Without values there is nothing to try: a server of the same model does.
+            # Meta tensors cannot be tried. A server of the same model runs the trial.
             is_empty = next(module.parameters()).is_meta
             same[kind] = is_empty or _matches(module, before, after)
         if same[kind]:
@@ -50,8 +50,8 @@ def fuse_layers(model: nn.Module, exact: bool = False) -> int:
 
 def _find_replacement(module: Any, exact: bool) -> Callable[[Any, bool], Callable[..., Any]] | None:
     if _is_plain(module, "q_proj", "k_proj", "v_proj", "o_proj"):
-        # Twice as many outputs would be queries and gates; a window is another attention. The
-        # kernel takes a head as one block, whose width Triton wants to be a power of two.
+        # Gated queries and sliding windows are not supported. The kernel processes a head as one
+        # block, whose width must be a power of two in Triton.
         width = getattr(module, "head_dim", None)
         if (
             module.q_proj.out_features == module.o_proj.in_features
@@ -87,7 +87,7 @@ def _is_plain(module: Any, *names: str) -> bool:
 
 
 def _join(exact: bool, *layers: nn.Linear) -> Callable[[Tensor], Sequence[Tensor]]:
-    """Compute all layers with one matrix and bias, of which their own are views."""
+    """Join layers into one matrix and bias. Their own parameters become views of it."""
     if exact:
         return lambda x: [layer(x) for layer in layers]
 
@@ -183,7 +183,7 @@ def _build_attention(module: Any, exact: bool) -> Callable[..., tuple[Tensor, No
 
 
 def _build_image_attention(module: Any, exact: bool) -> Callable[..., Tensor]:
-    """Fuse the attention of a vision tower, whose rotary embedding is in float32."""
+    """Fuse a vision tower's attention, whose rotary embedding is in float32."""
     from sightline.compute.triton_kernels import rotate_heads
 
     width = int(module.head_dim)
@@ -234,7 +234,7 @@ def plain_rotate(
 
 
 class _TrialPattern:
-    """Shows queries, keys and values alike in what comes out."""
+    """A pattern whose output depends on queries, keys and values alike."""
 
     state = None
 
@@ -246,7 +246,7 @@ class _TrialPattern:
 def _matches(module: Any, before: Callable[..., Any], after: Callable[..., Any]) -> bool:
     weight = next(module.parameters())
 
-    def draw(*shape: int) -> Tensor:  # no random numbers: those of the process stay as they are
+    def draw(*shape: int) -> Tensor:  # deterministic, to keep the process's random state
         values = torch.arange(math.prod(shape), device=weight.device).view(shape)
         return values.sin().to(weight.dtype)
 

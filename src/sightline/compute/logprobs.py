@@ -1,7 +1,7 @@
-"""Logprobs of chosen tokens under the distribution that is sampled from.
+"""Logprobs of chosen tokens under the sampling distribution.
 
-Both sides use this: banned ids leave the softmax, then the temperature divides. Chunked over
-tokens, so that the full logits never exist at once.
+Trainer and engine share this code: banned ids are masked, then logits are divided by the
+temperature. Tokens are processed in chunks, so that the full logits are never in memory.
 """
 
 from __future__ import annotations
@@ -21,17 +21,17 @@ BannedIds = Int[Tensor, " ids"]
 
 
 def mask_banned(logits: Logits, banned: BannedIds, value: float = float("-inf")) -> Logits:
-    """`logits` with banned ids at `value`, by a mask: a compiler fuses it with what comes next."""
+    """Set banned ids to `value`, with a mask that a compiler can fuse with later operations."""
     none = torch.zeros(logits.shape[-1], dtype=torch.bool, device=logits.device)
     return logits.masked_fill(none.index_fill(0, banned, True), value)
 
 
 Temperature = float | Float[Tensor, "#tokens 1"]
-"""A number, or, where bits count, a tensor: by a number a GPU does not divide but multiply."""
+"""A number, or a tensor in exact mode: a GPU multiplies by the inverse of a number instead."""
 
 
 def log_softmax(logits: Logits, banned: BannedIds, temperature: Temperature) -> Logits:
-    """The distribution that is sampled from, in float32."""
+    """Return the log-probabilities of the sampling distribution, in float32."""
     return torch.log_softmax(mask_banned(logits.float(), banned) / temperature, dim=-1)
 
 
@@ -42,7 +42,7 @@ def chosen_logprobs(
     banned: BannedIds,
     temperature: Temperature,
 ) -> Float[Tensor, " tokens"]:
-    """Those of `token_ids`, which `hidden` predict, in float32."""
+    """Return the float32 logprobs of `token_ids`, each predicted by its state in `hidden`."""
     parts = [
         log_softmax(forward.logits(part), banned, temperature).gather(-1, ids[:, None]).squeeze(-1)
         for part, ids in zip(hidden.split(CHUNK_TOKENS), token_ids.split(CHUNK_TOKENS), strict=True)

@@ -1,10 +1,10 @@
-"""Versions that are LoRA adapters: matrices A and B that turn W of a base into W + s B A.
+"""Versions published as LoRA adapters: matrices A and B that change a base's W to W + s B A.
 
-    tensors of a version: W.lora_A (r, in), W.lora_B (out, r) for each W that is adapted,
-                          and those parameters that train without adapters
+    tensors of a version: W.lora_A (r, in), W.lora_B (out, r) for each adapted W,
+                          and the parameters that train without adapters
 
-An engine merges each version into the checkpoint that it was started with, so it computes with the
-same weights as if it had received them merged.
+An engine merges each version into the checkpoint that it loaded at the start. It gets the same
+weights as if the trainer had merged them.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from sightline.errors import WeightsError
 from sightline.wire.weights import Adapter, Manifest
 
 LORA_A, LORA_B = ".lora_A", ".lora_B"
-"""End the names of the tensors that a parameter is adapted with."""
+"""Suffixes of the names of a parameter's adapter tensors."""
 
 
 def merge_lora(
@@ -36,21 +36,21 @@ def merge_lora(
     b: Float[Tensor, "out rank"],
     scale: float,
 ) -> Float[Tensor, "out in"]:
-    """W + s B A, added up in float32."""
+    """Return W + s B A, computed in float32."""
     return (weight.float() + scale * (b.float() @ a.float())).to(weight.dtype)
 
 
 def resolve_parameter(
     name: str, base: NamedTensors, scales: Mapping[str, float], tensors: NamedTensors
 ) -> Tensor:
-    """One parameter of a version: merged, trained itself, or the base's."""
+    """Return one parameter of a version: merged, trained directly, or from the base."""
     if name in scales:
         return merge_lora(base[name], tensors[name + LORA_A], tensors[name + LORA_B], scales[name])
     return tensors[name] if name in tensors else base[name]
 
 
 def digest_tensors(tensors: Iterable[tuple[str, Tensor]], dtype: torch.dtype | None = None) -> str:
-    """Digest of names, shapes and bits (as `dtype`, where given), in whichever order they come."""
+    """Return a digest of names, shapes and bits (as `dtype` if given), independent of the order."""
     digests = {}
     for name, tensor in tensors:
         digest = hashlib.sha256(f"{name}:{tuple(tensor.shape)}:".encode())
@@ -61,7 +61,7 @@ def digest_tensors(tensors: Iterable[tuple[str, Tensor]], dtype: torch.dtype | N
 
 
 class AdapterBase:
-    """The base of adapters: a checkpoint, read when the first adapters come."""
+    """The base checkpoint of adapters, read when the first adapter arrives."""
 
     def __init__(self, read: Callable[[], NamedTensors]) -> None:
         self._read = read
@@ -69,7 +69,7 @@ class AdapterBase:
         self._verified: set[tuple[str, str, frozenset[str]]] = set()
 
     def merge(self, manifest: Manifest, tensors: NamedTensors) -> dict[str, Tensor]:
-        """Every parameter of a version. One without adapters comes back as it is."""
+        """Return every parameter of a version. One without adapters is returned unchanged."""
         adapter = manifest.adapter
         if adapter is None:
             return dict(tensors)
@@ -77,7 +77,7 @@ class AdapterBase:
         return {name: resolve_parameter(name, base, adapter.scales, tensors) for name in base}
 
     def check(self, adapter: Adapter, tensors: NamedTensors) -> NamedTensors:
-        """The base, if it is the one that the adapter was made for and the tensors fit it."""
+        """Return the base; raise unless it is the adapter's own base and the tensors fit."""
         self._base = self._base or self._read()
         check_fits(self._base, adapter, tensors)
         trained = frozenset(tensors.keys() & self._base.keys())
@@ -94,7 +94,7 @@ class AdapterBase:
 
 
 def check_fits(base: NamedTensors, adapter: Adapter, tensors: NamedTensors) -> None:
-    """Raises unless every tensor has its place in the base, and every place its tensors."""
+    """Raise unless the adapter's tensors match the parameters of the base."""
     pairs = {name + end for name in adapter.scales for end in (LORA_A, LORA_B)}
     odd = sorted((pairs - tensors.keys()) | (tensors.keys() - pairs - base.keys()))
     odd += sorted(adapter.scales.keys() - base.keys())

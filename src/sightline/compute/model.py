@@ -1,4 +1,4 @@
-"""Loads a checkpoint for computing: its family's forward pass with our attention inside."""
+"""Model loading: a checkpoint with its family's forward pass and our attention."""
 
 from __future__ import annotations
 
@@ -23,12 +23,11 @@ MODEL_DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 def load_model(
     path: str | Path, family: Family, device: str, dtype: str, exact: tuple[str, str] | None = None
 ) -> Forward:
-    """`exact` are device and dtype of arithmetic that is to be exact: `[model] exact`."""
+    """Load a checkpoint. `exact` is the device and dtype of exact arithmetic (`[model] exact`)."""
     transformers_logging.disable_progress_bar()
-    # float32 means float32: by default cuDNN rounds convolutions to TF32, which moves logprobs by
-    # 1e-4.
+    # By default cuDNN rounds float32 convolutions to TF32, which changes logprobs by 1e-4.
     torch.backends.cudnn.allow_tf32 = False
-    # A CPU that cannot multiply in bfloat16: torch does it otherwise, and shows a C++ stack.
+    # torch warns with a C++ stack trace if the CPU cannot multiply in bfloat16.
     warnings.filterwarnings("ignore", "mkldnn_matmul failed, switching to BLAS gemm")
     is_exact_gpu = exact is not None and exact[0].startswith("cuda")
     forward = load_forward(
@@ -48,10 +47,10 @@ def load_model(
 
 
 def linearize_patch_embeddings(model: nn.Module) -> None:
-    """Makes patch embeddings one product of matrices, in place; parameters keep their names.
+    """Replace patch embeddings by matrix products, in place. Parameters keep their names.
 
-    A model gives each patch to a convolution whose kernel is the whole patch. That is a product,
-    for which a GPU has faster kernels than for convolutions.
+    A patch embedding is a convolution whose kernel covers the whole patch, so it equals a matrix
+    product. GPU kernels are faster for matrix products than for convolutions.
     """
     for module in model.modules():
         if is_patch_embedding(module):
@@ -59,7 +58,7 @@ def linearize_patch_embeddings(model: nn.Module) -> None:
 
 
 def pick_device(name: str) -> str:
-    """`auto` is CUDA where there is some."""
+    """Return the device `name`; `auto` is CUDA if available, else the CPU."""
     if name == "auto":
         return "cuda" if torch.cuda.is_available() else "cpu"
     if name.startswith("cuda") and not torch.cuda.is_available():
@@ -68,8 +67,8 @@ def pick_device(name: str) -> str:
 
 
 def limit_gpu_memory(device: str, share: float) -> int:
-    """Lets this process take no more than a share of the GPU's memory; the bytes of it, or 0 for a
-    device that is no GPU. Two processes on one GPU each keep to their own."""
+    """Limit this process to a share of the GPU's memory, and return the limit in bytes, or 0 if
+    `device` is not a GPU. Processes that share a GPU thus keep to their own shares."""
     if not device.startswith("cuda"):
         return 0
     device_index = torch.device(device).index
@@ -79,7 +78,7 @@ def limit_gpu_memory(device: str, share: float) -> int:
 
 
 def describe_gpus() -> str:
-    """The GPUs that torch sees, with their memory; empty for none."""
+    """Describe the GPUs that torch sees and their memory; empty for none."""
     count = torch.cuda.device_count() if torch.cuda.is_available() else 0
     names = [(torch.cuda.get_device_name(i), torch.cuda.mem_get_info(i)) for i in range(count)]
     return ", ".join(
@@ -88,7 +87,7 @@ def describe_gpus() -> str:
 
 
 def empty_parameters(path: str | Path, family: Family) -> dict[str, Tensor]:
-    """The parameters that a trainer of this checkpoint publishes: names and shapes, no values."""
+    """Return the parameters that a trainer of this checkpoint publishes, on the meta device."""
     auto = AutoModelForImageTextToText if family.shows_media else AutoModelForCausalLM
     with torch.device("meta"):
         model = auto.from_config(AutoConfig.from_pretrained(path, local_files_only=True))

@@ -1,7 +1,7 @@
-"""A result by one function and its gradients by another, which says the same but for rounding.
+"""The result of one function with the gradients of another that is equal up to rounding.
 
-What `[model] exact` computes forward is computed by the same kernels at sampler and trainer; its
-gradients may be any, and are those of plain formulas.
+With `[model] exact`, sampler and trainer use the same kernels in the forward pass. Gradients need
+not be exact, so they come from plain formulas.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ def call_exact(exact: Callable[..., Any], plain: Callable[..., Any], *inputs: Te
 
 
 class _PlainGradient(torch.autograd.Function):
-    """Computes `plain` in the backward pass, and its gradients."""
+    """Recomputes `plain` in the backward pass to get its gradients."""
 
     @staticmethod
     def forward(ctx: Any, exact: Any, plain: Any, *inputs: Tensor) -> Any:
@@ -72,7 +72,7 @@ def _compile_gradients(
     options: tuple[tuple[str, Any], ...],
     needs: tuple[bool, ...],
 ) -> Callable[..., Sequence[Tensor]]:
-    """One graph without the result of `function`, which nobody reads."""
+    """Compile the gradients of `function` as one graph, without its unused result."""
 
     def compute(inputs: Sequence[Tensor], grads: Sequence[Tensor]) -> Sequence[Tensor]:
         def apply(*needed: Tensor) -> Any:

@@ -1,4 +1,4 @@
-"""Weights in memory that the trainer shares with the servers of its machine: CUDA IPC on a GPU, a
+"""Weights in memory that the trainer shares with the servers on its machine: CUDA IPC on a GPU, a
 mapped file on the CPU.
 
     trainer --exclusive lock--> copy, digest --label, unlock--> manifest --> orchestrator --> adopt
@@ -8,8 +8,8 @@ mapped file on the CPU.
       a server waits to read: the trainer's copy
 
 There is one buffer. Any server may copy its newest version at any time, even one that joins late.
-Locks are the kernel's (`flock`), so the locks of a process that dies are released. Servers do not
-read the memory of a trainer that is gone; it publishes again when it is back.
+The kernel holds the locks (`flock`) and releases those of a dead process. Servers do not read the
+memory of a dead trainer. It publishes again after a restart.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ LOCK, OWNER, HOST_MEMORY = "shared.lock", "shared.owner", "shared.bin"
 """Files next to the folders of versions: the lock, which contains the label of the buffer's
 version; a lock that the trainer holds while it lives; and the buffer, for host memory."""
 LOCK_TIMEOUT_S = 600.0
-"""How long each side waits for the other. A copy takes a fraction of a second."""
+"""Maximum time that each side waits for the other. A copy takes a fraction of a second."""
 LOCK_POLL_S = 0.001
 Flat = UInt8[Tensor, " bytes"]
 
@@ -83,7 +83,7 @@ class SharedMemory(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class SharedWeights(WeightPublisher):
-    """Rank 0's end."""
+    """Rank 0's side of the transport."""
 
     def __init__(self, root: Path) -> None:
         root.mkdir(parents=True, exist_ok=True)
@@ -104,7 +104,7 @@ class SharedWeights(WeightPublisher):
     def take(
         self, tensors: NamedTensors, gather: Gather = keep_tensor, dtype: torch.dtype | None = None
     ) -> None:
-        """Copy the weights over the version before, once no server copies that one.
+        """Overwrite the previous version with the weights, once no server is copying it.
 
         On a GPU this does not wait for the copies, because later work on the device follows them.
         """
@@ -117,14 +117,14 @@ class SharedWeights(WeightPublisher):
             self._tensors[name].copy_(gathered)
             del gathered  # before the next one is gathered
         assert self._buffer is not None
-        # Not in the publisher's thread, where it would run after the next step.
+        # Computed here, because the publisher's thread would run it after the next step.
         self._sum.copy_(sum_words(self._buffer), non_blocking=True)
         if self._buffer.is_cuda:
             self._copied = torch.cuda.Event()
             self._copied.record()
 
     def write(self, draft: Manifest) -> tuple[Path, Manifest]:
-        """Write the manifest of the weights taken last, and let servers copy them."""
+        """Write the manifest of the last weights taken, and let servers copy them."""
         if self._copied is not None:
             self._copied.synchronize()
         path, manifest = write_manifest(
@@ -228,7 +228,7 @@ def _export(buffer: Flat) -> DeviceMemory:
 
 @lru_cache(maxsize=1)
 def _map_device(memory: DeviceMemory) -> Flat:
-    """Map another process's memory. The mapping stays until a trainer shares another buffer."""
+    """Map another process's memory. The mapping is kept until a trainer shares another buffer."""
     count = torch.cuda.device_count()
     uuids = [str(torch.cuda.get_device_properties(index).uuid) for index in range(count)]
     if memory.uuid not in uuids:

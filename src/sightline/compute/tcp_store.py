@@ -1,4 +1,4 @@
-"""torch's TCPStore, listening at one address. By default it listens on all of the machine's."""
+"""torch's TCPStore on a single address. By default it listens on all addresses."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from sightline.wire.rank_messages import Rendezvous
 
 RENDEZVOUS_KEY = "sightline/run"
 RENDEZVOUS_TIMEOUT_S = 600.0
-"""How long rank 0 may take to check the run file and create the run directory."""
+"""Maximum time for rank 0 to check the run file and create the run directory."""
 
 
 def listen_store(host: str, port: int, timeout_s: float) -> dist.TCPStore:
@@ -41,7 +41,7 @@ def connect_store(address: str, timeout_s: float) -> dist.TCPStore:
 
 
 class RendezvousStore:
-    """Torchrun's own store, from which ranks learn which run they belong to."""
+    """Torchrun's store, which tells ranks which run they belong to."""
 
     def __init__(self, host: str, port: int, is_master: bool) -> None:
         if is_master:

@@ -1,5 +1,5 @@
-"""Safetensors files written tensor by tensor, so that no second copy of the model is held; and the
-copy of the weights in host memory."""
+"""Safetensors files, written tensor by tensor to avoid a second copy of the model, and the copy of
+the weights in host memory."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ SAFETENSORS_DTYPES = {
 }  # fmt: skip
 TORCH_DTYPES = {name: dtype for dtype, name in SAFETENSORS_DTYPES.items()}
 MIN_THREADED_BYTES = 1 << 20
-"""Passing less than this to another thread takes longer than writing it."""
+"""Smallest piece worth passing to another thread. Writing a smaller one directly is faster."""
 Gather = Callable[[Tensor], Tensor]
 NamedTensors = Mapping[str, Tensor]
 
@@ -47,7 +47,7 @@ def sort_names(tensors: NamedTensors, dtype: torch.dtype | None = None) -> list[
 def iterate_gathered(
     tensors: NamedTensors, gather: Gather = keep_tensor
 ) -> Iterator[tuple[str, Tensor]]:
-    """Yield every gathered tensor in an order that all ranks share; one is held at a time."""
+    """Yield every gathered tensor, one at a time, in the same order on all ranks."""
     for name in sort_names(tensors):
         with torch.no_grad():
             gathered = gather(tensors[name]).detach()

@@ -1,8 +1,8 @@
-"""Kernels in Triton, for CUDA. Imported only there: other builds of torch come without Triton.
+"""Triton kernels for CUDA. Imported only on CUDA, because other torch builds lack Triton.
 
-No result depends on what else is in a batch: every program computes whole rows or heads, or one
-fixed part of their keys, in a fixed order. What transformers rounds to the model's type on the way
-is rounded here too.
+All kernels are batch-invariant: every program computes whole rows or heads, or one fixed part of
+their keys, in a fixed order. Intermediate results are rounded to the model's dtype where
+transformers rounds them.
 """
 
 from __future__ import annotations
@@ -13,17 +13,17 @@ import triton.language as tl
 from torch import Tensor
 
 SPLIT = 512
-"""Keys that one program attends to. Fixed, so that a row's sums are the same in any company."""
+"""Keys that one program attends to. Fixed, so that a row's sums do not depend on the batch."""
 KEYS_AT_ONCE = 64
 SAMPLE_CHUNK = 2048
-"""Ids of the vocabulary that one program looks at."""
+"""Vocabulary ids that one program processes."""
 BLOCK_HEADS = 8
-"""Heads of a token that one program turns."""
+"""Heads of a token that one program rotates."""
 DIGEST_ROWS = 8
-"""Rows of words that one program adds up."""
+"""Rows of words that one program sums."""
 
 
-# --- attention of one token a row over paged keys and values
+# --- attention of one token per row over paged keys and values
 
 
 @triton.jit
@@ -41,7 +41,7 @@ def _paged_attention_kernel(
     if start >= seq_len:
         return
     end = tl.minimum(start + SPLIT, seq_len)
-    rows = tl.arange(0, GROUP_ROWS)  # heads that share their keys, of one query after another
+    rows = tl.arange(0, GROUP_ROWS)  # heads that share keys, query by query
     d, e = tl.arange(0, BLOCK_WIDTH), tl.arange(0, BLOCK_VALUE)
     is_head = rows[:, None] < GROUP * QUERIES
     at = rows // GROUP * (kv_heads * GROUP) + head * GROUP + rows % GROUP
@@ -53,7 +53,7 @@ def _paged_attention_kernel(
         other=0.0,
     )
     top = tl.full([GROUP_ROWS], float("-inf"), tl.float32)
-    # Weights are added up by a product too, whose order does not hang on the number of rows.
+    # A matrix product also sums the weights, because its order does not depend on the row count.
     total = tl.zeros([GROUP_ROWS, 16], tl.float32)
     ones = tl.full([KEYS, 16], 1.0, values.dtype.element_ty)
     out = tl.zeros([GROUP_ROWS, BLOCK_VALUE], tl.float32)
@@ -79,7 +79,7 @@ def _paged_attention_kernel(
             score = tl.where(is_seen[None, :], score, float("-inf"))
         new_top = tl.maximum(top, tl.max(score, 1))
         base = new_top
-        if QUERIES > 1:  # of which some may see no key of this part
+        if QUERIES > 1:  # some of which may see no key of this part
             base = tl.where(new_top == float("-inf"), 0.0, new_top)
         weight = tl.exp2(score - base[:, None])
         rescale = tl.exp2(top - base)
@@ -118,7 +118,7 @@ def _combine_splits_kernel(
         mixed = mixed * rescale + part * weight
         total = total * rescale + tl.load(sums + at) * weight
         top = new_top
-    # An idle row has seen nothing.
+    # An idle row has no keys, so its total is 0.
     mixed = mixed / tl.where(used > 0, total, 1.0)
     tl.store(out + place * VALUE_WIDTH + e, mixed.to(out.dtype.element_ty), mask=e < VALUE_WIDTH)
 
@@ -136,8 +136,8 @@ def attend_paged(
 
     Row i sees its first `seq_lens[i]` keys, in the blocks that `block_tables[i]` lists, of keys and
     values (blocks, block_size, kv_heads, width). With `first_seen` a row has several queries (rows,
-    queries, heads, width): the first sees `first_seen[i]` keys, and each further query one more, up
-    to `seq_lens[i]`. The result of a query has the same bits as if it were alone.
+    queries, heads, width): the first sees `first_seen[i]` keys, and each next query one more, up to
+    `seq_lens[i]`. A query's result has the same bits as if it were computed alone.
     """
     shape = (*q.shape[:-1], values.shape[-1])
     queries = 1 if first_seen is None else q.shape[1]
@@ -193,7 +193,7 @@ def _write_paged_kernel(
 def write_paged(
     k: Tensor, v: Tensor, keys: Tensor, values: Tensor, block_tables: Tensor, seq_lens: Tensor
 ) -> None:
-    """Writes the one key and value (rows, kv_heads, width) of each row as the last that it sees."""
+    """Write each row's new key and value (rows, kv_heads, width) at its last position."""
     sizes = [x.shape[1] * x.shape[2] for x in (k, v)]
     k, v = (x if x.stride(1) == x.shape[2] and x.stride(2) == 1 else x.contiguous() for x in (k, v))
     _write_paged_kernel[(len(k),)](
@@ -204,7 +204,7 @@ def write_paged(
     )  # fmt: skip
 
 
-# --- what stands between the matrices of a layer
+# --- operations between a layer's matrix products
 
 
 @triton.jit
@@ -276,9 +276,9 @@ def rotate_heads(
     eps: float = 0.0,
     rounds: bool = True,
 ) -> tuple[Tensor, Tensor]:
-    """The heads of queries and keys (tokens, heads x width), normalized by `weights` where there
-    are some, at their positions, as (tokens, heads, width). With `rounds` each product is rounded
-    as a text model does it; a vision tower rounds their sum alone."""
+    """Apply rotary embeddings to queries and keys (tokens, heads x width), normalized by `weights`
+    first if given. Return (tokens, heads, width). With `rounds`, each product is rounded, as in a
+    text model. A vision tower rounds only their sum."""
     width = cos.shape[-1]
     outs = [x.new_empty((len(x), x.shape[1] // width, width)) for x in (q, k)]
     num_heads = [x.shape[1] for x in outs]
@@ -308,9 +308,9 @@ def _silu_mul_kernel(
 
 
 def silu_mul(gate: Tensor, up: Tensor) -> Tensor:
-    """silu of the one, times the other."""
+    """Return silu(gate) * up."""
     size = gate.shape[-1]
-    rows = [x.flatten(0, -2) for x in (gate, up)]  # views, also of parts of wider rows
+    rows = [x.flatten(0, -2) for x in (gate, up)]  # views, even if they are parts of wider rows
     out = gate.new_empty(gate.shape)
     _silu_mul_kernel[len(rows[0]), triton.cdiv(size, 1024)](
         *rows, out, *(x.stride(0) for x in rows), SIZE=size, BLOCK=1024
@@ -318,7 +318,7 @@ def silu_mul(gate: Tensor, up: Tensor) -> Tensor:
     return out
 
 
-# --- logits to tokens
+# --- sampling
 
 
 @triton.jit
@@ -358,7 +358,7 @@ def _sample_tokens_kernel(
     if temperature > 0:
         target = tl.load(uniform + row) * total
         ends = tl.cumsum(share, 0)
-        # The first chunk that ends behind the target; of those that have any probability.
+        # The first chunk that ends after the target, at most the last with any probability.
         last = tl.max(tl.where(share > 0, chunks, 0), 0)
         chunk = tl.minimum(tl.sum((ends <= target).to(tl.int32), 0), last)
         before = tl.sum(tl.where(chunks < chunk, share, 0.0), 0)
@@ -370,7 +370,7 @@ def _sample_tokens_kernel(
         ends = tl.cumsum(chance, 0)
         last = tl.max(tl.where(chance > 0, tl.arange(0, CHUNK), 0), 0)
         index = tl.minimum(tl.sum((ends <= target - before).to(tl.int32), 0), last)
-        # A sum that rounds may step on a token of probability 0 behind its target: none is taken.
+        # Rounding may end the sum on a token of probability 0: take the next possible token.
         index = tl.min(
             tl.where((tl.arange(0, CHUNK) >= index) & (chance > 0), tl.arange(0, CHUNK), last), 0
         )
@@ -380,7 +380,7 @@ def _sample_tokens_kernel(
         token = tl.load(best + row * num_chunks + tl.argmax(tops, 0))
     chosen = tl.load(logits + row * stride + token).to(tl.float32) / temperature
     tl.store(tokens + row, token.to(tl.int64))
-    # As float64 minus the top first: the logarithm alone would lose digits in float32.
+    # Subtract the maximum first and continue in float64, because float32 would lose digits.
     logprob = (chosen - top).to(tl.float64) - tl.log(total)
     tl.store(logprobs + row, logprob.to(tl.float32))
 
@@ -388,9 +388,9 @@ def _sample_tokens_kernel(
 def sample_tokens(
     logits: Tensor, banned: Tensor, temperature: Tensor, uniform: Tensor
 ) -> tuple[Tensor, Tensor]:
-    """Tokens and their logprobs, one a row, without filters; temperature 0 takes the likeliest.
+    """Sample one token per row without filters, and return tokens and logprobs.
 
-    `banned` says of each id whether nobody may sample it; `uniform` is a float64 in [0, 1) a row.
+    Temperature 0 picks the most likely token. `banned` masks ids; `uniform` is float64 in [0, 1).
     """
     num_rows, vocab = logits.shape
     num_chunks = triton.cdiv(vocab, SAMPLE_CHUNK)
@@ -409,7 +409,7 @@ def sample_tokens(
     return tokens, logprobs
 
 
-# --- the sum of a digest
+# --- digest sums
 
 
 @triton.jit
@@ -428,8 +428,8 @@ def _weighted_words_kernel(
 
 
 def sum_weighted_words(words: Tensor, places: Tensor, rows: Tensor) -> Tensor:
-    """The sum of int32 words, each times the int64 of its place and that of its row, modulo 2**64;
-    in one pass over them, which keeps no products."""
+    """Sum int32 words modulo 2**64, each multiplied by the int64 factors of its column and row, in
+    one pass that stores no products."""
     num_rows, width = words.shape
     num_programs = triton.cdiv(num_rows, DIGEST_ROWS)
     sums = torch.empty(num_programs, dtype=torch.int64, device=words.device)

@@ -1,13 +1,13 @@
-"""Weight transports: how a version travels from the trainer to the inference servers.
+"""Weight transports, which send versions from the trainer to the inference servers.
 
     trainer  publisher.take --> publisher.write --manifest--> orchestrator --adopt--> servers
                                 publisher.send ---------------------------------------^
     server   WeightReceiver.open_tensors(folder, manifest): the version's tensors, verified
 
-Shared code asks the transport that `[trainer] publish` names, and never compares names. A
-distribution adds a transport with an entry point of the group `sightline.weight_transports`, whose
-name is the transport's and whose value is a subclass of `WeightTransport`. Servers load a transport
-by the name in a manifest, so they accept registered names only.
+Shared code calls the transport that `[trainer] publish` names, and never compares names. To add a
+transport, a package registers a subclass of `WeightTransport` under the transport's name, in the
+entry point group `sightline.weight_transports`. Servers load transports by the name in a manifest,
+so they accept only registered names.
 """
 
 from __future__ import annotations
@@ -40,44 +40,44 @@ BUILT_IN = {
 
 
 class WeightPublisher(ABC):
-    """Rank 0's end of a transport. It lives as long as the trainer."""
+    """Rank 0's side of a transport. It exists as long as the trainer runs."""
 
     @abstractmethod
     def take(self, tensors: NamedTensors, gather: Gather, dtype: torch.dtype | None = None) -> None:
-        """Copy the weights, floating ones as `dtype`; return when they may change again.
+        """Copy the weights, floating ones as `dtype`. Return when they may change again.
 
         Sharded tensors are gathered one by one, so that the device holds one of them at a time.
         """
 
     @abstractmethod
     def write(self, draft: Manifest) -> tuple[Path, Manifest]:
-        """Write the manifest of the weights taken last, and return it with its path.
+        """Write the manifest of the last weights taken, and return it with its path.
 
-        `draft` lacks the digest and where the tensors are. A background thread calls this method.
+        `draft` lacks the digest and the tensors' location. A background thread calls this method.
         """
 
     def send(self, manifest: Manifest) -> None:  # noqa: B027 (optional: most have nothing to send)
-        """Send a version whose manifest the servers have; return when all of them have it."""
+        """Send a version whose manifest the servers have. Return when all have received it."""
 
 
 class WeightTransport(ABC):
-    """One way for weights to travel. Importing and creating it must not import torch."""
+    """Base class of weight transports. Importing or creating one must not import torch."""
 
     name: str
     has_files: ClassVar[bool] = False
-    """Whether a version is safetensors files: vLLM, servers that a run did not start, and
-    checkpoints/best need them."""
+    """Whether a version is stored as safetensors files, which vLLM, external servers and
+    checkpoints/best need."""
     sends_manifest: ClassVar[bool] = False
-    """Whether a server gets the manifest itself, because it may not see the run directory."""
+    """Whether a server gets the manifest itself, in case it cannot read the run directory."""
     reaches_other_machines: ClassVar[bool] = False
     is_sent_once: ClassVar[bool] = False
-    """Whether a server that starts after a version was sent cannot adopt it any more."""
+    """Whether a server that starts after a version was sent can no longer adopt it."""
     takes_adapters: ClassVar[bool] = True
     """Whether `[lora] publish = "adapter"` works."""
 
     @abstractmethod
     def open_publisher(self, config: RunFile, run_dir: RunDir) -> WeightPublisher:
-        """Return rank 0's end."""
+        """Return rank 0's side of the transport."""
 
     @abstractmethod
     def open_tensors(
@@ -85,7 +85,7 @@ class WeightTransport(ABC):
     ) -> AbstractContextManager[NamedTensors]:
         """Return the tensors of a manifest in `folder`, checked against its digest.
 
-        They need not outlast the `with` block. The same server calls it on the same object.
+        They may become invalid after the `with` block. A server reuses the same object.
         """
 
     def check(self, config: RunFile) -> None:
@@ -112,7 +112,7 @@ class WeightTransport(ABC):
 
 
 class WeightReceiver:
-    """A server's end: it keeps each transport, with what that has open, between versions."""
+    """A server's side. It keeps transports and their connections open between versions."""
 
     def __init__(self) -> None:
         self._transports: dict[str, WeightTransport] = {}
@@ -142,7 +142,7 @@ def list_transports() -> list[str]:
 
 
 def load_transport(name: str) -> WeightTransport:
-    """Return a new object of the transport with this name."""
+    """Return a new instance of the transport with this name."""
     points = _list_entry_points()
     if name not in points:
         raise ConfigError(
@@ -162,8 +162,8 @@ def find_transport(
 ) -> WeightTransport:
     """Return the transport of `[trainer] publish`.
 
-    `auto` shares memory if the trainer and servers that `can_adopt` it have the GPUs of one
-    machine, and nothing needs files.
+    `auto` shares memory if the trainer and the servers use GPUs of one machine, the servers
+    `can_adopt` it, and nothing needs files.
     """
     if config.trainer.publish != AUTO:
         return load_transport(config.trainer.publish)

@@ -1,7 +1,7 @@
 """Weight files: safetensors, and a manifest that is written last.
 
-A reader sees a manifest only when all its files are complete. Files are not synced: a crash of the
-machine may lose the newest versions, which are made again from the last checkpoint.
+A reader sees a manifest only when all its files are complete. Files are not synced, so a machine
+crash may lose the newest versions. They are recomputed from the last checkpoint.
 """
 
 from __future__ import annotations
@@ -61,7 +61,7 @@ def write_weights(
 ) -> tuple[Path, Manifest]:
     """Publish `tensors` as `root/v<version>`, and return the manifest with its path.
 
-    A version made again with the same bits is the same version. With other bits it becomes its next
+    A version that is recomputed with the same bits keeps its label. With other bits it gets a new
     epoch.
     """
     part = root / f".v{version:06d}.part"
@@ -105,7 +105,7 @@ class FilesPublisher(WeightPublisher):
 
 
 class StorePublisher(FilesPublisher):
-    """Moves the files of each version into the store. Folders keep the manifests alone."""
+    """Moves the files of each version into the store. Folders keep only the manifests."""
 
     def __init__(self, root: Path, blobs: MediaStore) -> None:
         super().__init__(root)
@@ -118,7 +118,7 @@ class StorePublisher(FilesPublisher):
         return path, self.put(path, structs.replace(manifest, transport=draft.transport))
 
     def put(self, path: Path, manifest: Manifest) -> Manifest:
-        """Move the files of the manifest at `path` to the store, which has earlier parts."""
+        """Move the files of the manifest at `path` to the store, except parts it already has."""
         paths = [path.with_name(file.name) for file in manifest.files]
         stored = [store_file(self.blobs, file, self._sent).parts for file in paths]
         files = [
@@ -162,7 +162,7 @@ def _has_version(target: Path, manifest: Manifest) -> bool:
 
 
 def read_weights(manifest_path: Path) -> tuple[Manifest, dict[str, Tensor]]:
-    """Return a manifest and a copy of its tensors, whatever transport carries them."""
+    """Return a manifest and a copy of its tensors, for any transport."""
     manifest = read_manifest(manifest_path)
     with WeightReceiver().open_tensors(manifest_path.parent, manifest) as tensors:
         return manifest, {name: tensor.cpu().clone() for name, tensor in tensors.items()}

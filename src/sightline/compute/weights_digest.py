@@ -1,8 +1,8 @@
 """The digest that identifies a version by its bits. It is computed on the weights' device.
 
-The bytes of the tensors, in file order, fill rows of 1,024 words of 32 bits. Every tensor starts a
-row, and zeros fill its last. Each word is multiplied by an odd factor of its column and one of its
-row. SHA-256 hashes the sum modulo 2**64 with the names, dtypes and shapes.
+The tensors' bytes, in file order, fill rows of 1,024 words of 32 bits. Every tensor starts a new
+row, and its last row is padded with zeros. Each word is multiplied by two odd factors, one for its
+column and one for its row. SHA-256 hashes the sum modulo 2**64, the names, dtypes and shapes.
 Integer sums do not depend on the device or the order. A single changed word always changes the
 digest; several do, except with a probability of about 2**-32. The digest detects damage and tells
 versions apart. It does not authenticate: tokens and leases do.
@@ -102,7 +102,7 @@ def _sum_rows(data: Tensor, first_row: int) -> Tensor:
 
 @lru_cache(maxsize=4)
 def _factors(seed: int, count: int, device: torch.device) -> Int64[Tensor, " count"]:
-    """Return pseudorandom odd factors: splitmix64 of the places from `seed` on."""
+    """Return pseudorandom odd factors: splitmix64 of `count` positions from `seed` on."""
     x = (np.arange(seed, seed + count, dtype=np.uint64) + 1) * np.uint64(0x9E3779B97F4A7C15)
     x = (x ^ (x >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
     x = (x ^ (x >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)

@@ -5,6 +5,6 @@
            <--JSON--    errors: types          <--done--
 
 `server`, `chat_endpoint`, `validator`, `errors` and `engine` implement the generate protocol and do
-not import torch. `torch_engine` is the embedded engine, and `vllm_plugin` runs inside vLLM. A
-request is complete in itself; caches only make it faster.
+not import torch. `torch_engine` is the embedded engine, and `vllm_plugin` runs inside vLLM.
+Requests are stateless: caches only make them faster.
 """

@@ -3,9 +3,9 @@
     POST /v1/chat/completions --> images into the store --> render --> generate --> parse
     GET  /v1/models
 
-The family's renderer builds prompts and parses answers, and images become references here. The
-engine gets the same request as from a rollout; its own template and processor never run. A request
-carries its whole conversation, and all of it is rendered.
+The family's renderer builds prompts and parses answers. Images are stored and replaced by refs. The
+engine gets the same request as from a rollout, and its own template and processor never run. Each
+request carries its whole conversation, which is rendered in full.
 """
 
 from __future__ import annotations
@@ -192,8 +192,8 @@ def _use_openai_field_names(error: EngineError) -> EngineError:
 
 
 def chat_error_response(error: SightlineError) -> Response:
-    """Return an error as OpenAI's SDKs read it."""
-    if not isinstance(error, (MessageError, StoreFull)):  # these have codes of their own
+    """Return an error in OpenAI's format."""
+    if not isinstance(error, (MessageError, StoreFull)):  # these have their own codes
         error = _use_openai_field_names(to_engine_error(error))
     refusal = OpenAIErrorResponse.of(error)
     body = msgspec.json.encode(refusal.body)

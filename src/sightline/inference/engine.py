@@ -1,4 +1,4 @@
-"""The interface between the server and an engine that computes: requests, counters, weights.
+"""The engine interface of the inference server: requests, counters and weight updates.
 
 An engine does not know about HTTP. It takes requests, delivers each when it is done, and changes
 its weights between two steps.
@@ -109,7 +109,7 @@ Deliver = Callable[[list[Any]], None]
 
 
 class Engine(ABC):
-    """The engine that the server calls. `build_requests` creates instances of `request_class`."""
+    """Base class of engines. `build_requests` creates instances of `request_class`."""
 
     request_class: type[EngineRequest]
 
@@ -150,11 +150,11 @@ class Engine(ABC):
 
     @abstractmethod
     def start(self, deliver: Deliver) -> None:
-        """Start to compute. `deliver` receives finished requests."""
+        """Start computing. `deliver` receives finished requests."""
 
     @abstractmethod
     def stop(self) -> None:
-        """Refuse unfinished requests, and end."""
+        """Refuse unfinished requests and stop."""
 
     def join(self, timeout_s: float) -> None:
         """Wait until the engine and its threads have ended."""
@@ -190,7 +190,7 @@ class Engine(ABC):
         return self.num_waiting + num_more
 
     def _check_accepts(self, requests: Sequence[EngineRequest]) -> None:
-        """Raise if the engine is stopping or full. A request that would wait alone is accepted."""
+        """Raise if the engine is stopping or full. An empty queue accepts any request."""
         if self._is_stopping:
             raise stopping_error()
         most, most_bytes = self._spec.max_waiting, self._spec.max_waiting_bytes
@@ -208,8 +208,8 @@ class Engine(ABC):
     def adopt(self, path: Path, check: Callable[[Manifest], None] = lambda m: None) -> Manifest:
         """Adopt the weights of a manifest between two steps, and return when done.
 
-        If the files are incomplete, do not fit or fail `check`, this raises and the weights stay.
-        Do not call it on the event loop.
+        Raise and keep the old weights if the files are incomplete, do not fit or fail `check`.
+        Do not call this on the event loop.
         """
         try:
             manifest = read_manifest(path)

@@ -1,6 +1,6 @@
-"""Errors on the wire: a stable type, an HTTP status, and whether a retry may help.
+"""Error responses with a stable type, an HTTP status and, if a retry may help, `Retry-After`.
 
-Also reads request bodies up to a size, and writes JSON answers."""
+Also reads request bodies with a size limit, and builds JSON responses."""
 
 from __future__ import annotations
 
@@ -64,7 +64,7 @@ STATUS_BY_TYPE = {
     WEIGHTS_UNAVAILABLE: 503,
     "stopping": 503,
 }
-"""Every error type with its status. docs/serving_api.md explains them."""
+"""HTTP status of each error type. See docs/serving_api.md."""
 
 # The first match decides, so subclasses come before `MediaError`.
 _TYPE_BY_CLASS: tuple[tuple[type[SightlineError], str], ...] = (
@@ -86,11 +86,11 @@ def build_engine_error(kind: str, problem: str, fix: str) -> EngineError:
 
 
 def to_engine_error(error: BaseException) -> EngineError:
-    """Convert any error. An unexpected one becomes a 500, with its traceback in the log."""
+    """Convert any exception. An unexpected one becomes a 500, and its traceback is logged."""
     if isinstance(error, EngineError):
         return error
     # The store raises exactly this class if a file is temporarily unreadable. Decoders raise
-    # subclasses, also with an OSError as cause, for files that are damaged for good.
+    # subclasses, also with an OSError as cause, for files that are permanently damaged.
     if type(error) is MediaError and isinstance(error.__cause__, OSError):
         return build_engine_error("media_unavailable", error.problem, error.fix)
     for cls, kind in _TYPE_BY_CLASS:
@@ -113,7 +113,7 @@ def not_finite_error() -> EngineError:
 
 
 def encode_error(error: EngineError) -> tuple[int, bytes, dict[str, str]]:
-    """Return status, body and headers."""
+    """Return the HTTP status, body and headers of an error."""
     path = error.path if error.status == 400 else ""
     body = ErrorBody(error.short_problem, error.kind, error.status, error.fix, path)
     headers = {"retry-after": str(RETRY_AFTER_S)} if error.status == 503 else {}

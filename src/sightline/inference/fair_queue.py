@@ -45,7 +45,7 @@ class FairQueue:
         return calls[min(calls, key=lambda call: self._num_held[client, call])][0]
 
     def remove(self, request: EngineRequest) -> bool:
-        """Remove a request; return False if it does not wait."""
+        """Remove a request; return False if it is not waiting."""
         calls = self._waiting.get(request.client, {})
         choices = calls.get(id(request.owner), deque())
         if request not in choices:
@@ -68,7 +68,7 @@ class FairQueue:
 
     def _hold(self, request: EngineRequest, change: int) -> None:
         calls, call = self._waiting.get(request.client, {}), id(request.owner)
-        if call in calls:  # moves behind calls with as many choices in flight
+        if call in calls:  # moves after calls with equally many choices in flight
             calls[call] = calls.pop(call)
         for key in ((request.client, None), (request.client, call)):
             self._num_held[key] += change

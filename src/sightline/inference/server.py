@@ -1,4 +1,4 @@
-"""The HTTP server: reads requests, waits for the engine, answers.
+"""The HTTP server: it reads requests, waits for the engine and responds.
 
 The event loop parses, validates and encodes. It never computes, decodes images or reads files.
 """
@@ -66,11 +66,11 @@ class _PendingCall:
 
 @dataclass
 class ServerLease:
-    """The one run whose weights a server adopts, until its lease expires."""
+    """A lease that lets one run change the server's weights until it expires."""
 
     run: str = ""
     until: float = 0.0
-    """When the lease expires, on the monotonic clock."""
+    """Expiry time of the lease, on the monotonic clock."""
 
     @property
     def holder(self) -> str:
@@ -84,7 +84,7 @@ class ServerLease:
         self.until = time.monotonic() + request.seconds
 
     def check(self, run: str) -> None:
-        """Raise unless `run` may change the weights. No run may, while nobody holds the lease."""
+        """Raise unless `run` took the last lease, or is empty and no lease is active."""
         if run != self.run and (run or self.holder):
             raise self._refusal(run)
 
@@ -111,7 +111,7 @@ class InferenceServer:
     validator: RequestValidator
     chat: ChatEndpoint
     identity: dict[str, Any]
-    """The facts about the model that /health reports."""
+    """Properties of the model that /health reports."""
     max_body_bytes: int
     guard: RequestGuard
     weights_root: Path | None = None
@@ -160,7 +160,7 @@ class InferenceServer:
         return json_response(await self._run_request(checked, http))
 
     async def _generate_for_chat(self, request: GenerateRequest, http: Request) -> GenerateResponse:
-        """Answer a request that the chat endpoint built for the client at `http`."""
+        """Run a request that the chat endpoint built for the client at `http`."""
         return await self._run_request(self.validator.check_request(request), http)
 
     async def _run_request(self, checked: ValidatedRequest, http: Request) -> GenerateResponse:
@@ -222,7 +222,7 @@ class InferenceServer:
         try:
             path = self.fetcher.fetch(manifest)
         except SightlineError as error:
-            # An unreachable store may come back. Missing or corrupt data does not heal.
+            # An unreachable store may recover. Missing or corrupt data will not.
             is_unreachable = type(error) is MediaError and isinstance(error.__cause__, OSError)
             kind = WEIGHTS_UNAVAILABLE if is_unreachable else "weights"
             raise build_engine_error(kind, error.problem, error.fix) from error
@@ -279,7 +279,7 @@ class InferenceServer:
 
 
 async def _answer_unserved(http: Request, error: Exception) -> Response:
-    """Answer a path or method that is not served."""
+    """Return the error response for an unknown path or method."""
     is_method = isinstance(error, HTTPException) and error.status_code == 405
     refusal = build_engine_error(
         "method" if is_method else "unknown_url",

@@ -1,7 +1,7 @@
-"""The settings of a server process: two sections of a run file, and its own.
+"""Settings of a server process: the run file's `[model]` and `[inference]`, and its own.
 
-A run passes its `[model]` and `[inference]`. `sightline serve` builds the same sections from its
-options, which have the names of the settings.
+A run passes these two sections. `sightline serve` builds them from its options, which have the
+names of the settings.
 """
 
 from __future__ import annotations
@@ -82,7 +82,7 @@ class ServerSpec(ConfigSection):
 
     @classmethod
     def of(cls, path: str | Path, **values: Any) -> ServerSpec:
-        """Build the spec of a checkpoint. Each of the flat `values` goes to its section."""
+        """Build a checkpoint's spec from flat `values`, each of which goes to its section."""
         values["path"] = str(path)
         sections = {
             section: {key: values.pop(key) for key in kind.model_fields if key in values}
@@ -91,7 +91,7 @@ class ServerSpec(ConfigSection):
         return validate_config(cls, {**values, **sections}, "the server's settings")
 
     def replace(self, **values: Any) -> ServerSpec:
-        """Return a validated copy with other flat `values`."""
+        """Return a validated copy with the flat `values` changed."""
         flat = self.model_dump()
         return ServerSpec.of(**{**flat.pop("model"), **flat.pop("inference"), **flat, **values})
 
@@ -117,12 +117,12 @@ class ServerSpec(ConfigSection):
 
     @property
     def num_threads(self) -> int:
-        """Compute threads. Exact arithmetic takes one, because more threads would split sums."""
+        """Number of compute threads; 1 in exact mode, because more threads would split sums."""
         return 1 if self.model.exact else self.inference.threads or 1
 
     @property
     def num_pixel_threads(self) -> int:
-        """Threads that decode images; by default half of the cores, at most 8."""
+        """Number of threads that decode images; by default half the cores, at most 8."""
         return self.inference.pixel_threads or max(1, min(8, (os.cpu_count() or 1) // 2))
 
     @property
@@ -135,7 +135,7 @@ class ServerSpec(ConfigSection):
 
 
 def describe_prefix_reuse(family: Family, keeps_kv: bool = True) -> str:
-    """Describe what a turn reuses from the turn before it, and why."""
+    """Describe which computation a turn reuses from the previous turn, and why."""
     if family.packing.kind == "rows":
         reason = family.packing.reason
         return f"prefix cache: off, each token recomputes its sequence, because {reason}"

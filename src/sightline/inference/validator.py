@@ -1,4 +1,4 @@
-"""Validates generate requests before the engine sees them. Every error names its field."""
+"""Validation of generate requests before the engine sees them. Every error names its field."""
 
 from __future__ import annotations
 
@@ -22,9 +22,9 @@ MAX_STOP_IDS = 256
 MAX_NAME_CHARS = 256
 """Maximum length of a request id, and of a model name in an error."""
 BODY_BYTES_PER_TOKEN = 1024
-"""Bytes of a request body per token: its id, and its share of an image's item."""
+"""Maximum bytes of a request body per token: its id, and its share of an image's item."""
 MAX_SEED = 2**64
-# Logits divided by less or by more leave the range of float32.
+# Outside these bounds, the scaled logits leave the range of float32.
 MIN_TEMPERATURE, MAX_TEMPERATURE = 1e-3, 1e6
 _SEE_DOCS = "see docs/serving_api.md for the fields of a request"
 _ERROR_PATH = re.compile(r"(.*) - at `\$\.?([^`]*)`", re.DOTALL)
@@ -35,7 +35,7 @@ _ERROR_FIELD = re.compile(r"Object (?:contains unknown|missing required) field `
 
 @dataclass(slots=True, eq=False)
 class ValidatedRequest:
-    """A request that the engine can compute."""
+    """A request that has passed validation."""
 
     prompt: np.ndarray
     """int32 (tokens,)."""
@@ -54,7 +54,7 @@ class RequestValidator:
     vocab_size: int
     max_model_len: int
     models: frozenset[str]
-    """Names of the checkpoint that a request may use."""
+    """Model names that a request may use."""
     video_pad_id: int = -1
     """The pad id of videos; -1 if the model has none."""
 
@@ -204,7 +204,7 @@ def item_key(item: MediaItem) -> str:
 
 
 def _find_faults(params: SamplingParams, vocab_size: int) -> Iterator[tuple[str, str]]:
-    """Yield the name of each invalid parameter, and what is allowed."""
+    """Yield the name of each invalid parameter and its allowed values."""
     if params.temperature and not MIN_TEMPERATURE <= params.temperature <= MAX_TEMPERATURE:
         yield "temperature", f"0, or {MIN_TEMPERATURE:g} to {MAX_TEMPERATURE:g}"
     if not 0 < params.top_p <= 1:

@@ -1,8 +1,8 @@
-"""Downloads published weights from the store to this machine's disk, for engines that read files.
+"""Download of published weights to the local disk, for engines that read files.
 
     CACHE_DIR/weights-HOST-PID_.../DIGEST/    one version: the newest, and the next while it loads
 
-Creating such a folder removes the folders of this machine's dead processes.
+Creating a folder removes the folders of dead processes on this machine.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from sightline.wire.weights import MANIFEST, Manifest, fetch_files
 
 
 class WeightFetcher:
-    """Keeps the newest version's files, from which the next one copies what did not change."""
+    """Downloads weight versions, and copies unchanged parts from the newest version on disk."""
 
     def __init__(self, blobs: MediaStore, cache_dir: str = "") -> None:
         self.blobs = blobs
@@ -36,7 +36,7 @@ class WeightFetcher:
 
     @cached_property
     def root(self) -> Path:
-        """The folder of this process, created on first use."""
+        """This process's folder, created on first use."""
         prefix = f"weights-{socket.gethostname()}-"  # machines may share a home folder
         try:
             self._parent.mkdir(parents=True, exist_ok=True)
@@ -52,7 +52,7 @@ class WeightFetcher:
         return root
 
     def fetch(self, manifest: Manifest) -> Path:
-        """Download a version, and return the path of its manifest on this disk."""
+        """Download a version and return the path of its local manifest."""
         data = msgspec.json.encode(manifest)
         folder = self.root / sha256(data).hexdigest()[:16]
         folder.mkdir(parents=True, exist_ok=True)
@@ -61,7 +61,7 @@ class WeightFetcher:
         return folder / MANIFEST
 
     def keep_only(self, manifest_path: Path, manifest: Manifest) -> None:
-        """Remove the files of other versions. Called when the engine has adopted this one."""
+        """Remove all other versions. Call this once the engine has adopted the version."""
         folder = manifest_path.parent
         self._here = {}
         for file in manifest.files:

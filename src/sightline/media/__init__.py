@@ -1,9 +1,9 @@
 """Images and videos by reference: a `MediaRef` names one, a `MediaStore` keeps its bytes, and an
 `ImageIngestor` turns urls of messages into refs.
 
-`open_store` opens the store at a folder, an object store or a media service. This package knows
-bytes, headers and files, but no model family, tensor or message. It imports only
-`sightline.errors`. Pillow, PyAV and obstore are imported when they are first used.
+`open_store` opens the store at a folder, an object store or a media service. This package handles
+bytes, headers and files, but no model families, tensors or messages. It imports only
+`sightline.errors`. Pillow, PyAV and obstore are imported on first use.
 """
 
 from sightline.media.decode import is_image_source

@@ -3,7 +3,7 @@
     <root>/ab/abcd...    one file per image; each first byte's folder holds 1/256 of the bytes
 
 Any number of processes share a cache. A writer locks the folder and removes the least recently
-used files, so that the limit always holds. Reads are verified, and nothing is lost with the cache.
+used files, so that the limit always holds. Reads are verified. Deleting the cache loses no data.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from sightline.media.ref import is_digest, verify_bytes
 
 NUM_FOLDERS = 256
 _USED_AFTER_S = 60.0
-"""Resolution of the order of use, which avoids a write for most reads."""
+"""Resolution of the last-use time, which avoids a write for most reads."""
 
 
 class DiskCache:

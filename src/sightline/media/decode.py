@@ -1,10 +1,10 @@
-"""From bytes to pixels: the one place where Pillow opens an image.
+"""Image decoding: the only place where Pillow opens an image.
 
 Bytes and PIL images are rotated by their EXIF orientation, then converted as
 `image.convert("RGB")` does, like the Pillow image processors of transformers: alpha is dropped, not
 blended with a background. 16-bit grey is an exception. Pillow would turn every value above 255
 white, so the high byte of each value is used, as Pillow does with 16-bit colour. Colour profiles
-are ignored, and only the first frame of an animation counts.
+are ignored, and only the first frame of an animation is used.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ def open_rgb(data: bytes, limits: ImageLimits = DEFAULT_LIMITS) -> Image:
             rgb = _convert_rgb(image)
         del image  # three images at once would exceed the memory limit
         rgb = _rotate_upright(rgb, header.orientation)
-    except Exception as error:  # Pillow's readers raise all kinds on broken bytes
+    except Exception as error:  # Pillow's readers raise many kinds on broken bytes
         what = f"{type(error).__name__}: {error}"
         raise MediaUndecodable(f"{header.mime} cannot be decoded ({what})", fix) from error
     if rgb.size != (header.width, header.height):
@@ -94,7 +94,7 @@ def is_pil_image(source: object) -> bool:
 
 
 def _convert_rgb(image: Image) -> Image:
-    """A new RGB image; `image` stays as it is."""
+    """Return a new RGB image without changing `image`."""
     from PIL import Image as images
 
     if image.mode.startswith("I;16"):

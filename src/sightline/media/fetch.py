@@ -39,7 +39,7 @@ def fetch(
 ) -> bytes:
     """Return the body at `url`, or raise `MediaRefused`.
 
-    A body above `max_bytes` is cut after one byte more, so that a store refuses it as too large.
+    A longer body is truncated to `max_bytes` plus one byte, so that a store refuses it.
     An allowed host is `name`, with the scheme's default port, or `name:port`. A private address is
     used only if the address itself is on the list.
     """
@@ -133,7 +133,7 @@ def _get_public_address(
 
 
 def _is_public(address: str) -> bool:
-    """Return whether an address, and the one that it may wrap, is public."""
+    """Return whether an address, and any IPv4 address embedded in it, is public."""
     ip = ipaddress.ip_address(address.partition("%")[0])
     if not ip.is_global or ip.is_multicast:
         return False

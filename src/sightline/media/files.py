@@ -1,4 +1,4 @@
-"""Files of a store: written completely or not at all, and never removed while being put.
+"""Files of a store, which are written atomically and never removed while being put.
 
 A writer holds a shared lock on `<root>/.lock` while a file appears or its time is renewed. `gc`
 holds it exclusively while it compares a file's time and removes the file. Neither holds it while
@@ -27,7 +27,7 @@ from sightline.errors import MediaCorrupt, MediaError
 from sightline.media.ref import is_digest
 
 RENEW_AFTER_S = 600.0
-"""A use renews a file's time if it is older than this, which is far below the ages of gc."""
+"""A use renews a file's time if it is older than this. The minimum ages of gc are far higher."""
 LEASE_S = 1800.0
 """A lease that was not renewed for this long belongs to a killed run."""
 LOCK_NAME = ".lock"
@@ -37,14 +37,14 @@ BLOBS = "blobs"
 TEMPORARY_PREFIX = ".tmp-"
 
 _BATCH = 256
-"""Files that gc looks at under one lock, for which writers wait."""
+"""Number of files that gc checks under one lock, which blocks writers."""
 _TEMPORARY_MIN_AGE_S = 60.0
-"""A younger temporary file may belong to a writer that is alive."""
+"""A younger temporary file may belong to a live writer."""
 
 
 @contextmanager
 def lock_store(root: Path, *, exclusive: bool = False) -> Iterator[None]:
-    # A lock belongs to an open file: each use opens its own, or threads would release each other's.
+    # A lock belongs to an open file. Each use opens its own, or threads would share one lock.
     fd = os.open(root / LOCK_NAME, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666)
     try:
         fcntl.flock(fd, fcntl.LOCK_EX if exclusive else fcntl.LOCK_SH)
@@ -86,8 +86,8 @@ def open_image(path: Path) -> BinaryIO:
 def write(root: Path, path: Path, data: bytes) -> bool:
     """Write `data` to `path` durably; return whether it was new.
 
-    The same bytes only have their time renewed. Other bytes at this path are damage, and are
-    replaced.
+    If the file already has these bytes, only its time is renewed. Other bytes at this path are
+    damaged, and are replaced.
     """
     _make_directory(path.parent, root)
     with lock_store(root):
@@ -131,14 +131,14 @@ def renew_last_use(root: Path, path: Path) -> bool:
 
 
 def read_disk_clock(root: Path) -> float:
-    """Return the time by the disk's clock, which differs from ours on a network disk."""
+    """Return the disk's time, which may differ from ours on a network disk."""
     lock = root / LOCK_NAME
     os.utime(lock)
     return lock.stat().st_mtime
 
 
 def renew_lease(root: Path, name: str) -> None:
-    """Write a file with the start of the run. Its time is that of the last renewal."""
+    """Write a file with the run's start time. Its modification time is the last renewal."""
     path = root / LEASES_NAME / check_lease_name(name)
     path.parent.mkdir(parents=True, exist_ok=True)
     if (began := _read_lease(path)) is None:
@@ -167,7 +167,7 @@ def _read_lease(path: Path) -> float | None:
 def find_lease_start(leases: Iterable[tuple[float, float]], now: float) -> float:
     """Return when the oldest live lease began, less the time for which a use may go unrecorded.
 
-    `leases` are pairs of start and renewal times, by the store's clock, as is `now`.
+    `leases` are pairs of start and renewal times. They and `now` are on the store's clock.
     """
     began = (began for began, renewed in leases if now - renewed < LEASE_S)
     return min(began, default=math.inf) - RENEW_AFTER_S
@@ -245,7 +245,7 @@ class VerifyReport(msgspec.Struct, frozen=True):
     num_files: int
     size_bytes: int
     corrupt: list[str]
-    """Digests whose bytes hash to something else, or cannot be read."""
+    """Digests whose bytes do not match or cannot be read."""
     leftovers: list[str]
     """Other files, as paths relative to the root."""
 
@@ -256,7 +256,7 @@ class GcReport(msgspec.Struct, frozen=True):
     removed_bytes: int
     num_in_use: int
     num_young: int
-    """Not in use, but used within the last `min_age_s` seconds."""
+    """Images that are not in use, but were used too recently to be removed."""
     num_temporary: int
     """Temporary files of dead writers, which are removed too."""
     dry_run: bool

@@ -2,8 +2,8 @@
 
 Each `_walk_*` function reads the structure of one format up to its end mark, so that a truncated
 file is refused. It returns the stored width and height, the EXIF block, and the memory that
-decoding needs. Bytes after the end mark are ignored, as decoders do. Whatever takes decoders too
-much time for its size has a limit: parts of a file, fill bytes, scans, comments.
+decoding needs. Bytes after the end mark are ignored, as decoders do. Elements that decoders process
+slowly have limits: parts of a file, fill bytes, scans, comments.
 """
 
 from __future__ import annotations
@@ -19,18 +19,18 @@ import msgspec
 from sightline.errors import ConfigError, MediaRefused
 
 PILLOW_MAX_PIXELS = 89_000_000
-"""Pillow warns of decompression bombs above this."""
+"""Number of pixels above which Pillow warns of decompression bombs."""
 MAX_PARTS = 20_000
 """Chunks, or segments and fill bytes, which Pillow reads one by one. Encoders write 8 KiB and more
 at a time."""
 MAX_SCANS = 100
-"""JPEG scans, each over the whole image. A progressive JPEG has about ten."""
+"""Maximum number of JPEG scans, each over the whole image. A progressive JPEG has about ten."""
 MAX_JPEG_METADATA_BYTES = 16 * 1024**2
-"""JPEG segments outside of scans. Pillow joins EXIF blocks one by one."""
+"""Maximum bytes of JPEG segments outside of scans. Pillow joins EXIF blocks one by one."""
 MAX_GIF_BLOCKS = 300_000
 """GIF frames, extensions, and their blocks of at most 255 bytes: 64 MiB fill 262,144."""
 MAX_GIF_COMMENT_BYTES = 1024**2
-"""Bytes of a GIF before its first frame, whose comments Pillow joins block by block."""
+"""Maximum bytes of a GIF before its first frame. Pillow joins its comments block by block."""
 DECODER_BYTES = 8
 """Measured memory per pixel: four bytes of the decoder's image and four of RGB."""
 WEBP_DECODER_BYTES = 17
@@ -38,7 +38,7 @@ WEBP_DECODER_BYTES = 17
 
 
 class ImageLimits(msgspec.Struct, frozen=True):
-    """The limits of a store, checked from the header before anything is decoded."""
+    """The limits of a store, checked with the header before anything is decoded."""
 
     max_bytes: int = 64 * 1024 * 1024
     max_pixels: int = 64_000_000
@@ -46,9 +46,9 @@ class ImageLimits(msgspec.Struct, frozen=True):
     max_decoder_bytes: int = 512 * 1024 * 1024
     """Peak memory of decoding."""
     max_frames: int = 36_000
-    """Frames of a video, which are all decoded when it is put."""
+    """Maximum number of frames of a video. All are decoded when it is put."""
     max_duration_s: float = 3600.0
-    """Seconds of a video."""
+    """Maximum length of a video in seconds."""
 
     def __post_init__(self) -> None:
         if min(msgspec.structs.astuple(self)) < 1:

@@ -1,14 +1,14 @@
-"""The remote of a media service (`sightline media serve`), over HTTP.
+"""HTTP client of a media service (`sightline media serve`).
 
 GET, HEAD, PUT /media/DIGEST      the bytes of an image
-POST /media/DIGEST/renew          count this as a use
+POST /media/DIGEST/renew          renew the image's last use
 GET  /media                       every digest with its size, as JSON
 PUT, DELETE /leases/NAME          a run's lease
-POST /gc                          remove what is not in use
+POST /gc                          remove unused images
 
-The same routes below /blobs are for parts of files: any bytes, which DELETE removes. A control
-token, if the service has one, is required for removing anything, and below /blobs for everything
-except reading a known digest.
+The same routes below /blobs are for parts of files: any bytes, which DELETE removes. If the service
+has a control token, every removal requires it, and so does everything below /blobs except reading
+a known digest.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ class GcRequest(msgspec.Struct, forbid_unknown_fields=True):
 
 
 class HttpRemote:
-    """Reuses connections. Thread-safe."""
+    """A media service as a remote. Reuses connections. Thread-safe."""
 
     def __init__(
         self, address: str, token: str, max_bytes: int, timeout_s: float, deadline_s: float
@@ -113,7 +113,7 @@ class HttpRemote:
         timeout_s: float | None = None,
         max_bytes: int | None = None,
     ) -> tuple[int, bytes]:
-        """Return status and body of an answer whose status is in `ok`; raise otherwise."""
+        """Return the status and body of a response; raise unless the status is in `ok`."""
         headers = {"content-type": kind}
         if self._token:
             headers["authorization"] = f"Bearer {self._token}"
@@ -135,7 +135,7 @@ class HttpRemote:
                 raise MediaError(problem, CERTIFICATE_FIX) from error
             except (OSError, http.client.HTTPException) as error:
                 connection.close()
-                # The service may have closed a connection that was kept.
+                # The service may have closed a kept-alive connection.
                 if not is_kept or isinstance(error, TimeoutError):
                     problem = f"{method} {path[:24]}: {type(error).__name__} {error}"
                     raise Unavailable(problem) from error
@@ -185,7 +185,7 @@ class HttpRemote:
 
 
 def _read_refusal(data: bytes) -> tuple[str, str] | None:
-    """Return the service's problem and fix; None if something else has answered."""
+    """Return the problem and fix of a media service's error; None for any other body."""
     try:
         error = msgspec.json.decode(data)["error"]
         return str(error["message"]), str(error["fix"])

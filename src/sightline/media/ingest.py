@@ -5,7 +5,7 @@
     file:///absolute/path        below an allowed root; none by default
     http(s)://host/path          from an allowed host; none by default
 
-The type that a url declares is not trusted: the bytes decide.
+The declared type of a url is not trusted. The bytes determine the type.
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ class UrlRefCache:
         self._lock = threading.Lock()
 
     def resolve(self, url: str, path: str) -> MediaRef:
-        """Return the ref of the image at `url`; errors name `path`, and are not remembered."""
+        """Return the ref of the image at `url`. Errors name `path` and are not cached."""
         key = sha256(url.encode("utf-8", "surrogatepass")).digest()
         with self._lock:
             known = self._refs.get(key)
@@ -64,7 +64,7 @@ class UrlRefCache:
             return known
         ref = self._resolve(url, path)
         with self._lock:
-            # If two requests bring the same new url, the first decides.
+            # If two requests send the same new url, the first one wins.
             if self._refs.get(key) is known:
                 self._refs[key] = ref
             return self._refs[key]
@@ -74,7 +74,7 @@ class UrlRefCache:
 
 
 class ImageIngestor:
-    """Puts images from the sources that the run allows. Blocks while it reads or downloads."""
+    """Stores images from the sources that the run allows. Blocks while it reads or downloads."""
 
     def __init__(
         self,
@@ -92,7 +92,7 @@ class ImageIngestor:
         self.timeout_s = timeout_s
         self._resolve = resolve
         self.file_roots = tuple(_resolve_root(Path(root)) for root in file_roots)
-        # A data url that was seen before costs its hash, but no decoding and no write.
+        # A repeated data url is hashed, but neither decoded nor written.
         data_urls = UrlRefCache(self._put_data, store, _MAX_SEEN_URLS)
         self._sources: dict[str, Callable[[str], MediaRef]] = {
             "data": lambda url: data_urls.resolve(url, ""),
@@ -129,7 +129,7 @@ class ImageIngestor:
         return self._put(data)
 
     def _put(self, data: bytes) -> MediaRef:
-        """Put an image of an outside client, if there is room."""
+        """Store an external client's image if there is room."""
         self.store.check_room(len(data))
         return self.store.put(data)
 
@@ -190,7 +190,7 @@ class ImageIngestor:
 def _open_below(root: Path, path: Path) -> int:
     """Open the file at `path`, folder by folder from `root`.
 
-    A link that appeared anywhere on the way since the path was checked is refused.
+    Links that were added to the path since it was checked are refused.
     """
     if path == root:
         return os.open(path, _FILE)
@@ -206,7 +206,7 @@ def _open_below(root: Path, path: Path) -> int:
         os.close(folder)
 
 
-# O_PATH: a folder on the way need not be readable.
+# O_PATH: the folders along the path need not be readable.
 _FOLDER = getattr(os, "O_PATH", os.O_RDONLY) | os.O_DIRECTORY | os.O_NOFOLLOW
 # Opening a pipe must not wait for its writer.
 _FILE = os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK

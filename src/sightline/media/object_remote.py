@@ -1,13 +1,13 @@
-"""The remote of an object store (S3, GCS, Azure), through obstore.
+"""A remote in an object store (S3, GCS, Azure), accessed through obstore.
 
     PREFIX/ab/cd/abcd...     one object per image, named like the files of a folder
-    PREFIX/.leases/RUN       the start of a run; written again at every renewal
+    PREFIX/.leases/RUN       the start time of a run, rewritten at every renewal
     PREFIX/.gc               exists while gc removes a batch of images
 
-All times are the store's own. An object store has no locks for gc and writers. A writer that finds
-its image in the store therefore writes it again, waits for a removal in progress, and checks that
-the image exists. gc announces itself, and then compares the age of each image again before it
-removes it. An old announcement belongs to a killed gc.
+All times are from the store's clock. An object store has no locks for gc and writers. A writer that
+finds its image in the store therefore writes it again, waits for a removal in progress, and checks
+that the image exists. gc announces itself, and then checks the age of each image again before it
+removes the image. An old announcement belongs to a killed gc.
 """
 
 from __future__ import annotations
@@ -31,9 +31,9 @@ _GC_BATCH = 1000
 _GC_BATCH_S = 60.0
 """Time limit of an announced removal."""
 _YOUNG_S = files.RENEW_AFTER_S / 2
-"""The last use of a younger image is not renewed; half, because the caller caches the answer."""
+"""More recent uses are not renewed. Half the interval, because the caller caches the answer."""
 _CLOCK_S = 60.0
-"""How long the store's time is extrapolated from its last answer."""
+"""Maximum time for which the store's clock is extrapolated from its last reading."""
 _NUM_THREADS = 16
 _POLL_S = 0.2
 _NO_BUCKET = ("NoSuchBucket", "ContainerNotFound", "specified bucket does not exist")
@@ -42,7 +42,7 @@ Value = TypeVar("Value")
 
 
 class ObjectRemote:
-    """Credentials and endpoints come from the environment, as obstore reads them."""
+    """An object store as a remote. obstore reads credentials and endpoints from the environment."""
 
     def __init__(self, address: str, timeout_s: float, deadline_s: float) -> None:
         try:
@@ -57,7 +57,7 @@ class ObjectRemote:
         self.address, self._timeout_s, self.deadline_s = address, timeout_s, deadline_s
         self._obstore, self._errors = obstore, exceptions
         self._clock = (-math.inf, 0.0)
-        # An endpoint without TLS was configured on purpose. `retry` does the retries.
+        # HTTP is allowed: an endpoint without TLS is always explicit. `retry` handles retries.
         seconds = {"timeout": f"{timeout_s}s", "connect_timeout": f"{min(10, timeout_s)}s"}
         options: Any = {
             "client_options": {**seconds, "allow_http": True},
@@ -65,7 +65,7 @@ class ObjectRemote:
         }
         try:
             self._store: Any = from_url(address, **options)
-        except Exception as error:  # of obstore, ValueError, or of its parsers
+        except Exception as error:  # from obstore or its parsers
             raise MediaError(
                 f"cannot open the store {address}: {_get_first_line(error)}",
                 "write s3://BUCKET/PREFIX, gs://BUCKET/PREFIX or az://CONTAINER/PREFIX, and set "
@@ -94,7 +94,7 @@ class ObjectRemote:
         used_at = self._get_time(_get_key(digest))
         if used_at and self._estimate_now() - used_at < _YOUNG_S:
             return True
-        # Verified: a read that the network damaged would replace an intact image.
+        # Verify the bytes, because a damaged read would replace an intact image.
         if not used_at or (data := read_checked(self, digest)) is None:
             return False
         self._write_again(digest, data)
@@ -111,7 +111,7 @@ class ObjectRemote:
 
     def _write_again(self, digest: str, data: bytes) -> None:
         while True:
-            # Each with its own retries: together they might never pass an unreliable network.
+            # Retry each request separately: on a bad network, all together might never succeed.
             self._retry(lambda: self._put(_get_key(digest), data))
             began, gc = time.monotonic(), self._retry(lambda: self._head(GC_NAME))
             if gc is not None:
@@ -120,7 +120,7 @@ class ObjectRemote:
                 while not is_over and self._has_gc(gc["e_tag"]):
                     is_over = time.monotonic() - began > _GC_BATCH_S
                     time.sleep(_POLL_S)
-            # A removal that starts later finds the image young.
+            # A removal that starts later sees the recent use.
             if self._retry(lambda: self.has(digest)):
                 return
 
@@ -170,7 +170,7 @@ class ObjectRemote:
 
     @contextmanager
     def _announced_gc(self) -> Iterator[Callable[[], bool]]:
-        """Announce a removal, which excludes other gcs; yield whether its time is left."""
+        """Announce a removal, which blocks other gcs. Yield a function that checks its time."""
         began, token = time.monotonic(), secrets.token_hex(16).encode()
         put = self._obstore.put
         try:
@@ -189,8 +189,7 @@ class ObjectRemote:
                 self._retry(lambda: self._call(lambda: self._obstore.delete(self._store, GC_NAME)))
 
     def _choose_gc_mode(self) -> Any:
-        """Return obstore's mode to create an announcement, or to replace exactly the one of a
-        killed gc."""
+        """Return obstore's mode that creates an announcement, or replaces a killed gc's."""
         head = self._retry(lambda: self._head(GC_NAME))
         if head is not None:
             age_s = self._retry(self._read_clock) - head["last_modified"].timestamp()
@@ -204,7 +203,7 @@ class ObjectRemote:
         return head is not None and head["e_tag"] == e_tag
 
     def _find_newest(self, min_age_s: float) -> float:
-        """Return the newest last use at which an unused image may be removed."""
+        """Return the latest time of last use for which an unused image may be removed."""
         now = self._retry(self._read_clock)
         remotes = [self]
         if urlsplit(self.address).path.endswith(f"/{files.BLOBS}"):
@@ -222,7 +221,7 @@ class ObjectRemote:
         return self._get_time(CLOCK_NAME)
 
     def _estimate_now(self) -> float:
-        """Return the store's time, extrapolated by our clock."""
+        """Return the store's time, extrapolated with our clock."""
         read_at, then = self._clock
         if time.monotonic() - read_at > _CLOCK_S:
             read_at, then = self._clock = time.monotonic(), self._read_clock()

@@ -1,4 +1,4 @@
-"""The name of an image or a video: small, location-free, safe to send anywhere."""
+"""`MediaRef`, the small, location-independent name of an image or video."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ _DIGEST = re.compile(r"[0-9a-f]{64}", re.ASCII)
 
 
 class MediaRef(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=True):
-    """The name of one image or video: the SHA-256 of its bytes, and what layout needs."""
+    """The name of one image or video: the SHA-256 of its bytes, and the fields for layout."""
 
     digest: str
     """64 lowercase hex characters."""
@@ -70,7 +70,7 @@ class MediaRef(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_def
         return URL_PREFIX + self.digest
 
     def data_url(self, data: bytes) -> str:
-        """Return the bytes as a url, for a server that cannot read the store."""
+        """Return the bytes as a data url, for a server that cannot read the store."""
         return f"data:{self.mime};base64,{base64.b64encode(data).decode()}"
 
 

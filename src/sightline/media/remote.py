@@ -1,4 +1,4 @@
-"""A store without a shared disk: the protocol of a remote, and the store on top of it.
+"""Stores without a shared disk: the `Remote` protocol, and the store built on it.
 
 put --> remote, confirmed --> cache
 get --> cache --miss--> remote --verified--> cache
@@ -27,13 +27,13 @@ from sightline.media.ref import MediaRef, check_digest, verify_bytes
 from sightline.media.store import MediaStore, Unavailable
 
 DEADLINE_S = 60.0
-"""Seconds after its first failure in which a request is retried."""
+"""Seconds after the first failure during which a request is retried."""
 START_DEADLINE_S = 10.0
-"""The same at the start of a run or a command: a wrong address does not fix itself."""
+"""The same at the start of a run or a command, when the address may be wrong."""
 TIMEOUT_S = 30.0
 """Timeout of one attempt."""
 WARN_AFTER_S = 1.0
-"""Seconds of failures before a warning, which is printed once in WARN_EVERY_S."""
+"""Seconds of failures before a warning, which is printed at most every WARN_EVERY_S."""
 WARN_EVERY_S = 60.0
 DEFAULT_CACHE_BYTES = 10 * 10**9
 DEFAULT_CACHE_DIR = "~/.cache/sightline/media"
@@ -82,7 +82,7 @@ class Remote(Protocol):
 
 
 def retry(call: Callable[[], Value], address: str, deadline_s: float) -> Value:
-    """Return what `call` returns; retry it after `Unavailable` for `deadline_s` seconds."""
+    """Return the result of `call`; retry it after `Unavailable` for `deadline_s` seconds."""
     give_up, pause_s = float("inf"), _FIRST_PAUSE_S
     while True:
         try:
@@ -126,7 +126,7 @@ def read_checked(remote: Remote, digest: str) -> bytes | None:
 
 
 class RemoteStore(MediaStore):
-    """Images by digest at a remote, with a cache on this machine's disk."""
+    """Images by digest at a remote, with a cache on the local disk."""
 
     def __init__(
         self,
@@ -139,7 +139,7 @@ class RemoteStore(MediaStore):
         super().__init__(os.devnull, fallbacks, limits, max_bytes)  # there is no folder
         self.root = remote.address
         self.remote, self.cache = remote, cache
-        # Images whose last use this process renewed recently; half, because answers come late.
+        # Images whose last use this process renewed recently. Half, because answers take time.
         self._confirmed: TTLCache[str, bool] = TTLCache(_MAX_CONFIRMED, files.RENEW_AFTER_S / 2)
 
     def _ask(self, call: Callable[[], Value]) -> Value:

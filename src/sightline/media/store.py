@@ -1,7 +1,7 @@
 """The media store: a directory of files that are named by their digests.
 
     <root>/ab/cd/abcd...    the bytes of one image, unchanged
-    <root>/.lock            writers hold it shared and briefly, gc exclusively
+    <root>/.lock            held briefly, shared by writers and exclusively by gc
 
 Any number of processes on any number of machines may share a root.
 """
@@ -41,7 +41,7 @@ if TYPE_CHECKING:
     from sightline.media.decode import Image
 
 DEFAULT_RESERVE_BYTES = 1024**3
-"""Free space that `check_room` leaves for everything else that a run writes."""
+"""Free disk space that `check_room` reserves for a run's other files."""
 _SURVEY_EVERY_S = 60.0
 _SURVEY_SHARE = 0.02
 """Files are counted again after a minute, or later if counting would take over 2% of the time."""
@@ -55,7 +55,7 @@ class Unavailable(OSError):
 class MediaStore:
     """Images by digest, in a folder.
 
-    `fallback_roots` are further stores that are only read, in order, for digests that `root` lacks.
+    `fallback_roots` are read-only stores, searched in order for digests that `root` lacks.
     """
 
     root: Path | str
@@ -220,7 +220,7 @@ class MediaStore:
         return files.is_regular(files.get_image_path(self._folder, digest))
 
     def touch(self, digest: str) -> bool:
-        """Count this as a use of the image; return False if no root has it."""
+        """Record a use of the image; return False if no root has it."""
         path = self.path(digest)
         try:
             status = path.lstat()
@@ -233,7 +233,7 @@ class MediaStore:
         return files.renew_last_use(self._folder, path) or self.has(digest)
 
     def prefetch(self, refs: Iterable[MediaRef]) -> None:
-        """Fetch these images ahead of their reads. A folder has nothing to do."""
+        """Fetch these images before they are read. A folder does nothing."""
 
     def path(self, digest: str) -> Path:
         """Return the path of this digest in `root`, which need not exist."""
@@ -251,7 +251,7 @@ class MediaStore:
                 yield entry.name, entry.stat().st_size
 
     def _find(self, digest: str, renew: bool) -> bytes | None:
-        """Return the verified bytes in `root`, or None. `renew` counts it as a use."""
+        """Return the verified bytes in `root`, or None. `renew` records a use."""
         path = files.get_image_path(self._folder, digest)
         try:
             with files.open_image(path) as file:
@@ -298,7 +298,7 @@ class MediaStore:
         return files.VerifyReport(num_files, size_bytes, corrupt, self._list_leftovers())
 
     def _fetch(self, digest: str) -> bytes | None:
-        """Return the verified bytes in `root`, or None, without counting this as a use."""
+        """Return the verified bytes in `root`, or None, without recording a use."""
         return self._find(digest, renew=False)
 
     def _list_leftovers(self) -> list[str]:
@@ -314,8 +314,8 @@ class MediaStore:
     ) -> files.GcReport:
         """Remove images of `root` that are not `in_use` and were unused for `min_age_s` seconds.
 
-        Images of a rollout in progress are in no file yet. A run's lease therefore protects
-        everything that was put or used since it began.
+        No file refers to the images of a rollout in progress yet. A run's lease therefore protects
+        every image that was put or used since it began.
         """
         # A set of refs or urls would match no digest, and everything would be removed.
         for digest in in_use:
@@ -330,8 +330,8 @@ class MediaStore:
             return files.gc(self._folder, in_use, min_age_s, dry_run=dry_run)
 
     def renew_lease(self, name: str) -> None:
-        """Protect what was put or used since the first call with this name, until `end_lease` or
-        until half an hour without a renewal."""
+        """Protect images put or used since the first call with this name, until `end_lease` or
+        half an hour without a renewal."""
         with self._disk_errors():
             files.renew_lease(self._folder, name)
 
@@ -347,7 +347,7 @@ class MediaStore:
         return self._get_survey().size_bytes
 
     def count(self) -> int:
-        """Return the number of images in `root`, as of the count behind `size_bytes`."""
+        """Return the number of images in `root`, from the same count as `size_bytes`."""
         return self._get_survey().num_files
 
     def check_room(self, num_bytes: int = 0, also: Iterable[MediaStore] = ()) -> None:
@@ -414,7 +414,7 @@ def _is_stale(last_use: float) -> bool:
 
 
 class _StoreSurvey:
-    """A count of a root's images at one moment, plus what was added since."""
+    """The number and size of a root's images at one moment, plus later additions."""
 
     def __init__(self, sizes: Iterator[tuple[str, int]]) -> None:
         began = time.monotonic()

@@ -98,7 +98,7 @@ def fetch_file(store: MediaStore, file: StoredFile, path: Path, here: KnownParts
 
 
 def list_parts(path: Path, parts: Iterable[str]) -> dict[str, tuple[Path, int]]:
-    """Return where the parts of the file at `path` are."""
+    """Map each part's digest to its location in the file at `path`."""
     return {digest: (path, number * PART_BYTES) for number, digest in enumerate(parts)}
 
 

@@ -1,4 +1,4 @@
-"""From the bytes of a video file to its frames: the one place where PyAV opens a video.
+"""Video decoding: the only place where PyAV opens a video.
 
 A file is decoded completely when it is put, so that its ref has the true number of frames. FFmpeg
 converts frames to RGB without scaling. Files with a rotation are refused. Sound is ignored.
@@ -70,8 +70,8 @@ def inspect_video(
 
 
 class VideoReader:
-    """Frames of one file. It reads forwards, and starts again for an earlier frame, so that reading
-    in order decodes the file once. Thread-safe: the earliest requested frame comes first."""
+    """Reader of one file's frames. It reads forwards and restarts for earlier frames. Reading in
+    order decodes the file once. Thread-safe: the earliest requested frame comes first."""
 
     def __init__(self, data: bytes, ref: MediaRef, limits: ImageLimits) -> None:
         self._data, self._ref, self._limits = data, ref, limits
@@ -147,7 +147,7 @@ class VideoReaders:
 def _open_stream(data: bytes, mime: str, limits: ImageLimits) -> Iterator[Any]:
     """Open the video stream of a file. PyAV's errors become `MediaUndecodable`."""
     av = import_av()
-    # Only these bytes are read: containers that name other files and rare codecs are refused.
+    # Only these bytes are read. Containers that refer to other files, and rare codecs, are refused.
     options = {"codec_whitelist": ",".join((*_CODECS, "libdav1d", "aac", "opus", "vorbis"))}
     try:
         with av.open(io.BytesIO(data), format=_FORMATS[mime], options=options) as container:

@@ -45,7 +45,7 @@ class PixelCacheStats:
         }
 
     def figures(self) -> dict[str, int]:
-        """Return the figures by the names that all caches share."""
+        """Return the cache's statistics, under the metric names that all caches share."""
         return {
             "hits": self.hits + self.joined,
             "misses": self.made + self.failed,
@@ -81,7 +81,7 @@ class Materializer:
         self._in_progress: dict[MediaItem, Future[Pixels]] = {}
 
     def warm_up(self) -> None:
-        """Start all threads and process a small picture in each."""
+        """Start all threads and process a small image in each."""
         barrier = threading.Barrier(self.threads)
 
         def warm_thread() -> None:
@@ -92,7 +92,7 @@ class Materializer:
             future.result()
 
     def _count_values(self) -> int:
-        """Return the bytes of a patch, measured on a small picture."""
+        """Return the bytes of a patch, measured on a small image."""
         image = decode.warm_up()
         if not self.family.shows_media:
             return 0
@@ -109,7 +109,7 @@ class Materializer:
         return item.num_patches * item.patch_frames * self.patch_bytes
 
     def get_width(self, items: Iterable[MediaItem]) -> int:
-        """Return the bytes of a patch when these items are stacked: those of the widest."""
+        """Return the bytes of a patch when these items are stacked. The widest item decides."""
         return self.patch_bytes * max((item.patch_frames for item in items), default=1)
 
     def iterate(

@@ -38,7 +38,7 @@ class Pixels:
 
 
 def widen_patches(patches: np.ndarray, width: int, family: Family) -> np.ndarray:
-    """Return patches of `width` values: an image among video steps repeats its frame."""
+    """Widen patches to `width` values. An image next to video steps repeats its frame."""
     return patches if patches.shape[1] == width else family.repeat_frame(patches)
 
 

@@ -92,7 +92,7 @@ class RetryingClient:
             result = await self._try(method, path, body, headers or {})
             if isinstance(result, bytes):
                 return result
-            # From the first failure on, because the failed answer may have taken long.
+            # Counted from the first failure, because the failed request may have taken long.
             give_up = min(give_up, time.monotonic() + self.deadline_s)
             # Jitter, so that clients that were refused together do not retry together.
             pause_s = max(wait_s, result.retry_after_s) * random.Random().uniform(0.75, 1.25)
@@ -115,7 +115,7 @@ class RetryingClient:
             await asyncio.sleep(0.1)
 
     async def get(self, path: str) -> bytes:
-        """GET once, whatever the status; raise OSError or TimeoutError if nothing answers."""
+        """GET once, with any status; raise OSError or TimeoutError if nothing answers."""
         async with self._get_session().get(self.base_url + path) as answer:
             return await answer.read()
 

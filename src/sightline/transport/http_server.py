@@ -2,9 +2,9 @@
 
 A web page can make a browser post to this machine, or resolve its own name to it. So a request must
 name the server by an address, come from the same origin, and post JSON, which a page cannot send
-without a preflight request. A server with a token requires it too. Limits apply to the bytes and
-seconds of a request's head, the seconds of its body, the seconds in which a client reads nothing of
-an answer, and the number of connections.
+without a preflight request. A server with a token requires it too. There are limits on the size and
+duration of a request's head, the duration of its body, the time in which a client reads none of its
+response, and the number of connections.
 """
 
 from __future__ import annotations
@@ -63,7 +63,7 @@ class RequestGuard:
     def find_refusal(
         self, method: str, path: str, headers: Mapping[str, str], token: str = ""
     ) -> EngineError | None:
-        """Return why a request is refused. `token` is a token from outside `headers`."""
+        """Return the reason to refuse a request, if any. `token` overrides the one in `headers`."""
         host, origin = headers.get("host", ""), headers.get("origin")
         credential = token or read_bearer(headers)
         is_known = bool(self.token) and self.is_token(credential)
@@ -85,7 +85,7 @@ class RequestGuard:
                 "control",
                 403,
             )
-        # On other hosts the network names the server, and a web page has no token.
+        # At other addresses any host name may be valid, and a web page has no token.
         if (is_loopback(self.host) or not is_known) and not self._is_own_name(parse_host(host)):
             return EngineError(
                 f"{parse_host(host)[:80]!r} is not a name of this server",
@@ -103,7 +103,7 @@ class RequestGuard:
         return None
 
     def is_token(self, given: str) -> bool:
-        """Return whether it is either token. The control token allows every request."""
+        """Return whether `given` is either token. The control token allows every request."""
         control = self.control_token or self.token
         return _is_same(given, self.token) | _is_same(given, control)
 
@@ -158,17 +158,17 @@ class GuardMiddleware:
 
 @dataclass(frozen=True)
 class ConnectionLimits:
-    """Limits of one connection, which docs/serving.md lists."""
+    """Connection limits, as listed in docs/serving.md."""
 
     max_head_bytes: int = 1 << 16
     head_s: float = 30.0
-    """From the first byte of a request, or the start of its connection, to its head's end."""
+    """Maximum time from a request's first byte, or its connection's start, to its head's end."""
     body_s: float = 120.0
-    """From the end of the head to the end of the body."""
+    """Maximum time from the end of the head to the end of the body."""
     unread_s: float = 60.0
-    """Time in which the client reads nothing of an answer; also how often that is checked."""
+    """Maximum time in which a client reads none of its response; also the check interval."""
     max_connections: int = 4096
-    """Further connections get a 503."""
+    """Additional connections get a 503."""
 
 
 DEFAULT_LIMITS = ConnectionLimits()
@@ -209,7 +209,7 @@ class LimitedProtocol(HttpToolsProtocol):
         super().resume_writing()
 
     def _watch_unread(self, num_before: int) -> None:
-        """Abort the connection if as many bytes are unread as at the last check."""
+        """Abort the connection if the number of unread bytes is the same as at the last check."""
         num_unread = self.transport.get_write_buffer_size()
         if num_unread == num_before:
             # With a reset, so that the kernel frees its buffers at once.
@@ -263,7 +263,7 @@ class LimitedProtocol(HttpToolsProtocol):
             self._timer = None
 
     def _refuse(self, status: HTTPStatus) -> None:
-        """Close the connection, with an error if nothing was answered yet."""
+        """Close the connection, with an error if no response has started."""
         self._stop_timer()
         is_answered = self.cycle is not None and self.cycle.response_started
         if not self.transport.is_closing() and (self._is_head or not is_answered):

@@ -26,7 +26,7 @@ def is_ip_address(host: str) -> bool:
 
 
 def bind_socket(host: str, port: int) -> socket.socket:
-    """Return a bound socket, so that a port in use is known before anything else happens."""
+    """Return a bound socket; raise if the port is in use."""
     kind = socket.AF_INET6 if ":" in host else socket.AF_INET
     listening = socket.socket(kind, socket.SOCK_STREAM)
     listening.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
@@ -96,7 +96,7 @@ def check_tls(cert: str, key: str, host: str) -> dict[str, Any]:
                 f"{setting} = {path!r}: {error.strerror}", "use a readable PEM file"
             ) from error
     try:
-        # An empty password keeps it from asking at a terminal.
+        # An empty password prevents a prompt at the terminal.
         ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER).load_cert_chain(cert, key, password=lambda: "")
     except (ssl.SSLError, ValueError) as error:
         if "KEY_VALUES_MISMATCH" in str(error):

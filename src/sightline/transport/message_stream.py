@@ -1,10 +1,10 @@
-"""Reliable messages between two processes: once and in order, even if connections break.
+"""Reliable messages between two processes, once and in order, even if connections break.
 
     sender --DATA n--> receiver --ACK: has all below n + 1--> sender: forgets them
     receiver sees a number too high --ACK: gap--> sender: resends all that it keeps
 
-A connection keeps its order, so a number that is too high proves a loss. An idle sender announces
-its next number now and then (PING). Resends do not depend on timeouts.
+A connection preserves order, so a number that is too high proves a loss. An idle sender announces
+its next number periodically (PING). Resends do not depend on timeouts.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from collections.abc import Callable
 from sightline.errors import PeerLost
 
 MAX_SILENCE_S = 600.0
-"""How long a process may be silent. Each sends something every second."""
+"""Maximum silence of a process. Each one sends something every second."""
 MAX_UNACKED_BYTES = 1 << 30
 """Maximum number of unacknowledged bytes to one process."""
 HEAD = struct.Struct(">B16sQQII")
@@ -27,7 +27,7 @@ Head = tuple[int, bytes, int, int, int, int]
 
 
 class MessageStream:
-    """One end of the messages between two processes, over any number of connections."""
+    """One end of a message stream between two processes, over any number of connections."""
 
     def __init__(self, session: bytes, peer: str, write: Callable[[bytes, bytes], None]) -> None:
         self.session, self.peer, self._write = session, peer, write
@@ -71,7 +71,7 @@ class MessageStream:
         return None
 
     def find_problem(self, passed_s: float) -> PeerLost | None:
-        """Return what is wrong `passed_s` seconds after the last check, if anything is."""
+        """Return the stream's problem, if any, `passed_s` seconds after the last check."""
         self._silence_s += passed_s
         if self._silence_s <= MAX_SILENCE_S and self._num_bytes <= MAX_UNACKED_BYTES:
             return None

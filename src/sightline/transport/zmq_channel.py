@@ -32,7 +32,7 @@ TICK_S = 1.0
 LINGER_S = 1.0
 """Default time that `close` waits for the other side to acknowledge everything."""
 END_TIMEOUT_S = 5.0
-"""How long `close` waits for ZMQ's threads to end."""
+"""Maximum time that `close` waits for ZMQ's threads to end."""
 _NO_LIMIT = 0
 _TCP_TIMEOUT_S = 60
 _NUM_MAC_BYTES = 32
@@ -329,7 +329,7 @@ class Hub(_Channel):
         self._routes[session] = route
         message = stream.take(head, data)
         if message is not None and number:
-            # Not before: earlier messages are meant for the previous process of this name.
+            # Not earlier: messages until now are meant for the previous process of this name.
             self._sessions[stream.peer] = session
             self._deliver((stream.peer, message))
         if kind == BYE:

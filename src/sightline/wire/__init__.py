@@ -1,8 +1,7 @@
 """The messages and files that processes exchange.
 
-Our own messages are structs that refuse unknown fields. Answers of an engine (`generate`) may have
-fields that we do not know. Processes also exchange files (`file`), and text for Prometheus
-(`prometheus`).
+Our own messages are structs that refuse unknown fields. Engine responses (`generate`) may have
+unknown fields. Processes also exchange files (`file`), and text for Prometheus (`prometheus`).
 """
 
 from sightline.wire.array import Array

@@ -1,4 +1,4 @@
-"""Encodes structs as bytes, and decodes them. Unreadable bytes raise a `WireError`."""
+"""Encoding of structs as bytes. Unreadable bytes raise a `WireError`."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ _FIX = "run the same version of sightline on both sides"
 
 
 class Codec(Generic[Message]):
-    """MessagePack of one kind of message. Errors call it `name`."""
+    """MessagePack encoder and decoder of one kind of message. Errors call it `name`."""
 
     def __init__(self, kind: Any, name: str) -> None:
         self._encoder = msgspec.msgpack.Encoder()
@@ -66,6 +66,6 @@ def check_release(release: str, who: str) -> None:
 
 
 def check_schema(schema: int, known: int, name: str, oldest: int | None = None) -> None:
-    """Refuse a schema other than `known`, or outside of `oldest` to `known`."""
+    """Raise unless `schema` is `known`, or is in `oldest` to `known` if `oldest` is given."""
     if not (known if oldest is None else oldest) <= schema <= known:
         raise WireError(f"{name} of schema {schema}, this is {known}", _FIX)

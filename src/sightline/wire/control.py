@@ -54,7 +54,7 @@ class TrainingFinished(msgspec.Struct, frozen=True, forbid_unknown_fields=True, 
 
 
 class JoinRequest(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag="join"):
-    """A process on another machine to the orchestrator: send me my files of the run."""
+    """A process on another machine to the orchestrator: a request for its files of the run."""
 
     who: str
     release: str
@@ -99,8 +99,8 @@ class RolloutRequest(msgspec.Struct, frozen=True, forbid_unknown_fields=True, ta
 
 
 READY, UPDATING, DRAINING = "ready", "updating", "draining"
-"""States of a server: it takes requests; it takes them, but they may wait for it to adopt a
-version; it only finishes the requests that it has."""
+"""States of a server: it accepts requests; it accepts them, but they may wait for a weight update;
+it only finishes its current requests."""
 
 
 class ServerStatus(msgspec.Struct, frozen=True, forbid_unknown_fields=True):

@@ -1,8 +1,8 @@
-"""Files are written completely or not at all, so readers never see a partial one.
+"""Atomic, checksummed files. Readers never see a partial file.
 
-Files that a run reads again end with a checksum, or have their digest elsewhere. Damaged files are
-refused by name. Files of versions that wrote no checksum are read without one. Errors about full
-disks name the file and the free bytes.
+Files that a run reads again end with a checksum, or have their digest elsewhere. Errors name the
+damaged file. Files of releases that wrote no checksum are not checked. Errors about full disks name
+the file and the free bytes.
 """
 
 from __future__ import annotations

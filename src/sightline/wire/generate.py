@@ -18,7 +18,7 @@ WRONG_ANSWER = "wrong_answer"
 """The kind of an EngineError about an invalid answer."""
 FINISH_REASONS = ("stop", "length", "abort")
 LOGPROB_ROUNDING = 1e-4
-"""How far rounding may raise a logprob above 0."""
+"""Maximum by which rounding may raise a logprob above 0."""
 
 
 class SamplingParams(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=True):
@@ -193,7 +193,7 @@ def check_answer(
     banned_token_ids: Collection[int] = (),
     max_model_len: int = 0,
 ) -> None:
-    """Raise if the answer is invalid for this request. A size of 0 is unknown.
+    """Raise if the answer is invalid for this request. A size of 0 means unknown.
 
     The error concerns the server, not one rollout, so it ends the run.
     """
@@ -299,7 +299,7 @@ class AdoptRequest(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     manifest: str
     """Path of the manifest file, as the server sees it."""
     content: Manifest | None = None
-    """The manifest itself, if the server does not see the file."""
+    """The manifest itself, if the server cannot read the file."""
 
 
 class LeaseRequest(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -308,4 +308,4 @@ class LeaseRequest(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     run: Annotated[str, msgspec.Meta(pattern="^[0-9a-f]{1,64}$")]
     """Id of the run."""
     seconds: Annotated[float, msgspec.Meta(ge=0, le=3600)]
-    """How long the lease lasts from now on."""
+    """Duration of the lease from now on."""

@@ -1,7 +1,7 @@
 """The input of one forward pass, with its attention pattern, and the scores of a step.
 
-Letters: T tokens, S trained tokens, A position axes (1, or 3 for MRoPE).
-A token q attends to k when k <= q < subtree_end[k].
+Dimensions: T tokens, S trained tokens, A position axes (1, or 3 for MRoPE).
+A token q attends to k if k <= q < subtree_end[k].
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ class PackedItem(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class TokenOrigin(Segment, frozen=True, forbid_unknown_fields=True, kw_only=True):
-    """The node that sampled trained tokens [start, stop), counted among the trained."""
+    """The node that sampled the trained tokens [start, stop), counted among the trained ones."""
 
     trace_id: str
     group_id: str = ""
@@ -45,15 +45,15 @@ class MicroBatch(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     parent: Array
     """int32 (T,): the index whose hidden state predicts the token, -1 for none."""
     trained: Array
-    """int32 (S,): indices of the tokens that train, in the order of `origins`. One that several
-    rollouts sampled stands there for each of them."""
+    """int32 (S,): indices of the trained tokens, in the order of `origins`. A token that several
+    rollouts sampled occurs once for each."""
     logprobs: Array
-    """float32 (S,), log-probabilities of the trained tokens by the sampler."""
+    """float32 (S,), the sampler's logprobs of the trained tokens."""
     advantages: Array
     """float32 (S,)."""
     loss_weight: Array
-    """float32 (S,), what each token weighs in the loss; over all micro-batches of a step the
-    weights add up to 1, unless [algorithm] aggregation has a divisor of its own."""
+    """float32 (S,), the loss weight of each token. Over all micro-batches of a step the weights
+    sum to 1, unless [algorithm] aggregation has its own divisor."""
     versions: Array
     """int32 (S,), the policy versions that sampled the trained tokens."""
     items: list[PackedItem]
@@ -93,7 +93,7 @@ class StepScores(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     origins: list[TokenOrigin]
     """The nodes whose tokens are at [start, stop) of the arrays."""
     logprobs: Array
-    """float32, log-probabilities by the trainer, before the update."""
+    """float32, the trainer's logprobs before the update."""
     ratios: Array
     """float32, importance ratios of trainer to sampler."""
     advantages: Array

@@ -1,4 +1,4 @@
-"""Formats a server's metrics as the text that Prometheus scrapes."""
+"""Metrics of a server in Prometheus's text format."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ LabelledMetric = tuple[str, str, Mapping[str, str], float]
 
 
 def format_prometheus(numbers: Iterable[LabelledMetric]) -> str:
-    """Return one line per number, grouped by name after a line with the type."""
+    """Return one line per number, grouped by name, with the type before each group."""
     lines_by_metric: dict[tuple[str, str], list[str]] = {}
     for kind, name, labels, value in numbers:
         suffix = "_total" if kind == "counter" else ""

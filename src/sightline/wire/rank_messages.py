@@ -45,7 +45,7 @@ class RankReady(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag="he
 
 
 class RankAssignment(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag="share"):
-    """Rank 0 to a rank: what it computes in `step`."""
+    """Rank 0 to a rank: its share of the work in `step`."""
 
     step: int
     digest: str
@@ -53,9 +53,9 @@ class RankAssignment(msgspec.Struct, frozen=True, forbid_unknown_fields=True, ta
     micro_batches: list[MicroBatch | None]
     """One per round, None for an empty one. Every rank has the same number."""
     runs_tower: list[bool]
-    """Whether any rank has an image in the round: then all ranks run the vision tower."""
+    """Whether any rank has an image in the round. If so, all ranks run the vision tower."""
     minibatch_sizes: list[int] | None = None
-    """The number of rounds of each minibatch, in their order; None is one of them all."""
+    """The number of rounds in each minibatch, in order; None for a single minibatch."""
     held_out: bool = False
     """Whether to evaluate it with the weights after `step` instead of training on it."""
 

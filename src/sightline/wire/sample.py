@@ -19,7 +19,7 @@ OLDEST_SCHEMA = 1
 
 
 class Segment(Span, frozen=True, forbid_unknown_fields=True, kw_only=True, omit_defaults=True):
-    """Tokens [start, stop) of the sample train. Node `node` of its trace sampled them."""
+    """The trained tokens [start, stop) of a sample. Node `node` of its trace sampled them."""
 
     node: int
     turn: int = 0
@@ -45,7 +45,7 @@ class Sample(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """Slots whose item is an index into `items`."""
     advantages: Array | None = None
     """float32, the advantage of each trained token. None in the batches of `sightline rl`, whose
-    trainer computes them; batches of schema 1 have them stored."""
+    trainer computes them. Batches of schema 1 store them."""
     turn_rewards: list[float] | None = None
     """The reward of every turn of the rollout; None if the environment gives none."""
     temperature: float = 1.0
@@ -81,7 +81,7 @@ class Sample(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         return self.advantages.numpy()
 
     def expand_turns(self, per_turn: Sequence[float]) -> np.ndarray:
-        """Return a number per turn of the rollout as a number per trained token."""
+        """Expand one number per turn of the rollout to one per trained token."""
         values = [per_turn[segment.turn] for segment in self.segments]
         lengths = [segment.stop - segment.start for segment in self.segments]
         return np.repeat(np.array(values, dtype=np.float32), lengths)

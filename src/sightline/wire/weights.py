@@ -1,7 +1,7 @@
 """The manifest of published weights. It is written last, so the files that it names are complete.
 
-A version always means the same bits. If it is made again with other bits, it gets a new epoch. Its
-label identifies the weights, and every answer of an engine carries the label.
+The bits of a version never change. If it is recomputed with other bits, it gets a new epoch. Its
+label identifies the weights, and every engine response carries the label.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ class HistoryLine(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class WeightFile(msgspec.Struct, frozen=True, omit_defaults=True):
-    """Other fields are ignored: earlier releases wrote `deltas`."""
+    """A file of weights. Unknown fields are ignored, because earlier releases wrote `deltas`."""
 
     name: str
     nbytes: int
@@ -74,7 +74,7 @@ class Manifest(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """The version at which the vision tower last changed."""
     files: list[WeightFile]
     epoch: int = 0
-    """Incremented when a version is made again with other bits."""
+    """Incremented when a version is recomputed with other bits."""
     transport: str = FILES
     """Name of the weight transport that reads this manifest (`compute.weight_transport`)."""
     payload: dict[str, Any] = {}
@@ -92,14 +92,14 @@ class Manifest(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
     @property
     def digest(self) -> str:
-        """The digest that identifies the weights: of the tensors and of the adapters' base."""
+        """Digest that identifies the weights. It covers the tensors and the adapters' base."""
         parts = [self.weights_digest] if self.weights_digest else [f.sha256 for f in self.files]
         parts += [self.adapter.base] if self.adapter is not None else []
         return parts[0] if len(parts) == 1 else hashlib.sha256("".join(parts).encode()).hexdigest()
 
     @property
     def is_in_store(self) -> bool:
-        """Return whether the files are in a store, and not next to the manifest."""
+        """Return whether the files are in a store, not next to the manifest."""
         return any(file.parts for file in self.files)
 
     def read_payload(self, kind: type[Payload]) -> Payload:
@@ -120,7 +120,7 @@ class Manifest(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
     @property
     def label(self) -> str:
-        """The name of the version on the generate protocol."""
+        """The name of the version in the generate protocol."""
         return str(self.policy)
 
 
@@ -181,7 +181,7 @@ def read_policies(root: Path, run: str) -> set[PolicyLabel]:
 def log_version(root: Path, manifest: Manifest) -> tuple[Path, Manifest]:
     """Add a version to the history; return its folder, and its manifest with the epoch.
 
-    The history outlives the folders, so that a version made again is compared with its first bits.
+    The history outlives the folders, so that a recomputed version is compared with the original.
     """
     history, version, sha256 = root / HISTORY, manifest.version, manifest.digest
     known = [line.sha256 for line in read_history(root) if line.version == version]

@@ -1,4 +1,4 @@
-"""Constructs the embedded engine: its device, model, memory and first weights."""
+"""Construction of the embedded engine: its device, model, memory and first weights."""
 
 from __future__ import annotations
 
@@ -21,9 +21,9 @@ from sightline.pixels import Materializer
 from sightline.wire.weights import Manifest, read_manifest
 
 DEFAULT_MEMORY_SHARE = 0.9
-"""Share of a GPU that the server does not share with a trainer."""
+"""Default share of GPU memory, for a GPU without a trainer."""
 SPARE_BYTES = 3 << 30
-"""Work space of a step, including CUDA graphs."""
+"""Workspace of a step, including CUDA graphs."""
 
 
 def build_engine(

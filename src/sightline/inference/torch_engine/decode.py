@@ -2,10 +2,10 @@
 
 On a GPU, a pass over a few hundred tokens takes less time than Python needs to launch its kernels.
 Rows that compute only their last sampled token therefore go through a pass whose numbers of rows
-and pages are rounded up. Idle places see nothing and cost almost nothing. A shape is captured when
-it occurs for the second time, and replayed from then on. Input tokens stay on the device, so that
-the host can launch a step before it has read the tokens of the last one. A model that cannot be
-captured runs without graphs.
+and pages are rounded up. Idle places attend to no keys and cost almost nothing. A shape is captured
+when it occurs for the second time, and replayed from then on. Input tokens stay on the device, so
+that the host can launch a step before it has read the tokens of the last one. A model that cannot
+be captured runs without graphs.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ class _ShapePass:
 
 @dataclass
 class CudaGraphDecoder:
-    """Used only by the engine's thread."""
+    """Runs decode steps of fixed shape. Only the engine's thread uses it."""
 
     forward: Forward
     kv: KVCache
@@ -137,7 +137,7 @@ class CudaGraphDecoder:
         return self.forward.logits(hidden[0])
 
     def _capture(self, shape_pass: _ShapePass) -> None:
-        """Capture a graph. The shape has run once, so that nothing is set up during the capture."""
+        """Capture a graph. The shape has run once before, so its setup is complete."""
         graph, stream = torch.cuda.CUDAGraph(), torch.cuda.current_stream()
         try:
             with torch.cuda.graph(graph, pool=self._pool, capture_error_mode="thread_local"):
@@ -155,5 +155,5 @@ class CudaGraphDecoder:
 
 
 def round_up_shape(count: int) -> int:
-    """Return the next power of two."""
+    """Round up to a power of two."""
     return 1 << (count - 1).bit_length()

@@ -1,4 +1,4 @@
-"""The loop of the embedded engine, on a thread of its own.
+"""The loop of the embedded engine, which runs on its own thread.
 
     submit --> inbox --> waiting --a row--> loading --pixels--> running --> done --> deliver
     adopt  --> swaps     between two steps
@@ -7,7 +7,7 @@
 Each turn of the loop schedules a step, executes it and updates the rows. A step is one forward
 pass: the next token of every row that decodes and, within a budget, chunks of prompts. On a GPU the
 host runs one step ahead: it launches the next step, then updates with the tokens of the last one. A
-row that has ended in between computes one token too many, which is dropped.
+row that has ended in the meantime computes one extra token, which is dropped.
 
 Waits for: a submission, an update, a cancellation or pixels, and only when no row can compute.
 """
@@ -62,7 +62,7 @@ class _WeightSwap:
 
 @dataclass(frozen=True, slots=True)
 class _Step:
-    """A launched step, and where its samples go."""
+    """A launched step and the destination of its samples."""
 
     drawn: list[Drawn]
     rows: np.ndarray
@@ -70,13 +70,13 @@ class _Step:
     """Positions of the sampled tokens in their rows."""
     requests: list[TorchRequest]
     is_first: np.ndarray
-    """Which rows sample their first token."""
+    """Mask of the rows that sample their first token."""
     num_keys: int
     """Keys that a pure decode step reads; 0 for other steps."""
 
 
 class TorchEngine(Engine):
-    """Public methods may be called from any thread."""
+    """The embedded engine. Its public methods may be called from any thread."""
 
     request_class = TorchRequest
     counters: TorchCounters
@@ -256,7 +256,7 @@ class TorchEngine(Engine):
         return plan is not None or previous is not None
 
     def _schedule(self) -> StepPlan | None:
-        """Take what other threads asked for, and choose the tokens of the next step."""
+        """Apply submissions, weight swaps and cancellations, then plan the next step."""
         scheduler = self.scheduler
         while self._inbox:
             scheduler.add(self._inbox.popleft())
@@ -274,7 +274,7 @@ class TorchEngine(Engine):
         if not len(active):
             return None
         chunk = self._spec.inference.prefill_chunk_tokens
-        if not self.runner.keeps_kv:  # each chunk would compute the ones before it again
+        if not self.runner.keeps_kv:  # each chunk would recompute the ones before it
             chunk = table.max_model_len
         return build_step_plan(active, table.length, table.computed, chunk, table.pause)
 
@@ -296,7 +296,7 @@ class TorchEngine(Engine):
         return _Step(drawn, rows, table.append(rows), requests, is_first, num_keys)
 
     def _update(self, step: _Step) -> None:
-        """Add what a step sampled to the rows that still have the same request."""
+        """Store a step's sampled tokens in the rows that still have the same request."""
         table, running = self.scheduler.rows, self.scheduler.running
         parts = [part.read() for part in step.drawn]
         self.observer.on_collected(len(step.rows), step.num_keys)
@@ -324,7 +324,7 @@ class TorchEngine(Engine):
             self.scheduler.finish(running[row], reason, label)
 
     def _drain(self) -> None:
-        """Update with the step in flight, if there is one."""
+        """Store the sampled tokens of the step in flight, if any."""
         step, self._in_flight = self._in_flight, None
         if step is not None:
             self._update(step)
@@ -345,7 +345,7 @@ class TorchEngine(Engine):
                 old.vision_version != new.vision_version or not self._is_vision_unchanged(swap)
             )
             adopt_into(self.runner.forward.model, swap.tensors)
-        except Exception as error:  # the caller gets it, and the weights stay
+        except Exception as error:  # goes to the caller; the weights do not change
             swap.done.set_exception(error)
             return
         self._manifest = new
@@ -359,7 +359,7 @@ class TorchEngine(Engine):
     def _is_vision_unchanged(self, swap: _WeightSwap) -> bool:
         """Return whether the vision tower of `swap` equals the current one bit for bit.
 
-        A version that is recomputed in another epoch has the same number.
+        The version number is not enough, because a recomputed version has the same number.
         """
         current = self.runner.forward.vision_parameters()
         return all(

@@ -1,5 +1,5 @@
-"""The KV cache: pages of a fixed number of tokens, so that memory follows the tokens in use. A row
-has a list of pages, and rows with the same prefix share pages.
+"""The paged KV cache. A page holds a fixed number of tokens, so memory use grows with the content.
+A row has a list of pages, and rows with the same prefix share pages.
 
 On a GPU, rows with one new token attend with a kernel that reads the pages in place. Chunks of
 prompts gather the keys of their rows, and attend as packed sequences do.
@@ -41,7 +41,7 @@ MAX_NEW_PAGES = 1024
 
 
 class KVCache:
-    """Grows with its content. Used only by the engine's thread."""
+    """A KV cache that grows with its content. Only the engine's thread uses it."""
 
     def __init__(
         self,
@@ -57,7 +57,7 @@ class KVCache:
         self.max_bytes = max_bytes
         """Maximum size; 0 for the size of all rows at their full length."""
         self.exact = exact
-        """Whether attention has the same bits as in the trainer."""
+        """Whether attention matches the trainer's bit for bit."""
         self._device = device
         self._dtype = dtype
         self._is_cpu = device.type == "cpu"
@@ -96,7 +96,7 @@ class KVCache:
         return min(self.block_tables.size, self.max_bytes // (self.token_bytes * BLOCK_SIZE))
 
     def has_room(self, lengths: Sequence[int], rows: Sequence[int]) -> bool:
-        """Return whether sequences of these lengths fit next to the content of `rows`.
+        """Return whether sequences of these lengths fit in addition to the content of `rows`.
 
         Before the first pass, which defines the size of a token, one sequence fits.
         """
@@ -124,7 +124,7 @@ class KVCache:
         self.block_tables[row, have + count :] = pages[-1]
         self._num_users[pages] = 1
         self._num_pages[row] += count
-        if self._is_cpu:  # attention there also reads keys that it masks, which must be finite
+        if self._is_cpu:  # CPU attention also reads masked keys, which must be finite
             for table in self._tables():
                 table[pages] = 0
 
@@ -265,7 +265,7 @@ class _Chunks:
 
 
 def _attend_row(q: Tensor, k: Tensor, v: Tensor, scaling: float) -> Tensor:
-    """Attention of one row whose queries are its last tokens."""
+    """Return the attention output of one row whose queries are its last tokens."""
     sees = torch.ones(len(q), len(k), dtype=torch.bool, device=q.device).tril(len(k) - len(q))
     q, k, v = (x.transpose(0, 1)[None] for x in (q, k, v))
     out = attend(q, k, v, attn_mask=sees, scale=scaling, enable_gqa=q.shape[1] != k.shape[1])
@@ -274,7 +274,7 @@ def _attend_row(q: Tensor, k: Tensor, v: Tensor, scaling: float) -> Tensor:
 
 @dataclass(eq=False)
 class PagedPattern:
-    """One forward pass over the rows of a plan: an `AttentionPattern`."""
+    """`AttentionPattern` of one forward pass over the rows of a plan."""
 
     kv: KVCache
     places: Int[Tensor, " tokens"]
@@ -302,7 +302,7 @@ class PagedPattern:
 
 
 class ExactPagedPattern:
-    """One forward pass in the same tiles as the trainer's sequences."""
+    """Attention pattern of one forward pass, in the same tiles as the trainer's sequences."""
 
     state = None
 
@@ -326,7 +326,7 @@ class ExactPagedPattern:
 
 @dataclass(eq=False)
 class DecodePattern:
-    """One token per row, with a fixed number of rows, so that it can be a CUDA graph."""
+    """Attention pattern of a decode step, with a fixed number of rows for CUDA graphs."""
 
     kv: KVCache
     block_tables: BlockTables
@@ -389,6 +389,6 @@ def attend_pages(
     # An idle row sees one key: without any, its softmax would be undefined.
     sees = torch.arange(k.shape[2]) < seq_lens[:, None].clamp(min=1)
     mask = torch.where(sees, torch.zeros((), dtype=q.dtype), float("-inf"))[:, None, None]
-    # Heads that share keys are further queries of one head, so that no key is repeated.
+    # Treat heads that share keys as more queries of one head, so that no key is repeated.
     grouped = q.unflatten(1, (k.shape[1], -1))
     return attend(grouped, k, v, attn_mask=mask, scale=scaling).flatten(1, 2)

@@ -29,8 +29,8 @@ from sightline.pixels import Pixels, widen_patches
 from sightline.wire import MediaItem
 from sightline.wire.generate import SamplingParams
 
-# On ARM, oneDNN spends 60 microseconds on every matrix product, however small; below this many
-# rows OpenBLAS is faster.
+# On ARM, oneDNN adds 60 microseconds to every matrix product. Below this number of rows, OpenBLAS
+# is faster.
 ONEDNN_MIN_ROWS = 384
 
 MAX_PADDED_TOKENS = 16384
@@ -43,7 +43,7 @@ _ItemPart = tuple[TorchRequest, str, MediaItem, np.ndarray, int, int]
 
 @dataclass
 class ModelRunner:
-    """Used only by the engine's thread."""
+    """Runs steps on the device. Only the engine's thread uses it."""
 
     forward: Forward
     family: Family
@@ -66,7 +66,7 @@ class ModelRunner:
         self._picks_kernels = is_cpu and platform.machine() == "aarch64" and not self.exact
         size = (self.rows.num_rows, self.rows.max_model_len, self._device, parameter.dtype)
         self._vision_marks: deque[tuple[Any, Any]] = deque()
-        """Begin and end of vision passes whose time is not counted yet."""
+        """Start and end of vision passes whose time is not counted yet."""
         self._had_cudnn = torch.backends.cuda.cudnn_sdp_enabled()
         if self._device.type == "cuda":
             # cuDNN makes a plan for every prompt shape, which takes longer than the attention.
@@ -81,7 +81,7 @@ class ModelRunner:
         self.use_kv_cache(kv, has_fixed_shapes)
 
     def use_kv_cache(self, kv: KVCache, has_fixed_shapes: bool = True) -> None:
-        """Keep keys and values in `kv`; decode in passes of fixed shape if asked and possible."""
+        """Use `kv` as the KV cache, and decode with fixed shapes if requested and possible."""
         self.kv = kv
         self.rows.on_release = kv.free_row
         self.decoder: CudaGraphDecoder | None = None
@@ -89,7 +89,7 @@ class ModelRunner:
             self.decoder = CudaGraphDecoder(self.forward, kv, self.rows, self._device)
 
     def close(self) -> None:
-        """Restore the torch switches that this runner changed."""
+        """Restore the torch settings that this runner changed."""
         self._pick_kernels(ONEDNN_MIN_ROWS)
         torch.backends.cuda.enable_cudnn_sdp(self._had_cudnn)
 
@@ -170,7 +170,7 @@ class ModelRunner:
         return parts
 
     def _encode_missing(self, parts: list[_ItemPart]) -> None:
-        """Give each request its missing features. Each image goes through the tower once."""
+        """Encode the images that requests lack features of, each of them once."""
         missing: dict[str, tuple[MediaItem, Pixels]] = {}
         for request, key, item, *_ in parts:
             if key not in request.features:
@@ -224,8 +224,8 @@ class ModelRunner:
     ) -> None:
         """Store the requested prompt logprobs that this step computed.
 
-        They come from the sampling distribution: banned ids are masked, then the temperature
-        divides (1 if it is 0). Top-k, top-p and min-p do not apply.
+        They come from the sampling distribution: banned ids are masked, then logits are divided by
+        the temperature (by 1 if it is 0). Top-k, top-p and min-p do not apply.
         """
         for i in np.flatnonzero(plan.starts < self.rows.prompt_length[plan.rows]).tolist():
             row, start = int(plan.rows[i]), int(plan.starts[i])
@@ -315,8 +315,8 @@ class Drawn:
 
 
 class WholeRowRunner(ModelRunner):
-    """Runs models with attention of their own, which cannot use our KV cache: each step computes
-    whole rows."""
+    """Runs models whose own attention cannot use our KV cache, so that each step recomputes whole
+    rows."""
 
     keeps_kv = False
 

@@ -1,4 +1,4 @@
-"""Measurements of the embedded engine: counters, and where its time goes.
+"""Measurements of the embedded engine: counters and a breakdown of its time.
 
 The engine reports events here. It never reads this object to decide anything.
 """
@@ -29,31 +29,31 @@ class TorchCounters(EngineCounters):
     """Tokens whose keys and values those steps read."""
     decode_seconds: float = 0.0
     busy_prefill_seconds: float = 0.0
-    """Turns of the loop that contain prompts. This and the next three add up to `busy_seconds`."""
+    """Loop turns with prompts. This and the next three counters add up to `busy_seconds`."""
     busy_decode_seconds: float = 0.0
     busy_vision_seconds: float = 0.0
-    """Passes of the vision tower, on the device's clock if it has one."""
+    """Vision tower passes, measured on the device's clock if it has one."""
     busy_adopt_seconds: float = 0.0
     rows_evicted: int = 0
 
 
 @dataclass
 class EngineObserver:
-    """Used only by the engine's thread, except for `step_s`."""
+    """Records counters and times. Only the engine's thread uses it, except for `step_s`."""
 
     busy: BusyIntervals
     take_vision_seconds: Callable[[], float]
     counters: TorchCounters
     _turn_began: float = 0.0
-    """When this turn of the loop began, on the monotonic clock; 0 while the loop waits."""
+    """Start time of this turn of the loop, on the monotonic clock; 0 while the loop waits."""
     _turn_began_wall: float = 0.0
     _turn_adopt_s: float = 0.0
-    """Seconds of this turn that went into new weights."""
+    """Seconds of this turn that weight updates took."""
     _has_prompts: bool = False
-    """Whether this turn executed a prompt, or collected what one sampled."""
+    """Whether this turn executed a prompt, or collected the token that one sampled."""
     _uncounted_vision_s: float = 0.0
     _last_decode_ended: float = 0.0
-    """When the last pure decode step ended; 0 if the last step was of another kind."""
+    """End time of the last pure decode step; 0 if the last step was of another kind."""
 
     @property
     def step_s(self) -> float:
@@ -72,7 +72,7 @@ class EngineObserver:
             self._turn_began = self._last_decode_ended = 0.0
 
     def _count_turn(self, seconds: float) -> None:
-        """Add a turn to what it was spent on."""
+        """Add a turn's seconds to the counters of its kind."""
         counters = self.counters
         if not self._has_prompts:
             counters.busy_decode_seconds += seconds
@@ -85,7 +85,7 @@ class EngineObserver:
 
     @contextmanager
     def adopting(self) -> Iterator[None]:
-        """Measure the time that new weights take."""
+        """Measure the time of a weight update."""
         began = time.time()
         yield
         seconds = time.time() - began
@@ -99,9 +99,9 @@ class EngineObserver:
             self._has_prompts, self._last_decode_ended = True, 0.0
 
     def on_collected(self, num_rows: int, num_keys: int) -> None:
-        """A step's tokens are on the host. `num_keys` is 0 unless it was a pure decode step.
+        """Count a step whose tokens are on the host. `num_keys` is 0 except for decode steps.
 
-        A decode step took the time since the one before it ended.
+        A decode step's time is measured from the end of the previous one.
         """
         now, began = time.perf_counter(), self._last_decode_ended
         self._last_decode_ended = now if num_keys else 0.0

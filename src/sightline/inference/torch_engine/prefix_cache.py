@@ -1,4 +1,4 @@
-"""Finds finished rows that a new turn continues, and rows that hold a prompt.
+"""Lookup of finished rows that a new turn can continue, and of rows that hold a prompt.
 
 A row matches if all tokens and items in its KV cache match. The last tokens are compared first, so
 that a lookup compares few rows in full.
@@ -55,7 +55,7 @@ class PrefixCache(dict[int, CachedPrefix]):
 
 
 class PromptRows:
-    """Rows that begin with a prompt, computed or not: a group computes its prompt once."""
+    """Rows by prompt, which may still be in progress, so that a group computes it only once."""
 
     def __init__(self) -> None:
         self._rows: dict[PromptKey, int] = {}

@@ -1,7 +1,7 @@
-"""Runs models with recurrent layers, whose state goes from token to token. Each row has a state.
+"""Model runner for recurrent layers. Each row has a state, which every token updates.
 
 Rows that compute the same number of tokens form a batch without padding, so that a state sees only
-its own sequence. A row's state belongs to its last computed token, also while the row waits for its
+its own sequence. A row's state belongs to its last computed token, even while the row waits for its
 next turn. A state cannot be rewound: rows that share a prompt copy the state while the row that
 computes the prompt is paused there.
 """
@@ -28,7 +28,7 @@ INITIAL_ROWS = 16
 
 
 class RecurrentModelRunner(ModelRunner):
-    """Used only by the engine's thread."""
+    """Runs steps of recurrent models. Only the engine's thread uses it."""
 
     decodes_in_graphs = False
 
@@ -46,7 +46,7 @@ class RecurrentModelRunner(ModelRunner):
 
     def hidden(self, plan: StepPlan, running: dict[int, TorchRequest]) -> Hidden:
         """Compute the plan's tokens into KV cache and states, and return their hidden states."""
-        # For all parts at once, so that each image goes through the tower once.
+        # Encode for all parts at once, so that each image goes through the tower once.
         self._encode_missing(self._find_item_parts(plan, running))
         done, places = [], []
         for part in plan.group_by(2 * plan.counts + (plan.starts == 0)):
@@ -64,7 +64,7 @@ class RecurrentModelRunner(ModelRunner):
 
 @dataclass(eq=False)
 class BatchPattern:
-    """Lets a batch of rows with the same number of new tokens attend as one flat run."""
+    """Attention of rows with equally many new tokens, computed as one flat run."""
 
     run: AttentionPattern
     state: RecurrentCache
@@ -89,7 +89,7 @@ class RecurrentCache(DynamicCache):
 class RecurrentStates:
     """The rows' states between two steps: each layer's convolution inputs and memory.
 
-    Grows with the rows in use.
+    The tables grow with the number of rows in use.
     """
 
     config: Any

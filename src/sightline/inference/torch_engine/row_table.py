@@ -1,10 +1,10 @@
 """Requests in the engine, the table of rows that hold them, and the plan of a step.
 
-The state of every sequence is in arrays, so that a step over a hundred sequences costs a few array
-operations. A sequence has a row while it runs, and keeps it for its next turn until another request
-needs it.
+Arrays hold the state of all sequences, so that a step over a hundred sequences takes only a few
+array operations. A sequence has a row while it runs, and keeps it for its next turn until another
+request needs it.
 
-Letters: R rows, L tokens of a row, A position axes, K stop ids.
+Dimensions: R rows, L tokens of a row, A position axes, K stop ids.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ class TorchRequest(EngineRequest):
     waiting_bytes: int = 0
     """The request's share of `waiting_bytes`; 0 once it runs."""
     span_start: int = 0
-    """First output token of the current version."""
+    """Index of the first output token from the current version."""
     awaited_prompt: PromptKey | None = None
     """The prompt that another row is computing, and that this request will share."""
     pending: dict[str, Future[Pixels]] = field(default_factory=dict)
@@ -61,7 +61,7 @@ class RowTable:
 
     def __post_init__(self) -> None:
         shape = (self.num_rows, self.max_model_len)
-        # The system allocates memory when it is written, so a large table costs only what is used.
+        # The OS allocates pages on first write, so a large table costs only the memory in use.
         self.tokens = np.zeros(shape, dtype=np.int32)
         self.logprobs = np.zeros(shape, dtype=np.float32)
         self.positions = np.zeros((self.num_axes, *shape), dtype=np.int32)
@@ -147,7 +147,7 @@ class RowTable:
 
 @dataclass(frozen=True, slots=True)
 class StepPlan:
-    """Rows one after another in a flat run of tokens."""
+    """The rows' new tokens in one step, concatenated into a flat run."""
 
     rows: np.ndarray
     starts: np.ndarray
@@ -161,7 +161,7 @@ class StepPlan:
 
     @property
     def ends(self) -> np.ndarray:
-        """Number of keys that each row's last token sees."""
+        """Number of keys that each row's last token attends to."""
         return self.starts + self.counts
 
     @property

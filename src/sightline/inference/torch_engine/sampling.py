@@ -1,10 +1,10 @@
 """Samples tokens from logits. A token's logprob is that of the distribution it was drawn from.
 
-Banned ids are masked first, then the temperature divides, then min-p, top-k and top-p apply. At
-temperature 0 the most likely token is taken, with its logprob at temperature 1.
+Banned ids are masked first. Then logits are divided by the temperature and filtered by min-p, top-k
+and top-p. Temperature 0 picks the most likely token, with its logprob at temperature 1.
 
-One uniform number, which depends on the seed and the token's index, decides each token. A seeded
-request therefore draws the same tokens in any batch.
+Each token is drawn with one uniform number that depends only on the seed and the token's index. A
+seeded request therefore draws the same tokens in any batch.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ class SamplingMetadata:
 
     @property
     def is_plain(self) -> Bool[np.ndarray, " rows"]:
-        """Which rows have no filters."""
+        """Mask of the rows without filters."""
         is_plain: np.ndarray = (self.top_k == 0) & (self.top_p >= 1) & (self.min_p == 0)
         return is_plain
 
@@ -52,7 +52,7 @@ class SamplingMetadata:
 
 
 def splitmix64(values: np.ndarray) -> np.ndarray:
-    """The finalizer of splitmix64, on uint64."""
+    """Apply the finalizer of splitmix64 to uint64 values."""
     values = (values ^ (values >> np.uint64(30))) * _MIX_1
     values = (values ^ (values >> np.uint64(27))) * _MIX_2
     mixed: np.ndarray = values ^ (values >> np.uint64(31))
@@ -62,7 +62,7 @@ def splitmix64(values: np.ndarray) -> np.ndarray:
 def draw_uniforms(
     seeds: UInt64[np.ndarray, " rows"], index: Int[np.ndarray, " rows"]
 ) -> Float64[np.ndarray, " rows"]:
-    """Return numbers in [0, 1) that depend only on mixed seed and token index."""
+    """Return numbers in [0, 1) that depend only on the mixed seed and the token index."""
     bits = splitmix64(seeds + (index.astype(np.uint64) + np.uint64(1)) * _GOLDEN)
     drawn: np.ndarray = (bits >> np.uint64(11)) * 2.0**-53
     return drawn
@@ -78,10 +78,10 @@ def to_arrays(
 def draw_samples(
     logits: Logits, banned: BannedIds, settings: SamplingMetadata, exact: bool = False
 ) -> Float64[Tensor, "2 tokens"]:
-    """Return tokens and their logprobs, on the logits' device. A float64 holds any id exactly.
+    """Return tokens and their logprobs, on the logits' device. A float64 stores any id exactly.
 
-    Rows whose logits are not finite get NaN. Rows with filters are drawn separately, so that the
-    others need no sort and keep their bits. `exact` logprobs equal the trainer's bit for bit.
+    Rows whose logits are not finite get NaN. Rows with filters are drawn separately: the others
+    need no sort, and their bits do not change. `exact` logprobs equal the trainer's bit for bit.
     """
     is_plain = settings.is_plain
     if is_plain.all() or not is_plain.any():
@@ -96,7 +96,7 @@ def draw_samples(
 def _draw_alike(
     logits: Logits, banned: BannedIds, settings: SamplingMetadata, exact: bool
 ) -> Float64[Tensor, "2 tokens"]:
-    """Sample rows of which all or none have filters."""
+    """Sample rows that either all have filters or all have none."""
     is_plain = bool(settings.is_plain.all())
     if logits.is_cuda and is_plain:
         return _sample_on_gpu(logits, banned, settings, exact)

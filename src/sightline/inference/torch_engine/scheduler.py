@@ -1,4 +1,4 @@
-"""Assigns rows to requests, waits for their pixels, and finishes them. It computes no tensors."""
+"""The scheduler of the embedded engine. It computes no tensors."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ from sightline.pixels import Materializer
 
 @dataclass
 class Scheduler:
-    """Used by the engine's thread alone."""
+    """Assigns rows to requests and finishes them. Only the engine's thread uses it."""
 
     rows: RowTable
     family: Family
@@ -36,10 +36,10 @@ class Scheduler:
     counters: TorchCounters
     enable_prefix_caching: bool
     share_prefix: Callable[[int, int, int], None]
-    """Copies the first tokens of a row to another: source, target, number of tokens."""
+    """Shares a row's first tokens with another: source, target, number of tokens."""
     wake_engine: Callable[[], None]
     has_room: Callable[[Sequence[int], Sequence[int]], bool]
-    """Returns whether sequences of these lengths fit next to the content of these rows."""
+    """Returns whether sequences of these lengths fit in addition to the content of these rows."""
 
     def __post_init__(self) -> None:
         self.waiting = FairQueue()
@@ -48,7 +48,7 @@ class Scheduler:
         """Running requests by row, in the order in which they started."""
         self.done: list[TorchRequest] = []
         self.started_bytes = 0
-        """Bytes of all requests so far that no longer wait."""
+        """Total bytes of all requests that have stopped waiting."""
         self.prefixes = PrefixCache()
         self.prompts = PromptRows()
 
@@ -110,7 +110,7 @@ class Scheduler:
                 return False
             request.row = self.rows.take_free()
         request.cached_tokens = start
-        # Of the whole prompt: positions of a video may depend on steps in the cache.
+        # For the whole prompt, because positions of a video may depend on cached steps.
         positions, request.next_position = self.family.positions(len(request.prompt), request.slots)
         self.rows.fill(request.row, request, start, positions[:, start:])
         if start == 0:
@@ -127,7 +127,7 @@ class Scheduler:
     def _make_room(self, request: TorchRequest) -> bool:
         """Evict cached rows, oldest first, until the request fits at its full length.
 
-        Return False if it does not fit next to the running requests.
+        Return False if it does not fit in addition to the running requests.
         """
         holding = [other.row for other in (*self.running.values(), *self.loading)]
         lengths = [len(request.prompt) + request.params.max_tokens]
@@ -199,8 +199,8 @@ class Scheduler:
     def _share_prompt(self, request: TorchRequest, key: PromptKey) -> None:
         """Start the request after its prompt, once another row has computed it.
 
-        The request computes the prompt itself if that row is gone, or its recurrent state has
-        moved on.
+        The request computes the prompt itself if that row is gone, or if its recurrent state has
+        advanced past the prompt.
         """
         entry, length = self.prompts.find(key), len(request.prompt) - 1
         if entry is not None and self.family.packing.carries_state:
@@ -292,7 +292,7 @@ class Scheduler:
     # --- weight updates
 
     def invalidate_after_update(self, old_version: str, keep_kv: bool, is_vision_new: bool) -> None:
-        """Drop what the old weights computed, unless `keep_kv`."""
+        """Drop the old weights' results: KV cache unless `keep_kv`, features if `is_vision_new`."""
         unfinished = [*self.running.values(), *self.loading]
         self.running, self.loading = {}, []
         if keep_kv:

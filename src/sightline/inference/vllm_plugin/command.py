@@ -1,5 +1,4 @@
-"""vLLM as an inference engine: the command that starts it with our plugin, in the interpreter that
-has both."""
+"""The command that starts vLLM with our plugin, and the checks of its Python interpreter."""
 
 from __future__ import annotations
 
@@ -39,7 +38,7 @@ VERSION_CHECK_TIMEOUT_S = 300
 
 
 def find_python(name: str) -> str:
-    """Return the path of the interpreter that `[inference] python` names; empty for our own."""
+    """Return the path of the interpreter `name`, or of the current one if it is empty."""
     path = shutil.which(name) if name else sys.executable
     if path is None:
         raise ConfigError(
@@ -68,7 +67,7 @@ def check_python(name: str) -> str:
 
 
 def build_vllm_command(spec: ServerSpec, python: str) -> list[str]:
-    """Return the command line. vLLM's console script would look for another distribution."""
+    """Return the command line. vLLM's console script expects another distribution."""
     path, inference = spec.model.path, spec.inference
     family = load_family(path, **spec.model.overrides())
     serving = load_serving(path, family, takes_updates=False)
@@ -107,7 +106,7 @@ def build_vllm_command(spec: ServerSpec, python: str) -> list[str]:
 
 
 def build_extra_options(args: Mapping[str, Any], words: Sequence[str]) -> list[str]:
-    """Convert `[inference] engine_args` to options; raise for one that is set already."""
+    """Convert `[inference] engine_args` to options; raise if Sightline already sets one."""
     extra: list[str] = []
     for name, value in args.items():
         option = f"--{name.replace('_', '-').lstrip('-')}"
@@ -126,7 +125,7 @@ def build_extra_options(args: Mapping[str, Any], words: Sequence[str]) -> list[s
 
 def build_vllm_environ(device: str, threads: int) -> dict[str, str]:
     environ = build_environ(threads)
-    if runs_on_cpu(device):  # shards on one machine connect there
+    if runs_on_cpu(device):  # shards on one machine connect to this address
         environ.setdefault("VLLM_HOST_IP", "127.0.0.1")
     # Compiling the sampler delays the first request on a CPU by more than half a minute.
     environ.setdefault("TORCHDYNAMO_DISABLE", str(int(runs_on_cpu(device))))
@@ -136,22 +135,22 @@ def build_vllm_environ(device: str, threads: int) -> dict[str, str]:
     return environ | {
         "VLLM_NO_USAGE_STATS": "1",
         "VLLM_LOGGING_STREAM": "ext://sys.stderr",
-        # Our logits processor needs the first model runner.
+        # Our logits processor requires the V1 model runner.
         "VLLM_USE_V2_MODEL_RUNNER": "0",
     }
 
 
 def exec_vllm(spec: ServerSpec) -> None:
-    """Replace this process by the server. It keeps its process id, its parent and its output.
+    """Replace this process with the server, which keeps its process id, parent and output.
 
-    Settings that cannot work are refused before the model loads. A thread that watches the parent
-    does not survive the replacement, so the kernel ends the server with its parent.
+    Invalid settings raise before the model loads. A thread that watches the parent would not
+    survive the replacement, so the kernel kills the server when its parent dies.
     """
     inference = spec.inference
     check_address(inference.host, inference.token, "--token")
     check_tls(inference.tls_cert, inference.tls_key, inference.host)
     python = check_python(inference.python)
-    # Bound until the replacement closes it, so that nobody else is given a free port.
+    # The socket stays bound until `execve` closes it, so that no other process gets the port.
     listening = bind_socket(inference.host, inference.port)
     roots = [r if is_address(r) else str(Path(r).absolute()) for r in spec.media_roots]
     folders = {"weights": spec.weights, "weights_root": spec.weights_root}

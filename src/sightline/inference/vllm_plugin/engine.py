@@ -1,10 +1,10 @@
-"""Our `Engine` interface in front of vLLM. It runs on the server's event loop.
+"""An `Engine` that forwards requests to vLLM. It runs on the server's event loop.
 
     submit --> waiting --> loading (pixels, in a pool) --> the gate --> vLLM --> deliver
     adopt  --> closes the gate, pauses vLLM, updates, recomputes, resumes, opens the gate
 
-vLLM serves requests in order of arrival. To keep the queue fair, it gets no more requests than it
-computes at once.
+vLLM serves requests in order of arrival. To keep the queue fair, the engine sends it at most
+`max_num_seqs` requests at a time.
 
 Waits for: a free place in vLLM; pixels; the gate, while weights change; vLLM.
 """
@@ -56,14 +56,14 @@ from sightline.wire.weights import Manifest
 MAX_ATTEMPTS = 3
 MAX_TEMPERATURE = 2.0
 MAX_VLLM_SEED = 2**63
-"""vLLM's seeds are below this, so ours are taken modulo it."""
+"""Exclusive upper bound of vLLM's seeds. Larger seeds are reduced modulo this value."""
 
 
 @dataclass(slots=True, eq=False)
 class VllmRequest(EngineRequest):
     task: asyncio.Task[None] | None = None
     is_running: bool = False
-    """Whether vLLM has the request."""
+    """Whether the request has been passed to vLLM."""
 
 
 class VllmEngine(Engine):
@@ -78,7 +78,7 @@ class VllmEngine(Engine):
         max_image_tokens: int,
         sampled_tokens: Callable[[], float],
     ) -> None:
-        """`client` is vLLM's EngineClient. `sampled_tokens` returns its engine's token count."""
+        """`client` is vLLM's EngineClient. `sampled_tokens` returns the tokens sampled so far."""
         super().__init__(spec, items.materializer, EngineCounters())
         self._client = client
         self._items = items
@@ -97,19 +97,19 @@ class VllmEngine(Engine):
         return self._updater.manifest
 
     def _choose_shard(self, rollout_id: str) -> int | None:
-        """Return the data-parallel rank of a rollout, which holds its KV cache; None for any."""
+        """Return the data-parallel rank that holds a rollout's KV cache, or None for any rank."""
         size = self._client.vllm_config.parallel_config.data_parallel_size
         return zlib.crc32(rollout_id.encode()) % size if rollout_id and size > 1 else None
 
     def start(self, deliver: Deliver) -> None:
-        """Start on the running event loop, which also calls `deliver`."""
+        """Start on the running event loop. `deliver` is called on the same loop."""
         self._deliver = deliver
         self._loop = asyncio.get_running_loop()
         self._gate = asyncio.Event()
         self._gate.set()
 
     async def take_first_weights(self) -> None:
-        """Label the weights that vLLM has loaded, and adopt those of the spec, if any."""
+        """Label the weights that vLLM loaded. If the spec names other weights, adopt them."""
         await self._client.update_weight_version(self.manifest.label)
         if self._spec.weights is not None:
             await asyncio.to_thread(self.adopt, self._spec.weights)
@@ -126,9 +126,9 @@ class VllmEngine(Engine):
 
     @property
     def num_running(self) -> int:
-        """Requests in vLLM, up to the number that it computes at once.
+        """Number of requests in vLLM, capped at `max_num_seqs`.
 
-        vLLM does not tell which of them it has queued or preempted.
+        vLLM does not report which of them are queued or preempted.
         """
         running = sum(request.is_running for request in self._live)
         return min(self._spec.inference.max_num_seqs, running)
@@ -139,11 +139,11 @@ class VllmEngine(Engine):
 
     @property
     def step_s(self) -> float:
-        """Seconds since vLLM sampled a token while it has requests. It reports no step times."""
+        """Seconds since vLLM last sampled a token; 0 while it is idle or its weights change."""
         if not self._num_handed_over or not self._gate.is_set():
             return 0.0
         now = time.monotonic()
-        if now >= self._next_look:  # workers ask every second, and the metric is expensive
+        if now >= self._next_look:  # workers poll every second, and the metric is expensive
             self._next_look = now + 1.0
             if (sampled := self._sampled_tokens()) != self._last_sampled:
                 self._last_sampled, self._sampled_at = sampled, now
@@ -206,7 +206,7 @@ class VllmEngine(Engine):
         return {**super().totals(), "sampled_tokens": self._sampled_tokens()}
 
     def _note_busy(self, change: int) -> None:
-        """Count the time up to now as busy if vLLM has requests, whose number then changes."""
+        """Count the time since the last call as busy if vLLM had requests. Apply `change`."""
         if self._num_handed_over:
             self.busy.add(self._busy_since)
         else:
@@ -302,7 +302,7 @@ class VllmEngine(Engine):
     def _prompt(
         self, request: VllmRequest, keys: list[str], new_items: dict[str, Any], bypass_cache: bool
     ) -> Any | None:
-        """Return vLLM's form of the request; None if the vision weights or its cache changed."""
+        """Return the request as vLLM's input, or None if the vision weights or cache changed."""
         token_ids, salt = request.prompt.tolist(), self._updater.salt
         if not request.slots:
             return tokens_input(token_ids, cache_salt=salt)
@@ -329,7 +329,7 @@ class VllmEngine(Engine):
         if request not in self._live:
             return
         if request.task is not None:
-            request.task.cancel()  # vLLM aborts requests that nobody reads
+            request.task.cancel()  # vLLM then aborts the request
         request.finish_reason = "abort"
         self._finish(request, error)
 
@@ -366,7 +366,7 @@ def to_vllm_params(params: SamplingParams, seed: int | None) -> VllmParams:
         min_p=params.min_p,
         seed=None if seed is None else seed % MAX_VLLM_SEED,
         stop_token_ids=list(params.stop_token_ids),
-        # Only the request's stop ids end an answer, not those of the checkpoint.
+        # Only the request's stop ids end an answer, not the checkpoint's.
         ignore_eos=True,
         max_tokens=params.max_tokens,
         logprobs=0,

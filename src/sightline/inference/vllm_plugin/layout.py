@@ -1,4 +1,4 @@
-"""Converts our parameters to the layout of vLLM's checkpoints."""
+"""Conversion of our parameters to vLLM's checkpoint layout."""
 
 from __future__ import annotations
 
@@ -30,9 +30,9 @@ def read_checkpoint(model: Path) -> NamedTensors:
 
 
 def read_unpublished(model: Path, layout: Mapping[str, list[ParameterSlice]]) -> NamedTensors:
-    """Yield tensors of the checkpoint that an update with `layout` lacks.
+    """Yield the checkpoint's tensors that are missing from `layout`.
 
-    A trainer publishes parameters only, but vLLM rebuilds layers with their buffers.
+    The trainer publishes only parameters, but vLLM also reloads the layers' buffers.
     """
     if load_serving(model, load_family(model), takes_updates=False).MAPS_CHECKPOINT:
         opened = open_checkpoint(model)

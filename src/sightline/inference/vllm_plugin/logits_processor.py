@@ -1,4 +1,4 @@
-"""Masks the pads of images, which must not be sampled."""
+"""A logits processor that prevents vLLM from sampling image pads."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from sightline.inference.vllm_plugin.symbols import LogitsProcessor
 
 
 class BannedIdsProcessor(LogitsProcessor):
-    """Masks ids before temperature and filters, as the trainer does."""
+    """Masks banned ids before temperature and filters, as the trainer does."""
 
     def __init__(self, vllm_config: Any, device: torch.device, is_pin_memory: bool) -> None:
         end_with_parent()

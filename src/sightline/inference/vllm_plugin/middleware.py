@@ -1,4 +1,4 @@
-"""Our server inside vLLM's: an ASGI middleware that answers every path itself.
+"""ASGI middleware that runs our server inside vLLM's and answers every path.
 
 It is the outermost middleware, so that vLLM's handlers, template and image processor never run. It
 starts and stops with vLLM's application.

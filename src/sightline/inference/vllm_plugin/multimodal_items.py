@@ -1,4 +1,4 @@
-"""Builds vLLM's image inputs from our patches, and passes each to vLLM once."""
+"""vLLM's image inputs, built from our patches. Each image is sent to vLLM once."""
 
 from __future__ import annotations
 
@@ -27,12 +27,12 @@ MAX_DIGESTS = 65536
 
 
 def engine_key(key: str, vision: str) -> str:
-    """Return the name of an image's features in vLLM: its pixels, settings and vision weights."""
+    """Return vLLM's cache key of an image, which covers its pixels, settings and vision weights."""
     return hashlib.sha256(f"{key}:{vision}".encode()).hexdigest()
 
 
 def build_mm_item(modality: str, fields: dict[str, EngineField]) -> MultiModalKwargsItem:
-    """Return vLLM's container of one image."""
+    """Return one image in vLLM's input format."""
     tensors, kinds = {}, {}
     for name, spec in fields.items():
         tensor = torch.from_numpy(np.ascontiguousarray(spec.data))
@@ -94,14 +94,14 @@ class MultiModalItems:
     def hand_over(
         self, keys: list[str], new_items: dict[str, Any], bypass_cache: bool
     ) -> list[Any] | None:
-        """Return one entry per slot: the item, or None if vLLM's engine holds it.
+        """Return one entry per slot: the item, or None if vLLM's engine already holds it.
 
-        Return None altogether if vLLM evicted an item that is not in `new_items`. Do not await
+        Return None instead of a list if vLLM evicted an item not in `new_items`. Do not await
         between this call and vLLM's: its two caches must see items in the same order.
         """
         if self.cache is None or bypass_cache:
             return [new_items[key] for key in keys]
-        # As in vLLM's engine: items in use are evicted last.
+        # Mark the items as recently used, as vLLM's engine does.
         for key in keys:
             self.cache.touch_sender_cache_item(key)
         entries: list[Any] = []
@@ -122,7 +122,7 @@ class MultiModalItems:
         return entries
 
     def feature_mask(self, slot: Slot) -> torch.Tensor | None:
-        """Return which tokens of a slot have features; None for all."""
+        """Return a mask of the slot's tokens that have features, or None if all have."""
         offsets = self.family.feature_offsets(slot.item)
         if len(offsets) == slot.length:
             return None

@@ -1,7 +1,7 @@
-"""Every name of vLLM that the plugin uses. No other file imports vllm.
+"""All vLLM names that the plugin uses. No other module imports vllm.
 
 The plugin accepts one version of vLLM (`check_version`), because some of these names are private.
-To move to another version, run `make test-vllm` with it.
+To support another version, run `make test-vllm` with it.
 """
 
 # ruff: noqa: F401
@@ -46,7 +46,7 @@ SAMPLED_TOKENS_METRIC = "vllm:generation_tokens_total"
 def keep_images_with_requests() -> None:
     """Make vLLM send its worker the pixels of images that its prefix cache covers.
 
-    A request that is recomputed after a weight update needs them, or the worker crashes.
+    Without them, the worker crashes when a request is recomputed after a weight update.
     """
     if scheduler_output.strip_covered_mm_data is not _keep_all:
         scheduler_output.strip_covered_mm_data = _keep_all
@@ -59,7 +59,7 @@ def _keep_all(mm_features: Any, num_computed_tokens: int, uses_mrope: bool = Fal
 def forget_expert_kernels(model: Any) -> None:
     """Make vLLM pack the experts' weights again after an update on a CPU.
 
-    It packs them when it creates their kernel, and an existing kernel would misread new weights.
+    vLLM packs them when it creates their kernel. An existing kernel would misread new weights.
     """
     for module in model.modules():
         method: Any = getattr(module, "quant_method", None)
@@ -79,7 +79,7 @@ def repack_heads(model: Any) -> None:
 
 
 def read_sampled_tokens() -> Iterator[float]:
-    """Yield the number of sampled tokens of each engine."""
+    """Yield each engine's number of sampled tokens."""
     for metric in REGISTRY.collect():
         yield from (
             sample.value for sample in metric.samples if sample.name == SAMPLED_TOKENS_METRIC

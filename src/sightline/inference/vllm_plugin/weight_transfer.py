@@ -1,5 +1,5 @@
-"""Reads weights inside vLLM's worker: published weights, as a back end of vLLM's weight transfer,
-and checkpoints whose layout vLLM's model cannot read."""
+"""Weight loading inside vLLM's worker: published weights, through vLLM's weight transfer, and
+checkpoints in a layout that vLLM's model cannot read."""
 
 from __future__ import annotations
 
@@ -31,12 +31,12 @@ from sightline.inference.vllm_plugin.symbols import (
 )
 
 WEIGHTS_UNCHANGED = "the weights stay"
-"""Prefix of an error that changed nothing. vLLM passes on only an error's text."""
+"""Prefix of errors that leave the weights unchanged. vLLM forwards only an error's text."""
 
 
 @dataclass
 class EmptyInitInfo(WeightTransferInitInfo):
-    """Empty: files need no setup."""
+    """Empty setup information, because files need no setup."""
 
 
 @dataclass
@@ -59,7 +59,7 @@ class FileWeightTransfer(WeightTransferEngine):
         """Do nothing: there is no connection."""
 
     def start_weight_update(self) -> None:
-        """Do nothing: the weights stay until the files are open."""
+        """Do nothing: the weights change only after all files are open."""
 
     def receive_weights(self, update_info: FileUpdateInfo) -> None:
         try:
@@ -68,7 +68,7 @@ class FileWeightTransfer(WeightTransferEngine):
         except (OSError, SafetensorError) as error:
             raise ValueError(f"{WEIGHTS_UNCHANGED}: {error}") from error
         forget_expert_kernels(self.model)
-        # Layers that repacked their weights get the checkpoint's form back.
+        # Restore the checkpoint's layout in layers that repacked their weights.
         initialize_layerwise_reload(self.model)
         self.model.load_weights(
             _read_tensors(files, base, update_info, Path(self.model_config.model))
@@ -98,7 +98,7 @@ def _read_tensors(
 
 
 class LayoutLoader(DefaultModelLoader):
-    """vLLM's loader, reading our layout."""
+    """A vLLM model loader that converts our parameter layout to vLLM's."""
 
     def __init__(self, load_config: Any) -> None:
         super().__init__(replace(load_config, load_format="safetensors"))

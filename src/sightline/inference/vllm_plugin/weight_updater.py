@@ -42,11 +42,11 @@ class WeightUpdater:
 
     client: Any
     model: Path
-    """vLLM's first checkpoint, which adapters are merged into."""
+    """The checkpoint that vLLM loaded first. Adapters are merged into it."""
     parameters: Mapping[str, torch.Tensor]
     """Names and shapes of the model's parameters, on the meta device."""
     vision: tuple[str, ...]
-    """Prefixes of the names of the vision tower's parameters."""
+    """Name prefixes of the vision tower's parameters."""
     manifest: Manifest
     vision_digest: str
     count: int = 0
@@ -59,12 +59,12 @@ class WeightUpdater:
 
     @property
     def vision_label(self) -> str:
-        """Label of the vision weights: their version, and how often they changed here."""
+        """Label of the vision weights: their version and the number of changes on this server."""
         return f"{self.manifest.vision_version}.{self.vision_count}"
 
     @property
     def salt(self) -> str:
-        """Separates the versions in vLLM's prefix cache."""
+        """Salt that separates weight versions in vLLM's prefix cache."""
         return f"{self.manifest.label}.{self.count}"
 
     def read(self, folder: Path, manifest: Manifest) -> CheckedWeights:
@@ -95,8 +95,8 @@ class WeightUpdater:
     async def apply(self, wanted: CheckedWeights, keep_kv: bool) -> None:
         """Apply checked weights. Requests in flight pause, and continue with the new weights.
 
-        Their KV cache is recomputed unless `keep_kv`, and so are their images if the vision tower
-        changed, because they keep their old engine keys.
+        Unless `keep_kv` is set, their KV cache is recomputed. So are their image features if the
+        vision tower changed, because these requests keep their old engine keys.
         """
         is_vision_new = wanted.vision_digest != self.vision_digest
         await self.client.pause_generation(mode="keep", clear_cache=False)
@@ -105,7 +105,7 @@ class WeightUpdater:
             request = WeightTransferUpdateRequest(update_info=wanted.info)
             try:
                 await self.client.update_weights(request)
-            except Exception as error:  # vLLM's class, with our worker's message
+            except Exception as error:  # vLLM's exception class, with our worker's message
                 if WEIGHTS_UNCHANGED in str(error):
                     raise WeightsError(str(error), "publish the version again") from error
                 raise PartialUpdateError(str(error), "start the server again") from error
@@ -123,6 +123,6 @@ class WeightUpdater:
 
 
 def vision_digest(tensors: Mapping[str, torch.Tensor], prefixes: tuple[str, ...]) -> str:
-    """Return the digest of the vision tower's bits. A version number may repeat after a resume."""
+    """Return the vision tower's digest. Its version number may repeat after a resume."""
     names = (name for name in tensors if name.startswith(prefixes))
     return digest_tensors((name, tensors[name]) for name in names)
