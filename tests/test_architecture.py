@@ -95,15 +95,15 @@ def library_of(found: Import) -> str:
     return next((part for part in parts if part in ADDRESSES), parts[0])
 
 
-def test_a_package_imports_only_from_rows_above_its_own() -> None:
+def test_package_imports_only_from_higher_layers() -> None:
     assert list(upward_arrows()) == []
 
 
-def test_no_modules_import_one_another_in_a_circle() -> None:
+def test_modules_have_no_circular_imports() -> None:
     assert list(circles()) == []
 
 
-def test_only_the_launcher_of_a_runs_processes_imports_what_reads_runs() -> None:
+def test_only_the_launcher_imports_the_run_readers() -> None:
     readers = {a for a, b in room_arrows() if b == "view"}
     assert readers <= {"launch", "bench", "cli"}
 
@@ -112,7 +112,7 @@ def test_only_the_command_line_imports_the_benchmarks() -> None:
     assert {a for a, b in room_arrows() if b == "bench"} == {"cli"}
 
 
-def test_the_page_of_the_architecture_is_drawn_from_the_code() -> None:
+def test_architecture_page_matches_the_code() -> None:
     page = import_graph.PAGE.read_text()
     drawn, written = (
         re.sub(r"[\d,]+", "#", text) for text in (import_graph.make_page(page), page)
@@ -120,13 +120,13 @@ def test_the_page_of_the_architecture_is_drawn_from_the_code() -> None:
     assert drawn == written, "run `make docs`"
 
 
-def test_every_file_lives_in_a_room_of_the_design() -> None:
+def test_every_file_is_in_a_package_of_the_design() -> None:
     rooms = {name_of(path).split("/")[0].removesuffix(".py") for path in files()}
     assert rooms - set(ROW_OF) == {"__init__", "__main__"}
     assert set(ROW_OF) - rooms == set()
 
 
-def test_the_public_face_shows_no_command() -> None:
+def test_public_api_exposes_no_command() -> None:
     used = [room for found in imports_of(SRC / "__init__.py") for room in rooms_used(found)]
     assert [room for room in used if ROW_OF[room] > LAST_PUBLIC_ROW] == []
 
@@ -143,7 +143,7 @@ def test_one_family_does_not_import_another() -> None:
     assert breaches == []
 
 
-def test_heavy_libraries_are_imported_at_their_addresses_only() -> None:
+def test_heavy_libraries_are_imported_only_in_allowed_modules() -> None:
     breaches = [
         str(found)
         for path in files()
@@ -174,7 +174,7 @@ def test_no_shared_file_names_a_family() -> None:
 ENGINE_FOLDERS = ("inference/torch_engine/", "inference/vllm_plugin/")
 
 
-def test_shared_code_compares_no_name_of_an_engine() -> None:
+def test_shared_code_does_not_compare_engine_names() -> None:
     breaches = [
         f"{name_of(path)}:{node.lineno}: {ast.unparse(node)}"
         for path in files()
@@ -217,7 +217,7 @@ def test_importing_loads_no_heavy_library(code: str, libraries: tuple[str, ...])
     assert loaded_after(code, libraries) == []
 
 
-def test_no_shared_file_compares_the_name_of_a_weight_transport() -> None:
+def test_shared_code_does_not_compare_weight_transport_names() -> None:
     """Shared code asks a transport what it can do. Benchmarks name those that they measure."""
     names = set(weight_transport.BUILT_IN)
     only_transports = names - {"files", "store"}
@@ -236,7 +236,7 @@ def test_no_shared_file_compares_the_name_of_a_weight_transport() -> None:
 MESH_OWNERS = {"trainer/parallel_dims.py", "trainer/ranks.py"}
 
 
-def test_only_the_parallel_dims_know_how_many_ranks_there_are() -> None:
+def test_only_parallel_dims_read_the_rank_count() -> None:
     words = re.compile(r"get_world_size|init_device_mesh|\branks\.size\b")
     users = {name_of(path) for path in files() if words.search(path.read_text())}
     assert {name for name in users if not name.startswith("bench/")} <= MESH_OWNERS
@@ -266,7 +266,7 @@ def acts(statement: ast.stmt) -> bool:
     return True
 
 
-def test_nothing_happens_at_import() -> None:
+def test_import_has_no_side_effects() -> None:
     breaches = [
         f"{name_of(path)}:{statement.lineno}: {ast.unparse(statement).splitlines()[0]}"
         for path in files()
@@ -276,7 +276,7 @@ def test_nothing_happens_at_import() -> None:
     assert breaches == []
 
 
-def test_settings_do_not_travel_through_the_environment() -> None:
+def test_settings_are_not_passed_in_environment_variables() -> None:
     breaches = [
         f"{name_of(path)}:{node.lineno}: {ast.unparse(node)}"
         for path in files()
@@ -302,11 +302,11 @@ def test_files_and_functions_stay_small() -> None:
     assert breaches == []
 
 
-def test_every_module_says_what_it_is_for() -> None:
+def test_every_module_has_a_docstring() -> None:
     assert [name_of(path) for path in files() if not ast.get_docstring(tree_of(path))] == []
 
 
-def test_there_is_no_second_centre() -> None:
+def test_no_module_is_named_util_or_common() -> None:
     names = {"common", "helper", "helpers", "misc", "util", "utils"}
     assert [str(path) for path in SRC.rglob("*") if path.stem in names] == []
 
@@ -316,7 +316,7 @@ def test_every_package_folder_is_a_package() -> None:
     assert [str(folder) for folder in folders if not (folder / "__init__.py").is_file()] == []
 
 
-def test_a_note_of_work_to_do_carries_an_issue_number() -> None:
+def test_todo_comments_have_an_issue_number() -> None:
     note = re.compile(r"\b(TODO|FIXME|HACK)\b(?!\s*\(#\d+\))")
     breaches = []
     for folder in ("src", "tests", "examples"):
@@ -362,7 +362,7 @@ def test_every_setting_is_read_somewhere() -> None:
     assert [key for key in every_setting() if key.split(".")[1] not in read] == []
 
 
-def test_the_page_of_settings_is_up_to_date() -> None:
+def test_settings_page_is_up_to_date() -> None:
     page = (ROOT / "docs" / "settings.md").read_text()
     assert page == format_markdown(), "run `make docs`"
 
@@ -371,7 +371,7 @@ def test_the_changelog_has_an_entry() -> None:
     assert "\n- " in (ROOT / "CHANGELOG.md").read_text()
 
 
-def test_the_public_names_are_those_of_the_design() -> None:
+def test_public_names_match_the_design() -> None:
     design = {"MediaStore", "MediaRef", "MediaItem", "load_family", "load_renderer", "Trace"}
     assert design | {"Environment", "Chat", "SightlineError"} <= set(sightline.__all__)
     assert list(sightline.__all__) == sorted(sightline.__all__)
@@ -426,7 +426,7 @@ PATCHED = {
 (tests/ranks/faults, tests/chaos/slow_disk) are injected by the interpreter's sitecustomize."""
 
 
-def test_our_own_code_is_patched_only_where_it_says_so() -> None:
+def test_own_code_is_patched_only_in_listed_tests() -> None:
     tests = ROOT / "tests"
     found = set()
     for path in tests.rglob("test_*.py"):
@@ -473,7 +473,7 @@ Leases, limits, heartbeats and orders use monotonic clocks, numbers and versions
 """
 
 
-def test_no_decision_hangs_on_the_clocks_of_two_machines_agreeing() -> None:
+def test_no_decision_depends_on_clocks_of_two_machines() -> None:
     known = {f"{room}/{file}" for room, names in WALL_CLOCK.items() for file in names}
     found = {
         str(path.relative_to(SRC))

@@ -40,7 +40,7 @@ def test_every_dependency_of_the_package_has_an_upper_bound() -> None:
     assert open_ended == []
 
 
-def test_the_tested_versions_are_plain() -> None:
+def test_tested_versions_are_canonical() -> None:
     for name, version in constraints().items():
         assert name == canonicalize_name(name)
         assert re.fullmatch(r"[0-9]+(\.[0-9]+)*(b[0-9]+|\.post[0-9]+)?", version), name
@@ -74,7 +74,7 @@ def test_the_tested_versions_fit_the_ranges() -> None:
             assert found.specifier.contains(versions[name]), f"{found} but {versions[name]}"
 
 
-def test_whatever_is_installed_is_called_sightline_rl() -> None:
+def test_install_commands_name_sightline_rl() -> None:
     """`sightline` on the registry is a package of somebody else."""
     assert PROJECT["name"] == NAME
     stranger = re.compile(r"(pip install[^\n]*['\" ]sightline(?!-rl)\b|\bsightline\[\w)")
@@ -102,12 +102,12 @@ def shipped_texts() -> Iterator[Path]:
                 yield path
 
 
-def test_the_base_brings_neither_torch_nor_transformers() -> None:
+def test_base_package_requires_neither_torch_nor_transformers() -> None:
     base = {canonicalize_name(Requirement(line).name) for line in PROJECT["dependencies"]}
     assert base.isdisjoint({"torch", "transformers", "safetensors", "fastapi", "pyarrow"})
 
 
-def test_the_makefile_lists_what_it_can_do() -> None:
+def test_makefile_help_lists_its_targets() -> None:
     makefile = (ROOT / "Makefile").read_text()
     phony = re.search(r"^\.PHONY: (.*)$", makefile, re.M)
     assert phony
@@ -129,7 +129,7 @@ def test_the_citation_names_the_version() -> None:
     assert f"\nversion: {sightline.__version__}\n" in citation
 
 
-def test_the_workflow_runs_what_ci_runs() -> None:
+def test_workflow_runs_the_same_targets_as_ci() -> None:
     stages = re.search(r"^stages=\((.*?)\)$", (ROOT / ".ci" / "run").read_text(), re.M | re.S)
     workflow = (ROOT / ".github" / "workflows" / "ci.yml").read_text()
     targets = [

@@ -42,7 +42,7 @@ def make(**args: Any) -> Any:
 
 
 @pytest.mark.parametrize("game", GAMES)
-def test_a_game_is_played_to_its_end_by_the_tiny_model(
+def test_tiny_model_plays_a_full_episode(
     game: str, play: Callable[..., list[Trace]], media: Path
 ) -> None:
     traces = play(make(**GAMES[game]), num=4)
@@ -60,7 +60,7 @@ def test_a_game_is_played_to_its_end_by_the_tiny_model(
             assert trace.rewards["return"] == len(trace.turns), "a point for every step upright"
 
 
-def test_pictures_that_are_drawn_at_the_same_time_are_what_they_are_alone() -> None:
+def test_concurrent_rendering_matches_sequential_rendering() -> None:
     """pygame has one place for a polygon's corners: without a lock some in a hundred are wrong."""
     env = make(**GAMES["cart pole"])
 
@@ -84,7 +84,7 @@ def test_pictures_that_are_drawn_at_the_same_time_are_what_they_are_alone() -> N
             assert dict(zip(alone, threads.map(draw, alone), strict=True)) == alone
 
 
-def test_an_answer_that_is_no_action_ends_skips_or_is_replaced(
+def test_invalid_action_ends_skips_or_is_replaced(
     play: Callable[..., list[Trace]],
 ) -> None:
     never = {"never": 0}
@@ -129,7 +129,7 @@ def register_dark() -> None:
         ({"id": "CartPole-v1", "on_malformed": "shout"}, "use one of"),
     ],
 )
-def test_what_cannot_be_played_is_refused_at_load(args: dict[str, Any], says: str) -> None:
+def test_unplayable_environment_is_refused_at_load(args: dict[str, Any], says: str) -> None:
     if args["id"] == "Dark-v0":
         register_dark()
     with pytest.raises(ConfigError, match=says):
@@ -172,9 +172,7 @@ tasks = 4
 """
 
 
-def test_a_whole_run_trains_on_a_package_that_only_its_workers_have(
-    model: Path, tmp_path: Path
-) -> None:
+def test_run_trains_with_a_package_installed_only_for_workers(model: Path, tmp_path: Path) -> None:
     absent = subprocess.run([server_python(), "-c", "import gymnasium"], capture_output=True)
     assert absent.returncode != 0, "the project's environment has no gymnasium"
     file = tmp_path / "lake.toml"

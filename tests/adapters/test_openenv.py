@@ -51,7 +51,7 @@ def make(address: str, **args: Any) -> Any:
     return load_environment("openenv", {"base_url": address, "actions": MOVES, **args})
 
 
-def test_the_tiny_model_plays_to_the_end(
+def test_tiny_model_finishes_the_episode(
     walk: str, play: Callable[..., list[Trace]], media: Path
 ) -> None:
     traces = play(make(walk, on_malformed="random"), num=4)
@@ -66,19 +66,19 @@ def test_the_tiny_model_plays_to_the_end(
     )
 
 
-def test_a_field_that_is_not_there_breaks_the_rollout_and_is_named(
+def test_missing_field_breaks_the_rollout_and_is_named(
     walk: str, play: Callable[..., list[Trace]]
 ) -> None:
     (trace,) = play(make(walk, image_field="screen"))
     assert "'screen'" in trace.error and "'image'" in trace.error
 
 
-def test_a_server_that_is_not_there_breaks_the_rollout(play: Callable[..., list[Trace]]) -> None:
+def test_unreachable_server_breaks_the_rollout(play: Callable[..., list[Trace]]) -> None:
     (trace,) = play(make("http://127.0.0.1:9"))
     assert trace.error and trace.reward is None
 
 
 @pytest.mark.parametrize("args", [{"image_field": ""}, {"actions": {}}, {"on_malformed": "shout"}])
-def test_what_cannot_work_is_refused_at_load(args: dict[str, Any]) -> None:
+def test_invalid_arguments_are_refused_at_load(args: dict[str, Any]) -> None:
     with pytest.raises(ConfigError):
         make("http://127.0.0.1:9", **args)

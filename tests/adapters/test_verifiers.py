@@ -28,7 +28,7 @@ def make(**args: Any) -> Any:
     return load_environment("verifiers", {"taskset": "codeword_env", **args})
 
 
-def test_a_multi_turn_environment_with_images_runs_as_it_is(
+def test_multi_turn_environment_with_images_runs_unmodified(
     play: Callable[..., list[Trace]], media: Path
 ) -> None:
     env = make()
@@ -47,7 +47,7 @@ def test_a_multi_turn_environment_with_images_runs_as_it_is(
     print(f"rewards {[trace.reward for trace in traces]}")
 
 
-def test_tasks_come_from_the_taskset_and_splits_share_none() -> None:
+def test_tasks_come_from_the_taskset_and_splits_are_disjoint() -> None:
     env = make()
     train = {env.task(i, "train").data.data.idx for i in range(40)}
     held_out = {env.task(i, "eval").data.data.idx for i in range(40)}
@@ -55,7 +55,7 @@ def test_tasks_come_from_the_taskset_and_splits_share_none() -> None:
     assert held_out == {0, 10}
 
 
-def test_a_harness_that_fails_breaks_the_rollout_and_says_why(
+def test_harness_failure_breaks_the_rollout_with_its_cause(
     play: Callable[..., list[Trace]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     import codeword_env
@@ -69,6 +69,6 @@ def test_a_harness_that_fails_breaks_the_rollout_and_says_why(
 @pytest.mark.parametrize(
     "args", [{"taskset": "no_such_taskset"}, {"taskset": ""}, {"eval_every": 1}]
 )
-def test_what_cannot_be_loaded_is_refused(args: dict[str, Any]) -> None:
+def test_unloadable_environment_is_refused(args: dict[str, Any]) -> None:
     with pytest.raises(ConfigError):
         make(**args)

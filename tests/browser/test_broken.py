@@ -30,7 +30,7 @@ SVG = (
 )
 
 
-def test_a_damaged_run_opens_and_says_what_is_missing(
+def test_damaged_run_opens_and_names_missing_files(
     page: Page, serve: Serve, small_run: Path, tmp_path: Path
 ) -> None:
     path = tmp_path / "damaged-001"
@@ -64,9 +64,7 @@ def test_a_damaged_run_opens_and_says_what_is_missing(
     expect(page.locator(".gallery .missing")).to_have_count(1)
 
 
-def test_an_empty_folder_and_a_folder_with_nothing_but_a_config_open(
-    page: Page, serve: Serve, tmp_path: Path
-) -> None:
+def test_empty_folder_and_config_only_folder_open(page: Page, serve: Serve, tmp_path: Path) -> None:
     path = tmp_path / "young-001"
     path.mkdir()
     (path / "config.toml").write_text("[run\nname = ")
@@ -135,7 +133,7 @@ def hostile(tmp_path: Path) -> Path:
     return run_dir.path
 
 
-def test_a_hostile_rollout_runs_nothing(page: Page, serve: Serve, hostile: Path) -> None:
+def test_hostile_rollout_executes_no_script(page: Page, serve: Serve, hostile: Path) -> None:
     address = serve(hostile)
     page.goto(f"{address}/")
     expect(page.locator("h1")).to_have_text(hostile.name)

@@ -57,7 +57,7 @@ def test_an_exported_run_opens_from_disk(page: Page, small_run: Path, tmp_path: 
     assert [url for url in requests if not url.startswith((address, "data:"))] == []
 
 
-def test_an_exported_hostile_run_runs_nothing(
+def test_exported_hostile_run_executes_no_script(
     page: Page,
     hostile: Path,  # noqa: F811
     tmp_path: Path,

@@ -41,7 +41,7 @@ def test_a_live_run_updates_without_a_reload(page: Page, serve: Serve, tmp_path:
     assert page.evaluate("window.untouched") is True
 
 
-def test_answers_that_take_longer_than_a_step_still_show(
+def test_responses_slower_than_a_step_are_still_shown(
     page: Page, serve: Serve, tmp_path: Path
 ) -> None:
     run = SyntheticRun(tmp_path / "live-001", SIZE)
@@ -66,9 +66,7 @@ def test_answers_that_take_longer_than_a_step_still_show(
     expect(step).to_contain_text(str(run.steps))
 
 
-def test_a_server_that_ends_is_noticed_and_found_again(
-    page: Page, serve: Serve, tmp_path: Path
-) -> None:
+def test_page_detects_server_exit_and_reconnects(page: Page, serve: Serve, tmp_path: Path) -> None:
     SyntheticRun(tmp_path / "first-001", SIZE).write_step()
     address = serve(tmp_path)
     page.goto(f"{address}/")

@@ -47,9 +47,7 @@ class Traffic:
         return found
 
 
-def test_many_rollouts_page_without_loading_more_than_a_page(
-    page: Page, serve: Serve, many: Path
-) -> None:
+def test_rollouts_are_loaded_one_page_at_a_time(page: Page, serve: Serve, many: Path) -> None:
     began = time.monotonic()
     view = RunView("many", RunDir(many))
     view.refresh_all()

@@ -40,9 +40,7 @@ def address(serve: Serve, runs: Path) -> str:
     return serve(runs)
 
 
-def test_a_failure_shows_its_cause_and_a_signal_does_not_look_like_one(
-    page: Page, address: str
-) -> None:
+def test_failure_shows_its_cause_and_a_stop_signal_is_no_failure(page: Page, address: str) -> None:
     page.goto(f"{address}/?run=failed-001")
     end = page.locator(".end")
     expect(end).to_contain_text("This run failed")
@@ -62,7 +60,7 @@ def test_a_failure_shows_its_cause_and_a_signal_does_not_look_like_one(
     assert line.locator(".cause").count() == 0
 
 
-def test_exceptions_lead_to_their_rollouts(page: Page, address: str) -> None:
+def test_exceptions_link_to_their_rollouts(page: Page, address: str) -> None:
     page.goto(f"{address}/?run=stopped-001")
     row = page.locator(".exceptions tbody tr")
     expect(row).to_have_count(1)
@@ -75,7 +73,7 @@ def test_exceptions_lead_to_their_rollouts(page: Page, address: str) -> None:
     expect(page.locator(".pager span").first).to_contain_text(f"{num} rollouts")
 
 
-def test_a_collapse_is_an_alert_and_a_new_number_has_a_chart(page: Page, address: str) -> None:
+def test_collapse_raises_an_alert_and_a_new_metric_gets_a_chart(page: Page, address: str) -> None:
     page.goto(f"{address}/?run=collapsed-001")
     expect(page.locator(".alert")).to_contain_text("The reward fell to 0.1 from 0.8")
     expect(page.locator(".runs li", has_text="collapsed-001")).to_contain_text("⚠ collapses")
@@ -98,7 +96,7 @@ def test_runs_are_found_by_name_tag_and_state(page: Page, address: str) -> None:
     expect(page.get_by_label("text", exact=True)).to_be_focused()
 
 
-def test_rollouts_fold_by_group(page: Page, address: str) -> None:
+def test_rollouts_collapse_by_group(page: Page, address: str) -> None:
     page.goto(f"{address}/rollouts?run=stopped-001")
     page.get_by_label("by group").check()
     expect(page.locator(".pager").first).to_contain_text("24 groups")

@@ -13,7 +13,7 @@ from sightline.trace import read_traces
 from tests.browser.conftest import Serve
 
 
-def test_the_overview_draws_every_number_and_zooms(page: Page, small: str) -> None:
+def test_overview_charts_every_metric_and_zooms(page: Page, small: str) -> None:
     page.goto(f"{small}/")
     expect(page.locator("h1")).to_have_text("shop-001")
     titles = page.locator(".chart h3")
@@ -38,7 +38,7 @@ def test_the_overview_draws_every_number_and_zooms(page: Page, small: str) -> No
     expect(page).not_to_have_url(re.compile(r"zoom="))
 
 
-def test_rollouts_are_filtered_and_a_link_shows_the_same(page: Page, small: str) -> None:
+def test_rollout_filters_are_kept_in_the_link(page: Page, small: str) -> None:
     page.goto(f"{small}/rollouts")
     expect(page.locator(".pager").first).to_contain_text("240 rollouts")
     assert page.locator("table.rollouts tbody tr").count() == 50
@@ -101,7 +101,7 @@ def test_a_rollout_shows_its_images_graph_and_tokens(
     expect(page.locator("article.message")).to_have_count(len(trace.branches()[0]))
 
 
-def test_images_and_where_they_are_used(page: Page, small: str, small_run: Path) -> None:
+def test_images_page_shows_where_images_are_used(page: Page, small: str, small_run: Path) -> None:
     page.goto(f"{small}/images")
     expect(page.locator(".words")).to_contain_text("unique")
     page.locator(".gallery a").first.click()
@@ -115,7 +115,7 @@ def test_images_and_where_they_are_used(page: Page, small: str, small_run: Path)
     expect(page.locator(".pager").last).to_contain_text(f"{shows} rollouts")
 
 
-def test_the_mismatch_leads_to_its_worst_token(page: Page, small: str) -> None:
+def test_mismatch_links_to_its_worst_token(page: Page, small: str) -> None:
     page.goto(f"{small}/mismatch")
     expect(page.locator(".dimension")).to_have_count(6)
     expect(page.locator(".words")).to_contain_text("The mean KL over")
@@ -123,7 +123,9 @@ def test_the_mismatch_leads_to_its_worst_token(page: Page, small: str) -> None:
     expect(page.locator(".token.wanted")).to_be_visible()
 
 
-def test_processes_and_settings(page: Page, small: str, small_run: Path) -> None:
+def test_processes_page_shows_logs_and_settings_page_shows_values(
+    page: Page, small: str, small_run: Path
+) -> None:
     (small_run / "logs" / "trainer.log").write_text("step 6 done\n")
     page.goto(f"{small}/processes")
     expect(page.locator("table")).to_contain_text(["trainer"])
@@ -151,7 +153,7 @@ def test_two_runs_are_compared(page: Page, serve: Serve, small_run: Path, tmp_pa
     )
 
 
-def test_the_keyboard_is_enough(page: Page, small: str) -> None:
+def test_every_page_is_reachable_by_keyboard(page: Page, small: str) -> None:
     page.goto(f"{small}/")
     expect(page.locator("h1")).to_have_text("shop-001")
     page.keyboard.press("2")
@@ -182,7 +184,7 @@ def test_the_keyboard_is_enough(page: Page, small: str) -> None:
     expect(page.get_by_role("dialog")).to_be_visible()
 
 
-def test_bound_elsewhere_a_link_with_the_token_opens_it(
+def test_link_with_token_opens_a_non_loopback_dashboard(
     page: Page, serve: Serve, small_run: Path, tmp_path: Path
 ) -> None:
     token, file = "sixteen-letters-or-more", tmp_path / "token"

@@ -48,7 +48,7 @@ def show_videos(path: Path) -> tuple[VideoPart, VideoPart]:
     return file, listed
 
 
-def test_a_file_plays_and_frames_go_on(page: Page, serve: Serve, tmp_path: Path) -> None:
+def test_video_file_plays_and_frame_list_advances(page: Page, serve: Serve, tmp_path: Path) -> None:
     file, listed = show_videos(tmp_path / "shop-001")
     assert file.ref is not None
     address = serve(tmp_path / "shop-001")

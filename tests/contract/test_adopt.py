@@ -76,9 +76,7 @@ def change(published: Path, name: str, **changes: object) -> Path:
     return folder / MANIFEST
 
 
-def test_a_server_is_leased_to_one_run_and_says_so_to_another(
-    client: Client, published: Path
-) -> None:
+def test_server_is_leased_to_one_run_and_refuses_another(client: Client, published: Path) -> None:
     error = refused(client, published)
     assert error.code == 409 and f"run {RUN} has no lease" in error.message
     lease(client, RUN)
@@ -98,7 +96,7 @@ def test_a_server_is_leased_to_one_run_and_says_so_to_another(
     assert client.get("/health")["version"] == label, "the weights stay"
 
 
-def test_a_lease_can_be_given_back_or_expires_and_stays_until_another_takes_it(
+def test_lease_can_be_released_and_lasts_until_another_run_takes_it(
     client: Client, published: Path
 ) -> None:
     lease(client, RUN)
@@ -118,7 +116,7 @@ async def wait_for_holder(client: Client, run: str) -> None:
         await asyncio.sleep(0.01)
 
 
-def test_a_run_renews_its_leases_until_it_gives_them_back(client: Client, tmp_path: Path) -> None:
+def test_run_renews_its_leases_until_it_releases_them(client: Client, tmp_path: Path) -> None:
     address = f"http://{client.host}:{client.port}"
 
     async def main() -> None:
@@ -145,7 +143,7 @@ def test_a_run_renews_its_leases_until_it_gives_them_back(client: Client, tmp_pa
     asyncio.run(main())
 
 
-def test_what_is_published_before_the_lease_is_adopted_after_it(
+def test_weights_published_before_the_lease_are_adopted_after_it(
     client: Client, published: Path, tmp_path: Path
 ) -> None:
     asks = GenerateClient(f"http://{client.host}:{client.port}")
@@ -165,7 +163,7 @@ def test_what_is_published_before_the_lease_is_adopted_after_it(
     asyncio.run(main())
 
 
-def test_nothing_outside_of_the_root_is_read_or_told(
+def test_paths_outside_the_root_are_neither_read_nor_revealed(
     client: Client, published: Path, tmp_path: Path
 ) -> None:
     lease(client, RUN)
@@ -190,9 +188,7 @@ def test_nothing_outside_of_the_root_is_read_or_told(
 
 
 @pytest.mark.timeout(60)
-def test_what_is_no_regular_file_of_its_size_does_not_hold_the_server_up(
-    client: Client, published: Path
-) -> None:
+def test_fifo_or_oversized_file_does_not_block_the_server(client: Client, published: Path) -> None:
     lease(client, RUN)
     root = published.parents[1]
     fifo, huge = root / "fifo", root / "huge"
@@ -218,7 +214,7 @@ def test_what_is_no_regular_file_of_its_size_does_not_hold_the_server_up(
 
 
 @pytest.mark.parametrize("name", ["/etc/passwd", "../v000003/model.safetensors", "..", "", "a\0b"])
-def test_a_manifest_names_files_of_its_own_folder_alone(
+def test_manifest_may_name_only_files_in_its_own_folder(
     client: Client, published: Path, name: str
 ) -> None:
     lease(client, RUN)
@@ -265,7 +261,7 @@ def refused_content(client: Client, manifest: Manifest) -> str:
     return client.refused(adopt_body(manifest), ADOPT).message
 
 
-def test_weights_that_a_trainer_shares_are_what_files_would_have_been(
+def test_shared_weights_equal_weights_from_files(
     settings: ServerSpec, published: Path, tmp_path: Path
 ) -> None:
     """On the CPU over a mapped file; on a GPU the same code maps the device's memory."""
@@ -300,7 +296,7 @@ def test_weights_that_a_trainer_shares_are_what_files_would_have_been(
         assert server.get("/health")["version"] == manifest.label, "the weights stay"
 
 
-def test_without_a_root_nothing_is_adopted(settings: ServerSpec, published: Path) -> None:
+def test_server_without_a_root_adopts_nothing(settings: ServerSpec, published: Path) -> None:
     with live(settings.replace(weights_root=None)) as bare:
         lease(bare, RUN)
         error = refused(bare, published)

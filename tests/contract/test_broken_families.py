@@ -37,9 +37,7 @@ def results(tmp_path_factory: pytest.TempPathFactory) -> list[Result]:
 
 
 @pytest.mark.parametrize("broken", BROKEN, ids=lambda broken: broken.name)
-def test_a_broken_family_fails_the_test_of_its_promise(
-    broken: Broken, results: list[Result]
-) -> None:
+def test_broken_family_fails_the_matching_suite_test(broken: Broken, results: list[Result]) -> None:
     mine = [result for result in results if result.case == broken.name]
     failed = {result.test for result in mine if result.outcome == "failed"}
     assert failed == set(broken.fails), mine
@@ -48,7 +46,7 @@ def test_a_broken_family_fails_the_test_of_its_promise(
 
 
 @pytest.mark.skipif(not IS_FULL, reason="of all broken families; run by `make full`")
-def test_no_test_of_the_suites_is_left_that_nothing_fails(results: list[Result]) -> None:
+def test_every_suite_test_is_failed_by_some_broken_family(results: list[Result]) -> None:
     failed: defaultdict[str, set[str]] = defaultdict(set)
     for result in results:
         failed[result.test] |= {result.variant} if result.outcome == "failed" else set()

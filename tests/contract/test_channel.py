@@ -50,7 +50,7 @@ def test_messages_arrive_once_and_in_order() -> None:
     asyncio.run(asyncio.wait_for(scene(), 60))
 
 
-def test_a_taken_address_is_refused_with_the_cure() -> None:
+def test_address_in_use_is_refused_with_a_fix() -> None:
     async def scene() -> None:
         channel = ZmqChannel()
         with pytest.raises(ConfigError, match="cannot bind"):
@@ -83,7 +83,7 @@ def send_in_the_open(address: str) -> None:
     context.term()
 
 
-def test_who_does_not_know_the_secret_is_not_heard() -> None:
+def test_spoke_without_the_secret_is_rejected() -> None:
     async def scene() -> None:
         channel = ZmqChannel()
         stranger = AsyncSpoke(channel.address, "stranger", derive_spoke_key("another", "stranger"))
@@ -145,7 +145,9 @@ class CuttingProxy:
             end.transport.abort()
 
 
-def test_cut_connections_lose_nothing_and_repeat_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_dropped_connections_neither_lose_nor_repeat_messages(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     monkeypatch.setattr(zmq_channel, "TICK_S", 0.05)
 
     async def scene() -> None:
@@ -192,7 +194,7 @@ def test_cut_connections_lose_nothing_and_repeat_nothing(monkeypatch: pytest.Mon
     asyncio.run(asyncio.wait_for(scene(), 120))
 
 
-def test_who_has_the_key_of_one_name_does_not_speak_as_another() -> None:
+def test_spoke_cannot_send_under_another_name() -> None:
     async def scene() -> None:
         channel = ZmqChannel()
         trainer, key = channel.spoke("trainer"), derive_spoke_key(channel.secret, "worker-0")
@@ -255,7 +257,7 @@ def vanish(spoke: Spoke) -> None:
     spoke.close(0.0)
 
 
-def test_the_last_message_outlives_a_cut_that_a_short_close_does_not(address: str) -> None:
+def test_last_message_survives_a_dropped_connection_unless_close_is_short(address: str) -> None:
     short = open_spoke(address)
     short.send(b"lost")
     assert not short.close(0.0), "it says so"
@@ -271,7 +273,9 @@ def test_the_last_message_outlives_a_cut_that_a_short_close_does_not(address: st
     assert hub.close()
 
 
-def test_a_process_ends_where_zmq_does_not(address: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_close_returns_when_zmq_termination_blocks(
+    address: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     spoke = open_spoke(address)
     held = spoke._context.socket(zmq.PAIR)  # a context ends when its last socket is closed
     monkeypatch.setattr(zmq_channel, "END_TIMEOUT_S", 0.2)
@@ -282,9 +286,7 @@ def test_a_process_ends_where_zmq_does_not(address: str, monkeypatch: pytest.Mon
         time.sleep(0.01)
 
 
-def test_an_idle_spoke_notices_that_its_hub_is_gone(
-    address: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_idle_spoke_detects_a_lost_hub(address: str, monkeypatch: pytest.MonkeyPatch) -> None:
     hub, spoke = Hub(address, SECRET), open_spoke(address)
     meet(hub, spoke)
     hub.close()
@@ -294,7 +296,7 @@ def test_an_idle_spoke_notices_that_its_hub_is_gone(
     assert spoke.close()
 
 
-def test_an_idle_spoke_notices_that_its_hub_was_started_again(address: str) -> None:
+def test_idle_spoke_detects_a_restarted_hub(address: str) -> None:
     hub, spoke = Hub(address, SECRET), open_spoke(address)
     meet(hub, spoke)
     hub.close()
@@ -309,7 +311,7 @@ def test_an_idle_spoke_notices_that_its_hub_was_started_again(address: str) -> N
         one.close()
 
 
-def test_a_message_reaches_the_process_that_it_was_sent_to_or_none(address: str) -> None:
+def test_message_reaches_only_the_process_it_was_sent_to(address: str) -> None:
     hub, first = Hub(address, SECRET), open_spoke(address)
     meet(hub, first)
     second = open_spoke(address)  # it has a model to load before it says anything
@@ -321,7 +323,9 @@ def test_a_message_reaches_the_process_that_it_was_sent_to_or_none(address: str)
         one.close()
 
 
-def test_a_peer_that_is_lost_costs_no_other(address: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_lost_peer_does_not_affect_other_peers(
+    address: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     hub, lost, other = Hub(address, SECRET), open_spoke(address), open_spoke(address, "b")
     meet(hub, lost)
     meet(hub, other, "b")
@@ -339,7 +343,7 @@ def test_a_peer_that_is_lost_costs_no_other(address: str, monkeypatch: pytest.Mo
 
 
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
-def test_a_channel_that_broke_is_closed(address: str) -> None:
+def test_broken_channel_is_closed(address: str) -> None:
     def refuse(found: object) -> None:
         raise RuntimeError("no room")
 

@@ -96,7 +96,7 @@ ON_TORCH = pytest.mark.torch_only("vLLM was not tried with videos")
 @pytest.mark.parametrize(
     "name", [pytest.param(n, marks=ON_TORCH) if n == "video" else n for n in TALKS]
 )
-def test_the_engine_is_given_the_ids_that_a_rollout_gives_it(
+def test_engine_receives_the_same_ids_as_from_a_rollout(
     name: str, chat: Any, client: Client, tiny_model: Path, media: MediaStore
 ) -> None:
     messages, tools = TALKS[name]
@@ -120,7 +120,7 @@ def test_the_engine_is_given_the_ids_that_a_rollout_gives_it(
     assert answer.usage.prompt_tokens == len(request.token_ids)
 
 
-def test_images_are_stored_and_shown_by_reference(chat: Any, media: MediaStore) -> None:
+def test_images_are_stored_and_passed_by_reference(chat: Any, media: MediaStore) -> None:
     message = shown(11)
     url = message["content"][1]["image_url"]["url"]
     digest = hashlib.sha256(base64.b64decode(url.partition(",")[2])).hexdigest()
@@ -132,7 +132,7 @@ def test_images_are_stored_and_shown_by_reference(chat: Any, media: MediaStore) 
     assert again.choices[0].token_ids == answer.choices[0].token_ids
 
 
-def test_a_stream_says_the_same_as_an_answer_in_one_piece(chat: Any, renderer: Renderer) -> None:
+def test_streamed_response_equals_the_unstreamed_one(chat: Any, renderer: Renderer) -> None:
     asked = {"messages": [shown(1)], "max_tokens": 40, "extra_body": IDS}
     whole = chat(**asked)
     assert whole.choices[0].message.content == renderer.parse(whole.choices[0].token_ids).text
@@ -163,7 +163,7 @@ def test_sampling_parameters_reach_the_engine(chat: Any) -> None:
     assert cut.choices[0].finish_reason == "stop"
 
 
-def test_logprobs_are_those_of_the_generate_protocol(
+def test_logprobs_match_the_generate_protocol(
     chat: Any, client: Client, renderer: Renderer
 ) -> None:
     answer = chat(messages=[{"role": "user", "content": "Hi"}], logprobs=True, extra_body=IDS)
@@ -175,7 +175,7 @@ def test_logprobs_are_those_of_the_generate_protocol(
     assert [e.token for e in entries] == [renderer.decode([t]) for t in answer.choices[0].token_ids]
 
 
-def test_the_model_is_listed_and_another_is_refused(
+def test_served_model_is_listed_and_other_models_are_refused(
     chat: Any, client: Client, tiny_model: Path
 ) -> None:
     (model,) = client.get("/v1/models")["data"]
@@ -204,7 +204,7 @@ WRONG = [
 
 
 @pytest.mark.parametrize(("change", "status", "param"), WRONG)
-def test_what_cannot_be_answered_is_refused_by_its_path(
+def test_unsupported_chat_request_is_refused_with_its_param(
     chat: Any, change: dict[str, Any], status: int, param: str
 ) -> None:
     with pytest.raises(openai.APIStatusError) as caught:
@@ -216,7 +216,7 @@ def test_what_cannot_be_answered_is_refused_by_its_path(
         assert caught.value.code == "context_length_exceeded"
 
 
-def test_what_is_not_served_is_refused_in_the_shape_of_every_error(client: Client) -> None:
+def test_unknown_urls_and_methods_return_the_standard_error(client: Client) -> None:
     for method, path, status, kind in (
         ("GET", "/v1/completions", 404, "unknown_url"),
         ("GET", "/v1/chat/completions", 405, "method"),
@@ -230,7 +230,7 @@ def test_what_is_not_served_is_refused_in_the_shape_of_every_error(client: Clien
         assert "is not served here" in error["message"] and ("fix" in error) != is_chat
 
 
-def test_tools_that_may_not_be_called_are_not_shown(chat: Any) -> None:
+def test_uncallable_tools_are_not_rendered(chat: Any) -> None:
     asked = {"messages": [{"role": "user", "content": "Hi"}], "extra_body": IDS}
     without = chat(**asked)
     hidden = chat(**asked, tools=[LOOK], tool_choice="none")

@@ -98,7 +98,7 @@ def logprobs_of(answer: GenerateResponse) -> list[float]:
 
 
 @pytest.mark.parametrize("temperature", [1.0, 0.7])
-def test_logprobs_are_those_of_a_plain_forward_pass(
+def test_logprobs_match_a_plain_forward_pass(
     client: Client, reference: Reference, prompts: list[Prompt], temperature: float
 ) -> None:
     together = Together(client)
@@ -110,7 +110,7 @@ def test_logprobs_are_those_of_a_plain_forward_pass(
         np.testing.assert_allclose(logprobs_of(answer.result()), expected, atol=TOLERANCE)
 
 
-def test_logprobs_are_exact_over_turns_whose_keys_and_values_were_kept(
+def test_logprobs_are_exact_over_turns_with_cached_keys_and_values(
     client: Client, reference: Reference, media: MediaStore, block: int
 ) -> None:
     ref = media.put(Image.new("RGB", (64, 96), (2, 7, 1)))
@@ -133,7 +133,7 @@ def test_logprobs_are_exact_over_turns_whose_keys_and_values_were_kept(
         tokens, slots = next_turn(reference.renderer, tokens, slots, said, user("And?", shown))
 
 
-def test_greedy_is_what_transformers_generates(
+def test_greedy_decoding_matches_transformers(
     client: Client, reference: Reference, prompts: list[Prompt]
 ) -> None:
     together = Together(client)
@@ -143,7 +143,7 @@ def test_greedy_is_what_transformers_generates(
         assert answer.result().choices[0].token_ids == reference.greedy(tokens, slots, 16)
 
 
-def test_the_same_tokens_with_another_image_are_another_prompt(
+def test_same_tokens_with_another_image_miss_the_prefix_cache(
     client: Client, reference: Reference, media: MediaStore, block: int
 ) -> None:
     later: list[Prompt] = []
@@ -171,7 +171,7 @@ def test_the_same_tokens_with_another_image_are_another_prompt(
 # --- sampling
 
 
-def test_a_seed_draws_the_same_tokens_alone_and_in_company(
+def test_seed_draws_the_same_tokens_alone_and_batched(
     client: Client, prompts: list[Prompt]
 ) -> None:
     params = SamplingParams(max_tokens=20, seed=11)
@@ -191,7 +191,7 @@ def replace_params(params: SamplingParams, **changes: Any) -> SamplingParams:
     return msgspec.structs.replace(params, **changes)
 
 
-def test_several_choices_are_drawn_apart_and_the_first_as_if_alone(
+def test_choices_are_sampled_independently_and_the_first_as_if_alone(
     client: Client, prompts: list[Prompt]
 ) -> None:
     params = SamplingParams(max_tokens=10, seed=5)
@@ -201,7 +201,7 @@ def test_several_choices_are_drawn_apart_and_the_first_as_if_alone(
     assert several[1].token_ids != several[0].token_ids
 
 
-def test_a_stop_id_ends_the_answer_and_is_part_of_it(client: Client, prompts: list[Prompt]) -> None:
+def test_stop_id_ends_the_answer_and_is_included(client: Client, prompts: list[Prompt]) -> None:
     free = client.generate(*prompts[0]).choices[0]
     assert free.finish_reason == "length" and len(free.token_ids) == GREEDY.max_tokens
     stop = free.token_ids[2]
@@ -214,7 +214,7 @@ def test_a_stop_id_ends_the_answer_and_is_part_of_it(client: Client, prompts: li
 @pytest.mark.parametrize(
     "cut", [{"top_k": 2}, {"top_p": 0.02}, {"min_p": 0.9}, {"top_k": 3, "top_p": 0.9}]
 )
-def test_cuts_renormalize_what_is_left(
+def test_top_k_and_top_p_renormalize_the_remaining_tokens(
     client: Client, reference: Reference, prompts: list[Prompt], cut: dict[str, Any]
 ) -> None:
     tokens, slots = prompts[0]
@@ -241,7 +241,7 @@ def expected_cut(
     return {token: float(probs[token] / probs[kept].sum()) for token in kept}
 
 
-def test_pads_are_never_sampled_even_when_they_would_win(
+def test_pads_are_never_sampled_even_with_the_highest_logit(
     fresh: Client, tiny_model: Path, reference: Reference, prompts: list[Prompt], tmp_path: Path
 ) -> None:
     tokens, slots = prompts[0]
@@ -267,7 +267,7 @@ def test_pads_are_never_sampled_even_when_they_would_win(
 # --- many at once
 
 
-def test_a_late_request_is_answered_while_earlier_ones_decode(
+def test_late_request_is_answered_while_earlier_ones_decode(
     client: Client, prompts: list[Prompt]
 ) -> None:
     together = Together(client)
@@ -283,7 +283,7 @@ def test_a_late_request_is_answered_while_earlier_ones_decode(
         assert len(answer.result().choices[0].token_ids) == 300
 
 
-def test_an_image_is_decoded_and_encoded_once_however_often_it_is_shown(
+def test_repeated_image_is_decoded_and_encoded_once(
     fresh: Client, settings: ServerSpec, reference: Reference, media: MediaStore
 ) -> None:
     shown = reference.renderer.render([user(media.put(Image.new("RGB", (64, 64), (3, 1, 4))))])
@@ -340,7 +340,7 @@ def publish(
     return path, changed
 
 
-def test_an_update_in_the_middle_of_an_answer_gives_two_spans(
+def test_update_during_an_answer_gives_two_version_spans(
     fresh: Client, tiny_model: Path, reference: Reference, prompts: list[Prompt], tmp_path: Path
 ) -> None:
     manifest, changed = publish(tiny_model, tmp_path, 7, 7, 1.2, reference)
@@ -362,7 +362,7 @@ def test_an_update_in_the_middle_of_an_answer_gives_two_spans(
     assert fresh.get("/health")["version"] == "7"
 
 
-def test_a_turn_after_an_update_uses_nothing_of_the_old_weights(
+def test_turn_after_an_update_reuses_no_old_cache(
     fresh: Client, tiny_model: Path, reference: Reference, prompts: list[Prompt], tmp_path: Path
 ) -> None:
     tokens, slots = prompts[2]
@@ -376,7 +376,7 @@ def test_a_turn_after_an_update_uses_nothing_of_the_old_weights(
     np.testing.assert_allclose(logprobs_of(answer), expected, atol=TOLERANCE)
 
 
-def test_features_outlive_an_update_that_leaves_the_vision_tower_alone(
+def test_image_features_survive_an_update_of_text_weights_only(
     fresh: Client,
     settings: ServerSpec,
     tiny_model: Path,
@@ -402,7 +402,7 @@ def test_features_outlive_an_update_that_leaves_the_vision_tower_alone(
             np.testing.assert_allclose(logprobs_of(answer), expected, atol=TOLERANCE)
 
 
-def test_keys_and_values_can_be_kept_over_updates(
+def test_keys_and_values_can_be_kept_across_updates(
     odd: Client, tiny_model: Path, reference: Reference, prompts: list[Prompt], tmp_path: Path
 ) -> None:
     manifest, _ = publish(tiny_model, tmp_path, 1, 1, 1.2, reference)
@@ -415,7 +415,7 @@ def test_keys_and_values_can_be_kept_over_updates(
 
 
 @pytest.mark.parametrize("fault", ["truncated", "missing", "no manifest", "shape", "name", "junk"])
-def test_broken_weights_are_refused_and_the_old_ones_stay(
+def test_broken_weights_are_refused_and_old_ones_kept(
     client: Client, reference: Reference, prompts: list[Prompt], tmp_path: Path, fault: str
 ) -> None:
     tensors: dict[str, torch.Tensor] = dict(reference.model.named_parameters())
@@ -521,7 +521,7 @@ BAD_FIELDS = [
 
 
 @pytest.mark.parametrize(("field", "value", "kind", "path"), BAD_FIELDS)
-def test_what_the_client_got_wrong_is_a_400_with_its_type_and_path(
+def test_client_error_is_a_400_with_type_and_path(
     client: Client, prompts: list[Prompt], field: str, value: Any, kind: str, path: str
 ) -> None:
     # The table uses images, as most families do.
@@ -540,7 +540,7 @@ def two_images(reference: Reference, media: MediaStore) -> Prompt:
 
 
 @pytest.mark.parametrize("offsets", ["swapped", "same"])
-def test_slots_out_of_order_or_over_one_another_are_refused(
+def test_unordered_or_overlapping_slots_are_refused(
     client: Client, reference: Reference, media: MediaStore, offsets: str
 ) -> None:
     tokens, slots = two_images(reference, media)
@@ -562,7 +562,7 @@ def with_item(client: Client, prompt: Prompt, **changes: Any) -> bytes:
     return json.dumps(as_json(client, (tokens, [slot]))).encode()
 
 
-def test_a_client_of_other_processor_settings_shows_those_of_both_sides(
+def test_processor_settings_mismatch_names_both_sides(
     client: Client, tiny_model: Path, reference: Reference, media: MediaStore, tmp_path: Path
 ) -> None:
     if reference.family.name == "anyvlm":  # its settings are those of the folder
@@ -593,9 +593,7 @@ def test_a_client_of_other_processor_settings_shows_those_of_both_sides(
     assert reference.family.settings != other.settings
 
 
-def test_a_grid_that_the_image_does_not_have_is_a_400(
-    client: Client, prompts: list[Prompt]
-) -> None:
+def test_wrong_image_grid_is_a_400(client: Client, prompts: list[Prompt]) -> None:
     frames, rows, columns = prompts[0][1][0].item.grid
     grid = (frames, 2 * rows, 2 * columns)
     error = client.refused(with_item(client, prompts[0], grid=grid))
@@ -613,9 +611,7 @@ def lost(
     return json.dumps(as_json(client, (tokens, [slot]))).encode(), media.path(ref.digest)
 
 
-def test_an_image_of_another_size_than_its_ref_says_is_a_422(
-    client: Client, prompts: list[Prompt]
-) -> None:
+def test_image_size_differing_from_its_ref_is_a_422(client: Client, prompts: list[Prompt]) -> None:
     client.generate(*prompts[0])
     ref = msgspec.structs.replace(prompts[0][1][0].item.ref, width=31)
     error = client.refused(with_item(client, prompts[0], ref=ref))
@@ -626,7 +622,7 @@ def test_an_image_of_another_size_than_its_ref_says_is_a_422(
 @pytest.mark.parametrize(
     ("fault", "code"), [("missing", 404), ("corrupt", 422), ("unavailable", 503)]
 )
-def test_a_bad_image_file_costs_one_request(
+def test_bad_image_file_fails_only_its_request(
     client: Client, prompts: list[Prompt], media: MediaStore, fault: str, code: int
 ) -> None:
     body, file = lost(client, prompts, media, code % 256)
@@ -643,7 +639,7 @@ def test_a_bad_image_file_costs_one_request(
     assert client.call("POST", "/inference/v1/generate", body)[0] == 200
 
 
-def test_an_image_that_does_not_decode_is_a_422(
+def test_undecodable_image_is_a_422(
     client: Client, prompts: list[Prompt], media: MediaStore
 ) -> None:
     ref = media.put(undecodable())
@@ -663,7 +659,7 @@ def test_a_body_over_the_limit_is_a_413(
     assert (error.code, error.type) == (413, "too_large")
 
 
-def test_a_full_queue_is_a_503_that_may_heal(
+def test_full_queue_is_a_retryable_503(
     odd: Client, odd_settings: ServerSpec, prompts: list[Prompt]
 ) -> None:
     together = Together(odd)
@@ -679,7 +675,7 @@ def test_a_full_queue_is_a_503_that_may_heal(
     assert all(answer.result().choices for answer in [*running, *waiting])
 
 
-def test_a_request_with_more_choices_than_may_wait_is_taken_where_none_waits(
+def test_request_with_too_many_choices_is_accepted_by_an_empty_queue(
     odd: Client, odd_settings: ServerSpec, prompts: list[Prompt]
 ) -> None:
     num = odd_settings.inference.max_num_seqs + odd_settings.max_waiting + 1
@@ -687,7 +683,7 @@ def test_a_request_with_more_choices_than_may_wait_is_taken_where_none_waits(
     assert len(choices) == num
 
 
-def test_a_client_that_leaves_frees_its_row(client: Client, prompts: list[Prompt]) -> None:
+def test_disconnected_client_frees_its_row(client: Client, prompts: list[Prompt]) -> None:
     before = client.totals()["cancelled"]
     body = json.dumps(
         put_at(as_json(client, prompts[0], seed=1), "sampling_params.max_tokens", 3500)
@@ -704,7 +700,7 @@ def test_a_client_that_leaves_frees_its_row(client: Client, prompts: list[Prompt
 # --- what it says about itself
 
 
-def test_health_and_metrics_say_what_is_served(
+def test_health_and_metrics_report_the_served_version(
     client: Client, reference: Reference, prompts: list[Prompt]
 ) -> None:
     began = time.time()
@@ -723,7 +719,7 @@ def test_health_and_metrics_say_what_is_served(
 
 
 @pytest.mark.torch_only("tests/vllm ends a server of its own")
-def test_requests_in_flight_are_refused_with_503_when_the_server_ends(
+def test_requests_in_flight_get_503_when_the_server_stops(
     settings: ServerSpec, prompts: list[Prompt]
 ) -> None:
     found: list[Any] = []

@@ -82,7 +82,7 @@ def said(answer: GenerateResponse) -> tuple[list[int], list[float]]:
     [(TEXT, "", False), (TEXT + VISION, "", True), (TEXT, "visual.blocks", True)],
     ids=["text", "both", "tower whole"],
 )
-def test_an_adapter_serves_bit_for_bit_what_its_merged_weights_serve(
+def test_adapter_serves_bit_identically_to_its_merged_weights(
     fresh: Client, reference: Reference, prompt: tuple[list[int], list[Slot]], tmp_path: Path,
     ends: tuple[str, ...], trains: str, sees: bool,
 ) -> None:  # fmt: skip
@@ -112,7 +112,7 @@ def another(reference: Reference, ends: tuple[str, ...], trains: str) -> tuple[T
 
 
 @pytest.mark.parametrize("fault", ["base", "shape", "stranger", "half", "torn", "scale"])
-def test_an_adapter_that_does_not_fit_is_refused_and_the_weights_stay(
+def test_mismatched_adapter_is_refused_and_weights_are_kept(
     fresh: Client, reference: Reference, prompt: tuple[list[int], list[Slot]], tmp_path: Path,
     fault: str,
 ) -> None:  # fmt: skip

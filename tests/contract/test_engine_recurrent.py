@@ -102,7 +102,7 @@ def all_of(client: Client, prompts: list[Prompt], params: SamplingParams) -> lis
     return [answer.result() for answer in answers]
 
 
-def test_greedy_is_what_transformers_generates(
+def test_greedy_decoding_matches_transformers(
     client: Client, reference: Reference, prompts: list[Prompt]
 ) -> None:
     params = SamplingParams(max_tokens=24, temperature=0.0)
@@ -111,7 +111,7 @@ def test_greedy_is_what_transformers_generates(
 
 
 @pytest.mark.parametrize(("chunk", "temperature"), [(512, 1.0), (5, 0.6), (1, 1.0)])
-def test_logprobs_are_those_of_a_plain_forward_pass_whatever_the_chunks(
+def test_logprobs_match_a_plain_forward_pass_for_any_chunk_size(
     settings: ServerSpec,
     reference: Reference,
     prompts: list[Prompt],
@@ -126,7 +126,7 @@ def test_logprobs_are_those_of_a_plain_forward_pass_whatever_the_chunks(
         np.testing.assert_allclose(logprobs_of(answer), expected, atol=TOLERANCE)
 
 
-def test_a_prompt_of_one_token_begins_without_a_state_while_others_decode(
+def test_one_token_prompt_starts_without_state_while_others_decode(
     client: Client, reference: Reference, prompts: list[Prompt]
 ) -> None:
     all_of(client, prompts, GREEDY)  # they leave their states in the rows
@@ -141,7 +141,7 @@ def test_a_prompt_of_one_token_begins_without_a_state_while_others_decode(
         np.testing.assert_allclose(logprobs_of(answer), expected, atol=TOLERANCE)
 
 
-def test_a_turn_computes_what_is_new_and_says_what_the_trainer_computes(
+def test_turn_computes_only_new_tokens_and_matches_the_trainer(
     client: Client, fresh: Client, model: Path, media: MediaStore, reference: Reference
 ) -> None:
     """Run three turns with images, in several conversations at once, on two engines.
@@ -219,7 +219,7 @@ def sample(
     )
 
 
-def test_an_update_in_the_middle_of_answers_prefills_them_again(
+def test_update_during_answers_prefills_them_again(
     fresh: Client, model: Path, reference: Reference, prompts: list[Prompt], tmp_path: Path
 ) -> None:
     changed = Reference(model, reference.store)

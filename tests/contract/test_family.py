@@ -38,7 +38,7 @@ sides = st.integers(1, 3000)
 
 @thousand
 @given(width=sides, height=sides)
-def test_layout_counts_patches_as_transformers_does(seeing: Any, width: int, height: int) -> None:
+def test_layout_counts_patches_like_transformers(seeing: Any, width: int, height: int) -> None:
     try:
         layout = seeing.family.layout(width, height)
     except MediaRefused as error:
@@ -51,11 +51,11 @@ def test_layout_counts_patches_as_transformers_does(seeing: Any, width: int, hei
     assert layout.num_tokens == seeing.num_slot_tokens(height, width)
 
 
-def test_a_family_has_the_name_of_its_folder(checkpoint: Any) -> None:
+def test_family_name_equals_its_folder_name(checkpoint: Any) -> None:
     assert checkpoint.family.name in family_names()
 
 
-def test_items_say_what_the_layout_says(seeing: Any) -> None:
+def test_items_match_the_layout(seeing: Any) -> None:
     family = seeing.family
     for ref in seeing.refs:
         item = family.item(ref)
@@ -67,13 +67,13 @@ def test_items_say_what_the_layout_says(seeing: Any) -> None:
         family.check_item(item)
 
 
-def test_an_item_is_made_once_for_an_image(seeing: Any) -> None:
+def test_item_is_built_once_per_image(seeing: Any) -> None:
     ref = seeing.refs[0]
     again = msgspec.msgpack.decode(msgspec.msgpack.encode(ref), type=type(ref))
     assert seeing.family.item(again) is seeing.family.item(ref)
 
 
-def test_patches_are_bytes_one_row_for_each_place_of_the_grid(seeing: Any) -> None:
+def test_patches_are_bytes_with_one_row_per_grid_cell(seeing: Any) -> None:
     family = seeing.family
     for ref in seeing.refs:
         item = family.item(ref)
@@ -95,7 +95,7 @@ def test_patches_hold_each_pixel_once(seeing: Any) -> None:
     assert 1 <= min(sizes) < 2
 
 
-def test_equal_pixels_and_no_others_give_equal_patches(seeing: Any) -> None:
+def test_patches_are_equal_only_for_equal_pixels(seeing: Any) -> None:
     for ref in seeing.refs:
         item, image = seeing.family.item(ref), seeing.store.image(ref)
         patches = seeing.family.patches(image, item)
@@ -104,7 +104,7 @@ def test_equal_pixels_and_no_others_give_equal_patches(seeing: Any) -> None:
         assert not np.array_equal(patches, seeing.family.patches(darker, item))
 
 
-def test_patches_of_another_size_than_the_ref_says_are_refused(seeing: Any) -> None:
+def test_patches_differing_in_size_from_the_ref_are_refused(seeing: Any) -> None:
     item = seeing.family.item(seeing.refs[1])
     ref = item.ref
     turned = Image.new("RGB", (ref.height, ref.width))
@@ -124,7 +124,7 @@ def test_the_fingerprint_names_every_setting(seeing: Any) -> None:
     assert len(prints) == 1 + len(seeing.case.overrides)
 
 
-def test_an_item_of_other_settings_is_refused_with_both(seeing: Any, editable: Path) -> None:
+def test_item_with_other_settings_is_refused_naming_both(seeing: Any, editable: Path) -> None:
     if seeing.case.overrides:
         key, value = seeing.case.overrides[0]
         other = load_family(seeing.path, **{key: value})
@@ -150,7 +150,7 @@ def test_an_item_with_a_wrong_grid_is_refused(seeing: Any) -> None:
         seeing.family.check_item(msgspec.structs.replace(item, grid=(t, 2 * h, w)))
 
 
-def test_settings_that_cannot_work_are_refused_at_load(seeing: Any) -> None:
+def test_invalid_settings_are_refused_at_load(seeing: Any) -> None:
     with pytest.raises(FamilyError, match="max_pixels"):
         load_family(seeing.path, min_pixels=4096, max_pixels=1024)
     with pytest.raises(FamilyError, match="sharpness"):
@@ -158,9 +158,7 @@ def test_settings_that_cannot_work_are_refused_at_load(seeing: Any) -> None:
 
 
 @pytest.mark.parametrize("name", ["tokenizer.json", "preprocessor_config.json"])
-def test_a_folder_with_a_file_missing_is_refused_by_name(
-    seeing: Any, editable: Path, name: str
-) -> None:
+def test_missing_checkpoint_file_is_refused_by_name(seeing: Any, editable: Path, name: str) -> None:
     (editable / name).unlink()
     with pytest.raises(FamilyError, match=name):
         load_renderer(editable, seeing.store)
@@ -186,7 +184,7 @@ def place(seeing: Any, layout: tuple[int, list[tuple[int, int]]]) -> tuple[int, 
 
 @many
 @given(first=layouts(), second=layouts(), start=st.integers(0, 1000))
-def test_positions_continue_where_the_last_ones_ended(
+def test_positions_continue_after_the_previous_span(
     seeing: Any, first: Any, second: Any, start: int
 ) -> None:
     family = seeing.family
@@ -209,7 +207,7 @@ def test_text_advances_every_axis_by_one(seeing: Any) -> None:
 
 
 @pytest.mark.parametrize("change", ["length", "overlap", "outside"])
-def test_positions_refuse_slots_that_do_not_fit(seeing: Any, change: str) -> None:
+def test_positions_refuse_mismatched_slots(seeing: Any, change: str) -> None:
     num_tokens, (first, second) = place(seeing, (0, [(1, 0), (1, 1)]))
     broken = {
         "length": Slot(second.offset, second.length - 1, second.item),
@@ -220,7 +218,7 @@ def test_positions_refuse_slots_that_do_not_fit(seeing: Any, change: str) -> Non
         seeing.family.positions(num_tokens, [first, broken])
 
 
-def test_a_family_crosses_into_another_process(seeing: Any) -> None:
+def test_family_can_be_sent_to_another_process(seeing: Any) -> None:
     again = pickle.loads(pickle.dumps(seeing.family))
     assert again.fingerprint == seeing.family.fingerprint
     assert again.item(seeing.refs[0]) == seeing.family.item(seeing.refs[0])
@@ -239,7 +237,7 @@ assert not heavy, heavy
 """
 
 
-def test_pixels_do_not_change_with_torchvision(making_pixels: Any, tmp_path: Path) -> None:
+def test_pixels_do_not_depend_on_torchvision(making_pixels: Any, tmp_path: Path) -> None:
     # This torchvision can be found but not imported: any use of it fails.
     fake = tmp_path / "torchvision"
     fake.mkdir()

@@ -102,7 +102,7 @@ def places_of(computing: Any, slots: Sequence[Slot]) -> torch.Tensor | None:
 # -- packing
 
 
-def test_packed_sequences_compute_what_they_compute_alone(computing: Any, forward: Forward) -> None:
+def test_packed_sequences_match_separate_ones(computing: Any, forward: Forward) -> None:
     samples = making.samples(computing.path, computing.store, count=5)
     packed, alone = (prepare(computing, samples, limit) for limit in (WHOLE, ALONE))
     # In formats with a common prefix the first group is a tree, in a micro-batch of its own.
@@ -130,7 +130,7 @@ def gradients(computing: Any, forward: Forward, batch: ReadyBatch) -> dict[str, 
     return {name: p.grad.clone() for name, p in named if p.grad is not None}
 
 
-def test_a_tree_computes_what_its_paths_compute(computing: Any, forward: Forward) -> None:
+def test_tree_forward_matches_its_separate_paths(computing: Any, forward: Forward) -> None:
     if computing.family.packing.kind != "tree":
         return  # the others say nothing of trees
     rendered = computing.renderer.render([user("look", *shown(computing, 2))])
@@ -155,9 +155,7 @@ def test_a_tree_computes_what_its_paths_compute(computing: Any, forward: Forward
             torch.testing.assert_close(tree[path], alone, atol=TOLERANCE, rtol=TOLERANCE)
 
 
-def test_a_group_as_a_tree_moves_the_parameters_as_its_samples_do(
-    computing: Any, forward: Forward
-) -> None:
+def test_tree_gradients_match_separate_samples(computing: Any, forward: Forward) -> None:
     if computing.family.packing.kind != "tree":
         return  # the others say nothing of trees
     samples = making.group(computing.path, computing.store, count=5)
@@ -174,7 +172,7 @@ def test_a_group_as_a_tree_moves_the_parameters_as_its_samples_do(
 # -- images
 
 
-def test_an_image_is_encoded_apart_from_its_neighbours(computing: Any, forward: Forward) -> None:
+def test_image_encoding_does_not_depend_on_neighbours(computing: Any, forward: Forward) -> None:
     if not computing.family.shows_media:
         return  # the others say nothing of images
     items = [computing.family.item(ref) for ref in computing.refs]
@@ -186,7 +184,7 @@ def test_an_image_is_encoded_apart_from_its_neighbours(computing: Any, forward: 
             torch.testing.assert_close(part, alone, atol=TOLERANCE, rtol=TOLERANCE)
 
 
-def test_pixels_are_bit_for_bit_those_of_the_checkpoints_own_processor(
+def test_pixels_are_bit_identical_to_the_checkpoints_processor(
     computing: Any, forward: Any
 ) -> None:
     family, make = computing.family, computing.case.make_arrays
@@ -210,7 +208,7 @@ def test_pixels_are_bit_for_bit_those_of_the_checkpoints_own_processor(
             assert len(np.unique(theirs[:, ours.shape[1] :])) <= 1, (name, size)
 
 
-def test_images_are_shown_where_the_places_say(computing: Any, forward: Forward) -> None:
+def test_image_features_are_placed_at_their_slots(computing: Any, forward: Forward) -> None:
     if not computing.family.shows_media:
         return  # the others say nothing of images
     rendered = computing.renderer.render([user(computing.refs[0], "what?")])
@@ -228,9 +226,7 @@ def test_images_are_shown_where_the_places_say(computing: Any, forward: Forward)
     assert not torch.allclose(with_pads[-1], unseen[-1], atol=1e-4)
 
 
-def test_the_vision_parameters_are_all_that_features_depend_on(
-    computing: Any, forward: Forward
-) -> None:
+def test_features_depend_only_on_vision_parameters(computing: Any, forward: Forward) -> None:
     named, vision = dict(forward.model.named_parameters()), dict(forward.vision_parameters())
     if not computing.family.shows_media:
         assert not vision
@@ -243,7 +239,7 @@ def test_the_vision_parameters_are_all_that_features_depend_on(
 # -- engine and trainer
 
 
-def test_the_engine_says_the_logprobs_of_one_forward_pass(computing: Any, forward: Forward) -> None:
+def test_engine_logprobs_match_one_forward_pass(computing: Any, forward: Forward) -> None:
     renderer = computing.renderer
     settings = ServerSpec.of(
         path=computing.path,
@@ -288,7 +284,7 @@ def logprobs(
     return chosen
 
 
-def test_steps_of_training_move_every_parameter(computing: Any) -> None:
+def test_training_steps_change_every_parameter(computing: Any) -> None:
     samples = making.samples(computing.path, computing.store, count=4)
     config = making.trainer_config()
     learner = making.build_learner(
@@ -318,7 +314,7 @@ def digests(folder: Path) -> dict[str, str]:
     return {file.name: sha256(file.read_bytes()).hexdigest() for file in folder.iterdir()}
 
 
-def test_blocks_are_apart_and_the_smallest_image_reaches_the_whole_tower(
+def test_blocks_are_distinct_and_the_smallest_image_uses_the_whole_tower(
     computing: Any, forward: Forward
 ) -> None:
     """Check the blocks that ranks shard, and the image that a rank without images computes."""

@@ -83,7 +83,7 @@ def broken_weights(store: MediaStore) -> str:
 
 
 @pytest.mark.timeout(1800)
-def test_mutated_requests_cost_themselves_only(
+def test_mutated_requests_do_not_affect_other_requests(
     client: Client, tiny_model: Path, media: MediaStore
 ) -> None:
     renderer = load_renderer(tiny_model, media)

@@ -79,7 +79,7 @@ class Witness:
         return said
 
 
-def test_every_kind_of_tiny_checkpoint_is_compared() -> None:
+def test_every_tiny_checkpoint_type_is_compared() -> None:
     # The generic family tries every model against its own forward pass when it is loaded.
     assert {family for family, _ in CHECKPOINTS} == {*registry.family_names()} - {"anyvlm"}
     folder = Path(registry.__file__).parent / "qwen_vl"
@@ -88,11 +88,11 @@ def test_every_kind_of_tiny_checkpoint_is_compared() -> None:
     assert here | ELSEWHERE.keys() == kinds and not here & ELSEWHERE.keys()
     for file in ELSEWHERE.values():
         text = (Path(__file__).parent / file).read_text()
-        assert "def test_greedy_is_what_transformers_generates" in text, file
+        assert "def test_greedy_decoding_matches_transformers" in text, file
 
 
 @pytest.mark.parametrize(("family", "options"), take_first(CHECKPOINTS, 3), ids=str)
-def test_greedy_is_what_transformers_generates(
+def test_greedy_decoding_matches_transformers(
     family: str, options: dict[str, str], tmp_path: Path, store: MediaStore
 ) -> None:
     registry.write_tiny(family, tmp_path / "model", seed=0, **options)

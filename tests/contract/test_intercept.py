@@ -87,7 +87,7 @@ async def loop(chat: Chat, num_turns: int, **more: Any) -> list[Any]:
     return answers
 
 
-def test_an_agent_of_many_turns_is_one_path_of_the_tokens_that_the_server_saw(
+def test_multi_turn_agent_is_one_path_of_the_servers_tokens(
     play: Any, media: CountingStore
 ) -> None:
     answers: list[Any] = []
@@ -110,7 +110,7 @@ def test_an_agent_of_many_turns_is_one_path_of_the_tokens_that_the_server_saw(
     assert all(answer.usage.prompt_tokens_details.cached_tokens for answer in answers[1:])
 
 
-def test_an_intercepted_conversation_has_the_tokens_of_one_that_chat_leads(play: Any) -> None:
+def test_intercepted_conversation_has_the_same_tokens_as_chat(play: Any) -> None:
     async def intercepted(chat: Chat) -> float:
         await loop(chat, 4)
         return 1.0
@@ -126,7 +126,7 @@ def test_an_intercepted_conversation_has_the_tokens_of_one_that_chat_leads(play:
     assert [n.logprobs for n in one.nodes] == [n.logprobs for n in other.nodes]
 
 
-def test_a_stream_says_the_same_as_an_answer_in_one_piece(play: Any) -> None:
+def test_streamed_response_equals_the_unstreamed_one(play: Any) -> None:
     pieces: list[Any] = []
 
     async def whole(chat: Chat) -> float:
@@ -196,7 +196,7 @@ def caller(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.mark.timeout(300)  # it trains the model first
-def test_a_model_that_calls_tools_sees_their_pictures(caller: Path, media: CountingStore) -> None:
+def test_tool_calling_model_sees_tool_images(caller: Path, media: CountingStore) -> None:
     """Calls are sampled, parsed, streamed, run and answered with a picture, turn after turn."""
     turns: list[tuple[str, str]] = []
 
@@ -272,7 +272,7 @@ async def streamed_message(client: Any, asked: dict[str, Any]) -> dict[str, Any]
 # --- several at once
 
 
-def test_sub_agents_may_ask_at_the_same_time(play: Any) -> None:
+def test_sub_agents_may_send_concurrent_requests(play: Any) -> None:
     async def rollout(chat: Chat) -> float:
         async with agent(chat) as client:
 
@@ -292,9 +292,7 @@ def test_sub_agents_may_ask_at_the_same_time(play: Any) -> None:
     assert trace.forks == {"diverged": 3}
 
 
-def test_a_blocking_client_in_a_thread_and_a_program_of_its_own_are_agents_too(
-    play: Any, tmp_path: Path
-) -> None:
+def test_blocking_client_and_separate_program_work_as_agents(play: Any, tmp_path: Path) -> None:
     program = tmp_path / "agent.py"
     program.write_text(
         "import sys\n"
@@ -319,7 +317,7 @@ def test_a_blocking_client_in_a_thread_and_a_program_of_its_own_are_agents_too(
     assert len(play(rollout).turns) == 3
 
 
-def test_a_prompt_that_does_not_fit_is_refused_as_the_sdk_knows_it(play: Any) -> None:
+def test_too_long_prompt_raises_the_sdk_context_length_error(play: Any) -> None:
     async def rollout(chat: Chat) -> float:
         async with agent(chat) as client:
             long = {"role": "user", "content": "a b" * 3000}

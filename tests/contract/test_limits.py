@@ -57,7 +57,7 @@ def refuse(client: Client, body: bytes) -> dict[str, Any]:
 # --- before tokenizing
 
 
-def test_text_that_cannot_fit_is_not_tokenized(tiny_model: Path) -> None:
+def test_too_long_text_is_not_tokenized(tiny_model: Path) -> None:
     tokenizer = CountingTokenizer(tiny_model)
     most = MAX_LEN * tokenizer.max_token_chars
     emitter = Emitter(tokenizer, max_model_len=MAX_LEN)
@@ -69,7 +69,7 @@ def test_text_that_cannot_fit_is_not_tokenized(tiny_model: Path) -> None:
     assert tokenizer.num_chars == most
 
 
-def test_the_longest_text_that_can_fit_is_taken(tiny_model: Path) -> None:
+def test_longest_fitting_text_is_accepted(tiny_model: Path) -> None:
     tokenizer = CountingTokenizer(tiny_model)
     longest = max(tokenizer._plain.get_vocab(), key=len)
     emitter = Emitter(tokenizer, max_model_len=MAX_LEN)
@@ -81,7 +81,7 @@ def test_the_longest_text_that_can_fit_is_taken(tiny_model: Path) -> None:
     assert emitter.position
 
 
-def test_every_chat_format_refuses_what_cannot_fit(checkpoint: Checkpoint) -> None:
+def test_every_chat_format_refuses_too_long_text(checkpoint: Checkpoint) -> None:
     renderer = load_renderer(checkpoint.path, checkpoint.store, max_model_len=MAX_LEN)
     with pytest.raises(PromptTooLong, match="characters"):
         renderer.render([user("word " * 200_000)])
@@ -121,7 +121,7 @@ class CountingList(list[str]):
         return super().__contains__(name)
 
 
-def test_a_wide_schema_is_written_in_linear_time(checkpoint: Checkpoint) -> None:
+def test_wide_schema_is_rendered_in_linear_time(checkpoint: Checkpoint) -> None:
     renderer = load_renderer(checkpoint.path, checkpoint.store)
     if not takes_tools(renderer):
         return
@@ -183,7 +183,7 @@ def test_a_chat_request_over_a_limit_is_refused(
     assert error["code"] == over.code and over.told in error["message"]
 
 
-def test_images_over_the_limit_are_not_taken_into_the_store(
+def test_images_over_the_limit_are_not_stored(
     client: Client, settings: ServerSpec, media: MediaStore
 ) -> None:
     before = sum(1 for _ in media.digests())
@@ -230,9 +230,7 @@ def test_a_generate_request_over_a_limit_is_refused(
     assert error.code == 400 and error.path == path
 
 
-def test_a_body_that_no_sequence_can_fill_is_not_decoded(
-    client: Client, settings: ServerSpec
-) -> None:
+def test_body_larger_than_any_sequence_is_not_decoded(client: Client, settings: ServerSpec) -> None:
     most = 1024 * settings.inference.max_model_len
     error = client.refused(b" " * (most + 1))
     assert (error.code, error.type) == (413, "too_large") and str(most) in error.message
@@ -245,7 +243,7 @@ def test_a_body_that_no_sequence_can_fill_is_not_decoded(
 
 
 @pytest.mark.parametrize("piece", [b"[],", b'{"a":1},', b"1000,"], ids=["lists", "dicts", "ids"])
-def test_json_of_too_many_values_is_not_decoded(
+def test_json_with_too_many_values_is_not_decoded(
     client: Client, settings: ServerSpec, piece: bytes
 ) -> None:
     """The limit is what is said, and not what a decoder would say about the fields."""
@@ -264,7 +262,7 @@ def test_json_of_too_many_values_is_not_decoded(
 @pytest.mark.parametrize(
     "limit", [{"reserve_bytes": 2**62}, {"max_bytes": 10}], ids=["reserve", "size"]
 )
-def test_images_of_chats_stop_at_the_reserve_of_the_store(
+def test_chat_images_respect_the_stores_reserve(
     settings: ServerSpec, tmp_path: Path, limit: dict[str, int]
 ) -> None:
     store = MediaStore(tmp_path / "media", **limit)
@@ -278,7 +276,7 @@ def test_images_of_chats_stop_at_the_reserve_of_the_store(
 # --- between clients
 
 
-def test_large_calls_do_not_starve_a_small_one(settings: ServerSpec) -> None:
+def test_large_requests_do_not_starve_a_small_one(settings: ServerSpec) -> None:
     """64 choices of eight calls share two rows; a small call waits for the next row only."""
     params = partial(SamplingParams, temperature=1.0, seed=1)
     with live(settings.replace(max_num_seqs=2)) as server:

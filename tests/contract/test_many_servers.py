@@ -89,7 +89,7 @@ def play_all(servers: list[Client], model: Path, store: MediaStore) -> list[Trac
     return traces
 
 
-def test_two_servers_without_affinity_and_one_without_caches_say_what_one_cached_server_says(
+def test_two_servers_and_an_uncached_server_match_one_cached_server(
     settings: ServerSpec, tiny_model: Path, store: MediaStore
 ) -> None:
     bare = settings.replace(pixel_cache_mb=0, feature_cache_mb=0, enable_prefix_caching=False)
@@ -131,7 +131,7 @@ print(connection.getresponse().status)
 
 
 @pytest.mark.parametrize("num_before", [0, 1], ids=["begun", "queued"])
-def test_a_client_that_is_killed_does_not_cancel_the_image_that_another_waits_for(
+def test_killed_client_does_not_cancel_an_image_load_shared_with_another(
     settings: ServerSpec,
     tiny_model: Path,
     store: MediaStore,
@@ -177,7 +177,7 @@ def test_a_client_that_is_killed_does_not_cancel_the_image_that_another_waits_fo
     first.stdout.close()
 
 
-def test_requests_that_wait_are_bounded_by_their_bytes_too(
+def test_waiting_requests_are_also_bounded_by_bytes(
     settings: ServerSpec, tiny_model: Path, store: MediaStore
 ) -> None:
     """A picture of 64x64 takes 12,288 bytes once it is decoded."""

@@ -70,7 +70,7 @@ def real(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactor
 
 @many
 @given(messages=conversations(), tools=toolboxes, prompt=st.booleans())
-def test_tokens_are_those_of_the_template_with_the_real_tokenizer(
+def test_tokens_match_the_template_with_the_real_tokenizer(
     real: Any, messages: Sequence[dict[str, Any]], tools: list[dict[str, Any]], prompt: bool
 ) -> None:
     messages, tools = placed(list(messages), real), offered(tools, real)

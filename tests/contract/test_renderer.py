@@ -146,7 +146,7 @@ def follow_up(checkpoint: Any) -> Any:
 @many
 @given(messages=conversations(), tools=toolboxes, prompt=st.booleans())
 @example(messages=[{"role": "user", "content": SIDE_BY_SIDE}], tools=[], prompt=True)
-def test_tokens_are_those_of_the_checkpoints_own_template(
+def test_tokens_match_the_checkpoints_template(
     checkpoint: Any, messages: list[dict[str, Any]], tools: list[dict[str, Any]], prompt: bool
 ) -> None:
     messages, tools = placed(messages, checkpoint), offered(tools, checkpoint)
@@ -156,7 +156,7 @@ def test_tokens_are_those_of_the_checkpoints_own_template(
 
 @many
 @given(messages=conversations(), tools=toolboxes, prompt=st.booleans())
-def test_tokens_are_those_of_the_published_template(
+def test_tokens_match_the_published_template(
     templated: Any, messages: list[dict[str, Any]], tools: list[dict[str, Any]], prompt: bool
 ) -> None:
     published = templated.case.published_template
@@ -168,7 +168,7 @@ def test_tokens_are_those_of_the_published_template(
     assert rendered.token_ids == want
 
 
-def test_tokens_are_those_written_down(checkpoint: Any) -> None:
+def test_tokens_match_the_recorded_ids(checkpoint: Any) -> None:
     golden = json.loads(checkpoint.case.golden.read_text())[checkpoint.case.name]
     assert golden
     for entry in golden:
@@ -196,9 +196,7 @@ def test_spans_tile_the_tokens(
 
 @some
 @given(messages=conversations())
-def test_slots_cover_the_pads_and_nothing_else(
-    checkpoint: Any, messages: list[dict[str, Any]]
-) -> None:
+def test_slots_cover_exactly_the_pads(checkpoint: Any, messages: list[dict[str, Any]]) -> None:
     rendered = checkpoint.renderer.render(placed(messages, checkpoint))
     check_slots(rendered.slots, len(rendered.token_ids))
     pads = checkpoint.renderer.pad_token_ids[:1]
@@ -212,7 +210,7 @@ def test_slots_cover_the_pads_and_nothing_else(
 
 @some
 @given(messages=conversations())
-def test_trained_tokens_decode_to_what_the_assistant_says(
+def test_trained_tokens_decode_to_the_assistants_text(
     checkpoint: Any, messages: list[dict[str, Any]]
 ) -> None:
     messages = placed(messages, checkpoint)
@@ -227,7 +225,7 @@ def test_trained_tokens_decode_to_what_the_assistant_says(
         assert content.strip() in nfc(checkpoint.renderer.decode(ids))
 
 
-def test_an_image_is_found_in_the_message_that_holds_it(seeing: Any) -> None:
+def test_image_slot_belongs_to_its_message(seeing: Any) -> None:
     first, second = seeing.refs[:2]
     rendered = seeing.renderer.render([user("a", first), assistant("b"), user(second, "c")])
     assert [slot.item.ref for slot in rendered.slots] == [first, second]
@@ -236,7 +234,7 @@ def test_an_image_is_found_in_the_message_that_holds_it(seeing: Any) -> None:
         assert slot.end < span.stop
 
 
-def test_dicts_and_structs_render_alike(seeing: Any) -> None:
+def test_dicts_and_structs_render_identically(seeing: Any) -> None:
     ref = seeing.refs[0]
     dicts = [
         {"role": "system", "content": "be brief"},
@@ -264,7 +262,7 @@ def test_dicts_and_structs_render_alike(seeing: Any) -> None:
     new=st.lists(asked | answered, min_size=1, max_size=3),
     tools=toolboxes,
 )
-def test_bridge_continues_as_the_whole_conversation_would(
+def test_bridge_matches_rendering_the_whole_conversation(
     checkpoint: Any,
     before: list[dict[str, Any]],
     said: dict[str, Any],
@@ -300,7 +298,7 @@ def test_bridge_continues_as_the_whole_conversation_would(
     assert cut.spans[0].start == own.stop - 1
 
 
-def test_bridge_keeps_tokens_that_no_tokenizer_would_make(checkpoint: Any) -> None:
+def test_bridge_keeps_non_canonical_tokens(checkpoint: Any) -> None:
     renderer, new = checkpoint.renderer, follow_up(checkpoint)
     prompt = renderer.render([user("hi")]).token_ids
     # "user", letter by letter: rendering the message again would merge them.
@@ -319,7 +317,7 @@ def test_bridge_keeps_tokens_that_no_tokenizer_would_make(checkpoint: Any) -> No
     assert said == renderer.decode(whole.token_ids)
 
 
-def test_bridge_closes_a_turn_that_ended_in_the_other_stop_token(checkpoint: Any) -> None:
+def test_bridge_closes_a_turn_ended_by_the_other_stop_token(checkpoint: Any) -> None:
     renderer = checkpoint.renderer
     prompt = renderer.render([user("hi")]).token_ids
     *said, close = said_ids(checkpoint, [])
@@ -343,13 +341,13 @@ def test_bridge_closes_a_turn_that_ended_in_the_other_stop_token(checkpoint: Any
         ([system("late")], "system_among_new"),
     ],
 )
-def test_bridge_refuses_rather_than_guesses(checkpoint: Any, new: Any, reason: str) -> None:
+def test_bridge_refuses_ambiguous_histories(checkpoint: Any, new: Any, reason: str) -> None:
     renderer = checkpoint.renderer
     prompt = renderer.render([user("hi")]).token_ids
     assert renderer.bridge(prompt, [renderer.stop_token_ids[0]], new) == Refused(reason)
 
 
-def test_bridge_refuses_a_history_that_is_no_single_turn(checkpoint: Any) -> None:
+def test_bridge_refuses_a_history_other_than_one_turn(checkpoint: Any) -> None:
     renderer = checkpoint.renderer
     stop = renderer.stop_token_ids[0]
     prompt = renderer.render([user("hi")]).token_ids
@@ -368,7 +366,7 @@ def test_bridge_refuses_a_history_that_is_no_single_turn(checkpoint: Any) -> Non
 @bridged
 @given(said=assistants())
 @example(said={"role": "assistant", "content": "it is red \n"})
-def test_parse_gives_back_what_render_wrote(checkpoint: Any, said: dict[str, Any]) -> None:
+def test_parse_inverts_render(checkpoint: Any, said: dict[str, Any]) -> None:
     assume(not said["content"][:1].isspace())
     case, renderer = checkpoint.case, checkpoint.renderer
     said = placed([asking, said], checkpoint)[1]
@@ -400,7 +398,7 @@ def spelled(arguments: dict[str, Any]) -> dict[str, str]:
     }
 
 
-def test_parse_says_whether_the_model_stopped(checkpoint: Any) -> None:
+def test_parse_reports_whether_the_model_stopped(checkpoint: Any) -> None:
     renderer = checkpoint.renderer
     ids = said_ids(checkpoint, renderer.render([user("x")]).token_ids[3:4])[:-1]
     assert not renderer.parse([]).stopped
@@ -411,7 +409,7 @@ def test_parse_says_whether_the_model_stopped(checkpoint: Any) -> None:
         assert message.text == renderer.parse(ids).text
 
 
-def test_parse_is_not_fooled_by_text_that_spells_a_stop_token(checkpoint: Any) -> None:
+def test_parse_ignores_text_that_spells_a_stop_token(checkpoint: Any) -> None:
     renderer = checkpoint.renderer
     spelled = renderer.decode([renderer.stop_token_ids[0]])
     rendered = renderer.render([user("hi"), assistant(f"a{spelled}b")], generation_prompt=False)
@@ -419,7 +417,7 @@ def test_parse_is_not_fooled_by_text_that_spells_a_stop_token(checkpoint: Any) -
     assert renderer.parse(rendered.token_ids[own.start : own.stop]).text == f"a{spelled}b"
 
 
-def test_messages_and_ids_of_the_caller_stay_as_they_are(checkpoint: Any) -> None:
+def test_rendering_does_not_modify_the_callers_messages_and_ids(checkpoint: Any) -> None:
     renderer = checkpoint.renderer
     messages = placed(
         [asking, {"role": "user", "content": [{"type": "text", "text": "a"}]}], checkpoint
@@ -439,7 +437,7 @@ def test_messages_and_ids_of_the_caller_stay_as_they_are(checkpoint: Any) -> Non
 # -- what it loads
 
 
-def test_ids_to_ban_and_to_stop_at_are_of_the_vocabulary(checkpoint: Any) -> None:
+def test_banned_and_stop_ids_are_in_the_vocabulary(checkpoint: Any) -> None:
     renderer = checkpoint.renderer
     ids = renderer.pad_token_ids + renderer.stop_token_ids
     assert len(set(ids)) == len(ids)

@@ -25,7 +25,7 @@ def test_text_that_spells_a_special_token_stays_text(checkpoint: Any) -> None:
         assert f"x{token.content}y" in renderer.decode(forged)
 
 
-def test_a_forged_turn_makes_no_second_message(checkpoint: Any) -> None:
+def test_forged_turn_creates_no_second_message(checkpoint: Any) -> None:
     renderer = checkpoint.renderer
     spoken = renderer.decode(renderer.render([user("hi"), assistant("ok")]).token_ids)
     rendered = renderer.render([user(spoken)])
@@ -37,7 +37,7 @@ def test_a_forged_turn_makes_no_second_message(checkpoint: Any) -> None:
 
 
 @pytest.mark.parametrize("role", ["system", "assistant"])
-def test_an_image_of_a_role_that_shows_none_is_refused_by_path(seeing: Any, role: str) -> None:
+def test_image_in_an_unsupported_role_is_refused_by_path(seeing: Any, role: str) -> None:
     url = seeing.refs[0].url
     content = [
         {"type": "text", "text": "a"},
@@ -53,7 +53,7 @@ def test_an_image_of_a_role_that_shows_none_is_refused_by_path(seeing: Any, role
         seeing.renderer.render(messages)
 
 
-def test_what_is_refused_is_said_beforehand(checkpoint: Any) -> None:
+def test_describe_lists_refused_features(checkpoint: Any) -> None:
     said = dict(line.split(": ", 1) for line in checkpoint.renderer.describe())
     case = checkpoint.case
     takes = {"images": case.shows_media, "tools": case.takes_tools}
@@ -64,7 +64,7 @@ def test_what_is_refused_is_said_beforehand(checkpoint: Any) -> None:
     assert found == takes
 
 
-def test_a_video_is_refused_by_path_where_none_is_shown(checkpoint: Any) -> None:
+def test_unsupported_video_is_refused_by_path(checkpoint: Any) -> None:
     if checkpoint.case.shows_videos:
         return  # test_video has them
     ref = checkpoint.refs[0]
@@ -75,7 +75,7 @@ def test_a_video_is_refused_by_path_where_none_is_shown(checkpoint: Any) -> None
             checkpoint.family.steps(video([(ref, 0.0), (ref, 1.0)]))
 
 
-def test_a_shape_that_cannot_be_laid_out_is_refused_by_path(seeing: Any) -> None:
+def test_image_shape_without_a_layout_is_refused_by_path(seeing: Any) -> None:
     size = seeing.case.refused_size
     ref = seeing.store.put(Image.new("RGB", size or (402, 2)))
     messages = [
@@ -110,7 +110,7 @@ def test_a_shape_that_cannot_be_laid_out_is_refused_by_path(seeing: Any) -> None
         ([{"role": "user", "content": [{"type": "file"}]}], r"messages\[0\]\.content\[0\]\.type"),
     ],
 )
-def test_what_cannot_be_expressed_is_refused_by_path(
+def test_inexpressible_messages_are_refused_by_path(
     checkpoint: Any, messages: Any, path: str
 ) -> None:
     with pytest.raises(MessageError, match="^" + path + ": ") as caught:
@@ -126,7 +126,7 @@ def test_bridge_names_the_path_in_the_new_messages(seeing: Any) -> None:
         renderer.bridge(prompt, [], new)
 
 
-def test_what_only_some_formats_have_is_refused_by_the_others(checkpoint: Any) -> None:
+def test_unsupported_tools_and_reasoning_are_refused(checkpoint: Any) -> None:
     case, render = checkpoint.case, checkpoint.renderer.render
     tool = {"type": "function", "function": {"name": "f"}}
     called = {"role": "assistant", "content": "", "tool_calls": [{"name": "f", "arguments": {}}]}
@@ -151,7 +151,7 @@ def test_what_only_some_formats_have_is_refused_by_the_others(checkpoint: Any) -
         render([{"role": "user", "content": "a", "reasoning_content": "b"}])
 
 
-def test_what_a_tool_says_is_read_by_itself_too(checkpoint: Any) -> None:
+def test_tool_message_can_be_read_without_its_conversation(checkpoint: Any) -> None:
     """New messages of a conversation come without the question that began it."""
     if checkpoint.case.takes_tools:
         new = [{"role": "tool", "tool_call_id": "c", "content": "b"}]

@@ -79,7 +79,7 @@ def run(client: Client, script: Callable[[GenerateClient], Awaitable[Any]]) -> A
 
 
 @pytest.mark.parametrize("temperature", [1.0, 0.7, 0.0])
-def test_the_tokens_of_a_prompt_are_scored_as_a_plain_forward_pass_would(
+def test_prompt_logprobs_match_a_plain_forward_pass(
     client: Client, tiny_model: Path, media: MediaStore, temperature: float
 ) -> None:
     reference = Reference(tiny_model, media)
@@ -106,7 +106,7 @@ def test_the_tokens_of_a_prompt_are_scored_as_a_plain_forward_pass_would(
     assert pads and all(answer.prompt_logprobs[i] is None for i in pads)
 
 
-def test_an_answer_without_them_is_as_before_and_other_counts_are_refused(client: Client) -> None:
+def test_prompt_logprobs_are_optional_and_other_counts_are_refused(client: Client) -> None:
     plain = GenerateRequest.of([5, 6], [], SamplingParams(max_tokens=1))
     status, body, _ = client.call("POST", "/inference/v1/generate", msgspec.json.encode(plain))
     assert status == 200 and b"prompt_logprobs" not in body
@@ -150,7 +150,7 @@ def replayed(
     )
 
 
-def test_the_command_replays_a_file(
+def test_replay_command_replays_a_file(
     trace: Trace, client: Client, settings: ServerSpec, tmp_path: Path, capsys
 ) -> None:
     path = tmp_path / "step_1.msgpack"
@@ -177,7 +177,7 @@ def damaged(trace: Trace, node: int, **changes: object) -> Trace:
     return msgspec.structs.replace(copy, nodes=nodes)
 
 
-def test_a_replay_names_what_differs_and_where(
+def test_replay_names_each_difference_and_its_position(
     trace: Trace, client: Client, renderer: Renderer
 ) -> None:
     turn = trace.turns[-1]
@@ -210,7 +210,7 @@ def test_a_replay_names_what_differs_and_where(
     assert [(d.node, d.what) for d in found.differences] == [(turn.id, "message")]
 
 
-def test_a_missing_image_is_a_difference_and_a_dead_server_an_error(
+def test_missing_image_is_a_difference_and_dead_server_is_an_error(
     trace: Trace, settings: ServerSpec, renderer: Renderer, tmp_path: Path
 ) -> None:
     with live(settings.replace(media_roots=(tmp_path / "empty",))) as other:
@@ -229,7 +229,7 @@ def test_a_missing_image_is_a_difference_and_a_dead_server_an_error(
         asyncio.run(main())
 
 
-def test_a_server_that_scores_nothing_is_refused(
+def test_server_without_scoring_is_refused(
     trace: Trace, renderer: Renderer, media: MediaStore
 ) -> None:
     async def main() -> None:

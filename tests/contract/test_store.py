@@ -48,7 +48,7 @@ def name_of(ref: MediaRef) -> str:
     return f"{ref.digest[:2]}/{ref.digest[2:4]}/{ref.digest}"
 
 
-def test_get_returns_exactly_the_bytes_that_were_put(store: MediaStore) -> None:
+def test_get_returns_the_stored_bytes(store: MediaStore) -> None:
     data = png() + b"bytes behind the image stay, too"
     ref = store.put(data)
     assert ref == MediaRef(sha256(data).hexdigest(), "image/png", 6, 4, len(data))
@@ -61,7 +61,7 @@ def test_put_is_idempotent(kind: StoreKind) -> None:
     assert kind.backing.names() == [name_of(ref)]
 
 
-def test_what_is_there_is_not_written_again(kind: StoreKind) -> None:
+def test_existing_image_is_not_rewritten(kind: StoreKind) -> None:
     if not isinstance(kind.backing, FolderBacking):
         return
     path = kind.backing.root / name_of(kind.store.put(png()))
@@ -70,7 +70,7 @@ def test_what_is_there_is_not_written_again(kind: StoreKind) -> None:
     assert path.stat().st_ino == before
 
 
-def test_put_takes_bytes_a_path_and_a_pil_image(store: MediaStore, tmp_path: Path) -> None:
+def test_put_accepts_bytes_a_path_and_a_pil_image(store: MediaStore, tmp_path: Path) -> None:
     file = tmp_path / "picture"
     file.write_bytes(png())
     assert store.put(file) == store.put(png()) == store.put(bytearray(png()))
@@ -79,28 +79,28 @@ def test_put_takes_bytes_a_path_and_a_pil_image(store: MediaStore, tmp_path: Pat
     assert store.image(drawn).getpixel((0, 0)) == (255, 0, 0)
 
 
-def test_what_is_refused_leaves_nothing_behind(kind: StoreKind) -> None:
+def test_refused_put_stores_nothing(kind: StoreKind) -> None:
     for data in (b"", b"no image", png()[:-5]):
         with pytest.raises(MediaRefused):
             kind.store.put(data)
     assert kind.backing.names() == []
 
 
-def test_a_ref_that_lies_about_the_size_gives_no_picture(store: MediaStore) -> None:
+def test_ref_with_a_wrong_size_gives_no_image(store: MediaStore) -> None:
     ref = store.put(png())
     liar = MediaRef(ref.digest, ref.mime, ref.height, ref.width, ref.nbytes)
     with pytest.raises(MediaError, match="its ref says 4x6"):
         store.image(liar)
 
 
-def test_find_gives_back_the_ref_without_any_memory_of_the_put(kind: StoreKind) -> None:
+def test_find_returns_the_ref_in_a_new_store_object(kind: StoreKind) -> None:
     ref = kind.store.put(png())
     fresh = kind.elsewhere()
     assert fresh.get_ref(ref.digest) == ref
     assert fresh.get_ref(ref.digest) == ref
 
 
-def test_a_digest_that_was_never_put_is_missing(store: MediaStore) -> None:
+def test_unknown_digest_is_missing(store: MediaStore) -> None:
     ref = MediaRef("0" * 64, "image/png", 1, 1, 1)
     assert not store.has(ref)
     for look in (store.get, store.image, lambda r: store.get_ref(r.digest)):
@@ -110,7 +110,7 @@ def test_a_digest_that_was_never_put_is_missing(store: MediaStore) -> None:
 
 
 @pytest.mark.parametrize("name", ["", "../../etc", "A" * 64, "a" * 63, "a" * 64 + "/"])
-def test_a_name_that_is_no_digest_reaches_no_file(store: MediaStore, name: str) -> None:
+def test_invalid_digest_reaches_no_file(store: MediaStore, name: str) -> None:
     for look in (store.has, store.get_ref, store.touch, store.path):
         with pytest.raises(MediaError, match="not a media digest"):
             look(name)
@@ -161,7 +161,7 @@ def test_only_a_regular_file_is_an_image(tmp_path: Path, kind: str) -> None:
     assert aside.read_bytes() == png()
 
 
-def test_a_file_larger_than_any_image_is_not_read(tmp_path: Path) -> None:
+def test_oversized_file_is_not_read(tmp_path: Path) -> None:
     store = MediaStore(tmp_path / "media")
     ref = store.put(png())
     os.truncate(store.path(ref.digest), 1 << 40)
@@ -169,7 +169,7 @@ def test_a_file_larger_than_any_image_is_not_read(tmp_path: Path) -> None:
         store.get(ref)
 
 
-def test_the_root_of_a_store_may_be_a_link(tmp_path: Path) -> None:
+def test_store_root_may_be_a_symlink(tmp_path: Path) -> None:
     store = MediaStore(tmp_path / "media")
     ref = store.put(png())
     (tmp_path / "link").symlink_to(store.root)
@@ -180,7 +180,7 @@ def test_the_root_of_a_store_may_be_a_link(tmp_path: Path) -> None:
         assert linked.get(ref) == png() and linked.has(ref) and linked.touch(ref.digest)
 
 
-def test_putting_the_image_again_heals_a_corrupt_file(kind: StoreKind) -> None:
+def test_putting_an_image_again_repairs_a_corrupt_file(kind: StoreKind) -> None:
     ref = kind.store.put(png())
     kind.backing.write(name_of(ref), b"\0" * ref.nbytes)
     fresh = kind.elsewhere()
@@ -190,7 +190,7 @@ def test_putting_the_image_again_heals_a_corrupt_file(kind: StoreKind) -> None:
     assert kind.elsewhere("third").get(ref) == png()
 
 
-def test_verify_lists_what_is_damaged_and_removes_nothing(kind: StoreKind) -> None:
+def test_verify_lists_damaged_files_and_removes_none(kind: StoreKind) -> None:
     refs = [kind.store.put(png(color)) for color in ("red", "green", "blue")]
     kind.backing.write(name_of(refs[1]), b"damage")
     strays = []
@@ -204,7 +204,7 @@ def test_verify_lists_what_is_damaged_and_removes_nothing(kind: StoreKind) -> No
     assert kind.backing.names() == before
 
 
-def test_a_fallback_root_is_read_and_never_written(store: MediaStore, tmp_path: Path) -> None:
+def test_fallback_root_is_read_only(store: MediaStore, tmp_path: Path) -> None:
     ref = store.put(png())
     other = MediaStore(tmp_path / "own", fallback_roots=[store])
     assert other.get(ref) == png()
@@ -216,9 +216,7 @@ def test_a_fallback_root_is_read_and_never_written(store: MediaStore, tmp_path: 
     assert not store.has(blue)
 
 
-def test_a_sound_copy_in_a_fallback_root_stands_in_for_a_corrupt_one(
-    store: MediaStore, tmp_path: Path
-) -> None:
+def test_intact_fallback_copy_replaces_a_corrupt_one(store: MediaStore, tmp_path: Path) -> None:
     other = MediaStore(tmp_path / "own", fallback_roots=[store])
     ref = other.put(png())
     store.put(png())
@@ -226,7 +224,7 @@ def test_a_sound_copy_in_a_fallback_root_stands_in_for_a_corrupt_one(
     assert other.get(ref) == png()
 
 
-def test_a_removed_image_is_missing_to_who_has_not_just_used_it(kind: StoreKind) -> None:
+def test_removed_image_is_missing_for_a_new_client(kind: StoreKind) -> None:
     ref = kind.store.put(png())
     fresh = kind.elsewhere()
     kind.backing.clear()
@@ -235,7 +233,7 @@ def test_a_removed_image_is_missing_to_who_has_not_just_used_it(kind: StoreKind)
         fresh.get_ref(ref.digest)
 
 
-def test_images_are_prefetched_and_what_cannot_be_had_is_left_to_the_read(kind: StoreKind) -> None:
+def test_prefetch_skips_unavailable_images(kind: StoreKind) -> None:
     refs = [kind.store.put(png((i, 0, 0))) for i in range(20)]
     fresh, absent = kind.elsewhere(), MediaRef("0" * 64, "image/png", 1, 1, 1)
     fresh.prefetch([*refs, absent])
@@ -246,7 +244,7 @@ def test_images_are_prefetched_and_what_cannot_be_had_is_left_to_the_read(kind: 
         fresh.get(absent)
 
 
-def test_gc_removes_what_is_old_and_in_no_use(kind: StoreKind) -> None:
+def test_gc_removes_old_unused_images(kind: StoreKind) -> None:
     refs = [kind.store.put(png(color)) for color in ("red", "green", "blue")]
     for ref in refs[:2]:
         kind.backing.make_older(name_of(ref), 4000)
@@ -270,7 +268,7 @@ def test_a_put_or_a_new_reference_keeps_an_old_image(kind: StoreKind) -> None:
     assert kind.store.gc(set()).removed == [refs[2].digest]
 
 
-def test_what_a_run_used_since_it_took_its_lease_stays_however_long_it_takes(
+def test_images_used_under_a_lease_are_kept(
     kind: StoreKind,
 ) -> None:
     before = kind.store.put(png("red"))
@@ -293,7 +291,7 @@ def test_what_a_run_used_since_it_took_its_lease_stays_however_long_it_takes(
         kind.store.renew_lease("../run")
 
 
-def test_a_lease_of_images_is_one_of_the_parts_beside_them(kind: StoreKind) -> None:
+def test_image_lease_also_protects_blobs(kind: StoreKind) -> None:
     blobs = open_blobs(kind.store.root, TOKEN)
     part = blobs.put_bytes(b"of a file")
     kind.backing.make_older(f"blobs/{part[:2]}/{part[2:4]}/{part}", 500)
@@ -304,12 +302,12 @@ def test_a_lease_of_images_is_one_of_the_parts_beside_them(kind: StoreKind) -> N
 
 
 @pytest.mark.parametrize("source", [None, 5, object(), "picture.png"])
-def test_anything_else_is_refused(store: MediaStore, source: object) -> None:
+def test_put_refuses_unsupported_types(store: MediaStore, source: object) -> None:
     with pytest.raises(MediaRefused, match=r"put does not accept[\s\S]*ImageIngestor"):
         store.put(source)  # type: ignore[arg-type]
 
 
-def test_a_path_that_cannot_be_read_is_a_clear_error(store: MediaStore, tmp_path: Path) -> None:
+def test_unreadable_path_is_a_clear_error(store: MediaStore, tmp_path: Path) -> None:
     with pytest.raises(MediaError, match=r"nothing\.png"):
         store.put(tmp_path / "nothing.png")
     with pytest.raises(MediaError):

@@ -78,7 +78,7 @@ def check_turns(client: Client, learner: Learner, renderer: Any, store: MediaSto
         tokens, _ = next_turn(renderer, tokens, [], choice.token_ids, user("And now?"))
 
 
-def test_logprobs_of_a_text_only_checkpoint_are_the_trainers_before_and_after_an_update(
+def test_text_only_logprobs_match_the_trainer_before_and_after_an_update(
     client: Client, model: Path, media: MediaStore, tmp_path: Path
 ) -> None:
     renderer = load_renderer(model, media)
@@ -95,7 +95,7 @@ def test_logprobs_of_a_text_only_checkpoint_are_the_trainers_before_and_after_an
     check_turns(client, learner, renderer, media)
 
 
-def test_an_adapter_of_a_text_only_checkpoint_serves_its_merged_weights(
+def test_text_only_adapter_serves_its_merged_weights(
     client: Client, model: Path, media: MediaStore, tmp_path: Path
 ) -> None:
     config = making.trainer_config()

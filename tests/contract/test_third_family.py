@@ -12,7 +12,7 @@ from tests.contract.suites import ROOT, SUITES, THIRD_FAMILY, promises, run_suit
 
 
 @pytest.mark.timeout(600)
-def test_a_family_outside_the_package_passes_every_suite(tmp_path: Path) -> None:
+def test_external_family_passes_every_suite(tmp_path: Path) -> None:
     home = Path(shutil.copytree(THIRD_FAMILY, tmp_path / "elsewhere"))
     results, printed = run_suites(home, "pebble_cases", ["pebble"])
     assert [result for result in results if result.outcome != "passed"] == []

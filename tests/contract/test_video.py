@@ -120,7 +120,7 @@ def template_ids(checkpoint: Any, messages: list[Message], template: str | None)
     return ids
 
 
-def test_tokens_are_those_of_the_template(filming: Any, videos: list[VideoPart]) -> None:
+def test_tokens_match_the_template(filming: Any, videos: list[VideoPart]) -> None:
     published = filming.case.published_template
     templates = [None]
     if published is not None and published.is_file():
@@ -135,7 +135,7 @@ def test_tokens_are_those_of_the_template(filming: Any, videos: list[VideoPart])
             assert rendered.token_ids == template_ids(filming, talk, template)
 
 
-def test_a_bridge_writes_what_a_rendering_anew_does(filming: Any, videos: list[VideoPart]) -> None:
+def test_video_bridge_matches_a_full_rendering(filming: Any, videos: list[VideoPart]) -> None:
     renderer = filming.renderer
     role = "tool" if filming.case.wants_query or filming.case.takes_reasoning else "user"
     new = Message(role, user("and ", videos[1], "?").content)
@@ -152,7 +152,7 @@ def test_a_bridge_writes_what_a_rendering_anew_does(filming: Any, videos: list[V
     assert [*prompt.slots, *bridged.slots] == whole.slots
 
 
-def test_each_step_is_a_slot_of_its_own(filming: Any, videos: list[VideoPart]) -> None:
+def test_each_video_step_has_its_own_slot(filming: Any, videos: list[VideoPart]) -> None:
     family = filming.family
     for part in videos:
         rendered = filming.renderer.render([user("see ", part)])
@@ -167,14 +167,14 @@ def test_each_step_is_a_slot_of_its_own(filming: Any, videos: list[VideoPart]) -
             family.check_item(slot.item)
 
 
-def test_steps_of_one_video_are_told_apart(filming: Any, videos: list[VideoPart]) -> None:
+def test_steps_of_one_video_are_distinguished(filming: Any, videos: list[VideoPart]) -> None:
     items = [step.item for part in videos for step in filming.family.steps(part)]
     assert len({item.key for item in items}) == len(set(items)) == len(items)
     image = filming.family.item(filming.refs[0])
     assert image.key not in {item.key for item in items}
 
 
-def test_an_item_survives_the_wire_and_a_lie_does_not(
+def test_video_item_round_trips_and_false_items_are_refused(
     filming: Any, videos: list[VideoPart]
 ) -> None:
     family = filming.family
@@ -196,7 +196,7 @@ def test_an_item_survives_the_wire_and_a_lie_does_not(
             family.check_item(msgspec.structs.replace(item, fingerprint=family.fingerprint))
 
 
-def test_a_setting_of_the_video_processor_changes_the_fingerprint_of_steps_alone(
+def test_video_processor_setting_changes_only_the_step_fingerprint(
     filming: Any, tmp_path: Any
 ) -> None:
     import json
@@ -219,7 +219,7 @@ def test_a_setting_of_the_video_processor_changes_the_fingerprint_of_steps_alone
         other.check_item(filming.family.steps(part)[0].item)
 
 
-def test_what_cannot_be_shown_is_refused_by_path(filming: Any, videos: list[VideoPart]) -> None:
+def test_unsupported_videos_are_refused_by_path(filming: Any, videos: list[VideoPart]) -> None:
     renderer = filming.renderer
     url = filming.refs[0].url
     with pytest.raises(MessageError, match=r"messages\[0\]\.content\[1\].* cannot show a video"):
@@ -234,7 +234,7 @@ def test_what_cannot_be_shown_is_refused_by_path(filming: Any, videos: list[Vide
         renderer.render([user(uneven)])
 
 
-def test_a_cut_goes_between_steps(filming: Any, videos: list[VideoPart]) -> None:
+def test_truncation_cuts_between_video_steps(filming: Any, videos: list[VideoPart]) -> None:
     talk = [user("hi"), assistant("hm"), user("see ", videos[2]), assistant("fine, so it is")]
     sample = build_sample(talk, filming.renderer, "t")
     assert len(sample.slots) > 2
@@ -284,7 +284,7 @@ def transformers_logits(
     return out, found[:, 0]
 
 
-def test_whole_videos_of_transformers_give_the_same_logits(computing_videos: Any) -> None:
+def test_video_logits_match_transformers(computing_videos: Any) -> None:
     """Though the tower is given a video step by step, and each step apart.
 
     Videos are so short that where steps are joined the text behind one is where transformers has
@@ -325,7 +325,7 @@ def hidden_of(checkpoint: Any, forward: Any, tokens: list[int], slots: list[Slot
 # -- trainer and engine
 
 
-def test_packed_videos_compute_what_they_compute_alone(computing_videos: Any) -> None:
+def test_packed_videos_match_separate_ones(computing_videos: Any) -> None:
     shown = [film(computing_videos, 5), slides(computing_videos), slides(computing_videos, 4)]
     forward = load_model(computing_videos.path, computing_videos.family, "cpu", "float32")
     for made in (
@@ -345,7 +345,7 @@ def test_packed_videos_compute_what_they_compute_alone(computing_videos: Any) ->
             assert distance < computing_videos.case.gradient_tolerance, name
 
 
-def test_the_engine_says_the_logprobs_of_one_forward_pass(computing_videos: Any) -> None:
+def test_engine_logprobs_match_one_forward_pass(computing_videos: Any) -> None:
     case, renderer = computing_videos.case, computing_videos.renderer
     forward = load_model(computing_videos.path, computing_videos.family, "cpu", "float32")
     settings = ServerSpec.of(
@@ -386,7 +386,7 @@ def test_the_engine_says_the_logprobs_of_one_forward_pass(computing_videos: Any)
             tokens, slots = next_turn(renderer, tokens, slots, said, new)
 
 
-def test_a_flipped_pixel_of_a_frame_does_not_train(filming: Any) -> None:
+def test_sample_with_a_changed_frame_pixel_does_not_train(filming: Any) -> None:
     """The sampler saw another second frame: the digests of the first step differ, no other's."""
     frames = noise_frames(4, 64, 64, 7)
     flipped = frames.copy()
@@ -418,7 +418,7 @@ def test_a_flipped_pixel_of_a_frame_does_not_train(filming: Any) -> None:
     materializer.close()
 
 
-def test_the_steps_of_a_file_decode_it_once(filming: Any) -> None:
+def test_video_file_is_decoded_once_for_all_steps(filming: Any) -> None:
     part = film(filming, 40, 4, seed=9)
     materializer = Materializer(filming.family, filming.store, 1 << 24)
     items = [step.item for step in filming.family.steps(part)]

@@ -38,7 +38,9 @@ def encode_varint(number: int) -> bytes:
 
 
 @pytest.mark.parametrize("num_rows", [-5003, -(2**62), 10**9, 2**62])
-def test_a_parquet_file_of_impossibly_many_rows_is_refused(tmp_path: Path, num_rows: int) -> None:
+def test_parquet_file_with_an_impossible_row_count_is_refused(
+    tmp_path: Path, num_rows: int
+) -> None:
     """Before a list of them is made, or gc walks through them."""
     path = tmp_path / "samples" / "rows.parquet"
     path.parent.mkdir()
@@ -51,7 +53,7 @@ def test_a_parquet_file_of_impossibly_many_rows_is_refused(tmp_path: Path, num_r
         collect_digests(tmp_path)
 
 
-def test_a_saved_table_of_impossibly_many_rows_is_refused(tmp_path: Path) -> None:
+def test_saved_table_with_an_impossible_row_count_is_refused(tmp_path: Path) -> None:
     nothing = pyarrow.Array.from_buffers(pyarrow.null(), 2**31 - 1, [None])
     batch = pyarrow.RecordBatch.from_arrays([nothing], ["nothing"])
     with pyarrow.ipc.new_stream(tmp_path / "a.arrow", batch.schema) as writer:
@@ -65,7 +67,7 @@ def test_a_saved_table_of_impossibly_many_rows_is_refused(tmp_path: Path) -> Non
 
 
 @pytest.mark.parametrize("kind", ["compressed", "repeated"])
-def test_a_row_group_that_grows_out_of_its_file_is_refused(tmp_path: Path, kind: str) -> None:
+def test_row_group_larger_than_its_file_is_refused(tmp_path: Path, kind: str) -> None:
     path = tmp_path / "rows.parquet"
     long = "x" * 10_000
     if kind == "compressed":
@@ -79,7 +81,7 @@ def test_a_row_group_that_grows_out_of_its_file_is_refused(tmp_path: Path, kind:
     assert ParquetRows(path).row(399)["number"] == 399
 
 
-def test_scores_of_tokens_that_are_not_there_are_refused() -> None:
+def test_scores_for_missing_tokens_are_refused() -> None:
     numbers, short = Array.of([0.0] * 10, "float32"), Array.of([0.0] * 9, "float32")
     for start, stop, ratios in ((0, -5, numbers), (5, 3, numbers), (0, 11, numbers), (0, 9, short)):
         origin = TokenOrigin(start=start, stop=stop, node=0, trace_id="t")

@@ -35,7 +35,7 @@ def targets(tmp_path_factory: pytest.TempPathFactory, tiny_model: Path) -> dict[
 
 @pytest.mark.timeout(3600)
 @pytest.mark.parametrize("name", NAMES)
-def test_mutated_inputs_are_taken_or_refused(targets: dict[str, Target], name: str) -> None:
+def test_mutated_inputs_are_accepted_or_refused(targets: dict[str, Target], name: str) -> None:
     before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # Pillow's, about EXIF that cannot be read

@@ -48,7 +48,7 @@ def compare(ours, plain, inputs, dtype) -> None:  # type: ignore[no-untyped-def]
         assert float((x.grad.float() - y.grad).norm()) / size < bound
 
 
-def test_rows_of_any_lengths() -> None:
+def test_varlen_attention_matches_plain_attention() -> None:
     device, lengths = torch.device("cuda"), [5, 300, 1, 77, 128]
     ends = np.repeat(np.cumsum(lengths), lengths)
     pattern = build_attention_pattern(ends, device, torch.bfloat16)
@@ -63,7 +63,7 @@ def test_rows_of_any_lengths() -> None:
     )
 
 
-def test_images_see_all_of_themselves() -> None:
+def test_image_tokens_attend_to_their_whole_image() -> None:
     bounds = torch.tensor([0, 64, 320, 330], dtype=torch.int32, device="cuda")
     inputs = draw(330, torch.bfloat16)
 
@@ -85,7 +85,7 @@ def test_images_see_all_of_themselves() -> None:
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("size", [700, 1500])
-def test_trees(size: int, dtype: torch.dtype) -> None:
+def test_tree_attention_matches_plain_attention(size: int, dtype: torch.dtype) -> None:
     torch.backends.cuda.matmul.allow_tf32 = False
     rng, ends = random.Random(size), np.zeros(size, dtype=np.int64)
 
@@ -116,7 +116,7 @@ def plans(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.parametrize("lengths", [[2043, 2040, 1900], [2048, 2048], [1500, 700, 680]], ids=str)
-def test_rows_whose_shapes_come_back_are_padded(lengths: list[int]) -> None:
+def test_rows_with_repeated_shapes_are_padded(lengths: list[int]) -> None:
     device = torch.device("cuda")
     ends = np.repeat(np.cumsum(lengths), lengths)
     for _ in range(attention_cudnn.MIN_SHAPE_REPEATS):
@@ -135,7 +135,9 @@ def test_rows_whose_shapes_come_back_are_padded(lengths: list[int]) -> None:
 
 @pytest.mark.usefixtures("plans")
 @pytest.mark.parametrize("width", [64, 72, 80])
-def test_images_of_one_size_that_come_back(width: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_repeated_equal_sized_images_match_plain_attention(
+    width: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Head sizes of the towers of Qwen3-VL, Kimi K2.5 and Qwen2.5-VL."""
     torch.manual_seed(width)
     inputs = [

@@ -87,7 +87,7 @@ def check_same(one: list[TorchRequest], other: list[TorchRequest], tolerance: fl
         np.testing.assert_allclose(a.logprobs, b.logprobs, atol=tolerance)
 
 
-def test_graphs_say_what_passes_without_them_say(model: Path, store: MediaStore) -> None:
+def test_cuda_graphs_match_plain_passes(model: Path, store: MediaStore) -> None:
     in_graphs, without = make_requests(draw_prompts()), make_requests(draw_prompts())
     totals = ask(build(model, store, "float32"), [in_graphs[:2], in_graphs[2:]])
     assert totals["steps_replayed"] > 50
@@ -98,9 +98,7 @@ def test_graphs_say_what_passes_without_them_say(model: Path, store: MediaStore)
     check_same(in_graphs, without, 1e-6)
 
 
-def test_a_row_alone_says_what_it_says_among_rows_that_join_and_leave(
-    model: Path, store: MediaStore
-) -> None:
+def test_row_output_does_not_depend_on_other_rows(model: Path, store: MediaStore) -> None:
     together = make_requests(draw_prompts())
     ask(build(model, store, "float32"), [together[i : i + 2] for i in range(0, len(together), 2)])
     alone = make_requests(draw_prompts())
@@ -109,9 +107,7 @@ def test_a_row_alone_says_what_it_says_among_rows_that_join_and_leave(
         check_same([alone[i]], [together[i]], 1e-5)
 
 
-def test_a_prompt_that_a_group_shares_says_what_it_says_apart(
-    model: Path, store: MediaStore
-) -> None:
+def test_shared_group_prompt_matches_separate_prompts(model: Path, store: MediaStore) -> None:
     group, apart = make_requests([draw_prompts()[3]] * 8), make_requests([draw_prompts()[3]] * 8)
     totals = ask(build(model, store, "float32"), [group])
     assert totals["computed_tokens"] == len(group[0].prompt) + 7
@@ -120,7 +116,7 @@ def test_a_prompt_that_a_group_shares_says_what_it_says_apart(
     check_same(group, apart, 1e-5)
 
 
-def test_graphs_are_captured_anew_when_the_pages_have_moved(model: Path, store: MediaStore) -> None:
+def test_graphs_are_recaptured_when_pages_move(model: Path, store: MediaStore) -> None:
     moving, still = make_requests(draw_prompts()), make_requests(draw_prompts())
     engine = build(model, store, "float32")
     kv = KVCache(16, 2048, torch.device("cuda"), torch.float32, max_new_pages=4)
@@ -132,9 +128,7 @@ def test_graphs_are_captured_anew_when_the_pages_have_moved(model: Path, store: 
     check_same(moving, still, 1e-5)
 
 
-def test_a_model_of_another_family_says_what_it_says_on_the_cpu(
-    tmp_path: Path, store: MediaStore
-) -> None:
+def test_other_families_match_the_cpu(tmp_path: Path, store: MediaStore) -> None:
     """Latent attention and experts: whether its passes can be captured is the model's matter."""
     write_tiny("kimi_k25", tmp_path / "model", seed=0)
     on_gpu, on_cpu = make_requests(draw_prompts()), make_requests(draw_prompts())
@@ -143,7 +137,7 @@ def test_a_model_of_another_family_says_what_it_says_on_the_cpu(
     check_same(on_gpu, on_cpu, 1e-3)
 
 
-def test_fused_layers_say_what_the_model_says(model: Path) -> None:
+def test_fused_layers_match_the_model(model: Path) -> None:
     family = load_family(model)
     found = []
     for is_fused in (False, True):
@@ -161,7 +155,7 @@ def test_fused_layers_say_what_the_model_says(model: Path) -> None:
     assert difference < 1e-2
 
 
-def test_a_vision_tower_of_fused_layers_says_the_same(model: Path) -> None:
+def test_fused_vision_tower_matches_the_model(model: Path) -> None:
     family, found = load_family(model), []
     grids = [(1, 8, 8), (1, 4, 12)]
     values = 3 * family.patch**2  # type: ignore[attr-defined]
@@ -180,7 +174,7 @@ def test_a_vision_tower_of_fused_layers_says_the_same(model: Path) -> None:
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("heads", [(16, 8, 128, 128), (4, 4, 24, 16)])
-def test_paged_attention_is_right_and_the_same_bits_in_any_company(
+def test_paged_attention_is_correct_and_batch_invariant(
     dtype: torch.dtype, heads: tuple[int, int, int, int]
 ) -> None:
     from sightline.compute.triton_kernels import attend_paged
@@ -209,7 +203,7 @@ def test_paged_attention_is_right_and_the_same_bits_in_any_company(
         assert error < (1e-5 if dtype == torch.float32 else 1e-2)
 
 
-def test_what_is_rounded_in_transformers_is_rounded_alike() -> None:
+def test_kernels_round_like_transformers() -> None:
     from sightline.compute.triton_kernels import rms_norm, rotate_heads, silu_mul
 
     torch.manual_seed(0)
@@ -232,7 +226,7 @@ def test_what_is_rounded_in_transformers_is_rounded_alike() -> None:
     assert torch.equal(silu_mul(*x.chunk(2, dim=-1)), F.silu(x[:, :512]) * x[:, 512:])
 
 
-def test_sampled_tokens_follow_the_distribution_and_never_a_ban() -> None:
+def test_sampled_tokens_follow_the_distribution_and_avoid_banned_ids() -> None:
     from sightline.compute.triton_kernels import sample_tokens
 
     torch.manual_seed(0)

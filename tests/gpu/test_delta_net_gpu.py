@@ -26,7 +26,7 @@ def draw(tokens: int, heads: int, width: int) -> list[Tensor]:
 
 
 @pytest.mark.parametrize("lengths", [[700], [5, 64, 1, 300], [128, 129, 127]])
-def test_sequences_side_by_side_are_those_of_plain_torch(lengths: list[int]) -> None:
+def test_packed_sequences_match_plain_torch(lengths: list[int]) -> None:
     pytest.importorskip("fla.ops", reason="without flash-linear-attention on this GPU")
     inputs = draw(sum(lengths), heads=4, width=64)
     ends = np.repeat(np.cumsum(lengths), lengths)

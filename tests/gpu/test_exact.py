@@ -53,9 +53,7 @@ def passes(model: Path, is_exact: bool, length: int = LENGTH) -> Passes:
 
 
 @pytest.mark.parametrize(("heads", "kv_heads", "width"), [(16, 8, 128), (8, 8, 64), (6, 2, 128)])
-def test_a_query_has_the_same_bits_in_a_tile_and_alone(
-    heads: int, kv_heads: int, width: int
-) -> None:
+def test_query_is_bit_identical_alone_and_in_a_tile(heads: int, kv_heads: int, width: int) -> None:
     from sightline.compute.triton_kernels import attend_paged
 
     device, length = torch.device("cuda"), 1100
@@ -85,7 +83,7 @@ def test_a_query_has_the_same_bits_in_a_tile_and_alone(
 
 
 @pytest.mark.parametrize("shape", SHAPES)
-def test_products_find_rows_that_do_not_vary(shape: tuple[int, int]) -> None:
+def test_find_rows_gives_batch_invariant_matmuls(shape: tuple[int, int]) -> None:
     layer = nn.Linear(shape[1], shape[0], bias=False, device="cuda", dtype=torch.bfloat16)
     found = exact.find_rows("layer", layer, torch.device("cuda"), torch.bfloat16)
     print(f"{shape}: {found[0]} rows or more")
@@ -96,7 +94,7 @@ def test_products_find_rows_that_do_not_vary(shape: tuple[int, int]) -> None:
             assert torch.equal(whole[part], exact.multiply(x[part], layer.weight, None, *found))
 
 
-def test_packing(model: Path) -> None:
+def test_packing_is_exact(model: Path) -> None:
     for length in (1, 5, 700, LENGTH):
         found = passes(model, True, length)
         alone = found.train()
@@ -105,12 +103,12 @@ def test_packing(model: Path) -> None:
 
 
 @pytest.mark.parametrize("chunks", [[1] * 9 + [1191], [7, 64, 513, 616], [512, 512, 176]])
-def test_chunking(model: Path, chunks: list[int]) -> None:
+def test_chunked_prefill_is_exact(model: Path, chunks: list[int]) -> None:
     found = passes(model, True)
     assert torch.equal(found.train(), found.prefill(found.open(), chunks))
 
 
-def test_batch_size(model: Path) -> None:
+def test_batch_size_does_not_change_logprobs(model: Path) -> None:
     found = passes(model, True)
     wanted = found.train()[-40:]
     assert torch.equal(wanted, found.prefill(found.open(), [1160, 40], beside=6)[-40:])
@@ -120,7 +118,7 @@ def test_batch_size(model: Path) -> None:
         assert torch.equal(wanted, found.decode(kv, 1160, idle)), idle
 
 
-def test_reuse_of_keys_and_values(model: Path) -> None:
+def test_reused_keys_and_values_are_exact(model: Path) -> None:
     found = passes(model, True)
     kv = found.open()
     found.prefill(kv, [1000, 200])
@@ -129,7 +127,7 @@ def test_reuse_of_keys_and_values(model: Path) -> None:
     assert torch.equal(found.train()[777:], rest)
 
 
-def test_with_exact_off_all_of_these_see_a_difference(model: Path) -> None:
+def test_results_differ_without_exact_mode(model: Path) -> None:
     """Else they would show nothing."""
     found = passes(model, False)
     alone = found.train()
@@ -144,7 +142,7 @@ def test_with_exact_off_all_of_these_see_a_difference(model: Path) -> None:
 
 @pytest.mark.filterwarnings("ignore")
 @pytest.mark.parametrize("backend", ["", "inductor"])
-def test_gradients_are_those_of_the_other_mode(
+def test_exact_gradients_match_the_default_mode(
     model: Path, store: MediaStore, backend: str
 ) -> None:
     samples, found = making.samples(model, store, count=4), []
@@ -166,7 +164,7 @@ def test_gradients_are_those_of_the_other_mode(
 
 
 @pytest.mark.parametrize("master", ["model"])
-def test_logprobs_are_those_of_the_sampler(
+def test_logprobs_equal_the_samplers(
     model: Path, store: MediaStore, tmp_path: Path, master: str
 ) -> None:
     """Turns with images, groups with one prompt, graphs, chunks, windows of keys, an update."""

@@ -47,12 +47,12 @@ def model(numel: int) -> dict[str, torch.Tensor]:
     return made | {"count": torch.arange(5, device="cuda")}
 
 
-def test_the_digest_of_a_device_is_that_of_the_host() -> None:
+def test_device_digest_equals_host_digest() -> None:
     tensors = {name: tensor.bfloat16() for name, tensor in model(50_000_000).items()}
     assert digest_weights(tensors) == digest_weights({n: t.cpu() for n, t in tensors.items()})
 
 
-def test_another_process_copies_what_the_trainer_shares(tmp_path: Path) -> None:
+def test_another_process_copies_the_trainers_shared_weights(tmp_path: Path) -> None:
     weights, shared = model(200_000_000), SharedWeights(tmp_path)
     words = [sys.executable, "-c", SERVER]
     with subprocess.Popen(

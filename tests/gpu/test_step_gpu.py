@@ -31,7 +31,7 @@ pytestmark = [
 ]
 
 
-def test_a_copy_is_page_locked_and_keeps_what_the_device_held() -> None:
+def test_host_copy_is_page_locked_and_keeps_device_values() -> None:
     weights = {"a": torch.randn(2048, 2048, device="cuda"), "b": torch.arange(9, device="cuda")}
     wanted = weights["a"].to(torch.bfloat16).cpu()
     copy = HostCopy()
@@ -46,7 +46,7 @@ def test_a_copy_is_page_locked_and_keeps_what_the_device_held() -> None:
     assert {name: tensor.data_ptr() for name, tensor in copy.tensors().items()} == places
 
 
-def test_laps_are_times_of_the_device() -> None:
+def test_step_timer_measures_device_time() -> None:
     step_timer = StepTimer(torch.device("cuda"))
     torch.cuda._sleep(100_000_000)
     step_timer.end("forward")
@@ -55,7 +55,7 @@ def test_laps_are_times_of_the_device() -> None:
     assert found["forward"] > 10 * found["backward"]
 
 
-def test_measuring_a_micro_batch_does_not_wait_for_the_device() -> None:
+def test_measuring_a_micro_batch_does_not_synchronize() -> None:
     device = torch.device("cuda")
     num = 5000
     rng = np.random.default_rng(0)
@@ -100,7 +100,7 @@ def batch_of(learner: Learner, model: Path, store: MediaStore) -> ReadyBatch:
     return ready
 
 
-def test_a_micro_batch_asks_nothing_of_the_device(model: Path, store: MediaStore) -> None:
+def test_micro_batch_does_not_synchronize_with_the_device(model: Path, store: MediaStore) -> None:
     learner = learner_of(model, store)
     ready = batch_of(learner, model, store)
     learner.step(ready)  # what is found out once, and kernels that are loaded
@@ -114,9 +114,7 @@ def test_a_micro_batch_asks_nothing_of_the_device(model: Path, store: MediaStore
     assert np.isfinite(metric_sums.read()["loss"])
 
 
-def test_kernels_are_tried_while_activations_are_computed_again(
-    model: Path, store: MediaStore
-) -> None:
+def test_kernel_trials_work_during_activation_recomputation(model: Path, store: MediaStore) -> None:
     norms = []
     for again in (True, False):
         attention_cuda._try_cudnn.cache_clear()
@@ -127,7 +125,7 @@ def test_kernels_are_tried_while_activations_are_computed_again(
 
 @pytest.mark.parametrize("again", [False, True])
 @pytest.mark.parametrize("kind", ["flat", "tree"])
-def test_compiled_blocks_give_what_plain_ones_give(
+def test_compiled_blocks_match_plain_ones(
     tiny_model: Path,
     store: MediaStore,
     kind: str,

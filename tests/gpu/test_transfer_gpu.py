@@ -16,7 +16,7 @@ from sightline.families.device_copy import allocate_pinned, copy_to_device, move
 pytestmark = pytest.mark.gpu
 
 
-def test_patches_lie_in_page_locked_memory_and_arrive() -> None:
+def test_patches_are_copied_from_page_locked_memory() -> None:
     device = torch.device("cuda")
     held = fill(np.random.default_rng(0).integers(0, 256, (7001, 768)), device)
     assert torch.from_numpy(held).is_pinned()
@@ -29,7 +29,7 @@ def fill(values: np.ndarray | int, device: torch.device) -> np.ndarray:
     return held
 
 
-def test_memory_is_not_used_again_while_a_copy_reads_it() -> None:
+def test_memory_is_not_reused_during_a_copy() -> None:
     device = torch.device("cuda")
     with torch.cuda.stream(torch.cuda.Stream()):
         torch.cuda._sleep(200_000_000)
@@ -39,7 +39,7 @@ def test_memory_is_not_used_again_while_a_copy_reads_it() -> None:
         assert bool((first == 1).all())
 
 
-def test_a_model_and_its_file_go_through_page_locked_memory_whole(tmp_path: Path) -> None:
+def test_model_and_its_file_are_copied_whole_through_page_locked_memory(tmp_path: Path) -> None:
     model = nn.Sequential(nn.Linear(4099, 4099), nn.BatchNorm1d(3))  # more than a piece
     model.append(model[0])  # tied
     wanted = {name: tensor.clone() for name, tensor in model.state_dict().items()}

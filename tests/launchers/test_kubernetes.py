@@ -24,7 +24,7 @@ STEPS = 4
 OPTIONS = '[launch.kubernetes]\nimage = "sightline:cpu"\nvolume_claim = "runs"\n'
 
 
-def test_the_commands_of_valid_manifests_make_a_run(
+def test_commands_of_the_manifests_form_a_run(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     reason = "needs kubernetes-validate: make test-launchers"

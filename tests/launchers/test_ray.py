@@ -32,7 +32,7 @@ trainer = {cpus = 2, memory_gb = 2}
 """
 
 
-def test_a_run_on_ray_outlives_the_node_of_its_server_and_its_worker(
+def test_ray_run_survives_loss_of_server_and_worker_nodes(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     pytest.importorskip("ray", reason="needs Ray: make test-launchers")

@@ -16,7 +16,7 @@ pytestmark = [pytest.mark.launchers, pytest.mark.timeout(600)]
 STEPS = 5
 
 
-def test_a_preempted_job_is_queued_again_and_goes_on_with_its_run(
+def test_preempted_job_is_requeued_and_resumes_its_run(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     for name, value in build_environ(tmp_path).items():

@@ -17,7 +17,7 @@ pytestmark = [pytest.mark.loop, pytest.mark.timeout(600)]
 PAGE = (ROOT / "docs" / "bring_your_model.md").read_text()
 
 
-def test_the_page_from_a_folder_to_a_first_run(tmp_path: Path) -> None:
+def test_documented_steps_lead_from_checkpoint_to_first_run(tmp_path: Path) -> None:
     (program,) = re.findall(r"^```python\n(.*?)^```$", PAGE, re.M | re.S)
     subprocess.run([sys.executable, "-c", program], cwd=tmp_path, check=True, capture_output=True)
     lines = [line for line in PAGE.splitlines() if line.startswith("sightline ")]

@@ -27,7 +27,7 @@ class Windowed(ColorCodeword):
 '''
 
 
-def test_the_mismatch_is_exactly_0_with_windows_and_after_a_kill(home: Path) -> None:
+def test_mismatch_is_exactly_0_with_windows_and_after_a_kill(home: Path) -> None:
     (home / "windowed.py").write_text(WINDOWED)
     words = (str(EXAMPLES / "cpu.toml"), *SMALL, "run.steps=6", "env.name=windowed:Windowed")
     job = Job(home, *words, "model.exact=true", "trainer.checkpoint_every=2", "eval.tasks=0")

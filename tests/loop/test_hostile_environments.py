@@ -81,7 +81,7 @@ def is_alive(pid: int) -> bool:
         return False
 
 
-def test_what_an_environment_does_to_its_process_stays_there(tmp_path: Path) -> None:
+def test_hostile_environment_affects_only_its_own_process(tmp_path: Path) -> None:
     sightline("model", "tiny", "models/tiny", cwd=tmp_path)
     (tmp_path / "hostile.py").write_text(HOSTILE)
     (tmp_path / "run.toml").write_text(RUN)

@@ -88,7 +88,7 @@ def forge(hub: str) -> None:
     context.term()
 
 
-def test_a_run_is_commanded_by_its_own_processes_and_writes_no_secret(tmp_path: Path) -> None:
+def test_run_accepts_only_its_own_processes_and_writes_no_secret(tmp_path: Path) -> None:
     shutil.copy(Path(__file__).with_name("vowels.py"), tmp_path)
     (tmp_path / "judged.py").write_text(ENVIRONMENT)
     (tmp_path / "run.toml").write_text(RUN)

@@ -48,7 +48,7 @@ def test_no_float_pixels_outside_the_store(run_dir: RunDir) -> None:
         assert not re.search(rb"([^\x00]{4})\1{63}", path.read_bytes()), path
 
 
-def test_as_many_references_as_images_shown_and_none_missing(run_dir: RunDir) -> None:
+def test_every_image_has_a_reference_and_none_is_missing(run_dir: RunDir) -> None:
     store = MediaStore(run_dir.media)
     refs = [
         slot.item.ref
@@ -65,7 +65,7 @@ def test_as_many_references_as_images_shown_and_none_missing(run_dir: RunDir) ->
         store.get(ref)
 
 
-def test_what_the_trainer_was_sent_are_references_and_nothing_else(run_dir: RunDir) -> None:
+def test_trainer_receives_only_references(run_dir: RunDir) -> None:
     """The batches are gone by now: their samples are made again from traces and scores."""
     found = inspect_run(run_dir)
     assert found.is_clean and found.steps == found.batches_rebuilt == 6
@@ -85,7 +85,7 @@ def test_every_slot_has_the_samplers_pixel_digest(run_dir: RunDir) -> None:
     assert all(len(seen) == 1 and None not in seen for seen in digests.values())
 
 
-def test_the_summary_has_its_fields(run_dir: RunDir) -> None:
+def test_summary_has_every_field(run_dir: RunDir) -> None:
     found = summary(run_dir)
     assert {
         "reward_start", "reward_final", "steps", "seconds", "mismatch_kl", "tokens_per_s",
@@ -96,7 +96,7 @@ def test_the_summary_has_its_fields(run_dir: RunDir) -> None:
     assert sum(found["verdicts"].values()) >= 6 * 4 * 4
 
 
-def test_a_step_without_a_fresh_token_reports_null(run_dir: RunDir) -> None:
+def test_step_without_fresh_tokens_reports_null(run_dir: RunDir) -> None:
     lags = {
         s: e.values["lag_max"] for s, e in by_step(read_events(run_dir.metrics), "step").items()
     }
@@ -110,13 +110,13 @@ def test_a_step_without_a_fresh_token_reports_null(run_dir: RunDir) -> None:
     assert trained[1].values["fresh_tokens"] > 0, "the first step is on policy"
 
 
-def test_what_nothing_needs_any_more_is_gone(run_dir: RunDir) -> None:
+def test_obsolete_batches_and_versions_are_removed(run_dir: RunDir) -> None:
     assert not list(run_dir.batches.glob("*")), "all batches are covered by a checkpoint"
     assert len([p for p in run_dir.weights.iterdir() if p.is_dir()]) == 1
     assert len(list(run_dir.checkpoints.glob("step_*"))) <= 2
 
 
-def test_scores_name_every_trained_token(run_dir: RunDir) -> None:
+def test_scores_cover_every_trained_token(run_dir: RunDir) -> None:
     for step in range(1, 7):
         scores = StepScores.from_bytes(run_dir.scores_of(step).read_bytes())
         traces = {t.id: t for t in read_traces(run_dir.traces_of(step))}
@@ -126,7 +126,7 @@ def test_scores_name_every_trained_token(run_dir: RunDir) -> None:
             assert node.num_sampled == origin.stop - origin.start
 
 
-def test_gc_removes_nothing_that_the_run_refers_to(run_dir: RunDir) -> None:
+def test_gc_keeps_every_image_the_run_refers_to(run_dir: RunDir) -> None:
     done = sightline("media", "gc", "--run", run_dir.path, "--min-age-s", "0", cwd=run_dir.path)
     found = summary(run_dir)
     assert MediaStore(run_dir.media).count() == found["images_stored"], done.stdout

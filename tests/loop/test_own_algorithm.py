@@ -36,7 +36,7 @@ def starts_with_a_space(trace):
 '''
 
 
-def test_functions_of_anybody_train_the_demo(warm_home: Path) -> None:
+def test_user_defined_functions_train_the_demo(warm_home: Path) -> None:
     (warm_home / "my_algorithm.py").write_text(MODULE)
     done = sightline(
         "rl", "--plain", EXAMPLES / "cpu.toml", "run.name=own", "run.steps=40", "eval.tasks=128",
@@ -51,7 +51,7 @@ def test_functions_of_anybody_train_the_demo(warm_home: Path) -> None:
     assert found["mismatch_kl"] < 1e-5
 
 
-def test_a_loss_that_cannot_work_is_refused_before_anything_starts(warm_home: Path) -> None:
+def test_invalid_loss_is_refused_before_any_process_starts(warm_home: Path) -> None:
     broken = (
         "def constant(inputs):\n    return inputs.logprobs.detach(), inputs.logprobs.detach()\n"
     )

@@ -19,7 +19,7 @@ RUN = (str(EXAMPLES / "cpu.toml"), *SMALL, f"run.steps={STEPS}")
 
 
 @pytest.mark.parametrize("victim", take_first(["trainer", "orchestrator"], 1))
-def test_a_killed_run_says_who_died_and_resumes(home: Path, victim: str) -> None:
+def test_killed_run_names_the_dead_process_and_resumes(home: Path, victim: str) -> None:
     job = Job(home, *RUN)
     job.wait_for_step(6)
     job.kill(victim)
@@ -41,7 +41,7 @@ def test_a_killed_run_says_who_died_and_resumes(home: Path, victim: str) -> None
     assert done.stdout.strip().splitlines()[-2].startswith("run: ")
 
 
-def test_a_killed_server_and_a_killed_trainer_are_started_again_and_the_run_goes_on(
+def test_killed_server_and_trainer_are_restarted(
     home: Path,
 ) -> None:
     """The trainer as often as `[launch] restart` says."""
@@ -61,7 +61,7 @@ def test_a_killed_server_and_a_killed_trainer_are_started_again_and_the_run_goes
 
 
 @pytest.mark.thorough
-def test_a_killed_launcher_takes_its_processes_along(home: Path) -> None:
+def test_processes_exit_when_the_launcher_is_killed(home: Path) -> None:
     job = Job(home, *RUN)
     job.wait_for_step(2)
     run_dir = job.run_dir
@@ -76,7 +76,7 @@ def test_a_killed_launcher_takes_its_processes_along(home: Path) -> None:
 
 
 @pytest.mark.thorough
-def test_a_run_that_is_stopped_ends_in_order_and_goes_on_later(home: Path) -> None:
+def test_stopped_run_shuts_down_cleanly_and_resumes(home: Path) -> None:
     job = Job(home, *RUN)
     job.wait_for_step(3)
     told = sightline("stop", job.run_dir.path, cwd=home).stdout

@@ -78,7 +78,7 @@ def write_model(folder: Path) -> None:
     (folder / "token").write_text(TOKEN)
 
 
-def test_one_of_two_servers_is_killed_and_a_third_takes_its_place(tmp_path: Path) -> None:
+def test_killed_server_is_replaced_by_a_third(tmp_path: Path) -> None:
     write_model(tmp_path)
     with serving(tmp_path) as (a, killed), serving(tmp_path) as (b, _), serving(tmp_path) as (c, _):
         text = RUN.replace("SERVERS", json.dumps([a, b])).replace('"apart"', '"job"')
@@ -126,9 +126,7 @@ def servers(tmp_path: Path) -> Iterator[list[str]]:
         yield [first, second]
 
 
-def test_two_servers_take_the_rollouts_and_the_weights_of_run_after_run(
-    tmp_path: Path, servers: list[str]
-) -> None:
+def test_two_servers_serve_successive_runs(tmp_path: Path, servers: list[str]) -> None:
     (tmp_path / "run.toml").write_text(RUN.replace("SERVERS", json.dumps(servers)))
     seen = [0, 0]
     for name in ("apart-001", "apart-002"):
@@ -150,9 +148,7 @@ def test_two_servers_take_the_rollouts_and_the_weights_of_run_after_run(
         seen = sampled
 
 
-def test_a_server_that_would_serve_another_way_is_refused(
-    tmp_path: Path, servers: list[str]
-) -> None:
+def test_server_with_other_serving_settings_is_refused(tmp_path: Path, servers: list[str]) -> None:
     (tmp_path / "run.toml").write_text(RUN.replace("SERVERS", json.dumps(servers)))
 
     def refused(*overrides: str) -> str:
@@ -170,7 +166,7 @@ def test_a_server_that_would_serve_another_way_is_refused(
     assert not (tmp_path / "runs").exists(), "nothing was started"
 
 
-def test_a_run_ends_where_another_has_the_server_or_the_sampler_is_another_policy(
+def test_run_ends_on_a_leased_server_or_a_different_sampler_policy(
     tmp_path: Path, servers: list[str]
 ) -> None:
     (tmp_path / "run.toml").write_text(RUN.replace("SERVERS", json.dumps(servers)))

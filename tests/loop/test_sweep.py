@@ -13,7 +13,7 @@ from sightline.view.run_status import get_status
 pytestmark = [pytest.mark.loop, pytest.mark.timeout(300)]
 
 
-def test_a_run_of_a_sweep_that_fails_is_reported_and_the_others_go_on(
+def test_failed_sweep_run_is_reported_and_the_others_continue(
     tiny_model: Path, tmp_path: Path
 ) -> None:
     file, values = EXAMPLES / "warmup.toml", f"model.path=gone,{tiny_model}"

@@ -15,9 +15,7 @@ pytestmark = [pytest.mark.loop, pytest.mark.timeout(600)]
 THIRD_FAMILY = Path(__file__).parents[1] / "contract" / "third_family"
 
 
-def test_a_family_outside_the_package_trains(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_external_family_trains(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     elsewhere = shutil.copytree(THIRD_FAMILY, tmp_path / "elsewhere")
     monkeypatch.setenv("PYTHONPATH", str(elsewhere))
     made = sightline("model", "tiny", "models/tiny", "--family", "pebble", cwd=tmp_path)

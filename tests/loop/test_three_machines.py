@@ -49,7 +49,7 @@ tasks = 0
 TOKENS = {"MEDIA_TOKEN": "m" * 32, "SERVER_TOKEN": "s" * 32}
 
 
-def test_a_run_over_three_machines_loses_nothing(
+def test_run_on_three_machines_loses_no_data(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     write_tiny("qwen_vl", tmp_path / "tiny", seed=0)
@@ -58,7 +58,7 @@ def test_a_run_over_three_machines_loses_nothing(
 
 
 @pytest.mark.skipif(not IS_FULL, reason="the whole demo; run by `make full`")
-def test_the_demo_learns_over_three_machines_what_it_learns_on_one(
+def test_demo_learns_equally_on_three_machines(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     sightline("model", "tiny", "models/tiny", "--seed", "0", cwd=tmp_path)

@@ -91,7 +91,7 @@ KINDS = [("qwen_vl", "qwen2_5_vl"), ("qwen_vl", "qwen3_vl_thinking"), ("glm_v", 
 
 
 @pytest.mark.parametrize(("family", "kind"), take_first(KINDS, 1))
-def test_a_model_of_the_type_trains(home: Path, family: str, kind: str) -> None:
+def test_model_type_trains(home: Path, family: str, kind: str) -> None:
     write_tiny(family, home / "models" / "tiny", seed=0, type=kind)
     assert "prefix cache: on, " in play(home)
 
@@ -105,7 +105,7 @@ ON_TORCHVISION = [
 
 
 @pytest.mark.parametrize("kind", [*take_first(PLAIN, 1), *take_first(ON_TORCHVISION, 1)])
-def test_a_type_of_the_generic_family_trains(home: Path, kind: str) -> None:
+def test_generic_family_type_trains(home: Path, kind: str) -> None:
     write_kind(kind, home / "models" / "tiny")
     said = play(home)
     assert ("packing: padded rows" in said) == ("prefix cache: off, " in said)
@@ -118,7 +118,7 @@ if IS_FULL:
 
     @pytest.mark.timeout(3600)
     @pytest.mark.parametrize("kind", [*PLAIN, *ON_TORCHVISION])
-    def test_a_type_of_the_generic_family_learns_to_see(tmp_path: Path, kind: str) -> None:
+    def test_generic_family_type_learns_to_see(tmp_path: Path, kind: str) -> None:
         write_kind(kind, tmp_path / "models" / "tiny")
         side = f"env.args.side={SEES.get(kind, 32)}"
         sightline("sft", EXAMPLES / "warmup.toml", side, cwd=tmp_path)

@@ -17,7 +17,7 @@ WARM_UP_STEPS, STEPS = (300, 60) if IS_FULL else (10, 3)
 SMALL = () if IS_FULL else ("orchestrator.groups_per_step=4", "eval.tasks=8")
 
 
-def test_the_order_of_frames_is_learned(tmp_path: Path) -> None:
+def test_model_learns_frame_order(tmp_path: Path) -> None:
     for file in EXAMPLE.glob("*.*"):
         shutil.copy(file, tmp_path)
     sightline("model", "tiny", "models/tiny", cwd=tmp_path)

@@ -117,9 +117,7 @@ def write_run(home: Path, module: str, code: str, name: str) -> None:
         ("stuck", "Stuck", "hang: user code has outlived its rollout"),
     ], 1),
 )  # fmt: skip
-def test_a_worker_that_user_code_breaks_is_replaced(
-    home: Path, kind: str, env: str, why: str
-) -> None:
+def test_worker_broken_by_user_code_is_replaced(home: Path, kind: str, env: str, why: str) -> None:
     write_run(home, "trouble", TROUBLE, env)
     limit = ("rollout.timeout_s=15",) if kind == "stuck" else ()
     words = ("run.toml", f"run.steps={STEPS}", f"env.args.kind={kind}", *limit)
@@ -153,7 +151,7 @@ class Late(ColorCodeword):
 """
 
 
-def test_a_worker_that_cannot_start_ends_the_run(home: Path) -> None:
+def test_worker_startup_failure_ends_the_run(home: Path) -> None:
     write_run(home, "late", LATE, "Late")
     done = sightline("rl", "--plain", "run.toml", "run.steps=1", cwd=home, check=False)
     assert done.returncode == 2

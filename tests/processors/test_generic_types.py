@@ -22,7 +22,7 @@ from tests.processors.cases import CASES
 
 
 @pytest.mark.timeout(600)
-def test_they_pass_the_suites_of_every_family(tmp_path: Path) -> None:
+def test_generic_types_pass_the_family_suites(tmp_path: Path) -> None:
     results, _ = run_suites(tmp_path, "tests.processors.cases", [case.name for case in CASES])
     # Two tests are of pixels that are made without transformers, and of templates of releases.
     left_out = [result for result in results if "empty parameter set" in result.message]
@@ -31,7 +31,7 @@ def test_they_pass_the_suites_of_every_family(tmp_path: Path) -> None:
     assert {result.case for result in results} >= {case.name for case in CASES}
 
 
-def test_a_router_of_experts_gets_no_adapter(tmp_path: Path, store: MediaStore) -> None:
+def test_expert_router_gets_no_adapter(tmp_path: Path, store: MediaStore) -> None:
     """It is a linear layer that gives two things."""
     write_kind("llama4", tmp_path / "model")
     settings = making.model_config(tmp_path / "model")
@@ -41,7 +41,7 @@ def test_a_router_of_experts_gets_no_adapter(tmp_path: Path, store: MediaStore) 
     assert names and not any("router" in name for name in names)
 
 
-def test_the_version_of_torchvision_is_a_part_of_the_fingerprint(tmp_path: Path) -> None:
+def test_fingerprint_includes_the_torchvision_version(tmp_path: Path) -> None:
     write_kind("llama4", tmp_path / "model")
     family = load_family(tmp_path / "model")
     import torchvision
@@ -49,7 +49,7 @@ def test_the_version_of_torchvision_is_a_part_of_the_fingerprint(tmp_path: Path)
     assert torchvision.__version__.startswith(family.settings["torchvision"])
 
 
-def test_without_torchvision_the_refusal_names_it(
+def test_missing_torchvision_is_named_in_the_error(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     write_kind("lfm2_vl", tmp_path / "model")
@@ -71,7 +71,7 @@ PUBLISHED = {
 
 
 @pytest.mark.parametrize("kind", [*PUBLISHED])
-def test_layouts_are_the_processor_s_with_published_settings(kind: str, tmp_path: Path) -> None:
+def test_layouts_match_the_processor_with_published_settings(kind: str, tmp_path: Path) -> None:
     write_kind(kind, tmp_path / "model")
     file = tmp_path / "model" / "preprocessor_config.json"
     file.write_text(json.dumps(json.loads(file.read_text()) | PUBLISHED[kind]))

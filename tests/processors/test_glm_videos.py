@@ -35,7 +35,7 @@ def processor(folder: Path) -> Any:
 
 @pytest.mark.parametrize("size", [(84, 56), (64, 96), (40, 200)])
 @pytest.mark.parametrize("count", [5, 11, 40])
-def test_frames_pixels_and_tokens_are_those_of_transformers(
+def test_frames_pixels_and_tokens_match_transformers(
     folder: Path, processor: Any, store: MediaStore, size: tuple[int, int], count: int
 ) -> None:
     family: Any = load_family(folder)
@@ -67,7 +67,7 @@ def test_frames_pixels_and_tokens_are_those_of_transformers(
         assert difference.max() <= 2 * 2 / 255 / min(family._settings.std) + 1e-5
 
 
-def test_frames_and_sizes_are_those_of_transformers_for_a_thousand_videos(
+def test_frames_and_sizes_match_transformers_for_a_thousand_videos(
     folder: Path, processor: Any
 ) -> None:
     from transformers.video_utils import VideoMetadata

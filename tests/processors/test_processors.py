@@ -43,7 +43,7 @@ def photo(width: int, height: int) -> Image.Image:
     return Image.fromarray((127.5 + 127 * np.stack(waves, -1)).astype(np.uint8))
 
 
-def test_the_whole_processor_loads(tiny_model: Path) -> None:
+def test_full_processor_loads(tiny_model: Path) -> None:
     from transformers import AutoProcessor
 
     processor = AutoProcessor.from_pretrained(tiny_model, local_files_only=True)
@@ -53,7 +53,7 @@ def test_the_whole_processor_loads(tiny_model: Path) -> None:
 
 @pytest.mark.parametrize("size", SIZES)
 @pytest.mark.parametrize("draw", [noise, photo])
-def test_kimi_pixels_are_those_of_transformers(
+def test_kimi_pixels_match_transformers(
     draw: Any, size: tuple[int, int], kimi: Path, kimi_images: Any, store: MediaStore
 ) -> None:
     family: Family = load_family(str(kimi))
@@ -71,9 +71,7 @@ def test_kimi_pixels_are_those_of_transformers(
         assert difference <= 2 * (2 / 255) + 1e-6
 
 
-def test_kimi_grids_are_those_of_transformers_for_a_thousand_sizes(
-    kimi: Path, kimi_images: Any
-) -> None:
+def test_kimi_grids_match_transformers_for_a_thousand_sizes(kimi: Path, kimi_images: Any) -> None:
     family = load_family(str(kimi))
     rng = random.Random(0)
     for _ in range(1000):

@@ -49,7 +49,7 @@ def process(processor: Any, frames: np.ndarray, text: str, fps: float) -> Any:
 
 @pytest.mark.parametrize("size", [(84, 56), (64, 96), (40, 200)])
 @pytest.mark.parametrize("count", [5, 11, 40])
-def test_frames_pixels_and_tokens_are_those_of_transformers(
+def test_frames_pixels_and_tokens_match_transformers(
     folder: Path, processor: Any, store: MediaStore, size: tuple[int, int], count: int
 ) -> None:
     family, renderer = load_family(folder), load_renderer(folder, store)
@@ -90,7 +90,7 @@ def test_frames_pixels_and_tokens_are_those_of_transformers(
         assert seconds == pytest.approx(steps[0].item.step.seconds, rel=1e-6)
 
 
-def test_frames_and_sizes_are_those_of_transformers_for_a_thousand_videos(
+def test_frames_and_sizes_match_transformers_for_a_thousand_videos(
     folder: Path, processor: Any
 ) -> None:
     from transformers.video_utils import VideoMetadata
@@ -112,7 +112,7 @@ def test_frames_and_sizes_are_those_of_transformers_for_a_thousand_videos(
 
 
 @pytest.mark.parametrize("cap", [True, False])
-def test_capped_sizes_are_those_of_transformers(folder: Path, processor: Any, cap: bool) -> None:
+def test_capped_sizes_match_transformers(folder: Path, processor: Any, cap: bool) -> None:
     import dataclasses
 
     from transformers.image_utils import SizeDict

@@ -289,7 +289,7 @@ def check_asked(agent: Agent) -> None:
 
 
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
-def test_the_trace_of_a_random_agent_is_the_log_of_the_server(case: Case, world_of) -> None:
+def test_random_agents_trace_matches_the_server_log(case: Case, world_of) -> None:
     world = world_of(case)
 
     @FEW
@@ -314,7 +314,7 @@ def test_the_trace_of_a_random_agent_is_the_log_of_the_server(case: Case, world_
     play()
 
 
-def test_one_script_meets_every_way_to_prepare_a_turn(world_of) -> None:
+def test_one_script_covers_every_turn_preparation_path(world_of) -> None:
     """So that the property is not true for want of cases."""
     cases = [case for case in read_cases() if case.takes_tools and not case.name.startswith("any")]
     worlds = map(world_of, cases)

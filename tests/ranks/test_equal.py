@@ -110,7 +110,7 @@ def take_step(model: Path, size: int, out: Path, *words: str) -> Found:
         for size in (2, 4)
     ],
 )
-def test_loss_and_every_gradient_are_those_of_one_rank(
+def test_loss_and_gradients_match_one_rank(
     step: Callable[..., Found], family: str, options: dict[str, str], size: int
 ) -> None:
     alone, together = step(family, options, 1), step(family, options, size)
@@ -130,7 +130,7 @@ def test_loss_and_every_gradient_are_those_of_one_rank(
 
 @pytest.mark.thorough
 @pytest.mark.parametrize("way", ["recompute", "compile"])
-def test_blocks_that_compute_otherwise_give_the_same_gradients(
+def test_alternative_block_implementations_give_the_same_gradients(
     step: Callable[..., Found], way: str
 ) -> None:
     plain = step("qwen_vl", {}, 1)
@@ -171,14 +171,14 @@ def _relative(ours: dict[str, torch.Tensor], theirs: dict[str, torch.Tensor]) ->
     return math.sqrt(off / sum(float(g.square().sum()) for g in theirs.values()))
 
 
-def test_scores_of_all_ranks_come_to_the_lead(step: Callable[..., Found]) -> None:
+def test_lead_rank_gathers_the_scores_of_all_ranks(step: Callable[..., Found]) -> None:
     alone, together = step("qwen_vl", {}, 1), step("qwen_vl", {}, 2)
     assert [(t, n) for t, n, _ in together.scores] == [(t, n) for t, n, _ in alone.scores]
     for (_, _, ours), (_, _, theirs) in zip(together.scores, alone.scores, strict=True):
         assert ours == pytest.approx(theirs, abs=1e-5)
 
 
-def test_a_rank_holds_its_share_of_the_parameters(step: Callable[..., Found]) -> None:
+def test_rank_holds_only_its_parameter_shard(step: Callable[..., Found]) -> None:
     [whole] = step("qwen_vl", {}, 1).nbytes
     for size in (2, 4):
         held = step("qwen_vl", {}, size).nbytes
@@ -191,9 +191,7 @@ def test_a_rank_holds_its_share_of_the_parameters(step: Callable[..., Found]) ->
 
 @pytest.mark.thorough
 @pytest.mark.parametrize("size", [2, 4])
-def test_each_image_is_made_once_for_all_ranks_of_a_machine(
-    step: Callable[..., Found], size: int
-) -> None:
+def test_each_image_is_processed_once_per_machine(step: Callable[..., Found], size: int) -> None:
     [alone] = step("qwen_vl", {}, 1).ranks
     together = step("qwen_vl", {}, size).ranks
     assert together[0]["made"] == alone["images"], "rank 0 looks at all of them"
@@ -202,7 +200,7 @@ def test_each_image_is_made_once_for_all_ranks_of_a_machine(
 
 
 @pytest.mark.thorough
-def test_a_rank_that_trains_text_next_to_images_learns_its_text_alone(
+def test_text_only_rank_is_unaffected_by_its_blank_image(
     step: Callable[..., Found],
 ) -> None:
     """It takes part in the vision tower with a blank image, of which nothing is left."""
@@ -216,7 +214,7 @@ def test_a_rank_that_trains_text_next_to_images_learns_its_text_alone(
 
 
 @pytest.mark.thorough
-def test_a_frozen_tower_stays_as_it_is_on_all_ranks(step: Callable[..., Found]) -> None:
+def test_frozen_tower_is_unchanged_on_all_ranks(step: Callable[..., Found]) -> None:
     alone = step("qwen_vl", {}, 1, "frozen")
     together = step("qwen_vl", {}, 2, "frozen")
     assert together.gradients.keys() == alone.gradients.keys()
@@ -231,7 +229,7 @@ def test_a_frozen_tower_stays_as_it_is_on_all_ranks(step: Callable[..., Found]) 
         assert all(second < first for first, second in (rank["passes"] for rank in found.ranks))
 
 
-def test_a_bad_image_costs_its_sample_on_all_ranks_alike(step: Callable[..., Found]) -> None:
+def test_bad_image_drops_its_sample_on_all_ranks(step: Callable[..., Found]) -> None:
     """Loss, gradients and scores are those of the batch without the sample."""
     without, lost = step("qwen_vl", {}, 1, "kept"), step("qwen_vl", {}, 2, "lost")
     assert [(t, n) for t, n, _ in lost.scores] == [(t, n) for t, n, _ in without.scores]
@@ -242,7 +240,7 @@ def test_a_bad_image_costs_its_sample_on_all_ranks_alike(step: Callable[..., Fou
         assert off <= 1e-5 * float(gradient.norm()) + 1e-9, name
 
 
-def test_adapters_train_and_merge_on_ranks_as_on_one(step: Callable[..., Found]) -> None:
+def test_adapters_on_several_ranks_match_one_rank(step: Callable[..., Found]) -> None:
     """`one`: a single micro-batch, so that one rank shows images and the other has nothing."""
     alone, together = step("qwen_vl", {}, 1, "lora"), step("qwen_vl", {}, 2, "lora", "one")
     assert together.gradients.keys() == alone.gradients.keys()
@@ -259,7 +257,7 @@ def test_adapters_train_and_merge_on_ranks_as_on_one(step: Callable[..., Found])
         torch.testing.assert_close(together.tensors[name], alone.tensors[name], atol=2e-3, rtol=0)
 
 
-def test_a_critic_and_several_updates_are_those_of_one_rank(step: Callable[..., Found]) -> None:
+def test_critic_and_several_updates_match_one_rank(step: Callable[..., Found]) -> None:
     """Two epochs of two minibatches, with advantages from the values of all ranks."""
     alone, together = step("qwen_vl", {}, 1, "critic"), step("qwen_vl", {}, 2, "critic")
     assert [rank["updates"] for rank in alone.ranks + together.ranks] == [4] * 3
@@ -289,7 +287,7 @@ def check_probes(alone: Found, together: Found) -> None:
         for i, kind in enumerate(TYPES)
     ],
 )
-def test_a_rank_without_an_image_goes_along_with_the_probe_of_another(
+def test_rank_without_images_joins_the_probe(
     step: Callable[..., Found], family: str, options: dict[str, str]
 ) -> None:
     alone, together = (step(family, options, ranks, "probe", "one") for ranks in (1, 2))
@@ -298,14 +296,14 @@ def test_a_rank_without_an_image_goes_along_with_the_probe_of_another(
 
 
 @pytest.mark.thorough
-def test_the_probe_asks_the_rank_that_can_tell(step: Callable[..., Found]) -> None:
+def test_probe_runs_on_the_rank_with_suitable_images(step: Callable[..., Found]) -> None:
     alone, together = (step("qwen_vl", {}, ranks, "probe") for ranks in (1, 2))
     check_probes(alone, together)
     assert [bool(rank["asked"]) for rank in together.ranks] == [False, True]
 
 
 @pytest.mark.thorough
-def test_the_probe_leaves_the_step_of_all_ranks_as_it_is(step: Callable[..., Found]) -> None:
+def test_probe_does_not_change_the_step_on_any_rank(step: Callable[..., Found]) -> None:
     plain, probed = step("qwen_vl", {}, 2), step("qwen_vl", {}, 2, "probe")
     assert plain.metrics["probe"] is None and probed.metrics["probe"] is not None
     assert plain.tensors.keys() == probed.tensors.keys()
@@ -314,7 +312,7 @@ def test_the_probe_leaves_the_step_of_all_ranks_as_it_is(step: Callable[..., Fou
 
 
 @pytest.mark.thorough
-def test_ranks_that_train_blind_say_so(step: Callable[..., Found]) -> None:
+def test_blind_training_is_reported_on_ranks(step: Callable[..., Found]) -> None:
     for size in (1, 2):
         found = ImageSwapProbe(**step("qwen_vl", {}, size, "probe", "blind").metrics["probe"])
         assert found.is_blind and found.words.startswith("Blind: swapping the images")

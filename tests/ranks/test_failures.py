@@ -45,7 +45,7 @@ CASES = [
 
 
 @pytest.mark.parametrize(("fault", "victim"), CASES)
-def test_a_fault_on_a_rank_ends_all_with_one_cause(
+def test_rank_failure_ends_all_ranks_with_one_cause(
     quick_home: Path, monkeypatch: pytest.MonkeyPatch, fault: str, victim: str
 ) -> None:
     path = os.pathsep.join([str(FAULTS), *filter(None, [os.environ.get("PYTHONPATH")])])
@@ -77,7 +77,7 @@ def test_a_fault_on_a_rank_ends_all_with_one_cause(
 
 
 @pytest.mark.parametrize("victim", take_first(["trainer-1", "trainer"], 1))
-def test_a_killed_rank_ends_all_and_the_run_resumes(quick_home: Path, victim: str) -> None:
+def test_killed_rank_ends_all_ranks_and_the_run_resumes(quick_home: Path, victim: str) -> None:
     job = Job(quick_home, *RUN)
     job.wait_for_step(3)
     job.kill(victim)
@@ -93,7 +93,7 @@ def test_a_killed_rank_ends_all_and_the_run_resumes(quick_home: Path, victim: st
 
 
 @pytest.mark.thorough
-def test_a_run_goes_on_with_another_number_of_ranks(quick_home: Path) -> None:
+def test_run_resumes_with_a_different_number_of_ranks(quick_home: Path) -> None:
     job = Job(quick_home, *RUN)
     job.wait_for_step(3)
     job.process.send_signal(signal.SIGTERM)

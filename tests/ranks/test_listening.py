@@ -40,7 +40,7 @@ def list_listening(pid: int) -> set[str]:
     return {row[1] for row in rows if row[3] == "0A" and row[9] in inodes}
 
 
-def test_ranks_on_one_machine_listen_on_loopback_alone() -> None:
+def test_ranks_on_one_machine_listen_only_on_loopback() -> None:
     at = Rendezvous("run", f"127.0.0.1:{reserve_port('127.0.0.1', 0, 'test')}", "tcp://127.0.0.1:2")
     specs = [build_rank_spec(ProcessSpec("trainer", ["process"] * 3, 1), r, 2, at) for r in (0, 1)]
     ranks = [

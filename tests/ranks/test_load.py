@@ -42,7 +42,7 @@ def add_meeting(case: str) -> str:
     return f"{case}=127.0.0.1:{reserve_port('127.0.0.1', 0, 'test')}"
 
 
-def test_shards_are_to_the_bit_those_of_the_whole_model(tmp_path: Path) -> None:
+def test_shards_are_bit_identical_to_the_whole_model(tmp_path: Path) -> None:
     made = {
         "tied": ("qwen_vl", {"tied": True, "dtype": "bfloat16"}),
         "qwen2_5": ("qwen_vl", {"type": "qwen2_5_vl"}),

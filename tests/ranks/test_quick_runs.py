@@ -17,7 +17,7 @@ pytestmark = [pytest.mark.ranks, pytest.mark.timeout(900)]
 @pytest.mark.parametrize(
     "victim", [pytest.param("trainer", marks=pytest.mark.thorough), "trainer-1"]
 )
-def test_a_stopped_rank_is_found_and_the_run_ends(quick_home: Path, victim: str) -> None:
+def test_suspended_rank_is_detected_and_the_run_ends(quick_home: Path, victim: str) -> None:
     job = Job(quick_home, "run.toml", "trainer.stall_timeout_s=10", "run.steps=1000")
     job.wait_for_step(2)
     os.kill(job.pid_of(victim), signal.SIGSTOP)
@@ -30,7 +30,7 @@ def test_a_stopped_rank_is_found_and_the_run_ends(quick_home: Path, victim: str)
 
 
 @pytest.mark.parametrize("way", ["broadcast", pytest.param("ipc", marks=pytest.mark.thorough)])
-def test_weights_that_are_in_no_file_are_those_that_sample(quick_home: Path, way: str) -> None:
+def test_weights_shared_without_files_are_used_for_sampling(quick_home: Path, way: str) -> None:
     job = Job(quick_home, "run.toml", f"trainer.publish={way}", "orchestrator.diagnostics_every=1")
     said = job.output(timeout_s=600)
     assert job.process.returncode == 0, said[-3000:]
@@ -40,7 +40,7 @@ def test_weights_that_are_in_no_file_are_those_that_sample(quick_home: Path, way
 
 @pytest.mark.thorough
 @pytest.mark.parametrize("way", ["files", "broadcast"])
-def test_adapters_that_leave_unmerged_are_those_that_sample(quick_home: Path, way: str) -> None:
+def test_unmerged_adapters_are_used_for_sampling(quick_home: Path, way: str) -> None:
     words = ("lora.rank=2", "lora.publish=adapter", "lora.vision_targets=['*']", "trainer.lr=0.02")
     lag = "orchestrator.max_lag=0"
     job = Job(quick_home, "run.toml", f"trainer.publish={way}", lag, *words)

@@ -77,7 +77,7 @@ def together(sft_home: Path) -> tuple[RunDir, dict[str, torch.Tensor]]:
 
 
 @pytest.mark.thorough
-def test_two_ranks_train_what_one_trains(
+def test_two_ranks_match_one_rank(
     sft_home: Path, together: tuple[RunDir, dict[str, torch.Tensor]]
 ) -> None:
     alone = trained(sft_home, "sft.output_dir=one")
@@ -92,7 +92,7 @@ def test_two_ranks_train_what_one_trains(
 
 
 @pytest.mark.parametrize("victim", [pytest.param("sft", marks=pytest.mark.thorough), "sft-1"])
-def test_a_killed_rank_ends_all_and_the_run_resumes_bit_equal(
+def test_killed_rank_ends_all_ranks_and_resume_is_bit_identical(
     sft_home: Path, together: tuple[RunDir, dict[str, torch.Tensor]], victim: str
 ) -> None:
     before = set((sft_home / "runs").iterdir())

@@ -30,7 +30,7 @@ class TorchrunJob(Job):
         )  # fmt: skip
 
 
-def test_two_ranks_of_torchrun_train_a_run(quick_home: Path) -> None:
+def test_two_torchrun_ranks_train_a_run(quick_home: Path) -> None:
     job = TorchrunJob(quick_home, "run.toml", "trainer.ranks=1")
     said = job.output(timeout_s=600)
     assert job.process.returncode == 0, said[-3000:]
@@ -42,7 +42,7 @@ def test_two_ranks_of_torchrun_train_a_run(quick_home: Path) -> None:
 
 
 @pytest.mark.thorough
-def test_two_ranks_of_torchrun_train_on_conversations(quick_home: Path) -> None:
+def test_two_torchrun_ranks_train_on_conversations(quick_home: Path) -> None:
     (quick_home / "sft.toml").write_text(
         '[model]\npath = "tiny"\n[env]\nname = "color_codeword"\n[run]\nname = "job"\nsteps = 3\n'
         '[sft]\noutput_dir = "out"\nbatch_size = 4\n'
@@ -60,7 +60,7 @@ def test_two_ranks_of_torchrun_train_on_conversations(quick_home: Path) -> None:
 
 
 @pytest.mark.thorough
-def test_a_rank_of_torchrun_that_dies_ends_all(quick_home: Path) -> None:
+def test_dead_torchrun_rank_ends_all_ranks(quick_home: Path) -> None:
     job = TorchrunJob(quick_home, "run.toml", "run.steps=1000")
     job.wait_for_step(2)
     [pid] = [

@@ -39,7 +39,7 @@ def values(**sections: dict[str, Any]) -> dict[str, Any]:
     return {"model": {"path": "m"}, "env": {"name": "e"}, **sections}
 
 
-def test_an_override_wins_over_the_file(run_file: Path) -> None:
+def test_override_takes_precedence_over_the_file(run_file: Path) -> None:
     overrides = ["run.seed=3", "trainer.lr=2e-3", "model.path=models/other", "env.args.turns=2"]
     found = load_config(RunFile, run_file, overrides)
     assert (found.run.seed, found.trainer.lr) == (3, 2e-3)
@@ -68,7 +68,7 @@ def test_a_bad_override_is_refused_by_name(
     assert fix in refused.value.fix
 
 
-def test_an_unknown_key_is_refused_with_the_nearest_known_one() -> None:
+def test_unknown_key_is_refused_with_the_closest_known_one() -> None:
     with pytest.raises(ConfigError) as refused:
         validate_config(
             RunFile, values(trainer={"learning_rate": 1.0, "weight_deca": 0.1}), "run.toml"
@@ -79,7 +79,7 @@ def test_an_unknown_key_is_refused_with_the_nearest_known_one() -> None:
 
 
 @pytest.mark.parametrize(("name", "here"), OF_OTHER_FRAMEWORKS.items())
-def test_a_name_of_another_framework_is_refused_with_ours(name: str, here: str) -> None:
+def test_setting_name_of_another_framework_is_refused_with_ours(name: str, here: str) -> None:
     *sections, key = here.split(".")
     for section in ("trainer", "rollout"):
         with pytest.raises(ConfigError, match=rf"unknown key \[{section}\] {name}") as refused:
@@ -108,7 +108,7 @@ def test_a_warm_up_file_needs_its_own_section(run_file: Path) -> None:
     )
 
 
-def test_what_is_dumped_loads_as_the_same_file(tmp_path: Path, run_file: Path) -> None:
+def test_dumped_config_loads_unchanged(tmp_path: Path, run_file: Path) -> None:
     overrides = ['media.file_roots=["/a b", "/c\\"d"]', "model.min_pixels=1024", "env.args.k=[1,2]"]
     first = load_config(RunFile, run_file, overrides)
     again = tmp_path / "again.toml"
@@ -132,7 +132,7 @@ def test_what_is_dumped_loads_as_the_same_file(tmp_path: Path, run_file: Path) -
         ({"launch": {"on": "ray"}}, 0.0, [0.0, 0.0]),
     ],
 )
-def test_servers_and_trainer_on_one_gpu_have_their_shares_of_its_memory(
+def test_servers_and_trainer_share_one_gpus_memory(
     given: dict[str, Any], server: float, trainer: list[float]
 ) -> None:
     file = validate_config(RunFile, values(**{"trainer": {"ranks": 2}, **given}), "shares")
@@ -147,7 +147,7 @@ def test_a_mutable_setting_may_change_when_a_run_is_resumed() -> None:
     check_resume(old, new)
 
 
-def test_any_other_setting_is_refused_by_name_when_a_run_is_resumed() -> None:
+def test_immutable_setting_is_refused_by_name_when_a_run_is_resumed() -> None:
     old = validate_config(RunFile, values(), "old")
     new = validate_config(RunFile, values(trainer={"lr": 0.5}), "new")
     with pytest.raises(ResumeRefused, match=r"\[trainer\] lr was 1e-05 and is now 0\.5"):
@@ -165,13 +165,13 @@ def test_an_old_name_of_a_setting_is_refused_with_the_new_one(old: str, new: str
     assert refused.value.fix.removeprefix("write ") in (f"[{'.'.join(table)}] {name}", "[logging]")
 
 
-def test_an_unknown_key_in_a_mix_is_refused_with_the_nearest_known_one() -> None:
+def test_unknown_key_in_a_mix_is_refused_with_the_closest_known_one() -> None:
     mix = {"mix": [{"name": "e", "wight": 2.0}]}
     with pytest.raises(ConfigError, match="did you mean 'weight'"):
         validate_config(RunFile, {"model": {"path": "m"}, "env": mix}, "run.toml")
 
 
-def test_values_with_commas_between_them_are_runs_of_their_own() -> None:
+def test_comma_separated_values_are_separate_runs() -> None:
     found = expand_overrides(["run.seed=0,1", "run.steps=3", "trainer.lr=1e-3,2e-3"])
     assert found == [
         ["run.seed=0", "run.steps=3", "trainer.lr=1e-3"],
@@ -184,7 +184,7 @@ def test_values_with_commas_between_them_are_runs_of_their_own() -> None:
 
 
 @pytest.mark.parametrize("content", [b"[run\n", b"\xff\xfe"])
-def test_a_file_that_is_no_toml_is_refused(tmp_path: Path, content: bytes) -> None:
+def test_invalid_toml_file_is_refused(tmp_path: Path, content: bytes) -> None:
     path = tmp_path / "run.toml"
     path.write_bytes(content)
     with pytest.raises(ConfigError, match="is not TOML"):

@@ -58,7 +58,7 @@ def anchors_of(page: Path) -> set[str]:
 
 
 @pytest.mark.parametrize("page", PAGES, ids=NAMES)
-def test_links_lead_somewhere(page: Path) -> None:
+def test_links_resolve(page: Path) -> None:
     broken = []
     for target in re.findall(r"\]\(([^)\s]+)\)", page.read_text()):
         if target.startswith(("http://", "https://")):
@@ -71,14 +71,14 @@ def test_links_lead_somewhere(page: Path) -> None:
 
 
 @pytest.mark.parametrize("page", PAGES, ids=NAMES)
-def test_files_that_are_named_exist(page: Path) -> None:
+def test_files_named_in_docs_exist(page: Path) -> None:
     named = re.findall(r"(?<![\w/.<:])((?:[\w.]+/)+\w+\.(?:py|toml|md))\b", page.read_text())
     roots = (ROOT, SRC, page.parent)
     assert [name for name in named if not any((root / name).exists() for root in roots)] == []
 
 
 @pytest.mark.parametrize("page", PAGES, ids=NAMES)
-def test_settings_that_are_named_exist(page: Path) -> None:
+def test_settings_named_in_docs_exist(page: Path) -> None:
     text = " ".join(page.read_text().split())
     sections = {section for section, _ in KEYS}
     named = set(re.findall(r"`\[(\w+)\] (\w+)\b", text))
@@ -123,7 +123,7 @@ def read_commands(page: Path) -> Iterator[tuple[Path, list[str]]]:
 
 
 @pytest.mark.parametrize("page", PAGES, ids=NAMES)
-def test_commands_are_understood_and_their_run_files_load(page: Path) -> None:
+def test_documented_commands_parse_and_their_run_files_load(page: Path) -> None:
     targets = set(re.findall(r"^([a-z-]+):", (ROOT / "Makefile").read_text(), re.M))
     for folder, words in read_commands(page):
         if words[0] == "make":
@@ -158,7 +158,7 @@ def complete(values: dict[str, Any]) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize("page", PAGES, ids=NAMES)
-def test_settings_of_a_page_load(page: Path) -> None:
+def test_settings_blocks_of_a_page_load(page: Path) -> None:
     for text in blocks(page, "toml"):
         values = tomllib.loads(text)
         if not values.keys() <= {section for section, _ in KEYS}:
@@ -168,7 +168,7 @@ def test_settings_of_a_page_load(page: Path) -> None:
         validate_config(kind, whole, page.name)
 
 
-def test_the_store_of_the_docs_works(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_documented_store_example_works(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     Image.new("RGB", (40, 30)).save("page.png")
     (text,) = blocks(ROOT / "docs" / "media.md", "python")
@@ -177,7 +177,7 @@ def test_the_store_of_the_docs_works(tmp_path: Path, monkeypatch: pytest.MonkeyP
     assert names["store"].image(names["ref"]).size == (40, 30)
 
 
-def test_the_trace_of_the_docs_grows(tiny_model: Path, store: MediaStore) -> None:
+def test_documented_trace_example_works(tiny_model: Path, store: MediaStore) -> None:
     renderer = load_renderer(tiny_model, store)
     names: dict[str, Any] = {
         "renderer": renderer,
@@ -195,17 +195,17 @@ def test_the_trace_of_the_docs_grows(tiny_model: Path, store: MediaStore) -> Non
     )
 
 
-def test_the_page_of_the_commands_is_that_of_the_parsers() -> None:
+def test_commands_page_matches_the_parsers() -> None:
     assert command_page.PAGE.read_text() == command_page.describe(), "run `make docs`"
 
 
-def test_the_page_of_the_python_api_lists_every_public_name() -> None:
+def test_python_api_page_lists_every_public_name() -> None:
     page = command_page.API_PAGE.read_text()
     assert page == command_page.describe_names(page), "run `make docs`"
     assert all(re.search(rf"^\| `{name}` \| \S.* \|$", page, re.M) for name in sightline.__all__)
 
 
-def test_every_page_has_one_place_on_the_site() -> None:
+def test_every_page_is_listed_once_on_the_site() -> None:
     nav = (ROOT / "mkdocs.yml").read_text().partition("\nnav:\n")[2]
     named = re.findall(r": ([\w/]+\.md)$", nav, re.M)
     assert sorted(named) == sorted(
@@ -213,7 +213,7 @@ def test_every_page_has_one_place_on_the_site() -> None:
     )
 
 
-def test_the_site_asks_for_nothing_elsewhere() -> None:
+def test_site_loads_no_external_resource() -> None:
     settings = (ROOT / "mkdocs.yml").read_text()
     assert "\n  font: false\n" in settings and "://" not in settings
 
@@ -240,7 +240,7 @@ def read_messages() -> set[str]:
     return found
 
 
-def test_the_messages_of_troubleshooting_are_those_that_people_see() -> None:
+def test_troubleshooting_messages_match_the_actual_errors() -> None:
     page = (ROOT / "docs" / "troubleshooting.md").read_text()
     told = [row.partition(" | ")[0] for row in re.findall(r"^\| (`.*)$", page, re.M)]
     messages = [text for row in told for text in re.findall(r"`([^`]+)`", row)]
@@ -255,7 +255,7 @@ def test_the_messages_of_troubleshooting_are_those_that_people_see() -> None:
 
 
 @pytest.mark.parametrize("title", ["An image, from", "A sampled token, from"])
-def test_a_walk_names_each_file_once(title: str) -> None:
+def test_architecture_walkthrough_names_each_file_once(title: str) -> None:
     page = (ROOT / "docs" / "architecture.md").read_text()
     (walk,) = re.findall(rf"^## {title}.*?(?=^## |\Z)", page, re.M | re.S)
     files = re.findall(r"^\d+\. `([\w/]+\.py)`: ", walk, re.M)

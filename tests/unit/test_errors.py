@@ -9,7 +9,7 @@ import pytest
 from sightline.errors import EngineError, summarize_traceback
 
 
-def test_a_summary_says_what_was_wrong_and_not_what_to_do() -> None:
+def test_error_summary_has_the_problem_without_the_fix() -> None:
     with pytest.raises(EngineError) as caught:
         raise EngineError("the device is full", "take a smaller batch")
     text = "".join(traceback.format_exception(caught.value))

@@ -30,7 +30,9 @@ def by_name() -> None:
 
 
 @pytest.mark.parametrize("leave", [by_socket, by_connect_ex, by_event_loop, by_name])
-def test_what_leaves_this_machine_is_refused_and_known(leave: Any, only_here: list[str]) -> None:
+def test_connection_to_another_machine_is_refused_and_recorded(
+    leave: Any, only_here: list[str]
+) -> None:
     with pytest.raises(ConnectionRefusedError, match="stays on this machine"):
         leave()
     where = "look up pictures.example" if leave is by_name else f"connect to {PUBLIC}"
@@ -38,7 +40,7 @@ def test_what_leaves_this_machine_is_refused_and_known(leave: Any, only_here: li
     only_here.clear()
 
 
-def test_this_machine_is_reached_by_each_of_its_names(only_here: list[str]) -> None:
+def test_local_machine_is_reachable_by_each_of_its_names(only_here: list[str]) -> None:
     with socket.create_server(("127.0.0.1", 0)) as server:
         port = server.getsockname()[1]
         for host in ("127.0.0.1", "localhost"):

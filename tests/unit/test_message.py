@@ -74,15 +74,13 @@ def test_every_spelling_of_an_image_becomes_one_form(
         {"type": "input_text", "text": "a"},
     ],
 )
-def test_a_part_of_the_type_text_is_text_whatever_else_it_holds(
-    store: MediaStore, part: dict[str, Any]
-) -> None:
+def test_text_part_with_extra_fields_is_text(store: MediaStore, part: dict[str, Any]) -> None:
     read = to_message({"role": "user", "content": [part]}, ImageIngestor(store), "messages[0]")
     assert read.content == (TextPart("a"),)
 
 
 @pytest.mark.parametrize("kind", UNKNOWN_KINDS, ids=str)
-def test_any_other_type_is_refused_by_its_path(store: MediaStore, url: str, kind: Any) -> None:
+def test_unknown_part_type_is_refused_by_its_path(store: MediaStore, url: str, kind: Any) -> None:
     part = {"type": kind, "text": "a", "image_url": {"url": url}}
     messages = [{"role": "user", "content": "a"}, {"role": "tool", "content": ["a", part]}]
     with pytest.raises(MessageError, match=r"^messages\[1\]\.content\[1\]\.type: ") as caught:
@@ -108,7 +106,7 @@ def test_any_other_type_is_refused_by_its_path(store: MediaStore, url: str, kind
         ({"type": "input_image", "file_id": "file-1"}, ".image_url"),
     ],
 )
-def test_an_image_part_without_a_url_is_refused_where_the_url_should_be(
+def test_image_part_without_a_url_is_refused_at_the_urls_path(
     store: MediaStore, part: Any, where: str
 ) -> None:
     with pytest.raises(MessageError) as caught:

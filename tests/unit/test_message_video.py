@@ -83,7 +83,7 @@ def test_images_with_times_are_a_video(store: MediaStore, image: MediaRef) -> No
     assert msgspec.msgpack.decode(packed, type=Message).content == (wanted,)
 
 
-def test_what_environments_pass_is_put_by_whoever_sends_it(
+def test_videos_passed_by_environments_are_stored_when_sent(
     store: MediaStore, clip: bytes, film: MediaRef, tmp_path: Path
 ) -> None:
     (tmp_path / "clip.mp4").write_bytes(clip)
@@ -101,12 +101,12 @@ def test_what_environments_pass_is_put_by_whoever_sends_it(
 @pytest.mark.parametrize(
     "times", [(0.0, 0.0), (1.0, 0.5), (-1.0, 2.0), (0.0, float("inf")), (float("nan"), 1.0)]
 )
-def test_times_ascend_from_the_beginning_on(image: MediaRef, times: tuple[float, float]) -> None:
+def test_frame_times_must_increase(image: MediaRef, times: tuple[float, float]) -> None:
     with pytest.raises(MessageError, match="increasing"):
         video([(image, time) for time in times])
 
 
-def test_what_is_no_video_is_refused_by_its_path(
+def test_invalid_video_is_refused_by_its_path(
     store: MediaStore, image: MediaRef, film: MediaRef
 ) -> None:
     for part, where in (
@@ -136,7 +136,7 @@ def test_what_is_no_video_is_refused_by_its_path(
             video(wrong)  # type: ignore[arg-type]
 
 
-def test_a_message_without_videos_has_the_digest_that_it_always_had() -> None:
+def test_message_without_videos_keeps_its_digest() -> None:
     ref = MediaRef("0" * 64, "image/png", 2, 3, 4)
     message = Message("user", (TextPart("a"), ImagePart(ref)))
     assert message.digest == "92f209a731c35f7e374897c04e1ff920"

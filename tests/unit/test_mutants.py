@@ -22,7 +22,7 @@ def test_every_mutant_changes_its_file(tmp_path: Path) -> None:
         compile(file.read_text(), mutant.edit.file, "exec")
 
 
-def test_every_mutant_names_tests_that_are_there() -> None:
+def test_every_mutant_names_existing_tests() -> None:
     assert [mutant.name for mutant in MUTANTS if not all(map(is_there, mutant.tests))] == []
 
 

@@ -40,11 +40,11 @@ def build(root: Path, member: str) -> None:
         sdist.addfile(tarfile.TarInfo(f"sightline_rl-1.2.3/src/{member}"), io.BytesIO())
 
 
-def test_a_clean_checkout_with_its_archives_is_released(checkout: Path) -> None:
+def test_clean_checkout_with_archives_can_be_released(checkout: Path) -> None:
     assert release.find_problems(checkout) == []
 
 
-def test_what_is_missing_is_named(checkout: Path) -> None:
+def test_release_problems_are_named(checkout: Path) -> None:
     (checkout / "new.py").write_text("")
     (checkout / "CHANGELOG.md").write_text("## Unreleased\n\n- Not sorted yet.\n")
     subprocess.run(["git", "tag", "v1.2.3"], cwd=checkout, check=True)
@@ -56,7 +56,7 @@ def test_what_is_missing_is_named(checkout: Path) -> None:
     assert told.count("has no dashboard") == 2
 
 
-def test_archives_of_another_version_are_not_taken(checkout: Path) -> None:
+def test_archives_of_another_version_are_refused(checkout: Path) -> None:
     (checkout / "src" / "sightline" / "__init__.py").write_text('__version__ = "1.3.0"\n')
     told = "\n".join(release.find_problems(checkout))
     assert "dist/ lacks sightline_rl-1.3.0-py3-none-any.whl, sightline_rl-1.3.0.tar.gz" in told

@@ -21,7 +21,7 @@ SCRIPT = Path(__file__).resolve().parents[1] / "rise.py"
         (None, 0.5, 1, "was not evaluated"),
     ],
 )
-def test_a_run_that_has_not_learned_fails(
+def test_run_without_learning_fails(
     tmp_path: Path, start: float | None, final: float, code: int, words: str
 ) -> None:
     summary = {"reward_start": start, "reward_final": final, "steps": 24}

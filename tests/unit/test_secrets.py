@@ -67,7 +67,7 @@ def test_a_secret_in_a_run_file_is_refused_and_not_repeated(args: dict[str, Any]
         assert "env:NAME" in str(refused.value) and KEY not in str(refused.value)
 
 
-def test_a_reference_is_resolved_where_the_environment_is_built(
+def test_secret_reference_is_resolved_when_the_environment_is_built(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     (tmp_path / "key").write_text(f"{KEY}2\n")
@@ -94,7 +94,9 @@ def test_a_reference_is_resolved_where_the_environment_is_built(
 
 @pytest.mark.parametrize("value", ["ENV:MY_KEY", "$MY_KEY", "${MY_KEY}", "env:", KEY])
 @pytest.mark.parametrize("section", [{"token": ""}, {"args": {"api_key": ""}}])
-def test_what_is_no_reference_is_refused_with_the_form_of_one(value: str, section: Any) -> None:
+def test_invalid_secret_reference_is_refused_with_the_expected_form(
+    value: str, section: Any
+) -> None:
     given = values(api_key=value) if "args" in section else values()
     given |= {} if "args" in section else {"inference": {"token": value}}
     with pytest.raises(ConfigError) as refused:
@@ -111,14 +113,14 @@ def test_what_is_no_reference_is_refused_with_the_form_of_one(value: str, sectio
         ({"servers": ["http://a:1", "http://a:1"]}, "list each server once"),
     ],
 )
-def test_the_fix_of_settings_that_do_not_go_together_is_their_own(section: Any, fix: str) -> None:
+def test_conflicting_settings_have_their_own_fix(section: Any, fix: str) -> None:
     with pytest.raises(ConfigError) as refused:
         validate_config(RunFile, {**values(), "inference": section}, "run.toml")
     assert fix in refused.value.fix and KEY not in str(refused.value)
 
 
 @pytest.mark.parametrize("kind", [RunFile, SftFile])
-def test_the_setting_of_a_secret_is_refused_with_what_to_do(kind: Any) -> None:
+def test_removed_secret_setting_is_refused_with_a_fix(kind: Any) -> None:
     given = {**values(), "trainer": {"secret": KEY}}
     given |= {"sft": {"output_dir": "o"}} if kind is SftFile else {}
     with pytest.raises(ConfigError, match=r"\[trainer\] secret no longer exists") as refused:
@@ -135,7 +137,7 @@ def test_a_secret_in_an_override_is_not_repeated(tmp_path: Path) -> None:
         assert KEY not in str(refused.value) and word in str(refused.value)
 
 
-def test_the_address_of_a_server_holds_no_password() -> None:
+def test_server_address_may_not_hold_a_password() -> None:
     section = {"inference": {"servers": [f"http://me:{KEY}@host:1"]}}
     with pytest.raises(ConfigError):
         validate_config(RunFile, {**values(), **section}, "run.toml")
@@ -149,7 +151,7 @@ def test_the_address_of_a_server_holds_no_password() -> None:
         f"https://judge.example?X-Amz-Signature={KEY}", f"see redis://:{KEY}@db/0",
     ],
 )  # fmt: skip
-def test_an_address_with_a_secret_in_it_is_refused_and_not_repeated(url: str) -> None:
+def test_address_containing_a_secret_is_refused_and_not_repeated(url: str) -> None:
     for args in ({"judges": url}, {"judges": [{"url": url}]}, {"judges": {"urls": [url]}}):
         with pytest.raises(ConfigError, match="URL contains a secret") as refused:
             validate_config(RunFile, values(**args), "run.toml")
@@ -169,7 +171,7 @@ def has_read_key(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.usefixtures("has_read_key")
-def test_a_tool_that_fails_does_not_show_the_model_what_was_read() -> None:
+def test_tool_error_shown_to_the_model_masks_secrets() -> None:
     def look() -> str:
         """Looks."""
         raise ToolError(f"401 for {KEY}/ä")
@@ -204,7 +206,7 @@ def test_a_process_that_fails_prints_no_secret(tmp_path: Path) -> None:
 # --- the secret of a run
 
 
-def test_the_secret_of_a_run_is_its_owners_and_stays(
+def test_run_secret_is_private_and_persistent(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.delenv(SECRET_VARIABLE, raising=False)
@@ -232,9 +234,7 @@ def test_the_secret_of_a_run_is_its_owners_and_stays(
     assert derive_rights(f"{KEY}\n", "trainer") == derive_rights(KEY, "trainer")
 
 
-def test_the_servers_of_a_run_ask_for_its_secret(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_run_servers_require_its_secret(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv(SECRET_VARIABLE, raising=False)
     run_dir = claim_run_dir(str(tmp_path), "r")
     run_dir.make()
@@ -256,7 +256,7 @@ def test_the_servers_of_a_run_ask_for_its_secret(
         assert started[0].weights_root == run_dir.weights
 
 
-def test_a_process_elsewhere_is_given_its_own_rights_alone(tmp_path: Path) -> None:
+def test_remote_process_gets_only_its_own_credentials(tmp_path: Path) -> None:
     run_dir = claim_run_dir(str(tmp_path), "r")
     run_dir.make()
     secret, processes = make_secret(run_dir), Processes(run_dir)
@@ -281,7 +281,7 @@ def test_a_process_elsewhere_is_given_its_own_rights_alone(tmp_path: Path) -> No
     assert len({secret, server.token, server.control_token, trainer.ranks}) == 4
 
 
-def test_nothing_that_a_run_writes_or_shows_holds_a_secret(
+def test_files_and_output_of_a_run_hold_no_secret(
     tmp_path: Path, tiny_model: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("MY_KEY", KEY)
@@ -316,7 +316,7 @@ def check_shows_nothing(run_dir: RunDir, hidden: tuple[str, ...]) -> str:
     return shown
 
 
-def test_a_run_of_an_earlier_version_does_not_show_the_secrets_that_it_wrote(
+def test_secrets_written_by_an_earlier_version_are_not_shown(
     tmp_path: Path, tiny_model: Path
 ) -> None:
     size = SyntheticSize(steps=1, rollouts_per_step=4, images=2, conversations=2)
@@ -345,7 +345,7 @@ def test_a_run_of_an_earlier_version_does_not_show_the_secrets_that_it_wrote(
         ["serve", "model", "--token", KEY],
     ],
 )
-def test_no_command_takes_a_secret_as_a_word(
+def test_no_command_accepts_a_secret_as_an_argument(
     words: list[str], capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert main(words) == 2
@@ -354,20 +354,20 @@ def test_no_command_takes_a_secret_as_a_word(
 
 
 @pytest.mark.parametrize("command", [["view", "."], ["serve", "."]])
-def test_no_server_listens_elsewhere_without_a_token(
+def test_no_command_serves_off_loopback_without_a_token(
     command: list[str], capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert main([*command, "--host", "0.0.0.0", "--port", "0"]) == 2
     assert "--token env:NAME" in " ".join(capsys.readouterr().err.split())
 
 
-def test_what_holds_a_key_does_not_show_it() -> None:
+def test_repr_of_clients_hides_the_key() -> None:
     assert KEY not in repr(JudgeModel("http://judge", "m", KEY))
     assert KEY not in repr(GenerateClient("http://server", token=KEY))
 
 
 @pytest.mark.usefixtures("has_read_key")
-def test_an_error_does_not_hold_what_was_read() -> None:
+def test_error_masks_resolved_secrets() -> None:
     spelled = f"{KEY}/ä, {KEY + '/ä'!r}, ?key={KEY}%2F%C3%A4"
     assert str(ConfigError(spelled, KEY + "/ä")) == "***, '***', ?key=***\n  fix: ***"
     resolve_secret("short", "api_key")

@@ -41,7 +41,7 @@ def losses() -> Any:
         ("LossInputs", (ZEROS, torch.zeros(4), ZEROS, ZEROS.long()), "__init__: "),
     ],
 )
-def test_a_tensor_of_another_shape_raises_by_name(
+def test_tensor_of_a_wrong_shape_raises_by_name(
     losses: Any, name: str, given: tuple[torch.Tensor, ...], where: str
 ) -> None:
     for _ in range(2):  # what was wrong once stays wrong
@@ -49,7 +49,7 @@ def test_a_tensor_of_another_shape_raises_by_name(
             getattr(losses, name)(*given)
 
 
-def test_tensors_of_the_right_shape_pass_again_and_others_still_raise(losses: Any) -> None:
+def test_correct_shapes_pass_repeatedly_and_wrong_ones_still_raise(losses: Any) -> None:
     for _ in range(2):
         losses.ppo(losses.LossInputs(ZEROS, ZEROS, ZEROS, ZEROS.long()))
         losses.mismatch_kl(ZEROS, ZEROS)

@@ -31,7 +31,7 @@ def noise(seed: int, width: int, height: int) -> Image.Image:
     return making.image(random.Random(seed), width, height)
 
 
-def test_the_vision_tower_gets_the_patches_of_the_family(
+def test_vision_tower_receives_the_familys_patches(
     client: Client, settings: ServerSpec, reference: Reference, media: MediaStore
 ) -> None:
     folder = vllm_servers.start(settings).folder
@@ -156,7 +156,7 @@ def test_vllm_the_embedded_engine_and_the_trainer_agree_on_every_token(
                 assert worst < BOUND
 
 
-def test_an_exchanged_image_breaks_the_bound(
+def test_swapped_image_exceeds_the_mismatch_bound(
     client: Client, reference: Reference, media: MediaStore, tiny_model: Path
 ) -> None:
     talk = talks(client, reference, media)[0]
@@ -175,7 +175,7 @@ def _size(slot: Slot) -> tuple[int, int]:
     return slot.item.ref.width, slot.item.ref.height
 
 
-def test_two_servers_in_turn_and_one_without_caches_say_what_one_says(
+def test_alternating_and_uncached_servers_match_one_server(
     settings: ServerSpec,
     odd_settings: ServerSpec,
     reference: Reference,

@@ -64,7 +64,7 @@ def prompt_of(model: Path, media: MediaStore) -> Rendered:
     return load_renderer(model, media).render([user("what is ", ref, "?")])
 
 
-def test_vllm_as_it_comes_says_what_the_trainer_says(
+def test_unmodified_vllm_matches_the_trainer(
     tiny_model: Path, media: MediaStore, tmp_path: Path, python: str
 ) -> None:
     rendered = prompt_of(tiny_model, media)
@@ -102,7 +102,7 @@ def test_vllm_as_it_comes_says_what_the_trainer_says(
     assert answers[0]["logprobs"] != answers[1]["logprobs"]
 
 
-def test_experts_are_exported_and_published_as_vllm_reads_them(
+def test_experts_are_exported_and_published_in_vllms_layout(
     media: MediaStore, tmp_path: Path
 ) -> None:
     """Files hold each expert transposed. Two servers would take a minute more: one takes both."""

@@ -26,5 +26,5 @@ def found(python: str, tmp_path_factory: pytest.TempPathFactory) -> dict[str, st
 
 
 @pytest.mark.parametrize("name", re.findall(r"^def (check_\w+)", CHECKS.read_text(), re.MULTILINE))
-def test_a_part_of_the_plugin(found: dict[str, str], name: str) -> None:
+def test_plugin_check_passes(found: dict[str, str], name: str) -> None:
     assert not found[name], found[name]

@@ -9,7 +9,7 @@ from sightline.run import RunDir
 from tests.loop.jobs import EXAMPLES, sightline, summary
 
 
-def test_five_steps_of_the_demo(tmp_path: Path, python: str) -> None:
+def test_demo_runs_five_steps_with_vllm(tmp_path: Path, python: str) -> None:
     sightline("model", "tiny", "models/tiny", cwd=tmp_path)
     sightline("sft", EXAMPLES / "warmup.toml", "run.steps=20", cwd=tmp_path)
     (tmp_path / "models" / "warm").rename(tmp_path / "models" / "half")

@@ -31,12 +31,12 @@ def run(python: str, code: str) -> subprocess.CompletedProcess[str]:
     )
 
 
-def test_every_name_of_vllm_can_be_imported(python: str) -> None:
+def test_every_imported_vllm_name_exists(python: str) -> None:
     done = run(python, "import sightline.inference.vllm_plugin.symbols")
     assert done.returncode == 0, done.stderr
 
 
-def test_no_request_reaches_the_application_of_vllm(
+def test_no_request_reaches_vllms_own_application(
     client: Client, settings: ServerSpec, reference: Reference
 ) -> None:
     """Inside our middleware stands one that writes down all that gets past it."""
@@ -55,14 +55,16 @@ def test_no_request_reaches_the_application_of_vllm(
     ["/v1/completions", "/v1/responses", "/tokenize", "/invocations", "/v1/chat/completions/render",
      "/pause", "/update_weights", "/docs", "/v1/messages", "/inference/v1/abort_requests"],
 )  # fmt: skip
-def test_handlers_of_vllm_are_not_reached(client: Client, path: str) -> None:
+def test_vllm_handlers_are_not_reachable(client: Client, path: str) -> None:
     """They would render and process images their own way, or change weights behind our back."""
     for method in ("GET", "POST"):
         status, body, _ = client.call(method, path, b"{}" if method == "POST" else None)
         assert status == 404 and b'"unknown_url"' in body
 
 
-def test_what_vllm_cannot_say_is_refused(client: Client, reference: Reference) -> None:
+def test_sampling_parameters_unsupported_by_vllm_are_refused(
+    client: Client, reference: Reference
+) -> None:
     tokens = reference.renderer.render([user("Hello.")]).token_ids
     for params, path in (
         (SamplingParams(prompt_logprobs=0), "sampling_params.prompt_logprobs"),
@@ -73,7 +75,7 @@ def test_what_vllm_cannot_say_is_refused(client: Client, reference: Reference) -
         assert (error.code, error.type, error.path) == (400, "sampling", path)
 
 
-def test_an_interpreter_without_vllm_is_refused_with_the_cure(tmp_path: Path) -> None:
+def test_interpreter_without_vllm_is_refused_with_a_fix(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="vLLM is not installed") as caught:
         check_python(sys.executable)
     assert "docs/vllm.md" in caught.value.fix
@@ -90,7 +92,7 @@ def test_an_interpreter_without_sightline_is_refused(tmp_path: Path) -> None:
         check_python(str(fake))
 
 
-def test_requests_in_flight_are_refused_with_503_when_the_server_ends(
+def test_requests_in_flight_get_503_when_the_server_stops(
     odd_settings: ServerSpec, reference: Reference
 ) -> None:
     found: list[Any] = []

@@ -48,13 +48,13 @@ def theirs() -> Iterator[ModuleType]:
     del sys.modules["theirs"]
 
 
-def test_an_algorithm_from_outside_is_one_class_and_one_setting(theirs: ModuleType) -> None:
+def test_external_algorithm_needs_one_class_and_one_setting(theirs: ModuleType) -> None:
     algorithm = load_algorithm(AlgorithmConfig(name="theirs:Constant", args={"level": 3.0}))
     assert isinstance(algorithm, Constant) and algorithm.level == 3.0
     check_algorithm_loss("theirs:Constant", algorithm.loss, algorithm.needs)
 
 
-def test_an_algorithm_that_cannot_work_is_refused_by_its_setting(theirs: ModuleType) -> None:
+def test_invalid_algorithm_is_refused_by_its_setting(theirs: ModuleType) -> None:
     class Short(Constant):
         def advantages(self, batch: RolloutBatch) -> list[np.ndarray]:
             return super().advantages(batch)[:1]
@@ -114,7 +114,7 @@ def test_a_reference_a_critic_and_a_teacher_keep_groups_with_equal_rewards(needs
     assert algorithm.has_signal(EQUAL)
 
 
-def test_nothing_is_needed_unless_it_is_used() -> None:
+def test_algorithm_needs_only_the_inputs_it_uses() -> None:
     assert GRPO(AlgorithmConfig(measure_entropy=False)).needs == Needs()
     assert GRPO(AlgorithmConfig(measure_entropy=False, kl_coef=0.1)).needs == Needs(exact_kl=True)
     bonus = GRPO(AlgorithmConfig(entropy_coef=0.1, credit="turn")).needs
@@ -132,13 +132,13 @@ def test_the_entropy_bonus_lowers_the_loss_of_uncertain_tokens() -> None:
     assert token_loss.tolist() == [0.0, -1.0] and metrics["entropy"] is entropy
 
 
-def test_advantages_go_to_the_tokens_of_their_turn() -> None:
+def test_advantages_apply_to_the_tokens_of_their_turn() -> None:
     algorithm = GRPO(AlgorithmConfig(advantage="no_std", credit="turn"))
     first, second = compute_advantages(algorithm, build_small_batch(algorithm))
     assert first.tolist() == [-0.25, -0.25, 0.0, 0.0] and second.tolist() == [0.25, 0.25]
 
 
-def test_a_rollout_with_two_branches_is_one_rollout() -> None:
+def test_rollout_with_two_branches_counts_once() -> None:
     whole, other = build_small_batch(GRPO(AlgorithmConfig())).samples
     branch = msgspec.structs.replace(
         other, trace_id="a", turn_rewards=[0.0, 1.0, 5.0], segments=[Segment(1, 3, node=9, turn=2)]
@@ -151,7 +151,7 @@ def test_a_rollout_with_two_branches_is_one_rollout() -> None:
         RolloutBatch.of(samples[:1])
 
 
-def test_tokens_know_their_turn_rollout_and_group() -> None:
+def test_tokens_carry_their_turn_rollout_and_group() -> None:
     origins = [
         TokenOrigin(0, 2, node=1, turn=0, trace_id="a", group_id="g"),
         TokenOrigin(2, 3, node=3, turn=1, trace_id="a", group_id="g"),

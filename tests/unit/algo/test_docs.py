@@ -39,7 +39,7 @@ def my_algo(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     sys.modules.pop("my_algo", None)
 
 
-def test_the_loss_is_bounded_where_ppo_is_not() -> None:
+def test_documented_loss_is_bounded_unlike_ppo() -> None:
     settings = AlgorithmConfig.model_validate(RUN_FILE["algorithm"])
     dual_clip = load_loss(settings.loss, settings.loss_args)
     inputs = LossInputs(
@@ -55,12 +55,12 @@ def test_the_loss_is_bounded_where_ppo_is_not() -> None:
     assert float(ppo_loss[1]) == pytest.approx(np.exp(2.0), rel=1e-6)
 
 
-def test_the_advantage_compares_with_the_others() -> None:
+def test_documented_advantage_compares_with_other_rollouts() -> None:
     advantage = load_advantage(RUN_FILE["algorithm"]["advantage"])
     np.testing.assert_allclose(advantage(np.array([1.0, 0.0, 0.5])), [0.75, -0.75, 0.0])
 
 
-def test_the_filter_drops_answers_that_were_cut_off() -> None:
+def test_documented_filter_drops_truncated_answers() -> None:
     (cut_off,) = load_filters(FiltersConfig.model_validate(RUN_FILE["filters"]))
     verdicts = {}
     for reason in ("stop", "length"):
@@ -73,7 +73,7 @@ def test_the_filter_drops_answers_that_were_cut_off() -> None:
     assert verdicts == {"stop": None, "length": "cut_off"}
 
 
-def test_the_algorithm_loads_with_its_needs_and_compares_with_the_whole_batch() -> None:
+def test_documented_algorithm_declares_needs_and_uses_the_whole_batch() -> None:
     reinforce = load_algorithm(AlgorithmConfig(name="my_algo:Reinforce"))
     assert reinforce.needs == Needs(reference_logprobs=True)
     first, second = compute_advantages(reinforce, build_small_batch(reinforce))
@@ -81,19 +81,19 @@ def test_the_algorithm_loads_with_its_needs_and_compares_with_the_whole_batch() 
     check_algorithm_loss("my_algo:Reinforce", reinforce.loss, reinforce.needs)
 
 
-def test_the_error_is_the_one_that_people_see() -> None:
+def test_documented_error_matches_the_actual_one() -> None:
     with pytest.raises(ConfigError) as caught:
         load_loss("my_algo:dual_clip", {"bounds": 4.0})
     assert str(caught.value) == ERROR
 
 
 @pytest.mark.parametrize("table", [ADVANTAGES, CREDITS, LOSSES, AGGREGATIONS])
-def test_every_built_in_function_is_on_the_page(table: dict[str, Any]) -> None:
+def test_every_built_in_function_is_documented(table: dict[str, Any]) -> None:
     assert [name for name in table if f'`"{name}"`' not in PAGE] == []
     assert [f.__name__ for f in table.values() if f"`{f.__name__}`" not in PAGE] == []
 
 
-def test_every_setting_and_need_is_on_the_page() -> None:
+def test_every_setting_and_need_is_documented() -> None:
     names = [*AlgorithmConfig.model_fields, *Needs._fields, *ALGORITHMS]
     settings_page_only = {"measure_entropy"}
     assert {name for name in names if f"`{name}`" not in PAGE} <= settings_page_only | {"teacher"}

@@ -12,7 +12,7 @@ from sightline.algo import losses as loss
 from sightline.algo.losses import LossInputs
 
 
-def test_the_clipped_loss_is_the_papers() -> None:
+def test_clipped_loss_matches_the_paper() -> None:
     rng = np.random.default_rng(0)
     new, old, advantages = -rng.random(50) * 3, -rng.random(50) * 3, rng.normal(size=50)
     got, clipped, gradient = taken(loss.ppo, new, old, advantages, clip_low=0.2, clip_high=0.28)
@@ -73,7 +73,7 @@ def test_cispo_clips_the_weight_and_trains_every_token() -> None:
     assert held.any() and (gradient != 0).all()
 
 
-def test_truncated_importance_cuts_large_weights_alone() -> None:
+def test_truncated_importance_sampling_cuts_only_large_weights() -> None:
     new, old, advantages = drawn()
     got, held, gradient = taken(loss.tis, new, old, advantages, ratio_cap=2.0)
     for i in range(50):
@@ -83,7 +83,7 @@ def test_truncated_importance_cuts_large_weights_alone() -> None:
     assert 0 < held.sum() < 50
 
 
-def test_gspo_has_one_ratio_for_a_sequence() -> None:
+def test_gspo_uses_one_ratio_per_sequence() -> None:
     new, old, advantages = drawn()
     old = new + (old - new) * 0.3
     sequences = np.repeat(np.arange(5), [3, 17, 1, 20, 9])

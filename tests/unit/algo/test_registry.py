@@ -45,7 +45,7 @@ def test_a_built_in_is_found_by_its_name_and_takes_its_arguments() -> None:
 
 
 @pytest.mark.parametrize("kind", ["loss", "advantage", "credit", "aggregation"])
-def test_what_is_not_there_is_refused_with_the_setting(kind: str, module: ModuleType) -> None:
+def test_missing_function_is_refused_with_its_setting(kind: str, module: ModuleType) -> None:
     with pytest.raises(ConfigError, match=r"^\[\w+\] \w+ = 'nowhere:f': no module named"):
         load(kind, "nowhere:f")
     with pytest.raises(ConfigError, match="theirs has no 'f'"):
@@ -55,7 +55,7 @@ def test_what_is_not_there_is_refused_with_the_setting(kind: str, module: Module
         load(kind, "theirs:f")
 
 
-def test_an_argument_that_the_function_does_not_take_is_refused() -> None:
+def test_unknown_function_argument_is_refused() -> None:
     with pytest.raises(ConfigError, match="clip=") as refused:
         load_loss("ppo", {"clip": 0.2})
     assert "clip_low" in refused.value.fix
@@ -75,7 +75,7 @@ BAD_LOSSES = {
 
 
 @pytest.mark.parametrize("problem", BAD_LOSSES)
-def test_a_loss_from_outside_is_tried_at_load(problem: str, module: ModuleType) -> None:
+def test_external_loss_is_tested_at_load(problem: str, module: ModuleType) -> None:
     module.good, module.bad = good_loss, BAD_LOSSES[problem]  # type: ignore[attr-defined]
     assert load_loss("theirs:good") is good_loss
     with pytest.raises(ConfigError, match=problem) as refused:
@@ -87,7 +87,7 @@ def test_a_loss_from_outside_is_tried_at_load(problem: str, module: ModuleType) 
     "bad", [lambda rewards: rewards[:1], lambda rewards: rewards / 0, lambda rewards: [0.0] * 4]
 )
 @pytest.mark.filterwarnings("ignore:invalid value|divide by zero:RuntimeWarning")
-def test_an_advantage_from_outside_is_tried_at_load(bad: Any, module: ModuleType) -> None:
+def test_external_advantage_is_tested_at_load(bad: Any, module: ModuleType) -> None:
     module.bad = bad  # type: ignore[attr-defined]
     module.good = lambda rewards, scale=2.0: scale * rewards  # type: ignore[attr-defined]
     found = load_advantage("theirs:good", {"scale": 3.0})
@@ -96,7 +96,7 @@ def test_an_advantage_from_outside_is_tried_at_load(bad: Any, module: ModuleType
         load_advantage("theirs:bad")
 
 
-def test_a_credit_from_outside_gives_one_advantage_a_turn(module: ModuleType) -> None:
+def test_external_credit_gives_one_advantage_per_turn(module: ModuleType) -> None:
     module.good = lambda group, advantage: [  # type: ignore[attr-defined]
         np.full(num, 1.0) for num in group.num_turns
     ]
@@ -106,7 +106,7 @@ def test_a_credit_from_outside_gives_one_advantage_a_turn(module: ModuleType) ->
         load_credit("theirs:bad")
 
 
-def test_a_filter_from_outside_gives_a_verdict_or_nothing(module: ModuleType) -> None:
+def test_external_filter_returns_a_verdict_or_none(module: ModuleType) -> None:
     module.good = lambda trace: "short" if trace.num_sampled < 3 else None  # type: ignore[attr-defined]
     module.bad = lambda trace: True  # type: ignore[attr-defined]
     load_filters(FiltersConfig(custom=("theirs:good",)))
@@ -114,7 +114,7 @@ def test_a_filter_from_outside_gives_a_verdict_or_nothing(module: ModuleType) ->
         load_filters(FiltersConfig(custom=("theirs:bad",)))
 
 
-def test_what_a_token_weighs_is_that_of_plain_loops() -> None:
+def test_token_weights_match_hand_computed_values() -> None:
     counts = np.array([3, 0, 5])
     assert by_tokens(counts).tolist() == [1 / 8] * 3
     assert by_samples(counts)[[0, 2]].tolist() == [1 / (2 * 3), 1 / (2 * 5)]

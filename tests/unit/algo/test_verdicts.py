@@ -65,19 +65,19 @@ def test_a_group_with_different_rewards_trains() -> None:
     assert len(judged.samples) == 2 and judged.samples[0].advantages is None
 
 
-def test_equal_rewards_are_no_signal_and_still_fill_a_place() -> None:
+def test_equal_rewards_have_no_signal_but_fill_the_batch() -> None:
     judged = judge().judge([trace(0.3), trace(0.3)], step=1)
     assert verdicts(judged) == ["no_signal"] * 2
     assert judged.fills_place and not judged.samples
 
 
-def test_with_a_kl_term_a_group_with_equal_rewards_stays_in_the_batch() -> None:
+def test_kl_term_keeps_groups_with_equal_rewards() -> None:
     judged = judge(kl_coef=0.1).judge([trace(0.3), trace(0.3)], step=1)
     assert verdicts(judged) == ["no_signal"] * 2 and not judged.has_signal
     assert len(judged.samples) == 2
 
 
-def test_a_sample_older_than_the_lag_is_stale_and_is_replaced() -> None:
+def test_sample_older_than_the_lag_is_stale_and_replaced() -> None:
     group = [trace(0.0, version=1), trace(1.0, version=1)]
     assert verdicts(judge(max_lag=1).judge(group, step=3)) == ["train"] * 2
     late = judge(max_lag=1).judge(group, step=4)
@@ -91,13 +91,13 @@ def test_samples_of_an_old_epoch_are_stale() -> None:
     assert verdicts(judged) == ["stale", "no_signal"]
 
 
-def test_a_broken_rollout_costs_itself() -> None:
+def test_broken_rollout_drops_only_itself() -> None:
     group = [trace(None, error="boom"), trace(0.0), trace(1.0)]
     judged = judge().judge(group, step=1)
     assert verdicts(judged) == ["broken", "train", "train"]
 
 
-def test_filters_drop_by_name_before_anything_is_packed() -> None:
+def test_filters_drop_samples_by_name_before_packing() -> None:
     long = trace(0.0, tokens=[1, 2, 3, 4, 5])
     repeated = trace(0.1, tokens=[7, 7, 7])
     rare = trace(0.2, logprob=-20.0)
@@ -117,12 +117,12 @@ def test_credit_by_turn_compares_the_same_turn_of_siblings() -> None:
     assert by_turn.has_signal(rewards) and not by_rollout.has_signal(rewards)
 
 
-def test_credit_by_turn_asks_for_rewards_by_turn() -> None:
+def test_credit_by_turn_requires_turn_rewards() -> None:
     with pytest.raises(EnvironmentFailed, match="per turn"):
         judge(credit="turn").judge([trace(0.0), trace(1.0)], step=1)
 
 
-def test_advantages_are_those_of_plain_loops() -> None:
+def test_advantages_match_plain_loops() -> None:
     rewards = np.random.default_rng(3).random(7)
     mean = math.fsum(rewards) / 7
     deviation = math.sqrt(math.fsum((r - mean) ** 2 for r in rewards) / 7)
@@ -138,7 +138,7 @@ def cut_short(reward: float, turns: int = 1, per_turn: list[float] | None = None
 
 
 @pytest.mark.parametrize(("counts", "verdict"), [(True, "train"), (False, "truncated")])
-def test_whether_a_truncated_rollout_trains_is_a_setting(counts: bool, verdict: str) -> None:
+def test_setting_decides_whether_truncated_rollouts_train(counts: bool, verdict: str) -> None:
     made = judge()
     made.keep_truncated = counts
     judged = made.judge([trace(0.0), trace(1.0), cut_short(0.5)], step=1)
@@ -146,7 +146,7 @@ def test_whether_a_truncated_rollout_trains_is_a_setting(counts: bool, verdict: 
     assert len(judged.samples) == 2 + counts
 
 
-def test_a_truncated_rollout_without_a_turn_or_without_its_credit_never_trains() -> None:
+def test_truncated_rollout_without_turn_or_credit_never_trains() -> None:
     nothing = cut_short(0.0, turns=0)
     judged = judge().judge([trace(0.0), trace(1.0), nothing], step=1)
     assert verdicts(judged)[2] == "truncated"

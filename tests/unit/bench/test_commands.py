@@ -20,7 +20,7 @@ except SystemExit:
 """
 
 
-def test_every_module_of_the_room_is_a_benchmark() -> None:
+def test_every_bench_module_is_a_benchmark() -> None:
     found = [one.name for one in pkgutil.iter_modules(sightline.bench.__path__) if not one.ispkg]
     assert sorted(found) == list(BENCHMARKS)
     for name in found:

@@ -70,7 +70,7 @@ def write_run(run_dir: RunDir) -> None:
         write_traces(run_dir.traces_of(number), [one, broken])
 
 
-def test_the_parts_of_every_process_add_up_to_the_wall_clock(tmp_path: Path) -> None:
+def test_process_time_parts_add_up_to_wall_clock(tmp_path: Path) -> None:
     write_run(RunDir(tmp_path / "run"))
     found = account_loop(RunDir(tmp_path / "run"), steps=3, warmup=1)
     assert found.wall_s == 14 and found.step_s == [6, 5, 9]
@@ -96,7 +96,9 @@ def test_the_parts_of_every_process_add_up_to_the_wall_clock(tmp_path: Path) -> 
     assert (found.in_use_s, found.adopt_s) == (3.0, 0.625)
 
 
-def test_what_is_printed_hides_no_rest(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_printed_account_includes_the_remainder(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     write_run(RunDir(tmp_path / "run"))
     found = account_loop(RunDir(tmp_path / "run"), steps=3, warmup=1)
     limits = {
@@ -114,7 +116,7 @@ def test_what_is_printed_hides_no_rest(tmp_path: Path, capsys: pytest.CaptureFix
     assert json.loads(json.dumps(asdict(found)))["wall_s"] == 14
 
 
-def test_a_run_that_ended_early_has_no_account(tmp_path: Path) -> None:
+def test_early_ended_run_has_no_account(tmp_path: Path) -> None:
     write_run(RunDir(tmp_path / "run"))
     with pytest.raises(ProcessFailed, match="3 of 4 steps"):
         account_loop(RunDir(tmp_path / "run"), steps=4, warmup=1)
@@ -128,7 +130,7 @@ def test_a_run_that_ended_early_has_no_account(tmp_path: Path) -> None:
         (["launch.num_servers=2"], "2 servers and 1 ranks"),
     ],
 )
-def test_what_cannot_be_accounted_is_refused(
+def test_invalid_bench_loop_options_are_refused(
     words: list[str], problem: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert main(["bench", "loop", "--dir", str(tmp_path / "bench"), *words]) == 2

@@ -37,9 +37,7 @@ def one_thread() -> Iterator[None]:
     torch.set_num_threads(before)
 
 
-def test_a_lag_samples_from_the_version_that_is_so_much_older(
-    tiny_model: Path, tmp_path: Path
-) -> None:
+def test_lag_samples_from_the_older_version(tiny_model: Path, tmp_path: Path) -> None:
     run = StudyRun(tiny_model, tmp_path, SMALL, Mismatch(lag=2), "tis", seed=0)
     record, seen = RunRecord(), []
     try:
@@ -60,7 +58,7 @@ def test_a_lag_samples_from_the_version_that_is_so_much_older(
     assert record.cosines == [pytest.approx(1.0, abs=1e-3)]
 
 
-def test_stale_features_are_those_of_the_tower_before(tiny_model: Path, tmp_path: Path) -> None:
+def test_stale_features_come_from_the_previous_tower(tiny_model: Path, tmp_path: Path) -> None:
     run = StudyRun(tiny_model, tmp_path, SMALL, Mismatch(stale_features=1), "none", seed=0)
     model = run.learner.forward.model
     tower = {name for name, _ in run.learner.forward.vision_parameters()}
@@ -87,7 +85,7 @@ def test_stale_features_are_those_of_the_tower_before(tiny_model: Path, tmp_path
 
 
 @pytest.mark.parametrize("name", bench.CORRECTIONS)
-def test_without_mismatch_every_correction_is_the_policy_gradient(name: str) -> None:
+def test_corrections_equal_the_policy_gradient_without_mismatch(name: str) -> None:
     logprobs = torch.tensor([-0.5, -1.0, -2.0, -0.1], requires_grad=True)
     advantages = torch.tensor([1.0, -0.5, 0.25, -2.0])
     inputs = LossInputs(logprobs, logprobs.detach(), advantages, torch.tensor([0, 0, 1, 1]))
@@ -135,7 +133,7 @@ def test_results_become_tables_and_charts() -> None:
     assert charts["mismatch_lag_reward"].count('opacity=".6"') == 2 * 3
 
 
-def test_a_study_goes_on_where_it_stopped(
+def test_interrupted_study_resumes(
     tiny_model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     size = StudySize(steps=1, groups=1, group_size=2, eval_tasks=1, gradient_every=1)

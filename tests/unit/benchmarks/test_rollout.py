@@ -42,20 +42,20 @@ def figures(played: tuple[RehearsalFigures, Path]) -> Iterator[RehearsalFigures]
     yield played[0]
 
 
-def test_every_turn_is_a_request_that_names_all_images_so_far(figures: RehearsalFigures) -> None:
+def test_every_turn_request_names_all_previous_images(figures: RehearsalFigures) -> None:
     assert figures.policy.requests == ROLLOUTS * TURNS
     assert figures.policy.slots == ROLLOUTS * (1 + 2 + 3)
     per_slot = figures.policy.reference_bytes / figures.policy.slots
     assert 200 < per_slot < 600
 
 
-def test_an_image_is_stored_once_and_trained_by_its_reference(figures: RehearsalFigures) -> None:
+def test_image_is_stored_once_and_trained_by_reference(figures: RehearsalFigures) -> None:
     assert figures.stored_images == ROLLOUTS * TURNS
     assert figures.samples == ROLLOUTS
     assert figures.slots == ROLLOUTS * TURNS
 
 
-def test_no_message_and_no_file_outside_the_store_holds_an_image(
+def test_only_the_store_holds_images(
     played: tuple[RehearsalFigures, Path],
 ) -> None:
     figures, folder = played
@@ -67,7 +67,7 @@ def test_no_message_and_no_file_outside_the_store_holds_an_image(
     assert sum(count_encoded_images(path.read_bytes()) for path in stored) == len(stored) > 0
 
 
-def test_traces_cross_the_wire_once(played: tuple[RehearsalFigures, Path]) -> None:
+def test_traces_are_sent_once(played: tuple[RehearsalFigures, Path]) -> None:
     figures, folder = played
     traces = [trace for file in (folder / "traces").iterdir() for trace in read_traces(file)]
     assert [len(trace.turns) for trace in traces] == [TURNS] * ROLLOUTS
@@ -77,7 +77,7 @@ def test_traces_cross_the_wire_once(played: tuple[RehearsalFigures, Path]) -> No
     assert 0 < figures.to_worker < 300 * ROLLOUTS
 
 
-def test_what_would_be_sent_again_is_counted_from_the_real_images(
+def test_resend_cost_is_counted_from_the_real_images(
     played: tuple[RehearsalFigures, Path],
 ) -> None:
     figures, folder = played
@@ -94,9 +94,7 @@ def test_what_would_be_sent_again_is_counted_from_the_real_images(
     assert figures.resent.held_floats == ROLLOUTS * TURNS * rows
 
 
-def test_an_agent_sends_its_history_again_and_only_its_new_images_are_stored(
-    tiny_model: Path, tmp_path: Path
-) -> None:
+def test_only_new_images_of_a_resent_history_are_stored(tiny_model: Path, tmp_path: Path) -> None:
     plan = RehearsalPlan(2, TURNS, 96, 64, max_tokens=4, uses_agents=True)
     figures = rehearse(plan, tiny_model, tmp_path / "run")
     assert figures.policy.requests == 2 * TURNS
@@ -112,7 +110,7 @@ def test_an_agent_sends_its_history_again_and_only_its_new_images_are_stored(
         assert words in out.getvalue()
 
 
-def test_a_turn_of_a_long_rollout_costs_what_one_of_a_short_rollout_costs(
+def test_turn_cost_does_not_grow_with_rollout_length(
     figures: RehearsalFigures, tiny_model: Path, tmp_path: Path
 ) -> None:
     """Bytes and counts, which are the same on every machine. What is said once a rollout is paid
@@ -131,7 +129,7 @@ def test_a_turn_of_a_long_rollout_costs_what_one_of_a_short_rollout_costs(
         assert long > 1.5 * short, label
 
 
-def test_encoded_images_are_found() -> None:
+def test_encoded_images_are_detected() -> None:
     for mark in ENCODED_IMAGES:
         assert count_encoded_images(b"x" + mark + b"y") == 1
     assert count_encoded_images(b"media:sha256:00ff image/png") == 0

@@ -31,7 +31,7 @@ over.set()
 """
 
 
-def test_a_process_that_leaks_is_named() -> None:
+def test_leaking_process_is_named() -> None:
     words = [sys.executable, "-c", LEAKS]
     child = subprocess.Popen(words, stdin=subprocess.PIPE, stdout=subprocess.PIPE)
     assert child.stdin is not None and child.stdout is not None
@@ -78,19 +78,19 @@ def swings(minute: float) -> float:
 OTHERS = dict.fromkeys(("rl", "orchestrator", "worker"), flat)
 
 
-def test_a_run_is_flat_whose_caches_fill_in_the_warm_up(capsys: pytest.CaptureFixture[str]) -> None:
+def test_caches_filled_during_warm_up_are_no_leak(capsys: pytest.CaptureFixture[str]) -> None:
     watch = watch_of(30, server=lambda m: 460 + 5 * min(m, 7), trainer=swings, **OTHERS)
     assert show(watch, 1) == []
     assert "flat: yes" in capsys.readouterr().out
 
 
-def test_a_slow_leak_is_found_below_what_swings(capsys: pytest.CaptureFixture[str]) -> None:
+def test_slow_leak_is_detected_despite_fluctuations(capsys: pytest.CaptureFixture[str]) -> None:
     watch = watch_of(30, server=flat, trainer=lambda m: swings(m) + 0.5 * m, **OTHERS)
     assert show(watch, 1) == ["trainer: 30.0 ± 0.0 MB more an hour, 20 may be"]
     assert "flat: no" in capsys.readouterr().out
 
 
-def test_a_process_that_was_replaced_or_is_not_watched_is_named() -> None:
+def test_replaced_or_unwatched_process_is_named() -> None:
     watch = watch_of(1, server=flat, **OTHERS)
     for sample in watch.samples[:]:
         if sample.name == "worker-0" and sample.seconds > 30:

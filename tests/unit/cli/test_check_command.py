@@ -27,7 +27,7 @@ def file(tiny_model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> P
     return path
 
 
-def test_a_run_that_could_start_has_a_figure_for_every_check(
+def test_valid_run_reports_a_value_for_every_check(
     file: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert main(["check", str(file), "inference.engine=torch"]) == 0
@@ -38,7 +38,7 @@ def test_a_run_that_could_start_has_a_figure_for_every_check(
     assert not (file.parent / "runs").exists()
 
 
-def test_a_checkpoint_without_a_chat_template_is_said_to_have_none(
+def test_missing_chat_template_is_reported(
     file: Path, tiny_model: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     copy = Path(shutil.copytree(tiny_model, file.parent / "copy"))
@@ -50,7 +50,7 @@ def test_a_checkpoint_without_a_chat_template_is_said_to_have_none(
     assert "copy its chat_template.jinja into the folder" in said
 
 
-def test_a_supervised_run_is_checked_too(file: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_sft_run_is_also_checked(file: Path, capsys: pytest.CaptureFixture[str]) -> None:
     file.write_text(file.read_text() + '[sft]\noutput_dir = "out"\n')
     assert main(["check", str(file)]) == 0
     assert "memory" in capsys.readouterr().out
@@ -66,7 +66,7 @@ def test_a_supervised_run_is_checked_too(file: Path, capsys: pytest.CaptureFixtu
         ("run.dir=/sys/runs", "cannot create a run directory in /sys/runs"),
     ],
 )
-def test_what_cannot_work_is_refused_with_its_fix(
+def test_invalid_override_is_refused_with_its_fix(
     file: Path, capsys: pytest.CaptureFixture[str], override: str, problem: str
 ) -> None:
     assert main(["check", str(file), override, "rollout.max_tokens=4"]) == 2
@@ -84,7 +84,7 @@ def test_what_cannot_work_is_refused_with_its_fix(
     ],
 )
 @pytest.mark.parametrize("share", [0, 0.5, "[]"])
-def test_a_file_of_the_checkpoint_that_is_cut_is_named(
+def test_truncated_checkpoint_file_is_named(
     file: Path, tiny_model: Path, capsys: pytest.CaptureFixture[str], name: str, problem: str, share
 ) -> None:
     copy = Path(shutil.copytree(tiny_model, file.parent / "copy"))
@@ -113,7 +113,7 @@ def swap_ends(tokenizer: dict[str, Any]) -> None:
         ("config.json", lambda config: config.update(eos_token_id=3), "eos_token_id = 3, but"),
     ],
 )
-def test_files_that_mean_different_tokens_are_refused(
+def test_files_with_different_token_ids_are_refused(
     file: Path, tiny_model: Path, capsys: pytest.CaptureFixture[str], name: str, edit, problem: str
 ) -> None:
     copy = Path(shutil.copytree(tiny_model, file.parent / "copy"))
@@ -125,7 +125,7 @@ def test_files_that_mean_different_tokens_are_refused(
     assert problem in said and "from the same checkpoint" in said
 
 
-def test_a_server_that_cannot_serve_the_run_is_refused(
+def test_incompatible_server_is_refused(
     file: Path, settings: ServerSpec, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """One that another run holds, that takes weights from elsewhere, or has other images."""
@@ -150,7 +150,7 @@ def test_a_server_that_cannot_serve_the_run_is_refused(
     assert not (here / "runs").exists()
 
 
-def test_an_environment_that_cannot_be_built_is_named(
+def test_environment_that_fails_to_build_is_named(
     file: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     (tmp_path / "unbuilt_env.py").write_text(
@@ -164,7 +164,7 @@ def test_an_environment_that_cannot_be_built_is_named(
     assert "cannot be built: OSError: no data here" in capsys.readouterr().err
 
 
-def test_a_tokenizer_of_another_model_is_refused(
+def test_tokenizer_from_another_model_is_refused(
     file: Path, tiny_model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     copy = tmp_path / "copy"
@@ -176,7 +176,7 @@ def test_a_tokenizer_of_another_model_is_refused(
     assert "the tokenizer has" in capsys.readouterr().err
 
 
-def test_an_environment_that_breaks_before_its_first_answer_is_named(
+def test_environment_failing_before_its_first_turn_is_named(
     file: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     (tmp_path / "broken_env.py").write_text(
@@ -195,13 +195,13 @@ def test_an_environment_that_breaks_before_its_first_answer_is_named(
     assert "failed before its first answer: KeyError: 'colour'" in capsys.readouterr().err
 
 
-def test_a_model_that_memory_cannot_hold_is_refused(file: Path) -> None:
+def test_model_larger_than_memory_is_refused(file: Path) -> None:
     config = load_config(RunFile, file, ["trainer.device=cpu"])
     with pytest.raises(ConfigError, match="without activations"):
         check_memory(config, available=1000)
 
 
-def test_a_shard_that_is_missing_is_named(
+def test_missing_shard_is_named(
     file: Path, tiny_model: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     copy = Path(shutil.copytree(tiny_model, file.parent / "copy"))

@@ -27,7 +27,7 @@ def test_show_prints_the_file_with_every_setting(
     )
 
 
-def test_a_word_that_nothing_takes_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
+def test_unrecognized_argument_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
     for words in (["config", "schema", "run.seed=7"], ["config", "schema", "more"]):
         with pytest.raises(SystemExit) as ended:
             main(words)
@@ -44,7 +44,7 @@ def test_schema_lists_every_setting(capsys: pytest.CaptureFixture[str]) -> None:
             assert f"| `{name}` |" in body
 
 
-def test_schema_as_json_describes_both_kinds_of_file(capsys: pytest.CaptureFixture[str]) -> None:
+def test_json_schema_describes_both_file_kinds(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["config", "schema", "--json"]) == 0
     schema = json.loads(capsys.readouterr().out)
     assert {"RunFile", "SftFile", "TrainerConfig"} <= set(schema["$defs"])

@@ -60,7 +60,7 @@ def list_files(run_dir: RunDir) -> dict[str, bytes]:
     return {str(p): p.read_bytes() for p in run_dir.path.rglob("*") if p.is_file()}
 
 
-def test_a_run_that_was_stopped_is_safe_and_says_how_to_go_on(
+def test_stopped_run_is_safe_and_shows_how_to_resume(
     run_dir: RunDir, capsys: pytest.CaptureFixture[str]
 ) -> None:
     before = list_files(run_dir)
@@ -73,7 +73,7 @@ def test_a_run_that_was_stopped_is_safe_and_says_how_to_go_on(
     assert list_files(run_dir) == before, "it changes nothing"
 
 
-def test_a_killed_launcher_is_told_and_does_not_stand_in_the_way(run_dir: RunDir) -> None:
+def test_killed_launcher_is_reported_and_does_not_block_a_resume(run_dir: RunDir) -> None:
     run_dir.summary.unlink()
     run_dir.lock.write_text("1 nowhere")
     found = examine_run(run_dir)
@@ -99,7 +99,7 @@ HARMS += [("gone", name) for name in READ_BY_A_RESUME]
 
 
 @pytest.mark.parametrize(("harm", "name"), HARMS)
-def test_a_damaged_or_missing_file_is_named_with_what_is_safe(
+def test_damaged_or_missing_file_is_named_with_its_consequence(
     run_dir: RunDir, name: str, harm: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     path = run_dir.path / name
@@ -118,7 +118,7 @@ def test_a_damaged_or_missing_file_is_named_with_what_is_safe(
     assert list_files(run_dir) == before
 
 
-def test_a_missing_image_of_a_waiting_batch_is_named(run_dir: RunDir) -> None:
+def test_missing_image_of_a_pending_batch_is_named(run_dir: RunDir) -> None:
     image = next(path for path in run_dir.media.rglob("*") if len(path.name) == 64)
     image.unlink()
     first, *others = find_problems(run_dir)
@@ -152,9 +152,7 @@ RESULTS = (
 
 
 @pytest.mark.parametrize("name", RESULTS)
-def test_what_a_finished_run_lacks_is_named_and_it_stays_finished(
-    finished: RunDir, name: str
-) -> None:
+def test_missing_files_of_a_finished_run_are_named(finished: RunDir, name: str) -> None:
     path = finished.path / name
     if path.is_dir():
         shutil.rmtree(path)
@@ -180,33 +178,33 @@ def test_a_damaged_line_of_metrics_is_named(finished: RunDir) -> None:
     assert "metrics.jsonl has 1 damaged lines" in found.text and not found.blocks
 
 
-def test_what_prune_removed_is_not_missed(finished: RunDir) -> None:
+def test_pruned_files_are_not_reported_missing(finished: RunDir) -> None:
     assert main(["prune", str(finished.path), "--yes"]) == 0
     assert not finished.traces.exists()
     assert not any("traces" in one.text for one in find_problems(finished))
 
 
 @pytest.mark.parametrize("name", ["run_id", "secret"])
-def test_an_id_or_a_secret_that_no_run_writes_is_named(run_dir: RunDir, name: str) -> None:
+def test_invalid_run_id_or_secret_is_named(run_dir: RunDir, name: str) -> None:
     path = run_dir.path / name
     path.write_bytes(path.read_bytes()[:9] + b"\xff ")
     problems = find_problems(run_dir)
     assert problems and all(one.blocks and str(path) in one.text for one in problems)
 
 
-def test_a_secret_that_others_can_read_is_named(run_dir: RunDir) -> None:
+def test_secret_readable_by_others_is_named(run_dir: RunDir) -> None:
     run_dir.secret.chmod(0o644)
     assert find_problems(run_dir)[0].fix == f"chmod 600 {run_dir.secret}"
 
 
-def test_a_checkpoint_whose_batches_are_gone_is_what_has_to_come_back(run_dir: RunDir) -> None:
+def test_checkpoint_without_its_batches_must_be_restored(run_dir: RunDir) -> None:
     flip(run_dir.checkpoints / "step_000002" / "rank_000.safetensors")
     [one] = [one for one in find_problems(run_dir) if "rank_000" in one.text]
     assert one.blocks and one.fix.startswith("restore it") and "batch of step 1" in one.fix
     assert not any("step_000001.msgpack is gone" in one.text for one in find_problems(run_dir))
 
 
-def test_causes_are_the_true_ones(finished: RunDir) -> None:
+def test_doctor_reports_the_root_cause(finished: RunDir) -> None:
     finished.summary.unlink()
     finished.lock.touch()
     lines = finished.metrics.read_bytes().splitlines(keepends=True)
@@ -219,7 +217,7 @@ def test_causes_are_the_true_ones(finished: RunDir) -> None:
     assert f"{finished.metrics} is missing" in found.problems[0].text
 
 
-def test_a_model_that_was_moved_is_gone_and_not_changed(tmp_path: Path) -> None:
+def test_moved_model_is_reported_missing_not_changed(tmp_path: Path) -> None:
     run_dir = tiny_run.write_run(tmp_path / "run")
     model = run_dir.path / "checkpoint"
     (model / "config.json").unlink()
@@ -228,9 +226,7 @@ def test_a_model_that_was_moved_is_gone_and_not_changed(tmp_path: Path) -> None:
     assert f"the folder {model} is gone since the run began" in find_problems(run_dir)[0][0]
 
 
-def test_processes_that_outlived_their_launcher_are_found_by_their_mark(
-    run_dir: RunDir, tmp_path: Path
-) -> None:
+def test_orphaned_processes_are_found_by_their_mark(run_dir: RunDir, tmp_path: Path) -> None:
     mark = {MARK_VARIABLE: build_mark(run_dir.path, "worker-0")}
     code = "import subprocess; subprocess.run(['sleep', '60'], env={})"
     words = [sys.executable, "-c", code]
@@ -254,9 +250,7 @@ def test_processes_that_outlived_their_launcher_are_found_by_their_mark(
         orphan.wait()
 
 
-def test_a_launcher_that_a_signal_has_stopped_is_named(
-    run_dir: RunDir, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_suspended_launcher_is_named(run_dir: RunDir, capsys: pytest.CaptureFixture[str]) -> None:
     child = subprocess.Popen(["sleep", "60"])
     try:
         with lock_run_dir(run_dir):
@@ -276,7 +270,7 @@ def test_a_launcher_that_a_signal_has_stopped_is_named(
         child.wait()
 
 
-def test_an_installation_shows_what_it_allows(capsys: pytest.CaptureFixture[str]) -> None:
+def test_doctor_shows_installation_capabilities(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["doctor"]) == 0
     said = capsys.readouterr().out
     for name in ("sightline", "python", "extras", "gpu", "memory", "disk"):

@@ -36,7 +36,7 @@ def lines(path: Path) -> list[dict[str, object]]:
     return [json.loads(line) for line in path.read_text().splitlines()]
 
 
-def test_an_endpoint_is_asked_with_data_urls_and_by_reference_alike(
+def test_endpoint_accepts_data_urls_and_references(
     server: Client, store: MediaStore, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     endpoint = ["--endpoint", f"http://{server.host}:{server.port}/v1"]
@@ -50,7 +50,7 @@ def test_an_endpoint_is_asked_with_data_urls_and_by_reference_alike(
     assert all(line["num_tokens"] for line in lines(one))
 
 
-def test_a_checkpoint_is_served_meanwhile(
+def test_eval_serves_a_checkpoint_while_it_runs(
     tiny_model: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setattr(evaluate, "temporary_server", serve_here)
@@ -58,7 +58,7 @@ def test_a_checkpoint_is_served_meanwhile(
     assert "6 held-out tasks" in capsys.readouterr().out
 
 
-def test_rollouts_that_break_are_counted_and_shown(
+def test_broken_rollouts_are_counted_and_shown(
     server: Client, capsys: pytest.CaptureFixture[str]
 ) -> None:
     endpoint = f"http://{server.host}:{server.port}/v1"
@@ -78,9 +78,7 @@ def nobody() -> Iterator[str]:
 
 
 @pytest.mark.parametrize("model", ["", "any"])
-def test_an_address_at_which_nothing_answers_is_said_before_the_first_task(
-    model: str, nobody: str
-) -> None:
+def test_unreachable_address_is_reported_before_the_first_task(model: str, nobody: str) -> None:
     async def choose() -> None:
         client = OpenAIClient(nobody, model)
         try:
@@ -93,7 +91,7 @@ def test_an_address_at_which_nothing_answers_is_said_before_the_first_task(
     assert "check the address" in caught.value.fix
 
 
-def test_a_page_that_is_no_endpoint_is_not_asked_again() -> None:
+def test_url_that_is_no_endpoint_is_not_retried() -> None:
     async def page(http: web.Request) -> web.Response:
         return web.Response(text="<html>")
 

@@ -24,7 +24,7 @@ def test_an_error_is_printed_with_its_fix_and_no_traceback(
     assert "Traceback" not in shown.err
 
 
-def test_help_needs_no_heavy_library_and_is_that_of_all_commands() -> None:
+def test_help_covers_all_commands_without_heavy_libraries() -> None:
     heavy = ("torch", "transformers", "numpy", "pydantic", "rich")
     script = (
         "import contextlib, sys\nfrom sightline.cli.main import main\n"
@@ -51,7 +51,7 @@ def test_help_needs_no_heavy_library_and_is_that_of_all_commands() -> None:
         (["samples", "run"], "pyarrow", "data"),
     ],
 )
-def test_a_command_that_lacks_its_extra_says_which_to_install(
+def test_missing_extra_is_named_with_its_install_command(
     tmp_path: Path, words: list[str], package: str, extra: str
 ) -> None:
     done = run_without([package], words, tmp_path)
@@ -60,14 +60,14 @@ def test_a_command_that_lacks_its_extra_says_which_to_install(
     assert f"pip install 'sightline-rl[{extra}]'" in done.stderr
 
 
-def test_the_extras_that_errors_name_are_those_of_the_distribution() -> None:
+def test_extras_named_in_errors_exist() -> None:
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
     for package, extra in EXTRA_OF_PACKAGE.items():
         assert extra in project["optional-dependencies"]
         assert not [words for words in project["dependencies"] if words.startswith(package)]
 
 
-def test_the_light_base_has_every_command_and_reads_a_run_file(tmp_path: Path) -> None:
+def test_base_package_has_every_command_and_reads_a_run_file(tmp_path: Path) -> None:
     (tmp_path / "run.toml").write_text('[model]\npath = "m"\n[env]\nname = "e"\n')
     commands = [["config", "show", "run.toml"], ["media", "ls", "--store", "."], ["--help"]]
     done = run_without(list(EXTRA_OF_PACKAGE), commands[0], tmp_path, *commands[1:])

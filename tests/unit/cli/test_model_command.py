@@ -10,7 +10,7 @@ import pytest
 from sightline.cli.main import main
 
 
-def test_tiny_writes_a_checkpoint_and_says_how_large_it_is(
+def test_tiny_writes_a_checkpoint_and_prints_its_size(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     folder = tmp_path / "models" / "tiny"
@@ -21,7 +21,7 @@ def test_tiny_writes_a_checkpoint_and_says_how_large_it_is(
     assert [path.name for path in folder.parent.iterdir()] == ["tiny"]
 
 
-def test_tiny_replaces_a_checkpoint_only_by_force(
+def test_tiny_replaces_a_checkpoint_only_with_force(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     folder = tmp_path / "tiny"
@@ -34,7 +34,7 @@ def test_tiny_replaces_a_checkpoint_only_by_force(
     assert not (folder / "mine.txt").exists()
 
 
-def test_tiny_never_replaces_a_folder_that_is_no_checkpoint(
+def test_tiny_never_replaces_a_non_checkpoint_folder(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     (tmp_path / "thesis.tex").write_text("years of work")

@@ -23,11 +23,11 @@ def list_reachable(start: str) -> set[str]:
     return found
 
 
-def test_no_process_of_a_run_reaches_a_reader_of_runs() -> None:
+def test_run_processes_do_not_import_run_readers() -> None:
     reached = list_reachable("sightline.cli.process")
     assert {"sightline.orchestrator.loop", "sightline.trainer.loop"} <= reached
     assert not [name for name in reached if name.startswith("sightline.view")]
 
 
-def test_the_launcher_shows_the_run() -> None:
+def test_launcher_imports_the_console() -> None:
     assert "sightline.view.console" in list_reachable("sightline.launch.jobs")

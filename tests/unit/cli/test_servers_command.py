@@ -30,7 +30,7 @@ def run_dir(tmp_path: Path) -> RunDir:
     return made
 
 
-def test_an_action_without_an_address_says_which_there_are(
+def test_action_without_an_address_lists_the_servers(
     run_dir: RunDir, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert main(["servers", str(run_dir.path), "remove"]) == 2
@@ -39,9 +39,7 @@ def test_an_action_without_an_address_says_which_there_are(
     assert "the run has http://10.0.0.3:8000, http://10.0.0.4:8000" in said
 
 
-def test_a_run_that_has_ended_is_said_to_have(
-    run_dir: RunDir, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_ended_run_is_reported(run_dir: RunDir, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["servers", str(run_dir.path), "remove", "http://10.0.0.4:8000"]) == 0
     said = capsys.readouterr().out
     assert "the run is finished; when resumed, it starts with\n" in said

@@ -31,7 +31,7 @@ def tell(capsys: pytest.CaptureFixture[str], *words: object, code: int = 0) -> s
     return captured.err if code == 2 else captured.out
 
 
-def test_several_traces_are_listed_and_one_is_shown(file: Path, capsys) -> None:
+def test_several_traces_are_listed_and_a_single_one_is_shown(file: Path, capsys) -> None:
     listed = tell(capsys, "show", file)
     assert "   1  second  toy task 3  4 turns" in listed and "2 traces; --trace ID" in listed
     by_id = tell(capsys, "show", file, "--trace", "second")
@@ -54,7 +54,7 @@ def test_several_traces_are_listed_and_one_is_shown(file: Path, capsys) -> None:
     assert max(map(len, by_id.splitlines())) <= 80
 
 
-def test_a_trace_that_is_not_there_is_refused(file: Path, tmp_path: Path, capsys) -> None:
+def test_missing_trace_is_refused(file: Path, tmp_path: Path, capsys) -> None:
     assert "has no trace '7'" in tell(capsys, "show", file, "--trace", "7", code=2)
     folder = tell(capsys, "show", file.parents[1], code=2)
     assert "is a folder" in folder and "step_00000001.msgpack" in folder
@@ -125,7 +125,7 @@ def test_diff_names_the_first_difference(file: Path, tmp_path: Path, capsys) -> 
     assert "node 3" in against(shorter, one) and "no such node" in against(shorter, one)
 
 
-def test_replay_without_a_server_renders_again(
+def test_replay_without_a_server_renders_the_trace(
     tmp_path: Path, tiny_model: Path, store: MediaStore, capsys
 ) -> None:
     renderer = load_renderer(tiny_model, store)

@@ -60,7 +60,7 @@ PROBLEMS = [
 ]
 
 
-def test_the_errors_of_an_environment_are_found(
+def test_try_reports_environment_errors(
     tiny_model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any
 ) -> None:
     monkeypatch.setattr(evaluate, "temporary_server", serve_here)
@@ -87,9 +87,7 @@ def test_the_errors_of_an_environment_are_found(
     assert re.search(r"^try-bad-001 +finished +try, 8 tasks ", capsys.readouterr().out, re.M)
 
 
-def test_a_new_project_passes_its_own_test_and_a_folder_is_not_overwritten(
-    tmp_path: Path, capsys: Any
-) -> None:
+def test_new_project_passes_its_test_and_overwrites_no_folder(tmp_path: Path, capsys: Any) -> None:
     assert main(["init", str(tmp_path / "shapes")]) == 0
     files = {"README.md", "environment.py", "rl.toml", "test_environment.py", "warmup.toml"}
     assert {path.name for path in (tmp_path / "shapes").iterdir()} == files

@@ -37,7 +37,7 @@ def random_ends(rng: random.Random, size: int) -> np.ndarray:
 
 
 @pytest.mark.parametrize("seed", range(6))
-def test_blocks_say_what_all_pairs_say(seed: int) -> None:
+def test_visible_blocks_match_the_full_mask(seed: int) -> None:
     rng = random.Random(seed)
     padded = pad_subtree_ends(random_ends(rng, rng.randint(300, 2500)))
     index = np.arange(len(padded))
@@ -51,7 +51,7 @@ def test_blocks_say_what_all_pairs_say(seed: int) -> None:
 
 @pytest.mark.filterwarnings("ignore")
 @pytest.mark.parametrize("seed", range(3))
-def test_flex_attention_gives_what_the_plain_mask_gives(seed: int) -> None:
+def test_flex_attention_matches_the_plain_mask(seed: int) -> None:
     torch.manual_seed(seed)
     ends = random_ends(random.Random(seed), 700)
     q, k, v = (torch.randn(1, heads, 700, 16) for heads in (4, 2, 2))

@@ -48,7 +48,7 @@ def seen_often(lengths: list[int]) -> ShapeCounter:
 @pytest.mark.parametrize(
     "lengths", [[2048], [1020, 1024, 900], [700, 2000, 690, 2048, 300, 310, 320]], ids=str
 )
-def test_padded_rows_give_what_plain_ones_give(lengths: list[int]) -> None:
+def test_padded_rows_match_plain_ones(lengths: list[int]) -> None:
     torch.manual_seed(0)
     padded = build_padded_rows(lengths, CPU, seen_often(lengths))
     assert padded is not None
@@ -66,7 +66,7 @@ def test_padded_rows_give_what_plain_ones_give(lengths: list[int]) -> None:
 
 
 @pytest.mark.parametrize("seed", range(20))
-def test_every_row_is_in_one_group_of_its_length(seed: int) -> None:
+def test_every_row_is_in_one_length_group(seed: int) -> None:
     rng = random.Random(seed)
     lengths = [rng.randint(1, 5000) for _ in range(rng.randint(1, 30))]
     groups = group_by_length(lengths)
@@ -77,7 +77,7 @@ def test_every_row_is_in_one_group_of_its_length(seed: int) -> None:
         assert max(held) <= padded_length(rows, lengths)
 
 
-def test_a_shape_gets_a_plan_when_it_comes_back() -> None:
+def test_repeated_shape_gets_a_plan() -> None:
     plans = ShapeCounter()
     lengths = [2000, 1990]
     found = [
@@ -97,11 +97,11 @@ def test_a_shape_gets_a_plan_when_it_comes_back() -> None:
         ([260] * 20, "almost half is padding"),
     ],
 )
-def test_what_padding_costs_too_much_for_is_left_as_it_is(lengths: list[int], why: str) -> None:
+def test_rows_with_costly_padding_are_not_padded(lengths: list[int], why: str) -> None:
     assert build_padded_rows(lengths, CPU, seen_often(lengths)) is None, why
 
 
-def test_images_are_decided_on_once_a_micro_batch(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_image_attention_is_chosen_once_per_micro_batch(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(attention_cudnn, "SHAPES", ShapeCounter())
 
     def layers(ends: list[int], longest: int) -> list[bool]:

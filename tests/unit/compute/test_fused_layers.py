@@ -18,11 +18,11 @@ class Attention(nn.Module):
 
 
 @pytest.mark.parametrize(("width", "is_replaced"), [(64, True), (80, False), (96, False)])
-def test_heads_of_a_width_that_the_kernel_cannot_take_stay(width: int, is_replaced: bool) -> None:
+def test_unsupported_head_width_is_not_fused(width: int, is_replaced: bool) -> None:
     assert (_find_replacement(Attention(width), False) is _build_attention) == is_replaced
 
 
-def test_attention_that_does_not_say_its_width_stays() -> None:
+def test_attention_without_a_known_width_is_not_fused() -> None:
     module = Attention(64)
     del module.head_dim
     assert _find_replacement(module, False) is None

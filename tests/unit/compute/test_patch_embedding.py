@@ -18,7 +18,7 @@ KINDS = {
 
 
 @pytest.mark.parametrize("name", KINDS)
-def test_products_are_convolutions(name: str) -> None:
+def test_matmul_matches_convolution(name: str) -> None:
     module, shape = KINDS[name]
     names = list(dict(module.named_parameters()))
     torch.manual_seed(0)
@@ -36,9 +36,7 @@ def test_products_are_convolutions(name: str) -> None:
     assert list(dict(module.named_parameters())) == names
 
 
-def test_the_patches_of_every_family_are_multiplied(
-    monkeypatch: pytest.MonkeyPatch, tmp_path
-) -> None:  # type: ignore[no-untyped-def]
+def test_every_family_embeds_patches_by_matmul(monkeypatch: pytest.MonkeyPatch, tmp_path) -> None:  # type: ignore[no-untyped-def]
     from sightline.compute.model import load_model
     from sightline.families import load_family
     from sightline.families.registry import write_tiny

@@ -36,7 +36,7 @@ def draft(version: int) -> Manifest:
     return Manifest(version, 0, [], transport="broadcast")
 
 
-def test_one_process_group_sends_every_version_to_all_servers(tmp_path: Path) -> None:
+def test_one_process_group_broadcasts_every_version(tmp_path: Path) -> None:
     weights = tensors()
     sender = Broadcaster(tmp_path / "sent", "127.0.0.1", receivers=2)
     servers, groups = [WeightReceiver() for _ in range(2)], set()
@@ -68,7 +68,7 @@ def test_one_process_group_sends_every_version_to_all_servers(tmp_path: Path) ->
 
 
 @pytest.mark.parametrize("change", ["bits", "version"])
-def test_what_is_not_the_announced_version_is_refused(tmp_path: Path, change: str) -> None:
+def test_unannounced_version_is_refused(tmp_path: Path, change: str) -> None:
     sender, weights = Broadcaster(tmp_path, "127.0.0.1"), tensors()
     sender.take(weights)
     path, manifest = sender.write(draft(1))
@@ -85,7 +85,7 @@ def test_what_is_not_the_announced_version_is_refused(tmp_path: Path, change: st
 
 
 @pytest.mark.parametrize("way", ["copy", "file"])
-def test_no_more_than_one_gathered_tensor_is_held(tmp_path: Path, way: str) -> None:
+def test_at_most_one_gathered_tensor_is_held(tmp_path: Path, way: str) -> None:
     """Gathering makes a copy, as from shards: what of it is alive at the same time is measured."""
     weights = {f"layer.{i}": torch.full((1000,), float(i)) for i in range(20)}
     alive: set[int] = set()
@@ -106,7 +106,7 @@ def test_no_more_than_one_gathered_tensor_is_held(tmp_path: Path, way: str) -> N
     assert most == 1
 
 
-def test_a_tensor_of_several_pieces_is_written_whole(tmp_path: Path) -> None:
+def test_tensor_in_several_pieces_is_written_whole(tmp_path: Path) -> None:
     large = torch.arange(PIECE_BYTES // 2 + 3).to(torch.int16).view(-1, 1)
     weights = {"experts": large.view(1, -1, 1), "large": large, "small": torch.arange(3)}
     file = write_tensors(tmp_path / "file", weights, transposed=["experts"])
@@ -116,7 +116,7 @@ def test_a_tensor_of_several_pieces_is_written_whole(tmp_path: Path) -> None:
     assert found["experts"].equal(large.view(1, 1, -1))
 
 
-def test_a_large_model_is_several_files(tmp_path: Path) -> None:
+def test_large_model_is_written_as_several_files(tmp_path: Path) -> None:
     weights = tensors() | {f"layer.{i}": torch.randn(10, 10) for i in range(3)}
     path, manifest = write_weights(tmp_path, weights, 1, 0, max_file_bytes=600)
     names = [file.name for file in manifest.files]
@@ -130,7 +130,7 @@ def test_a_large_model_is_several_files(tmp_path: Path) -> None:
     assert all(found[name].equal(tensor) for name, tensor in weights.items())
 
 
-def test_a_version_of_several_files_keeps_its_meaning(tmp_path: Path) -> None:
+def test_changed_multi_file_version_gets_a_new_label(tmp_path: Path) -> None:
     weights = tensors()
     labels = [write_weights(tmp_path, weights, 1, 0, max_file_bytes=600)[1].label for _ in range(2)]
     weights["count"] += 1
@@ -139,7 +139,7 @@ def test_a_version_of_several_files_keeps_its_meaning(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("damage", [b"", b"other bytes", "one bit", None])
-def test_a_file_that_is_not_the_manifests_is_refused_by_name(
+def test_file_differing_from_the_manifest_is_refused_by_name(
     tmp_path: Path, damage: bytes | str | None
 ) -> None:
     path, manifest = write_weights(tmp_path, tensors(), 1, 0, max_file_bytes=600)
@@ -153,7 +153,7 @@ def test_a_file_that_is_not_the_manifests_is_refused_by_name(
 
 
 @pytest.mark.parametrize("name", ["model.safetensors", "manifest.json"])
-def test_a_version_that_a_machine_took_with_it_is_written_again(tmp_path: Path, name: str) -> None:
+def test_version_lost_with_its_machine_is_rewritten(tmp_path: Path, name: str) -> None:
     """Published weights are not synced: a name may outlast a crash, and its bytes not."""
     path, manifest = write_weights(tmp_path, tensors(), 1, 0)
     whole = path.with_name(name).read_bytes()

@@ -43,7 +43,7 @@ def publish(shared: SharedWeights, version: int, add: float = 0.0) -> tuple[Path
     return shared.write(draft(version))
 
 
-def test_every_way_gives_the_same_bits_and_the_same_digest(tmp_path: Path) -> None:
+def test_every_sharing_method_gives_the_same_bits_and_digest(tmp_path: Path) -> None:
     weights = tensors()
     written, files = write_weights(tmp_path / "files", weights, 3, 2)
     sender = Broadcaster(tmp_path / "sent", "127.0.0.1")
@@ -59,7 +59,7 @@ def test_every_way_gives_the_same_bits_and_the_same_digest(tmp_path: Path) -> No
         assert found[name].dtype == tensor.dtype and found[name].equal(tensor), name
 
 
-def test_what_is_shared_is_narrowed_as_files_are(tmp_path: Path) -> None:
+def test_shared_weights_are_cast_like_files(tmp_path: Path) -> None:
     weights, shared = tensors(), SharedWeights(tmp_path)
     shared.take(weights, dtype=torch.bfloat16)
     path, manifest = shared.write(draft(1))
@@ -69,7 +69,7 @@ def test_what_is_shared_is_narrowed_as_files_are(tmp_path: Path) -> None:
     assert manifest.weights_digest == digest_weights(narrow)
 
 
-def test_one_bit_that_changed_in_memory_is_found(tmp_path: Path) -> None:
+def test_changed_bit_in_shared_memory_is_detected(tmp_path: Path) -> None:
     shared = SharedWeights(tmp_path)
     path, _ = publish(shared, 1)
     memory = tmp_path / HOST_MEMORY
@@ -86,7 +86,7 @@ def test_one_bit_that_changed_in_memory_is_found(tmp_path: Path) -> None:
     read_weights(path)
 
 
-def test_the_newest_version_is_there_for_whoever_comes_late_and_an_older_one_is_gone(
+def test_late_server_gets_the_newest_version_and_no_older_one(
     tmp_path: Path,
 ) -> None:
     shared = SharedWeights(tmp_path)
@@ -102,7 +102,7 @@ def test_the_newest_version_is_there_for_whoever_comes_late_and_an_older_one_is_
     assert read_weights(publish(again, 2, add=2)[0])[0].label == "2"
 
 
-def test_the_trainer_waits_for_a_server_that_copies_and_for_none_that_died(tmp_path: Path) -> None:
+def test_trainer_waits_for_copying_servers_but_not_dead_ones(tmp_path: Path) -> None:
     shared = SharedWeights(tmp_path)
     path, manifest = publish(shared, 1)
     words = [sys.executable, "-c", HOLDER, str(path)]
@@ -125,7 +125,7 @@ def manifest_of(root: Path, version: int) -> Manifest:
 
 
 @pytest.mark.parametrize("numel", [1, 1023, 1024, 1025, 5000])
-def test_the_digest_sees_order_names_shapes_and_every_place(numel: int) -> None:
+def test_digest_covers_order_names_shapes_and_every_element(numel: int) -> None:
     base = {"a": torch.arange(1, numel + 1, dtype=torch.int32), "b": torch.zeros(3)}
     digests = [digest_weights(base)]
     digests.append(digest_weights({**base, "a": base["a"].roll(1) if numel > 1 else base["a"] + 1}))
@@ -141,7 +141,7 @@ def test_the_digest_sees_order_names_shapes_and_every_place(numel: int) -> None:
     assert digest_weights(odd) == digest_weights({"a": held[1:].clone()})
 
 
-def test_signs_that_flip_in_pairs_are_found() -> None:
+def test_paired_sign_flips_are_detected() -> None:
     """The highest bit of a word times odd factors must not cancel."""
     plain = {"a": torch.ones(4096)}
     for other in (1, 2, 1024, 2048):

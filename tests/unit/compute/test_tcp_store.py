@@ -22,7 +22,7 @@ def check_refused(port: int) -> None:
     socket.create_connection(("127.0.0.1", port), timeout=10).close()
 
 
-def test_a_store_listens_at_its_address_alone() -> None:
+def test_tcp_store_listens_only_on_its_address() -> None:
     store = listen_store("127.0.0.1", 0, timeout_s=30)
     check_refused(store.port)
     other = connect_store(f"127.0.0.1:{store.port}", timeout_s=30)
@@ -30,12 +30,12 @@ def test_a_store_listens_at_its_address_alone() -> None:
     assert store.get("key") == b"value"
 
 
-def test_weights_are_broadcast_at_the_trainers_address_alone(tmp_path: Path) -> None:
+def test_weights_are_broadcast_only_on_the_trainers_address(tmp_path: Path) -> None:
     sender = Broadcaster(tmp_path, "127.0.0.1")
     check_refused(int(sender.address.rpartition(":")[2]))
 
 
-def test_the_rendezvous_of_ranks_is_at_its_address_alone() -> None:
+def test_rank_rendezvous_listens_only_on_its_address() -> None:
     port = reserve_port("127.0.0.1", 0, "test")
     meeting = Rendezvous("run", "127.0.0.1:1", "tcp://127.0.0.1:2")
     kept = RendezvousStore("127.0.0.1", port, is_master=True)

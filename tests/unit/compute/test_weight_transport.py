@@ -87,7 +87,7 @@ def run_file(**sections: dict[str, Any]) -> RunFile:
     return RunFile.model_validate(values | sections)
 
 
-def test_a_transport_from_outside_publishes_and_a_server_adopts(
+def test_external_transport_publishes_and_a_server_adopts(
     outside: str, tiny_model: Path, tmp_path: Path
 ) -> None:
     assert outside in list_transports()
@@ -135,7 +135,7 @@ def test_a_transport_from_outside_publishes_and_a_server_adopts(
         ("broadcast", {"inference": {"servers": ["http://127.0.0.1:9"]}}, "which take files"),
     ],
 )
-def test_settings_that_a_transport_cannot_serve_are_refused(
+def test_settings_unsupported_by_a_transport_are_refused(
     outside: str, publish: str, sections: dict[str, Any], problem: str
 ) -> None:
     sections = {**sections, "trainer": {**sections.get("trainer", {}), "publish": publish}}

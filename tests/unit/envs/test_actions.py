@@ -35,7 +35,7 @@ class ShortChat:
         return assistant("on")
 
 
-def test_an_episode_that_is_cut_short_keeps_what_it_earned() -> None:
+def test_truncated_episode_keeps_its_reward() -> None:
     rules = EpisodeRules(NamedActions({"on": 1}), "skip", 0.1, max_turns=9)
     chat: Any = ShortChat()
     outcome = asyncio.run(rules.play(Corridor(), chat))

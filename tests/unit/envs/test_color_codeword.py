@@ -27,7 +27,7 @@ def wrong(letter: str) -> str:
     return LETTERS[(LETTERS.index(letter) + 1) % len(LETTERS)]
 
 
-def test_right_letters_earn_everything(store: MediaStore) -> None:
+def test_correct_letters_earn_the_full_reward(store: MediaStore) -> None:
     word = truth()
     outcome, chat = play(store, [word[:1], word[:2], word])
     assert outcome.reward == 1.0
@@ -36,7 +36,7 @@ def test_right_letters_earn_everything(store: MediaStore) -> None:
     assert [len(message.images) for message in chat.seen] == [1, 1, 1]
 
 
-def test_a_letter_that_is_not_repeated_is_lost_and_one_that_is_mended_is_paid(
+def test_unrepeated_letter_is_lost_and_corrected_letter_is_rewarded(
     store: MediaStore,
 ) -> None:
     word = truth()
@@ -49,7 +49,7 @@ def test_a_letter_that_is_not_repeated_is_lost_and_one_that_is_mended_is_paid(
         assert sum(one.per_turn or []) == round(3 * one.parts["letters"])
 
 
-def test_demonstrations_teach_the_format_and_no_colour(store: MediaStore) -> None:
+def test_demonstrations_show_the_format_but_no_colour(store: MediaStore) -> None:
     env = ColorCodeword()
     right = total = 0
     for i in range(200):

@@ -65,14 +65,14 @@ def play(env: Environment, model: Path, store: MediaStore) -> Trace:
         ("README.md", 0, 1),
     ],
 )
-def test_the_environments_of_the_docs_play(
+def test_documented_environments_run(
     page: str, number: int, turns: int, tiny_model: Path, store: MediaStore
 ) -> None:
     trace = play(environment(number, page=ROOT / page), tiny_model, store)
     assert not trace.error and trace.reward in (0.0, 1.0) and len(trace.turns) == turns
 
 
-def test_a_judge_that_does_not_answer_costs_the_rollout(
+def test_unresponsive_judge_breaks_the_rollout(
     tiny_model: Path, store: MediaStore, tmp_path: Path
 ) -> None:
     Image.new("RGB", (32, 32)).save(tmp_path / "a.png")

@@ -77,7 +77,7 @@ class Made:
         return game
 
 
-def test_pictures_are_made_in_the_thread_of_the_game(
+def test_images_are_rendered_in_the_environments_thread(
     monkeypatch: pytest.MonkeyPatch, tiny_model: Path, store: MediaStore
 ) -> None:
     made = Made(monkeypatch, hangs=False)
@@ -92,7 +92,7 @@ def test_pictures_are_made_in_the_thread_of_the_game(
     assert set(game.threads) == {"gymnasium"} and len(game.threads) > 1 and game.closed == 1
 
 
-def test_a_step_that_hangs_does_not_hold_up_a_rollout_that_is_cancelled(
+def test_hanging_step_does_not_block_rollout_cancellation(
     monkeypatch: pytest.MonkeyPatch, tiny_model: Path, store: MediaStore
 ) -> None:
     made = Made(monkeypatch, hangs=True)

@@ -50,14 +50,14 @@ def ask(answer: Answer, store: MediaStore, *parts: Any, **settings: Any) -> tupl
     return asyncio.run(main()), bodies
 
 
-def test_the_last_score_of_the_answer_counts(store: MediaStore) -> None:
+def test_last_score_in_the_answer_counts(store: MediaStore) -> None:
     score, bodies = ask(lambda n: says("Score: 1 is too much.\n**Score:** 0.25"), store)
     assert score == 0.25
     body, key = bodies[0]
     assert body["model"] == "strict" and key == "Bearer key"
 
 
-def test_images_go_out_as_data_urls_of_the_very_bytes(store: MediaStore) -> None:
+def test_images_are_sent_as_data_urls_of_the_stored_bytes(store: MediaStore) -> None:
     ref = store.put(Image.new("RGB", (40, 30), (1, 2, 3)))
     _, bodies = ask(lambda n: says("score 1"), store, "this:", ref)
     text, image = bodies[0][0]["messages"][0]["content"]
@@ -67,12 +67,12 @@ def test_images_go_out_as_data_urls_of_the_very_bytes(store: MediaStore) -> None
 
 
 @pytest.mark.parametrize("status", [429, 500, 503])
-def test_what_may_heal_is_tried_again(store: MediaStore, status: int) -> None:
+def test_transient_errors_are_retried(store: MediaStore, status: int) -> None:
     score, bodies = ask(lambda n: says("score 1") if n == 3 else web.Response(status=status), store)
     assert score == 1.0 and len(bodies) == 3
 
 
-def test_a_judge_that_says_nothing_in_time_has_failed(store: MediaStore) -> None:
+def test_judge_timeout_is_a_failure(store: MediaStore) -> None:
     async def slow() -> web.Response:
         await asyncio.sleep(60)
         return says("score 1")

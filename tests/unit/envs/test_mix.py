@@ -24,7 +24,7 @@ MIXED: dict[str, Any] = {
 }
 
 
-def test_tasks_come_by_weight_and_always_from_the_same_one() -> None:
+def test_mix_chooses_environments_by_weight_deterministically() -> None:
     env = build_environment(run_file(**MIXED).env)
     drawn = [env.choose_environment(i, "train") for i in range(4000)]
     share = Counter(member.name for member in drawn)
@@ -46,12 +46,12 @@ def test_tasks_come_by_weight_and_always_from_the_same_one() -> None:
         ({"mix": [{"name": "x", "weight": 0}]}, "greater than 0"),
     ],
 )
-def test_what_cannot_be_mixed_is_refused(env: dict[str, Any], problem: str) -> None:
+def test_invalid_mix_is_refused(env: dict[str, Any], problem: str) -> None:
     with pytest.raises(ConfigError, match=problem):
         run_file(**env)
 
 
-def test_two_of_one_name_are_told_apart_by_a_label() -> None:
+def test_two_environments_with_one_name_need_a_label() -> None:
     same = [{"name": "color_codeword"}, {"name": "color_codeword"}]
     with pytest.raises(ConfigError, match="two environments called 'color_codeword'"):
         build_environment(run_file(mix=same).env)

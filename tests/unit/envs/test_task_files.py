@@ -36,7 +36,7 @@ def jsonl(tmp_path: Path) -> Path:
     return path
 
 
-def test_rows_of_jsonl_bring_images_by_path_and_by_data_url(jsonl: Path, store: MediaStore) -> None:
+def test_jsonl_rows_load_images_by_path_and_data_url(jsonl: Path, store: MediaStore) -> None:
     tasks = open_tasks(jsonl, images=["image"], eval_fraction=0)
     assert len(tasks) == 3
     first, second, third = (tasks.read(n, store.put) for n in range(3))
@@ -47,7 +47,7 @@ def test_rows_of_jsonl_bring_images_by_path_and_by_data_url(jsonl: Path, store: 
 
 
 @pytest.mark.parametrize("path", ["rows.parquet", "folder"])
-def test_image_columns_of_datasets_go_into_the_store(path: str, store: MediaStore) -> None:
+def test_dataset_image_columns_are_stored(path: str, store: MediaStore) -> None:
     tasks = open_tasks(
         GOLDEN / path, dataset_split="train" if path == "folder" else "", eval_fraction=0
     )
@@ -70,7 +70,7 @@ def test_parquet_is_read_by_row_group(tmp_path: Path, store: MediaStore) -> None
     assert [tasks.read(n, store.put)["n"] for n in (9, 0, 3, 2, 8)] == [9, 0, 3, 2, 8]
 
 
-def test_splits_share_no_row_and_come_round_again(tmp_path: Path) -> None:
+def test_splits_are_disjoint_and_wrap_around(tmp_path: Path) -> None:
     path = tmp_path / "t.jsonl"
     path.write_text("\n".join(json.dumps({"n": n}) for n in range(100)))
     tasks = open_tasks(path, eval_fraction=0.2, sft_fraction=0.1, seed=3)
@@ -86,7 +86,7 @@ def test_splits_share_no_row_and_come_round_again(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("name", ["../outside.png", "/etc/passwd", "way/../../outside.png"])
-def test_a_path_that_leads_out_is_refused(tmp_path: Path, store: MediaStore, name: str) -> None:
+def test_path_outside_the_folder_is_refused(tmp_path: Path, store: MediaStore, name: str) -> None:
     (tmp_path / "outside.png").write_bytes(png((1, 1, 1)))
     path = tmp_path / "in" / "t.jsonl"
     path.parent.mkdir()
@@ -95,7 +95,7 @@ def test_a_path_that_leads_out_is_refused(tmp_path: Path, store: MediaStore, nam
         open_tasks(path, images=["image"], eval_fraction=0).read(0, store.put)
 
 
-def test_a_link_that_leads_out_is_refused(tmp_path: Path, store: MediaStore) -> None:
+def test_link_outside_the_folder_is_refused(tmp_path: Path, store: MediaStore) -> None:
     (tmp_path / "outside.png").write_bytes(png((1, 1, 1)))
     path = tmp_path / "in" / "t.jsonl"
     path.parent.mkdir()
@@ -114,7 +114,7 @@ def test_a_link_that_leads_out_is_refused(tmp_path: Path, store: MediaStore) -> 
         ("missing", None, "there is no file or folder"),
     ],
 )
-def test_what_is_no_file_of_tasks_is_refused(
+def test_invalid_task_file_is_refused(
     tmp_path: Path, name: str, text: str | None, problem: str
 ) -> None:
     if text is not None:
@@ -149,13 +149,13 @@ def test_a_folder_of_shards_is_one_data_set(shards: Path, store: MediaStore) -> 
         open_tasks(shards, "dev")
 
 
-def test_a_data_set_of_the_hub_that_cannot_be_reached_is_refused_with_what_to_do() -> None:
+def test_unreachable_hub_dataset_is_refused_with_a_fix() -> None:
     with pytest.raises(ConfigError, match="nobody/nothing, split 'train': .*reach") as refused:
         open_tasks("nobody/nothing")
     assert "network" in refused.value.fix
 
 
-def test_the_library_that_loads_data_sets_is_an_extra(shards: Path) -> None:
+def test_datasets_library_is_an_extra(shards: Path) -> None:
     script = "import sys; sys.modules['datasets'] = None\n"
     script += "from sightline.envs.task_files import open_tasks; open_tasks(sys.argv[1])"
     done = subprocess.run(
@@ -164,14 +164,14 @@ def test_the_library_that_loads_data_sets_is_an_extra(shards: Path) -> None:
     assert "pip install 'sightline-rl[datasets]'" in done.stderr
 
 
-def test_a_part_of_a_folder_is_named(store: MediaStore) -> None:
+def test_dataset_folder_part_can_be_selected(store: MediaStore) -> None:
     assert len(open_tasks(GOLDEN / "folder", dataset_split="test", eval_fraction=0)) == 2
     assert len(open_tasks(GOLDEN / "folder" / "test", eval_fraction=0)) == 2
     with pytest.raises(ConfigError, match="it has train, test"):
         open_tasks(GOLDEN / "folder")
 
 
-def test_a_line_that_is_not_json_is_named(tmp_path: Path, store: MediaStore) -> None:
+def test_non_json_line_is_named(tmp_path: Path, store: MediaStore) -> None:
     path = tmp_path / "t.jsonl"
     path.write_text('{"n": 1}\n{"n":\n')
     with pytest.raises(ConfigError, match="row 1: "):

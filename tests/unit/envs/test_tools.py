@@ -39,7 +39,7 @@ def run(said: AssistantMessage, store: MediaStore) -> list[Any]:
     return asyncio.run(Toolbox(move, look).run(said, store.put))
 
 
-def test_a_function_describes_itself() -> None:
+def test_tool_schema_is_derived_from_the_function() -> None:
     schema = Toolbox(move).schemas[0]["function"]
     assert schema["name"] == "move" and schema["description"] == "Moves the piece."
     assert schema["parameters"]["required"] == ["way"]
@@ -63,20 +63,20 @@ def test_a_function_describes_itself() -> None:
         (calls(), None),
     ],
 )
-def test_one_valid_call_is_read_and_anything_else_is_none(
+def test_one_valid_call_is_parsed_and_other_input_gives_none(
     said: AssistantMessage, values: dict[str, Any] | None
 ) -> None:
     assert Toolbox(move).read(said) == values
 
 
-def test_each_call_gets_a_result_and_the_last_one_shows_the_parts() -> None:
+def test_each_call_gets_a_result_and_the_last_one_holds_the_parts() -> None:
     first, last = reply_to_calls(calls(("move", "{}"), ("move", "{}")), "look")
     assert (first.role, first.text, first.tool_call_id) == ("tool", "not done", "c0")
     assert (last.role, last.text, last.tool_call_id) == ("tool", "look", "c1")
     assert [message.role for message in reply_to_calls(None, "look")] == ["user"]
 
 
-def test_what_cannot_be_described_is_refused() -> None:
+def test_untyped_tool_parameter_is_refused() -> None:
     def untyped(x) -> str:  # type: ignore[no-untyped-def]
         return ""
 
@@ -109,14 +109,14 @@ def test_results_are_text_images_and_json(store: MediaStore) -> None:
         (("move", '{"way": "up", "steps": 9}'), "too far"),
     ],
 )
-def test_what_the_model_got_wrong_is_told_to_it(
+def test_model_mistakes_are_returned_to_the_model(
     store: MediaStore, call: tuple[str, str], told: str
 ) -> None:
     (answer,) = run(calls(call), store)
     assert answer.text.startswith("error: ") and told in answer.text
 
 
-def test_a_failure_of_the_tool_itself_is_not_the_models(store: MediaStore) -> None:
+def test_tool_failure_is_not_blamed_on_the_model(store: MediaStore) -> None:
     def broken() -> str:
         raise RuntimeError("no display")
 

@@ -42,7 +42,7 @@ def steps(count: int) -> list[Message]:
     return history
 
 
-def test_older_images_leave_and_a_text_takes_their_place() -> None:
+def test_older_images_are_replaced_by_text() -> None:
     history = [user("x", picture(1), picture(2), "y"), assistant("a"), user(picture(3))]
     windowed = last_images(2)(history)
     assert shown(windowed) == [picture(2), picture(3)]
@@ -52,7 +52,7 @@ def test_older_images_leave_and_a_text_takes_their_place() -> None:
     assert last_images(0, instead="")(history) == [user("xy"), assistant("a"), user()]
 
 
-def test_older_turns_leave_and_the_task_stays() -> None:
+def test_older_turns_are_dropped_and_the_task_is_kept() -> None:
     history = steps(4)
     assert last_turns(2)(history) == [*history[:2], *history[-3:]]
     assert last_turns(2, keep_task=False)(history) == [history[0], *history[-3:]]
@@ -63,14 +63,14 @@ def test_older_turns_leave_and_the_task_stays() -> None:
     assert lengths == [2, 4, 6, 5, 7, 5, 7]
 
 
-def test_a_result_of_a_tool_keeps_its_call() -> None:
+def test_tool_result_keeps_its_call() -> None:
     history = [user("task"), CALL, RESULT, RESULT, CALL, RESULT]
     assert last_turns(1)(history) == [user("task"), CALL, RESULT]
     assert last_turns(2)(history) == [user("task"), CALL, RESULT, RESULT, CALL, RESULT]
 
 
 @pytest.mark.parametrize("window", [lambda: last_images(-1), lambda: last_turns(0)])
-def test_a_window_that_shows_nothing_is_refused(window: Callable[[], object]) -> None:
+def test_empty_window_is_refused(window: Callable[[], object]) -> None:
     with pytest.raises(ConfigError, match="use 0 or more|use 1 or more"):
         window()
 
@@ -115,7 +115,7 @@ def test_a_windowed_conversation_shows_the_window_and_keeps_the_rest(play) -> No
     assert [len(line.slots) for line in policy.log] == [1, 2, 3, 4, 2, 3, 4, 2, 3]
 
 
-def test_a_compacted_conversation_goes_on_from_its_summary(play) -> None:
+def test_compacted_conversation_continues_from_its_summary(play) -> None:
     async def script(chat: RolloutChat) -> None:
         talk = Conversation(chat)
         await talk.send([system("be brief"), observation(chat, 0)])
@@ -138,7 +138,7 @@ def test_a_compacted_conversation_goes_on_from_its_summary(play) -> None:
     play(script)
 
 
-def test_sub_agents_run_side_by_side_and_say_the_same_in_any_order(play) -> None:
+def test_concurrent_sub_agents_give_the_same_result_in_any_order(play) -> None:
     answers: list[list[list[str]]] = []
 
     async def ask(talk: Conversation, name: str, wait: asyncio.Event, go: asyncio.Event) -> None:
@@ -176,7 +176,7 @@ def test_sub_agents_run_side_by_side_and_say_the_same_in_any_order(play) -> None
     assert answers[0] == answers[1]
 
 
-def test_a_retry_and_an_edit_are_forks_and_everything_trains_once(play) -> None:
+def test_retry_and_edit_fork_and_every_turn_trains_once(play) -> None:
     async def script(chat: RolloutChat) -> None:
         talk = Conversation(chat)
         await talk.send([user("one")])
@@ -198,7 +198,7 @@ def test_a_retry_and_an_edit_are_forks_and_everything_trains_once(play) -> None:
     assert len(policy.log) == 3
 
 
-def test_the_example_of_the_docs_runs(tiny_model: Path, store: MediaStore) -> None:
+def test_documented_window_example_runs(tiny_model: Path, store: MediaStore) -> None:
     page = (Path(__file__).parents[3] / "docs" / "conversations.md").read_text()
     (source,) = re.findall(r"```python\n((?:(?!```).)*class Explorer.*?)```", page, re.S)
     names: dict[str, Any] = {}

@@ -16,14 +16,14 @@ def play(store: MediaStore, answer: str, **args: Any) -> tuple[Outcome, Scripted
     return asyncio.run(env.rollout(env.task(0, "train"), chat)), chat
 
 
-def test_the_right_digit_earns_everything_in_one_turn(store: MediaStore) -> None:
+def test_correct_digit_earns_the_full_reward_in_one_turn(store: MediaStore) -> None:
     count = len(Counting().task(0, "train").data.cells)
     outcome, chat = play(store, str(count))
     assert outcome.reward == 1.0 and outcome.parts == {"right": 1.0, "malformed": 0.0}
     assert [len(message.images) for message in chat.seen] == [1]
 
 
-def test_demonstrations_teach_the_format_and_no_number(store: MediaStore) -> None:
+def test_demonstrations_show_the_format_but_no_number(store: MediaStore) -> None:
     env = Counting(spelled_fraction=0.0)
     right = 0
     for i in range(150):

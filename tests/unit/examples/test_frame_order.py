@@ -16,7 +16,7 @@ def play(store: MediaStore, answer: str, **args: Any) -> tuple[Outcome, Scripted
     return asyncio.run(env.rollout(env.task(0, "train"), chat)), chat
 
 
-def test_the_colours_in_their_order_earn_everything(store: MediaStore) -> None:
+def test_colours_in_order_earn_the_full_reward(store: MediaStore) -> None:
     letters = FrameOrder().task(0, "train").data.letters
     outcome, chat = play(store, letters)
     assert outcome.reward == 1.0 and outcome.parts == {"right": 1.0, "malformed": 0.0}
@@ -26,7 +26,7 @@ def test_the_colours_in_their_order_earn_everything(store: MediaStore) -> None:
     assert len(set(shown.refs)) == 3
 
 
-def test_demonstrations_tell_colours_and_no_order(store: MediaStore) -> None:
+def test_demonstrations_show_colours_but_no_order(store: MediaStore) -> None:
     env, rng = FrameOrder(), random.Random(0)
     told = {"plain": 0, "right": 0, "wrong": 0}
     for i in range(600):

@@ -43,7 +43,7 @@ def places(env: GridWalk, picture: bytes) -> tuple[tuple[int, int], tuple[int, i
     return at[WALKER], at[GOAL]
 
 
-def test_the_shortest_way_earns_everything(store: MediaStore) -> None:
+def test_shortest_path_earns_the_full_reward(store: MediaStore) -> None:
     env = GridWalk(walls=3)
     moves = shortest(env, env.task(0, "train").data)
     outcome, chat = play(env, store, moves)
@@ -53,7 +53,7 @@ def test_the_shortest_way_earns_everything(store: MediaStore) -> None:
     assert chat.tools == [None] * len(moves)
 
 
-def test_moves_are_tool_calls_and_pictures_their_results(store: MediaStore) -> None:
+def test_moves_are_tool_calls_that_return_images(store: MediaStore) -> None:
     env = GridWalk(actions="tool")
     moves = shortest(env, env.task(0, "train").data)
     outcome, chat = play(env, store, [env.write_move(m) for m in moves])
@@ -63,7 +63,7 @@ def test_moves_are_tool_calls_and_pictures_their_results(store: MediaStore) -> N
     assert all(tools[0]["function"]["name"] == "move" for tools in chat.tools)
 
 
-def test_every_task_has_a_way_and_is_fixed_by_split_and_index() -> None:
+def test_every_task_is_solvable_and_determined_by_split_and_index() -> None:
     env, again = GridWalk(walls=5), GridWalk(walls=5)
     for index in range(100):
         task = env.task(index, "train")
@@ -75,9 +75,7 @@ def test_every_task_has_a_way_and_is_fixed_by_split_and_index() -> None:
 
 
 @pytest.mark.parametrize("actions", ["text", "tool"])
-def test_demonstrations_can_be_read_back_and_experts_arrive(
-    store: MediaStore, actions: str
-) -> None:
+def test_demonstrations_parse_and_experts_reach_the_goal(store: MediaStore, actions: str) -> None:
     for share, arrives in ((1.0, True), (0.0, False)):
         env = GridWalk(actions=actions, expert_fraction=share, max_turns=6)
         ends = []

@@ -39,9 +39,7 @@ def play(env: MiniBrowser, store: MediaStore, answers: list[Any], index: int = 0
 
 
 @pytest.mark.browser
-def test_clicks_on_the_right_buttons_lead_through_all_pages(
-    env: MiniBrowser, store: MediaStore
-) -> None:
+def test_correct_clicks_visit_all_pages(env: MiniBrowser, store: MediaStore) -> None:
     outcome, chat = play(env, store, clicks(env.task(0, "train").data))
     assert outcome.reward == pytest.approx(1.0)
     assert outcome.parts == {"passed": 1.0, "turns": 3.0, "malformed": 0.0}
@@ -52,7 +50,7 @@ def test_clicks_on_the_right_buttons_lead_through_all_pages(
 
 
 @pytest.mark.browser
-def test_a_wrong_click_stays_and_is_shown_and_nonsense_costs(
+def test_wrong_click_stays_on_the_page_and_invalid_action_is_penalized(
     env: MiniBrowser, store: MediaStore
 ) -> None:
     first = env.task(0, "train").data[0]
@@ -66,7 +64,7 @@ def test_a_wrong_click_stays_and_is_shown_and_nonsense_costs(
 
 
 @pytest.mark.browser
-def test_demonstrations_click_on_a_button_of_the_page_that_they_show(
+def test_demonstrations_click_a_button_on_the_shown_page(
     env: MiniBrowser, store: MediaStore
 ) -> None:
     task = env.task(2, "sft")
@@ -77,7 +75,7 @@ def test_demonstrations_click_on_a_button_of_the_page_that_they_show(
 
 
 @pytest.mark.browser
-def test_a_browser_that_died_costs_its_rollouts_and_is_replaced(store: MediaStore) -> None:
+def test_dead_browser_breaks_its_rollouts_and_is_replaced(store: MediaStore) -> None:
     env = MiniBrowser(pages=1)
     try:
         tab = env.open(env.task(0, "train"))

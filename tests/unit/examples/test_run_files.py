@@ -59,7 +59,7 @@ MARKED = [
 
 
 @pytest.mark.parametrize("path", MARKED, ids=NAMES)
-def test_an_example_loads_and_its_settings_go_together(path: Path) -> None:
+def test_example_loads_with_consistent_settings(path: Path) -> None:
     file = config.load_config(detect_file_kind(path), path)
     assert file == config.validate_config(type(file), config_values(file), str(path))
     if isinstance(file, RunFile):
@@ -76,7 +76,7 @@ def config_values(file: RunFile | SftFile) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize("path", PUBLISHED, ids=lambda p: f"{p.parent.name}-{p.stem}")
-def test_it_holds_on_a_small_model_of_the_same_type(
+def test_example_settings_work_with_a_tiny_model_of_the_same_type(
     path: Path, tiny: Any, store: MediaStore
 ) -> None:
     file = config.load_config(detect_file_kind(path), path)

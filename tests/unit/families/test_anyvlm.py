@@ -61,7 +61,7 @@ def edit(file: Path, change: Callable[[dict[str, Any]], None]) -> None:
     file.write_text(json.dumps(values))
 
 
-def test_findings_are_read_until_the_checkpoint_changes(folder: Path) -> None:
+def test_findings_are_cached_until_the_checkpoint_changes(folder: Path) -> None:
     family = load_family(folder)
     assert family.name == "anyvlm"
     edit(folder / FILE, lambda findings: findings.update(model_class="Edited"))
@@ -84,7 +84,7 @@ load_model(path, family, "cpu", "float32")
 """
 
 
-def test_a_tiny_smolvlm_is_written_and_loaded_without_a_warning(tmp_path: Path) -> None:
+def test_tiny_smolvlm_is_written_and_loaded_without_a_warning(tmp_path: Path) -> None:
     """Its image of four tiles and a thumbnail has marks of row and column."""
     words = [sys.executable, "-c", QUIET, str(tmp_path / "model")]
     done = subprocess.run(words, capture_output=True, text=True, check=True)
@@ -92,7 +92,7 @@ def test_a_tiny_smolvlm_is_written_and_loaded_without_a_warning(tmp_path: Path) 
     assert "105 for 64x64, 80 for 1280x720" in done.stdout
 
 
-def test_a_tiny_gemma4_begins_with_no_table_of_one_value(tmp_path: Path) -> None:
+def test_tiny_gemma4_has_no_constant_weight_table(tmp_path: Path) -> None:
     """transformers initializes all patch positions to one value, which hides the colours."""
     write_kind("gemma4", tmp_path)
     weights = load_file(tmp_path / "model.safetensors")
@@ -100,7 +100,7 @@ def test_a_tiny_gemma4_begins_with_no_table_of_one_value(tmp_path: Path) -> None
     assert [name for name, table in tables.items() if len(table.unique()) == 1] == []
 
 
-def test_the_model_of_the_page_is_found_to_be_what_the_page_says(
+def test_documented_model_has_the_documented_findings(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     (program,) = re.findall(r"^```python\n(.*?)^```$", PAGE, re.M | re.S)
@@ -135,7 +135,7 @@ def test_the_model_of_the_page_is_found_to_be_what_the_page_says(
         ("config.json", lambda c: c.update(image_token_index=5), "names token 5 .* for images"),
     ],
 )
-def test_a_checkpoint_is_refused_with_the_trial_that_failed(
+def test_checkpoint_is_refused_with_the_failed_trial(
     folder: Path, file: str, change: Callable[[dict[str, Any]], None], problem: str
 ) -> None:
     edit(folder / file, change)
@@ -144,7 +144,7 @@ def test_a_checkpoint_is_refused_with_the_trial_that_failed(
     assert caught.value.fix
 
 
-def test_a_checkpoint_without_a_chat_template_is_refused_by_that(folder: Path) -> None:
+def test_checkpoint_without_a_chat_template_is_refused(folder: Path) -> None:
     (folder / "chat_template.jinja").unlink()
     with pytest.raises(FamilyError, match=r"the processor trial failed: .* has no chat template"):
         load_family(folder)
@@ -162,9 +162,7 @@ def test_a_checkpoint_without_a_chat_template_is_refused_by_that(folder: Path) -
         ("part['text']", "'' if loop.first else ''", "drops, repeats or moves"),
     ],
 )
-def test_a_template_that_cannot_be_followed_is_refused(
-    folder: Path, old: str, new: str, problem: str
-) -> None:
+def test_unsupported_template_is_refused(folder: Path, old: str, new: str, problem: str) -> None:
     file = folder / "chat_template.jinja"
     text = file.read_text()
     assert old in text
@@ -173,7 +171,7 @@ def test_a_template_that_cannot_be_followed_is_refused(
         load_family(folder)
 
 
-def test_calls_of_another_form_than_json_between_marks_are_refused_with_what_is_written(
+def test_non_json_tool_call_format_is_refused_with_its_text(
     tmp_path: Path,
 ) -> None:
     write_kind("llava_tools", tmp_path / "model")
@@ -192,7 +190,7 @@ def test_calls_of_another_form_than_json_between_marks_are_refused_with_what_is_
             renderer.render([user("a")], [{"name": "f"}])
 
 
-def test_sampled_calls_are_read_by_the_ids_of_their_marks(tmp_path: Path) -> None:
+def test_sampled_calls_are_parsed_by_their_marker_ids(tmp_path: Path) -> None:
     write_kind("llava_tools", tmp_path / "model")
     renderer: Any = load_renderer(tmp_path / "model", MediaStore(tmp_path / "media"))
     encode = renderer._tokenizer.encode_marked
@@ -252,7 +250,7 @@ def check_bridge(renderer: Any, said: str, read: Any, new: Any) -> None:
     assert prompt + ids + bridged.token_ids == whole
 
 
-def test_reasoning_is_read_by_its_marks_and_forks_where_a_new_question_drops_it(
+def test_reasoning_is_parsed_by_its_markers_and_forks_when_dropped(
     reasoning_folder: Path, tmp_path: Path
 ) -> None:
     renderer = load_edited(reasoning_folder, tmp_path)
@@ -312,9 +310,7 @@ def test_reasoning_is_read_by_its_marks_and_forks_where_a_new_question_drops_it(
         renderer.render([user("a"), stray], generation_prompt=False)
 
 
-def test_reasoning_that_a_template_keeps_is_added_to(
-    reasoning_folder: Path, tmp_path: Path
-) -> None:
+def test_reasoning_kept_by_the_template_is_bridged(reasoning_folder: Path, tmp_path: Path) -> None:
     keeps = ("loop.index0 > ns.last_question and (loop.last or thought)", "thought")
     renderer = load_edited(reasoning_folder, tmp_path, keeps)
     thought, read = "<think>\nhm\n</think>\n\nred", assistant("red", reasoning="hm")
@@ -326,7 +322,7 @@ def test_reasoning_that_a_template_keeps_is_added_to(
     assert isinstance(renderer.bridge(prompt, completion, [user("c")]), Bridged)
 
 
-def test_reasoning_may_be_opened_by_the_prompt(reasoning_folder: Path, tmp_path: Path) -> None:
+def test_prompt_may_open_the_reasoning(reasoning_folder: Path, tmp_path: Path) -> None:
     renderer = load_edited(
         reasoning_folder,
         tmp_path,
@@ -354,7 +350,7 @@ def test_reasoning_may_be_opened_by_the_prompt(reasoning_folder: Path, tmp_path:
         ("'<think>\\n'", "'so <think>\\n'", "cannot be parsed again"),
     ],
 )  # fmt: skip
-def test_reasoning_that_cannot_be_established_is_refused_with_what_is_written(
+def test_undetectable_reasoning_format_is_refused_with_its_text(
     old: str, new: str, reason: str, reasoning_folder: Path, tmp_path: Path
 ) -> None:
     renderer = load_edited(reasoning_folder, tmp_path, (old, new))
@@ -362,9 +358,7 @@ def test_reasoning_that_cannot_be_established_is_refused_with_what_is_written(
         renderer.render([user("a"), assistant("b", reasoning="r")])
 
 
-def test_texts_that_a_template_strips_are_stripped_and_stay_text(
-    folder: Path, tmp_path: Path
-) -> None:
+def test_text_stripped_by_the_template_stays_text(folder: Path, tmp_path: Path) -> None:
     file = folder / "chat_template.jinja"
     file.write_text(file.read_text().replace("part['text']", "part['text'] | trim"))
     renderer = load_renderer(folder, MediaStore(tmp_path / "media"))
@@ -374,7 +368,7 @@ def test_texts_that_a_template_strips_are_stripped_and_stay_text(
     assert forged.token_ids.count(renderer.stop_token_ids[0]) == 1
 
 
-def test_a_template_that_rewrites_history_forks_and_says_so(folder: Path, tmp_path: Path) -> None:
+def test_template_that_rewrites_history_forks_with_a_reason(folder: Path, tmp_path: Path) -> None:
     file = folder / "chat_template.jinja"
     late = "{%- if messages | length > 2 -%}{{- '<|im_start|>long\\n' -}}{%- endif -%}"
     file.write_text(late + file.read_text())
@@ -386,7 +380,7 @@ def test_a_template_that_rewrites_history_forks_and_says_so(folder: Path, tmp_pa
     assert found == Refused("history_rewritten")
 
 
-def test_a_system_message_that_a_template_drops_is_refused_by_path(
+def test_system_message_dropped_by_the_template_is_refused_by_path(
     folder: Path, tmp_path: Path
 ) -> None:
     file = folder / "chat_template.jinja"
@@ -400,7 +394,7 @@ def test_a_system_message_that_a_template_drops_is_refused_by_path(
     assert isinstance(bridged, Bridged)
 
 
-def test_a_model_that_does_more_than_attend_is_refused_at_load(folder: Path) -> None:
+def test_model_with_unsupported_attention_is_refused_at_load(folder: Path) -> None:
     """Here scores of attention are capped, which our attention does not do."""
 
     def cap(config: dict[str, Any]) -> None:
@@ -420,7 +414,7 @@ def test_a_model_that_does_more_than_attend_is_refused_at_load(folder: Path) -> 
 
 
 @pytest.mark.parametrize("kind", take_first(SERVED_KINDS, 1))
-def test_vllm_gets_the_arrays_of_the_processor_by_their_names(kind: str, tmp_path: Path) -> None:
+def test_vllm_receives_the_processor_arrays_by_name(kind: str, tmp_path: Path) -> None:
     write_kind(kind, tmp_path / "model")
     store = MediaStore(tmp_path / "media")
     family: Any = load_family(tmp_path / "model")
@@ -447,7 +441,7 @@ def test_vllm_gets_the_arrays_of_the_processor_by_their_names(kind: str, tmp_pat
     assert sorted(part.name for (part,) in layout.values()) == sorted(named)
 
 
-def test_layers_with_a_window_are_computed_as_padded_rows(folder: Path) -> None:
+def test_sliding_window_layers_use_padded_rows(folder: Path) -> None:
     """The window, of the text model of Mistral, is shorter than the conversation that is tried."""
 
     def slide(config: dict[str, Any]) -> None:
@@ -467,7 +461,7 @@ def test_layers_with_a_window_are_computed_as_padded_rows(folder: Path) -> None:
     assert 'engine = "torch"' in caught.value.fix
 
 
-def test_tokens_of_an_image_that_see_one_another_are_found_by_trial(tmp_path: Path) -> None:
+def test_bidirectional_image_attention_is_detected_by_trial(tmp_path: Path) -> None:
     """All of its layers say that they are of full attention."""
     write_kind("gemma3", tmp_path / "model")
 
@@ -481,7 +475,7 @@ def test_tokens_of_an_image_that_see_one_another_are_found_by_trial(tmp_path: Pa
         load_model(tmp_path / "model", packed, "cpu", "float32")
 
 
-def test_a_window_is_tried_that_prompts_are_shorter_than(folder: Path) -> None:
+def test_trial_covers_a_window_longer_than_the_prompts(folder: Path) -> None:
     def slide(config: dict[str, Any]) -> None:
         config["text_config"] |= {"model_type": "mistral", "sliding_window": 4096}
 
@@ -498,7 +492,7 @@ def test_a_window_is_tried_that_prompts_are_shorter_than(folder: Path) -> None:
         ({"logit_settings": ["logit_scale"]}, "applies logit_scale to logits"),
     ],
 )
-def test_vllm_is_refused_a_model_that_it_computes_differently(
+def test_model_computed_differently_by_vllm_is_refused(
     folder: Path, changed: dict[str, Any], reason: str
 ) -> None:
     family = load_family(folder)
@@ -508,7 +502,7 @@ def test_vllm_is_refused_a_model_that_it_computes_differently(
         load_serving(folder, family)
 
 
-def test_vllm_is_refused_a_text_model_that_its_own_class_lacks(tmp_path: Path) -> None:
+def test_text_model_missing_from_vllms_class_is_refused(tmp_path: Path) -> None:
     write_kind("smolvlm", tmp_path / "model")
     other = {"model_type": "mistral", "sliding_window": None}
     edit(tmp_path / "model" / "config.json", lambda config: config["text_config"].update(other))
@@ -516,7 +510,7 @@ def test_vllm_is_refused_a_text_model_that_its_own_class_lacks(tmp_path: Path) -
         load_serving(tmp_path / "model", load_family(tmp_path / "model"))
 
 
-def test_vllm_is_refused_arrays_that_change_shape(tmp_path: Path) -> None:
+def test_arrays_of_varying_shape_are_refused_for_vllm(tmp_path: Path) -> None:
     write_kind("gemma4", tmp_path / "model")
     family = load_family(tmp_path / "model")
     edit(tmp_path / "model" / FILE, lambda findings: findings.update(rows_reason=""))
@@ -524,7 +518,7 @@ def test_vllm_is_refused_arrays_that_change_shape(tmp_path: Path) -> None:
         load_serving(tmp_path / "model", family)
 
 
-def test_an_image_of_one_token_is_refused_where_vllm_cannot_compute_it(
+def test_one_token_image_is_refused_when_vllm_cannot_compute_it(
     tmp_path: Path, store: MediaStore
 ) -> None:
     write_kind("mistral3", tmp_path / "model")
@@ -541,13 +535,13 @@ def test_an_image_of_one_token_is_refused_where_vllm_cannot_compute_it(
             serving.build_fields(family, item, patches, normalizes=False)
 
 
-def test_settings_that_change_logits_are_found(folder: Path) -> None:
+def test_settings_that_change_logits_are_detected(folder: Path) -> None:
     changed = {"logit_scale": 0.5, "final_logit_softcapping": 0.5}
     edit(folder / "config.json", lambda config: config["text_config"].update(changed))
     assert load_family(folder).findings.logit_settings == [*changed]  # type: ignore[attr-defined]
 
 
-def test_an_answer_may_begin_with_what_the_template_writes_before_it(tmp_path: Path) -> None:
+def test_answer_may_start_with_the_templates_leading_space(tmp_path: Path) -> None:
     """A prompt ends with `Assistant:`, and a history has a blank behind it."""
     write_kind("idefics3", tmp_path / "model")
     renderer = load_renderer(tmp_path / "model", MediaStore(tmp_path / "media"))
@@ -573,7 +567,7 @@ def test_an_answer_may_begin_with_what_the_template_writes_before_it(tmp_path: P
         ("tiles_by_edge", {"tile": 364, "longest_edge": 4096}),
     ],
 )
-def test_the_trial_processes_an_image_of_every_layout(rule: str, settings: dict[str, int]) -> None:
+def test_trial_processes_an_image_of_every_layout(rule: str, settings: dict[str, int]) -> None:
     count, _ = layout.RULES[rule]
     tried = {count(*size, settings) for size in list_learning_sizes(rule, settings)}
     draw = random.Random(1)
@@ -582,7 +576,7 @@ def test_the_trial_processes_an_image_of_every_layout(rule: str, settings: dict[
         assert count(*size, settings) in tried, size
 
 
-def test_a_rule_that_is_wrong_for_large_images_is_disputed_by_a_counter(
+def test_counter_rejects_a_layout_rule_wrong_for_large_images(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     write_kind("internvl", tmp_path)

@@ -24,7 +24,7 @@ class Layers(nn.Module):
         self.other = nn.Embedding(30, 40)
 
 
-def test_tensors_are_drawn_by_name_and_seed_and_in_parts_where_they_are_large(
+def test_tensors_are_drawn_by_name_and_seed_and_large_ones_in_parts(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     with torch.device("meta"):
@@ -54,7 +54,7 @@ def test_tensors_are_drawn_by_name_and_seed_and_in_parts_where_they_are_large(
     assert not torch.equal(other["other.weight"], drawn["other.weight"])
 
 
-def test_a_file_that_the_disk_does_not_take_is_an_error(tmp_path: Path) -> None:
+def test_failed_disk_write_is_an_error(tmp_path: Path) -> None:
     shapes = {"wide.weight": torch.empty(300, 400, device="meta")}
     before = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (100_000, before[1]))
@@ -72,7 +72,7 @@ SMALL = {
 }  # fmt: skip
 
 
-def test_weights_drawn_in_threads_are_the_same_every_time(tmp_path: Path) -> None:
+def test_weights_drawn_in_threads_are_deterministic(tmp_path: Path) -> None:
     for name, seed in (("a", 0), ("b", 0), ("c", 1)):
         write_tiny("qwen_vl", tmp_path / name, seed, hidden=LARGE_HIDDEN, **SMALL)
     first, again, other = (

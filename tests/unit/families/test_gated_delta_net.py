@@ -80,7 +80,7 @@ def layer() -> Any:
 
 
 @pytest.mark.parametrize("seed", range(3))
-def test_parents_are_the_last_tokens_that_are_seen(seed: int) -> None:
+def test_parent_is_the_previous_token_on_the_path(seed: int) -> None:
     ends = draw_pack(seed)
     found = find_parents(ends)
     for path in find_paths(ends):
@@ -88,9 +88,7 @@ def test_parents_are_the_last_tokens_that_are_seen(seed: int) -> None:
 
 
 @pytest.mark.parametrize("seed", range(3))
-def test_a_pack_computes_what_its_paths_compute_alone_by_transformers(
-    layer: Any, seed: int
-) -> None:
+def test_packed_paths_match_transformers_on_separate_paths(layer: Any, seed: int) -> None:
     ends = draw_pack(seed)
     hidden, wanted = torch.randn(2, 1, len(ends), HIDDEN).unbind()
     hidden.requires_grad_()
@@ -115,7 +113,7 @@ def gradients(loss: Tensor, inputs: list[Tensor]) -> Tensor:
     return torch.cat([gradient.flatten() for gradient in torch.autograd.grad(loss, inputs)])
 
 
-def test_what_a_row_carries_on_without_a_plan_leaks(layer: Any) -> None:
+def test_state_leaks_between_sequences_without_a_plan(layer: Any) -> None:
     """Why layers go by a plan: transformers' own carries the first sequence into the second."""
     hidden = torch.randn(1, 12, HIDDEN)
     with torch.no_grad():
@@ -159,7 +157,7 @@ def install_package(rule: Any, monkeypatch: pytest.MonkeyPatch) -> None:
         (without_gradient_of_values, "its gradients of v differ from plain torch's by"),
     ],
 )
-def test_kernels_of_a_package_are_used_where_a_trial_shows_that_they_give_the_same(
+def test_package_kernels_are_used_only_after_a_matching_trial(
     rule: Any, problem: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     install_package(rule, monkeypatch)
@@ -172,7 +170,7 @@ def test_kernels_of_a_package_are_used_where_a_trial_shows_that_they_give_the_sa
     assert problem in said if problem else not said
 
 
-def test_a_trial_in_a_block_that_is_computed_again_changes_nothing_for_it(
+def test_trial_does_not_affect_activation_recomputation(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     install_package(rule_of_a_package, monkeypatch)

@@ -52,7 +52,7 @@ def ids_of(renderer: Any, text: str) -> list[int]:
 # -- how turns end
 
 
-def test_an_answer_ends_by_the_token_that_opens_the_next_turn(thinking: Any) -> None:
+def test_token_opening_the_next_turn_ends_an_answer(thinking: Any) -> None:
     said = "<think>hm</think>\nyes"
     for new, opened in ((TOOL, "<|observation|>"), (assistant("more"), "<|assistant|>")):
         rendered = thinking.render([user("hi"), assistant("yes", reasoning="hm"), new])
@@ -67,16 +67,14 @@ def test_an_answer_ends_by_the_token_that_opens_the_next_turn(thinking: Any) -> 
 @pytest.mark.parametrize(
     ("last", "end"), [(assistant("yes"), "<|user|>"), (CALLS, "<|observation|>")], ids=str
 )
-def test_the_last_answer_of_a_conversation_is_ended_and_the_end_trains(
-    thinking: Any, last: Message, end: str
-) -> None:
+def test_last_answer_gets_a_trained_end_token(thinking: Any, last: Message, end: str) -> None:
     sample = build_sample([user("hi"), last], thinking, "t")
     tokens, trained = sample.token_ids.numpy().tolist(), sample.trained.numpy().tolist()
     assert thinking.decode(tokens).startswith(OPENED + "<think></think>\n")
     assert trained[-1] == len(tokens) - 1 and thinking.decode(tokens[-1:]) == end
 
 
-def test_a_turn_goes_on_behind_the_sampled_stop_without_writing_it_twice(thinking: Any) -> None:
+def test_bridge_does_not_repeat_the_sampled_stop_token(thinking: Any) -> None:
     prompt = thinking.render([user("hi")]).token_ids
     said = "<think></think>\nyes"
     talk = [user("hi"), assistant("yes"), user("and?")]
@@ -92,7 +90,7 @@ def test_a_turn_goes_on_behind_the_sampled_stop_without_writing_it_twice(thinkin
 
 
 @pytest.mark.parametrize("stop", ["<|observation|>", "<|assistant|>"])
-def test_a_turn_that_opened_another_roles_is_rendered_anew_and_forks(
+def test_turn_ended_by_another_roles_token_is_rerendered_and_forks(
     thinking: Any, stop: str
 ) -> None:
     trace = Trace(id="t", env="test", task=0)
@@ -114,7 +112,7 @@ def test_a_turn_that_opened_another_roles_is_rendered_anew_and_forks(
 # -- what is thought
 
 
-def test_reasoning_goes_with_the_next_question(thinking: Any) -> None:
+def test_next_question_drops_the_reasoning(thinking: Any) -> None:
     prompt = thinking.render([user("hi")]).token_ids
     thought = ids_of(thinking, "<think>hm</think>\nyes<|user|>")
     assert thinking.bridge(prompt, thought, [user("and?")]) == Refused("history_rewritten")
@@ -128,7 +126,7 @@ def test_reasoning_goes_with_the_next_question(thinking: Any) -> None:
     assert thinking.bridge(prompt, bare, [user("and?")]) == Refused("history_rewritten")
 
 
-def test_reasoning_that_was_cut_off_is_closed_and_a_stop_inside_it_is_refused(
+def test_truncated_reasoning_is_closed_and_a_stop_inside_it_is_refused(
     thinking: Any,
 ) -> None:
     prompt = thinking.render([user("hi")]).token_ids
@@ -141,7 +139,7 @@ def test_reasoning_that_was_cut_off_is_closed_and_a_stop_inside_it_is_refused(
     assert thinking.parse(stopped).reasoning == "hm"
 
 
-def test_without_thinking_questions_say_so_and_turns_begin_behind_an_empty_block(
+def test_disabled_thinking_marks_questions_and_opens_an_empty_block(
     silent: Any,
 ) -> None:
     asked = silent.render([system("s"), user("a"), assistant("b"), user("c/nothink")])
@@ -181,7 +179,7 @@ def call(*arguments: tuple[str, str]) -> str:
     return f"<tool_call>look\n{''.join(pairs)}</tool_call>"
 
 
-def test_arguments_have_the_types_of_the_schema_or_those_that_they_spell(thinking: Any) -> None:
+def test_arguments_take_schema_types_or_their_literal_types(thinking: Any) -> None:
     said = "\nlet me see\n" + call(
         ("at", "3"), ("to", "null"), ("n", "3"), ("m", "03"), ("o", "[1]")
     )
@@ -210,7 +208,7 @@ def test_arguments_have_the_types_of_the_schema_or_those_that_they_spell(thinkin
         call(("at", "x")) + " and so on",
     ],
 )
-def test_what_is_no_call_stays_in_the_content(thinking: Any, broken: str) -> None:
+def test_malformed_call_stays_in_the_content(thinking: Any, broken: str) -> None:
     said = f"{call(('at', 'x'))}\n{broken}"
     parsed = thinking.parse(ids_of(thinking, f"<think></think>\n{said}<|user|>"), [LOOK])
     assert parsed.tool_calls == () and parsed.malformed_calls
@@ -234,7 +232,7 @@ def change(folders: Path, tmp_path: Path, store: MediaStore) -> Callable[[str, s
     return load
 
 
-def test_a_template_that_takes_strings_of_tools_shows_no_images_there(
+def test_template_with_string_tool_results_shows_no_tool_images(
     folders: Path, store: MediaStore
 ) -> None:
     renderer: Any = load_renderer(folders / "glm4v", store)
@@ -248,7 +246,7 @@ def test_a_template_that_takes_strings_of_tools_shows_no_images_there(
         renderer.render(shown)
 
 
-def test_a_template_that_writes_videos_otherwise_shows_images_alone(
+def test_template_with_another_video_format_supports_only_images(
     change: Callable[[str, str, str], Any],
 ) -> None:
     renderer = change("thinking", "<|begin_of_video|><|video|>", "<|video|>")

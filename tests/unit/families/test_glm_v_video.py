@@ -31,9 +31,7 @@ def folders(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return root
 
 
-def test_positions_of_images_and_videos_are_those_of_the_model(
-    folders: Path, store: MediaStore
-) -> None:
+def test_image_and_video_positions_match_the_model(folders: Path, store: MediaStore) -> None:
     from transformers import AutoConfig, Glm46VModel
 
     with torch.device("meta"):
@@ -74,7 +72,7 @@ def test_positions_of_images_and_videos_are_those_of_the_model(
         ),
     ],
 )
-def test_a_video_processor_with_other_rules_refuses_videos_alone(
+def test_unsupported_video_processor_disables_only_videos(
     folders: Path, tmp_path: Path, store: MediaStore, changes: dict[str, Any], why: str
 ) -> None:
     copy = Path(shutil.copytree(folders / "glm46v", tmp_path / "copy"))

@@ -44,12 +44,12 @@ def keep(cache: Path, model: Path, names: list[str]) -> Path:
     return snapshot
 
 
-def test_a_folder_is_itself(tiny_model: Path) -> None:
+def test_local_folder_resolves_to_itself(tiny_model: Path) -> None:
     assert resolve_checkpoint(tiny_model) == tiny_model
     assert resolve_checkpoint("no/such/folder/at/all") == Path("no/such/folder/at/all")
 
 
-def test_an_id_is_found_in_the_cache_with_its_commit(cache: Path, tiny_model: Path) -> None:
+def test_hub_id_is_resolved_from_the_cache_with_its_commit(cache: Path, tiny_model: Path) -> None:
     names = [name for name in CONFIG_FILES if (tiny_model / name).is_file()]
     snapshot = keep(cache, tiny_model, names)
     assert resolve_checkpoint("lab/tiny") == snapshot
@@ -60,7 +60,7 @@ def test_an_id_is_found_in_the_cache_with_its_commit(cache: Path, tiny_model: Pa
         resolve_checkpoint("lab/tiny", with_weights=True)
 
 
-def test_offline_with_nothing_cached_is_an_error_that_names_the_files(cache: Path) -> None:
+def test_offline_error_names_the_uncached_files(cache: Path) -> None:
     with pytest.raises(FamilyError, match="is not a folder") as caught:
         resolve_checkpoint("lab/tiny")
     for name in ("config.json", "tokenizer.json", "preprocessor_config.json"):
@@ -140,7 +140,7 @@ print(resolve_checkpoint(sys.argv[1], with_weights=sys.argv[2] == "weights"))
 """
 
 
-def test_what_is_not_cached_is_fetched_small_files_first(
+def test_uncached_files_are_fetched_small_ones_first(
     hub: tuple[str, list[str]], tiny_model: Path, tmp_path: Path
 ) -> None:
     address, asked = hub

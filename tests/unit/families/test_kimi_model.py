@@ -22,13 +22,13 @@ def kimi(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return path
 
 
-def test_options_that_cannot_work_are_refused(tmp_path: Path) -> None:
+def test_invalid_options_are_refused(tmp_path: Path) -> None:
     for options in ({"experts": 1}, {"experts_per_token": 9}, {"type": "x"}, {"depth": 3}):
         with pytest.raises(FamilyError):
             tiny.write(tmp_path, **options)
 
 
-def test_an_exported_checkpoint_has_all_that_the_source_has(kimi: Path, tmp_path: Path) -> None:
+def test_exported_checkpoint_has_every_source_file(kimi: Path, tmp_path: Path) -> None:
     model = load_model(kimi, load_family(kimi), "cpu", "float32").model
     # The bias that balances experts is no parameter; a checkpoint without it routes otherwise.
     name = "model.language_model.layers.1.mlp.gate.e_score_correction_bias"

@@ -61,7 +61,7 @@ def patches_of(image: Image.Image, store: MediaStore, family: KimiK25Family = FA
 
 @settings(max_examples=num_examples(1000, 200), deadline=None)
 @given(width=st.integers(1, 9000), height=st.integers(1, 9000))
-def test_layout_is_the_documented_one(width: int, height: int) -> None:
+def test_layout_matches_the_documentation(width: int, height: int) -> None:
     layout = FAMILY.layout(width, height)
     new_width, new_height, wide, high = documented(width, height)
     assert (layout.width, layout.height) == (new_width, new_height)
@@ -70,7 +70,7 @@ def test_layout_is_the_documented_one(width: int, height: int) -> None:
 
 
 @pytest.mark.parametrize("size", [(28, 28), (1, 1), (29, 27), (100, 60), (300, 20), (13, 150)])
-def test_patches_are_the_documented_ones(size: tuple[int, int], store: MediaStore) -> None:
+def test_patches_match_the_documentation(size: tuple[int, int], store: MediaStore) -> None:
     image = noise(*size)
     assert np.array_equal(patches_of(image, store), documented_patches(image))
 
@@ -96,7 +96,7 @@ def test_the_nested_settings_of_a_published_folder_are_read(tmp_path: Path) -> N
         ({"patch_limit_on_one_side": 511}, "511"),
     ],
 )
-def test_settings_that_we_do_not_follow_are_refused(
+def test_unsupported_processor_settings_are_refused(
     tmp_path: Path, change: dict[str, Any], told: str
 ) -> None:
     cfg = {"media_proc_cfg": {**LIMITS, **change}}
@@ -105,7 +105,7 @@ def test_settings_that_we_do_not_follow_are_refused(
         read_processor_settings(tmp_path, {})
 
 
-def test_a_bound_on_pixels_shrinks_images(tmp_path: Path) -> None:
+def test_pixel_limit_shrinks_images(tmp_path: Path) -> None:
     (tmp_path / "preprocessor_config.json").write_text(json.dumps({"media_proc_cfg": LIMITS}))
     family = KimiK25Family(read_processor_settings(tmp_path, {"max_pixels": 196 * 100}))
     assert family.layout(1400, 1400).num_tokens == 25

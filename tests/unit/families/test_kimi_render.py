@@ -52,7 +52,7 @@ def load(store: MediaStore, tmp_path: Path) -> Load:
 
 @pytest.mark.parametrize("think_tokens", [False, True])
 @pytest.mark.parametrize("thinking", [False, True])
-def test_tokens_are_those_of_the_witness(
+def test_tokens_match_the_reference(
     load: Load, store: MediaStore, thinking: bool, think_tokens: bool
 ) -> None:
     golden = json.loads(GOLDEN.read_text())
@@ -69,7 +69,7 @@ def test_tokens_are_those_of_the_witness(
         assert rendered.token_ids == entry["token_ids"][key]
 
 
-def test_a_message_is_headed_by_its_name(load: Load) -> None:
+def test_message_header_shows_its_name(load: Load) -> None:
     """As the release does: the name stands in the place of the role."""
     renderer = load(False)
     talk: list[Any] = [
@@ -116,7 +116,7 @@ def encoded(renderer: Renderer, content: str) -> list[int]:
 
 
 @pytest.mark.parametrize("think_tokens", [False, True])
-def test_reasoning_of_calls_stays_until_an_answer_follows(load: Load, think_tokens: bool) -> None:
+def test_reasoning_of_calls_is_kept_until_an_answer_follows(load: Load, think_tokens: bool) -> None:
     renderer = load(True, think_tokens)
     talk = [user("hi"), called("first"), answered("x"), called("second", number=1)]
     kept = renderer.decode(renderer.render(talk).token_ids)
@@ -125,7 +125,7 @@ def test_reasoning_of_calls_stays_until_an_answer_follows(load: Load, think_toke
     assert left.count("<think></think>") == 3
 
 
-def test_without_thinking_no_reasoning_is_written(load: Load) -> None:
+def test_disabled_thinking_omits_reasoning(load: Load) -> None:
     renderer = load(False)
     talk = [user("hi"), called("first"), answered("x"), called("second", number=1)]
     plain = [user("hi"), called(), answered("x"), called(number=1)]
@@ -145,7 +145,7 @@ def test_a_call_with_its_reasoning_is_bridged(load: Load, think_tokens: bool) ->
 
 
 @pytest.mark.parametrize("think_tokens", [False, True])
-def test_bridge_refuses_where_the_template_would_take_reasoning_back(
+def test_bridge_refuses_when_the_template_would_remove_reasoning(
     load: Load, think_tokens: bool
 ) -> None:
     renderer = load(True, think_tokens)
@@ -171,7 +171,7 @@ def test_bridge_refuses_a_stop_inside_open_reasoning(load: Load) -> None:
 
 
 @pytest.mark.parametrize("think_tokens", [False, True])
-def test_parse_takes_reasoning_content_and_calls_apart(load: Load, think_tokens: bool) -> None:
+def test_parse_separates_reasoning_content_and_calls(load: Load, think_tokens: bool) -> None:
     renderer = load(True, think_tokens)
     message = Message(
         role="assistant",
@@ -187,7 +187,7 @@ def test_parse_takes_reasoning_content_and_calls_apart(load: Load, think_tokens:
     assert (open_.reasoning, open_.text, open_.stopped) == ("still thinking", "", False)
 
 
-def test_malformed_calls_come_back_with_their_text(load: Load) -> None:
+def test_malformed_calls_are_returned_with_their_text(load: Load) -> None:
     renderer = load(False)
     bad = Message(role="assistant", content=text("so"), tool_calls=(ToolCall("f", "{broken"),))
     parsed = renderer.parse(said(renderer, bad))
@@ -199,7 +199,7 @@ def test_malformed_calls_come_back_with_their_text(load: Load) -> None:
 
 
 @pytest.mark.parametrize("thinking", [False, True])
-def test_a_section_of_calls_that_was_cut_off_is_closed(load: Load, thinking: bool) -> None:
+def test_truncated_call_section_is_closed(load: Load, thinking: bool) -> None:
     renderer = load(thinking, think_tokens=True)
     prompt = renderer.render([user("hi")]).token_ids
     calls = (ToolCall("f", "{}", "functions.f:0"), ToolCall("g", '{"a": 1}', "functions.g:1"))
@@ -232,7 +232,7 @@ def test_a_section_of_calls_that_was_cut_off_is_closed(load: Load, thinking: boo
         ({"name": "f", "description": {1, 2}}, "not JSON"),
     ],
 )
-def test_a_tool_that_cannot_be_declared_is_refused_by_path(tool: Any, path: str) -> None:
+def test_undeclarable_tool_is_refused_by_path(tool: Any, path: str) -> None:
     with pytest.raises(MessageError, match=path):
         declare_tools([tool])
 
@@ -245,7 +245,7 @@ def declare(properties: dict[str, Any], **more: Any) -> str:
     return declared.removeprefix(head).removesuffix(tail)
 
 
-def test_values_in_a_declaration_are_spelled_as_the_release_spells_them() -> None:
+def test_declaration_values_are_written_as_in_the_release() -> None:
     """Expected texts are those of the release's encoder, `tool_declaration_ts.py`."""
     assert declare(
         {
@@ -283,7 +283,7 @@ def test_values_in_a_declaration_are_spelled_as_the_release_spells_them() -> Non
         3,
     ],
 )
-def test_tools_that_have_no_type_are_written_as_json(schema: Any) -> None:
+def test_tools_without_a_type_are_written_as_json(schema: Any) -> None:
     other = {"type": "object", "$defs": {"Late": {"type": "string"}}}
     tool = {
         "name": "f",

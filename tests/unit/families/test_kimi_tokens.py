@@ -64,9 +64,7 @@ def edit(file: Path, **changes: Any) -> None:
     file.write_text(json.dumps({**json.loads(file.read_text()), **changes}))
 
 
-def test_ranks_give_the_tokens_of_the_tokenizer_that_they_came_from(
-    made: Path, published: Path
-) -> None:
+def test_merge_ranks_reproduce_the_original_tokenizer(made: Path, published: Path) -> None:
     ours, theirs = load_tokenizer(published), load_tokenizer(made)
     for text in TEXTS:
         assert ours.encode(text) == theirs.encode(text)
@@ -86,9 +84,7 @@ def test_a_published_folder_renders_without_its_code(
     assert load_family(published).slot_token_ids == (ours.pad_token_ids[0],)
 
 
-def test_a_turn_is_opened_for_reasoning_where_the_folder_says_nothing(
-    published: Path, store: MediaStore
-) -> None:
+def test_turn_opens_with_reasoning_by_default(published: Path, store: MediaStore) -> None:
     config = json.loads((published / "tokenizer_config.json").read_text())
     del config["thinking"]
     (published / "tokenizer_config.json").write_text(json.dumps(config))

@@ -40,7 +40,7 @@ def render(folder: Path, store: MediaStore) -> Callable[[], str]:
     return spelled
 
 
-def test_the_template_decides_whether_dates_are_said(
+def test_template_decides_whether_dates_are_written(
     folder: Path, render: Callable[[], str]
 ) -> None:
     assert render().startswith("<|begin_of_text|>" + DATED)
@@ -51,7 +51,7 @@ def test_the_template_decides_whether_dates_are_said(
     assert DATED in render()
 
 
-def test_a_template_that_asks_a_clock_is_rendered_with_the_same_date_every_day(
+def test_template_using_the_clock_gets_a_fixed_date(
     folder: Path, render: Callable[[], str]
 ) -> None:
     template = folder / "chat_template.jinja"
@@ -61,7 +61,7 @@ def test_a_template_that_asks_a_clock_is_rendered_with_the_same_date_every_day(
     assert "Today Date: 26 Jul 2024\n" in render()
 
 
-def test_another_chat_template_is_refused_with_its_first_difference(
+def test_different_chat_template_is_refused_with_its_first_difference(
     folder: Path, store: MediaStore
 ) -> None:
     template = folder / "chat_template.jinja"
@@ -73,7 +73,7 @@ def test_another_chat_template_is_refused_with_its_first_difference(
         load_renderer(folder, store)
 
 
-def test_a_tokenizer_of_another_llama_is_refused(folder: Path, store: MediaStore) -> None:
+def test_tokenizer_from_another_llama_is_refused(folder: Path, store: MediaStore) -> None:
     file = folder / "tokenizer.json"
     file.write_text(file.read_text().replace("<|start_header_id|>", "[INST]"))
     with pytest.raises(FamilyError, match=r"has no token '<\|start_header_id\|>'"):
@@ -86,7 +86,7 @@ def test_tools_are_refused_with_the_reason(whole: Path, store: MediaStore) -> No
         load_renderer(whole, store).render([user("a")], [tool])
 
 
-def test_a_tied_checkpoint_holds_its_embedding_once(tmp_path: Path) -> None:
+def test_tied_checkpoint_stores_its_embedding_once(tmp_path: Path) -> None:
     write_tiny("llama3", tmp_path, seed=0, tied=True)
     header = (tmp_path / "model.safetensors").read_bytes()
     size = int.from_bytes(header[:8], "little")

@@ -23,7 +23,7 @@ def one_by_one(values: np.ndarray, patch: int, merge: int) -> np.ndarray:
 
 
 @pytest.mark.parametrize(("patch", "merge"), [(16, 2), (14, 2), (14, 1), (5, 3)])
-def test_patches_are_those_cut_one_by_one(patch: int, merge: int) -> None:
+def test_patches_match_a_plain_loop(patch: int, merge: int) -> None:
     rng = np.random.default_rng(0)
     side = patch * merge
     values = rng.integers(0, 256, (3 * side, 5 * side, 3), dtype=np.uint8)
@@ -32,7 +32,7 @@ def test_patches_are_those_cut_one_by_one(patch: int, merge: int) -> None:
     assert np.array_equal(patches, one_by_one(values, patch, merge))
 
 
-def test_a_plane_in_several_pieces_of_memory_gives_the_same() -> None:
+def test_non_contiguous_plane_gives_the_same_patches() -> None:
     column = np.arange(4608, dtype=np.uint32)[:, None]
     values = (column * 7 + np.arange(4096, dtype=np.uint32) * 3).astype(np.uint8)
     image = Image.merge("RGB", [Image.fromarray(values)] * 3)
@@ -42,7 +42,7 @@ def test_a_plane_in_several_pieces_of_memory_gives_the_same() -> None:
     assert np.array_equal(patchify(image, 64, 2), want)
 
 
-def test_an_image_that_is_no_whole_number_of_patches_is_refused() -> None:
+def test_image_not_divisible_into_patches_is_refused() -> None:
     with pytest.raises(ValueError):
         patchify(Image.new("RGB", (33, 32)), 16, 2)
 

@@ -82,7 +82,7 @@ def copy(folder: Callable[[str], Path], tmp_path: Path) -> Callable[[str], Path]
         ("qwen3", "Qwen3"),
     ],
 )
-def test_the_template_of_the_checkpoint_decides_and_is_read_quickly(
+def test_checkpoint_template_selects_the_format_quickly(
     folder: Callable[[str], Path], store: MediaStore, kind: str, name: str
 ) -> None:
     load_renderer(folder(kind), store)
@@ -95,7 +95,7 @@ def test_the_template_of_the_checkpoint_decides_and_is_read_quickly(
 
 @pytest.mark.parametrize("file", ["chat_template.json", "tokenizer_config.json"])
 @pytest.mark.parametrize("is_list", [False, True])
-def test_the_template_is_found_in_other_files_too(
+def test_template_is_also_found_in_other_files(
     copy: Callable[[str], Path],
     folder: Callable[[str], Path],
     store: MediaStore,
@@ -115,7 +115,7 @@ def test_the_template_is_found_in_other_files_too(
     "kind", ["qwen2_5_vl", "qwen3_vl", "qwen3_vl_thinking", "qwen3_5", "qwen3"]
 )
 @pytest.mark.parametrize("change", ["assistant\\n", "<|im_end|>\\n"])
-def test_a_template_that_writes_anything_else_is_refused_with_the_first_difference(
+def test_unknown_template_is_refused_with_its_first_difference(
     copy: Callable[[str], Path],
     folder: Callable[[str], Path],
     store: MediaStore,
@@ -133,7 +133,7 @@ def test_a_template_that_writes_anything_else_is_refused_with_the_first_differen
         load_renderer(path, store)
 
 
-def test_the_published_templates_are_known(
+def test_published_templates_are_recognized(
     copy: Callable[[str], Path], store: MediaStore, shared: Path
 ) -> None:
     for kind, formats in FORMATS.items():
@@ -150,7 +150,7 @@ def test_the_published_templates_are_known(
 
 
 @pytest.mark.parametrize("kind", THINKING)
-def test_open_reasoning_that_was_cut_off_is_closed_with_unsampled_tokens(
+def test_truncated_reasoning_is_closed_with_unsampled_tokens(
     load: Callable[[str], Renderer], kind: str
 ) -> None:
     renderer = load(kind)
@@ -167,7 +167,7 @@ def test_open_reasoning_that_was_cut_off_is_closed_with_unsampled_tokens(
         assert (parsed.reasoning, parsed.text, parsed.stopped) == ("hm, so", "", False)
 
 
-def test_behind_a_closed_block_the_answer_follows_and_a_question_rewrites_history(
+def test_answer_follows_a_closed_block_and_a_question_rewrites_history(
     load: Callable[[str], Renderer],
 ) -> None:
     renderer = load("qwen3_5_nonthinking")
@@ -191,7 +191,7 @@ def test_behind_a_closed_block_the_answer_follows_and_a_question_rewrites_histor
 
 
 @pytest.mark.parametrize("kind", ["qwen2_5_vl", "qwen3_vl", "qwen3_vl_thinking", "qwen3_5"])
-def test_pictures_are_numbered_on_demand_and_the_bridge_goes_on_counting(
+def test_images_are_numbered_on_demand_and_across_bridges(
     folder: Callable[[str], Path], store: MediaStore, kind: str
 ) -> None:
     renderer = load_renderer(folder(kind), store, number_images=True)
@@ -216,7 +216,7 @@ def test_pictures_are_numbered_on_demand_and_the_bridge_goes_on_counting(
 
 
 @pytest.mark.parametrize("kind", CALLING)
-def test_a_malformed_call_comes_back_with_its_raw_text(
+def test_malformed_call_is_returned_with_its_raw_text(
     load: Callable[[str], Renderer], kind: str
 ) -> None:
     renderer = load(kind)
@@ -259,7 +259,7 @@ def test_tagged_arguments_keep_booleans_nested_json_and_unicode(
     assert (parsed.reasoning, parsed.text) == ("r", "")
 
 
-def test_arguments_that_are_no_object_are_refused_by_path_where_tags_cannot_write_them(
+def test_non_object_arguments_are_refused_by_path_in_tagged_formats(
     load: Callable[[str], Renderer],
 ) -> None:
     for arguments in ("[1]", "not json", "3"):
@@ -269,7 +269,7 @@ def test_arguments_that_are_no_object_are_refused_by_path_where_tags_cannot_writ
 
 
 @pytest.mark.parametrize("kind", CALLING)
-def test_half_a_surrogate_pair_and_endless_nesting_are_no_calls_that_a_model_makes(
+def test_lone_surrogate_and_endless_nesting_are_malformed_calls(
     load: Callable[[str], Renderer], kind: str
 ) -> None:
     renderer = load(kind)
@@ -287,9 +287,7 @@ def test_half_a_surrogate_pair_and_endless_nesting_are_no_calls_that_a_model_mak
 
 
 @pytest.mark.parametrize("kind", THINKING)
-def test_a_call_ends_reasoning_that_is_never_closed(
-    load: Callable[[str], Renderer], kind: str
-) -> None:
+def test_call_ends_unclosed_reasoning(load: Callable[[str], Renderer], kind: str) -> None:
     renderer = load(kind)
     prompt = renderer.render([user("hi")]).token_ids
     lead = "" if kind in OPENING else "<think>\n"
@@ -316,7 +314,7 @@ def declare(**properties: Any) -> list[dict[str, Any]]:
     return [{"type": "function", "function": {"name": "g"}}, {"function": function}]
 
 
-def test_tagged_arguments_are_strings_where_the_schema_says_so(
+def test_tagged_arguments_are_strings_if_the_schema_says_so(
     load: Callable[[str], Renderer],
 ) -> None:
     renderer = load("qwen3_5")
@@ -346,7 +344,7 @@ def test_tagged_arguments_are_strings_where_the_schema_says_so(
         assert json.loads(untold.arguments)["plain"] == 42
 
 
-def test_a_turn_is_parsed_with_the_tools_that_it_was_offered(
+def test_turn_is_parsed_with_its_own_tools(
     load: Callable[[str], Renderer],
 ) -> None:
     renderer, tools = load("qwen3_5"), declare(a={"type": "string"})

@@ -74,7 +74,7 @@ def ready(learner: Learner, store: MediaStore, given: list[Sample], limit: PackS
     return preparer.prepare(Batch(1, given), digest="").with_pixels()
 
 
-def test_logprobs_are_those_of_plain_transformers(model: Path, store: MediaStore) -> None:
+def test_logprobs_match_plain_transformers(model: Path, store: MediaStore) -> None:
     from transformers import AutoModelForCausalLM, AutoModelForImageTextToText
 
     learner = build(model, store)
@@ -113,7 +113,7 @@ def plain_logprobs(
     return logs.gather(-1, ids[0][trained, None]).squeeze(-1).numpy()
 
 
-def test_text_only_takes_no_pixel_settings_and_no_slots(
+def test_text_only_model_refuses_pixel_settings_and_slots(
     folder: Callable[[str], Path], store: MediaStore
 ) -> None:
     from sightline import FamilyError, Misaligned

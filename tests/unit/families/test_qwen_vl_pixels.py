@@ -98,7 +98,7 @@ def test_rows_of_encoded_files_are_bit_identical(store: MediaStore, mode: str, k
     check_equal(QwenVLFamily(QWEN3_VL), store, data, Image.open(io.BytesIO(data)))
 
 
-def test_a_transparent_palette_is_looked_up_and_its_alpha_dropped(store: MediaStore) -> None:
+def test_transparent_palette_is_resolved_and_alpha_dropped(store: MediaStore) -> None:
     out = io.BytesIO()
     picture(64, 64, "P").save(out, "PNG", transparency=3)
     plain = Image.open(io.BytesIO(out.getvalue()))
@@ -107,7 +107,7 @@ def test_a_transparent_palette_is_looked_up_and_its_alpha_dropped(store: MediaSt
 
 
 @pytest.mark.parametrize("orientation", range(1, 9))
-def test_a_photograph_on_its_side_is_seen_upright(store: MediaStore, orientation: int) -> None:
+def test_exif_rotated_photo_is_turned_upright(store: MediaStore, orientation: int) -> None:
     exif = Image.Exif()
     exif[0x0112] = orientation
     out = io.BytesIO()
@@ -118,7 +118,7 @@ def test_a_photograph_on_its_side_is_seen_upright(store: MediaStore, orientation
     assert (ref.width, ref.height) == upright.size
 
 
-def test_the_table_holds_what_transformers_computes() -> None:
+def test_normalization_table_matches_transformers() -> None:
     family = QwenVLFamily(QWEN2_5_VL)
     values = np.repeat(np.arange(256, dtype=np.uint8)[None, :, None], 3, axis=2)
     want = processor(QWEN2_5_VL)
@@ -142,7 +142,7 @@ def test_the_table_holds_what_transformers_computes() -> None:
     min_pixels=st.integers(1, 1 << 18),
     more=st.integers(0, 1 << 24),
 )
-def test_layout_is_that_of_transformers_for_every_size(
+def test_layout_matches_transformers_for_every_size(
     width: int, height: int, patch: int, min_pixels: int, more: int
 ) -> None:
     from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import smart_resize

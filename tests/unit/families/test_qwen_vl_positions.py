@@ -41,7 +41,7 @@ def slot(offset: int, length: int, grid: tuple[int, int, int]) -> Slot:
 
 @settings(max_examples=200, deadline=None)
 @given(images=images, tail=st.integers(1, 20))
-def test_positions_are_those_of_transformers(
+def test_positions_match_transformers(
     model: Any, images: list[tuple[int, int, int]], tail: int
 ) -> None:
     import torch

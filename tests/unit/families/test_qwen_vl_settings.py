@@ -35,14 +35,14 @@ def test_only_qwen3_vl_is_claimed() -> None:
     assert not claims({})
 
 
-def test_the_nested_processor_file_wins_as_in_transformers(tmp_path: Path) -> None:
+def test_nested_processor_file_takes_precedence_as_in_transformers(tmp_path: Path) -> None:
     folder(tmp_path)
     nested = {"image_processor": {**PROCESSOR, "size": {"shortest_edge": 7, "longest_edge": 8}}}
     (tmp_path / "processor_config.json").write_text(json.dumps(nested))
     assert load_family(tmp_path, {}).settings["max_pixels"] == 8
 
 
-def test_a_patch_size_that_the_tower_does_not_have_is_refused(tmp_path: Path) -> None:
+def test_patch_size_differing_from_the_tower_is_refused(tmp_path: Path) -> None:
     with pytest.raises(FamilyError, match="patch_size = 16"):
         load_family(folder(tmp_path, patch_size=14), {})
 
@@ -70,7 +70,7 @@ def test_every_setting_is_in_the_fingerprint(tmp_path: Path) -> None:
     assert all(len(family.fingerprint) == 32 for family in families)
 
 
-def test_a_checkpoint_without_a_vision_tower_shows_no_images(tmp_path: Path) -> None:
+def test_checkpoint_without_a_vision_tower_supports_no_images(tmp_path: Path) -> None:
     folder(tmp_path)
     (tmp_path / "config.json").write_text(json.dumps({"model_type": "qwen3_vl"}))
     assert not load_family(tmp_path, {}).shows_media

@@ -18,7 +18,7 @@ def model(tiny_model: Path) -> Any:
     return AutoModelForImageTextToText.from_pretrained(tiny_model, local_files_only=True)
 
 
-def test_transformers_auto_classes_load_it(tiny_model: Path, model: Any) -> None:
+def test_transformers_auto_classes_load_the_tiny_model(tiny_model: Path, model: Any) -> None:
     from transformers import AutoConfig, AutoImageProcessor, AutoTokenizer
 
     config = AutoConfig.from_pretrained(tiny_model, local_files_only=True)
@@ -33,7 +33,7 @@ def test_transformers_auto_classes_load_it(tiny_model: Path, model: Any) -> None
     assert type(model).__name__ == "Qwen3VLForConditionalGeneration"
 
 
-def test_options_that_cannot_work_are_refused(tmp_path: Path) -> None:
+def test_invalid_options_are_refused(tmp_path: Path) -> None:
     with pytest.raises(FamilyError, match="depth"):
         write_tiny("qwen_vl", tmp_path, seed=0, depth=3)
     with pytest.raises(FamilyError, match="deepstack"):

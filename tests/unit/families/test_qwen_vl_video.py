@@ -60,7 +60,7 @@ def steps(offset: int, num: int, side: int, seconds: float) -> list[Slot]:
     seconds=st.floats(0.0625, 4.0, width=32),
     behind=st.integers(0, 5),
 )
-def test_joined_steps_are_placed_in_time_as_transformers_places_them(
+def test_joined_step_positions_match_transformers(
     model: Any, before: int, num: int, side: int, seconds: float, behind: int
 ) -> None:
     """But for the text behind a video that is longer in time than its frames are wide: it goes on
@@ -86,7 +86,7 @@ def test_joined_steps_are_placed_in_time_as_transformers_places_them(
         assert np.array_equal(found, want[:, 0].numpy())
 
 
-def test_joined_steps_stay_together() -> None:
+def test_joined_steps_must_be_adjacent() -> None:
     first, second, third = steps(3, 3, 1, 1.0)
     compute_mrope_positions(9, [first, second, third], MERGE, tokens_per_second=2)
     for broken in ([second], [first, third], [first, second.shift(1)]):
@@ -109,7 +109,7 @@ def change(folder: Path, tmp_path: Path, **values: Any) -> Path:
     return copy
 
 
-def test_a_video_processor_that_normalizes_otherwise_refuses_videos_alone(
+def test_video_processor_with_other_normalization_disables_only_videos(
     folder: Path, tmp_path: Path, store: MediaStore
 ) -> None:
     copy = change(folder, tmp_path, image_mean=[0.1, 0.2, 0.3])
@@ -121,7 +121,7 @@ def test_a_video_processor_that_normalizes_otherwise_refuses_videos_alone(
         renderer.render([user(part)])
 
 
-def test_a_template_that_writes_no_videos_refuses_them_alone(
+def test_template_without_videos_disables_only_videos(
     folder: Path, tmp_path: Path, store: MediaStore
 ) -> None:
     copy = Path(shutil.copytree(folder, tmp_path / "copy"))
@@ -142,14 +142,14 @@ def test_numbered_images_refuse_videos(folder: Path, store: MediaStore) -> None:
 
 
 @pytest.mark.parametrize("times", [(0.0, 1e9), (0.0, 1e300)])
-def test_times_that_no_position_can_hold_are_refused(
+def test_times_beyond_the_position_range_are_refused(
     folder: Path, times: tuple[float, float]
 ) -> None:
     with pytest.raises(MediaRefused, match="seconds between frames"):
         load_family(folder).steps(video([(IMAGE, times[0]), (IMAGE, times[1])]))
 
 
-def test_a_long_video_is_resized_to_the_limit_of_the_whole(folder: Path, tmp_path: Path) -> None:
+def test_long_video_is_resized_to_the_total_pixel_limit(folder: Path, tmp_path: Path) -> None:
     family = load_family(change(folder, tmp_path, size={"shortest_edge": 4, "longest_edge": 65536}))
     short = MediaRef("1" * 64, "video/mp4", 256, 256, 9, 4, 2.0)
     long = MediaRef("2" * 64, "video/mp4", 256, 256, 9, 64, 2.0)

@@ -51,7 +51,7 @@ def checkpoint(folder: Path, model_type: str) -> Path:
     return folder
 
 
-def test_families_on_the_python_path_stand_beside_our_own(
+def test_families_on_the_python_path_are_added_to_built_in_ones(
     add: Callable[..., None], tmp_path: Path
 ) -> None:
     own = family_names()
@@ -64,7 +64,7 @@ def test_families_on_the_python_path_stand_beside_our_own(
     )
 
 
-def test_a_family_with_the_name_of_another_is_refused(add: Callable[..., None]) -> None:
+def test_duplicate_family_name_is_refused(add: Callable[..., None]) -> None:
     name = family_names()[0]
     add(name, "other")
     with pytest.raises(
@@ -74,7 +74,7 @@ def test_a_family_with_the_name_of_another_is_refused(add: Callable[..., None]) 
     assert "rename" in caught.value.fix
 
 
-def test_a_checkpoint_that_two_families_claim_is_refused_with_both(
+def test_checkpoint_claimed_by_two_families_is_refused_naming_both(
     add: Callable[..., None], tmp_path: Path
 ) -> None:
     add("gravel", "stone")
@@ -83,13 +83,13 @@ def test_a_checkpoint_that_two_families_claim_is_refused_with_both(
         load_family(checkpoint(tmp_path / "m", "stone"))
 
 
-def test_a_checkpoint_that_no_family_knows_is_told_where_the_known_stand(tmp_path: Path) -> None:
+def test_unknown_checkpoint_error_links_to_the_supported_models(tmp_path: Path) -> None:
     with pytest.raises(FamilyError, match="'stone' checkpoint, which no family supports") as caught:
         load_family(checkpoint(tmp_path / "m", "stone"))
     assert "docs/models.md" in caught.value.fix
 
 
-def test_a_family_that_takes_what_is_left_stands_back_for_one_that_claims(
+def test_fallback_family_yields_to_a_claiming_family(
     add: Callable[..., None], tmp_path: Path
 ) -> None:
     add("gravel", "stone")
@@ -98,7 +98,7 @@ def test_a_family_that_takes_what_is_left_stands_back_for_one_that_claims(
     assert load_family(folder) == ("gravel", {})
 
 
-def test_what_serving_lacks_is_not_taken_for_a_family_without_it(
+def test_import_error_in_serving_is_not_reported_as_missing_support(
     add: Callable[..., None], tmp_path: Path
 ) -> None:
     add("gravel", "gravel2")
@@ -113,7 +113,7 @@ def test_what_serving_lacks_is_not_taken_for_a_family_without_it(
         load_serving(model, family)
 
 
-def test_fingerprints_stay_so_that_old_items_and_caches_are_known() -> None:
+def test_fingerprints_are_stable() -> None:
     kimi, qwen = ProcessorSettings, partial(replace, QwenVLFamily.default_settings)
     assert [
         KimiK25Family(kimi()).fingerprint,

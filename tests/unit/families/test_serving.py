@@ -34,7 +34,7 @@ def serving_of(family: Any) -> Any:
     return importlib.import_module(f"sightline.families.{family.name}.serving").Serving()
 
 
-def test_the_rows_are_the_family_s_patches(model: Path, store: MediaStore) -> None:
+def test_rows_equal_the_familys_patches(model: Path, store: MediaStore) -> None:
     family: Any = load_family(model)
     serving = serving_of(family)
     item = family.item(store.put(making.image(random.Random(1), 70, 50)))
@@ -55,7 +55,7 @@ def test_the_rows_are_the_family_s_patches(model: Path, store: MediaStore) -> No
     np.testing.assert_allclose(made.reshape(floats.shape), floats, atol=1e-6)
 
 
-def test_vision_parameters_are_known_by_their_names(model: Path) -> None:
+def test_vision_parameters_are_identified_by_name(model: Path) -> None:
     from sightline.compute.model import empty_parameters, load_model
 
     family = load_family(model)
@@ -86,7 +86,7 @@ CHANGES: dict[str, dict[str, Callable[[Any], Any]]] = {
 }
 
 
-def test_a_checkpoint_that_vllm_cannot_serve_is_refused(model: Path, tmp_path: Path) -> None:
+def test_checkpoint_unsupported_by_vllm_is_refused(model: Path, tmp_path: Path) -> None:
     family = load_family(model)
     load_serving(model, family)
     for file, change in CHANGES[family.name].items():
@@ -96,7 +96,7 @@ def test_a_checkpoint_that_vllm_cannot_serve_is_refused(model: Path, tmp_path: P
         assert 'engine = "torch"' in caught.value.fix
 
 
-def test_a_quantized_checkpoint_is_served_as_long_as_nobody_trains_it(tmp_path: Path) -> None:
+def test_quantized_checkpoint_is_served_without_weight_updates(tmp_path: Path) -> None:
     write_tiny("kimi_k25", tmp_path / "model", seed=0)
     file = "config.json"
     copy = changed_copy(tmp_path / "model", tmp_path / "copy", file, CHANGES["kimi_k25"][file])

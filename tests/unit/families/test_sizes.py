@@ -73,7 +73,7 @@ def model(request: pytest.FixtureRequest, tmp_path: Path) -> Path:
     return tmp_path / request.param
 
 
-def test_a_tower_computes_with_them_what_it_computes_when_it_asks(model: Path) -> None:
+def test_tower_with_precomputed_sizes_matches_transformers(model: Path) -> None:
     family = load_family(model)
     forward: Any = load_model(model, family, "cpu", "float32")
     size = (sum(int(np.prod(grid)) for grid in GRIDS), 3 * family.patch**2)
@@ -93,7 +93,7 @@ def test_a_tower_computes_with_them_what_it_computes_when_it_asks(model: Path) -
     assert ours.equal(theirs)
 
 
-def test_a_micro_batch_asks_nothing_of_the_device(model: Path, store: MediaStore) -> None:
+def test_micro_batch_does_not_synchronize_with_the_device(model: Path, store: MediaStore) -> None:
     learner = making.build_learner(
         making.model_config(model), making.trainer_config(), store, steps=2
     )

@@ -24,7 +24,7 @@ from sightline.wire.generate import SamplingParams
 PARTS = tuple(f"busy_{part}_seconds" for part in ("prefill", "decode", "vision", "adopt"))
 
 
-def test_the_parts_are_all_of_the_busy_seconds(
+def test_busy_parts_add_up_to_busy_seconds(
     tiny_model: Path, store: MediaStore, tmp_path: Path
 ) -> None:
     family = load_family(tiny_model)
@@ -60,7 +60,7 @@ def test_the_parts_are_all_of_the_busy_seconds(
     assert sum(adopted) == pytest.approx(seen[-1]["busy_seconds"])
 
 
-def test_short_gaps_are_bridged_and_long_ones_are_not() -> None:
+def test_only_short_gaps_are_bridged() -> None:
     busy = BusyIntervals()
     now = time.time()
     busy.add(now - 0.001)

@@ -68,7 +68,7 @@ def answers(model: Path, store: MediaStore, in_passes: bool) -> tuple[list[Torch
 
 
 @pytest.mark.parametrize("type", take_first(["qwen3_vl", "qwen2_5_vl"], 1))
-def test_passes_of_fixed_shape_say_the_same(type: str, tmp_path: Path, store: MediaStore) -> None:
+def test_fixed_shape_passes_match_plain_ones(type: str, tmp_path: Path, store: MediaStore) -> None:
     from sightline.families.registry import write_tiny
 
     # Two heads share their keys, as in the models that people serve.
@@ -81,11 +81,11 @@ def test_passes_of_fixed_shape_say_the_same(type: str, tmp_path: Path, store: Me
         np.testing.assert_allclose(one.logprobs, other.logprobs, atol=1e-5)
 
 
-def test_shapes_are_few() -> None:
+def test_shapes_are_rounded_to_powers_of_two() -> None:
     assert [round_up_shape(n) for n in (1, 2, 3, 5, 64, 65)] == [1, 2, 4, 8, 64, 128]
 
 
-def test_an_engine_says_how_long_its_step_takes(tiny_model: Path, store: MediaStore) -> None:
+def test_engine_reports_its_step_time(tiny_model: Path, store: MediaStore) -> None:
     engine = build(tiny_model, store)
     step, is_in_step, goes_on, done = engine.runner.step, *(threading.Event() for _ in range(3))
 
@@ -118,7 +118,7 @@ def plan_of(length: int) -> StepPlan:
     return StepPlan(np.array([0]), np.array([0]), np.array([length]), np.array([True]))
 
 
-def test_graphs_are_made_anew_after_a_growth_that_found_no_room() -> None:
+def test_graphs_are_recaptured_after_a_failed_growth() -> None:
     kv = KVCache(2, 1 << 20, torch.device("cpu"), torch.float32)
     kv.reserve(plan_of(64))
     keys, _ = kv.pages(0, torch.ones(1, 1, 2), torch.ones(1, 1, 2))
@@ -135,9 +135,7 @@ def test_graphs_are_made_anew_after_a_growth_that_found_no_room() -> None:
 
 
 @pytest.mark.parametrize("hides", [False, True])
-def test_a_full_device_does_not_end_the_use_of_graphs(
-    hides: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_full_device_does_not_disable_graphs(hides: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     @contextlib.contextmanager
     def capture(*args: object, **options: object) -> Iterator[None]:
         try:

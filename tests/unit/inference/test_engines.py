@@ -47,7 +47,7 @@ def outside(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
     sys.modules.pop("outside_engine", None)
 
 
-def test_an_engine_from_outside_serves_by_its_entry_point(outside: Path, tiny_model: Path) -> None:
+def test_external_engine_serves_by_its_entry_point(outside: Path, tiny_model: Path) -> None:
     values = {"env": {"name": "color_codeword"}, "inference": {"engine": "outside"}}
     settings = {"tasks": 2, "max_tokens": 4, "device": "cpu"}
     config = build_eval_config(values, str(tiny_model), settings)
@@ -67,7 +67,7 @@ def test_an_unknown_engine_is_refused_with_the_known_ones() -> None:
     assert "vllm" in refused.value.fix
 
 
-def test_a_setting_that_an_engine_does_not_read_is_refused() -> None:
+def test_setting_unused_by_the_engine_is_refused() -> None:
     values = {
         "python": "python3",
         "tensor_parallel_size": 2,

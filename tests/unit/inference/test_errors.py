@@ -24,7 +24,7 @@ DOCS = Path(__file__).parents[3] / "docs" / "serving_api.md"
 ROW = re.compile(r"\| (\d{3}) \| `(\w+)` \| (.+) \|")
 
 
-def test_the_docs_list_every_type_with_its_status() -> None:
+def test_docs_list_every_error_type_with_its_status() -> None:
     rows = ROW.findall(DOCS.read_text())
     assert {kind: int(status) for status, kind, _ in rows} == STATUS_BY_TYPE
     assert len(rows) == len(STATUS_BY_TYPE) and all(meaning.strip() for *_, meaning in rows)
@@ -53,7 +53,7 @@ def test_every_error_has_one_type(error: BaseException, kind: str) -> None:
     assert ("retry-after" in headers) == (status == 503)
 
 
-def test_a_store_that_cannot_be_read_may_heal_and_a_damaged_file_may_not() -> None:
+def test_unreadable_store_is_retryable_and_damaged_file_is_not() -> None:
     unread, damaged = MediaError("a", "b"), MediaUndecodable("a", "b")
     unread.__cause__ = damaged.__cause__ = OSError("later")
     assert to_engine_error(unread).status == 503 and to_engine_error(damaged).status == 422

@@ -34,7 +34,7 @@ def take(queue: FairQueue) -> EngineRequest:
     return found
 
 
-def test_a_small_call_waits_for_one_place_behind_twenty_of_64_choices() -> None:
+def test_small_call_waits_for_one_slot_after_twenty_large_calls() -> None:
     queue = FairQueue()
     for i in range(20):
         add(queue, *call(f"large {i}", 64))
@@ -47,7 +47,7 @@ def test_a_small_call_waits_for_one_place_behind_twenty_of_64_choices() -> None:
     assert take(queue).request_id == "small"
 
 
-def test_a_client_of_many_calls_leaves_the_next_place_to_another_client() -> None:
+def test_busy_client_yields_the_next_slot_to_another_client() -> None:
     queue = FairQueue()
     add(queue, *(r for i in range(100) for r in call(f"run {i}", client="10.0.0.2")))
     held = [take(queue) for _ in range(8)]
@@ -58,14 +58,14 @@ def test_a_client_of_many_calls_leaves_the_next_place_to_another_client() -> Non
     assert [take(queue).client for _ in range(2)] == ["10.0.0.3"] * 2
 
 
-def test_calls_of_one_choice_come_in_the_order_of_their_arrival() -> None:
+def test_single_choice_calls_are_served_in_arrival_order() -> None:
     queue = FairQueue()
     add(queue, *(r for i in range(50) for r in call(str(i))))
     assert [take(queue).request_id for _ in range(50)] == [str(i) for i in range(50)]
     assert queue.find_next() is None and len(queue) == 0
 
 
-def test_nothing_is_kept_of_calls_that_are_over() -> None:
+def test_finished_calls_leave_no_state() -> None:
     queue, rng, waiting, held = FairQueue(), random.Random(0), [], []
     for i in range(200):
         waiting += call(str(i), rng.randrange(1, 6), client=str(i % 3))

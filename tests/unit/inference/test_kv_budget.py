@@ -35,7 +35,7 @@ def make(first: int, length: int = BLOCK_SIZE) -> TorchRequest:
     return TorchRequest(prompt, [], [], SamplingParams(max_tokens=8), seed=first)
 
 
-def test_what_does_not_fit_waits_and_what_never_fits_is_refused(
+def test_request_without_free_pages_waits_and_oversized_one_is_refused(
     tiny_model: Path, store: MediaStore
 ) -> None:
     free, tight = (build(tiny_model, store, True, True) for _ in range(2))

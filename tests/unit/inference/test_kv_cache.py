@@ -21,7 +21,7 @@ def plain(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
 
 
 @pytest.mark.parametrize("rows", [[0, 1, 2], [5, 0, 3]])
-def test_chunks_and_single_tokens_attend_as_whole_sequences_do(rows: list[int]) -> None:
+def test_chunked_and_single_token_attention_matches_whole_sequences(rows: list[int]) -> None:
     torch.manual_seed(0)
     lengths = [300, 9, 40]
     whole = [

@@ -28,7 +28,7 @@ def take(
     return None if found is None else found[0]
 
 
-def test_the_longest_true_prefix_is_taken_and_only_once() -> None:
+def test_longest_proper_prefix_is_taken_once() -> None:
     cache = PrefixCache()
     put(cache, 0, [1, 2])
     put(cache, 1, [1, 2, 3])
@@ -38,27 +38,27 @@ def test_the_longest_true_prefix_is_taken_and_only_once() -> None:
     assert take(cache, [1, 2, 3, 9]) is None
 
 
-def test_a_row_as_long_as_the_prompt_is_of_no_use() -> None:
+def test_row_as_long_as_the_prompt_is_not_reused() -> None:
     cache = PrefixCache()
     put(cache, 0, [1, 2, 3])
     assert take(cache, [1, 2, 3]) is None
 
 
-def test_other_images_under_the_same_tokens_do_not_fit() -> None:
+def test_same_tokens_with_other_images_do_not_match() -> None:
     cache = PrefixCache()
     put(cache, 0, [1, 2], places=((1, "a" * 64),))
     assert take(cache, [1, 2, 3], places=((1, "b" * 64),)) is None
     assert take(cache, [1, 2, 3], places=((1, "a" * 64), (2, "c" * 64))) == 0
 
 
-def test_other_tokens_do_not_fit_wherever_they_differ() -> None:
+def test_different_tokens_do_not_match_at_any_position() -> None:
     cache = PrefixCache()
     for tokens in ([7, 2, 3], [1, 7, 3], [1, 2, 7]):
         put(cache, 0, tokens)
         assert take(cache, [1, 2, 3, 4]) is None
 
 
-def test_the_row_that_waits_longest_is_evicted_first() -> None:
+def test_oldest_row_is_evicted_first() -> None:
     cache = PrefixCache()
     for row in (3, 1, 2):
         put(cache, row, [row])

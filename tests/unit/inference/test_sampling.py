@@ -44,7 +44,7 @@ def splitmix64_int(value: int) -> int:
     return value ^ (value >> 31)
 
 
-def test_uniforms_depend_on_seed_and_index_alone_and_fill_the_unit_interval() -> None:
+def test_uniforms_depend_only_on_seed_and_index() -> None:
     seeds = np.full(20_000, splitmix64_int(7), dtype=np.uint64)
     drawn = draw_uniforms(seeds, np.arange(20_000))
     assert (drawn[5:9] == draw_uniforms(seeds[:4], np.arange(5, 9))).all()
@@ -55,14 +55,14 @@ def test_uniforms_depend_on_seed_and_index_alone_and_fill_the_unit_interval() ->
     assert not np.isin(other, drawn).any()
 
 
-def test_one_number_is_mixed_as_an_array_is() -> None:
+def test_splitmix64_matches_for_scalars_and_arrays() -> None:
     values = [0, 1, 2**63, 2**64 - 1]
     assert splitmix64(np.array(values, dtype=np.uint64)).tolist() == [
         splitmix64_int(v) for v in values
     ]
 
 
-def test_tokens_come_with_the_probabilities_they_report() -> None:
+def test_token_frequencies_match_their_reported_probabilities() -> None:
     logits = torch.tensor([[0.0, 1.0, 2.0, -1.0]]).expand(8000, 4)
     uniform = draw_uniforms(np.full(8000, splitmix64_int(1), dtype=np.uint64), np.arange(8000))
     tokens, logprobs = sample(logits, NONE, settings(uniform, 0.5))
@@ -88,13 +88,13 @@ def test_rows_of_one_batch_keep_their_own_temperatures() -> None:
     )
 
 
-def test_a_row_that_is_no_number_reports_it() -> None:
+def test_row_with_nan_logits_is_reported() -> None:
     logits = torch.tensor([[0.0, float("nan")], [0.0, 1.0]])
     _, logprobs = sample(logits, NONE, settings(np.array([0.5, 0.5])))
     assert np.isnan(logprobs[0]) and np.isfinite(logprobs[1])
 
 
-def test_rows_with_filters_are_drawn_apart_from_the_others(
+def test_filtered_rows_are_sampled_separately(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     sorted_rows: list[int] = []

@@ -25,7 +25,7 @@ from sightline.transport.listen import describe_link
 TOKEN = "a token of sixteen letters or more"
 
 
-def test_the_command_refuses_a_taken_port_before_it_looks_at_the_model(
+def test_serve_refuses_a_port_in_use_before_loading_the_model(
     capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:
     with socket.create_server(("127.0.0.1", 0)) as taken:
@@ -46,7 +46,7 @@ def test_the_command_refuses_a_taken_port_before_it_looks_at_the_model(
         (["--dtype", "float8"], "dtype"),
     ],
 )
-def test_the_command_has_the_bounds_of_the_run_file(
+def test_serve_options_have_the_run_files_bounds(
     capsys: pytest.CaptureFixture[str], tmp_path: Path, words: list[str], setting: str
 ) -> None:
     assert main(["serve", str(tmp_path), "--media", str(tmp_path), *words]) == 2
@@ -58,13 +58,13 @@ def serve_options() -> list[argparse.Action]:
     return list(commands.choices["serve"]._actions)  # type: ignore[index]
 
 
-def test_every_option_is_the_name_of_a_setting() -> None:
+def test_every_serve_option_is_named_after_a_setting() -> None:
     names = {action.dest for action in serve_options()} - {"help", "debug"}
     known = {*ServerSpec.model_fields, *ModelConfig.model_fields, *InferenceConfig.model_fields}
     assert names <= known
 
 
-def test_a_server_numbers_images_where_the_run_does(tiny_model: Path, store: MediaStore) -> None:
+def test_server_numbers_images_if_configured(tiny_model: Path, store: MediaStore) -> None:
     spec = ServerSpec.of(path=tiny_model, media_roots=(store.root,))
     shown = [user("What?", store.put(Image.new("RGB", (64, 64))))]
     plain, numbered = (
@@ -74,12 +74,12 @@ def test_a_server_numbers_images_where_the_run_does(tiny_model: Path, store: Med
     assert len(numbered) > len(plain)
 
 
-def test_a_link_names_the_address_that_was_given() -> None:
+def test_link_uses_the_given_address() -> None:
     assert describe_link("127.0.0.1", 80, "/?token=a") == "http://127.0.0.1:80/?token=a"
     assert describe_link("::1", 80) == "http://[::1]:80"
 
 
-def test_a_served_checkpoint_answers_and_ends_in_order_on_sigterm(
+def test_served_checkpoint_answers_and_stops_cleanly_on_sigterm(
     tiny_model: Path, tmp_path: Path
 ) -> None:
     """On all interfaces, without a folder for images: what is printed can be used as it is."""

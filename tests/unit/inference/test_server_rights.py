@@ -24,7 +24,7 @@ from sightline.wire.weights import Manifest, read_manifest
 TOKEN, CONTROL, RUN = "a token of sixteen letters", "another token of sixteen", "a" * 16
 
 
-def test_a_rollouts_token_generates_and_a_runs_token_adopts(
+def test_rollout_token_may_generate_and_run_token_may_adopt(
     tiny_model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     from transformers import AutoModelForImageTextToText
@@ -69,7 +69,7 @@ def test_a_rollouts_token_generates_and_a_runs_token_adopts(
             assert b"totals" in ask(token, lambda client: client.get("/sightline/v1/stats"))
 
 
-def test_weights_that_were_long_on_their_way_are_taken_while_their_run_has_the_lease(
+def test_delayed_weights_are_adopted_while_the_run_holds_the_lease(
     tiny_model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     from transformers import AutoModelForImageTextToText

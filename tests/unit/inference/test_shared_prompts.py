@@ -81,9 +81,7 @@ def test_a_group_computes_its_prompt_once(
         np.testing.assert_allclose(one.logprobs, other.logprobs, atol=1e-5)
 
 
-def test_a_group_takes_over_the_state_while_its_prompt_ends_there(
-    recurrent: Path, store: MediaStore
-) -> None:
+def test_group_reuses_the_state_only_at_the_prompt_end(recurrent: Path, store: MediaStore) -> None:
     engine, apart = build(recurrent, store, False, True), make_group()
     group, later = make_group(), make_group()
     ask(engine, [group, later])
@@ -97,7 +95,7 @@ def test_a_group_takes_over_the_state_while_its_prompt_ends_there(
 
 
 @pytest.mark.parametrize("kind", ["tiny_model", "recurrent"])
-def test_a_group_outlives_the_request_that_computes_its_prompt(
+def test_group_survives_the_request_that_computes_its_prompt(
     kind: str, store: MediaStore, request: pytest.FixtureRequest
 ) -> None:
     model, in_pages = request.getfixturevalue(kind), kind == "tiny_model"
@@ -122,7 +120,7 @@ def plan(rows: list[int], starts: list[int], ends: list[int]) -> StepPlan:
     return StepPlan(np.array(rows), np.array(starts), counts, np.zeros(len(rows), dtype=bool))
 
 
-def test_pages_are_shared_while_they_are_full_and_freed_with_their_last_row() -> None:
+def test_full_pages_are_shared_and_freed_with_their_last_row() -> None:
     kv = KVCache(4, 4 * BLOCK_SIZE, torch.device("cpu"), torch.float32)
     kv.reserve(plan([0], [0], [LENGTH]))
     assert kv.num_used_pages == 3
@@ -150,7 +148,7 @@ def test_pages_are_shared_while_they_are_full_and_freed_with_their_last_row() ->
     assert kv.num_used_pages == 0
 
 
-def test_memory_follows_the_tokens() -> None:
+def test_memory_grows_with_the_token_count() -> None:
     kv = KVCache(256, 32768, torch.device("cpu"), torch.float32)
     kv.reserve(plan([0, 1], [0, 0], [100, 5]))
     before = kv.generation
@@ -161,7 +159,7 @@ def test_memory_follows_the_tokens() -> None:
     assert kv.generation == before + 1
 
 
-def test_a_prompt_is_found_while_its_row_holds_it() -> None:
+def test_prompt_is_found_until_its_row_is_forgotten() -> None:
     prompts, key = PromptRows(), (b"tokens", ((1, "image"),))
     prompts.add(3, key, {"image": "digest"})
     prompts.add(5, key, {})

@@ -100,7 +100,7 @@ def stepped(tiny_model: Path, store: MediaStore) -> Stepped:
     return Stepped(tiny_model, store)
 
 
-def test_in_the_middle_of_its_prefill(stepped: Stepped, store: MediaStore) -> None:
+def test_update_during_prefill(stepped: Stepped, store: MediaStore) -> None:
     shown = store.put(picture(1, 64, 96))
     rendered = stepped.changed.renderer.render([user(shown, "What is it? " * 4)])
     request = stepped.submit(rendered)
@@ -113,7 +113,7 @@ def test_in_the_middle_of_its_prefill(stepped: Stepped, store: MediaStore) -> No
     stepped.check(request, rendered)
 
 
-def test_while_its_pixels_load(stepped: Stepped, store: MediaStore) -> None:
+def test_update_while_pixels_load(stepped: Stepped, store: MediaStore) -> None:
     """Features of its first image were cached, and its second is not there yet."""
     first, second = store.put(picture(2)), store.put(picture(3))
     stepped.finish(stepped.submit(stepped.changed.renderer.render([user(first, "One.")])))

@@ -34,7 +34,7 @@ def value(words: list[str], option: str) -> str:
 
 
 @pytest.mark.parametrize(("mebibytes", "gibibytes"), [(256, 0.25), (1, 1 / 1024), (0, 0.0)])
-def test_one_setting_sizes_our_cache_and_that_of_vllm(
+def test_one_setting_sizes_both_engines_caches(
     settings: ServerSpec, mebibytes: int, gibibytes: float
 ) -> None:
     sized = settings.replace(pixel_cache_mb=mebibytes)
@@ -46,7 +46,7 @@ def test_one_setting_sizes_our_cache_and_that_of_vllm(
     assert ServerSpec.model_validate(ours["spec"]) == sized
 
 
-def test_the_command_has_the_plugin_the_sizes_and_the_pads(
+def test_vllm_command_has_the_plugin_sizes_and_pads(
     settings: ServerSpec, tiny_model: Path, store: MediaStore
 ) -> None:
     words = build_vllm_command(settings, "python")
@@ -59,7 +59,7 @@ def test_the_command_has_the_plugin_the_sizes_and_the_pads(
     assert banned == list(load_renderer(tiny_model, store).pad_token_ids)
 
 
-def test_layers_that_carry_a_state_are_refused_in_float32_on_a_cpu(
+def test_recurrent_layers_are_refused_in_float32_on_a_cpu(
     settings: ServerSpec, tmp_path: Path
 ) -> None:
     write_tiny("qwen_vl", tmp_path / "model", seed=0, type="qwen3_5")
@@ -80,7 +80,7 @@ def test_the_generic_family_is_served_by_transformers_class(
     assert crop == {"crop_size": {"height": 16, "width": 16}}
 
 
-def test_several_devices_and_further_options_reach_the_command(settings: ServerSpec) -> None:
+def test_several_devices_and_extra_options_reach_the_command(settings: ServerSpec) -> None:
     spec = settings.replace(
         engine="vllm",
         tensor_parallel_size=2,
@@ -104,7 +104,7 @@ def test_several_devices_and_further_options_reach_the_command(settings: ServerS
 
 
 @pytest.mark.parametrize("name", ["port", "max_model_len", "logits-processors"])
-def test_an_option_that_sightline_sets_is_refused(settings: ServerSpec, name: str) -> None:
+def test_option_set_by_sightline_is_refused(settings: ServerSpec, name: str) -> None:
     spec = settings.replace(engine="vllm", engine_args={name: 1})
     with pytest.raises(ConfigError, match=f"engine_args has {name}"):
         build_vllm_command(spec, "python")

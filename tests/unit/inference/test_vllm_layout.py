@@ -50,9 +50,7 @@ def state(model: Path) -> dict[str, Any]:
     return found
 
 
-def test_transformers_reads_the_published_layout_back_bit_for_bit(
-    kimi: Path, published: Path
-) -> None:
+def test_transformers_reads_the_published_layout_bit_for_bit(kimi: Path, published: Path) -> None:
     stored = open_checkpoint(published)
     beginnings = {name.split(".")[0] for name in stored}
     assert beginnings == {"language_model", "vision_tower", "mm_projector"}
@@ -62,7 +60,7 @@ def test_transformers_reads_the_published_layout_back_bit_for_bit(
         assert torch.equal(tensor, theirs[name]), name
 
 
-def test_a_published_checkpoint_stays_as_it_is(published: Path) -> None:
+def test_published_checkpoint_is_not_modified(published: Path) -> None:
     stored = load_file(published / "model.safetensors")
     found = dict(read_checkpoint(published))
     assert found.keys() == stored.keys()
@@ -70,7 +68,7 @@ def test_a_published_checkpoint_stays_as_it_is(published: Path) -> None:
 
 
 @pytest.mark.parametrize("layout", ["kimi", "published"])
-def test_an_update_is_completed_by_the_buffers_of_the_checkpoint(
+def test_update_includes_the_checkpoints_buffers(
     layout: str, request: pytest.FixtureRequest, tmp_path: Path
 ) -> None:
     model: Path = request.getfixturevalue(layout)
@@ -86,7 +84,7 @@ def test_an_update_is_completed_by_the_buffers_of_the_checkpoint(
     assert update.keys() | rest.keys() == stored
 
 
-def test_a_family_whose_layout_vllm_reads_is_left_alone(tiny_model: Path) -> None:
+def test_layout_readable_by_vllm_is_not_converted(tiny_model: Path) -> None:
     stored = load_file(tiny_model / "model.safetensors")
     found = dict(read_checkpoint(tiny_model))
     assert found.keys() == stored.keys()
@@ -94,7 +92,7 @@ def test_a_family_whose_layout_vllm_reads_is_left_alone(tiny_model: Path) -> Non
     assert not list(read_unpublished(tiny_model, {}))
 
 
-def test_vllm_is_told_what_transformers_does_not_write_down(kimi: Path) -> None:
+def test_vllm_overrides_supply_settings_missing_from_the_config(kimi: Path) -> None:
     config = json.loads((kimi / "config.json").read_text())
     overrides = load_serving(kimi, load_family(kimi)).HF_OVERRIDES
     assert overrides["architectures"] != config["architectures"]

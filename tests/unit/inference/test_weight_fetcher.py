@@ -34,7 +34,7 @@ def build_manifest(store: MediaStore) -> Manifest:
     return Manifest(1, 0, [WeightFile("model", len(data), sha256(data).hexdigest(), (part,))])
 
 
-def test_what_a_killed_server_left_goes_when_the_next_one_fetches(tmp_path: Path) -> None:
+def test_next_fetch_removes_files_of_a_killed_server(tmp_path: Path) -> None:
     environment = os.environ | {"PYTHONPATH": str(Path(sightline.__file__).parents[1])}
     subprocess.run([sys.executable, "-c", KILLED, tmp_path / "cache"], env=environment, check=True)
     (left,) = (tmp_path / "cache").glob("weights-*")
@@ -47,7 +47,7 @@ def test_what_a_killed_server_left_goes_when_the_next_one_fetches(tmp_path: Path
     assert {*(tmp_path / "cache").iterdir()} == {first.root, second.root}
 
 
-def test_a_server_copies_parts_of_the_version_that_it_has(tmp_path: Path) -> None:
+def test_server_copies_parts_from_its_current_version(tmp_path: Path) -> None:
     store = MediaStore(tmp_path / "blobs")
     fetcher, other = (WeightFetcher(store, str(tmp_path / "cache")) for _ in range(2))
     first = build_manifest(store)
@@ -62,7 +62,7 @@ def test_a_server_copies_parts_of_the_version_that_it_has(tmp_path: Path) -> Non
         other.fetch(second)
 
 
-def test_a_server_that_fetches_nothing_needs_no_folder(tmp_path: Path) -> None:
+def test_server_without_fetches_needs_no_folder(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("in the place of a folder")
     store = MediaStore(tmp_path / "blobs")
     fetcher = WeightFetcher(store, str(tmp_path / "file" / "cache"))

@@ -25,7 +25,7 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return path
 
 
-def test_a_forward_pass_holds_rows_of_like_length_with_their_padding() -> None:
+def test_forward_pass_batches_rows_of_similar_padded_length() -> None:
     lengths = np.array([9000, 10, 4000, 30_000, 12, 5000])
     groups = list(group_rows(lengths))
     assert sorted(np.concatenate(groups).tolist()) == list(range(6))
@@ -38,7 +38,7 @@ def test_a_forward_pass_holds_rows_of_like_length_with_their_padding() -> None:
     assert all(len(g) == 1 or len(g) * lengths[g].max() <= MAX_PADDED_TOKENS for g in groups)
 
 
-def test_rows_say_together_what_each_says_alone(model: Path, store: MediaStore) -> None:
+def test_batched_rows_match_separate_rows(model: Path, store: MediaStore) -> None:
     """Rows of several lengths, with images and without."""
     family = load_family(model)
     assert "off" in describe_prefix_reuse(family)

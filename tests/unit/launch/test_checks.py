@@ -45,9 +45,7 @@ def refuse(
     return run
 
 
-def test_a_model_that_cannot_see_is_refused_for_an_environment_that_shows(
-    refuse, tmp_path: Path
-) -> None:
+def test_text_only_model_is_refused_for_an_image_environment(refuse, tmp_path: Path) -> None:
     unknown = tmp_path / "text"
     unknown.mkdir()
     (unknown / "config.json").write_text(json.dumps({"model_type": "parrot"}))
@@ -72,7 +70,7 @@ def test_a_folder_without_weights_is_refused(refuse, tiny_model: Path, tmp_path:
     assert "sightline model tiny" in refuse(model=tmp_path / "nowhere")
 
 
-def test_a_store_that_cannot_be_written_is_refused(refuse, tmp_path: Path) -> None:
+def test_unwritable_store_is_refused(refuse, tmp_path: Path) -> None:
     (tmp_path / "occupied").write_text("a file, no folder")
     assert "occupied" in refuse("", f"media.root={tmp_path / 'occupied'}")
 
@@ -86,7 +84,7 @@ def test_a_port_in_use_is_refused(refuse) -> None:
     assert f"[inference] port = {port}" in said and "set 0" in said
 
 
-def test_an_address_that_this_machine_does_not_have_is_refused(refuse) -> None:
+def test_address_of_another_machine_is_refused(refuse) -> None:
     said = refuse("", "inference.host=192.0.2.1")
     assert "[inference] port on 192.0.2.1: Cannot assign" in said
     assert "fix: set host to an address of this machine" in said
@@ -94,7 +92,7 @@ def test_an_address_that_this_machine_does_not_have_is_refused(refuse) -> None:
 
 @pytest.mark.skipif(has_gpu(), reason="this machine has a GPU")
 @pytest.mark.parametrize("section", ["trainer", "inference"])
-def test_a_gpu_that_is_not_there_is_refused(refuse, section: str) -> None:
+def test_missing_gpu_is_refused(refuse, section: str) -> None:
     began = time.monotonic()
     said = refuse("", f"{section}.device=cuda", "model.path=org/not-yet-downloaded")
     assert f"[{section}] device = 'cuda', but this machine has no GPU" in said
@@ -102,13 +100,13 @@ def test_a_gpu_that_is_not_there_is_refused(refuse, section: str) -> None:
     assert f"[{section}] device = 'gpu'" in refuse("", f"{section}.device=gpu")
 
 
-def test_an_environment_that_is_not_there_is_refused(refuse) -> None:
+def test_missing_environment_is_refused(refuse) -> None:
     assert "is not a built-in environment" in refuse("", "env.name=no_such_game")
     assert "has no 'Nothing'" in refuse("", "env.name=sightline.envs.color_codeword:Nothing")
     assert "[env.args] does not fit" in refuse("", "env.args.colour=3")
 
 
-def test_a_disk_that_cannot_hold_the_run_is_refused(tiny_model: Path, tmp_path: Path) -> None:
+def test_insufficient_disk_space_is_refused(tiny_model: Path, tmp_path: Path) -> None:
     supervised = {"model": {"path": str(tiny_model)}, "env": {"name": "color_codeword"}}
     sft_file = SftFile.model_validate(supervised | {"sft": {"output_dir": "out"}})
     for file in (run_file(tiny_model), sft_file):
@@ -130,7 +128,7 @@ def test_a_disk_that_cannot_hold_the_run_is_refused(tiny_model: Path, tmp_path: 
         ("filters.custom", '["json:dumps"]', "failed on a small batch"),
     ],
 )
-def test_an_algorithm_that_cannot_work_is_refused_by_its_setting(
+def test_invalid_algorithm_is_refused_by_its_setting(
     refuse, setting: str, value: str, problem: str
 ) -> None:
     said = refuse("", f"{setting}={value}")
@@ -158,7 +156,7 @@ def test_threads_of_server_and_trainer_share_the_cores(tiny_model: Path) -> None
         )
 
 
-def test_an_interpreter_that_lacks_vllm_is_refused(refuse) -> None:
+def test_interpreter_lacking_vllm_is_refused(refuse) -> None:
     said = refuse(f'[inference]\nengine = "vllm"\npython = "{sys.executable}"\n')
     assert "vLLM is not installed" in said and "docs/vllm.md" in said
     said = refuse('[inference]\nengine = "vllm"\npython = "no/such/python"\n')
@@ -166,7 +164,7 @@ def test_an_interpreter_that_lacks_vllm_is_refused(refuse) -> None:
 
 
 @pytest.mark.parametrize("way", ["broadcast", "ipc"])
-def test_weights_that_are_in_no_file_are_refused_for_who_reads_files(refuse, way: str) -> None:
+def test_weights_without_files_are_refused_for_file_readers(refuse, way: str) -> None:
     publish = f'[trainer]\npublish = "{way}"\n'
     said = refuse(f'{publish}[inference]\nengine = "vllm"\n')
     assert f'publish = "{way}" does not work with [inference] engine = "vllm"' in said
@@ -189,12 +187,12 @@ address = "10.0.0.1"
 
 
 @pytest.mark.parametrize("publish", ["files", "broadcast"])
-def test_weights_go_to_other_machines_through_the_store_alone(refuse, publish: str) -> None:
+def test_weights_reach_other_machines_only_through_the_store(refuse, publish: str) -> None:
     said = refuse(f'[trainer]\npublish = "{publish}"\n{ELSEWHERE}server = "ssh b"\n')
     assert "does not reach other machines" in said and 'publish = "store"' in said
 
 
-def test_an_engine_that_is_not_exact_is_refused_for_exact_arithmetic(refuse) -> None:
+def test_inexact_engine_is_refused_in_exact_mode(refuse) -> None:
     said = refuse("", "model.exact=true", "inference.engine=vllm")
     assert "[model] exact = true does not work" in said and "order of summation" in said
 
@@ -203,7 +201,7 @@ def test_an_interpreter_for_the_embedded_engine_is_refused(refuse) -> None:
     assert 'engine = "vllm"' in refuse(f'[inference]\npython = "{sys.executable}"\n')
 
 
-def test_a_model_that_vllm_cannot_train_with_is_refused(refuse, tmp_path: Path) -> None:
+def test_model_unsupported_for_vllm_training_is_refused(refuse, tmp_path: Path) -> None:
     write_tiny("kimi_k25", tmp_path / "kimi", seed=0)
     file = tmp_path / "kimi" / "config.json"
     config = json.loads(file.read_text())
@@ -213,7 +211,7 @@ def test_a_model_that_vllm_cannot_train_with_is_refused(refuse, tmp_path: Path) 
     assert "quantized weights" in said and 'engine = "torch"' in said
 
 
-def test_adapters_are_refused_where_nobody_could_take_them(
+def test_adapter_publishing_is_refused_where_unsupported(
     refuse, tiny_model: Path, tmp_path: Path
 ) -> None:
     assert "requires [lora] rank" in refuse('[lora]\npublish = "adapter"\n')
@@ -230,7 +228,7 @@ def test_adapters_are_refused_where_nobody_could_take_them(
     assert "vLLM is not installed" in refuse(vllm), "that was all"
 
 
-def test_the_command_finds_an_environment_beside_the_run_file(tmp_path: Path) -> None:
+def test_command_finds_an_environment_next_to_the_run_file(tmp_path: Path) -> None:
     """As a person calls it: the installed script, which Python gives its own folder to search."""
     (tmp_path / "mine.py").write_text(
         "from sightline import Environment\nclass Mine(Environment):\n    name = 'mine'\n"
@@ -242,20 +240,20 @@ def test_the_command_finds_an_environment_beside_the_run_file(tmp_path: Path) ->
     assert "no module" not in done.stderr and "'none'" in done.stderr
 
 
-def test_settings_of_a_section_that_do_not_go_together_are_named(refuse) -> None:
+def test_conflicting_settings_of_a_section_are_named(refuse) -> None:
     said = refuse("", "inference.servers=['127.0.0.1:8000']")
     assert "[inference]: servers has a URL without http://" in said
     assert "max_model_len" not in said, "the section is not spelled out"
 
 
-def test_settings_without_a_run_file_are_not_taken_for_its_path(
+def test_overrides_without_a_run_file_are_not_parsed_as_its_path(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     assert main(["rl", "run.seed=1"]) == 2
     assert "name one before the settings" in capsys.readouterr().err
 
 
-def test_a_store_that_cannot_be_reached_is_refused(tmp_path: Path) -> None:
+def test_unreachable_store_is_refused(tmp_path: Path) -> None:
     with socket.create_server(("127.0.0.1", 0)) as taken:
         nobody = f"http://127.0.0.1:{taken.getsockname()[1]}"
     file = run_file(tmp_path, media={"root": nobody, "cache_dir": str(tmp_path)})
@@ -265,7 +263,7 @@ def test_a_store_that_cannot_be_reached_is_refused(tmp_path: Path) -> None:
     assert not (tmp_path / "media").exists()
 
 
-def test_the_address_of_a_store_stays_as_it_is_and_holds_no_password(refuse) -> None:
+def test_store_address_is_kept_verbatim_without_a_password(refuse) -> None:
     for root in ("s3://bucket/images", "https://host:8100"):
         values = {"model": {"path": "m"}, "env": {"name": "e"}, "media": {"root": root}}
         assert resolve_paths(RunFile.model_validate(values)).media.root == root

@@ -17,7 +17,7 @@ from sightline.launch.claim import (
 from sightline.view.run_status import find_launcher
 
 
-def test_a_second_launcher_does_not_hide_who_holds_the_directory(tmp_path: Path) -> None:
+def test_second_launcher_keeps_the_lock_holders_name(tmp_path: Path) -> None:
     run_dir = claim_run_dir(str(tmp_path), "r")
     assert find_launcher(run_dir) is None
     with lock_run_dir(run_dir):
@@ -28,9 +28,7 @@ def test_a_second_launcher_does_not_hide_who_holds_the_directory(tmp_path: Path)
     assert find_launcher(run_dir) is None
 
 
-def test_a_run_goes_on_only_from_the_checkpoint_it_began_with(
-    tiny_model: Path, tmp_path: Path
-) -> None:
+def test_run_resumes_only_from_its_original_checkpoint(tiny_model: Path, tmp_path: Path) -> None:
     model = tmp_path / "model"
     shutil.copytree(tiny_model, model)
     run_dir = claim_run_dir(str(tmp_path), "r")
@@ -42,7 +40,7 @@ def test_a_run_goes_on_only_from_the_checkpoint_it_began_with(
         check_model_unchanged(run_dir, model)
 
 
-def test_steps_may_change_only_where_no_schedule_depends_on_them() -> None:
+def test_steps_may_change_only_if_no_schedule_depends_on_them() -> None:
     def file(steps: int, schedule: str) -> RunFile:
         return RunFile.model_validate(
             {

@@ -111,9 +111,7 @@ def list_files(run_dir: RunDir) -> dict[str, bytes]:
 
 
 @pytest.mark.parametrize("name", FILES)
-def test_a_flipped_bit_anywhere_in_a_file_is_refused_by_its_name(
-    run_dir: RunDir, name: str
-) -> None:
+def test_flipped_bit_in_any_file_is_refused_by_name(run_dir: RunDir, name: str) -> None:
     path, read = run_dir.path / name, FILES[name]
     assert not find_problem(run_dir, read)
     data = path.read_bytes()
@@ -132,7 +130,7 @@ def test_a_flipped_bit_anywhere_in_a_file_is_refused_by_its_name(
 
 
 @pytest.mark.parametrize("name", FILES)
-def test_a_file_that_is_gone_or_cut_off_is_refused_by_its_name(run_dir: RunDir, name: str) -> None:
+def test_missing_or_truncated_file_is_refused_by_name(run_dir: RunDir, name: str) -> None:
     path, read = run_dir.path / name, FILES[name]
     data = path.read_bytes()
     for harm in ("gone", "cut off", "empty"):
@@ -151,7 +149,7 @@ def test_a_file_that_is_gone_or_cut_off_is_refused_by_its_name(run_dir: RunDir, 
         assert run_dir.batch(3).exists() or name.startswith("batches"), harm
 
 
-def test_settings_that_end_with_any_of_their_lines_are_refused(run_dir: RunDir) -> None:
+def test_truncated_settings_file_is_refused(run_dir: RunDir) -> None:
     """Half a file of settings is one, too: the others would be those by default."""
     lines = run_dir.config.read_text().splitlines(keepends=True)
     for number in range(1, len(lines)):
@@ -159,7 +157,7 @@ def test_settings_that_end_with_any_of_their_lines_are_refused(run_dir: RunDir) 
         assert "config.toml" in find_problem(run_dir, FILES["config.toml"]), lines[number - 1]
 
 
-def test_settings_of_an_earlier_version_have_their_checksum_at_the_end(run_dir: RunDir) -> None:
+def test_settings_of_an_earlier_version_end_with_their_checksum(run_dir: RunDir) -> None:
     first, rest = run_dir.config.read_text().split("\n", 1)
     run_dir.config.write_text(f"{rest}{first}\n")
     assert not find_problem(run_dir, FILES["config.toml"])
@@ -167,7 +165,7 @@ def test_settings_of_an_earlier_version_have_their_checksum_at_the_end(run_dir: 
     assert "config.toml" in find_problem(run_dir, FILES["config.toml"])
 
 
-def test_a_lost_or_older_progress_never_costs_a_batch(run_dir: RunDir) -> None:
+def test_lost_or_outdated_progress_file_loses_no_batch(run_dir: RunDir) -> None:
     newest = run_dir.progress.read_bytes()
     run_dir.progress.unlink()
     before = list_files(run_dir)
@@ -186,7 +184,7 @@ def test_a_lost_or_older_progress_never_costs_a_batch(run_dir: RunDir) -> None:
     assert not find_problem(run_dir, read_batches)
 
 
-def test_a_kill_before_the_first_progress_leaves_a_run_that_goes_on(tmp_path: Path) -> None:
+def test_run_killed_before_its_first_progress_resumes(tmp_path: Path) -> None:
     run_dir = RunDir(tmp_path / "run")
     run_dir.make()
     RunState.open(run_dir)
@@ -195,7 +193,7 @@ def test_a_kill_before_the_first_progress_leaves_a_run_that_goes_on(tmp_path: Pa
     assert not run_dir.batch(1).exists()
 
 
-def test_a_progress_of_an_earlier_version_is_taken_at_its_word_once(run_dir: RunDir) -> None:
+def test_progress_of_an_earlier_version_is_trusted_once(run_dir: RunDir) -> None:
     run_dir.progress.write_bytes(b'{"step":3,"next_group":6,"verdicts":{"train":9},"schema":1}')
     assert not find_problem(run_dir, read_batches)
     run_dir.batch(3).write_bytes(run_dir.batch(3).read_bytes() + b"\0")
@@ -204,14 +202,14 @@ def test_a_progress_of_an_earlier_version_is_taken_at_its_word_once(run_dir: Run
     assert "schema 99" in find_problem(run_dir, read_batches)
 
 
-def test_lines_of_an_earlier_version_have_no_checksum(run_dir: RunDir) -> None:
+def test_lines_of_an_earlier_version_need_no_checksum(run_dir: RunDir) -> None:
     run_dir.ledger.write_bytes(b"")
     for step in (1, 2):
         append_line(run_dir.ledger, f'{{"step":{step},"batch":"{"0" * 64}"}}'.encode())
     assert not find_problem(run_dir, read_ledger)
 
 
-def test_a_history_of_weights_that_is_cut_is_refused_or_goes_on_in_a_new_line(
+def test_truncated_weight_history_is_refused_or_continued_on_a_new_line(
     tmp_path: Path,
 ) -> None:
     for version in (1, 2, 3, 4):

@@ -54,7 +54,7 @@ def is_alive(pid: int) -> bool:
         return False
 
 
-def test_a_stopped_process_is_named_and_said_to_go_on(tmp_path: Path) -> None:
+def test_suspended_process_and_its_continuation_are_reported(tmp_path: Path) -> None:
     processes, said = build_processes(tmp_path), list[str]()
     watch = StoppedProcessWatch(processes.list_pids, said.append, after_s=0.2)
 
@@ -113,7 +113,7 @@ END
 
 
 @pytest.mark.parametrize("end", ["time.sleep(1000)", "os._exit(3)"])
-def test_what_a_process_started_does_not_outlive_the_run(tmp_path: Path, end: str) -> None:
+def test_child_processes_do_not_outlive_the_run(tmp_path: Path, end: str) -> None:
     processes = build_processes(tmp_path)
     others = subprocess.Popen(["sleep", "1000"])
     start_code(processes, "worker-0", LEAVES.replace("END", end))
@@ -133,7 +133,7 @@ def test_what_a_process_started_does_not_outlive_the_run(tmp_path: Path, end: st
     others.wait()
 
 
-def test_a_resumed_run_ends_what_a_killed_launcher_left(tmp_path: Path) -> None:
+def test_resumed_run_ends_processes_of_a_killed_launcher(tmp_path: Path) -> None:
     processes = build_processes(tmp_path)
     mark = process_watch.build_mark(processes.run_dir.path, "worker-0")
     other = process_watch.build_mark(processes.run_dir.path, "worker-01")
@@ -197,7 +197,7 @@ with SignalCounter() as signals:
 
 
 @pytest.mark.parametrize(("is_ignored", "heard"), [(True, "0 1"), (False, "1 0")])
-def test_a_hangup_that_nohup_ignores_stays_ignored(
+def test_hangup_ignored_by_nohup_stays_ignored(
     tmp_path: Path, is_ignored: bool, heard: str
 ) -> None:
     sleeps = tmp_path / "sleeps"

@@ -42,11 +42,11 @@ def test_native_thread_pools_are_capped_before_a_process_starts(tmp_path: Path) 
         processes.kill()
 
 
-def test_the_caps_are_the_threads_of_the_process() -> None:
+def test_thread_caps_equal_the_processs_threads() -> None:
     assert {build_environ(3)[name] for name in CAPS} == {"3"}
 
 
-def test_a_reserved_port_is_there_for_the_server_that_is_told_it() -> None:
+def test_reserved_port_is_not_given_to_other_sockets() -> None:
     here = "127.0.0.1"
     ports = [reserve_port(here, 0, "test") for _ in range(3)]
     # What the system hands out meanwhile, to listeners and to connections, is another port.
@@ -74,7 +74,7 @@ def test_a_reserved_port_is_there_for_the_server_that_is_told_it() -> None:
     asyncio.run(serve())
 
 
-def test_a_trainer_whose_heartbeat_stands_still_ends_the_run(tmp_path: Path) -> None:
+def test_stalled_trainer_heartbeat_ends_the_run(tmp_path: Path) -> None:
     run_dir = RunDir(tmp_path / "run")
     run_dir.make()
     beat = run_dir.heartbeat("trainer")

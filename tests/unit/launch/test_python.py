@@ -57,7 +57,7 @@ class Shows(Environment):
 
 @pytest.mark.parametrize("as_dict", [False, True])
 @pytest.mark.parametrize("kind", ["pil", "bytes", "path"])
-def test_an_image_itself_is_put_where_its_message_is_sent(
+def test_pil_image_is_stored_when_its_message_is_sent(
     kind: str, as_dict: bool, tiny_model: Path, store: MediaStore, tmp_path: Path
 ) -> None:
     (tmp_path / "a.png").write_bytes(png())
@@ -73,7 +73,7 @@ def test_an_image_itself_is_put_where_its_message_is_sent(
     assert store.image(env.seen[0]).getpixel((0, 0)) == (255, 0, 0)
 
 
-def test_what_is_no_part_is_refused_where_the_message_is_made(
+def test_invalid_part_is_refused_when_the_message_is_built(
     tiny_model: Path, store: MediaStore
 ) -> None:
     with pytest.raises(MessageError, match=r"user\(\)\[1\]: a int"):
@@ -82,7 +82,7 @@ def test_what_is_no_part_is_refused_where_the_message_is_made(
         load_renderer(tiny_model, store).render([user(picture())])
 
 
-def test_the_docs_score_a_model(
+def test_documented_code_scores_a_model(
     tiny_model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any
 ) -> None:
     monkeypatch.chdir(tmp_path)
@@ -100,14 +100,14 @@ def test_the_docs_score_a_model(
     assert re.fullmatch(r"<trace eval.0: colors task 0, 1 turns, \d+ tokens, reward .*>", trace)
 
 
-def test_settings_that_an_evaluation_does_not_have_are_refused(tiny_model: Path) -> None:
+def test_unknown_evaluation_settings_are_refused(tiny_model: Path) -> None:
     with pytest.raises(TypeError, match="max_token"):
         evaluate(Shows(picture()), tiny_model, max_token=3)
     with pytest.raises(ConfigError, match="tasks = 0"):
         evaluate(Shows(picture()), tiny_model, tasks=0)
 
 
-def test_an_environment_of_the_notebook_itself_is_refused(tiny_model: Path) -> None:
+def test_environment_defined_in_a_notebook_is_refused(tiny_model: Path) -> None:
     kind = type("Colors", (Shows,), {"__module__": "__main__"})
     file = {"model": {"path": str(tiny_model)}}
     with pytest.raises(ConfigError) as refused:

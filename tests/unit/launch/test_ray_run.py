@@ -28,7 +28,7 @@ def wait(command: Command, until: Callable[[bytes, int | None], bool]) -> tuple[
     raise AssertionError(f"it said {said!r}")
 
 
-def test_a_command_is_given_its_input_and_ends_with_it() -> None:
+def test_command_receives_its_input_and_ends() -> None:
     with closing(Command([sys.executable, "-c", ECHO], {})) as command:
         command.write(b"secret\n")
         assert wait(command, lambda said, code: said == b"secret\n")[1] is None
@@ -36,7 +36,7 @@ def test_a_command_is_given_its_input_and_ends_with_it() -> None:
         assert wait(command, lambda said, code: code is not None) == (b"", 3)
 
 
-def test_a_command_that_nobody_asks_about_ends() -> None:
+def test_unpolled_command_is_killed() -> None:
     class Cut(Command):
         """Its caller's last call is long ago."""
 
@@ -48,7 +48,7 @@ def test_a_command_that_nobody_asks_about_ends() -> None:
         assert command._process.wait(30) == -9
 
 
-def test_a_cluster_that_nobody_is_at_is_refused_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_unreachable_ray_cluster_is_refused_immediately(monkeypatch: pytest.MonkeyPatch) -> None:
     with socket.create_server(("127.0.0.1", 0)) as taken:
         nobody = f"127.0.0.1:{taken.getsockname()[1]}"
     monkeypatch.setenv("RAY_ADDRESS", nobody)

@@ -29,7 +29,7 @@ from sightline.wire.control import JoinRequest, ProcessReady
 SECRET = "s" * 32
 
 
-def test_a_process_that_is_stuck_and_what_it_started_end_when_the_launcher_lets_go(
+def test_stuck_process_and_its_children_end_with_the_launcher(
     tmp_path: Path, tiny_model: Path
 ) -> None:
     run_dir = RunDir(tmp_path / "run")
@@ -76,7 +76,7 @@ def wait_until(is_so: Callable[[], bool]) -> None:
         time.sleep(0.01)
 
 
-def test_without_rights_nothing_starts(tmp_path: Path) -> None:
+def test_process_without_credentials_does_not_start(tmp_path: Path) -> None:
     words = [
         "process",
         "worker-0",
@@ -93,7 +93,7 @@ def test_without_rights_nothing_starts(tmp_path: Path) -> None:
     assert not (tmp_path / "scratch").exists()
 
 
-def test_copies_that_a_killed_process_left_go_and_those_in_use_stay(tmp_path: Path) -> None:
+def test_copies_of_killed_processes_are_removed_and_used_ones_kept(tmp_path: Path) -> None:
     fcntl = pytest.importorskip("fcntl")
     left, used, other = (tmp_path / f"{PREFIX}{name}" for name in ("left", "used", "other"))
     for folder in (left, used, other):

@@ -62,7 +62,7 @@ def until(holds: Callable[[], object], step: Callable[[], object] = lambda: None
         time.sleep(0.01)
 
 
-def test_a_server_is_started_again_until_its_limit_ends_the_run(tmp_path: Path) -> None:
+def test_server_is_restarted_until_its_limit_ends_the_run(tmp_path: Path) -> None:
     told: list[str] = []
     clock = Clock()
     with started(tmp_path, "server", "evaluator") as (processes, specs):
@@ -90,7 +90,7 @@ def test_a_server_is_started_again_until_its_limit_ends_the_run(tmp_path: Path) 
         assert count_starts(tmp_path, "evaluator") == 1
 
 
-def test_a_server_at_its_limit_is_left_out_while_another_is_there(tmp_path: Path) -> None:
+def test_server_at_its_restart_limit_is_dropped_while_another_serves(tmp_path: Path) -> None:
     told: list[str] = []
     clock = Clock()
     with started(tmp_path, "server", "server-1") as (processes, specs):
@@ -122,7 +122,7 @@ def test_a_server_at_its_limit_is_left_out_while_another_is_there(tmp_path: Path
             until(lambda: False, supervise)
 
 
-def test_a_server_that_never_worked_ends_the_run_at_once(tmp_path: Path) -> None:
+def test_server_that_never_started_ends_the_run_immediately(tmp_path: Path) -> None:
     with started(tmp_path, "server") as (processes, specs):
         servers = ServerSupervisor(processes, specs, print)
         end(tmp_path, "server", 3)
@@ -131,7 +131,7 @@ def test_a_server_that_never_worked_ends_the_run_at_once(tmp_path: Path) -> None
         assert count_starts(tmp_path, "server") == 1
 
 
-def test_a_rank_that_dies_starts_all_ranks_again_as_often_as_the_run_file_says(
+def test_dead_rank_restarts_all_ranks_up_to_the_configured_limit(
     tmp_path: Path,
 ) -> None:
     told: list[str] = []

@@ -62,7 +62,7 @@ def refuse(capsys: pytest.CaptureFixture[str], *words: str) -> str:
     return capsys.readouterr().err
 
 
-def test_a_plan_says_of_each_process_where_it_runs_and_what_it_asks_for(
+def test_plan_lists_placement_and_resources_of_each_process(
     file: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     said = dry_run(capsys, str(file), "launch.num_servers=1", "--on", "ray")
@@ -74,7 +74,7 @@ def test_a_plan_says_of_each_process_where_it_runs_and_what_it_asks_for(
     assert not (file.parent / "runs").exists()
 
 
-def test_a_local_plan_starts_everything_here(
+def test_local_plan_starts_every_process_locally(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     (tmp_path / "run.toml").write_text('[model]\npath = "tiny"\n[env]\nname = "vowels"\n')
@@ -85,7 +85,7 @@ def test_a_local_plan_starts_everything_here(
     assert said.count("(here)") == 4
 
 
-def test_patterns_name_processes_that_can_be_elsewhere(
+def test_patterns_match_only_remote_capable_processes(
     file: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     text = file.read_text()
@@ -103,7 +103,7 @@ def test_patterns_name_processes_that_can_be_elsewhere(
     assert "#SBATCH --cpus-per-task=16\n" in dry_run(capsys, str(file), "--on", "slurm")
 
 
-def test_workers_elsewhere_have_their_own_interpreter(
+def test_remote_workers_have_their_own_interpreter(
     file: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     words = ["launch.num_servers=1", "rollout.python=/envs/bin/python", "--on", "ray"]
@@ -112,7 +112,7 @@ def test_workers_elsewhere_have_their_own_interpreter(
     assert "-- python3 -m sightline process trainer" in said
 
 
-def test_a_job_of_slurm_has_its_processes_as_steps(
+def test_slurm_job_runs_its_processes_as_steps(
     file: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     words = [str(file), "--on", "slurm", "run.steps=7", "launch.slurm.nodes=1"]
@@ -147,7 +147,7 @@ def test_components_of_a_heterogeneous_job_have_their_own_options(
     assert "nodes = 1" in refuse(capsys, str(file), "--on", "slurm", "launch.slurm.nodes=1")
 
 
-def test_a_job_asks_for_what_its_processes_do_and_no_more(
+def test_job_requests_exactly_its_processes_resources(
     file: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     table = """trainer = {cpus = 32, gpus = 8, memory_gb = 400}
@@ -218,7 +218,7 @@ def test_fewer_gpus_than_a_process_uses_are_refused(
             assert f"set gpus = {needed}" in said
 
 
-def test_a_job_that_sbatch_refuses_leaves_no_script(
+def test_job_refused_by_sbatch_leaves_no_script(
     file: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     sbatch = file.parent / "sbatch"
@@ -231,7 +231,7 @@ def test_a_job_that_sbatch_refuses_leaves_no_script(
     assert not list((file.parent / "runs").iterdir())
 
 
-def test_what_no_cluster_could_start_is_refused(
+def test_settings_unusable_on_a_cluster_are_refused(
     file: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     text = file.read_text()
@@ -248,7 +248,7 @@ def test_what_no_cluster_could_start_is_refused(
     assert "resources" in refuse(capsys, str(file), "--on", "ray")
 
 
-def test_a_sweep_starts_nothing_that_is_only_to_be_shown_or_is_for_a_cluster(
+def test_dry_run_or_cluster_sweep_starts_no_process(
     file: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     sweep, out = [str(file), "run.seed=0,1"], str(file.parent / "out")
@@ -270,7 +270,7 @@ def write_files(file: Path, on: str, *words: str) -> tuple[Path, dict[str, str]]
     return folder, dict(line.split("=", 1) for line in lines)
 
 
-def test_pods_are_given_their_own_rights_and_the_launcher_alone_the_secret(
+def test_pods_get_their_own_credentials_and_only_the_launcher_the_secret(
     file: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     (file.parent / "out").mkdir()
@@ -290,7 +290,7 @@ def test_pods_are_given_their_own_rights_and_the_launcher_alone_the_secret(
     assert write_files(file, "kubernetes")[1]["launcher"] != secret
 
 
-def test_each_seed_is_a_job(file: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_each_seed_is_a_separate_job(file: Path, capsys: pytest.CaptureFixture[str]) -> None:
     said = dry_run(capsys, str(file), "--on", "slurm", "--seeds", "0-1,5")
     assert said.count("#!/bin/bash") == 3
     for seed in (0, 1, 5):
@@ -299,7 +299,7 @@ def test_each_seed_is_a_job(file: Path, capsys: pytest.CaptureFixture[str]) -> N
     assert "list of numbers" in refuse(capsys, str(file), "--on", "slurm", "--seeds", "0-3%2")
 
 
-def test_files_are_written_for_a_cluster_alone(
+def test_files_are_written_only_for_a_cluster(
     file: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     for words in ([], ["--dry-run"], ["--on", "ray"]):

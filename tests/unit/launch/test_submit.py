@@ -63,7 +63,7 @@ def list_runs(file: Path) -> list[str]:
     return sorted(path.name for path in (file.parent / "runs").glob("*-*"))
 
 
-def test_a_job_that_ended_before_its_run_was_recorded_begins_anew(file: Path) -> None:
+def test_job_ended_before_recording_its_run_starts_over(file: Path) -> None:
     broken = file.parent / "model" / "model.safetensors"
     broken.mkdir()
     with pytest.raises(IsADirectoryError):
@@ -77,14 +77,14 @@ def test_a_job_that_ended_before_its_run_was_recorded_begins_anew(file: Path) ->
     assert list_runs(file) == ["job-001", "job-002"]
 
 
-def test_a_second_run_in_one_allocation_is_one_of_its_own(file: Path) -> None:
+def test_second_run_in_one_allocation_is_separate(file: Path) -> None:
     run(file)
     run(file, "run.name=other")
     run(file, key="8")
     assert list_runs(file) == ["job-001", "job-002", "other-001"]
 
 
-def test_a_run_that_goes_on_takes_what_changed_in_its_file_or_refuses_it(file: Path) -> None:
+def test_resumed_run_applies_or_refuses_changed_settings(file: Path) -> None:
     run(file)
     run(file, "run.steps=5")
     assert load_config(RunFile, file.parent / "runs/job-001/config.toml").run.steps == 5
@@ -93,7 +93,7 @@ def test_a_run_that_goes_on_takes_what_changed_in_its_file_or_refuses_it(file: P
     assert list_runs(file) == ["job-001"]
 
 
-def test_a_run_that_is_refused_before_anything_started_leaves_nothing(file: Path) -> None:
+def test_run_refused_before_start_leaves_no_files(file: Path) -> None:
     for _ in range(2):
         with pytest.raises(ConfigError, match="no room"):
             run_job(RefusedJob(plain=True, is_job=True), file, [], "7", None)

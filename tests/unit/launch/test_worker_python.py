@@ -22,11 +22,11 @@ def write_python(path: Path, script: str) -> str:
     return str(path)
 
 
-def test_another_interpreter_describes_the_environment_as_this_one_does() -> None:
+def test_another_interpreter_describes_the_environment_identically() -> None:
     assert describe_environment(CODEWORD, sys.executable) == describe_environment(CODEWORD, "")
 
 
-def test_what_user_code_prints_does_not_hide_the_answer(
+def test_output_of_user_code_does_not_corrupt_the_answer(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     (tmp_path / "loud.py").write_text(
@@ -43,12 +43,12 @@ def test_what_user_code_prints_does_not_hide_the_answer(
     assert (found.name, found.shows_media) == ("loud", False)
 
 
-def test_an_environment_that_is_absent_there_is_refused_with_the_interpreter() -> None:
+def test_environment_missing_in_the_interpreter_is_refused_naming_it() -> None:
     with pytest.raises(ConfigError, match=r"\[rollout\] python = .*nowhere"):
         describe_environment(EnvConfig(name="nowhere:Env"), sys.executable)
 
 
-def test_an_interpreter_without_sightline(tmp_path: Path) -> None:
+def test_worker_interpreter_without_sightline_is_refused(tmp_path: Path) -> None:
     python = write_python(tmp_path / "python", "echo 'No module named sightline' >&2; exit 1")
     with pytest.raises(
         ConfigError, match="cannot run sightline.envs.environment_info: No module named"
@@ -56,6 +56,6 @@ def test_an_interpreter_without_sightline(tmp_path: Path) -> None:
         describe_environment(CODEWORD, python)
 
 
-def test_another_version_of_sightline_is_refused_with_both() -> None:
+def test_different_sightline_version_is_refused_naming_both() -> None:
     with pytest.raises(ConfigError, match=r"has sightline 0\.[\d.]+, and this is 9\.9\.9"):
         describe_environment(CODEWORD, sys.executable, version="9.9.9")

@@ -48,7 +48,7 @@ def config(groups: int, size: int = 8, lag: int = 1, **rollout: Any) -> RunFile:
         (config(64, workers=5), 2, 5),
     ],
 )
-def test_workers_follow_cores_and_rollouts_in_flight(
+def test_worker_count_follows_cores_and_rollouts_in_flight(
     file: RunFile, cores: int, workers: int
 ) -> None:
     resolved, why = resolve_workers(file, cores)
@@ -119,7 +119,7 @@ def supervise(tmp_path: Path) -> Iterator[Callable[..., SupervisedWorker]]:
         one.processes.kill()
 
 
-def test_a_worker_that_is_stopped_is_missed_and_replaced(
+def test_suspended_worker_is_detected_and_replaced(
     supervise: Callable[..., SupervisedWorker],
 ) -> None:
     """SIGSTOP: the process is there, and not even the thread of its heartbeat runs."""
@@ -134,7 +134,7 @@ def test_a_worker_that_is_stopped_is_missed_and_replaced(
     worker.until(lambda: find_heartbeat(worker.beat) is not None)
 
 
-def test_a_worker_that_ends_well_before_its_first_beat_ends_the_run(
+def test_worker_exiting_before_its_first_heartbeat_ends_the_run(
     supervise: Callable[..., SupervisedWorker],
 ) -> None:
     worker = supervise("")
@@ -142,7 +142,7 @@ def test_a_worker_that_ends_well_before_its_first_beat_ends_the_run(
         worker.until(lambda: False)
 
 
-def test_workers_share_half_of_the_memory_unless_told() -> None:
+def test_workers_share_half_of_the_memory_by_default() -> None:
     one, _ = resolve_workers(config(2), 8)
     four, _ = resolve_workers(config(64), 8)
     assert four.rollout.workers == 4
@@ -150,7 +150,7 @@ def test_workers_share_half_of_the_memory_unless_told() -> None:
     assert get_memory_limit(config(2, worker_max_memory_gb=1.5)) == 1_500_000_000
 
 
-def test_a_worker_that_was_told_to_quit_is_not_missed(
+def test_worker_asked_to_quit_is_not_replaced(
     supervise: Callable[..., SupervisedWorker],
 ) -> None:
     worker = supervise(BEATING.replace("END", "heartbeat.stop(); return"))
@@ -161,7 +161,7 @@ def test_a_worker_that_was_told_to_quit_is_not_missed(
 
 
 @pytest.mark.parametrize("end", ["os._exit(0)", "sys.exit()"])
-def test_a_worker_that_ends_without_an_error_is_replaced(
+def test_worker_exiting_without_an_error_is_replaced(
     supervise: Callable[..., SupervisedWorker], end: str
 ) -> None:
     worker = supervise(BEATING.replace("END", end))

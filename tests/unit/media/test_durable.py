@@ -55,7 +55,7 @@ def check_written(calls: list[Call], path: Path, data: bytes) -> None:
 
 
 @pytest.mark.parametrize("old", [None, b"what was there before"])
-def test_a_file_is_written_in_an_order_that_outlasts_the_machine(
+def test_file_write_order_survives_a_machine_crash(
     tmp_path: Path, calls: list[Call], old: bytes | None
 ) -> None:
     path = tmp_path / "file"
@@ -65,7 +65,7 @@ def test_a_file_is_written_in_an_order_that_outlasts_the_machine(
     check_written(calls, path, b"new")
 
 
-def test_an_image_is_put_in_an_order_that_outlasts_the_machine(
+def test_image_put_order_survives_a_machine_crash(
     store: MediaStore, picture: Picture, calls: list[Call]
 ) -> None:
     ref = store.put(picture())
@@ -78,9 +78,7 @@ def test_an_image_is_put_in_an_order_that_outlasts_the_machine(
     check_written(calls[len(folders) :], path, path.read_bytes())
 
 
-def test_a_line_is_synced_where_it_must_outlast_the_machine(
-    tmp_path: Path, calls: list[Call]
-) -> None:
+def test_durable_line_is_synced(tmp_path: Path, calls: list[Call]) -> None:
     path = tmp_path / "lines"
     append_line(path, b"one")
     assert calls == []

@@ -64,7 +64,7 @@ def test_verify_exits_1_and_names_the_damaged_file(
     assert f"{digest}  damaged" in capsys.readouterr().out
 
 
-def test_gc_keeps_what_the_run_refers_to(
+def test_gc_keeps_images_of_the_run(
     run_dir: Path, picture: Picture, capsys: pytest.CaptureFixture[str]
 ) -> None:
     store = MediaStore(run_dir / "media")
@@ -98,7 +98,7 @@ def test_gc_keeps_the_parts_of_published_weights_and_removes_others(
     assert list(blobs.digests()) == [used]
 
 
-def test_gc_counts_the_run_that_the_store_lies_in_whether_named_or_not(
+def test_gc_always_includes_the_run_containing_the_store(
     run_dir: Path, tmp_path: Path, picture: Picture
 ) -> None:
     store = MediaStore(run_dir / "media")
@@ -110,7 +110,7 @@ def test_gc_counts_the_run_that_the_store_lies_in_whether_named_or_not(
     assert store.has(used)
 
 
-def test_a_store_elsewhere_is_looked_after_by_its_address(
+def test_remote_store_is_maintained_by_its_address(
     run_dir: Path,
     tmp_path: Path,
     picture: Picture,
@@ -145,7 +145,7 @@ def test_a_store_elsewhere_is_looked_after_by_its_address(
         call("ls", "--store", "http://127.0.0.1:1", "--token", "the token itself")
 
 
-def test_serve_says_where_it_listens_and_needs_a_token_elsewhere(
+def test_serve_prints_its_address_and_requires_a_token_off_loopback(
     tmp_path: Path, picture: Picture, python: Callable[..., subprocess.Popen[str]]
 ) -> None:
     token = tmp_path / "token"
@@ -165,7 +165,7 @@ def test_serve_says_where_it_listens_and_needs_a_token_elsewhere(
         call("serve", tmp_path / "served", "--host", "0.0.0.0", "--port", "0")
 
 
-def test_gc_of_a_shared_store_needs_its_runs(
+def test_gc_of_a_shared_store_requires_its_runs(
     store: MediaStore, run_dir: Path, tmp_path: Path, picture: Picture
 ) -> None:
     digest = put_old(store, picture())

@@ -42,7 +42,7 @@ def with_orientation(value: int) -> Image.Exif:
 # --- sizes and formats
 
 
-def test_every_format_is_known_by_its_bytes(every_format: dict[str, bytes]) -> None:
+def test_every_format_is_detected_from_its_bytes(every_format: dict[str, bytes]) -> None:
     for name, data in every_format.items():
         header = inspect_image(data)
         assert header.mime == f"image/{name.split('_')[0]}"
@@ -52,12 +52,12 @@ def test_every_format_is_known_by_its_bytes(every_format: dict[str, bytes]) -> N
 
 
 @pytest.mark.parametrize("data", [b"", b"text", b"%PDF-1.7", b"BM" + b"\0" * 60, b"<svg/>"])
-def test_bytes_of_no_known_format_are_refused(data: bytes) -> None:
+def test_bytes_of_an_unknown_format_are_refused(data: bytes) -> None:
     with pytest.raises(MediaRefused, match="not a PNG, JPEG, WebP, GIF"):
         inspect_image(data)
 
 
-def test_the_first_frame_of_an_animation_counts(picture: Picture, encode: Encode) -> None:
+def test_animation_decodes_to_its_first_frame(picture: Picture, encode: Encode) -> None:
     first, second = picture(seed=0).quantize(40), picture(seed=99).quantize(40)
     data = encode(first, "GIF", save_all=True, append_images=[second])
     assert open_rgb(data).tobytes() == first.convert("RGB").tobytes()
@@ -68,7 +68,9 @@ def test_the_first_frame_of_an_animation_counts(picture: Picture, encode: Encode
 
 @settings(max_examples=60, deadline=None)
 @given(cut=st.data())
-def test_a_file_cut_anywhere_is_refused(every_format: dict[str, bytes], cut: st.DataObject) -> None:
+def test_truncated_image_file_is_refused(
+    every_format: dict[str, bytes], cut: st.DataObject
+) -> None:
     for data in every_format.values():
         length = cut.draw(st.integers(0, len(data) - 1))
         with pytest.raises(MediaRefused):
@@ -77,7 +79,7 @@ def test_a_file_cut_anywhere_is_refused(every_format: dict[str, bytes], cut: st.
 
 @settings(max_examples=60, deadline=None)
 @given(change=st.data())
-def test_a_changed_byte_never_gives_a_picture_of_another_size_than_the_header(
+def test_changed_byte_never_yields_a_size_other_than_the_headers(
     every_format: dict[str, bytes], change: st.DataObject
 ) -> None:
     name = change.draw(st.sampled_from(sorted(every_format)))
@@ -117,9 +119,7 @@ def png(*chunks: bytes, pixels: bytes) -> bytes:
     )
 
 
-def test_a_picture_that_says_it_is_huge_is_refused_before_a_pixel_is_made(
-    picture: Picture, encode: Encode
-) -> None:
+def test_huge_declared_size_is_refused_before_decoding(picture: Picture, encode: Encode) -> None:
     jpeg, gif, webp = (bytearray(encode(picture(), name)) for name in ("JPEG", "GIF", "WEBP"))
     frame = jpeg.index(b"\xff\xc0")
     jpeg[frame + 5 : frame + 9] = gif[6:10] = b"\xff\xff\xff\xff"
@@ -132,7 +132,7 @@ def test_a_picture_that_says_it_is_huge_is_refused_before_a_pixel_is_made(
         tracemalloc.stop()
 
 
-def test_what_inflates_behind_an_honest_header_costs_no_more_than_the_header_says() -> None:
+def test_decompression_is_bounded_by_the_header_size() -> None:
     much = zlib.compress(bytes(64 << 20), 9)
     honest = zlib.compress(b"\0" * (8 * (1 + 8 * 3)), 9)
     for data in (
@@ -150,14 +150,16 @@ def test_what_inflates_behind_an_honest_header_costs_no_more_than_the_header_say
 @pytest.mark.parametrize(
     "limits", [ImageLimits(max_bytes=50), ImageLimits(max_pixels=44), ImageLimits(max_side=8)]
 )
-def test_each_limit_refuses_alone(picture: Picture, encode: Encode, limits: ImageLimits) -> None:
+def test_each_limit_is_enforced_independently(
+    picture: Picture, encode: Encode, limits: ImageLimits
+) -> None:
     data = encode(picture(9, 5), "PNG")
     inspect_image(data)
     with pytest.raises(MediaRefused, match="limit"):
         inspect_image(data, limits)
 
 
-def test_an_image_of_no_pixels_is_refused(picture: Picture, encode: Encode) -> None:
+def test_image_without_pixels_is_refused(picture: Picture, encode: Encode) -> None:
     with pytest.raises(MediaRefused, match="0x4"):
         inspect_image(png_header(0, 4) + png_chunk(b"IDAT", b"") + png_chunk(b"IEND", b""))
     with pytest.raises(MediaRefused, match="IDAT"):
@@ -195,7 +197,7 @@ def scan_of(jpeg: bytes) -> bytes:
 
 
 @pytest.mark.parametrize("budget", SLOW)
-def test_what_would_take_long_is_refused_by_its_structure(
+def test_slow_to_decode_image_is_refused_without_decoding(
     every_format: dict[str, bytes], budget: str
 ) -> None:
     """`inspect_image` decodes nothing, and its own work is bounded by the same numbers."""
@@ -207,7 +209,7 @@ def test_what_would_take_long_is_refused_by_its_structure(
     ("name", "pixel_bytes"),
     [("png", 8), ("jpeg", 8), ("jpeg_progressive_exif", 10), ("webp", 17), ("gif", 8)],
 )
-def test_memory_that_decoding_takes_is_bounded_by_the_header(
+def test_decoding_memory_is_bounded_by_the_header(
     every_format: dict[str, bytes], name: str, pixel_bytes: int
 ) -> None:
     needed = 40 * 24 * pixel_bytes
@@ -229,7 +231,7 @@ print((after - before) * 1024 / (size[0] * size[1]))
 """
 
 
-def test_decoding_takes_the_memory_that_was_counted(
+def test_decoding_uses_the_estimated_memory(
     tmp_path: Path, encode: Encode, python: Callable[..., subprocess.Popen[str]]
 ) -> None:
     """Decode a rotated image with a transparent colour, which invites three copies."""
@@ -241,7 +243,7 @@ def test_decoding_takes_the_memory_that_was_counted(
     assert float(told) < 1.15 * inspect_image(data).decoder_bytes, problem
 
 
-def test_nothing_decodes_while_pillow_pads_what_was_cut(
+def test_decoding_is_refused_while_pillow_accepts_truncated_images(
     every_format: dict[str, bytes], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(ImageFile, "LOAD_TRUNCATED_IMAGES", True)
@@ -254,7 +256,7 @@ def test_nothing_decodes_while_pillow_pads_what_was_cut(
 
 @pytest.mark.parametrize("orientation", range(1, 9))
 @pytest.mark.parametrize("format_name", ["JPEG", "PNG", "WEBP"])
-def test_orientation_is_applied_as_pillow_would(
+def test_orientation_matches_pillow(
     picture: Picture, encode: Encode, format_name: str, orientation: int
 ) -> None:
     lossless = {"WEBP": {"lossless": True}}.get(format_name, {})
@@ -278,7 +280,7 @@ def test_any_exif_block_gives_an_orientation_from_1_to_8(block: bytes) -> None:
 
 
 @pytest.mark.parametrize("mode", ["1", "L", "LA", "P", "RGB", "RGBA"])
-def test_every_png_mode_becomes_rgb_as_convert_does(
+def test_every_png_mode_converts_to_rgb_like_pillow(
     picture: Picture, encode: Encode, mode: str
 ) -> None:
     image = picture(mode=mode)
@@ -312,7 +314,7 @@ def test_a_cmyk_jpeg_becomes_rgb(picture: Picture, encode: Encode) -> None:
 # --- what only decoding finds
 
 
-def test_pixels_that_do_not_decode_are_undecodable_not_a_white_square() -> None:
+def test_undecodable_pixels_raise_instead_of_giving_a_blank_image() -> None:
     data = png_header(4, 4) + png_chunk(b"IDAT", b"not zlib") + png_chunk(b"IEND", b"")
     inspect_image(data)
     with pytest.raises(MediaUndecodable, match="image/png"):
@@ -323,12 +325,12 @@ def test_pixels_that_do_not_decode_are_undecodable_not_a_white_square() -> None:
 
 
 @pytest.mark.parametrize("mode", ["1", "L", "LA", "P", "RGB", "RGBA", "CMYK", "YCbCr", "HSV", "PA"])
-def test_a_pil_image_is_stored_as_it_would_be_seen(picture: Picture, mode: str) -> None:
+def test_pil_image_is_stored_as_displayed(picture: Picture, mode: str) -> None:
     image = picture(mode=mode)
     assert open_rgb(encode_png(image)).tobytes() == image.convert("RGB").tobytes()
 
 
-def test_a_png_made_from_a_pil_image_has_no_metadata_and_is_always_the_same(
+def test_png_from_a_pil_image_is_deterministic_without_metadata(
     picture: Picture,
 ) -> None:
     plain, full = picture(), picture()
@@ -349,6 +351,6 @@ def test_a_pil_image_without_a_known_range_is_refused(mode: str) -> None:
         encode_png(Image.new(mode, (3, 3)))
 
 
-def test_a_pixel_limit_that_pillow_would_warn_about_is_refused() -> None:
+def test_pixel_limit_above_pillows_warning_is_refused() -> None:
     with pytest.raises(ConfigError, match="max_pixels"):
         ImageLimits(max_pixels=200_000_000)

@@ -64,7 +64,7 @@ def refused(ingest: ImageIngestor, url: str) -> str:
         "64:ff9b::10.0.0.5", "64:ff9b::7f00:1",
     ],
 )  # fmt: skip
-def test_an_allowed_name_at_a_private_address_is_refused_before_connect(
+def test_allowed_host_at_a_private_address_is_refused_before_connect(
     store: MediaStore, connections: list[Any], address: str
 ) -> None:
     resolver = Resolver([address])
@@ -75,9 +75,7 @@ def test_an_allowed_name_at_a_private_address_is_refused_before_connect(
     assert connections == []
 
 
-def test_a_host_that_is_not_on_the_list_is_not_even_looked_up(
-    store: MediaStore, connections: list[Any]
-) -> None:
+def test_unlisted_host_is_not_resolved(store: MediaStore, connections: list[Any]) -> None:
     resolver = Resolver([PUBLIC])
     ingest = ImageIngestor(store, http_hosts=["pictures.example"], resolve=resolver)
     for url in (
@@ -95,7 +93,7 @@ def test_a_host_that_is_not_on_the_list_is_not_even_looked_up(
     assert resolver.asked == [] and connections == []
 
 
-def test_a_name_is_looked_up_once_and_the_address_that_was_checked_is_used(
+def test_host_is_resolved_once_and_the_checked_address_is_used(
     store: MediaStore, connections: list[Any]
 ) -> None:
     """A name that changes its answer between the check and the connection gains nothing."""
@@ -109,7 +107,7 @@ def test_a_name_is_looked_up_once_and_the_address_that_was_checked_is_used(
     assert len(connections) == 1
 
 
-def test_a_name_that_nobody_knows_is_refused(store: MediaStore, connections: list[Any]) -> None:
+def test_unresolvable_host_is_refused(store: MediaStore, connections: list[Any]) -> None:
     def unknown(host: str, port: int) -> list[str]:
         raise socket.gaierror(socket.EAI_NONAME, "Name or service not known")
 
@@ -121,9 +119,7 @@ def test_a_name_that_nobody_knows_is_refused(store: MediaStore, connections: lis
     assert connections == []
 
 
-def test_a_lookup_that_takes_too_long_is_given_up(
-    store: MediaStore, connections: list[Any]
-) -> None:
+def test_slow_dns_lookup_times_out(store: MediaStore, connections: list[Any]) -> None:
     may_answer, answered = threading.Event(), threading.Event()
 
     def slow(host: str, port: int) -> list[str]:
@@ -138,7 +134,7 @@ def test_a_lookup_that_takes_too_long_is_given_up(
 
 
 @pytest.mark.parametrize("status", [301, 302, 303, 307, 308])
-def test_a_redirect_is_not_followed_wherever_it_leads(
+def test_redirects_are_not_followed(
     store: MediaStore, connections: list[Any], server: int, status: int
 ) -> None:
     resolver = Resolver(["127.0.0.1"])
@@ -158,7 +154,7 @@ def test_a_redirect_is_not_followed_wherever_it_leads(
     assert {host for host, _ in resolver.asked} == {"127.0.0.1"}
 
 
-def test_the_proxies_of_the_environment_are_not_used(
+def test_proxy_environment_variables_are_ignored(
     store: MediaStore, connections: list[Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     for name in ("http_proxy", "HTTP_PROXY", "https_proxy", "ALL_PROXY"):

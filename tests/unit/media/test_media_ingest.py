@@ -33,12 +33,12 @@ def refused(ingest: ImageIngestor, url: object, error: type[Exception] = MediaRe
 # --- data:
 
 
-def test_the_bytes_say_what_they_are_and_not_the_url(store: MediaStore, png: bytes) -> None:
+def test_format_is_detected_from_bytes_not_from_the_url(store: MediaStore, png: bytes) -> None:
     for kind in ("image/jpeg", "image/x-anything", "IMAGE/PNG", "image/png;charset=utf-8"):
         assert ImageIngestor(store).resolve(data_url(png, kind), WHERE).mime == "image/png"
 
 
-def test_white_space_and_percent_signs_in_base64_are_understood(
+def test_base64_with_whitespace_and_percent_escapes_is_decoded(
     store: MediaStore, png: bytes
 ) -> None:
     lines = base64.encodebytes(png).decode()
@@ -55,7 +55,7 @@ def test_bad_base64_is_refused(store: MediaStore, png: bytes) -> None:
         assert "base64" in refused(ImageIngestor(store), url)
 
 
-def test_base64_of_no_image_or_of_half_an_image_is_refused(store: MediaStore, png: bytes) -> None:
+def test_base64_of_a_non_image_or_truncated_image_is_refused(store: MediaStore, png: bytes) -> None:
     refused(ImageIngestor(store), data_url(b"hello"))
     assert "truncated" in refused(ImageIngestor(store), data_url(png[:-6]))
     refused(ImageIngestor(store), "data:image/png;base64,")
@@ -71,7 +71,7 @@ def test_base64_of_no_image_or_of_half_an_image_is_refused(store: MediaStore, pn
         "data:image/png;base64",
     ],
 )
-def test_a_data_url_of_another_shape_is_a_message_error(store: MediaStore, url: str) -> None:
+def test_malformed_data_url_is_a_message_error(store: MediaStore, url: str) -> None:
     refused(ImageIngestor(store), url, MessageError)
 
 
@@ -100,7 +100,7 @@ def test_a_data_url_seen_before_is_not_put_again(store: MediaStore, png: bytes) 
     assert counting.num_puts == 1
 
 
-def test_a_data_url_seen_before_is_put_again_when_its_image_was_swept(
+def test_repeated_data_url_is_put_again_after_gc_removed_its_image(
     store: MediaStore, png: bytes
 ) -> None:
     ingest = ImageIngestor(store)
@@ -110,7 +110,7 @@ def test_a_data_url_seen_before_is_put_again_when_its_image_was_swept(
     assert store.has(ref)
 
 
-def test_nothing_is_kept_of_a_refusal(store: MediaStore) -> None:
+def test_refusals_are_not_cached(store: MediaStore) -> None:
     urls: list[str] = []
 
     def refuse(url: str, path: str) -> MediaRef:
@@ -127,16 +127,16 @@ def test_nothing_is_kept_of_a_refusal(store: MediaStore) -> None:
 # --- media:
 
 
-def test_a_media_url_leads_to_the_stored_image(store: MediaStore, png: bytes) -> None:
+def test_media_url_resolves_to_the_stored_image(store: MediaStore, png: bytes) -> None:
     ref = store.put(png)
     assert ImageIngestor(MediaStore(store.root)).resolve(ref.url, WHERE) == ref
 
 
-def test_a_media_url_of_a_missing_image_says_so_with_its_place(store: MediaStore) -> None:
+def test_media_url_of_a_missing_image_is_refused_with_its_path(store: MediaStore) -> None:
     refused(ImageIngestor(store), "media:sha256:" + "0" * 64, MediaMissing)
 
 
-def test_the_cause_of_an_unreadable_store_stays_the_cause(store: MediaStore) -> None:
+def test_unreadable_store_error_keeps_its_cause(store: MediaStore) -> None:
     store.path("0" * 64).mkdir(parents=True)
     with pytest.raises(MediaError, match="cannot read") as caught:
         ImageIngestor(store).resolve("media:sha256:" + "0" * 64, WHERE)
@@ -180,20 +180,20 @@ def roots(tmp_path: Path, png: bytes) -> Path:
     return tmp_path
 
 
-def test_a_file_under_an_allowed_root_is_taken(store: MediaStore, roots: Path, png: bytes) -> None:
+def test_file_under_an_allowed_root_is_accepted(store: MediaStore, roots: Path, png: bytes) -> None:
     ingest = ImageIngestor(store, file_roots=[roots / "allowed"])
     for host in ("", "localhost"):
         ref = ingest.resolve(f"file://{host}{roots}/allowed/deep/a%20b.png", WHERE)
         assert store.get(ref) == png
 
 
-def test_no_file_is_taken_by_default(store: MediaStore, roots: Path) -> None:
+def test_files_are_refused_by_default(store: MediaStore, roots: Path) -> None:
     assert "not below an allowed" in refused(
         ImageIngestor(store), f"file://{roots}/allowed/deep/a b.png"
     )
 
 
-def test_no_way_leads_out_of_an_allowed_root(store: MediaStore, roots: Path) -> None:
+def test_paths_cannot_escape_an_allowed_root(store: MediaStore, roots: Path) -> None:
     allowed = roots / "allowed"
     (allowed / "link.png").symlink_to(roots / "allowed-not" / "secret.png")
     (allowed / "folder").symlink_to(roots / "allowed-not")
@@ -210,7 +210,7 @@ def test_no_way_leads_out_of_an_allowed_root(store: MediaStore, roots: Path) -> 
 
 
 @pytest.mark.parametrize("swapped", ["allowed", "allowed/deep", "allowed/deep/secret.png"])
-def test_a_link_that_takes_a_place_on_the_way_after_it_was_checked_is_not_followed(
+def test_link_swapped_in_after_the_check_is_not_followed(
     store: MediaStore, roots: Path, png: bytes, monkeypatch: pytest.MonkeyPatch, swapped: str
 ) -> None:
     (roots / "allowed-not" / "deep").mkdir()
@@ -241,9 +241,7 @@ def test_a_file_url_without_an_absolute_path_is_a_message_error(
     refused(ImageIngestor(store, file_roots=["/"]), url, MessageError)
 
 
-def test_what_is_no_image_file_under_an_allowed_root_is_refused(
-    store: MediaStore, roots: Path
-) -> None:
+def test_non_image_file_under_an_allowed_root_is_refused(store: MediaStore, roots: Path) -> None:
     os.mkfifo(roots / "allowed" / "pipe")
     (roots / "allowed" / "text").write_text("x")
     ingest = ImageIngestor(store, file_roots=[roots / "allowed"])
@@ -262,7 +260,7 @@ def test_a_relative_file_root_is_refused(store: MediaStore) -> None:
 # --- http:
 
 
-def test_an_image_from_an_allowed_address_is_taken(
+def test_image_from_an_allowed_address_is_accepted(
     store: MediaStore, server: int, png: bytes
 ) -> None:
     ingest = ImageIngestor(store, http_hosts=[f"127.0.0.1:{server}"])
@@ -270,18 +268,18 @@ def test_an_image_from_an_allowed_address_is_taken(
         assert store.get(ingest.resolve(f"http://127.0.0.1:{server}{path}", WHERE)) == png
 
 
-def test_an_answer_that_trickles_is_cut_at_the_time_limit(store: MediaStore, server: int) -> None:
+def test_slow_response_is_cut_at_the_time_limit(store: MediaStore, server: int) -> None:
     ingest = ImageIngestor(store, http_hosts=[f"127.0.0.1:{server}"], timeout_s=0.2)
     assert "within 0.2 s" in refused(ingest, f"http://127.0.0.1:{server}/slow")
 
 
-def test_an_answer_above_the_limit_is_refused(store: MediaStore, server: int) -> None:
+def test_response_above_the_limit_is_refused(store: MediaStore, server: int) -> None:
     tight = MediaStore(store.root, limits=ImageLimits(max_bytes=20))
     ingest = ImageIngestor(tight, http_hosts=[f"127.0.0.1:{server}"])
     assert "above the limit" in refused(ingest, f"http://127.0.0.1:{server}/a.png")
 
 
-def test_a_host_that_does_not_answer_is_refused(store: MediaStore) -> None:
+def test_unresponsive_host_is_refused(store: MediaStore) -> None:
     ingest = ImageIngestor(store, http_hosts=["127.0.0.1:1"], timeout_s=1)
     refused(ingest, "http://127.0.0.1:1/a.png")
     refused(ingest, "http://[::bad/a.png")

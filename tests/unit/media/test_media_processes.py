@@ -87,7 +87,7 @@ def finish(processes: list[subprocess.Popen[str]]) -> None:
         assert process.returncode == 0, errors
 
 
-def test_many_processes_put_the_same_and_different_images_while_others_read_and_sweep(
+def test_processes_can_put_read_and_gc_images_concurrently(
     store: MediaStore, python: Python
 ) -> None:
     store.check_writable()
@@ -100,9 +100,7 @@ def test_many_processes_put_the_same_and_different_images_while_others_read_and_
     assert (report.num_files, report.corrupt, report.leftovers) == (5 * 40, [], [])
 
 
-def test_killed_writers_leave_no_half_file_that_can_be_read(
-    store: MediaStore, python: Python
-) -> None:
+def test_killed_writers_leave_no_readable_partial_file(store: MediaStore, python: Python) -> None:
     chance = random.Random(7)
     for round_ in range(2):
         writers = [python(FOREVER, store.root, 3 * round_ + own + 1) for own in range(3)]

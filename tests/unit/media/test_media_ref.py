@@ -39,13 +39,13 @@ def make(**changes: object) -> MediaRef:
         {"mime": "video/mp4", "num_frames": 5, "fps": 1e-9},
     ],
 )
-def test_a_ref_that_names_no_image_is_refused(changes: dict[str, object]) -> None:
+def test_invalid_ref_is_refused(changes: dict[str, object]) -> None:
     with pytest.raises(MediaError) as caught:
         make(**changes)
     assert caught.value.fix
 
 
-def test_a_bad_ref_is_refused_when_it_is_decoded_with_its_place() -> None:
+def test_bad_ref_is_refused_at_decoding_with_its_path() -> None:
     data = msgspec.json.encode([msgspec.to_builtins(make()) | {"width": 0}])
     with pytest.raises(msgspec.ValidationError, match=r"\$\[0\]"):
         msgspec.json.decode(data, type=list[MediaRef])

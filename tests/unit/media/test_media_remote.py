@@ -50,7 +50,7 @@ def pictures() -> list[bytes]:
 
 
 @pytest.mark.parametrize("how", ["refusals", "cut", "torn", "slow answers"])
-def test_what_may_heal_is_tried_again(
+def test_transient_errors_are_retried(
     kind: StoreKind, pictures: list[bytes], how: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(proxy_module, "SLOW_S", 0.3)
@@ -69,7 +69,7 @@ def test_what_may_heal_is_tried_again(
             assert proxy.num_requests >= 2 * num_puts  # each was asked for twice
 
 
-def test_a_store_that_stays_away_is_named_with_the_last_cause(
+def test_unavailable_store_is_named_with_the_last_cause(
     kind: StoreKind, pictures: list[bytes], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     ref = kind.store.put(pictures[0])
@@ -92,7 +92,7 @@ def test_a_store_that_stays_away_is_named_with_the_last_cause(
     store.prefetch(many)  # left to the reads; each by itself would take a minute and more
 
 
-def test_a_store_that_is_waited_for_is_named_on_stderr(capsys: pytest.CaptureFixture[str]) -> None:
+def test_waiting_for_a_store_is_reported_on_stderr(capsys: pytest.CaptureFixture[str]) -> None:
     def ask() -> str:
         if told := capsys.readouterr().err:
             return told
@@ -103,7 +103,7 @@ def test_a_store_that_is_waited_for_is_named_on_stderr(capsys: pytest.CaptureFix
     assert "retrying for 59" in told and told.count("\n") == 1
 
 
-def test_a_store_that_takes_requests_and_never_answers_is_given_up(
+def test_unresponsive_store_times_out(
     kind: StoreKind, pictures: list[bytes], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     with socket.create_server(("127.0.0.1", 0)) as silent:
@@ -113,7 +113,7 @@ def test_a_store_that_takes_requests_and_never_answers_is_given_up(
             store.put(pictures[0])
 
 
-def test_connections_that_the_service_has_closed_cost_no_pause(
+def test_connections_closed_by_the_service_cause_no_delay(
     tmp_path: Path, pictures: list[bytes], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(proxy_module, "SLOW_S", 0.3)
@@ -128,7 +128,7 @@ def test_connections_that_the_service_has_closed_cost_no_pause(
             assert store.get(ref) == pictures[0]
 
 
-def test_a_refusal_is_not_tried_again(pictures: list[bytes], tmp_path: Path) -> None:
+def test_refusal_is_not_retried(pictures: list[bytes], tmp_path: Path) -> None:
     with KINDS["http"](tmp_path) as kind:
         ref = kind.store.put(pictures[0])
         stranger = open_store(kind.store.root, token="guessed", cache_dir=tmp_path / "other")
@@ -140,7 +140,9 @@ def test_a_refusal_is_not_tried_again(pictures: list[bytes], tmp_path: Path) -> 
         assert kind.store.count() == 1
 
 
-def test_the_service_takes_only_what_the_name_names(tmp_path: Path, pictures: list[bytes]) -> None:
+def test_service_accepts_only_bytes_matching_their_digest(
+    tmp_path: Path, pictures: list[bytes]
+) -> None:
     with KINDS["http"](tmp_path) as kind:
         remote = kind.store.remote
         with pytest.raises(MediaError, match="the bytes hash to"):
@@ -153,14 +155,14 @@ def test_the_service_takes_only_what_the_name_names(tmp_path: Path, pictures: li
         assert kind.backing.names() == []
 
 
-def test_an_address_with_a_password_or_of_no_kind_is_refused() -> None:
+def test_address_with_a_password_or_unknown_scheme_is_refused() -> None:
     with pytest.raises(MediaError, match="not the address"):
         open_store("http://me:secret@127.0.0.1:8100")
     with pytest.raises(MediaError, match="ftp:// is unknown"):
         open_store("ftp://host/images")
 
 
-def test_an_object_store_without_obstore_says_what_to_install(
+def test_missing_obstore_error_names_the_extra_to_install(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setitem(sys.modules, "obstore", None)
@@ -169,7 +171,7 @@ def test_an_object_store_without_obstore_says_what_to_install(
     assert "sightline-rl[object-store]" in caught.value.fix
 
 
-def test_an_image_that_only_this_machine_has_kept_is_no_longer_referred_to(
+def test_image_left_only_in_the_local_cache_is_missing(
     kind: StoreKind, pictures: list[bytes]
 ) -> None:
     ref = kind.store.put(pictures[0])
@@ -183,7 +185,7 @@ def test_an_image_that_only_this_machine_has_kept_is_no_longer_referred_to(
 # --- the cache
 
 
-def test_the_cache_stays_within_its_bytes_and_drops_what_was_used_least_recently(
+def test_cache_stays_within_its_limit_and_evicts_least_recently_used(
     tmp_path: Path,
 ) -> None:
     cache = DiskCache(tmp_path, 1000 * NUM_FOLDERS)
@@ -213,9 +215,7 @@ def test_the_cache_stays_within_its_bytes_and_drops_what_was_used_least_recently
     assert set(held) == set((tmp_path / "ab").glob("ab*"))
 
 
-def test_a_damaged_file_of_the_cache_counts_as_absent(
-    kind: StoreKind, pictures: list[bytes]
-) -> None:
+def test_damaged_cache_file_counts_as_absent(kind: StoreKind, pictures: list[bytes]) -> None:
     ref = kind.store.put(pictures[0])
     cache = kind.store.cache
     path = cache.root / ref.digest[:2] / ref.digest
@@ -227,7 +227,7 @@ def test_a_damaged_file_of_the_cache_counts_as_absent(
 # --- an object store, which sets no time of use and has no lock
 
 
-def test_a_damaged_read_does_not_take_the_place_of_a_sound_image(
+def test_damaged_read_does_not_replace_an_intact_image(
     s3: None, tmp_path: Path, pictures: list[bytes], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     with KINDS["s3"](tmp_path) as kind, Proxy(get_endpoint(kind), "/") as proxy:
@@ -241,7 +241,7 @@ def test_a_damaged_read_does_not_take_the_place_of_a_sound_image(
         assert kind.store.gc(set()).removed == []
 
 
-def test_an_image_that_was_just_used_is_not_written_again(
+def test_recently_used_image_is_not_rewritten(
     s3: None, tmp_path: Path, pictures: list[bytes], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     with KINDS["s3"](tmp_path) as kind, Proxy(get_endpoint(kind), "/") as proxy:
@@ -253,9 +253,7 @@ def test_an_image_that_was_just_used_is_not_written_again(
         assert proxy.num_requests == num_before + len(refs[1:])
 
 
-def test_a_put_waits_for_the_removal_that_is_going_on(
-    s3: None, tmp_path: Path, pictures: list[bytes]
-) -> None:
+def test_put_waits_for_a_running_removal(s3: None, tmp_path: Path, pictures: list[bytes]) -> None:
     with KINDS["s3"](tmp_path) as kind:
         ref = kind.store.put(pictures[0])
         remote = kind.store.remote
@@ -276,7 +274,7 @@ def test_a_put_waits_for_the_removal_that_is_going_on(
         assert kind.elsewhere("third").get(ref) == pictures[0]
 
 
-def test_a_put_does_not_wait_for_a_gc_that_was_killed(
+def test_put_does_not_wait_for_a_killed_gc(
     s3: None, tmp_path: Path, pictures: list[bytes], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     with KINDS["s3"](tmp_path) as kind, Proxy(get_endpoint(kind), "/") as proxy:
@@ -287,7 +285,7 @@ def test_a_put_does_not_wait_for_a_gc_that_was_killed(
         assert proxy.num_requests < 10
 
 
-def test_of_two_that_take_over_from_a_gc_that_was_killed_one_goes_on(
+def test_only_one_gc_takes_over_from_a_killed_gc(
     s3: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(proxy_module, "SLOW_S", 0.3)
@@ -312,7 +310,7 @@ def test_of_two_that_take_over_from_a_gc_that_was_killed_one_goes_on(
         assert kind.backing.names() == []
 
 
-def test_a_gc_that_is_late_leaves_the_announcement_of_the_next(s3: None, tmp_path: Path) -> None:
+def test_late_gc_keeps_the_next_gcs_announcement(s3: None, tmp_path: Path) -> None:
     with KINDS["s3"](tmp_path) as kind:
         remote, late = kind.store.remote, ExitStack()
         late.enter_context(remote._announced_gc())
@@ -325,9 +323,7 @@ def test_a_gc_that_is_late_leaves_the_announcement_of_the_next(s3: None, tmp_pat
         assert kind.backing.names() == []
 
 
-def test_a_bucket_that_is_not_there_is_named(
-    s3: None, tmp_path: Path, pictures: list[bytes]
-) -> None:
+def test_missing_bucket_is_named(s3: None, tmp_path: Path, pictures: list[bytes]) -> None:
     store = open_store("s3://mistyped/images", cache_dir=tmp_path)
     ref = MediaRef("0" * 64, "image/png", 1, 1, 1)
     for ask in (
@@ -342,7 +338,7 @@ def test_a_bucket_that_is_not_there_is_named(
         assert "check the name" in caught.value.fix
 
 
-def test_what_is_no_media_service_is_called_so(tmp_path: Path) -> None:
+def test_url_that_is_no_media_service_is_reported(tmp_path: Path) -> None:
     async def answer(http: Request) -> PlainTextResponse:
         return PlainTextResponse("<html>")
 

@@ -34,7 +34,7 @@ def age_of(store: MediaStore, digest: str) -> float:
 # --- last use
 
 
-def test_reading_renews_the_last_use_once_it_is_old(store: MediaStore, picture: Picture) -> None:
+def test_reading_renews_an_old_last_use_time(store: MediaStore, picture: Picture) -> None:
     ref = store.put(picture())
     uses = (
         lambda: store.get(ref),
@@ -52,9 +52,7 @@ def test_reading_renews_the_last_use_once_it_is_old(store: MediaStore, picture: 
 # --- gc
 
 
-def test_gc_removes_half_written_files_of_dead_writers_when_old(
-    store: MediaStore, picture: Picture
-) -> None:
+def test_gc_removes_old_partial_files_of_dead_writers(store: MediaStore, picture: Picture) -> None:
     folder = store.path(store.put(picture()).digest).parent
     old, young = folder / ".tmp-1-aa", folder / ".tmp-2-bb"
     for path in (old, young):
@@ -66,7 +64,7 @@ def test_gc_removes_half_written_files_of_dead_writers_when_old(
     assert young.exists(), "its writer may be alive"
 
 
-def test_gc_leaves_files_alone_that_it_does_not_know(store: MediaStore, picture: Picture) -> None:
+def test_gc_keeps_unknown_files(store: MediaStore, picture: Picture) -> None:
     digest = store.put(picture()).digest
     strays = [
         store.root / "notes.txt",
@@ -80,13 +78,13 @@ def test_gc_leaves_files_alone_that_it_does_not_know(store: MediaStore, picture:
     assert all(stray.exists() for stray in strays)
 
 
-def test_gc_of_a_store_that_is_not_there_makes_none(tmp_path: Path) -> None:
+def test_gc_does_not_create_a_missing_store(tmp_path: Path) -> None:
     with pytest.raises(MediaError, match="no store"):
         MediaStore(tmp_path / "nowhere").gc(set())
     assert not (tmp_path / "nowhere").exists()
 
 
-def test_gc_waits_for_a_put_under_way_and_then_sees_its_time(
+def test_gc_waits_for_a_running_put_and_sees_its_timestamp(
     store: MediaStore, picture: Picture
 ) -> None:
     ref = store.put(picture())
@@ -101,7 +99,7 @@ def test_gc_waits_for_a_put_under_way_and_then_sees_its_time(
     assert store.has(ref)
 
 
-def test_a_put_waits_while_a_sweep_looks_at_times(store: MediaStore, picture: Picture) -> None:
+def test_put_waits_while_gc_reads_timestamps(store: MediaStore, picture: Picture) -> None:
     store.put(picture())
     for seed in (0, 1):  # there already, and new
         with files.lock_store(store.root, exclusive=True):
@@ -117,7 +115,7 @@ def test_a_put_waits_while_a_sweep_looks_at_times(store: MediaStore, picture: Pi
 # --- room
 
 
-def test_check_room_raises_above_the_limit_of_the_store(tmp_path: Path, picture: Picture) -> None:
+def test_check_room_raises_above_the_stores_limit(tmp_path: Path, picture: Picture) -> None:
     store = MediaStore(tmp_path / "store", max_bytes=10, reserve_bytes=0)
     store.check_room()
     store.put(picture())
@@ -134,7 +132,7 @@ def test_check_room_raises_when_the_disk_is_nearly_full(tmp_path: Path) -> None:
     assert "max_gb" not in full.value.fix, "a higher limit would not help"
 
 
-def test_a_full_disk_is_store_full_and_leaves_no_temporary_file(
+def test_full_disk_raises_store_full_and_leaves_no_temporary_file(
     store: MediaStore, picture: Picture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     store.put(picture())
@@ -151,7 +149,7 @@ def test_a_full_disk_is_store_full_and_leaves_no_temporary_file(
 # --- rights
 
 
-def test_a_root_that_cannot_be_written_is_a_clear_error(tmp_path: Path, picture: Picture) -> None:
+def test_unwritable_root_is_a_clear_error(tmp_path: Path, picture: Picture) -> None:
     (tmp_path / "file").write_text("in the way")
     store = MediaStore(tmp_path / "file" / "store")
     for act in (store.check_writable, lambda: store.put(picture())):
@@ -188,7 +186,7 @@ with tempfile.TemporaryDirectory() as folder:
 """
 
 
-def test_a_read_only_store_can_be_read_and_not_put_to(
+def test_read_only_store_can_be_read_but_not_written(
     python: Callable[..., Any], tmp_path: Path, picture: Picture
 ) -> None:
     picture().save(tmp_path / "p.png")
@@ -197,9 +195,7 @@ def test_a_read_only_store_can_be_read_and_not_put_to(
     assert said.count("cannot write to the store") == 2
 
 
-def test_the_limits_of_a_store_hold_for_bytes_paths_and_pil_images(
-    tmp_path: Path, picture: Picture
-) -> None:
+def test_store_limits_apply_to_bytes_paths_and_pil_images(tmp_path: Path, picture: Picture) -> None:
     store = MediaStore(tmp_path / "store", limits=ImageLimits(max_side=8))
     path = tmp_path / "p.png"
     picture().save(path)
@@ -210,7 +206,7 @@ def test_the_limits_of_a_store_hold_for_bytes_paths_and_pil_images(
         MediaStore(tmp_path / "store", limits=ImageLimits(max_bytes=5)).put(path)
 
 
-def test_a_root_that_the_store_makes_is_its_owners(tmp_path: Path) -> None:
+def test_created_root_is_private_to_its_owner(tmp_path: Path) -> None:
     before = os.umask(0o022)
     try:
         MediaStore(tmp_path / "checked").check_writable()

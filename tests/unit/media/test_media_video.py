@@ -28,7 +28,7 @@ def readers(store: MediaStore) -> VideoReaders:
 
 
 @pytest.mark.parametrize("container", ["mp4", "webm"])
-def test_a_video_has_a_ref_of_its_own(store: MediaStore, container: str, tmp_path: Path) -> None:
+def test_video_has_its_own_ref_type(store: MediaStore, container: str, tmp_path: Path) -> None:
     data = encode_video(noise_frames(9, 96, 64), container, fps=4)
     ref = store.put(data)
     assert (ref.mime, ref.width, ref.height) == (f"video/{container}", 96, 64)
@@ -41,7 +41,7 @@ def test_a_video_has_a_ref_of_its_own(store: MediaStore, container: str, tmp_pat
     assert again == ref and again.is_video
 
 
-def test_frames_are_the_very_pixels_of_a_codec_that_keeps_them(store: MediaStore) -> None:
+def test_lossless_frames_are_bit_identical(store: MediaStore) -> None:
     frames = noise_frames(12, 64, 48)
     ref = store.put(encode_video(frames))
     for numbers in ([0], [3, 5], [4], [11, 11]):
@@ -51,7 +51,7 @@ def test_frames_are_the_very_pixels_of_a_codec_that_keeps_them(store: MediaStore
             assert np.array_equal(np.asarray(image), frames[number])
 
 
-def test_a_reader_goes_forwards_and_begins_again_for_a_frame_behind_it(store: MediaStore) -> None:
+def test_reader_reads_forward_and_restarts_for_an_earlier_frame(store: MediaStore) -> None:
     frames = noise_frames(12)
     ref = store.put(encode_video(frames))
     open_readers = readers(store)
@@ -64,9 +64,7 @@ def test_a_reader_goes_forwards_and_begins_again_for_a_frame_behind_it(store: Me
 
 
 @pytest.mark.parametrize("container", ["mp4", "webm"])
-def test_a_file_that_was_cut_anywhere_is_refused_and_not_stored(
-    store: MediaStore, container: str
-) -> None:
+def test_truncated_video_is_refused_and_not_stored(store: MediaStore, container: str) -> None:
     data = encode_video(noise_frames(6, 32, 32), container)
     for end in range(12, len(data) - 1, len(data) // 60):
         with pytest.raises((MediaRefused, MediaUndecodable)):
@@ -75,9 +73,7 @@ def test_a_file_that_was_cut_anywhere_is_refused_and_not_stored(
 
 
 @pytest.mark.parametrize("container", ["mp4", "webm"])
-def test_damaged_bytes_are_refused_or_decode_and_nothing_else_happens(
-    store: MediaStore, container: str
-) -> None:
+def test_damaged_bytes_either_decode_or_are_refused(store: MediaStore, container: str) -> None:
     data = encode_video(noise_frames(6, 32, 32), container)
     rng = np.random.default_rng(0)
     for _ in range(60):
@@ -101,14 +97,14 @@ def test_damaged_bytes_are_refused_or_decode_and_nothing_else_happens(
         ImageLimits(max_duration_s=1.4),
     ],
 )
-def test_each_limit_refuses_alone(limits: ImageLimits) -> None:
+def test_each_limit_is_enforced_independently(limits: ImageLimits) -> None:
     data = encode_video(noise_frames(6, 32, 32))
     inspect_video(data, "video/mp4")
     with pytest.raises(MediaRefused, match="limit"):
         inspect_video(data, "video/mp4", limits)
 
 
-def test_what_is_no_video_of_a_known_codec_is_refused(store: MediaStore) -> None:
+def test_video_with_an_unknown_codec_is_refused(store: MediaStore) -> None:
     frames = noise_frames(4, 32, 32)
     for data, why in (
         (b"\0\0\0\x10ftypisom\0\0\0\0" + b"\0\0\0\x08free", "without a moov box"),
@@ -119,7 +115,7 @@ def test_what_is_no_video_of_a_known_codec_is_refused(store: MediaStore) -> None
             store.put(data)
 
 
-def test_a_lying_ref_fails_when_its_frames_are_read(store: MediaStore) -> None:
+def test_ref_with_false_metadata_fails_when_frames_are_read(store: MediaStore) -> None:
     ref = store.put(encode_video(noise_frames(4, 32, 32)))
     longer = msgspec.structs.replace(ref, num_frames=9)
     with pytest.raises(MediaUndecodable, match="no frame 8"):
@@ -131,7 +127,7 @@ def test_a_lying_ref_fails_when_its_frames_are_read(store: MediaStore) -> None:
         store.image(ref)
 
 
-def test_urls_of_videos_are_taken_as_those_of_images_are(store: MediaStore) -> None:
+def test_video_urls_are_handled_like_image_urls(store: MediaStore) -> None:
     data = encode_video(noise_frames(3, 32, 32))
     ingest = ImageIngestor(store)
     ref = store.put(data)
@@ -141,7 +137,7 @@ def test_urls_of_videos_are_taken_as_those_of_images_are(store: MediaStore) -> N
         ingest.resolve("file:///etc/clip.mp4", "m")
 
 
-def test_an_installation_without_pyav_says_what_to_install(
+def test_missing_pyav_error_names_the_extra_to_install(
     store: MediaStore, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     data, true_import = encode_video(noise_frames(3, 32, 32), codec=EXACT), builtins.__import__

@@ -28,7 +28,7 @@ def write(path: Path, data: bytes) -> Path:
     return path
 
 
-def test_parts_that_did_not_change_are_neither_sent_nor_fetched(tmp_path: Path) -> None:
+def test_unchanged_parts_are_neither_sent_nor_fetched(tmp_path: Path) -> None:
     store, data = open_blobs(tmp_path), bytearray(os.urandom(5500))
     before = store_file(store, write(tmp_path / "v1", bytes(data)))
     data[2500] ^= 1
@@ -47,7 +47,7 @@ def test_parts_that_did_not_change_are_neither_sent_nor_fetched(tmp_path: Path) 
     assert not (tmp_path / "again").exists() and not list(tmp_path.glob(".again*"))
 
 
-def test_two_uploads_of_one_file_can_be_removed_apart(tmp_path: Path) -> None:
+def test_two_uploads_of_one_file_can_be_removed_separately(tmp_path: Path) -> None:
     store, file = open_blobs(tmp_path), write(tmp_path / "zeros", bytes(3000))
     one, other = (store_file(store, file, salt=salt) for salt in (b"1", b"2"))
     assert not set(one.parts) & set(other.parts)
@@ -57,7 +57,7 @@ def test_two_uploads_of_one_file_can_be_removed_apart(tmp_path: Path) -> None:
     assert (tmp_path / "out").read_bytes() == bytes(3000)
 
 
-def test_a_list_of_parts_that_does_not_fit_is_refused(tmp_path: Path) -> None:
+def test_inconsistent_part_list_is_refused(tmp_path: Path) -> None:
     store = MediaStore(tmp_path / "blobs")
     stored = store_file(store, write(tmp_path / "in", os.urandom(2500)))
     wrong = structs.replace(stored, parts=stored.parts[:-1])

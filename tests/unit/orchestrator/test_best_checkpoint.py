@@ -66,7 +66,7 @@ def run_dir(tmp_path: Path) -> RunDir:
     return found
 
 
-def test_every_second_step_is_evaluated_on_its_own_weights_and_the_best_is_kept(
+def test_every_second_step_is_evaluated_and_the_best_is_kept(
     run_dir: RunDir,
 ) -> None:
     async def main() -> None:
@@ -107,7 +107,7 @@ def test_every_second_step_is_evaluated_on_its_own_weights_and_the_best_is_kept(
     asyncio.run(main())
 
 
-def test_a_slow_evaluation_lets_older_versions_go_and_keeps_what_it_holds(run_dir: RunDir) -> None:
+def test_slow_evaluation_keeps_its_own_version_and_frees_older_ones(run_dir: RunDir) -> None:
     async def main() -> None:
         run_state = RunState.open(run_dir)
         asked: Any = Asked(run_state)
@@ -137,7 +137,7 @@ def test_a_slow_evaluation_lets_older_versions_go_and_keeps_what_it_holds(run_di
     assert [e["step"] for e in skipped if e["kind"] == "eval_skipped"] == [4]
 
 
-def test_rollouts_at_another_server_take_no_place_of_the_runs_own() -> None:
+def test_rollouts_on_another_server_do_not_use_the_runs_slots() -> None:
     sent: list[str] = []
 
     async def send(worker: str, message: ControlMessage) -> None:
@@ -160,7 +160,7 @@ def test_rollouts_at_another_server_take_no_place_of_the_runs_own() -> None:
     asyncio.run(main())
 
 
-def test_the_best_checkpoint_holds_experts_as_its_source_does(tmp_path: Path) -> None:
+def test_best_checkpoint_keeps_the_sources_expert_layout(tmp_path: Path) -> None:
     """Published weights hold each matrix the other way round; transformers reads both."""
     from transformers import AutoModelForImageTextToText
 

@@ -66,7 +66,7 @@ def play(
     asyncio.run(whole())
 
 
-def test_noise_and_messages_without_the_secret_change_nothing() -> None:
+def test_noise_and_unauthenticated_messages_are_ignored() -> None:
     async def scene(address: str, router: ControlRouter, receiving: asyncio.Task[None]) -> None:
         forger = AsyncSpoke(address, "trainer", derive_spoke_key("a guess", "trainer"))
         await forger.send(WEIGHTS)
@@ -108,7 +108,7 @@ def test_noise_and_messages_without_the_secret_change_nothing() -> None:
         ),
     ],
 )
-def test_what_a_process_may_not_say_is_an_error_that_names_it(
+def test_forbidden_message_is_an_error_naming_its_sender(
     name: str, data: bytes, words: str
 ) -> None:
     async def scene(address: str, router: ControlRouter, receiving: asyncio.Task[None]) -> None:
@@ -121,7 +121,7 @@ def test_what_a_process_may_not_say_is_an_error_that_names_it(
     play(scene)
 
 
-def test_a_worker_that_is_cut_off_costs_what_it_plays_and_not_the_run(
+def test_disconnected_worker_loses_only_its_rollouts(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(zmq_channel, "TICK_S", 0.05)
@@ -154,7 +154,7 @@ def test_a_worker_that_is_cut_off_costs_what_it_plays_and_not_the_run(
 
 
 @pytest.mark.timeout(60)
-def test_a_helper_that_swallows_its_end_is_ended_again() -> None:
+def test_task_that_swallows_cancellation_is_cancelled_again() -> None:
     swallowed = []
 
     async def helper() -> None:
@@ -185,7 +185,7 @@ class SlowStore(MediaStore):
         return super().get_bytes(digest)
 
 
-def test_weights_are_adopted_while_a_checkpoint_is_fetched_and_no_batch_goes(
+def test_weights_are_adopted_during_a_checkpoint_fetch_without_losing_batches(
     tmp_path: Path,
 ) -> None:
     run_dir, blobs = RunDir(tmp_path / "run"), SlowStore(tmp_path / "blobs")
@@ -226,7 +226,7 @@ def test_weights_are_adopted_while_a_checkpoint_is_fetched_and_no_batch_goes(
 
 
 @pytest.mark.parametrize("words", ["", "CUDA out of memory"])
-def test_a_trainer_that_nobody_starts_again_ends_the_run_with_its_last_words(
+def test_trainer_that_is_not_restarted_ends_the_run_with_its_error(
     tmp_path: Path, words: str
 ) -> None:
     async def scene(address: str, router: ControlRouter, receiving: asyncio.Task[None]) -> None:

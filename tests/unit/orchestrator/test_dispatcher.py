@@ -44,7 +44,7 @@ async def settle(dispatcher: RolloutDispatcher) -> None:
     sending.cancel()
 
 
-def test_no_more_than_the_count_are_in_flight() -> None:
+def test_rollouts_in_flight_are_bounded() -> None:
     async def check(sent: Sent) -> None:
         dispatcher = RolloutDispatcher(sent.send, ["a", "b"], max_in_flight=3)
         for number in range(8):
@@ -59,7 +59,7 @@ def test_no_more_than_the_count_are_in_flight() -> None:
     run(check)
 
 
-def test_the_idlest_worker_is_next() -> None:
+def test_least_busy_worker_is_next() -> None:
     async def check(sent: Sent) -> None:
         dispatcher = RolloutDispatcher(sent.send, ["a", "b"])
         for number in range(4):
@@ -74,7 +74,7 @@ def test_the_idlest_worker_is_next() -> None:
     run(check)
 
 
-def test_what_a_gone_worker_was_to_play_waits_for_its_successor() -> None:
+def test_rollouts_of_a_lost_worker_wait_for_its_successor() -> None:
     async def check(sent: Sent) -> None:
         dispatcher = RolloutDispatcher(sent.send, ["a"])
         await dispatcher.submit(make_request(0))
@@ -90,7 +90,7 @@ def test_what_a_gone_worker_was_to_play_waits_for_its_successor() -> None:
     run(check)
 
 
-def test_a_lost_worker_breaks_its_rollouts_and_the_group_goes_on() -> None:
+def test_lost_worker_breaks_its_rollouts_but_not_the_group() -> None:
     async def check(sent: Sent) -> None:
         rollouts = RolloutScheduler(
             RolloutDispatcher(sent.send, ["a", "b"]), group_size=4, temperature=1.0, seed=0

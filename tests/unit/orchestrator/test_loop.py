@@ -156,21 +156,21 @@ def test_no_sample_is_older_than_the_bound(run_dir: RunDir, max_lag: int) -> Non
         assert max(world.lags) == max_lag, "rollouts run ahead as far as they may"
 
 
-def test_without_lag_nothing_is_played_in_vain(run_dir: RunDir) -> None:
+def test_no_rollout_is_wasted_without_lag(run_dir: RunDir) -> None:
     world = World(run_dir, max_lag=0)
     play(world, range(1, 5))
     assert len(world.played) == 4 * 3 * 2
     assert set(world.run_state.verdicts) <= {"train"}
 
 
-def test_nothing_is_played_that_could_only_train_after_the_end(run_dir: RunDir) -> None:
+def test_rollouts_too_late_to_train_are_not_played(run_dir: RunDir) -> None:
     world = World(run_dir, max_lag=2, train_after=5)
     play(world, range(1, 6), last_step=5)
     assert len(world.played) == 5 * 3 * 2
 
 
 @pytest.mark.parametrize(("max_lag", "most"), [(0, 3), (1, 3), (2, 6)])
-def test_no_more_groups_are_under_way_than_keep_steps_even(
+def test_groups_in_flight_are_bounded_to_keep_steps_even(
     run_dir: RunDir, max_lag: int, most: int
 ) -> None:
     world = World(run_dir, max_lag, train_after=5)
@@ -194,7 +194,7 @@ def test_a_diagnostics_step_waits_for_a_fresh_group(run_dir: RunDir) -> None:
     assert {3, 6, 9} <= set(fresh_at)
 
 
-def test_a_run_of_batches_in_which_nothing_trains_says_so(run_dir: RunDir) -> None:
+def test_consecutive_batches_without_trainable_samples_end_the_run(run_dir: RunDir) -> None:
     world = World(run_dir, max_lag=0)
     world.reward_of = lambda play: 0.5
     with pytest.raises(NoTrainableSamples, match="2 batches in a row"):
@@ -209,21 +209,21 @@ def test_a_batch_without_signal_trains_on_its_kl_term(run_dir: RunDir) -> None:
     assert [a.step for a in world.announced] == [1, 2, 3]
 
 
-def test_groups_that_all_break_end_the_run_with_the_last_error(run_dir: RunDir) -> None:
+def test_broken_groups_end_the_run_with_the_last_error(run_dir: RunDir) -> None:
     world = World(run_dir, max_lag=0)
     world.error = "boom: no such level"
     with pytest.raises(NoTrainableSamples, match="6 groups in a row were dropped.*no such level"):
         play(world, range(1, 3))
 
 
-def test_diagnostics_do_not_wait_for_ever_for_a_fresh_group(run_dir: RunDir) -> None:
+def test_diagnostics_wait_for_a_fresh_group_is_bounded(run_dir: RunDir) -> None:
     world = World(run_dir, max_lag=1, train_after=5)
     world.always_version = 0
     play(world, range(1, 3), diagnostics_every=2)
     assert [a.step for a in world.announced] == [1, 2]
 
 
-def test_more_bad_media_than_the_fraction_allows_ends_the_run_before_the_batch_is_written(
+def test_too_much_bad_media_ends_the_run_before_the_batch_is_written(
     run_dir: RunDir,
 ) -> None:
     world = World(run_dir, max_lag=0)
@@ -255,7 +255,7 @@ def test_open_groups_are_played_again_after_a_restart(run_dir: RunDir) -> None:
     assert trained == {f"g{i}" for i in range(len(trained))}, "no task is skipped"
 
 
-def test_a_batch_that_was_never_announced_is_made_again(run_dir: RunDir) -> None:
+def test_unannounced_batch_is_rebuilt(run_dir: RunDir) -> None:
     world = World(run_dir, max_lag=0)
     play(world, range(1, 3))
     torn = run_dir.batch(3)
@@ -291,7 +291,7 @@ def test_groups_without_signal_are_replaced(run_dir: RunDir) -> None:
     assert (steps[1].num_resampled, steps[1].num_judged) == (0, 3)
 
 
-def test_no_more_groups_are_replaced_than_the_bound(run_dir: RunDir) -> None:
+def test_replaced_groups_are_bounded(run_dir: RunDir) -> None:
     world = World(run_dir, max_lag=0)
     without_signal_below(3, world)
     steps = seen(world)
@@ -331,7 +331,7 @@ def goal_events(run_dir: RunDir) -> list[tuple[int, float, bool]]:
     return [(e.step, e.values["held_out"], e.values["is_reached"]) for e in events]
 
 
-def test_a_run_ends_where_held_out_tasks_confirm_its_reward(run_dir: RunDir) -> None:
+def test_run_ends_when_held_out_tasks_confirm_its_reward(run_dir: RunDir) -> None:
     world = World(run_dir, max_lag=1)
     goal = set_goal(world, stop_at=0.5)
     # A group has one rollout of 0 and one of 1: 0.5 in the mean. Held-out tasks earn less at first.
@@ -345,7 +345,7 @@ def test_a_run_ends_where_held_out_tasks_confirm_its_reward(run_dir: RunDir) -> 
     assert goal.was_reached and RunState.open(run_dir).progress.goal_reached == 0.5
 
 
-def test_a_run_without_a_mistake_left_ends_before_its_batch_is_full(run_dir: RunDir) -> None:
+def test_run_with_perfect_reward_ends_before_its_batch_is_full(run_dir: RunDir) -> None:
     world = World(run_dir, max_lag=0)
     set_goal(world, stop_at=1.0)
     world.reward_of = lambda play: float(
@@ -355,7 +355,7 @@ def test_a_run_without_a_mistake_left_ends_before_its_batch_is_full(run_dir: Run
     assert goal_events(run_dir) == [(2, 1.0, True)]
 
 
-def test_rollouts_that_are_cut_short_end_the_run_with_their_limit(run_dir: RunDir) -> None:
+def test_truncated_rollouts_end_the_run_naming_their_limit(run_dir: RunDir) -> None:
     world = World(run_dir, max_lag=0)
     world.limit = "the prompt of turn 1 is too long"
     with pytest.raises(NoTrainableSamples, match="cut short: the prompt of turn 1") as caught:

@@ -27,7 +27,7 @@ def publish(weights: Path, version: int, blobs: MediaStore) -> str:
     return part
 
 
-def test_parts_go_before_the_manifest_that_names_them_and_later_where_the_store_is_away(
+def test_parts_are_removed_before_their_manifest_once_the_store_is_back(
     tmp_path: Path,
 ) -> None:
     weights = tmp_path / "weights"

@@ -81,7 +81,7 @@ def answer(run: Orchestrator, label: str, **changes: Any) -> None:
     run.rollouts.on_result(RolloutResult("g0.0", "g0", encode_trace(trace)))
 
 
-def test_what_the_run_has_published_is_taken_before_and_after_a_resume(tmp_path: Path) -> None:
+def test_published_versions_are_accepted_before_and_after_a_resume(tmp_path: Path) -> None:
     run = open_run(tmp_path / "run")
     answer(run, Manifest(0, 0, [], run=run_id(run)).label)  # a server of its own, as it starts
     labels = []
@@ -108,7 +108,7 @@ def test_what_the_run_has_published_is_taken_before_and_after_a_resume(tmp_path:
     ],
 )
 @pytest.mark.parametrize("servers", [False, True])
-def test_an_answer_of_weights_that_the_run_did_not_publish_ends_it(
+def test_answer_from_unpublished_weights_ends_the_run(
     tmp_path: Path, change: Any, said: str, servers: bool
 ) -> None:
     run = open_run(tmp_path / "run", servers=servers)
@@ -119,7 +119,7 @@ def test_an_answer_of_weights_that_the_run_did_not_publish_ends_it(
     assert said in str(caught.value)
 
 
-def test_servers_of_others_hold_nothing_of_the_run_before_they_adopt(tmp_path: Path) -> None:
+def test_external_servers_hold_no_weights_of_the_run_before_adopting(tmp_path: Path) -> None:
     run = open_run(tmp_path / "run", servers=True)
     with pytest.raises(SightlineError, match="did not publish"):
         answer(run, Manifest(0, 0, [], run=run_id(run)).label)
@@ -136,7 +136,7 @@ def test_a_version_from_the_future_ends_the_run(run: Orchestrator) -> None:
         run.judge.judge([trace, trace], step=4)
 
 
-def test_a_wrong_answer_of_the_server_ends_the_run(run: Orchestrator) -> None:
+def test_wrong_server_answer_ends_the_run(run: Orchestrator) -> None:
     label = Manifest(0, 0, [], run=run_id(run)).label
     with pytest.raises(EngineError, match=r"rollout g0.0: a logprob of 3") as caught:
         answer(run, label, error="a logprob of 3\n  fix: mend it", error_kind="wrong_answer")

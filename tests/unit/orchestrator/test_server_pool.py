@@ -85,7 +85,7 @@ def play(
     asyncio.run(whole())
 
 
-def test_servers_are_leased_and_given_turns_when_they_hold_the_runs_weights(tmp_path: Path) -> None:
+def test_leased_servers_get_turns_once_they_hold_the_runs_weights(tmp_path: Path) -> None:
     async def scene(one: Scene) -> None:
         a, b = one.servers
         await one.pool.wait_joined()
@@ -100,7 +100,7 @@ def test_servers_are_leased_and_given_turns_when_they_hold_the_runs_weights(tmp_
     play(tmp_path, scene)
 
 
-def test_an_update_rolls_over_the_servers_and_does_not_wait_for_the_slowest(tmp_path: Path) -> None:
+def test_rolling_update_does_not_wait_for_the_slowest_server(tmp_path: Path) -> None:
     async def scene(one: Scene) -> None:
         a, b, c, d = one.servers
         await one.until(READY, READY, READY, READY)
@@ -128,9 +128,7 @@ def test_an_update_rolls_over_the_servers_and_does_not_wait_for_the_slowest(tmp_
 
 
 @pytest.mark.parametrize("how", ["dies", "hangs", "is started again"])
-def test_a_server_that_returns_is_taken_back_when_it_has_caught_up(
-    tmp_path: Path, how: str
-) -> None:
+def test_returning_server_is_readmitted_after_catching_up(tmp_path: Path, how: str) -> None:
     async def scene(one: Scene) -> None:
         a, b = one.servers
         await one.pool.adopt(one.publish(1))
@@ -158,7 +156,7 @@ def test_a_server_that_returns_is_taken_back_when_it_has_caught_up(
     play(tmp_path, scene, times=QUICK if how == "hangs" else PATIENT)
 
 
-def test_without_any_server_the_run_ends_with_one_cause(tmp_path: Path) -> None:
+def test_loss_of_all_servers_ends_the_run_with_one_cause(tmp_path: Path) -> None:
     async def scene(one: Scene) -> None:
         await one.until(READY, READY)
         for server in one.servers:
@@ -171,7 +169,7 @@ def test_without_any_server_the_run_ends_with_one_cause(tmp_path: Path) -> None:
     assert caught.value.problem.count("is lost (") == 2
 
 
-def test_a_server_of_another_run_ends_the_run_at_its_start_and_later_is_left_out(
+def test_server_of_another_run_ends_the_start_and_is_later_skipped(
     tmp_path: Path,
 ) -> None:
     class Taken(SmallServer):
@@ -212,7 +210,7 @@ def test_a_server_of_another_run_ends_the_run_at_its_start_and_later_is_left_out
     play(tmp_path / "later", added, num=1, first_version=0, rejoin_after_s=0.05)
 
 
-def test_what_a_person_wants_of_the_servers_is_kept_and_done(tmp_path: Path) -> None:
+def test_requested_server_changes_are_stored_and_applied(tmp_path: Path) -> None:
     run_dir = RunDir(tmp_path / "run")
     run_dir.make()
 
@@ -252,7 +250,7 @@ def test_what_a_person_wants_of_the_servers_is_kept_and_done(tmp_path: Path) -> 
         list_wanted(run_dir, ())
 
 
-def test_a_store_that_is_away_costs_no_server(tmp_path: Path) -> None:
+def test_unavailable_store_drops_no_server(tmp_path: Path) -> None:
     async def scene(one: Scene) -> None:
         a, b = one.servers
         await one.pool.adopt(one.publish(1))
@@ -273,7 +271,7 @@ def test_a_store_that_is_away_costs_no_server(tmp_path: Path) -> None:
     play(tmp_path, scene, rejoin_after_s=0.05, deadline_s=0.1)
 
 
-def test_servers_that_exchange_their_addresses_are_each_kept_once(tmp_path: Path) -> None:
+def test_servers_that_swap_addresses_are_listed_once(tmp_path: Path) -> None:
     async def scene(one: Scene) -> None:
         a, b = one.servers
         joined = tmp_path / "joined"
@@ -296,7 +294,7 @@ def test_servers_that_exchange_their_addresses_are_each_kept_once(tmp_path: Path
     play(tmp_path, scene, first_version=0, is_empty=True)
 
 
-def test_a_server_whose_engine_is_stuck_is_left_out_until_it_is_not(tmp_path: Path) -> None:
+def test_server_with_a_stuck_engine_is_skipped_until_it_recovers(tmp_path: Path) -> None:
     async def scene(one: Scene) -> None:
         a, b = one.servers
         await one.until(READY, READY)

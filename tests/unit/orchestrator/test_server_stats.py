@@ -37,16 +37,14 @@ class Server:
         b"no json",
     ],
 )
-def test_a_server_that_does_not_answer_ends_nothing(
-    tmp_path: Path, answer: bytes | Exception
-) -> None:
+def test_unresponsive_server_does_not_stop_stats(tmp_path: Path, answer: bytes | Exception) -> None:
     clients: Any = [Server(answer)]
     poller = ServerStatsPoller(lambda: clients, EventLog(tmp_path / "m", "orchestrator"))
     asyncio.run(poller.poll())
     assert not list(read_events(tmp_path / "m"))
 
 
-def test_what_servers_answer_is_written_and_summed(tmp_path: Path) -> None:
+def test_server_stats_are_written_and_summed(tmp_path: Path) -> None:
     counts = b'{"images_made": 2, "busy_seconds": 2, "decode_steps": 5}'
     answer = b'{"busy": [[3, 4], [1, 2]], "totals": ' + counts + b', "now": {}}'
     gone = Server(OSError("refused"))
@@ -59,7 +57,7 @@ def test_what_servers_answer_is_written_and_summed(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("ahead_s", [-7200.0, 0.0, 7200.0])
-def test_a_server_whose_clock_differs_is_shown_by_our_own(tmp_path: Path, ahead_s: float) -> None:
+def test_server_stats_use_the_local_clock(tmp_path: Path, ahead_s: float) -> None:
     class Apart(Server):
         async def get(self, path: str) -> bytes:
             now = time.time() + ahead_s

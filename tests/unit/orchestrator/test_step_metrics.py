@@ -46,7 +46,7 @@ class Forking(World):
         return orchestrator
 
 
-def test_forked_turns_by_reason_and_refusals_are_metrics(tmp_path: Path) -> None:
+def test_metrics_count_forked_turns_by_reason_and_refusals(tmp_path: Path) -> None:
     run_dir = RunDir(tmp_path / "run")
     run_dir.make()
     play(Forking(run_dir, max_lag=0), range(1, 3))
@@ -69,7 +69,7 @@ def test_forked_turns_by_reason_and_refusals_are_metrics(tmp_path: Path) -> None
     assert summary["door_errors"] == 18
 
 
-def test_what_researchers_look_for_is_in_every_step(tmp_path: Path) -> None:
+def test_every_step_has_the_expected_metrics(tmp_path: Path) -> None:
     run_dir = RunDir(tmp_path / "run")
     run_dir.make()
     play(Forking(run_dir, max_lag=0), range(1, 3))

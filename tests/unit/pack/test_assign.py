@@ -25,9 +25,7 @@ def pack_of(num_tokens: int) -> MicroBatch:
 
 
 @given(sizes=st.lists(st.integers(1, 50), max_size=12), ranks=st.integers(1, 5))
-def test_every_micro_batch_goes_to_one_rank_and_all_have_as_many(
-    sizes: list[int], ranks: int
-) -> None:
+def test_micro_batches_are_split_evenly_between_ranks(sizes: list[int], ranks: int) -> None:
     packs = [pack_of(size) for size in sizes]
     places = assign_to_ranks(packs, ranks, BY_TOKEN)
     assert len(places) == ranks
@@ -50,14 +48,14 @@ def tree_of(ends: list[int]) -> MicroBatch:
     return msgspec.structs.replace(pack_of(len(ends)), subtree_end=Array.of(ends, "int32"))
 
 
-def test_work_counts_the_pairs_that_a_mask_lets_through() -> None:
+def test_work_counts_the_pairs_visible_in_the_mask() -> None:
     # A prompt of two tokens under two answers of two, then a sequence of its own.
     ends = [6, 6, 4, 4, 6, 6, 8, 8]
     seen = sum(k <= q < ends[k] for q in range(8) for k in range(8))
     assert MicroBatchWork.of(tree_of(ends)) == MicroBatchWork(8, seen, 0, 0, 0)
 
 
-def test_attention_counts_where_it_costs_more_than_tokens() -> None:
+def test_attention_counts_when_it_costs_more_than_tokens() -> None:
     short = tree_of([end for end in range(4, 36, 4) for _ in range(4)])
     long = tree_of([24] * 24)
     assert MicroBatchWork.of(short).tokens > MicroBatchWork.of(long).tokens
@@ -67,7 +65,7 @@ def test_attention_counts_where_it_costs_more_than_tokens() -> None:
     assert by_tokens == [[0], [1]] and by_pairs == [[1], [0]]
 
 
-def test_images_come_first_and_in_the_same_rounds() -> None:
+def test_image_micro_batches_come_first_and_in_the_same_rounds() -> None:
     item = MediaItem(
         ref=MediaRef("0" * 64, "image/png", 64, 32, 1), family="f", grid=(1, 2, 4), fingerprint="x"
     )

@@ -25,7 +25,7 @@ from sightline.wire.sample import Sample
     suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow],
 )
 @given(seed=st.integers(0, 10**6), tokens=st.sampled_from([1, 60, 150, 10**6]))
-def test_every_trained_token_is_packed_once_with_its_own_values(
+def test_every_trained_token_is_packed_once_with_its_values(
     tiny_model: Path, store: MediaStore, seed: int, tokens: int
 ) -> None:
     samples = making.samples(tiny_model, store, count=5, seed=seed)
@@ -42,7 +42,9 @@ def test_every_trained_token_is_packed_once_with_its_own_values(
     assert found == {s.trace_id: s.logprobs.numpy().tolist() for s in samples}
 
 
-def test_each_sequence_is_laid_out_as_if_alone(tiny_model: Path, store: MediaStore) -> None:
+def test_packed_sequence_layout_does_not_depend_on_others(
+    tiny_model: Path, store: MediaStore
+) -> None:
     family = load_family(tiny_model)
     samples = making.samples(tiny_model, store, count=4, seed=3)
     packed = pack(samples, 1, family, PackSize(10**6, 10**6))[0]
@@ -61,7 +63,7 @@ def test_each_sequence_is_laid_out_as_if_alone(tiny_model: Path, store: MediaSto
         start = end
 
 
-def test_rows_that_are_padded_fit_with_their_padding(tiny_model: Path, store: MediaStore) -> None:
+def test_padded_rows_fit_with_their_padding(tiny_model: Path, store: MediaStore) -> None:
     family = load_family(tiny_model)
     family.packing = Packing("rows", "the test says so")
     samples = making.samples(tiny_model, store, count=8, seed=3)
@@ -82,7 +84,7 @@ def test_a_distinct_image_is_listed_once(tiny_model: Path, store: MediaStore) ->
     assert len(packed.slots) == sum(len(s.slots) for s in samples)
 
 
-def test_samplers_that_saw_different_pixels_of_one_image_are_refused(
+def test_different_sampler_pixels_for_one_image_are_refused(
     tiny_model: Path, store: MediaStore
 ) -> None:
     sample = next(s for s in making.samples(tiny_model, store, count=6, seed=5) if s.slots)

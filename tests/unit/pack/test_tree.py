@@ -36,7 +36,7 @@ def paths_of(packed: MicroBatch) -> dict[str, list[int]]:
 
 @pytest.mark.parametrize("seed", range(5))
 @pytest.mark.parametrize("tokens", [60, 150, 10**6])
-def test_every_path_is_its_sample(
+def test_every_tree_path_equals_its_sample(
     tiny_model: Path, store: MediaStore, seed: int, tokens: int
 ) -> None:
     family = load_family(tiny_model)
@@ -83,9 +83,7 @@ def test_each_sample_keeps_its_own_values_even_for_shared_tokens(
     assert values == {s.trace_id: s.advantages.numpy().tolist() for s in [*samples, twin]}
 
 
-def test_another_image_in_the_same_place_ends_what_is_shared(
-    tiny_model: Path, store: MediaStore
-) -> None:
+def test_sharing_stops_at_a_different_image(tiny_model: Path, store: MediaStore) -> None:
     sample = next(s for s in making.group(tiny_model, store, count=3) if s.slots)
     other_ref = store.put(making.image(random.Random(99), 64, 64))
     item = load_family(tiny_model).item(other_ref)
@@ -98,9 +96,7 @@ def test_another_image_in_the_same_place_ends_what_is_shared(
     assert [row.shared for row in rows] == [0, first]
 
 
-def test_a_tree_that_does_not_fit_is_cut_and_its_paths_are_repeated(
-    tiny_model: Path, store: MediaStore
-) -> None:
+def test_oversized_tree_is_split_with_repeated_paths(tiny_model: Path, store: MediaStore) -> None:
     samples = making.group(tiny_model, store, count=8, seed=2)
     whole = measure_unit(order_depth_first(samples))
     limit = PackSize(whole.tokens // 2, 10**6)
@@ -110,8 +106,6 @@ def test_a_tree_that_does_not_fit_is_cut_and_its_paths_are_repeated(
     assert sum(measure_unit(piece).tokens for piece in pieces) > whole.tokens
 
 
-def test_a_group_that_shares_little_is_laid_side_by_side(
-    tiny_model: Path, store: MediaStore
-) -> None:
+def test_group_with_little_sharing_is_packed_flat(tiny_model: Path, store: MediaStore) -> None:
     samples = making.samples(tiny_model, store, count=4, seed=3)
     assert [len(unit) for unit in build_units(samples, WIDE)] == [1] * 4

@@ -25,7 +25,7 @@ from sightline.trainer.sft import build_sample
     suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow],
 )
 @given(seed=st.integers(0, 50), limit=st.integers(1, 120))
-def test_what_is_left_lines_up_and_holds_whole_images(
+def test_truncated_sample_is_aligned_and_holds_whole_images(
     tiny_model: Path, store: MediaStore, seed: int, limit: int
 ) -> None:
     samples = making.samples(tiny_model, store, count=3, seed=seed)
@@ -50,9 +50,7 @@ def test_what_is_left_lines_up_and_holds_whole_images(
         check_micro_batch(packed, family, renderer.pad_token_ids, renderer.vocab_size)
 
 
-def test_every_limit_cuts_before_an_image_never_through_it(
-    tiny_model: Path, store: MediaStore
-) -> None:
+def test_every_limit_cuts_before_an_image(tiny_model: Path, store: MediaStore) -> None:
     first, second = (store.put(making.image(random.Random(i), 64, 64)) for i in (1, 2))
     talk = [user(first, "what is this"), assistant("A"), user(second, "and this"), assistant("B")]
     sample = build_sample(talk, load_renderer(tiny_model, store), "s")
@@ -72,7 +70,7 @@ def test_every_limit_cuts_before_an_image_never_through_it(
             assert len(kept[0].slots) == len(kept[0].items) == 1 + whole_second
 
 
-def test_a_first_image_that_does_not_fit_leaves_out_what_came_before_it_too(
+def test_first_image_over_the_limit_drops_the_preceding_text_too(
     tiny_model: Path, store: MediaStore
 ) -> None:
     image = store.put(making.image(random.Random(0), 64, 64))

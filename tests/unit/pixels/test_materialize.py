@@ -22,7 +22,7 @@ def family(tiny_model: Path) -> Family:
     return load_family(tiny_model)
 
 
-def test_many_who_ask_at_once_share_one_flight(family: Family, store: MediaStore) -> None:
+def test_concurrent_requests_share_one_computation(family: Family, store: MediaStore) -> None:
     gate = threading.Event()
 
     class Slow(MediaStore):
@@ -42,7 +42,7 @@ def test_many_who_ask_at_once_share_one_flight(family: Family, store: MediaStore
     made.close()
 
 
-def test_the_cache_stays_within_its_bytes(family: Family, store: MediaStore) -> None:
+def test_cache_stays_within_its_byte_limit(family: Family, store: MediaStore) -> None:
     rng = random.Random(1)
     items = [family.item(store.put(making.image(rng, 64, 64))) for _ in range(6)]
     one = family.patches(store.image(items[0].ref), items[0]).nbytes
@@ -56,7 +56,7 @@ def test_the_cache_stays_within_its_bytes(family: Family, store: MediaStore) -> 
     made.close()
 
 
-def test_a_warmed_pool_has_all_its_threads(family: Family, store: MediaStore) -> None:
+def test_warmed_up_pool_has_all_its_threads(family: Family, store: MediaStore) -> None:
     def pool() -> set[threading.Thread]:
         return {thread for thread in threading.enumerate() if thread.name.startswith("pixels")}
 
@@ -67,7 +67,7 @@ def test_a_warmed_pool_has_all_its_threads(family: Family, store: MediaStore) ->
     made.close()
 
 
-def test_a_failure_is_not_kept(family: Family, store: MediaStore) -> None:
+def test_failure_is_not_cached(family: Family, store: MediaStore) -> None:
     data = making.image(random.Random(3))
     ref = store.put(data)
     path = store.path(ref.digest)
@@ -82,7 +82,7 @@ def test_a_failure_is_not_kept(family: Family, store: MediaStore) -> None:
     made.close()
 
 
-def test_the_digest_binds_pixels_grid_and_settings(
+def test_digest_covers_pixels_grid_and_settings(
     family: Family, tiny_model: Path, store: MediaStore
 ) -> None:
     item = family.item(store.put(making.image(random.Random(4), 64, 96)))

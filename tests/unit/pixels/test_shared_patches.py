@@ -44,7 +44,7 @@ def items(family: Family, store: MediaStore) -> list[MediaItem]:
     return [family.item(store.put(making.image(rng, 64, 64))) for _ in range(6)]
 
 
-def test_another_process_does_not_make_what_one_has_made(
+def test_patches_are_reused_across_processes(
     family: Family, store: MediaStore, items: list[MediaItem], tiny_model: Path, tmp_path: Path
 ) -> None:
     import msgspec
@@ -63,7 +63,7 @@ def test_another_process_does_not_make_what_one_has_made(
     mine.close()
 
 
-def test_the_bytes_stay_within_the_bound_and_damage_counts_as_absent(
+def test_shared_patches_stay_within_the_limit_and_ignore_damaged_files(
     family: Family, store: MediaStore, items: list[MediaItem], tmp_path: Path
 ) -> None:
     one = family.patches(store.image(items[0].ref), items[0]).nbytes
@@ -85,7 +85,7 @@ def test_the_bytes_stay_within_the_bound_and_damage_counts_as_absent(
     made.close()
 
 
-def test_without_room_for_files_pixels_are_made_all_the_same(
+def test_patches_are_computed_without_room_for_files(
     family: Family, store: MediaStore, items: list[MediaItem], tmp_path: Path
 ) -> None:
     shared = SharedPatches(1 << 20, os.getpid(), tmp_path)
@@ -96,7 +96,7 @@ def test_without_room_for_files_pixels_are_made_all_the_same(
     made.close()
 
 
-def test_what_a_killed_process_left_is_removed(tmp_path: Path) -> None:
+def test_files_of_a_killed_process_are_removed(tmp_path: Path) -> None:
     ended = subprocess.Popen([sys.executable, "-c", ""])
     ended.wait()
     left, other = tmp_path / f"{PREFIX}{ended.pid}", tmp_path / f"{PREFIX}notes"

@@ -26,7 +26,7 @@ def tokenizer(tmp_path: Path) -> Tokenizer:
     return Tokenizer(tmp_path)
 
 
-def test_a_token_across_the_seam_is_not_the_assistants(tokenizer: Tokenizer) -> None:
+def test_token_across_the_boundary_is_not_trained(tokenizer: Tokenizer) -> None:
     emitter = Emitter(tokenizer)
     emitter.text("ca")
     emitter.begin_trained()
@@ -38,7 +38,7 @@ def test_a_token_across_the_seam_is_not_the_assistants(tokenizer: Tokenizer) -> 
     assert rendered.trained == [Span(2, 4)]
 
 
-def test_a_token_that_is_not_there_is_named(tokenizer: Tokenizer) -> None:
+def test_missing_special_token_is_named(tokenizer: Tokenizer) -> None:
     assert tokenizer.find_token_id("<t>") is None
     with pytest.raises(FamilyError, match="<t>"):
         tokenizer.token_id("<t>")

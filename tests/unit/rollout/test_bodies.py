@@ -70,7 +70,7 @@ async def loop(chat: Chat, urls: list[str]) -> float:
 
 
 @pytest.mark.parametrize("scheme", ["data", "media", "file", "http"])
-def test_a_history_that_comes_again_is_not_looked_at_again(
+def test_repeated_history_is_not_processed_again(
     tiny_model: Path, store: CountingStore, tmp_path: Path, scheme: str
 ) -> None:
     pages = Pages()
@@ -132,7 +132,7 @@ async def send_raw(chat: Chat, *head: str) -> str:
 
 
 @pytest.mark.parametrize("says_its_size", [True, False])
-def test_a_body_above_the_limit_is_a_413_that_the_trace_keeps(
+def test_body_above_the_limit_is_a_413_recorded_in_the_trace(
     tiny_model: Path, store: CountingStore, says_its_size: bool
 ) -> None:
     async def main() -> Trace:
@@ -167,7 +167,7 @@ def test_a_body_above_the_limit_is_a_413_that_the_trace_keeps(
     assert all("EngineError: the body exceeds" in kept for kept in trace.refused_requests)
 
 
-def test_the_endpoint_has_the_lock_and_the_limits_of_every_server(
+def test_endpoint_has_the_same_auth_and_limits_as_every_server(
     tiny_model: Path, store: CountingStore
 ) -> None:
     seen: list[str] = []

@@ -111,7 +111,7 @@ def test_the_event_loop_runs_while_images_are_written(tiny_model: Path, tmp_path
     assert not trace.error and store.num_writes == 4
 
 
-def test_an_image_can_be_read_back_as_soon_as_it_is_put(play: Trial) -> None:
+def test_image_is_readable_immediately_after_put(play: Trial) -> None:
     def rollout(task: Task, chat: BlockingChat) -> float:
         ref = chat.put(picture())
         return float(len(chat.get(ref)) == ref.nbytes)
@@ -120,7 +120,7 @@ def test_an_image_can_be_read_back_as_soon_as_it_is_put(play: Trial) -> None:
 
 
 @pytest.mark.parametrize("sends", [True, False])
-def test_a_bad_image_costs_the_rollout_whether_it_is_sent_or_not(play: Trial, sends: bool) -> None:
+def test_bad_image_breaks_the_rollout_even_if_unsent(play: Trial, sends: bool) -> None:
     async def rollout(task: Task, chat: Any) -> float:
         ref = chat.put(b"\x89PNG\r\n\x1a\n and then nothing")
         if sends:
@@ -134,7 +134,7 @@ def test_a_bad_image_costs_the_rollout_whether_it_is_sent_or_not(play: Trial, se
 # --- plain functions
 
 
-def test_a_plain_function_plays_like_an_async_one(play: Trial) -> None:
+def test_sync_rollout_function_behaves_like_an_async_one(play: Trial) -> None:
     async def waits(task: Task, chat: Any) -> dict[str, float]:
         said = await chat.send([user("one", chat.put(picture(1)))])
         await chat.ask([user("two", chat.put(picture(chat.rng.randrange(9))))])
@@ -152,7 +152,7 @@ def test_a_plain_function_plays_like_an_async_one(play: Trial) -> None:
     assert [n.slots for n in one.nodes] == [n.slots for n in other.nodes]
 
 
-def test_a_thread_that_outlives_its_rollout_is_ended_at_its_next_call(play: Trial) -> None:
+def test_thread_outliving_its_rollout_is_stopped_at_its_next_call(play: Trial) -> None:
     goes_on, ended = threading.Event(), threading.Event()
 
     def rollout(task: Task, chat: BlockingChat) -> float:
@@ -180,7 +180,7 @@ def length_of(play: Trial, text: str) -> int:
     return len(play.renderer.render([user(text)]).token_ids)
 
 
-def test_a_prompt_that_does_not_fit_ends_the_rollout_before_the_request(play: Trial) -> None:
+def test_too_long_prompt_ends_the_rollout_before_the_request(play: Trial) -> None:
     async def rollout(task: Task, chat: Any) -> float:
         await chat.send([user("short")])
         await chat.send([user("long " * 50)])
@@ -200,7 +200,7 @@ def test_a_prompt_that_does_not_fit_ends_the_rollout_before_the_request(play: Tr
     assert short.error_kind == "truncated" and not short.nodes
 
 
-def test_an_environment_says_what_a_truncated_rollout_is_worth(play: Trial) -> None:
+def test_environment_may_score_a_truncated_rollout(play: Trial) -> None:
     async def rollout(task: Task, chat: Any) -> Outcome:
         done = 0
         try:

@@ -74,7 +74,7 @@ def ask(server: Refusing, **more: Any) -> GenerateResponse:
 
 
 @pytest.mark.parametrize("kind", [kind for kind, status in STATUS_BY_TYPE.items() if status != 503])
-def test_what_cannot_heal_is_asked_once(kind: str) -> None:
+def test_permanent_errors_are_not_retried(kind: str) -> None:
     server = Refusing([kind] * 5)
     with pytest.raises(EngineError) as caught:
         ask(server)
@@ -83,21 +83,21 @@ def test_what_cannot_heal_is_asked_once(kind: str) -> None:
     assert caught.value.problem.startswith(f"token_ids: {kind}") and caught.value.fix == "mend it"
 
 
-def test_what_may_heal_is_asked_again_and_not_before_the_server_wants_it() -> None:
+def test_transient_errors_are_retried_after_the_servers_delay() -> None:
     server = Refusing(["media_unavailable", "overloaded"])
     assert ask(server).choices[0].token_ids == [3]
     first, second, third = server.asked
     assert second - first > 0.7 and third - second > 0.7  # Retry-After: 1, spread by a quarter
 
 
-def test_the_deadline_ends_it_with_the_last_reason() -> None:
+def test_deadline_ends_retries_with_the_last_reason() -> None:
     server = Refusing(["overloaded"] * 1000)
     with pytest.raises(EngineError) as caught:
         ask(server, deadline_s=2.0)
     assert caught.value.kind == "overloaded" and 2 <= len(server.asked) <= 4
 
 
-def test_the_deadline_begins_with_the_first_failure() -> None:
+def test_deadline_starts_at_the_first_failure() -> None:
     """A generation that took longer than it, and was then refused by a server that ends."""
     deadline_s = 0.5
     statuses = iter([503, 200])
@@ -199,7 +199,7 @@ def answered(answer: bytes) -> GenerateResponse:
 
 
 @pytest.mark.parametrize("wrong", [*WRONG, "no JSON", "no object"])
-def test_an_answer_that_no_sampler_gives_is_refused(wrong: str) -> None:
+def test_invalid_sampler_answer_is_refused(wrong: str) -> None:
     garbage = {"no JSON": b"\xff\xfe{", "no object": b"[1]"}
     answer = garbage.get(wrong) or json.dumps(WRONG[wrong]).encode()
     with pytest.raises(EngineError, match="gave a wrong answer") as caught:
@@ -207,7 +207,7 @@ def test_an_answer_that_no_sampler_gives_is_refused(wrong: str) -> None:
     assert caught.value.kind == "wrong_answer"
 
 
-def test_the_chats_of_a_run_know_what_no_answer_may_hold(
+def test_run_chats_refuse_answers_with_forbidden_tokens(
     tiny_model: Path, store: MediaStore
 ) -> None:
     values = {"model": {"path": str(tiny_model)}, "env": {"name": "color_codeword"}}

@@ -49,7 +49,7 @@ class SlowSetups(Environment):
         return 1.0
 
 
-def test_256_slow_setups_at_once_miss_no_heartbeat(
+def test_256_concurrent_slow_setups_miss_no_heartbeat(
     tiny_model: Path, store: MediaStore, tmp_path: Path
 ) -> None:
     path = tmp_path / "worker-0.beat"
@@ -81,7 +81,7 @@ def test_256_slow_setups_at_once_miss_no_heartbeat(
         assert 0 < later.time_s - earlier.time_s < SILENCE_TIMEOUT_S, "the launcher missed it"
 
 
-def test_a_loop_that_turns_is_seen_to_turn(tmp_path: Path) -> None:
+def test_heartbeat_records_event_loop_progress(tmp_path: Path) -> None:
     path = tmp_path / "worker-0.beat"
     assert find_heartbeat(path) is None
 

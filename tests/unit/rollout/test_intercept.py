@@ -120,7 +120,7 @@ def sent_back(
         pytest.param("glm_v", {}, False, id="glm_v"),
     ],
 )
-def test_other_chat_formats_know_their_turns_again_too(
+def test_other_chat_formats_also_recognize_their_turns(
     tmp_path: Path, store: MediaStore, family: str, options: Any, reasons: bool
 ) -> None:
     model = tmp_path / "model"
@@ -176,7 +176,7 @@ def test_two_keys_do_not_see_each_others_trace(tiny_model: Path, store: MediaSto
     asyncio.run(main())
 
 
-def test_a_key_that_no_rollout_has_opens_nothing(tiny_model: Path, store: MediaStore) -> None:
+def test_unknown_key_is_rejected(tiny_model: Path, store: MediaStore) -> None:
     async def rollout(chat: Chat) -> float:
         for key in ("", "sk-wrong", chat.api_key + "x", chat.api_key[:-1]):
             for headers in ({"authorization": f"Bearer {key}"}, {"authorization": key}, {}):
@@ -200,7 +200,7 @@ def test_a_key_that_no_rollout_has_opens_nothing(tiny_model: Path, store: MediaS
     assert not trace.refused_requests, "a stranger's request is nothing that the rollout did"
 
 
-def test_a_request_that_outlives_its_rollout_is_cancelled_and_leaves_nothing(
+def test_request_outliving_its_rollout_is_cancelled_without_a_trace(
     tiny_model: Path, store: MediaStore
 ) -> None:
     async def main() -> None:
@@ -236,7 +236,7 @@ def test_a_request_that_outlives_its_rollout_is_cancelled_and_leaves_nothing(
     asyncio.run(main())
 
 
-def test_a_request_whose_agent_hangs_up_is_given_up_and_leaves_nothing(
+def test_request_of_a_disconnected_agent_is_cancelled_without_a_trace(
     tiny_model: Path, store: MediaStore
 ) -> None:
     class Late(ScriptedPolicy):
@@ -306,7 +306,7 @@ BAD_PARTS = [
 ]
 
 
-def test_a_part_that_is_not_taken_is_named_by_its_path_and_kept_on_the_trace(
+def test_refused_part_is_named_by_path_and_recorded_in_the_trace(
     tiny_model: Path, store: MediaStore
 ) -> None:
     params: list[str] = []
@@ -343,9 +343,7 @@ BAD_FIELDS = [
 ]  # fmt: skip
 
 
-def test_a_field_that_cannot_be_honoured_is_refused_by_name(
-    tiny_model: Path, store: MediaStore
-) -> None:
+def test_unsupported_field_is_refused_by_name(tiny_model: Path, store: MediaStore) -> None:
     async def rollout(chat: Chat) -> float:
         async with agent(chat) as client:
             for field, value in BAD_FIELDS:
@@ -361,7 +359,7 @@ def test_a_field_that_cannot_be_honoured_is_refused_by_name(
     assert len(trace.refused_requests) == len(BAD_FIELDS) and not trace.nodes
 
 
-def test_the_rollouts_own_sampling_wins(tiny_model: Path, store: MediaStore) -> None:
+def test_rollout_sampling_settings_take_precedence(tiny_model: Path, store: MediaStore) -> None:
     asked: list[Any] = []
 
     class Watching(ScriptedPolicy):
@@ -401,7 +399,7 @@ def test_the_rollouts_own_sampling_wins(tiny_model: Path, store: MediaStore) -> 
     assert len({p.seed for p in asked} - {7}) == 2
 
 
-def test_messages_that_the_environment_adds_pass_the_same_checks(
+def test_messages_added_by_the_environment_pass_the_same_checks(
     tiny_model: Path, store: MediaStore
 ) -> None:
     bad = with_part(type="image_url", image_url={"url": BAD_URL})
@@ -428,7 +426,7 @@ def test_messages_that_the_environment_adds_pass_the_same_checks(
 # --- failures behind the endpoint
 
 
-def test_what_breaks_a_promise_drops_the_rollout_whatever_the_agent_makes_of_it(
+def test_changed_pixels_drop_the_rollout_even_if_the_agent_continues(
     tiny_model: Path, store: MediaStore
 ) -> None:
     class Blind(ScriptedPolicy):
@@ -458,7 +456,7 @@ def test_what_breaks_a_promise_drops_the_rollout_whatever_the_agent_makes_of_it(
     assert len(trace.turns) == 1
 
 
-def test_a_server_that_is_away_is_a_503_that_may_heal(tiny_model: Path, store: MediaStore) -> None:
+def test_unavailable_server_is_a_retryable_503(tiny_model: Path, store: MediaStore) -> None:
     async def rollout(chat: Chat) -> float:
         client = openai.AsyncOpenAI(base_url=chat.base_url, api_key=chat.api_key, max_retries=0)
         with pytest.raises(openai.InternalServerError) as caught:
@@ -471,9 +469,7 @@ def test_a_server_that_is_away_is_a_503_that_may_heal(tiny_model: Path, store: M
     assert trace.reward == 1.0 and len(trace.refused_requests) == 1
 
 
-def test_exchanged_images_stand_in_for_those_that_an_agent_sends(
-    tiny_model: Path, store: MediaStore
-) -> None:
+def test_swapped_images_replace_the_agents_images(tiny_model: Path, store: MediaStore) -> None:
     donors = tuple(store.put(picture(900 + i, 64, 32)) for i in range(2))
 
     async def rollout(chat: Chat) -> float:

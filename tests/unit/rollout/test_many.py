@@ -72,7 +72,7 @@ async def play(one: RolloutPlayer, index: int) -> Trace:
     return played.trace
 
 
-def test_rollouts_that_share_a_renderer_say_what_each_says_alone(
+def test_rollouts_sharing_a_renderer_match_separate_ones(
     tiny_model: Path, store: MediaStore
 ) -> None:
     async def main() -> None:
@@ -117,7 +117,7 @@ class Slow:
         return self.real.parse(*args, **more)
 
 
-def test_the_event_loop_turns_while_a_renderer_works(tiny_model: Path, store: MediaStore) -> None:
+def test_event_loop_runs_while_a_renderer_works(tiny_model: Path, store: MediaStore) -> None:
     async def main() -> None:
         slow = Slow(load_renderer(tiny_model, store), asyncio.get_running_loop())
         async with playing(Talks(), slow, store) as one:

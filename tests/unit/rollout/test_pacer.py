@@ -7,7 +7,7 @@ import asyncio
 from sightline.rollout.client import LoopPacer
 
 
-def test_each_pass_of_the_loop_lets_one_go_in_the_order_of_arrival() -> None:
+def test_each_loop_pass_releases_one_waiter_in_arrival_order() -> None:
     async def play() -> list[tuple[int, int]]:
         pacer, went, passes = LoopPacer(), [], 0
 

@@ -71,7 +71,7 @@ def play(tiny_model: Path, store: MediaStore):
         None,
     ],
 )
-def test_what_is_no_reward_breaks_the_rollout(play, result: Any) -> None:
+def test_invalid_reward_breaks_the_rollout(play, result: Any) -> None:
     trace = play(result)
     assert trace.reward is None and trace.error_kind == "EnvironmentFailed" and trace.error
 
@@ -81,7 +81,7 @@ def test_an_exception_is_recorded_with_its_traceback(play) -> None:
     assert "the game crashed" in trace.error and "Traceback" in trace.error
 
 
-def test_a_timeout_of_the_environments_own_is_not_ours(play) -> None:
+def test_environments_own_timeout_is_not_a_rollout_timeout(play) -> None:
     own = play(TimeoutError("the browser took too long"))
     assert own.error_kind == "EnvironmentFailed" and "browser" in own.error
     assert play("sleep").error_kind == "timeout"

@@ -57,7 +57,7 @@ def status(server: SmallServer, state: str = READY, version: int = 0, load: int 
     return ServerStatus(server.url, state, version, load)
 
 
-def test_a_rollout_stays_with_its_server_and_rollouts_spread_by_load() -> None:
+def test_rollout_stays_on_its_server_and_rollouts_spread_by_load() -> None:
     async def scene(router: ServerRouter, a: SmallServer, b: SmallServer) -> None:
         for index in range(40):
             client = router.open_client(f"r{index}")
@@ -80,7 +80,7 @@ def test_a_rollout_stays_with_its_server_and_rollouts_spread_by_load() -> None:
     play(scene)
 
 
-def test_a_turn_goes_where_its_version_is_and_not_to_one_that_drains() -> None:
+def test_turn_goes_to_a_server_with_its_version_that_is_not_draining() -> None:
     async def scene(router: ServerRouter, a: SmallServer, b: SmallServer) -> None:
         client = router.open_client("r", min_version=5)
         router.update(ServerList((status(a, version=4), status(b, version=4)), RUN))
@@ -102,7 +102,7 @@ def test_a_turn_goes_where_its_version_is_and_not_to_one_that_drains() -> None:
 
 
 @pytest.mark.parametrize("label", ["4-beef-0123456789abcdef", "9"])
-def test_an_answer_of_older_weights_is_asked_for_elsewhere(label: str) -> None:
+def test_answer_from_older_weights_is_retried_on_another_server(label: str) -> None:
     """The list says version 5, and the server was started again meanwhile."""
 
     async def scene(router: ServerRouter, a: SmallServer, b: SmallServer) -> None:
@@ -116,7 +116,7 @@ def test_an_answer_of_older_weights_is_asked_for_elsewhere(label: str) -> None:
 
 
 @pytest.mark.parametrize("how", ["dies", "hangs", "is removed"])
-def test_a_server_that_fails_in_the_middle_of_a_turn_costs_a_retry_elsewhere(how: str) -> None:
+def test_server_failure_during_a_turn_is_retried_on_another_server(how: str) -> None:
     async def scene(router: ServerRouter, a: SmallServer, b: SmallServer) -> None:
         router.update(ServerList((status(a), status(b, load=9)), ""))
         a.generates.clear()
@@ -145,7 +145,7 @@ def test_a_server_that_fails_in_the_middle_of_a_turn_costs_a_retry_elsewhere(how
     play(scene, times=QUICK if how == "hangs" else PATIENT)
 
 
-def test_a_refusal_that_may_heal_is_asked_elsewhere_and_one_that_may_not_is_raised() -> None:
+def test_transient_refusal_is_retried_elsewhere_and_permanent_one_raised() -> None:
     async def scene(router: ServerRouter, a: SmallServer, b: SmallServer) -> None:
         router.update(ServerList((status(a), status(b, load=9)), ""))
         a.refusals = [503]
@@ -160,7 +160,7 @@ def test_a_refusal_that_may_heal_is_asked_elsewhere_and_one_that_may_not_is_rais
     play(scene)
 
 
-def test_without_any_server_the_deadline_ends_it_with_the_reason() -> None:
+def test_deadline_without_servers_raises_the_reason() -> None:
     async def scene(router: ServerRouter, a: SmallServer, b: SmallServer) -> None:
         await a.end()
         await b.end()
@@ -175,7 +175,7 @@ def test_without_any_server_the_deadline_ends_it_with_the_reason() -> None:
     play(scene, deadline_s=0.5)
 
 
-def test_a_server_that_is_lost_and_leaves_the_list_is_not_asked_and_returns_as_itself() -> None:
+def test_removed_server_is_not_used_and_may_return() -> None:
     async def scene(router: ServerRouter, a: SmallServer, b: SmallServer) -> None:
         router.update(ServerList((status(a), status(b, load=9)), ""))
         await a.end()
@@ -196,7 +196,7 @@ def test_a_server_that_is_lost_and_leaves_the_list_is_not_asked_and_returns_as_i
     play(scene)
 
 
-def test_a_request_that_ends_its_servers_does_not_end_all_of_them() -> None:
+def test_request_that_crashes_servers_is_not_sent_to_all_of_them() -> None:
     async def scene(router: ServerRouter, *servers: SmallServer) -> None:
         for server in servers:
             server.ends_by_generating = True
@@ -208,7 +208,7 @@ def test_a_request_that_ends_its_servers_does_not_end_all_of_them() -> None:
     play(scene, num=MAX_LOST_SERVERS + 2)
 
 
-def test_a_server_that_is_asked_by_name_is_the_only_one() -> None:
+def test_request_for_a_named_server_goes_only_to_it() -> None:
     async def scene(router: ServerRouter, a: SmallServer, b: SmallServer) -> None:
         router.update(ServerList((status(a),), ""))
         client = router.open_client("r", pinned=b.url)

@@ -42,7 +42,7 @@ async def until(holds: Callable[[], bool]) -> None:
 
 
 @pytest.mark.parametrize("way", ["tool", "to_thread"])
-def test_tools_that_hang_hold_up_no_other_rollout_and_are_counted(
+def test_hanging_tools_do_not_block_other_rollouts_and_are_counted(
     tiny_model: Path, store: MediaStore, way: str
 ) -> None:
     hanging, goes_on = threading.Semaphore(0), threading.Event()
@@ -95,7 +95,7 @@ def test_tools_that_hang_hold_up_no_other_rollout_and_are_counted(
 # --- time limits
 
 
-def test_a_clean_up_that_does_not_end_costs_the_rollout_and_is_counted(
+def test_hanging_cleanup_breaks_the_rollout_and_is_counted(
     tiny_model: Path, store: MediaStore
 ) -> None:
     async def main() -> None:
@@ -128,7 +128,7 @@ def test_a_clean_up_that_does_not_end_costs_the_rollout_and_is_counted(
     asyncio.run(main())
 
 
-def test_a_plain_function_that_is_over_its_time_waits_for_nothing_more(play: Trial) -> None:
+def test_timeout_cancels_the_pending_wait_of_a_sync_rollout(play: Trial) -> None:
     """The timeout also cancels a pending wait, such as one for the server's answer."""
     cancelled, ended = threading.Event(), threading.Event()
 
@@ -154,7 +154,7 @@ def test_a_plain_function_that_is_over_its_time_waits_for_nothing_more(play: Tri
 # --- what is no Exception
 
 
-def test_sys_exit_costs_the_rollout_and_not_the_worker(play: Trial) -> None:
+def test_sys_exit_breaks_the_rollout_but_not_the_worker(play: Trial) -> None:
     async def exits(task: Task, chat: Any) -> float:
         sys.exit(0)
 
@@ -174,7 +174,7 @@ def test_sys_exit_costs_the_rollout_and_not_the_worker(play: Trial) -> None:
         assert "SystemExit: 0" in trace.error or "KeyboardInterrupt" in trace.error
 
 
-def test_a_rollout_that_its_own_code_cancels_is_broken_and_not_lost(play: Trial) -> None:
+def test_self_cancelled_rollout_is_broken_and_not_lost(play: Trial) -> None:
     async def rollout(task: Task, chat: Any) -> None:
         part = asyncio.ensure_future(asyncio.sleep(600))
         part.cancel()

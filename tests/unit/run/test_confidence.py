@@ -10,7 +10,7 @@ import pytest
 from sightline.run.confidence import confidence_interval
 
 
-def test_successes_have_wilsons_interval() -> None:
+def test_success_rates_use_the_wilson_interval() -> None:
     # 8 of 10; R: binom::binom.wilson(8, 10).
     assert confidence_interval([1.0] * 8 + [0.0] * 2) == pytest.approx(
         (0.4901625, 0.9433178), abs=1e-5
@@ -20,7 +20,7 @@ def test_successes_have_wilsons_interval() -> None:
 
 
 @pytest.mark.parametrize(("count", "t"), [(2, 12.7062), (5, 2.7764), (11, 2.2281), (101, 1.9840)])
-def test_other_numbers_have_students(count: int, t: float) -> None:
+def test_other_metrics_use_the_student_t_interval(count: int, t: float) -> None:
     values = [float(i * i % 7) + 0.5 for i in range(count)]
     low, high = confidence_interval(values)
     half = t * statistics.stdev(values) / math.sqrt(count)

@@ -10,7 +10,7 @@ from sightline.run import EventLog
 from sightline.view.events import read_events
 
 
-def test_an_event_that_cannot_be_written_is_counted_and_said_once(
+def test_unwritable_event_is_counted_and_reported_once(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     missing = tmp_path / "gone" / "metrics.jsonl"

@@ -43,7 +43,7 @@ class Pair:
         self.remote.write("trainer", changes)
 
 
-def test_what_a_trainer_writes_is_in_the_run_directory_after_a_flush(tmp_path: Path) -> None:
+def test_trainer_files_are_in_the_run_directory_after_a_flush(tmp_path: Path) -> None:
     pair = Pair(tmp_path)
     EventLog(pair.own.metrics, "orchestrator").write("state", phase="training")
     log = EventLog(pair.copy.metrics, "trainer")
@@ -61,7 +61,7 @@ def test_what_a_trainer_writes_is_in_the_run_directory_after_a_flush(tmp_path: P
     assert len(pair.sent) == num_sent  # nothing is new
 
 
-def test_a_checkpoint_counts_when_all_of_it_is_there_and_goes_as_it_came(tmp_path: Path) -> None:
+def test_checkpoint_is_mirrored_only_when_complete_and_removed_likewise(tmp_path: Path) -> None:
     pair, data = Pair(tmp_path), os.urandom(3 << 20)
     part = pair.copy.checkpoints / ".step_000002.part"
     part.mkdir()
@@ -101,7 +101,7 @@ def test_a_checkpoint_counts_when_all_of_it_is_there_and_goes_as_it_came(tmp_pat
         ("trainer", "logs/trainer/../../secret"),
     ],
 )
-def test_a_process_writes_its_own_files_alone(tmp_path: Path, peer: str, name: str) -> None:
+def test_process_may_write_only_its_own_files(tmp_path: Path, peer: str, name: str) -> None:
     pair = Pair(tmp_path)
     with pytest.raises(WireError):
         pair.remote.write(peer, FileChanges((FileChange(name, b"x"),)))
@@ -109,7 +109,7 @@ def test_a_process_writes_its_own_files_alone(tmp_path: Path, peer: str, name: s
 
 
 @pytest.mark.parametrize("kind", ["removed", "stored"])
-def test_a_worker_has_nothing_removed(tmp_path: Path, kind: str) -> None:
+def test_worker_may_not_remove_files(tmp_path: Path, kind: str) -> None:
     """Stored parts are removed once they were fetched."""
     pair = Pair(tmp_path)
     (tmp_path / "model.safetensors").write_bytes(b"weights")
@@ -123,7 +123,7 @@ def test_a_worker_has_nothing_removed(tmp_path: Path, kind: str) -> None:
     assert list(pair.blobs.digests()) and (pair.own.logs / "worker-0.log").exists()
 
 
-def test_lines_that_could_not_be_sent_are_sent_with_the_next(
+def test_unsent_lines_are_sent_with_the_next_ones(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     pair = Pair(tmp_path)
@@ -141,7 +141,7 @@ def fail(changes: FileChanges) -> None:
     raise ProcessFailed("the orchestrator is gone", "start again")
 
 
-def test_a_file_that_goes_while_it_is_looked_for_is_left_out(
+def test_file_removed_during_listing_is_skipped(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     pair = Pair(tmp_path)
@@ -154,7 +154,7 @@ def test_a_file_that_goes_while_it_is_looked_for_is_left_out(
     assert [file.name for file in pair.sent[-1].files] == ["ledger.jsonl"]
 
 
-def test_a_process_that_joins_hears_nothing_that_was_meant_for_its_predecessor() -> None:
+def test_joining_process_gets_no_messages_for_its_predecessor() -> None:
     secret, address = "s" * 32, f"tcp://127.0.0.1:{reserve_port('127.0.0.1', 0, 'port')}"
     hub = Hub(address, secret)
     files = (FileChange("config.toml", b""),)
@@ -172,13 +172,13 @@ def test_a_process_that_joins_hears_nothing_that_was_meant_for_its_predecessor()
         answered.result()
 
 
-def test_a_file_lies_below_the_run_directory(tmp_path: Path) -> None:
+def test_mirrored_file_must_be_inside_the_run_directory(tmp_path: Path) -> None:
     for name in ("/etc/x", "../x", "a/../../x", "", "a\0b"):
         with pytest.raises(WireError, match="not a file of a run"):
             write_file(tmp_path / "run", FileChange(name, b"x"), None)
 
 
-def test_a_process_that_joins_gets_what_it_needs(tmp_path: Path) -> None:
+def test_joining_process_gets_the_files_it_needs(tmp_path: Path) -> None:
     pair, model = Pair(tmp_path), tmp_path / "model"
     model.mkdir()
     (model / "config.json").write_bytes(b"{}")
@@ -196,7 +196,7 @@ def test_a_process_that_joins_gets_what_it_needs(tmp_path: Path) -> None:
     assert there.read_bytes() == (model / "model.safetensors").read_bytes()
 
 
-def test_heartbeats_wait_for_no_checkpoint(tmp_path: Path) -> None:
+def test_heartbeats_do_not_wait_for_checkpoints(tmp_path: Path) -> None:
     pair = Pair(tmp_path)
     pair.copy.heartbeat("trainer").write_bytes(b"beat")
     with pair.mirror._lock:  # as while one is on its way
@@ -204,7 +204,7 @@ def test_heartbeats_wait_for_no_checkpoint(tmp_path: Path) -> None:
     assert pair.own.heartbeat("trainer").read_bytes() == b"beat"
 
 
-def test_a_copy_that_goes_takes_nothing_of_the_run_with_it(tmp_path: Path) -> None:
+def test_removing_a_copy_removes_nothing_from_the_run(tmp_path: Path) -> None:
     pair = Pair(tmp_path)
     write_atomic(pair.copy.ledger, b"line\n")
     pair.mirror.flush()

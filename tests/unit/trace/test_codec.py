@@ -37,7 +37,7 @@ def example(name: str = "golden") -> Trace:
     return trace
 
 
-def test_encoding_and_decoding_gives_an_equal_trace() -> None:
+def test_trace_round_trips_through_the_codec() -> None:
     trace = example()
     back = decode_trace(encode_trace(trace))
     assert back == trace
@@ -45,7 +45,7 @@ def test_encoding_and_decoding_gives_an_equal_trace() -> None:
     assert encode_trace(back) == encode_trace(trace)
 
 
-def test_a_decoded_trace_goes_on_as_the_first_would() -> None:
+def test_decoded_trace_continues_like_the_original() -> None:
     trace = Trace(id="t")
     leaf = talk(trace, ([user(picture(1))], "ab"), ([user(picture(2))], "b"))
     back = decode_trace(encode_trace(trace))
@@ -68,7 +68,7 @@ def test_a_file_holds_traces_in_order(tmp_path: Path) -> None:
     assert list(read_traces(path)) == []
 
 
-def test_a_trace_that_cannot_be_written_leaves_the_file_as_it_was(tmp_path: Path) -> None:
+def test_failed_trace_write_leaves_the_file_unchanged(tmp_path: Path) -> None:
     path = tmp_path / "step_1.traces"
     write_traces(path, [example("a")])
     broken = example("b")
@@ -97,12 +97,12 @@ def changed(**fields: object) -> bytes:
         (changed(per_turn=[1.0]), "1 per_turn credits for 4 turns"),
     ],
 )
-def test_foreign_bytes_are_refused_in_words(data: bytes, says: str) -> None:
+def test_foreign_bytes_are_refused_with_a_message(data: bytes, says: str) -> None:
     with pytest.raises(WireError, match=says):
         decode_trace(data)
 
 
-def test_a_foreign_or_cut_off_file_is_refused_in_words(tmp_path: Path) -> None:
+def test_foreign_or_truncated_file_is_refused_with_a_message(tmp_path: Path) -> None:
     path = tmp_path / "step_1.traces"
     path.write_bytes(b"something else")
     with pytest.raises(WireError, match="not a file of traces"):
@@ -123,6 +123,6 @@ DEEP = b"\x91" * 200_000
 @with_example(DEEP, b"\x82\xa6schema\x01\xa5nodes").via("a trace, nested too deeply")
 @with_example(b"\xa2\xff\xfe", b"\x82\xa6schema\x01\xa2id").via("a trace whose text is no UTF-8")
 @given(st.binary(max_size=200), st.sampled_from([b"", b"\x80", b"PK\x03\x04", b"{", b"["]))
-def test_no_bytes_end_in_anything_but_a_refusal(data: bytes, head: bytes) -> None:
+def test_arbitrary_bytes_raise_only_a_refusal(data: bytes, head: bytes) -> None:
     with pytest.raises(WireError):
         decode_trace(head + data)

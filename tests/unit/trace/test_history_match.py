@@ -53,7 +53,7 @@ def with_call(arguments: str, name: str = "look", id: str = "") -> Message:
         replace(with_call('{ "x":1.0,"y":[true,null] }'), reasoning=None, content=()),
     ],
 )
-def test_other_words_for_the_same_turn(message: Message) -> None:
+def test_reworded_turn_is_recognized(message: Message) -> None:
     node, history = found(trace_of(SAID), message)
     assert node == 1
     assert history == [user("q"), SAID, user("next")], "the trace's own words are rendered"
@@ -77,22 +77,22 @@ def test_other_words_for_the_same_turn(message: Message) -> None:
         replace(SAID, role="user"),
     ],
 )
-def test_another_message(message: Message) -> None:
+def test_different_message_is_not_recognized(message: Message) -> None:
     node, history = found(trace_of(SAID), message)
     assert node == 0 and history == [user("q"), message, user("next")]
 
 
-def test_a_content_that_is_gone_was_an_edit_where_nothing_was_called() -> None:
+def test_missing_content_without_tool_calls_is_an_edit() -> None:
     assert found(trace_of(assistant("yes")), Message(role="assistant"))[0] == 0
 
 
-def test_only_what_was_sampled_has_other_words() -> None:
+def test_only_sampled_turns_match_when_reworded() -> None:
     given_by_user = trace_of(SAID, sampled=False)
     assert found(given_by_user, SAID)[0] == 1
     assert found(given_by_user, replace(SAID, reasoning=None))[0] == 0
 
 
-def test_of_answers_alike_the_named_one_wins_then_the_same_then_the_newest() -> None:
+def test_match_prefers_the_named_then_the_identical_then_the_newest_answer() -> None:
     other = replace(SAID, reasoning="Otherwise.")
     trace = trace_of(SAID, other, SAID)
     blunt = replace(SAID, reasoning=None)

@@ -48,7 +48,7 @@ def test_a_shared_turn_trains_in_the_longest_branch_only() -> None:
     assert samples[1].token_ids.numpy().tolist() == trace.tokens(trace.path(short))
 
 
-def test_a_turn_without_advantage_is_context() -> None:
+def test_turn_without_advantage_is_not_trained() -> None:
     trace, (first, short, long) = forked()
     (sample,) = flatten(trace, lambda node: None if node.id in (first, long) else 1.0)
     assert [s.node for s in sample.segments] == [short]

@@ -13,7 +13,7 @@ from sightline.trace import PolicySpan, Trace
 
 
 @pytest.mark.parametrize("way", ["prepare", "extend"])
-def test_an_answer_is_not_encoded_again_where_that_gives_as_many_tokens(
+def test_sampled_tokens_are_kept_over_an_equally_long_encoding(
     tiny_model: Path, store: MediaStore, way: str
 ) -> None:
     renderer = load_renderer(tiny_model, store)

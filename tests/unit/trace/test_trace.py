@@ -34,7 +34,7 @@ def spans(count: int, version: int = 0) -> list[PolicySpan]:
     return [PolicySpan(0, count, version=version, epoch=0)]
 
 
-def test_a_conversation_is_one_path_of_one_node_a_message() -> None:
+def test_conversation_is_one_path_with_one_node_per_message() -> None:
     trace = Trace(id="t")
     first = talk(trace, ([system("s"), user("hi")], "yes"))
     last = talk(trace, ([user("go", picture(2))], "no"), leaf=first)
@@ -48,7 +48,7 @@ def test_a_conversation_is_one_path_of_one_node_a_message() -> None:
     assert trace.num_tokens == len(trace.tokens(trace.path(last)))
 
 
-def test_what_closes_a_cut_off_turn_opens_the_next_node() -> None:
+def test_closing_tokens_of_a_truncated_turn_open_the_next_node() -> None:
     trace = Trace(id="t")
     cut = say(trace.extend(ROOT, [user("hi")], TOY), "abc", stop=False)
     turn = trace.extend(cut.id, [user("go")], TOY)
@@ -59,7 +59,7 @@ def test_what_closes_a_cut_off_turn_opens_the_next_node() -> None:
     assert not after.is_turn
 
 
-def test_extend_costs_the_new_messages_only() -> None:
+def test_extend_renders_only_the_new_messages() -> None:
     class Counting(ToyRenderer):
         seen = 0
 
@@ -82,7 +82,7 @@ def test_extend_costs_the_new_messages_only() -> None:
     assert set(per_turn) == {2}  # read by the server, and by the bridge or the rendering
 
 
-def test_the_same_prompt_asked_again_shares_its_nodes() -> None:
+def test_repeated_prompt_shares_its_nodes() -> None:
     trace = Trace(id="t")
     first = talk(trace, ([user("hi")], "yes"))
     talk(trace, ([user("go", picture(1))], "a"), leaf=first)
@@ -104,7 +104,7 @@ def test_an_edited_message_forks_where_it_differs() -> None:
     assert trace.forks == {"diverged": 2}
 
 
-def test_an_edited_answer_is_rendered_whole_and_shares_what_has_the_same_tokens() -> None:
+def test_edited_answer_is_rendered_whole_and_shares_equal_tokens() -> None:
     trace = Trace(id="t")
     first = talk(trace, ([user("hi")], "yes"))
     talk(trace, ([user("go")], "a"), leaf=first)
@@ -123,7 +123,7 @@ def test_a_rendering_shares_sampled_nodes_with_the_same_tokens_and_images() -> N
     assert trace.num_images_shown == 3
 
 
-def test_images_of_other_settings_are_not_shared() -> None:
+def test_images_with_other_settings_are_not_shared() -> None:
     class Other(ToyRenderer):
         def render(self, messages, tools=None, generation_prompt=True):
             good = super().render(messages, tools, generation_prompt)
@@ -140,7 +140,7 @@ def test_images_of_other_settings_are_not_shared() -> None:
     assert trace.slots(trace.path(node.id)) == turn.slots
 
 
-def test_a_turn_that_says_more_than_its_message_is_not_shared_with_its_rendering() -> None:
+def test_turn_with_extra_tokens_is_not_shared_with_its_rendering() -> None:
     trace = Trace(id="t")
     ids = [LETTER + ord("x"), END, NEWLINE, START]
     said = AssistantMessage(role="assistant", content=text("x"))
@@ -150,7 +150,7 @@ def test_a_turn_that_says_more_than_its_message_is_not_shared_with_its_rendering
     assert trace.path(after.id)[0] == 0 and node.id not in trace.path(after.id)
 
 
-def test_other_tools_are_another_prompt() -> None:
+def test_different_tools_make_a_different_prompt() -> None:
     trace = Trace(id="t")
     first = say(trace.extend(ROOT, [user("hi")], TOY, TOOL), "a")
     say(trace.extend(first.id, [user("go")], TOY, TOOL), "b")
@@ -197,7 +197,7 @@ def test_a_misaligned_answer_is_refused_and_adds_nothing(changed: dict, says: st
     assert len(trace.nodes) == 2
 
 
-def test_other_pixels_for_an_old_image_are_refused() -> None:
+def test_changed_pixels_of_an_old_image_are_refused() -> None:
     trace = Trace(id="t")
     leaf = talk(trace, ([user(picture(1))], "a"))
     turn = trace.extend(leaf, [user(picture(2))], TOY)
@@ -207,7 +207,7 @@ def test_other_pixels_for_an_old_image_are_refused() -> None:
     assert encode_trace(trace) == before
 
 
-def test_pixels_are_compared_past_a_turn_whose_engine_could_not_tell() -> None:
+def test_pixels_are_compared_across_a_turn_without_digests() -> None:
     trace = Trace(id="t")
     leaf = talk(trace, ([user(picture(1))], "a"))
     leaf = trace.extend(leaf, [user("on")], TOY).commit([150, END], [-1, -1], spans(2), "stop").id
@@ -215,7 +215,7 @@ def test_pixels_are_compared_past_a_turn_whose_engine_could_not_tell() -> None:
         trace.extend(leaf, [user("on")], TOY).commit([150], [-1], spans(1), "length", ["other"])
 
 
-def test_other_pixels_for_a_shared_prompt_are_refused() -> None:
+def test_changed_pixels_of_a_shared_prompt_are_refused() -> None:
     trace = Trace(id="t")
     one, two = (trace.extend(ROOT, [user(picture(1))], TOY) for _ in range(2))
     one.commit([150], [-1], spans(1), "length", ["seen"])
@@ -232,7 +232,7 @@ def test_an_unknown_leaf_and_an_empty_history_are_refused() -> None:
         trace.prepare([], TOY)
 
 
-def test_a_renderer_whose_spans_do_not_tile_is_refused() -> None:
+def test_renderer_with_non_tiling_spans_is_refused() -> None:
     class Broken(ToyRenderer):
         def render(self, messages, tools=None, generation_prompt=True):
             good = super().render(messages, tools, generation_prompt)
@@ -250,7 +250,7 @@ def test_a_renderer_whose_spans_do_not_tile_is_refused() -> None:
         trace.extend(leaf, [user("hi")], Broken())
 
 
-def test_nodes_that_contradict_themselves_cannot_be_made() -> None:
+def test_inconsistent_nodes_cannot_be_created() -> None:
     ids = int32_array([1, 2, 3])
     slot = Slot(1, 2, item(picture(0)))
     with pytest.raises(Misaligned, match="0 logprobs"):
@@ -263,7 +263,7 @@ def test_nodes_that_contradict_themselves_cannot_be_made() -> None:
         Node(0, ROOT, user("a"), ids, 3, slots=(Slot(2, 2, slot.item),))
 
 
-def test_a_trace_whose_parts_do_not_line_up_is_refused() -> None:
+def test_misaligned_trace_is_refused() -> None:
     node = Node(0, ROOT, user("a"), int32_array([1]), 1)
     with pytest.raises(Misaligned, match="node 0 with parent -1 at place 1"):
         Trace(id="t", nodes=[node, node])

@@ -113,7 +113,7 @@ def advantages_by_trace(ready: ReadyBatch) -> dict[str, list[float]]:
 
 
 @pytest.mark.parametrize("cost", ["image", "length"])
-def test_a_lost_sample_changes_no_siblings_baseline(
+def test_lost_sample_does_not_change_its_siblings_baseline(
     tiny_model: Path, store: MediaStore, cost: str
 ) -> None:
     samples = without_advantages(making.samples(tiny_model, store, count=4, seed=1))
@@ -135,7 +135,7 @@ def test_a_lost_sample_changes_no_siblings_baseline(
         assert row == whole[trace_id][: len(row)]
 
 
-def test_stored_advantages_are_used_as_they_are(tiny_model: Path, store: MediaStore) -> None:
+def test_stored_advantages_are_used_unchanged(tiny_model: Path, store: MediaStore) -> None:
     samples = making.samples(tiny_model, store, count=3, seed=1)
     learner = build(tiny_model, store, making.algorithm())
     found = advantages_by_trace(prepare(learner, store, samples))
@@ -159,7 +159,7 @@ def logprobs_of(result: Any) -> dict[tuple[str, int], list[float]]:
 
 
 @pytest.mark.parametrize(("epochs", "minibatches"), [(2, 1), (1, 3), (2, 3)])
-def test_scores_are_from_before_the_first_update(
+def test_scores_are_computed_before_the_first_update(
     tiny_model: Path, store: MediaStore, epochs: int, minibatches: int
 ) -> None:
     single, once = run_step(tiny_model, store, 1, 1)
@@ -177,7 +177,7 @@ def test_scores_are_from_before_the_first_update(
     assert not torch.equal(*weights)
 
 
-def test_a_minibatch_is_weighed_as_a_batch_and_keeps_groups_whole(
+def test_minibatch_is_weighted_like_a_batch_and_keeps_groups_whole(
     tiny_model: Path, store: MediaStore
 ) -> None:
     learner = build(tiny_model, store, making.algorithm(minibatches=3))

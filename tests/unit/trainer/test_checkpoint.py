@@ -53,7 +53,7 @@ def steps_of(run_dir: RunDir) -> list[int]:
     return [int(path.name[5:]) for path in sorted(run_dir.checkpoints.glob("step_*"))]
 
 
-def test_a_corrupt_checkpoint_is_refused_by_name_and_the_one_before_it_used(
+def test_corrupt_checkpoint_is_named_and_the_previous_one_used(
     tiny_model: Path, run_dir: RunDir, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     config = run_file(tiny_model)
@@ -77,7 +77,7 @@ def test_a_corrupt_checkpoint_is_refused_by_name_and_the_one_before_it_used(
 
 
 @pytest.mark.parametrize("harm", ["gone", "torn", "of another schema"])
-def test_what_has_no_valid_manifest_is_never_read(
+def test_checkpoint_without_a_valid_manifest_is_never_read(
     tiny_model: Path, run_dir: RunDir, harm: str
 ) -> None:
     train(run_file(tiny_model), run_dir, write_batches(run_dir, tiny_model))
@@ -94,7 +94,7 @@ def test_what_has_no_valid_manifest_is_never_read(
     assert str(path.parent) in chosen.refused[0]
 
 
-def test_going_back_without_the_batches_since_is_refused(tiny_model: Path, run_dir: RunDir) -> None:
+def test_fallback_without_its_later_batches_is_refused(tiny_model: Path, run_dir: RunDir) -> None:
     config = run_file(tiny_model, keep_checkpoints=1)
     batches = write_batches(run_dir, tiny_model)
     train(config, run_dir, batches, die_after=4)
@@ -105,7 +105,7 @@ def test_going_back_without_the_batches_since_is_refused(tiny_model: Path, run_d
         train(config, run_dir, batches, after=0)
 
 
-def test_batches_stay_until_no_fallback_needs_them(tiny_model: Path, run_dir: RunDir) -> None:
+def test_batches_are_kept_while_a_fallback_needs_them(tiny_model: Path, run_dir: RunDir) -> None:
     sent = train(run_file(tiny_model), run_dir, write_batches(run_dir, tiny_model), die_after=4)
     assert all(message.checkpoint_step <= 2 for message in sent)  # type: ignore[union-attr]
     assert steps_of(run_dir) == [2, 4]
@@ -113,7 +113,7 @@ def test_batches_stay_until_no_fallback_needs_them(tiny_model: Path, run_dir: Ru
     assert CheckpointStore(run_dir.checkpoints, 1).oldest_resume_step == 4
 
 
-def test_what_a_kill_left_half_written_goes(tiny_model: Path, run_dir: RunDir) -> None:
+def test_partial_checkpoint_of_a_killed_run_is_removed(tiny_model: Path, run_dir: RunDir) -> None:
     half = run_dir.checkpoints / ".step_000002.part"
     half.mkdir()
     (half / "rank_007.safetensors").write_bytes(b"half")
@@ -125,7 +125,7 @@ def test_what_a_kill_left_half_written_goes(tiny_model: Path, run_dir: RunDir) -
     ]
 
 
-def test_training_goes_on_while_the_snapshot_is_written(tiny_model: Path, tmp_path: Path) -> None:
+def test_training_continues_while_the_snapshot_is_written(tiny_model: Path, tmp_path: Path) -> None:
     model_config = making.model_config(tiny_model)
     learner = making.build_learner(
         model_config, making.trainer_config(), MediaStore(tmp_path / "m"), 5
@@ -161,7 +161,7 @@ def test_training_goes_on_while_the_snapshot_is_written(tiny_model: Path, tmp_pa
     cuts=st.lists(st.integers(0, 9), max_size=3),
     bounds=st.tuples(st.integers(0, 8), st.integers(1, 9)),
 )
-def test_any_rows_come_back_from_any_cut(
+def test_any_rows_can_be_read_from_any_sharding(
     tmp_path_factory: pytest.TempPathFactory,
     rows: int,
     cuts: list[int],
@@ -186,9 +186,7 @@ def test_any_rows_come_back_from_any_cut(
 
 
 @pytest.mark.parametrize("file_bytes", [FILE_BYTES, 100_000])
-def test_what_a_snapshot_holds_is_restored(
-    tiny_model: Path, tmp_path: Path, file_bytes: int
-) -> None:
+def test_snapshot_is_restored(tiny_model: Path, tmp_path: Path, file_bytes: int) -> None:
     """Weights, the optimizer's moments, and the numbers that are drawn next."""
     model_config, store = making.model_config(tiny_model), MediaStore(tmp_path / "m")
     first, second = (
@@ -211,7 +209,7 @@ def test_what_a_snapshot_holds_is_restored(
 
 
 @pytest.mark.parametrize("kind", ["qwen3_vl", "qwen3_vl_moe"])
-def test_export_gives_a_checkpoint_that_auto_classes_load(
+def test_exported_checkpoint_loads_with_auto_classes(
     run_dir: RunDir, tmp_path: Path, capsys: pytest.CaptureFixture[str], kind: str
 ) -> None:
     from transformers import AutoModelForImageTextToText, AutoTokenizer

@@ -82,7 +82,7 @@ def compilations(model: Path, store: MediaStore) -> tuple[int, list[int], int]:
 
 
 @pytest.mark.filterwarnings("ignore")
-def test_graphs_are_shared_by_blocks_of_a_class_and_serve_every_shape(
+def test_compiled_graphs_are_shared_by_blocks_and_shapes(
     tiny_model: Path, store: MediaStore, tmp_path: Path
 ) -> None:
     few, first, shapes = compilations(tiny_model, store)
@@ -180,7 +180,7 @@ def as_on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.filterwarnings("ignore")
 @pytest.mark.parametrize("draw", [trees, rows])
-def test_on_a_gpu_a_block_is_one_graph(
+def test_block_is_one_graph_on_a_gpu(
     tiny_model: Path, store: MediaStore, draw: Any, request: pytest.FixtureRequest
 ) -> None:
     plain = steps_of(draw, tiny_model, store, 6)
@@ -197,7 +197,7 @@ def test_on_a_gpu_a_block_is_one_graph(
 
 @pytest.mark.filterwarnings("ignore")
 @pytest.mark.usefixtures("as_on_a_gpu")
-def test_recurrent_layers_stay_outside_of_graphs(tmp_path: Path, store: MediaStore) -> None:
+def test_recurrent_layers_are_excluded_from_graphs(tmp_path: Path, store: MediaStore) -> None:
     write_tiny("qwen_vl", tmp_path / "model", seed=0, type="qwen3_5")
     plain = steps_of(trees, tmp_path / "model", store, 2)
     changes = {"compile_backend": "eager", "activation_checkpointing": True}
@@ -208,7 +208,7 @@ def test_recurrent_layers_stay_outside_of_graphs(tmp_path: Path, store: MediaSto
 
 @pytest.mark.filterwarnings("ignore")
 @pytest.mark.usefixtures("as_on_a_gpu")
-def test_images_of_one_size_are_in_the_graph_too(tiny_model: Path, store: MediaStore) -> None:
+def test_equal_sized_images_are_also_in_the_graph(tiny_model: Path, store: MediaStore) -> None:
     import torch._dynamo
 
     family = load_family(tiny_model)
@@ -233,7 +233,7 @@ def test_images_of_one_size_are_in_the_graph_too(tiny_model: Path, store: MediaS
 
 
 @pytest.mark.parametrize("backend", ["", "aot_eager"])
-def test_gradients_of_formulas_are_compiled_without_their_results(backend: str) -> None:
+def test_formula_gradients_are_compiled_without_their_results(backend: str) -> None:
     import torch._dynamo
 
     draw = partial(torch.randn, dtype=torch.float64)

@@ -92,7 +92,7 @@ def opened(path: Path, store: MediaStore, **changes: Any) -> FileConversations:
 
 
 @pytest.mark.parametrize("write", [write_jsonl, write_parquet, write_folder])
-def test_a_row_is_the_same_conversation_from_every_kind_of_file(
+def test_row_is_the_same_conversation_in_every_file_format(
     tmp_path: Path, store: MediaStore, write: Callable[[Path, list[dict[str, Any]]], Path]
 ) -> None:
     talks = opened(write(tmp_path, rows()), store)
@@ -104,7 +104,7 @@ def test_a_row_is_the_same_conversation_from_every_kind_of_file(
         assert talk.shows_media and talk.name == f"row {number}"
 
 
-def test_cells_may_hold_json_and_tools(tmp_path: Path, store: MediaStore) -> None:
+def test_cells_may_contain_json_and_tools(tmp_path: Path, store: MediaStore) -> None:
     call = {"type": "function", "function": {"name": "press", "arguments": {"x": 1}}}
     talk = [
         {"role": "user", "content": "press", "tool_calls": None},
@@ -156,7 +156,7 @@ def test_bad_parts_are_refused_with_their_path(
         talks.row(1)
 
 
-def test_every_epoch_has_every_row_once_and_none_that_is_held_out(
+def test_every_epoch_has_every_row_once_except_held_out_ones(
     tmp_path: Path, store: MediaStore
 ) -> None:
     talks = opened(write_jsonl(tmp_path, rows(10)), store, eval_fraction=0.3)
@@ -169,7 +169,7 @@ def test_every_epoch_has_every_row_once_and_none_that_is_held_out(
     assert again.name(15, TRAIN) == epochs[2][1], "whatever was asked for before"
 
 
-def test_parts_with_an_index_take_that_image_of_the_row(tmp_path: Path, store: MediaStore) -> None:
+def test_part_index_selects_an_image_of_the_row(tmp_path: Path, store: MediaStore) -> None:
     """As TRL writes them: every part has every key, null where there is none."""
     parts = [
         {"type": "image", "text": None, "index": 1},
@@ -193,7 +193,7 @@ def sharegpt(*turns: tuple[str, str], images: int = 0) -> dict[str, Any]:
     return {"conversations": talk, "images": [{"bytes": png(i)} for i in range(images)]}
 
 
-def test_conversations_of_sharegpt_show_images_at_their_placeholders(
+def test_sharegpt_conversations_place_images_at_placeholders(
     tmp_path: Path, store: MediaStore
 ) -> None:
     talk = [("system", "be brief"), ("human", "<image>\nand <image>?"), ("gpt", "both")]
@@ -207,7 +207,7 @@ def test_conversations_of_sharegpt_show_images_at_their_placeholders(
     assert len(opened(path, store).row(0).messages[0].images) == 1, "in OpenAI's form as well"
 
 
-def test_what_sightline_samples_writes_is_read(tmp_path: Path, store: MediaStore) -> None:
+def test_output_of_sightline_samples_can_be_read(tmp_path: Path, store: MediaStore) -> None:
     run_dir = write_synthetic_run(
         tmp_path / "run-001", SyntheticSize(steps=1, rollouts_per_step=8, images=4, conversations=8)
     )
@@ -221,7 +221,7 @@ def test_what_sightline_samples_writes_is_read(tmp_path: Path, store: MediaStore
         assert shown == [ref for node in nodes for ref in node.message.images]
 
 
-def test_rows_show_videos(tmp_path: Path) -> None:
+def test_rows_may_contain_videos(tmp_path: Path) -> None:
     """As a cell with bytes, as a path below the folder, as a url, and as images with times."""
     clip = encode_video(noise_frames(4, 32, 32))
     (tmp_path / "clip.mp4").write_bytes(clip)

@@ -31,7 +31,7 @@ def two_ranks() -> Iterator[tuple[LeadChannel, FollowerChannel]]:
     follow.close(), lead.close()
 
 
-def test_each_rank_makes_the_images_of_its_share(tiny_model: Path, store: MediaStore) -> None:
+def test_each_rank_processes_the_images_of_its_share(tiny_model: Path, store: MediaStore) -> None:
     family = load_family(tiny_model)
     first, second = Materializer(family, store, 1 << 24), Materializer(family, store, 1 << 24)
     batch = Batch(1, making.samples(tiny_model, store, count=8))

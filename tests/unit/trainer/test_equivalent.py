@@ -47,7 +47,7 @@ def gradients(learner: Learner, batch: ReadyBatch) -> tuple[float, dict[str, tor
     return metric_sums.read()["loss"], found
 
 
-def test_the_plain_mask_gives_what_the_flat_pattern_gives() -> None:
+def test_plain_mask_matches_the_flat_pattern() -> None:
     torch.manual_seed(0)
     lengths = [5, 1, 9, 3]
     ends = np.repeat(np.cumsum(lengths), lengths)
@@ -60,7 +60,7 @@ def test_the_plain_mask_gives_what_the_flat_pattern_gives() -> None:
 
 
 @pytest.mark.parametrize("temperature", [1.0, 0.7])
-def test_the_loss_is_that_of_plain_transformers(
+def test_loss_matches_plain_transformers(
     learner: Learner, tiny_model: Path, store: MediaStore, temperature: float
 ) -> None:
     """Tokens, pixels and positions through transformers' own forward give the same logprobs."""

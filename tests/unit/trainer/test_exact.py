@@ -49,7 +49,7 @@ def passes(model: Path, is_exact: bool, length: int = 150) -> Passes:
 
 
 @BOTH
-def test_packing(model: Path, is_exact: bool) -> None:
+def test_packing_is_exact(model: Path, is_exact: bool) -> None:
     is_same = []
     for length in (1, 5, 150):
         found = passes(model, is_exact, length)
@@ -61,14 +61,14 @@ def test_packing(model: Path, is_exact: bool) -> None:
 
 @BOTH
 @pytest.mark.parametrize("chunks", [[1] * 9 + [141], [7, 64, 13, 66]])
-def test_chunking(model: Path, is_exact: bool, chunks: list[int]) -> None:
+def test_chunked_prefill_is_exact(model: Path, is_exact: bool, chunks: list[int]) -> None:
     found = passes(model, is_exact)
     in_chunks = found.prefill(found.open(), chunks)
     assert torch.equal(found.train(), in_chunks) == is_exact
 
 
 @BOTH
-def test_batch_size(model: Path, is_exact: bool) -> None:
+def test_batch_size_does_not_change_logprobs(model: Path, is_exact: bool) -> None:
     found = passes(model, is_exact)
     wanted = found.train()[-12:]
     beside = found.prefill(found.open(), [140, 10], beside=4)[-12:]
@@ -79,7 +79,7 @@ def test_batch_size(model: Path, is_exact: bool) -> None:
 
 
 @BOTH
-def test_reuse_of_keys_and_values(model: Path, is_exact: bool) -> None:
+def test_reused_keys_and_values_are_exact(model: Path, is_exact: bool) -> None:
     found = passes(model, is_exact)
     kv = found.open()
     found.prefill(kv, [100, 50])
@@ -88,7 +88,7 @@ def test_reuse_of_keys_and_values(model: Path, is_exact: bool) -> None:
     assert torch.equal(found.train()[97:], rest) == is_exact
 
 
-def test_a_tree_differs_and_is_not_packed(model: Path, store: MediaStore) -> None:
+def test_exact_mode_does_not_pack_trees(model: Path, store: MediaStore) -> None:
     found = passes(model, False)
     assert not torch.equal(found.train(), found.train_in_tree(shared=70))
     family = load_family(model, True)
@@ -106,7 +106,7 @@ def test_a_tree_differs_and_is_not_packed(model: Path, store: MediaStore) -> Non
 
 
 @BOTH
-def test_logprobs_are_those_of_the_sampler(
+def test_logprobs_equal_the_samplers(
     model: Path, store: MediaStore, tmp_path: Path, is_exact: bool
 ) -> None:
     """Turns with images, groups that share their prompt, and an update between two turns."""
@@ -141,7 +141,7 @@ def test_logprobs_are_those_of_the_sampler(
         assert metrics["mismatch_kl"] == 0 and metrics["fresh_tokens"]
 
 
-def test_gradients_are_those_of_the_other_mode(model: Path, store: MediaStore) -> None:
+def test_exact_gradients_match_the_default_mode(model: Path, store: MediaStore) -> None:
     samples = making.samples(model, store, count=3)
     found = []
     for is_exact in (True, False):
@@ -171,7 +171,7 @@ def scored(model: Path, store: MediaStore) -> Any:
     return ready.micro_batches[0].batch
 
 
-def test_one_bit_ends_the_run(model: Path, store: MediaStore) -> None:
+def test_one_differing_bit_ends_the_run(model: Path, store: MediaStore) -> None:
     batch = scored(model, store)
     logprobs = batch.logprobs.numpy().copy()
     check_same_bits(1, [(batch, logprobs)])
@@ -189,7 +189,7 @@ def test_one_bit_ends_the_run(model: Path, store: MediaStore) -> None:
         check_same_bits(1, [(batch, logprobs)])
 
 
-def test_a_product_that_varies_is_refused_with_its_shape(
+def test_batch_dependent_matmul_is_refused_with_its_shape(
     model: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(exact, "multiply", lambda x, w, b, least, most: F.linear(x, w, b))
@@ -197,9 +197,7 @@ def test_a_product_that_varies_is_refused_with_its_shape(
         load_model(model, load_family(model), "cpu", "float32", ("cpu", "float32"))
 
 
-def test_what_varies_between_the_matrices_is_refused(
-    model: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_batch_dependent_attention_is_refused(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def attend(self: Any, q: Any, k: Any, v: Any, scaling: float) -> Any:
         return q + q.mean()
 
@@ -216,7 +214,7 @@ def test_what_varies_between_the_matrices_is_refused(
         ("qwen3_5", "float32", "carry a state"),
     ],
 )
-def test_models_that_cannot_hold_it_are_refused(
+def test_models_without_exact_support_are_refused(
     type: str, dtype: str, why: str, tmp_path: Path
 ) -> None:
     write_tiny("qwen_vl", tmp_path / "model", seed=0, type=type)
@@ -238,16 +236,16 @@ def test_models_that_cannot_hold_it_are_refused(
         ({"lora": {"rank": 4}}, "merges the adapters"),
     ],
 )
-def test_settings_that_cannot_hold_it_are_refused(settings: dict[str, Any], why: str) -> None:
+def test_settings_incompatible_with_exact_mode_are_refused(
+    settings: dict[str, Any], why: str
+) -> None:
     file = {"model": {"path": "m", "exact": True}, "env": {"name": "color_codeword"}}
     validate_config(RunFile, file, "a run file")
     with pytest.raises(ConfigError, match=why):
         validate_config(RunFile, {**file, **settings}, "a run file")
 
 
-def test_a_batch_that_another_version_may_have_sampled_is_not_held(
-    model: Path, store: MediaStore
-) -> None:
+def test_exactness_is_not_required_of_replayed_batches(model: Path, store: MediaStore) -> None:
     config = making.model_config(model, exact=True)
     learner = making.build_learner(config, making.trainer_config(), store, steps=9)
     samples = making.samples(model, store, count=1)
@@ -258,7 +256,7 @@ def test_a_batch_that_another_version_may_have_sampled_is_not_held(
     assert learner.step(ready).metrics["mismatch_kl"]
 
 
-def test_a_convolution_over_single_patches_is_a_product_of_matrices() -> None:
+def test_convolution_over_single_patches_equals_a_matmul() -> None:
     patches = torch.randn(70, 3, 2, 4, 4)
     module = torch.nn.Conv3d(3, 24, (2, 4, 4), stride=(2, 4, 4))
     product = partial(exact._multiply_with_gradient, least=exact.ROWS, most=exact.ROWS)

@@ -55,7 +55,7 @@ def ready(learner: Learner, store: MediaStore, model: Path, step: int) -> ReadyB
     return made
 
 
-def test_an_image_goes_through_a_frozen_tower_once_in_all_steps(
+def test_frozen_tower_encodes_an_image_once_for_all_steps(
     tiny_model: Path, store: MediaStore
 ) -> None:
     learner = learner_of(tiny_model, store, train_vision=False)
@@ -72,7 +72,7 @@ def test_an_image_goes_through_a_frozen_tower_once_in_all_steps(
     assert cache.evicted == 0 and 0 < cache.bytes_held <= cache.maxsize
 
 
-def test_what_is_held_changes_no_bit(tiny_model: Path, store: MediaStore) -> None:
+def test_feature_cache_does_not_change_any_bit(tiny_model: Path, store: MediaStore) -> None:
     found = []
     for cache_mb, max_bytes in ((256, None), (0, None), (256, 3000)):
         learner = learner_of(tiny_model, store, train_vision=False, cache_mb=cache_mb)
@@ -93,7 +93,7 @@ def test_what_is_held_changes_no_bit(tiny_model: Path, store: MediaStore) -> Non
     assert some.evicted > 0 and 0 < some.bytes_held <= 3000
 
 
-def test_pixels_go_to_the_device_whole(
+def test_pixels_are_copied_to_the_device_whole(
     tiny_model: Path, store: MediaStore, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """torch knows page-locked memory by its first byte: of a part it would not know that it is

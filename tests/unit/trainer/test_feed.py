@@ -45,7 +45,7 @@ def with_image(samples: list[Sample]) -> Sample:
     return next(sample for sample in samples if sample.items)
 
 
-def test_a_missing_image_costs_exactly_its_samples(tiny_model: Path, store: MediaStore) -> None:
+def test_missing_image_drops_only_its_samples(tiny_model: Path, store: MediaStore) -> None:
     samples = making.samples(tiny_model, store, count=8)
     lost = with_image(samples).items[0].ref.digest
     keep = [s for s in samples if all(item.ref.digest != lost for item in s.items)]
@@ -57,7 +57,7 @@ def test_a_missing_image_costs_exactly_its_samples(tiny_model: Path, store: Medi
     assert [m.batch for m in ready.micro_batches] == [m.batch for m in alone.micro_batches]
 
 
-def test_one_pixel_by_one_level_is_refused(tiny_model: Path, store: MediaStore) -> None:
+def test_pixel_difference_of_one_level_is_refused(tiny_model: Path, store: MediaStore) -> None:
     """The sampler saw the image with one value changed: its digest is another."""
     samples = making.samples(tiny_model, store, count=4)
     sample = with_image(samples)
@@ -74,9 +74,7 @@ def test_one_pixel_by_one_level_is_refused(tiny_model: Path, store: MediaStore) 
     assert ready.bad == {"PixelMismatch": 1}
 
 
-def test_an_item_that_lies_about_its_size_costs_its_own_samples(
-    tiny_model: Path, store: MediaStore
-) -> None:
+def test_item_with_a_false_size_drops_only_its_samples(tiny_model: Path, store: MediaStore) -> None:
     samples = making.samples(tiny_model, store, count=4)
     true = with_image(samples)
     item = true.items[0]
@@ -94,9 +92,7 @@ def test_an_item_that_lies_about_its_size_costs_its_own_samples(
         assert [m.batch for m in ready.micro_batches] == [m.batch for m in alone.micro_batches]
 
 
-def test_truncation_comes_first_so_that_images_beyond_it_are_not_wanted(
-    tiny_model: Path, store: MediaStore
-) -> None:
+def test_images_beyond_the_truncation_are_not_loaded(tiny_model: Path, store: MediaStore) -> None:
     samples = making.samples(tiny_model, store, count=8)
     long = next(s for s in samples if len(s.items) > 1 and s.slots[-1].item == len(s.items) - 1)
     last = long.slots[-1]
@@ -124,7 +120,7 @@ def share_reader(model: Path, store: MediaStore, ready: ReadyBatch) -> Iterator[
     return read_shares(Shares(share), MicroBatchPixels(Materializer(family, store, 1 << 24)), 3)
 
 
-def test_an_image_that_fails_later_on_a_rank_stops_it_and_is_named(
+def test_image_failing_later_on_a_rank_stops_it_and_is_named(
     tiny_model: Path, store: MediaStore
 ) -> None:
     samples = making.samples(tiny_model, store, count=4)
@@ -139,7 +135,7 @@ def test_an_image_that_fails_later_on_a_rank_stops_it_and_is_named(
     assert str(store.root) in caught.value.problem
 
 
-def test_pixels_that_differ_on_a_rank_stop_it_also_where_the_sampler_said_nothing(
+def test_different_pixels_on_a_rank_stop_it_even_without_sampler_digests(
     tiny_model: Path, store: MediaStore
 ) -> None:
     samples = [
@@ -162,7 +158,7 @@ def test_pixels_that_differ_on_a_rank_stop_it_also_where_the_sampler_said_nothin
         list(own.iterate_with_pixels())
 
 
-def test_a_sample_whose_sampler_proved_nothing_does_not_train_unless_told(
+def test_sample_without_pixel_digests_does_not_train_by_default(
     tiny_model: Path, store: MediaStore
 ) -> None:
     samples = making.samples(tiny_model, store, count=4)
@@ -177,7 +173,7 @@ def test_a_sample_whose_sampler_proved_nothing_does_not_train_unless_told(
     assert ready.bad == {} and ready.num_samples == 4
 
 
-def test_a_store_that_cannot_be_read_costs_no_sample_and_ends_the_step(
+def test_unreadable_store_ends_the_step_and_drops_no_sample(
     tiny_model: Path, store: MediaStore
 ) -> None:
     """It may heal, and the batch is then trained whole."""
@@ -190,7 +186,9 @@ def test_a_store_that_cannot_be_read_costs_no_sample_and_ends_the_step(
     assert "of step 1" in caught.value.problem
 
 
-def test_past_the_budget_the_run_stops_and_says_why(tiny_model: Path, store: MediaStore) -> None:
+def test_run_over_the_bad_media_budget_stops_with_its_cause(
+    tiny_model: Path, store: MediaStore
+) -> None:
     samples = making.samples(tiny_model, store, count=8)
     store.path(with_image(samples).items[0].ref.digest).unlink()
     with pytest.raises(MediaError, match="max_bad_fraction"):
@@ -223,7 +221,7 @@ def test_the_feed_hands_out_batches_in_order_and_refuses_a_gap(
         next(feed)
 
 
-def test_what_is_not_the_announced_batch_is_refused(tiny_model: Path, store: MediaStore) -> None:
+def test_unannounced_batch_is_refused(tiny_model: Path, store: MediaStore) -> None:
     """One that can be read, and differs by a bit of an advantage."""
     [sample] = making.samples(tiny_model, store, count=1)
     data = Batch(1, [sample]).to_bytes()

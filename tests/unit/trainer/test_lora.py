@@ -73,7 +73,7 @@ def groups(learner: Learner) -> dict[str, float]:
     ("lora", "train_vision", "tower"),
     [(TEXT, False, "frozen"), (TEXT, True, "whole"), (BOTH, True, "adapters")],
 )
-def test_what_trains_is_what_the_settings_say(
+def test_settings_select_the_trained_parameters(
     tiny_model: Path, store: MediaStore, lora: dict[str, Any], train_vision: bool, tower: str
 ) -> None:
     learner = learner_of(tiny_model, store, train_vision, **lora)
@@ -98,7 +98,7 @@ def test_what_trains_is_what_the_settings_say(
     assert all(rate == (1e-2 if name in vision else 2e-2) for name, rate in rates.items())
 
 
-def test_names_that_no_layer_has_are_refused_with_those_that_there_are(
+def test_unknown_layer_names_are_refused_with_the_known_ones(
     tiny_model: Path, store: MediaStore
 ) -> None:
     with pytest.raises(ConfigError, match="no linear layer is called 'q_prj'") as caught:
@@ -110,7 +110,7 @@ def test_names_that_no_layer_has_are_refused_with_those_that_there_are(
 
 
 @pytest.mark.parametrize("kind", [RunFile, SftFile])
-def test_adapters_in_a_tower_that_does_not_train_are_refused_at_load(kind: Any) -> None:
+def test_adapters_in_a_frozen_tower_are_refused_at_load(kind: Any) -> None:
     values = {
         "model": {"path": "x", "train_vision": False},
         "env": {"name": "color_codeword"},
@@ -122,7 +122,7 @@ def test_adapters_in_a_tower_that_does_not_train_are_refused_at_load(kind: Any) 
         validate_config(kind, values, "run.toml")
 
 
-def test_exported_it_is_a_plain_checkpoint_and_adapters_that_peft_loads(
+def test_export_writes_a_plain_checkpoint_and_peft_adapters(
     tiny_model: Path, store: MediaStore, tmp_path: Path
 ) -> None:
     from peft import PeftModel
@@ -152,7 +152,7 @@ def test_exported_it_is_a_plain_checkpoint_and_adapters_that_peft_loads(
 
 @pytest.mark.parametrize("lora", [BOTH, TEXT], ids=["adapters", "tower whole"])
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-def test_published_unmerged_it_is_bit_for_bit_what_it_is_merged(
+def test_unmerged_publish_is_bit_identical_to_merged(
     store: MediaStore, tmp_path: Path, lora: dict[str, Any], dtype: str
 ) -> None:
     """The trainer's weights are float32; a checkpoint, and engines, have `dtype`."""
@@ -179,7 +179,7 @@ def test_published_unmerged_it_is_bit_for_bit_what_it_is_merged(
     assert lora is TEXT or sizes["adapter"] < sizes["merged"]
 
 
-def test_a_run_with_adapters_resumes_bit_equal(tiny_model: Path, tmp_path: Path) -> None:
+def test_run_with_adapters_resumes_bit_identically(tiny_model: Path, tmp_path: Path) -> None:
     values = {
         "model": {"path": str(tiny_model)},
         "env": {"name": "color_codeword"},
@@ -206,7 +206,7 @@ def test_a_run_with_adapters_resumes_bit_equal(tiny_model: Path, tmp_path: Path)
         assert all(torch.equal(one[name], two[name]) for name in one)
 
 
-def test_every_family_takes_adapters(tmp_path: Path, store: MediaStore) -> None:
+def test_every_family_supports_adapters(tmp_path: Path, store: MediaStore) -> None:
     """Names of layers differ from family to family; patterns and blocks are all that is known."""
     model = tmp_path / "kimi"
     write_tiny("kimi_k25", model, seed=0)

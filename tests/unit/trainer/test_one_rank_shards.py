@@ -48,7 +48,7 @@ def gradients(learner: Learner) -> list[torch.Tensor]:
     return [full_tensor(grad).clone() for grad in found]
 
 
-def test_gradients_are_those_that_every_micro_batch_brings_to_its_shards(
+def test_step_gradients_match_separate_micro_batch_gradients(
     tiny_model: Path, store: MediaStore
 ) -> None:
     learner, ready = build(tiny_model, store)
@@ -62,9 +62,7 @@ def test_gradients_are_those_that_every_micro_batch_brings_to_its_shards(
     assert all(torch.equal(one, other) for one, other in zip(wanted, found, strict=True))
 
 
-def test_what_was_gathered_before_an_update_is_gathered_again(
-    tiny_model: Path, store: MediaStore
-) -> None:
+def test_parameters_are_gathered_again_after_an_update(tiny_model: Path, store: MediaStore) -> None:
     learner, ready = build(tiny_model, store)
     before = learner.score(ready.micro_batches[0])
     learner.step(ready)

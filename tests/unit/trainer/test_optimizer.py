@@ -23,7 +23,7 @@ def test_the_learning_rate_rises_then_falls_to_its_end(
     assert rates[23] == pytest.approx(last)
 
 
-def test_the_tower_can_learn_at_a_rate_of_its_own(tiny_model: Path) -> None:
+def test_vision_tower_can_have_its_own_learning_rate(tiny_model: Path) -> None:
     forward = load_model(str(tiny_model), making.family(tiny_model), "cpu", "float32")
     config = making.trainer_config(lr=1e-3, vision_lr=1e-4)
     optimizer = build_optimizer(forward, config)

@@ -110,7 +110,7 @@ def train(
     return dict(learner.forward.model.named_parameters()), live.most, made
 
 
-def test_a_batch_of_ten_times_the_budget_trains_within_it_to_the_same_bits(
+def test_batch_of_ten_times_the_pixel_budget_trains_bit_identically(
     tiny_model: Path, store: MediaStore
 ) -> None:
     samples = screens(tiny_model, store, 10 * 16 // 6 + 1, images=6)
@@ -124,7 +124,7 @@ def test_a_batch_of_ten_times_the_budget_trains_within_it_to_the_same_bits(
     assert all(torch.equal(small[name], large[name]) for name in small)
 
 
-def test_page_locked_memory_counts_as_what_torch_takes_for_it(
+def test_page_locked_memory_counts_as_allocated_by_torch(
     tiny_model: Path, store: MediaStore
 ) -> None:
     learner = making.build_learner(
@@ -145,7 +145,7 @@ def test_page_locked_memory_counts_as_what_torch_takes_for_it(
     materializer.close()
 
 
-def test_one_image_that_the_sampler_saw_otherwise_refuses_the_batch_before_any_step(
+def test_image_with_other_sampler_pixels_refuses_the_batch_before_any_step(
     tiny_model: Path, store: MediaStore
 ) -> None:
     samples = making.samples(tiny_model, store, count=6)
@@ -165,7 +165,7 @@ def test_one_image_that_the_sampler_saw_otherwise_refuses_the_batch_before_any_s
     pixels.materializer.close()
 
 
-def test_the_next_micro_batch_is_made_while_one_is_computed_if_both_fit(
+def test_next_micro_batch_is_prepared_during_compute_if_both_fit(
     tiny_model: Path, store: MediaStore
 ) -> None:
     learner = making.build_learner(
@@ -189,7 +189,7 @@ def test_the_next_micro_batch_is_made_while_one_is_computed_if_both_fit(
         materializer.close()
 
 
-def test_a_full_device_is_an_error_that_says_what_was_too_large_and_what_to_do(
+def test_out_of_memory_error_names_the_cause_and_the_fix(
     tiny_model: Path, store: MediaStore
 ) -> None:
     learner = making.build_learner(

@@ -18,7 +18,7 @@ from sightline.trainer.feed import ReadyMicroBatch
 from sightline.trainer.forward_pass import compute_hidden
 
 
-def test_operations_are_about_those_that_torch_counts(tiny_model: Path, store: MediaStore) -> None:
+def test_flop_estimate_is_close_to_torchs_count(tiny_model: Path, store: MediaStore) -> None:
     family = load_family(tiny_model)
     forward = load_model(tiny_model, family, "cpu", "float32")
     [packed] = pack(making.samples(tiny_model, store, 8), 1, family, PackSize(1 << 20, 1 << 20))

@@ -35,9 +35,7 @@ def batch(learner: Learner, tiny_model: Path, store: MediaStore) -> ReadyBatch:
     return preparer.prepare(Batch(5, samples), digest="").with_pixels()
 
 
-def test_a_model_that_sees_is_told_from_one_that_does_not(
-    learner: Learner, batch: ReadyBatch
-) -> None:
+def test_probe_distinguishes_seeing_from_blind_models(learner: Learner, batch: ReadyBatch) -> None:
     (ready,) = batch.micro_batches
     seen = probe(ready, learner.score)
     assert seen is not None and not seen.is_blind
@@ -49,7 +47,7 @@ def test_a_model_that_sees_is_told_from_one_that_does_not(
     assert blind.words.startswith("Blind: swapping the images")
 
 
-def test_a_tower_that_is_not_connected_is_blind(learner: Learner, batch: ReadyBatch) -> None:
+def test_disconnected_tower_is_blind(learner: Learner, batch: ReadyBatch) -> None:
     encode = learner.forward.encode
 
     class Unplugged:
@@ -65,7 +63,7 @@ def test_a_tower_that_is_not_connected_is_blind(learner: Learner, batch: ReadyBa
     assert found is not None and found.is_blind
 
 
-def test_only_images_of_one_grid_are_exchanged_and_each_stays_whole(batch: ReadyBatch) -> None:
+def test_probe_swaps_only_whole_images_of_equal_grid(batch: ReadyBatch) -> None:
     (ready,) = batch.micro_batches
     made = swap_images(ready)
     assert made is not None
@@ -86,7 +84,7 @@ def test_only_images_of_one_grid_are_exchanged_and_each_stays_whole(batch: Ready
         assert donor.item.grid == entry.item.grid
 
 
-def test_tokens_that_could_not_have_seen_an_image_do_not_count(
+def test_probe_counts_only_tokens_after_a_swapped_image(
     learner: Learner, batch: ReadyBatch
 ) -> None:
     (ready,) = batch.micro_batches

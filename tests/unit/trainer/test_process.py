@@ -29,7 +29,7 @@ def fail() -> None:
     raise OSError("no room")
 
 
-def test_what_went_wrong_beside_the_loop_is_why_the_loop_failed() -> None:
+def test_background_failure_is_reported_as_the_loops_cause() -> None:
     tasks = [BackgroundTask("checkpoint"), BackgroundTask("publish")]
     components: Any = SimpleNamespace(run_writer=SimpleNamespace(background_tasks=tasks))
     broken = RuntimeError("a collective broke")
@@ -40,7 +40,7 @@ def test_what_went_wrong_beside_the_loop_is_why_the_loop_failed() -> None:
     assert str(find_cause(broken, components)) == "no room"
 
 
-def test_a_collective_that_breaks_because_another_rank_is_gone_is_told_from_a_fault() -> None:
+def test_collective_error_from_a_lost_rank_is_not_reported_as_a_fault() -> None:
     store, kind = dist.HashStore(), cast(Any, dist.ProcessGroupGloo)
     groups: dict[int, Any] = {}
 
@@ -60,7 +60,7 @@ def test_a_collective_that_breaks_because_another_rank_is_gone_is_told_from_a_fa
     assert not is_broken_collective(torch.OutOfMemoryError("CUDA out of memory"))
 
 
-def test_a_trainer_whose_last_words_nobody_heard_has_failed(
+def test_trainer_with_an_undelivered_last_message_has_failed(
     tiny_model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The orchestrator waits for them: with an exit status of 0 nobody would end the run."""
@@ -96,7 +96,7 @@ def test_a_trainer_whose_last_words_nobody_heard_has_failed(
             process.run(config, run_dir, ranks, "trainer", address)
 
 
-def test_weights_wait_for_no_checkpoint_and_let_no_batch_go_before_it_is_sent(
+def test_weights_do_not_wait_for_checkpoints_and_batches_are_kept_until_sent(
     tmp_path: Path,
 ) -> None:
     run_dir = RunDir(tmp_path / "copy")

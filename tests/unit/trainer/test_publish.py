@@ -66,7 +66,7 @@ def run_dir(tmp_path: Path) -> RunDir:
     return made
 
 
-def test_a_version_written_after_the_next_step_holds_its_own_weights(
+def test_version_written_after_the_next_step_has_its_own_weights(
     tiny_model: Path, run_dir: RunDir, tmp_path: Path
 ) -> None:
     config = run_file(tiny_model)
@@ -98,9 +98,7 @@ def unwritable(draft: Manifest) -> tuple[Path, Manifest]:
     raise OSError("no space left on the device")
 
 
-def test_a_version_that_cannot_be_written_ends_a_loop_that_waits_for_a_batch(
-    tiny_model: Path, run_dir: RunDir
-) -> None:
+def test_failed_version_write_ends_a_waiting_loop(tiny_model: Path, run_dir: RunDir) -> None:
     # Synchronous training: the next batch comes only when the version was adopted.
     batches = write_batches(run_dir, tiny_model)[:1]
     forever = threading.Event()
@@ -120,7 +118,7 @@ def test_a_version_that_cannot_be_written_ends_a_loop_that_waits_for_a_batch(
     assert not sent
 
 
-def test_a_copy_is_as_published_and_its_memory_is_used_again(tmp_path: Path) -> None:
+def test_host_copy_equals_the_published_weights_and_reuses_memory(tmp_path: Path) -> None:
     torch.manual_seed(0)
     weights = {"a": torch.randn(3, 4), "b": torch.randn(5), "count": torch.arange(3)}
     copy = HostCopy()

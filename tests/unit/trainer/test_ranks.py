@@ -106,7 +106,7 @@ def test_ranks_that_never_start_are_named_before_any_collective() -> None:
         one.close()
 
 
-def test_a_process_is_the_rank_of_its_name_and_no_other() -> None:
+def test_process_is_only_the_rank_of_its_name() -> None:
     with ranks(2) as (lead, _):
         lead.wait_for_start(timeout_s=30)
         two, seven = (
@@ -124,7 +124,7 @@ def test_a_process_is_the_rank_of_its_name_and_no_other() -> None:
             stranger.close()
 
 
-def test_the_files_of_a_checkpoint_are_those_of_its_step() -> None:
+def test_checkpoint_files_must_belong_to_its_step() -> None:
     """A rank that has written the next one already said what it wrote of both."""
 
     def file(step: int, rank: int) -> WeightFile:
@@ -142,7 +142,7 @@ def test_the_files_of_a_checkpoint_are_those_of_its_step() -> None:
         assert not lead._written
 
 
-def test_a_rank_with_another_secret_is_not_let_in() -> None:
+def test_rank_with_another_secret_is_rejected() -> None:
     with ranks(2, {1: "guess"}) as (lead, others):
         others[0].report_ready()
         with pytest.raises(ProcessFailed, match=r"ranks \[1\] of 2 are missing") as error:
@@ -159,7 +159,7 @@ def test_ranks_that_start_from_different_steps_are_refused() -> None:
 
 
 @pytest.mark.parametrize("step", [1, 3, 4])
-def test_a_share_of_another_step_ends_all(step: int) -> None:
+def test_share_of_another_step_ends_all_ranks(step: int) -> None:
     with ranks(3) as (lead, others):
         for other in others:
             other.report_ready(1)
@@ -175,7 +175,7 @@ def test_a_share_of_another_step_ends_all(step: int) -> None:
 
 
 @pytest.mark.parametrize("culprit", [0, 1, 2])
-def test_the_failure_of_one_reaches_every_other(culprit: int) -> None:
+def test_rank_failure_reaches_every_other_rank(culprit: int) -> None:
     with ranks(3) as (lead, others):
         for other in others:
             other.report_ready()
@@ -187,7 +187,7 @@ def test_the_failure_of_one_reaches_every_other(culprit: int) -> None:
         assert set(ended.values()) == {RankFailed(culprit, "RuntimeError: out of luck")}
 
 
-def test_ranks_that_do_not_take_their_share_or_do_not_write_are_named() -> None:
+def test_ranks_that_miss_their_share_or_write_are_named() -> None:
     with ranks(2, of=3, deliver_s=0.2, write_s=0.2) as (lead, others):
         others[0].report_ready()
         # Rank 2 says that it is ready, and never listens.
@@ -230,14 +230,14 @@ time.sleep(60)
 
 
 @pytest.mark.parametrize("who", ["rank 0", "rank 1"])
-def test_a_rank_that_loses_another_ends(who: str) -> None:
+def test_rank_ends_when_another_is_lost(who: str) -> None:
     address = f"tcp://127.0.0.1:{reserve_port('127.0.0.1', 0, 'test')}"
     words = [sys.executable, "-c", PROCESS, who, address]
     done = subprocess.run(words, capture_output=True, text=True, timeout=120)
     assert done.returncode == 1 and "was silent for" in done.stderr, done.stderr
 
 
-def test_a_process_is_stuck_only_while_there_is_work() -> None:
+def test_idle_process_is_not_stuck() -> None:
     watchdog = StallWatchdog()  # without a limit nothing ends the process
     moved = threading.Event()
     moved.wait(0.05)
@@ -272,7 +272,7 @@ os._exit(3)
 """
 
 
-def test_what_a_listener_fails_of_is_not_hidden_by_what_comes_of_it() -> None:
+def test_listener_failure_is_not_hidden_by_its_consequences() -> None:
     done = subprocess.run(
         [sys.executable, "-c", LISTENER_FAILS], capture_output=True, text=True, timeout=60
     )

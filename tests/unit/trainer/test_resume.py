@@ -114,7 +114,7 @@ def run_dir(tmp_path: Path) -> RunDir:
 
 
 @pytest.mark.parametrize("updates", [1, 2])
-def test_resumed_is_bit_equal_to_never_killed(
+def test_resumed_run_is_bit_identical_to_an_uninterrupted_one(
     tiny_model: Path, run_dir: RunDir, tmp_path: Path, updates: int
 ) -> None:
     """`updates` epochs, and as many minibatches: a resumed run replays whole steps."""
@@ -140,7 +140,7 @@ def test_resumed_is_bit_equal_to_never_killed(
     ]
 
 
-def test_a_step_whose_sampler_was_another_policy_is_neither_kept_nor_published(
+def test_step_with_a_different_sampler_policy_is_discarded(
     tiny_model: Path, run_dir: RunDir
 ) -> None:
     batches = write_batches(run_dir, tiny_model)

@@ -87,9 +87,7 @@ def talks(tmp_path: Path) -> Path:
     return path
 
 
-def test_demonstrations_as_trained_tell_nothing_about_colours(
-    warmup: SftFile, tmp_path: Path
-) -> None:
+def test_trained_demonstrations_reveal_no_colours(warmup: SftFile, tmp_path: Path) -> None:
     """The letters that the warm-up trains on are right no more often than by chance."""
     _, batches = conversations(warmup)
     env = ColorCodeword(spelled_fraction=0.0)
@@ -105,7 +103,7 @@ def test_demonstrations_as_trained_tell_nothing_about_colours(
     assert abs(right / total - 1 / len(LETTERS)) < 0.04
 
 
-def test_demonstrations_of_a_mix_offer_the_tools_of_their_own_environment(
+def test_mixed_demonstrations_offer_their_environments_tools(
     store: MediaStore,
 ) -> None:
     walk = load_environment("grid_walk:GridWalk", {"actions": "tool"})
@@ -119,7 +117,7 @@ def test_demonstrations_of_a_mix_offer_the_tools_of_their_own_environment(
     assert tools == {"grid_walk": walk.tools, "counting": None}
 
 
-def test_only_what_the_assistant_says_is_trained(warmup: SftFile, tmp_path: Path) -> None:
+def test_only_assistant_tokens_are_trained(warmup: SftFile, tmp_path: Path) -> None:
     _, batches = conversations(warmup)
     talk = [system("be brief"), user("red"), assistant("A B"), user("blue"), assistant("C")]
     sample = sft.build_sample(talk, batches.renderer, "s")
@@ -129,7 +127,7 @@ def test_only_what_the_assistant_says_is_trained(warmup: SftFile, tmp_path: Path
         sft.build_sample([user("red")], batches.renderer, "s")
 
 
-def test_a_few_conversations_are_kept_as_they_are_trained(talks: Path, tiny_model: Path) -> None:
+def test_some_conversations_are_stored_as_trained(talks: Path, tiny_model: Path) -> None:
     config = config_of(tiny_model, talks.parent, data={"path": str(talks)})
     run_dir = RunDir(talks.parent / "run")
     run_dir.make()
@@ -149,7 +147,7 @@ def test_a_few_conversations_are_kept_as_they_are_trained(talks: Path, tiny_mode
     view.close()
 
 
-def test_the_loss_is_the_mean_of_minus_log_pi(
+def test_sft_loss_is_the_mean_negative_logprob(
     tiny_model: Path, talks: Path, tmp_path: Path
 ) -> None:
     """Compare with transformers' own model, with the images, one conversation at a time."""
@@ -184,7 +182,7 @@ def test_the_loss_is_the_mean_of_minus_log_pi(
     assert got["trained_tokens"] == num and got["images"] == 4
 
 
-def test_what_is_held_out_is_measured_and_never_trains(
+def test_held_out_conversations_are_evaluated_and_never_trained(
     tiny_model: Path, talks: Path, tmp_path: Path
 ) -> None:
     data = {"path": str(talks), "eval_fraction": 0.5}
@@ -204,7 +202,7 @@ def test_what_is_held_out_is_measured_and_never_trains(
     assert losses[0] == pytest.approx(mean, rel=1e-6)
 
 
-def test_killed_and_resumed_is_bit_equal_to_never_killed(
+def test_resumed_sft_run_is_bit_identical_to_an_uninterrupted_one(
     tiny_model: Path, talks: Path, tmp_path: Path
 ) -> None:
     data = {"path": str(talks), "eval_fraction": 0.2}
@@ -237,7 +235,7 @@ def test_killed_and_resumed_is_bit_equal_to_never_killed(
     assert sorted(events(tmp_path / "b", "sft")) == [1, 2, 3, 4, 5, 6]
 
 
-def test_a_row_whose_image_is_bad_costs_itself(
+def test_row_with_a_bad_image_drops_only_itself(
     tiny_model: Path, talks: Path, tmp_path: Path
 ) -> None:
     (tmp_path / "3.png").write_bytes(b"no image")

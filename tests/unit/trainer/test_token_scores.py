@@ -56,7 +56,7 @@ def scored(models: Models, rows: int) -> tuple[list[torch.Tensor], list[torch.Te
 
 
 @pytest.mark.parametrize("rows", [1, 8, NUM - 1])
-def test_parts_give_the_figures_and_gradients_of_the_whole(models: Models, rows: int) -> None:
+def test_chunked_scores_and_gradients_match_the_whole(models: Models, rows: int) -> None:
     whole, whole_grads, _ = scored(models, NUM)
     parts, part_grads, _ = scored(models, rows)
     for a, b in zip((*whole, *whole_grads), (*parts, *part_grads), strict=True):
@@ -69,7 +69,7 @@ def test_no_logits_are_kept_between_the_passes(models: Models) -> None:
     assert whole > 0 and parts == 0
 
 
-def test_without_entropy_the_rest_is_the_same(models: Models) -> None:
+def test_scores_do_not_depend_on_measuring_entropy(models: Models) -> None:
     torch.manual_seed(0)
     width = models[0].model.lm_head.weight.shape[1]  # type: ignore[union-attr]
     hidden, other = torch.randn(2, NUM, width)  # type: ignore[arg-type]

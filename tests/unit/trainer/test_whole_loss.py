@@ -165,7 +165,7 @@ def taken(
 
 
 @pytest.mark.parametrize("loss", ["ppo", "cispo", "gspo", "tis"])
-def test_the_loss_of_a_batch_is_that_of_plain_loops_in_float64(
+def test_batch_loss_matches_plain_loops_in_float64(
     tiny_model: Path, drawn: tuple[MediaStore, list[Plain]], loss: str
 ) -> None:
     store, plain = drawn
@@ -181,7 +181,7 @@ def test_the_loss_of_a_batch_is_that_of_plain_loops_in_float64(
 
 
 @pytest.mark.parametrize("by", ["samples", "constant"])
-def test_other_averages_are_those_of_plain_loops_too(
+def test_other_averages_match_plain_loops(
     tiny_model: Path, drawn: tuple[MediaStore, list[Plain]], by: str
 ) -> None:
     store, plain = drawn

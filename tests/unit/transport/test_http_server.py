@@ -102,7 +102,7 @@ def locked_port() -> Iterator[int]:
 
 
 @pytest.mark.parametrize("host", ["evil.example", "127.0.0.1.evil.example:80", "10.0.0.1", "x"])
-def test_a_name_that_is_not_this_machines_is_refused(open_port: int, host: str) -> None:
+def test_foreign_host_name_is_refused(open_port: int, host: str) -> None:
     assert ask(open_port, host=host) == (421, "host")
     assert ask(open_port, path="/health", host=host) == (421, "host")
 
@@ -121,14 +121,14 @@ def test_a_page_of_another_origin_is_refused(open_port: int, origin: str) -> Non
 
 
 @pytest.mark.parametrize("kind", ["text/plain", "application/x-www-form-urlencoded", "", None])
-def test_a_post_is_json(open_port: int, kind: str | None) -> None:
+def test_post_requires_json(open_port: int, kind: str | None) -> None:
     """The types that a page can post without being allowed to are not among it."""
     headers = {} if kind is None else {"content_type": kind}
     assert ask(open_port, "POST", **headers) == (415, "content_type")
     assert ask(open_port, "POST", content_type="application/json; charset=utf-8")[0] == 200
 
 
-def test_a_token_is_needed_everywhere_but_for_health(locked_port: int) -> None:
+def test_every_path_except_health_requires_a_token(locked_port: int) -> None:
     for wrong in ({}, {"authorization": f"Bearer {TOKEN}x"}, {"authorization": TOKEN}):
         assert ask(locked_port, **wrong) == (401, "unauthorized")
         assert ask(locked_port, "POST", **wrong, content_type="application/json")[0] == 401
@@ -139,7 +139,7 @@ def test_a_token_is_needed_everywhere_but_for_health(locked_port: int) -> None:
     assert ask(locked_port, authorization=f"Bearer {TOKEN}", host="evil.example")[0] == 421
 
 
-def test_elsewhere_a_server_has_whatever_name_the_network_gives_it() -> None:
+def test_server_off_loopback_accepts_any_host_name() -> None:
     guard = RequestGuard("0.0.0.0", TOKEN)
     bearer = {"authorization": f"Bearer {TOKEN}"}
     assert guard.find_refusal("GET", "/", {"host": "service:80", **bearer}) is None
@@ -150,7 +150,7 @@ def test_elsewhere_a_server_has_whatever_name_the_network_gives_it() -> None:
 
 
 @pytest.mark.parametrize("host", ["0.0.0.0", "::", "192.168.0.7", "machine.example"])
-def test_without_a_token_no_server_listens_elsewhere(host: str) -> None:
+def test_server_without_a_token_listens_only_on_loopback(host: str) -> None:
     with pytest.raises(ConfigError, match="no token") as refused:
         check_address(host, "", "--token")
     assert "--token env:NAME" in refused.value.fix
@@ -175,14 +175,14 @@ def quick_port() -> Iterator[int]:
     [b"", b"POST / HT", HEAD, b"\r\n\r\n\r\n", HEAD + b"content-length: 10\r\n\r\n123"],
     ids=["nothing", "a line", "headers", "empty lines", "a body"],
 )
-def test_a_request_that_does_not_arrive_ends_its_connection(quick_port: int, sent: bytes) -> None:
+def test_incomplete_request_closes_its_connection(quick_port: int, sent: bytes) -> None:
     with socket.create_connection(("127.0.0.1", quick_port), timeout=30) as connection:
         connection.sendall(sent)
         assert b" 408 " in read_all(connection)
 
 
 @pytest.mark.parametrize("start", [HEAD, HEAD + b"content-length: 1000\r\n\r\n"])
-def test_dripping_bytes_do_not_keep_a_connection(quick_port: int, start: bytes) -> None:
+def test_slowly_sent_request_closes_its_connection(quick_port: int, start: bytes) -> None:
     with socket.create_connection(("127.0.0.1", quick_port), timeout=30) as connection:
         connection.sendall(start)
         began = time.monotonic()
@@ -193,13 +193,13 @@ def test_dripping_bytes_do_not_keep_a_connection(quick_port: int, start: bytes) 
         assert time.monotonic() - began < 20
 
 
-def test_a_head_without_end_is_refused(quick_port: int) -> None:
+def test_endless_header_is_refused(quick_port: int) -> None:
     with socket.create_connection(("127.0.0.1", quick_port), timeout=30) as connection:
         connection.sendall(HEAD + b"x: " + b"y" * 5000)
         assert b" 431 " in read_all(connection)
 
 
-def test_a_kept_connection_has_the_same_limits(quick_port: int) -> None:
+def test_keep_alive_connection_has_the_same_limits(quick_port: int) -> None:
     with socket.create_connection(("127.0.0.1", quick_port), timeout=30) as connection:
         for _ in range(3):
             connection.sendall(HEAD + b"content-length: 2\r\n\r\n{}")
@@ -212,9 +212,7 @@ def test_a_kept_connection_has_the_same_limits(quick_port: int) -> None:
 
 
 @pytest.mark.parametrize("more", [b"", b"x: " + b"y" * 5000], ids=["slow", "long"])
-def test_a_request_behind_one_that_is_not_answered_has_the_same_limits(
-    quick_port: int, more: bytes
-) -> None:
+def test_pipelined_request_has_the_same_limits(quick_port: int, more: bytes) -> None:
     with socket.create_connection(("127.0.0.1", quick_port), timeout=30) as connection:
         connection.sendall(b"GET /wait HTTP/1.1\r\nhost: localhost\r\n\r\n")
         time.sleep(0.1)  # in pieces of their own
@@ -226,7 +224,7 @@ def ask_long(connection: socket.socket) -> None:
     connection.sendall(b"GET /long HTTP/1.1\r\nhost: localhost\r\nconnection: close\r\n\r\n")
 
 
-def test_an_answer_that_nobody_takes_ends_its_connection(quick_port: int) -> None:
+def test_unread_response_closes_its_connection(quick_port: int) -> None:
     with socket.create_connection(("127.0.0.1", quick_port), timeout=30) as connection:
         ask_long(connection)
         poll = select.poll()
@@ -236,7 +234,7 @@ def test_an_answer_that_nobody_takes_ends_its_connection(quick_port: int) -> Non
             read_all(connection)
 
 
-def test_an_answer_that_is_taken_slowly_arrives(quick_port: int) -> None:
+def test_slowly_read_response_arrives(quick_port: int) -> None:
     with socket.create_connection(("127.0.0.1", quick_port), timeout=30) as connection:
         ask_long(connection)
         num_bytes = 0
@@ -246,7 +244,7 @@ def test_an_answer_that_is_taken_slowly_arrives(quick_port: int) -> None:
         assert num_bytes > LONG_BYTES
 
 
-def test_more_connections_than_allowed_are_answered_with_503(quick_port: int) -> None:
+def test_connections_over_the_limit_get_503(quick_port: int) -> None:
     held = [socket.create_connection(("127.0.0.1", quick_port), timeout=30) for _ in range(4)]
     try:
         with socket.create_connection(("127.0.0.1", quick_port), timeout=30) as late:

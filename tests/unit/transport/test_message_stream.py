@@ -44,7 +44,7 @@ class Line:
                     self.deliver(name)
 
 
-def test_a_message_that_comes_again_is_taken_once() -> None:
+def test_repeated_message_is_delivered_once() -> None:
     line = Line()
     line.ends["a"].send(b"one")
     line.under_way["b"] *= 2
@@ -53,7 +53,7 @@ def test_a_message_that_comes_again_is_taken_once() -> None:
 
 
 @pytest.mark.parametrize("seed", range(20))
-def test_whatever_breaks_each_message_arrives_once_and_in_order(seed: int) -> None:
+def test_messages_arrive_once_and_in_order_despite_failures(seed: int) -> None:
     rng, line = random.Random(seed), Line()
     sent: dict[str, list[bytes]] = {"a": [], "b": []}
     for number in range(200):

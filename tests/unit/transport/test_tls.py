@@ -24,7 +24,7 @@ from sightline.transport.listen import check_tls
 TOKEN, CONTROL = "a token of sixteen letters", "another token of sixteen letters"
 
 
-def test_files_that_are_no_certificate_and_key_are_refused_by_name(tmp_path: Path) -> None:
+def test_invalid_certificate_or_key_file_is_refused_by_name(tmp_path: Path) -> None:
     cert, key = write_certificate(tmp_path / "a")
     _, other = write_certificate(tmp_path / "b")
     assert check_tls(cert, key, "0.0.0.0") == {"ssl_certfile": cert, "ssl_keyfile": key}
@@ -40,7 +40,7 @@ def test_files_that_are_no_certificate_and_key_are_refused_by_name(tmp_path: Pat
             check_tls(*given, "127.0.0.1")
 
 
-def test_a_server_beyond_this_machine_says_that_it_is_not_encrypted(
+def test_unencrypted_server_off_loopback_prints_a_warning(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert check_tls("", "", "127.0.0.1") == {} and capsys.readouterr().out == ""
@@ -50,7 +50,7 @@ def test_a_server_beyond_this_machine_says_that_it_is_not_encrypted(
     assert capsys.readouterr().out == ""
 
 
-def test_the_media_service_over_https_has_two_rights(
+def test_media_service_over_https_has_read_and_write_tokens(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     cert, key = write_certificate(tmp_path)

@@ -33,7 +33,7 @@ def runs(tmp_path: Path) -> tuple[RunDir, RunDir]:
     return first, second
 
 
-def test_settings_that_differ_are_named_and_no_others(runs: tuple[RunDir, RunDir]) -> None:
+def test_only_differing_settings_are_named(runs: tuple[RunDir, RunDir]) -> None:
     found = compare_runs(*runs)
     assert [(r.label, r.first, r.second) for r in found.tables["settings that differ"]] == [
         ("trainer.lr", "0.001", "0.002")
@@ -41,7 +41,7 @@ def test_settings_that_differ_are_named_and_no_others(runs: tuple[RunDir, RunDir
     assert compare_runs(runs[0], runs[0]).tables["settings that differ"] == []
 
 
-def test_figures_stand_beside_one_another_with_their_change(runs: tuple[RunDir, RunDir]) -> None:
+def test_metrics_are_compared_with_their_change(runs: tuple[RunDir, RunDir]) -> None:
     rows = {row.label: row for row in compare_runs(*runs).tables["results"]}
     assert (rows["steps"].first, rows["steps"].second) == ("40", "30")
     assert rows["sampled tokens/s"].change == "+500 (+50%)"
@@ -53,7 +53,7 @@ def test_figures_stand_beside_one_another_with_their_change(runs: tuple[RunDir, 
     assert "reward before" not in rows, "what neither run measured is left out"
 
 
-def test_curves_are_compared_at_steps_that_both_have(runs: tuple[RunDir, RunDir]) -> None:
+def test_curves_are_compared_at_common_steps(runs: tuple[RunDir, RunDir]) -> None:
     rows = compare_runs(*runs).tables["reward by step"]
     assert rows[0].label == "step 1" and rows[-1].label == "step 30"
     for row in rows:

@@ -39,7 +39,7 @@ def test_a_step_fits_on_one_line():
     )
 
 
-def test_lines_come_every_few_seconds_with_the_first_and_the_last(run_dir):
+def test_lines_are_rate_limited_but_include_the_first_and_last(run_dir):
     view, file, clock = view_of(run_dir)
     for k in range(1, 13):
         clock.now += 1.0
@@ -52,7 +52,7 @@ def test_lines_come_every_few_seconds_with_the_first_and_the_last(run_dir):
     assert steps == ["step  1", "step  6", "step 11", "step 12"]
 
 
-def test_lines_say_how_many_rollouts_broke_or_were_cut_short_and_why(run_dir):
+def test_lines_count_broken_and_truncated_rollouts_with_causes(run_dir):
     view, file, _ = view_of(run_dir)
     failures = {"broken": 5, "truncated": 2, "error": "ValueError: no such page"}
     append(run_dir, evaluation("start", 0.5, T0, **failures))
@@ -74,7 +74,7 @@ def test_lines_say_how_many_rollouts_broke_or_were_cut_short_and_why(run_dir):
     assert lines[2].endswith("  1 truncated"), "of the last step"
 
 
-def test_plain_output_has_no_control_codes_even_of_hostile_text(run_dir):
+def test_plain_output_has_no_control_codes_from_hostile_text(run_dir):
     view, file, _ = view_of(run_dir, terminal=True, plain=True)
     append(run_dir, evaluation("\x1b[2Jstart\r", 0.1, T0), step(1), state("\x07x", T0))
     view.close()
@@ -83,7 +83,7 @@ def test_plain_output_has_no_control_codes_even_of_hostile_text(run_dir):
     assert all(c.isprintable() or c == "\n" for c in printed)
 
 
-def test_the_panel_shows_the_state_of_the_run_in_80_columns(run_dir):
+def test_panel_shows_the_run_state_in_80_columns(run_dir):
     view, file, clock = view_of(run_dir, terminal=True)
     append(run_dir, state("training", T0))
     for k in range(1, 31):
@@ -102,7 +102,7 @@ def test_the_panel_shows_the_state_of_the_run_in_80_columns(run_dir):
     assert len(re.findall("[▁▂▃▄▅▆▇█]+", shown)[-1]) == 25
 
 
-def test_a_run_that_goes_blind_and_a_sink_that_failed_have_a_line(run_dir):
+def test_blind_run_and_failed_sink_print_a_line(run_dir):
     view, file, _ = view_of(run_dir)
     looks = {"is_blind": False, "words": "The model looks."}
     blind = {"is_blind": True, "words": "Blind: exchanging the images changes nothing."}
@@ -132,7 +132,7 @@ class Gone(io.StringIO):
 
 
 @pytest.mark.parametrize("terminal", [False, True])
-def test_an_output_that_is_gone_does_not_end_the_run(run_dir, terminal):
+def test_closed_output_does_not_end_the_run(run_dir, terminal):
     file = Gone()
     console = Console(file=file, width=80, force_terminal=terminal, color_system=None)
     view = LiveView(run_dir, plain=False, console=console, clock=Clock())

@@ -70,7 +70,7 @@ LINKED = (
 
 
 @pytest.mark.parametrize("name", LINKED)
-def test_a_link_out_of_the_folder_of_runs_is_not_followed(run_dir: RunDir, name: str) -> None:
+def test_link_outside_the_runs_folder_is_not_followed(run_dir: RunDir, name: str) -> None:
     inside = run_dir.path / name
     outside = run_dir.path.parents[1] / "outside" / name
     outside.parent.mkdir(parents=True)
@@ -92,7 +92,7 @@ def test_a_link_out_of_the_folder_of_runs_is_not_followed(run_dir: RunDir, name:
     assert before == (sorted(outside.iterdir()) if outside.is_dir() else [])
 
 
-def test_a_run_that_is_a_link_out_of_the_folder_is_not_shown(run_dir: RunDir) -> None:
+def test_run_linked_from_outside_the_folder_is_not_shown(run_dir: RunDir) -> None:
     elsewhere = run_dir.path.parents[1] / "other-001"
     shutil.copytree(run_dir.path, elsewhere)
     (run_dir.path.parent / "other-001").symlink_to(elsewhere)
@@ -112,7 +112,7 @@ def test_sqlite_does_not_write_through_a_link(run_dir: RunDir) -> None:
     assert victim.read_bytes() == b""
 
 
-def test_a_pipe_in_place_of_a_file_is_not_waited_for(run_dir: RunDir) -> None:
+def test_named_pipe_in_place_of_a_file_does_not_block(run_dir: RunDir) -> None:
     for name in ("metrics.jsonl", "notes.md", "verdicts.jsonl"):
         (run_dir.path / name).unlink(missing_ok=True)
         os.mkfifo(run_dir.path / name)
@@ -124,7 +124,7 @@ def test_a_pipe_in_place_of_a_file_is_not_waited_for(run_dir: RunDir) -> None:
 HUGE = (2**63, 2**64 - 1, 2**64, 10**30)
 
 
-def test_huge_numbers_in_the_files_of_a_run_cost_themselves(run_dir: RunDir) -> None:
+def test_huge_numbers_in_run_files_affect_only_themselves(run_dir: RunDir) -> None:
     with open(run_dir.metrics, "a") as file:
         for huge in HUGE:
             event = {"time": huge, "process": "p", "kind": "step", "step": 3}
@@ -145,7 +145,7 @@ def test_huge_numbers_in_the_files_of_a_run_cost_themselves(run_dir: RunDir) -> 
     assert '"total":15' in said and "trace 0: Python int too large" in said
 
 
-def test_a_path_of_two_slashes_redirects_to_no_other_host(run_dir: RunDir) -> None:
+def test_double_slash_path_does_not_redirect_to_another_host(run_dir: RunDir) -> None:
     runs = RunCollection([run_dir.path])
     served = TestClient(
         build_app(runs, RequestGuard("here", "t0ken")),
@@ -160,7 +160,7 @@ def test_a_path_of_two_slashes_redirects_to_no_other_host(run_dir: RunDir) -> No
     runs.close()
 
 
-def test_many_lines_and_names_are_answered_by_a_page(tmp_path: Path) -> None:
+def test_many_lines_and_names_are_paginated(tmp_path: Path) -> None:
     """Reads and answers have a bounded size, whatever the file contains."""
     run_dir = RunDir(tmp_path / "many-001")
     run_dir.make()
@@ -189,7 +189,7 @@ def test_many_lines_and_names_are_answered_by_a_page(tmp_path: Path) -> None:
     runs.close()
 
 
-def test_the_name_of_a_process_is_no_path(run_dir: RunDir) -> None:
+def test_process_name_cannot_be_a_path(run_dir: RunDir) -> None:
     """Events name processes, and the page shows the last line of the log of each."""
     (run_dir.path.parents[1] / "other.log").write_text(SECRET + "\n")
     event = {"time": 1.0, "process": "../../../other", "kind": "state", "values": {}}

@@ -56,7 +56,7 @@ def places(found: dict[str, Any]) -> set[tuple[str, int]]:
     return {(row["file"], row["number"]) for row in found["rows"]}
 
 
-def test_every_rollout_is_found_at_its_place(run_dir: RunDir) -> None:
+def test_every_rollout_is_indexed_at_its_position(run_dir: RunDir) -> None:
     index = RolloutIndex(run_dir)
     index.refresh()
     traces = traces_of(run_dir)
@@ -72,7 +72,7 @@ def test_every_rollout_is_found_at_its_place(run_dir: RunDir) -> None:
     assert listed["shown"] == shown.total()
 
 
-def test_filters_choose_what_the_traces_say(run_dir: RunDir) -> None:
+def test_filters_match_the_traces(run_dir: RunDir) -> None:
     index = RolloutIndex(run_dir)
     index.refresh()
     traces = traces_of(run_dir)
@@ -104,7 +104,7 @@ def test_filters_choose_what_the_traces_say(run_dir: RunDir) -> None:
     )
 
 
-def test_a_step_that_is_written_later_or_anew_is_taken_in(run_dir: RunDir) -> None:
+def test_late_or_rewritten_step_is_indexed(run_dir: RunDir) -> None:
     later = run_dir.traces_of(4).read_bytes()
     run_dir.traces_of(4).unlink()
     index = RolloutIndex(run_dir)
@@ -127,7 +127,7 @@ def test_a_step_that_is_written_later_or_anew_is_taken_in(run_dir: RunDir) -> No
     assert listed["shown"] == shown
 
 
-def test_scores_that_come_after_the_traces_are_measured(run_dir: RunDir) -> None:
+def test_scores_written_after_the_traces_are_indexed(run_dir: RunDir) -> None:
     scores = run_dir.scores_of(2).read_bytes()
     run_dir.scores_of(2).unlink()
     index = RolloutIndex(run_dir)
@@ -139,7 +139,7 @@ def test_scores_that_come_after_the_traces_are_measured(run_dir: RunDir) -> None
     assert trained and all(row["kl"] > 0 for row in trained)
 
 
-def test_the_mismatch_is_that_of_the_tokens(run_dir: RunDir) -> None:
+def test_mismatch_matches_the_token_scores(run_dir: RunDir) -> None:
     """Against the plainest computation: a loop over tokens."""
     index = RolloutIndex(run_dir)
     index.refresh()
@@ -191,7 +191,7 @@ def test_the_mismatch_is_that_of_the_tokens(run_dir: RunDir) -> None:
     assert found["worst"][0]["kl"] == pytest.approx(max(kls), rel=1e-9)
 
 
-def test_a_page_hears_that_a_run_has_ended_and_that_a_log_grew(run_dir: RunDir) -> None:
+def test_page_is_notified_of_run_end_and_log_growth(run_dir: RunDir) -> None:
     run_dir.summary.unlink(missing_ok=True)
     view = RunView("run", run_dir)
     view.refresh_all()
@@ -213,7 +213,7 @@ def test_a_page_hears_that_a_run_has_ended_and_that_a_log_grew(run_dir: RunDir) 
     view.close()
 
 
-def test_broken_and_foreign_files_cost_themselves_and_are_named(run_dir: RunDir) -> None:
+def test_broken_and_foreign_files_are_skipped_and_named(run_dir: RunDir) -> None:
     whole = run_dir.traces_of(2).read_bytes()
     run_dir.traces_of(2).write_bytes(whole[:-200])
     (run_dir.traces / "step_000009.msgpack").write_bytes(b"\x89PNG not traces")
@@ -239,7 +239,7 @@ def test_broken_and_foreign_files_cost_themselves_and_are_named(run_dir: RunDir)
     assert page(view.index)["total"] == 79
 
 
-def test_a_damaged_index_is_made_again(run_dir: RunDir) -> None:
+def test_damaged_index_is_rebuilt(run_dir: RunDir) -> None:
     RolloutIndex(run_dir).refresh()
     path = run_dir.view / "index.sqlite"
     for file in run_dir.view.iterdir():
@@ -256,7 +256,7 @@ def test_a_damaged_index_is_made_again(run_dir: RunDir) -> None:
     assert page(newer)["total"] == 80
 
 
-def test_a_run_that_cannot_be_written_is_indexed_elsewhere(run_dir: RunDir) -> None:
+def test_index_of_a_read_only_run_is_stored_elsewhere(run_dir: RunDir) -> None:
     run_dir.view.write_text("a file where the folder would be")
     index = RolloutIndex(run_dir)
     assert run_dir.path not in index.path.parents

@@ -62,7 +62,7 @@ def test_a_rollout_has_its_messages_tokens_and_scores(client: TestClient, run_di
     assert client.get("/api/rollout", params=where | {"number": 99}).status_code == 404
 
 
-def test_an_image_is_served_as_what_its_bytes_are(client: TestClient, run_dir: RunDir) -> None:
+def test_image_content_type_comes_from_its_bytes(client: TestClient, run_dir: RunDir) -> None:
     ref = next(read_traces(run_dir.traces_of(1))).nodes[0].slots[0].item.ref
     whole = client.get(f"/media/synthetic/{ref.digest}")
     assert whole.content == MediaStore(run_dir.media).get(ref)
@@ -73,7 +73,7 @@ def test_an_image_is_served_as_what_its_bytes_are(client: TestClient, run_dir: R
     assert small.headers["content-type"] == "image/webp" and len(small.content) < 4000
 
 
-def test_a_video_is_served_whole_in_pieces_and_as_its_first_frame(
+def test_video_is_served_whole_in_ranges_and_as_a_first_frame(
     client: TestClient, run_dir: RunDir
 ) -> None:
     frames = noise_frames(4, 32, 32)
@@ -93,7 +93,7 @@ def test_a_video_is_served_whole_in_pieces_and_as_its_first_frame(
     assert Image.open(io.BytesIO(small.content)).size == (32, 32)
 
 
-def test_svg_that_poses_as_an_image_is_not_served(client: TestClient, run_dir: RunDir) -> None:
+def test_svg_disguised_as_an_image_is_not_served(client: TestClient, run_dir: RunDir) -> None:
     digest = hashlib.sha256(SVG).hexdigest()
     path = MediaStore(run_dir.media).path(digest)
     path.parent.mkdir(parents=True, exist_ok=True)
@@ -124,7 +124,7 @@ def test_svg_that_poses_as_an_image_is_not_served(client: TestClient, run_dir: R
         "/api/rollouts?run=/etc",
     ],
 )
-def test_nothing_outside_the_runs_can_be_had(client: TestClient, path: str) -> None:
+def test_files_outside_the_runs_are_not_served(client: TestClient, path: str) -> None:
     answer = client.get(path)
     assert answer.status_code == 404
     assert b"not yours" not in answer.content and b"root:" not in answer.content
@@ -139,7 +139,7 @@ def test_a_log_is_read_from_its_end(client: TestClient) -> None:
     assert before["end"] == tail["start"] and before["text"].startswith("first\n")
 
 
-def test_prometheus_scrapes_the_newest_numbers(client: TestClient) -> None:
+def test_prometheus_endpoint_returns_the_latest_metrics(client: TestClient) -> None:
     text = client.get("/metrics").text
     assert 'sightline_run_step{run="synthetic"} 2\n' in text
     assert "# TYPE sightline_run_reward gauge\n" in text
@@ -148,7 +148,7 @@ def test_prometheus_scrapes_the_newest_numbers(client: TestClient) -> None:
     assert sorted(set(names)) == sorted(types)
 
 
-def test_every_answer_forbids_what_is_not_ours(client: TestClient) -> None:
+def test_every_response_has_strict_security_headers(client: TestClient) -> None:
     for path in ("/", "/api/runs", "/api/rollout", "/nowhere", "/static/main.js"):
         headers = client.get(path).headers
         policy = headers["content-security-policy"]
@@ -157,7 +157,7 @@ def test_every_answer_forbids_what_is_not_ours(client: TestClient) -> None:
         assert headers["cross-origin-resource-policy"] == "same-origin"
 
 
-def test_a_run_that_is_removed_does_not_end_the_others(run_dir: RunDir, tmp_path: Path) -> None:
+def test_removed_run_does_not_affect_the_others(run_dir: RunDir, tmp_path: Path) -> None:
     shutil.copytree(run_dir.path, tmp_path / "gone")
     runs = RunCollection([run_dir.path, tmp_path])
     client = TestClient(build_app(runs), base_url="http://127.0.0.1")

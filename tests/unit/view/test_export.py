@@ -31,7 +31,7 @@ def run_dir(tmp_path_factory: pytest.TempPathFactory) -> RunDir:
     )
 
 
-def test_a_row_is_a_rollout_with_each_image_once(run_dir: RunDir) -> None:
+def test_row_is_one_rollout_with_each_image_once(run_dir: RunDir) -> None:
     import pandas
 
     before = {f: f.read_bytes() for f in run_dir.path.rglob("*.msgpack")}
@@ -55,7 +55,7 @@ def test_a_row_is_a_rollout_with_each_image_once(run_dir: RunDir) -> None:
 
 
 @pytest.mark.browser
-def test_datasets_opens_it_with_images(run_dir: RunDir, tmp_path: Path) -> None:
+def test_datasets_library_loads_the_export_with_images(run_dir: RunDir, tmp_path: Path) -> None:
     list(export_samples(run_dir, [1]))
     script = (
         "import sys, datasets\n"
@@ -73,7 +73,7 @@ def test_datasets_opens_it_with_images(run_dir: RunDir, tmp_path: Path) -> None:
     assert done.stdout.splitlines()[-1] == f"20 ({first.width}, {first.height})"
 
 
-def test_memory_stays_flat_whatever_the_size(tmp_path: Path) -> None:
+def test_export_memory_does_not_grow_with_size(tmp_path: Path) -> None:
     """Arrow's own peak and Python's: six times the rollouts, about the same memory."""
     store = MediaStore(tmp_path / "media")
     noise = np.random.default_rng(0)

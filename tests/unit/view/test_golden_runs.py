@@ -38,7 +38,7 @@ def golden(request: pytest.FixtureRequest, tmp_path: Path) -> RunDir:
     return RunDir(tmp_path / "tiny-001")
 
 
-def test_a_resume_reads_it(golden: RunDir) -> None:
+def test_golden_run_can_be_resumed(golden: RunDir) -> None:
     config = load_stored_config(RunFile, golden.config)
     assert (config.run.steps, config.eval.every) == (9, 2)
     check_model_unchanged(golden, golden.path / "checkpoint")
@@ -60,7 +60,9 @@ def test_a_resume_reads_it(golden: RunDir) -> None:
     assert not BestCheckpoint(source, best, run_state).find_problem()
 
 
-def test_what_reads_runs_shows_it(golden: RunDir, capsys: pytest.CaptureFixture[str]) -> None:
+def test_every_reader_shows_the_golden_run(
+    golden: RunDir, capsys: pytest.CaptureFixture[str]
+) -> None:
     assert len(list(read_traces(golden.traces_of(1)))) == 4
     assert StepScores.from_bytes(golden.scores_of(1).read_bytes()).step == 1
     status = get_status(golden)

@@ -30,7 +30,7 @@ def run_dir(tmp_path: Path) -> Path:
 
 
 @pytest.mark.parametrize("folder", images_in_use.RUN_FOLDERS)
-def test_digests_are_found_in_every_folder_that_may_refer(run_dir: Path, folder: str) -> None:
+def test_digests_are_found_in_every_referring_folder(run_dir: Path, folder: str) -> None:
     deep = run_dir / folder / "step_3" / "rank_0"
     deep.mkdir(parents=True)
     (deep / "data.msgpack").write_bytes(msgspec.msgpack.encode([ref(1), ref(2)]))
@@ -39,7 +39,7 @@ def test_digests_are_found_in_every_folder_that_may_refer(run_dir: Path, folder:
 
 
 @pytest.mark.parametrize("offset", [0, 1, 30, 63, 64, 65])
-def test_a_digest_across_the_border_of_two_chunks_is_found(
+def test_digest_across_a_chunk_boundary_is_found(
     run_dir: Path, offset: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(images_in_use, "_CHUNK_BYTES", 64)
@@ -47,7 +47,7 @@ def test_a_digest_across_the_border_of_two_chunks_is_found(
     assert collect_digests(run_dir) == {digest(1)}
 
 
-def test_parquet_samples_are_read_through_their_compression(run_dir: Path) -> None:
+def test_compressed_parquet_samples_are_read(run_dir: Path) -> None:
     pa = pytest.importorskip("pyarrow")
     from pyarrow import parquet
 
@@ -61,14 +61,14 @@ def test_parquet_samples_are_read_through_their_compression(run_dir: Path) -> No
     assert collect_digests(run_dir) == expected
 
 
-def test_a_damaged_parquet_file_is_an_error_and_not_an_empty_answer(run_dir: Path) -> None:
+def test_damaged_parquet_file_is_an_error(run_dir: Path) -> None:
     pytest.importorskip("pyarrow")
     (run_dir / "samples" / "s.parquet").write_bytes(b"PAR1 not really")
     with pytest.raises(MediaError, match=r"s\.parquet"):
         collect_digests(run_dir)
 
 
-def test_a_directory_that_is_no_run_is_refused(tmp_path: Path) -> None:
+def test_non_run_directory_is_refused(tmp_path: Path) -> None:
     for path in (tmp_path, tmp_path / "nowhere"):
         with pytest.raises(MediaError, match="not a run directory"):
             collect_digests(path)
@@ -101,13 +101,13 @@ def test_a_file_renamed_into_place_during_the_search_is_found(
 
 
 @pytest.mark.parametrize("name", ["t.zst", "t.msgpack.gz", "t.npz"])
-def test_a_compressed_file_is_an_error_and_not_an_empty_answer(run_dir: Path, name: str) -> None:
+def test_compressed_file_is_an_error(run_dir: Path, name: str) -> None:
     (run_dir / "traces" / name).write_bytes(b"anything")
     with pytest.raises(MediaError, match=name):
         collect_digests(run_dir)
 
 
-def test_a_link_to_nothing_is_an_error_and_not_a_guess(run_dir: Path) -> None:
+def test_dangling_link_is_an_error(run_dir: Path) -> None:
     (run_dir / "traces" / "link").symlink_to(run_dir / "nowhere")
     with pytest.raises(MediaError, match="keep changing"):
         collect_digests(run_dir)

@@ -43,7 +43,7 @@ def run_dir(tmp_path: Path, tiny_model: Path) -> RunDir:
     return made
 
 
-def test_a_clean_run_has_references_and_nothing_else(run_dir: RunDir) -> None:
+def test_clean_run_has_only_references(run_dir: RunDir) -> None:
     found = inspect_run(run_dir)
     batch = Batch.from_bytes(run_dir.batch(1).read_bytes())
     digests = {item.ref.digest for sample in batch.samples for item in sample.items}
@@ -54,7 +54,7 @@ def test_a_clean_run_has_references_and_nothing_else(run_dir: RunDir) -> None:
     assert found.descriptors >= found.distinct_files
 
 
-def test_a_missing_file_is_found_and_the_command_says_so(
+def test_missing_image_file_is_reported_by_the_command(
     run_dir: RunDir, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert main(["inspect", str(run_dir.path)]) == 0
@@ -83,7 +83,7 @@ def test_pixels_in_a_batch_are_counted_or_refused(run_dir: RunDir) -> None:
         inspect_run(run_dir)
 
 
-def test_a_batch_that_was_changed_is_refused(run_dir: RunDir) -> None:
+def test_modified_batch_is_refused(run_dir: RunDir) -> None:
     batch = Batch.from_bytes(run_dir.batch(1).read_bytes())
     run_dir.batch(1).write_bytes(Batch(1, batch.samples[:-1]).to_bytes())
     with pytest.raises(WireError, match="step 1"):

@@ -31,7 +31,7 @@ def run_dir(tmp_path_factory: pytest.TempPathFactory) -> RunDir:
     )
 
 
-def test_a_run_is_tables_traces_and_pictures(run_dir: RunDir) -> None:
+def test_notebook_run_has_tables_traces_and_images(run_dir: RunDir) -> None:
     run = sightline.open_run(run_dir.path)
     events = by_step(read_events(run_dir.metrics), "step")
     assert run.metrics["reward"].to_dict() == {s: e.values["reward"] for s, e in events.items()}
@@ -43,7 +43,7 @@ def test_a_run_is_tables_traces_and_pictures(run_dir: RunDir) -> None:
     assert set(run.mismatch(fresh=False)["dimension"]) >= {"turn", "distance", "lag"}
 
 
-def test_the_tokens_of_a_rollout_are_those_of_its_trace(run_dir: RunDir) -> None:
+def test_rollout_tokens_match_its_trace(run_dir: RunDir) -> None:
     run = sightline.open_run(run_dir.path)
     (found,) = run.find(limit=1, verdict="train")
     tokens = found.tokens
@@ -56,7 +56,7 @@ def test_the_tokens_of_a_rollout_are_those_of_its_trace(run_dir: RunDir) -> None
     assert tokens[~tokens["sampled"]]["trainer"].isna().all()
 
 
-def test_the_notebook_of_the_docs_runs(run_dir: RunDir, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_documented_notebook_code_runs(run_dir: RunDir, monkeypatch: pytest.MonkeyPatch) -> None:
     page = (ROOT / "docs" / "samples.md").read_text()
     (text,) = re.findall(r"```python\n(import sightline\n.*?)```", page, re.S)
     monkeypatch.chdir(run_dir.path.parents[1])

@@ -40,7 +40,7 @@ def old_run(tmp_path: Path, tiny_model: Path) -> RunDir:
 
 
 @pytest.mark.parametrize("name", ["rl", "sft"])
-def test_the_stored_settings_are_in_old_names_and_are_read(name: str) -> None:
+def test_stored_settings_with_old_names_are_read(name: str) -> None:
     path = GOLDEN / f"{name}.toml"
     values = tomllib.loads(path.read_text())
     old = [key for key in RENAMED if key.partition(".")[2] in values.get(key.partition(".")[0], {})]
@@ -49,7 +49,7 @@ def test_the_stored_settings_are_in_old_names_and_are_read(name: str) -> None:
     assert found.trainer.max_grad_norm == values["trainer"]["grad_norm"]
 
 
-def test_the_dashboard_and_the_notebook_show_todays_names(old_run: RunDir) -> None:
+def test_dashboard_and_notebook_show_current_names(old_run: RunDir) -> None:
     with TestClient(build_app(RunCollection([old_run.path])), base_url="http://localhost") as web:
         shown = web.get("/api/settings?run=old-001").json()
         assert web.get("/api/runs").json()[0]["env"] == "color_codeword"
@@ -61,7 +61,7 @@ def test_the_dashboard_and_the_notebook_show_todays_names(old_run: RunDir) -> No
     assert "color" not in "".join(run.problems)
 
 
-def test_report_samples_inspection_and_traces_of_an_old_run(
+def test_old_run_can_be_reported_exported_and_inspected(
     old_run: RunDir, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert "[monitor]" in write_report(old_run).read_text()
@@ -71,7 +71,7 @@ def test_report_samples_inspection_and_traces_of_an_old_run(
     assert capsys.readouterr().out.count("\n") >= 20
 
 
-def test_an_old_run_differs_from_a_new_one_in_no_name(old_run: RunDir, tmp_path: Path) -> None:
+def test_old_and_new_runs_compare_by_the_same_names(old_run: RunDir, tmp_path: Path) -> None:
     new = RunDir(tmp_path / "new-001")
     new.make()
     stored = config.load_stored_config(config.RunFile, old_run.config)
@@ -80,7 +80,7 @@ def test_an_old_run_differs_from_a_new_one_in_no_name(old_run: RunDir, tmp_path:
     assert not {label for label in differing if label in {*RENAMED, *RENAMED.values()}}
 
 
-def test_settings_that_are_no_sections_do_not_stop_a_reader(tmp_path: Path) -> None:
+def test_settings_outside_a_section_do_not_stop_a_reader(tmp_path: Path) -> None:
     run_dir = RunDir(tmp_path)
     run_dir.config.write_text("trainer = 3\n[monitor]\nsinks = []\n[logging]\nsinks = []\n")
     assert RunFiles(run_dir).settings["trainer"] == 3

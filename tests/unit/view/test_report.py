@@ -25,7 +25,7 @@ def read_export(page):
     return json.loads(embedded[1])
 
 
-def test_the_report_shows_figures_and_rollouts(tmp_path):
+def test_report_shows_metrics_and_rollouts(tmp_path):
     run_dir = write_run(tmp_path / "demo", steps=20)
     summarize(run_dir)
     text = report_of(run_dir)
@@ -37,7 +37,7 @@ def test_the_report_shows_figures_and_rollouts(tmp_path):
     assert text.count("\ntrace ") == 6
 
 
-def test_hostile_text_runs_nothing(tmp_path):
+def test_hostile_text_executes_no_script(tmp_path):
     run_dir = write_run(tmp_path / "demo", text=HOSTILE)
     values = {"reason": HOSTILE, "rollout_id": HOSTILE, "detail": HOSTILE}
     append(run_dir, Event(time=T0, process="orchestrator", kind="dropped", values=values))
@@ -54,13 +54,13 @@ def test_hostile_text_runs_nothing(tmp_path):
     assert "default-src 'none'" in page
 
 
-def test_a_run_without_anything_has_a_report(tmp_path):
+def test_empty_run_has_a_report(tmp_path):
     run_dir = RunDir(tmp_path / "empty")
     assert report_of(run_dir).startswith("# empty")
     assert read_export(run_dir.report / "index.html")["answers"]["rollouts"]["rows"] == []
 
 
-def test_the_written_summary_counts_until_the_run_continues(tmp_path):
+def test_written_summary_is_used_until_the_run_continues(tmp_path):
     run_dir = write_run(tmp_path / "demo")
     summarize(run_dir, stopped_by="Ctrl-C", reward_final=0.5)
     assert "Ctrl-C" in report_of(run_dir)
@@ -120,7 +120,7 @@ def rollouts(data):
     return (answer for path, answer in data["answers"].items() if path.startswith("rollout/"))
 
 
-def test_a_file_that_would_be_too_large_has_fewer_rollouts(tmp_path):
+def test_oversized_export_has_fewer_rollouts(tmp_path):
     run_dir = write_run(tmp_path / "demo", steps=2)
     store = MediaStore(run_dir.media)
     for number in (1, 2):

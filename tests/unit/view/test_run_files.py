@@ -15,7 +15,7 @@ from sightline.view.run_files import RunFiles
 CONFIG = '[media]\nroot = "{}"\ntoken = "env:MEDIA_TOKEN"\ncache_dir = "{}"\ncache_gb = 1.0\n'
 
 
-def test_images_of_a_store_elsewhere_are_shown_where_its_token_is_known(
+def test_images_of_a_remote_store_are_shown_if_its_token_is_known(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     (tmp_path / "run").mkdir()

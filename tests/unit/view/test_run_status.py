@@ -57,7 +57,7 @@ def test_every_end_of_a_run_has_its_own_state(tmp_path: Path) -> None:
         assert found.state == "running" and found.launcher is not None and found.launcher.is_here
 
 
-def test_a_run_whose_summary_or_metrics_are_lost_says_how_it_ended(tmp_path: Path) -> None:
+def test_run_without_summary_or_metrics_still_reports_its_end(tmp_path: Path) -> None:
     run_dir = make_run(tmp_path / "done")
     values = {"outcome": "failed", "problem": "trainer was killed"}
     append(run_dir, Event(time=T0, process="launcher", kind="end", step=0, values=values))
@@ -73,7 +73,7 @@ def test_a_run_whose_summary_or_metrics_are_lost_says_how_it_ended(tmp_path: Pat
     assert (found.state, found.cause, found.step) == ("failed", "trainer was killed", 3)
 
 
-def test_runs_are_listed_with_their_state_and_one_is_told_in_full(
+def test_runs_are_listed_with_their_state_and_one_is_shown_in_full(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     summarize(make_run(tmp_path / "good"))
@@ -109,7 +109,7 @@ with lock_run_dir(run_dir):
 """
 
 
-def test_stop_asks_the_launcher_and_waits_for_its_end(
+def test_stop_signals_the_launcher_and_waits_for_its_exit(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     run_dir = make_run(tmp_path / "r", 2)
@@ -126,7 +126,7 @@ def test_stop_asks_the_launcher_and_waits_for_its_end(
     assert "is not running: it is stopped" in capsys.readouterr().out
 
 
-def test_prune_says_what_would_go_and_removes_it_when_told(
+def test_prune_lists_files_and_removes_them_on_request(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     done, open_run = make_run(tmp_path / "done"), make_run(tmp_path / "open", 2)
@@ -165,7 +165,7 @@ def test_prune_says_what_would_go_and_removes_it_when_told(
 @pytest.mark.parametrize(
     "name", ["summary.json", "metrics.jsonl", "config.toml", ".lock", "run_id", "notes.md"]
 )
-def test_no_pipe_is_waited_for(
+def test_named_pipe_does_not_block_status(
     tmp_path: Path, name: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     broken = make_run(tmp_path / "broken")
@@ -180,7 +180,7 @@ def test_no_pipe_is_waited_for(
     assert f"{broken.path / name} is not a regular file" in capsys.readouterr().out
 
 
-def test_a_link_out_of_the_folder_is_no_run_and_no_file(
+def test_link_outside_the_folder_is_neither_run_nor_file(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     runs, elsewhere = tmp_path / "runs", make_run(tmp_path / "elsewhere")
@@ -195,7 +195,7 @@ def test_a_link_out_of_the_folder_is_no_run_and_no_file(
     assert get_status(inside).step == 0
 
 
-def test_a_run_on_another_machine_is_stopped_there(
+def test_stop_ends_a_run_on_another_machine(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     run_dir = make_run(tmp_path / "r", 2)

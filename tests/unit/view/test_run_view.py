@@ -29,7 +29,7 @@ def view_of(run_dir: RunDir) -> RunView:
     return view
 
 
-def test_a_failure_a_signal_and_an_end_are_told_apart_by_data(run_dir: RunDir) -> None:
+def test_failure_signal_and_normal_end_are_distinguished(run_dir: RunDir) -> None:
     events = EventLog(run_dir.metrics, "launcher")
     problem = "trainer ended with 1: no\nTraceback (most recent call last):\n  x\nKeyError: 'a'\n"
     events.write("end", outcome="failed", problem=problem, fix="mend it")

@@ -52,7 +52,7 @@ class Failing(Kept):
         raise OSError("the service is down")
 
 
-def test_every_number_and_a_capped_table_arrive(run_dir: RunDir) -> None:
+def test_sink_receives_every_metric_and_a_capped_table(run_dir: RunDir) -> None:
     kept = Kept()
     feed_sinks(run_dir, {"kept": lambda: kept}, 2, lambda: True)
     steps = by_step(read_events(run_dir.metrics), "step")
@@ -66,7 +66,7 @@ def test_every_number_and_a_capped_table_arrive(run_dir: RunDir) -> None:
             assert all(max(thumb.width, thumb.height) <= 192 for thumb in sample.thumbs)
 
 
-def test_a_sink_that_fails_costs_only_itself_and_continues_later(run_dir: RunDir) -> None:
+def test_failing_sink_affects_only_itself_and_continues_later(run_dir: RunDir) -> None:
     kept, again, fixed = Kept(), Kept(), Kept()
 
     def never() -> Sink:
@@ -100,7 +100,7 @@ def feed(run_dir: RunDir, name: str, tmp_path: Path, *options: str, fails: bool 
 
 
 @pytest.mark.browser
-def test_tensorboard_reads_numbers_images_and_the_table(run_dir: RunDir, tmp_path: Path) -> None:
+def test_tensorboard_reads_metrics_images_and_the_table(run_dir: RunDir, tmp_path: Path) -> None:
     feed(run_dir, "tensorboard", tmp_path)
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
     from tensorboard.plugins.hparams.plugin_data_pb2 import HParamsPluginData
@@ -143,7 +143,7 @@ def read_wandb(run_dir: RunDir) -> list[Any]:
 
 
 @pytest.mark.browser
-def test_wandb_keeps_an_offline_run(run_dir: RunDir, tmp_path: Path) -> None:
+def test_wandb_writes_an_offline_run(run_dir: RunDir, tmp_path: Path) -> None:
     feed(run_dir, "wandb", tmp_path, "--offline")
     (folder,) = (run_dir.sinks / "wandb").glob("offline-run-*")
     # To feed it again adds nothing.
@@ -171,7 +171,7 @@ def test_wandb_keeps_an_offline_run(run_dir: RunDir, tmp_path: Path) -> None:
 
 
 @pytest.mark.browser
-def test_trackio_keeps_the_numbers(run_dir: RunDir, tmp_path: Path) -> None:
+def test_trackio_stores_the_metrics(run_dir: RunDir, tmp_path: Path) -> None:
     other = RunDir(tmp_path / "elsewhere" / run_dir.path.name)
     shutil.copytree(run_dir.path, other.path)
     feed(run_dir, "trackio", tmp_path)

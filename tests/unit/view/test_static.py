@@ -6,7 +6,7 @@ import re
 from sightline.view.dashboard.server import STATIC, list_static_files
 
 
-def test_vendored_libraries_are_those_of_their_checksums():
+def test_vendored_libraries_match_their_checksums():
     vendor = STATIC / "vendor"
     listed = re.findall(r"^\| `([^`]+)` .*\((LICENSE[^)]+)\).* `(\w{64})` \|$",
                         (vendor / "README.md").read_text(), re.M)  # fmt: skip
@@ -18,7 +18,7 @@ def test_vendored_libraries_are_those_of_their_checksums():
         assert (vendor / license_file).is_file()
 
 
-def test_every_import_is_relative_and_leads_to_a_file():
+def test_every_import_is_relative_and_resolves_to_a_file():
     for name, file in list_static_files().items():
         if file.suffix in (".js", ".mjs"):
             for target in re.findall(r'^import\b[^;"]*"([^"]+)"', file.read_text(), re.M):

@@ -15,7 +15,7 @@ FIELDS = [
 ]  # fmt: skip
 
 
-def test_a_finished_run(tmp_path):
+def test_summary_of_a_finished_run(tmp_path):
     run_dir = write_run(tmp_path / "demo", steps=20)
     summary = summarize(run_dir, stopped_by="")
     assert list(summary)[: len(FIELDS)] == FIELDS
@@ -34,7 +34,7 @@ def test_a_finished_run(tmp_path):
     assert not list(run_dir.path.glob(".*.part"))
 
 
-def test_a_run_that_was_interrupted_has_nulls_where_nothing_was_measured():
+def test_interrupted_run_has_nulls_for_unmeasured_values():
     summary = build_summary([train(1, mismatch_kl=None)], stopped_by="SIGTERM")
     assert summary["steps"] == 1
     assert summary["verdicts"] == {}
@@ -57,7 +57,7 @@ def test_the_last_event_of_a_replayed_step_wins(tmp_path):
     assert summary["images_shown"] == 800
 
 
-def test_a_torn_line_and_values_of_a_wrong_kind_are_left_out(tmp_path):
+def test_torn_line_and_values_of_a_wrong_type_are_skipped(tmp_path):
     run_dir = RunDir(tmp_path)
     append(run_dir, step(1, verdicts={"train": 3, "odd": "x"}, images_shown=True))
     with open(run_dir.metrics, "ab") as file:

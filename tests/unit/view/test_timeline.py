@@ -5,7 +5,7 @@ from sightline.view.timeline import build_timeline
 from .event_fixtures import busy, train
 
 
-def test_overlap_is_the_time_in_which_both_are_busy():
+def test_overlap_is_the_time_both_are_busy():
     events = [event for k in range(1, 31) for event in (busy(k), train(k))]
     timeline = build_timeline(events)
     # The trainer works in the last 0.9 s of each step, the server pauses for 0.15 s of them.

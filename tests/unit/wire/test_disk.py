@@ -50,7 +50,7 @@ def fill(folder: Path) -> None:
             pass
 
 
-def test_what_does_not_fit_names_the_file_and_leaves_nothing(small_disk: Path) -> None:
+def test_write_to_a_full_disk_names_the_file_and_leaves_nothing(small_disk: Path) -> None:
     write_atomic(small_disk / "state", b"before")
     before = sorted(small_disk.iterdir())
     with pytest.raises(DiskFull, match=f"cannot write {small_disk}/state: No space left .* free"):
@@ -61,7 +61,7 @@ def test_what_does_not_fit_names_the_file_and_leaves_nothing(small_disk: Path) -
     assert (small_disk / "state").read_bytes() == b"before"
 
 
-def test_half_written_weights_are_no_version(small_disk: Path) -> None:
+def test_partially_written_weights_are_not_a_version(small_disk: Path) -> None:
     with pytest.raises(DiskFull, match="model.safetensors"):
         write_weights(small_disk / "weights", {"a": torch.zeros(SIZE)}, 1, 0)
     assert not (small_disk / "weights" / "v000001").exists()
@@ -69,7 +69,7 @@ def test_half_written_weights_are_no_version(small_disk: Path) -> None:
     assert path.is_file()
 
 
-def test_a_line_that_is_cut_off_goes_and_the_next_one_is_whole(small_disk: Path) -> None:
+def test_truncated_line_is_removed_and_the_next_one_is_complete(small_disk: Path) -> None:
     ledger, events = Ledger(small_disk / "ledger", 0), small_disk / "events"
     append_line(events, b'{"a": 1}')
     fill(small_disk)
@@ -86,7 +86,7 @@ def test_a_line_that_is_cut_off_goes_and_the_next_one_is_whole(small_disk: Path)
     assert [line.step for line in read_ledger(small_disk / "ledger")] == [*range(1, num_steps + 2)]
 
 
-def test_events_that_do_not_fit_are_counted(small_disk: Path) -> None:
+def test_events_lost_on_a_full_disk_are_counted(small_disk: Path) -> None:
     run_dir = RunDir(small_disk / "run")
     run_dir.make()
     fill(small_disk)
@@ -96,9 +96,7 @@ def test_events_that_do_not_fit_are_counted(small_disk: Path) -> None:
     assert events.num_lost and all(event.kind == "step" for event in read_events(run_dir.metrics))
 
 
-def test_the_disk_of_the_run_is_looked_at_before_every_step(
-    small_disk: Path, tmp_path: Path
-) -> None:
+def test_disk_space_is_checked_before_every_step(small_disk: Path, tmp_path: Path) -> None:
     run_dir = RunDir(small_disk / "run")
     run_dir.make()
     config = RunFile.model_validate({"model": {"path": "m"}, "env": {"name": "color_codeword"}})
@@ -114,7 +112,7 @@ def test_the_disk_of_the_run_is_looked_at_before_every_step(
             check()
 
 
-def test_a_limit_of_the_size_of_files_is_an_error_with_a_path(tmp_path: Path) -> None:
+def test_file_size_limit_is_an_error_with_a_path(tmp_path: Path) -> None:
     """Needs no rights: the process may not write files of more than 8 KB."""
     code = (
         "import resource, sys; from pathlib import Path\n"
@@ -134,7 +132,9 @@ def test_a_limit_of_the_size_of_files_is_an_error_with_a_path(tmp_path: Path) ->
     assert not list(tmp_path.glob(".tmp*")) and (tmp_path / "append_line").read_bytes() == b""
 
 
-def test_a_store_stays_where_it_is(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_store_paths_do_not_depend_on_the_working_directory(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.chdir(tmp_path)
     store = MediaStore("media", fallback_roots=["other"])
     os.chdir("/")
@@ -143,7 +143,7 @@ def test_a_store_stays_where_it_is(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     ]
 
 
-def test_a_process_says_why_it_ended_on_a_disk_that_is_full_for_a_moment(small_disk: Path) -> None:
+def test_process_error_is_written_despite_a_temporarily_full_disk(small_disk: Path) -> None:
     """The launcher may look when there is room again."""
     run_dir = RunDir(small_disk / "run")
     run_dir.logs.mkdir(parents=True)
@@ -158,7 +158,7 @@ def test_a_process_says_why_it_ended_on_a_disk_that_is_full_for_a_moment(small_d
     assert failed.problem == "trainer ended with 1: no room" and "make some" in failed.fix
 
 
-def test_words_of_any_length_are_left_also_where_no_room_was_taken(tmp_path: Path) -> None:
+def test_error_of_any_length_is_written_even_without_reserved_space(tmp_path: Path) -> None:
     run_dir = RunDir(tmp_path)
     run_dir.logs.mkdir()
     target = run_dir.error_file("trainer")

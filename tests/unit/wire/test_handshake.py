@@ -102,7 +102,7 @@ def test_a_run_refuses_a_server_of_another_version(release: str, called: str) ->
     asyncio.run(main())
 
 
-def test_a_server_that_tells_nothing_is_said_to_have_another_token() -> None:
+def test_server_without_version_info_is_reported_as_a_token_mismatch() -> None:
     async def main() -> None:
         async with listening(serve_health({"status": "ok"})) as address:
             client = GenerateClient(address)

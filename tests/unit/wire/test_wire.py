@@ -34,7 +34,7 @@ ITEM = MediaItem(REF, "some_family", (1, 2, 4), "f" * 32)
 
 
 @pytest.mark.parametrize("extra", ["pixel_values", "image", "patches"])
-def test_anything_that_looks_like_pixels_is_refused_by_the_schema(extra: str) -> None:
+def test_schema_refuses_pixel_data(extra: str) -> None:
     fields = msgspec.to_builtins(ITEM) | {extra: [0.1, 0.2]}
     with pytest.raises(WireError, match="unknown field"):
         MediaItem.from_raw("mmraw:" + msgspec.json.encode(fields).decode())
@@ -50,24 +50,24 @@ def request(**features: object) -> GenerateRequest:
     return GenerateRequest([1, 2, 2, 3], SamplingParams(), MultiModalFeatures(**parts))  # type: ignore
 
 
-def test_a_request_is_complete_in_itself() -> None:
+def test_request_is_self_contained() -> None:
     made = GenerateRequest.of([1, 2, 2, 3], [Slot(1, 2, ITEM)], SamplingParams(max_tokens=3))
     again = msgspec.json.decode(msgspec.json.encode(made), type=GenerateRequest)
     assert again.slots() == [Slot(1, 2, ITEM)]
 
 
-def test_a_hash_that_is_not_its_items_key_is_refused() -> None:
+def test_hash_differing_from_its_items_key_is_refused() -> None:
     with pytest.raises(Misaligned, match=r"mm_hashes.image\[0\]"):
         request(mm_hashes={"image": ["0" * 64]}).slots()
 
 
 @pytest.mark.parametrize("places", [[(2, 2), (0, 1)], [(0, 2), (1, 2)], [(3, 2)], [(0, 0)]])
-def test_slots_out_of_order_overlapping_or_outside_are_refused(places: list) -> None:
+def test_unordered_overlapping_or_out_of_range_slots_are_refused(places: list) -> None:
     with pytest.raises(Misaligned, match="slot"):
         check_slots([Slot(offset, length, ITEM) for offset, length in places], 4)
 
 
-def test_an_array_is_its_bytes_and_refuses_a_wrong_length() -> None:
+def test_array_is_sent_as_bytes_and_a_wrong_length_is_refused() -> None:
     array = Array.of(np.arange(6).reshape(2, 3), "int32")
     assert len(array.data) == 24 and np.array_equal(array.numpy(), [[0, 1, 2], [3, 4, 5]])
     assert len(msgspec.msgpack.encode(Array.of(np.zeros(1000), "float32"))) < 4100
@@ -77,7 +77,7 @@ def test_an_array_is_its_bytes_and_refuses_a_wrong_length() -> None:
         Array("float64", (3,), array.data)
 
 
-def test_batches_and_micro_batches_survive_the_wire(tiny_model: Path, store: MediaStore) -> None:
+def test_batches_and_micro_batches_round_trip(tiny_model: Path, store: MediaStore) -> None:
     samples = making.samples(tiny_model, store, count=3)
     batch = Batch(4, samples)
     assert Batch.from_bytes(batch.to_bytes()) == batch
@@ -93,7 +93,7 @@ def test_unknown_fields_are_refused_everywhere(tiny_model: Path, store: MediaSto
             msgspec.convert(fields, type(struct))
 
 
-def test_a_version_made_again_has_a_label_of_its_own() -> None:
+def test_recreated_version_has_a_new_label() -> None:
     file = WeightFile("f", 1, "a" * 64)
     assert Manifest(7, 7, [file]).label == "7" and Manifest(7, 7, [file], epoch=2).label == "7.2"
     for epoch, run in ((0, ""), (2, ""), (0, "1f"), (3, "1f")):
@@ -106,7 +106,7 @@ def test_a_version_made_again_has_a_label_of_its_own() -> None:
         )
 
 
-def test_a_label_proves_the_run_the_weights_and_the_base_of_adapters() -> None:
+def test_label_covers_the_run_the_weights_and_the_adapter_base() -> None:
     def label(**changes: Any) -> str:
         files = [WeightFile(name, 1, changes.pop(name, name)) for name in ("a", "b")]
         return Manifest(7, 7, files, run=changes.pop("run", "1f"), **changes).label
@@ -124,12 +124,12 @@ def test_a_label_proves_the_run_the_weights_and_the_base_of_adapters() -> None:
 @pytest.mark.parametrize(
     "text", ["", "x", "-1", "7.", "7-", "7-1f", "7-1f-zz", "7" * 10, "٣", "7\n"]
 )
-def test_a_label_that_is_none_is_refused(text: str) -> None:
+def test_invalid_label_is_refused(text: str) -> None:
     with pytest.raises(WireError, match="not a label of weights"):
         parse_version_label(text)
 
 
-def test_a_torn_last_line_is_left_out(tmp_path: Path) -> None:
+def test_torn_last_line_is_skipped(tmp_path: Path) -> None:
     path = tmp_path / "lines"
     append_line(path, b"one")
     append_line(path, b"two")
@@ -138,7 +138,7 @@ def test_a_torn_last_line_is_left_out(tmp_path: Path) -> None:
     assert read_lines(path) == [b"one", b"two"]
 
 
-def test_bytes_that_cannot_be_read_are_a_wire_error(tiny_model: Path, store: MediaStore) -> None:
+def test_undecodable_bytes_are_a_wire_error(tiny_model: Path, store: MediaStore) -> None:
     batch = Batch(4, making.samples(tiny_model, store, count=1))
     surprise = msgspec.msgpack.encode(msgspec.to_builtins(batch) | {"surprise": 1})
     for decode in (Batch.from_bytes, StepScores.from_bytes, control.decode, rank_messages.decode):
@@ -155,7 +155,7 @@ def test_a_struct_of_another_schema_is_refused(tiny_model: Path, store: MediaSto
             msgspec.structs.replace(struct, schema=9)
 
 
-def test_a_slot_holds_what_its_struct_says_and_reads_without_a_digest() -> None:
+def test_slot_round_trips_and_its_digest_is_optional() -> None:
     place = {"offset": 1, "length": 2}
     assert msgspec.convert({**place, "item": 3}, Slot[int]) == Slot(1, 2, 3)
     assert msgspec.convert({**place, "item": 3, "pixel_digest": None}, Slot[int]) == Slot(1, 2, 3)
@@ -165,7 +165,7 @@ def test_a_slot_holds_what_its_struct_says_and_reads_without_a_digest() -> None:
         msgspec.convert({**place, "item": 3}, Slot[MediaItem])
 
 
-def test_samples_whose_trained_tokens_do_not_line_up_are_refused(
+def test_samples_with_misaligned_trained_tokens_are_refused(
     tiny_model: Path, store: MediaStore
 ) -> None:
     [sample] = making.samples(tiny_model, store, count=1)
@@ -186,7 +186,7 @@ def test_samples_whose_trained_tokens_do_not_line_up_are_refused(
         msgspec.structs.replace(sample, **first)
 
 
-def test_an_atomic_write_that_fails_leaves_nothing_behind(tmp_path: Path) -> None:
+def test_failed_atomic_write_leaves_no_file(tmp_path: Path) -> None:
     (tmp_path / "file").mkdir()
     with pytest.raises(OSError):
         write_atomic(tmp_path / "file", b"new")
