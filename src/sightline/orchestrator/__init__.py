@@ -1,4 +1,4 @@
 """PROCESS: turns traces into batches, and tells the engines when to adopt new weights.
 
-`build` constructs, `loop` runs and `run_state` persists. `algo` decides what trains.
+`build` constructs it, `loop` runs it, `run_state` persists it, and `algo` selects what trains.
 """

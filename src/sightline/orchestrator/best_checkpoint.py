@@ -1,7 +1,7 @@
-"""The best checkpoint so far by held-out reward, in a folder that transformers can load.
+"""The checkpoint with the best held-out reward, in a folder that transformers can load.
 
-Published weights are copied byte by byte. Everything else in the folder comes from the checkpoint
-that the run started from.
+Published weights are copied byte by byte. All other files come from the checkpoint that the run
+started from.
 """
 
 from __future__ import annotations
@@ -34,14 +34,14 @@ class BestCheckpoint:
     target: Path
     run_state: RunState
     blobs: MediaStore | None = None
-    """The store of weights that are published there."""
+    """The store, for versions whose weights are published there."""
 
     async def keep_if_best(self, step: int, measure: float, published: Path) -> None:
-        """Keep the weights of `step` if its reward is higher than every earlier one."""
+        """Keep the weights of `step` if its reward is higher than all earlier rewards."""
         progress = self.run_state.progress
         if progress.best_step and measure <= progress.best_measure:
             return
-        # In a thread, because copying a large checkpoint takes a while.
+        # Copying a large checkpoint takes a while, so use a thread.
         progress.best_digest = await asyncio.to_thread(self._write, published)
         progress.best_step, progress.best_measure = step, measure
         self.run_state.save()
@@ -83,14 +83,14 @@ class BestCheckpoint:
             )
             digest = merge_safetensors(weights, others, part / WEIGHTS)
         write_sums(part, {WEIGHTS: digest})
-        # A reader sees the old checkpoint, none for a moment, or the new one; never a partial one.
+        # Readers see the old checkpoint, briefly none, or the new one, but never a partial one.
         shutil.rmtree(self.target, ignore_errors=True)
         os.rename(part, self.target)
         return digest
 
 
 def merge_safetensors(weights: list[Path], others: list[Path], target: Path) -> str:
-    """Write one file with all of `weights`, in the layout of `others`, and return its digest.
+    """Merge `weights` into one file, in the layout of `others`, and return its digest.
 
     Tensors that only `others` have are copied too.
     """
@@ -127,7 +127,7 @@ def merge_safetensors(weights: list[Path], others: list[Path], target: Path) -> 
             if shapes[name] == shape:
                 write(stored.data)
                 continue
-            # Transpose each matrix of a stack, whatever its dtype.
+            # Transpose each matrix in a stack, for any dtype.
             stack = stored.view(f"V{len(stored) // math.prod(shape)}").reshape(-1, *shape[-2:])
             for matrix in stack:
                 write(matrix.T.tobytes())

@@ -1,4 +1,4 @@
-"""Constructs the orchestrator from a run file."""
+"""Construct the orchestrator from a run file."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ from sightline.wire.file import check_disk_room
 def open_best_checkpoint(
     config: RunFile, run_dir: RunDir, run_state: RunState, events: EventLog, blobs: MediaStore
 ) -> BestCheckpoint:
-    """Open the best checkpoint so far; report a damaged one and forget it."""
+    """Open the best checkpoint so far. Report a damaged one and discard it."""
     best = BestCheckpoint(Path(config.model.path), run_dir.checkpoints / "best", run_state, blobs)
     if problem := best.find_problem():
         print(f"refused: {problem}", file=sys.stderr, flush=True)
@@ -48,7 +48,7 @@ def open_best_checkpoint(
 
 @dataclass(frozen=True)
 class ServerClients:
-    """Builds the clients of a run's servers."""
+    """Builds clients for a run's servers."""
 
     config: RunFile
     store: MediaStore
@@ -64,14 +64,14 @@ class ServerClients:
 def build_servers(
     config: RunFile, run_dir: RunDir, events: EventLog, clients: ServerClients, urls: Sequence[str]
 ) -> ServerPool:
-    """Build the pool of servers that sample rollouts."""
+    """Build the pool of servers for rollouts."""
     is_own = not config.inference.servers
     wanted = list_wanted(run_dir, config.inference.servers)
     return ServerPool(
         run_dir.read_id(),
         events,
         [clients.build(url, is_own) for url in urls if url and wanted.get(url) != REMOVE],
-        # The weights of servers that the run did not start are unknown until they adopt.
+        # The weights of external servers are unknown until they adopt a version.
         first_version=0 if is_own else UNKNOWN_VERSION,
         outage_timeout_s=config.inference.outage_timeout_s,
         joined_file=run_dir.heartbeat("server") if is_own else None,

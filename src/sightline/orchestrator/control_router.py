@@ -45,11 +45,11 @@ TRAINER = "trainer"
 
 @dataclass
 class ControlRouter:
-    """Sends control messages, and dispatches those that other processes send."""
+    """Sends control messages and dispatches received ones."""
 
     hub: AsyncHub
     peers: frozenset[str]
-    """The processes whose messages it accepts."""
+    """Names of the processes whose messages are accepted."""
     ready: dict[str, ProcessReady] = field(default_factory=dict)
     finished: asyncio.Event = field(default_factory=asyncio.Event)
     last_step: int = 0
@@ -57,14 +57,14 @@ class ControlRouter:
     announced: int | None = None
     """The last step sent to the trainer; None while there is no trainer."""
     is_finishing: bool = False
-    """Whether the trainer has to finish."""
+    """Whether the trainer should finish after the last batch."""
     servers: ServerList | None = None
     """The servers that workers may use."""
     remote_files: RemoteFiles | None = None
     """The run directory, for processes on machines that do not share it."""
     trainer_watch: TrainerWatch = field(default_factory=lambda: TrainerWatch())
     orchestrator: Orchestrator = field(init=False)
-    """Gets what the other processes send."""
+    """Handles the messages of the other processes."""
 
     def __post_init__(self) -> None:
         self._ready_changed = asyncio.Condition()
@@ -77,7 +77,7 @@ class ControlRouter:
         await self.hub.send(peer, control.encode(message))
 
     async def announce(self, ready: BatchReady) -> None:
-        """Send the trainer a batch that is on disk. A trainer that starts later gets it then."""
+        """Announce a batch on disk to the trainer. A trainer that starts later gets it then."""
         await self._tell_trainer([ready])
 
     async def finish(self) -> None:
@@ -99,7 +99,7 @@ class ControlRouter:
                 self.announced = None
 
     async def _on_trainer_ready(self, at: int) -> None:
-        """Send a trainer that starts from the checkpoint of step `at` all later batches."""
+        """Announce all batches after step `at` to a trainer that starts from its checkpoint."""
         self.orchestrator.policies.last = None  # it publishes this and later versions again
         self.announced = at
         await self._tell_trainer(self.orchestrator.run_state.announcements_after(at))
@@ -165,7 +165,7 @@ class ControlRouter:
                     raise _unexpected_error(peer, message)
 
     async def _keep_giving_files(self) -> None:
-        """Send processes that join their files. The first may wait for the model's upload."""
+        """Send joining processes their files. The first may wait for the model's upload."""
         while True:
             await self._give_files(await self._joining.get())
 
@@ -176,7 +176,7 @@ class ControlRouter:
             await self.send(peer, files)
 
     async def _keep_heeding_trainer(self) -> None:
-        """Handle the trainer's messages in order, since a successor needs the files in them."""
+        """Handle the trainer's messages in order. A restarted trainer needs the files in them."""
         while True:
             message = await self._from_trainer.get()
             match message:
@@ -187,14 +187,14 @@ class ControlRouter:
                     await self._give_files(TRAINER)
                 case FileChanges(files) if self.remote_files is not None:
                     if all(file.name.startswith("checkpoints/") for file in files):
-                        # Checkpoints are large, and new weights must not wait for them.
+                        # New weights must not wait for large checkpoints.
                         self._checkpoints.put(partial(self.remote_files.write, TRAINER, message))
                     else:
                         await asyncio.to_thread(self.remote_files.write, TRAINER, message)
                 case PublishedWeights():
                     if (
                         self._checkpoints.num_waiting
-                    ):  # the checkpoint that covers the batches may still be on its way
+                    ):  # the checkpoint that covers the batches may not be written yet
                         message = structs.replace(message, checkpoint_step=0)
                     self.orchestrator.publish(message)
                 case ProcessReady():
@@ -221,16 +221,16 @@ def _unexpected_error(peer: str, message: ControlMessage) -> WireError:
 
 
 TRAINER_TIMEOUT_S = 3600.0
-"""How long a remote trainer may be silent. It sends heartbeats every second once it has its copy of
-the run. The time is enough to be restarted on another node and to fetch that copy."""
+"""Maximum time without a message from a remote trainer. It sends a heartbeat every second once it
+has its copy of the run. A restart on another node, including that copy, must fit in this time."""
 
 
 @dataclass
 class TrainerWatch:
-    """Detects that a trainer on another machine is lost, if a cluster is responsible for it."""
+    """Detects the loss of a trainer that a cluster runs on another machine."""
 
     error_file: Path | None = None
-    """File with the error of a remote trainer that ended; None for a local trainer."""
+    """File with the error of a failed remote trainer; None for a local trainer."""
     timeout_s: float = TRAINER_TIMEOUT_S
     heard_at: float | None = None
     """Time of the last message, by the monotonic clock; None before the first."""
@@ -241,7 +241,7 @@ class TrainerWatch:
             self.error_file.unlink(missing_ok=True)  # left by its predecessor
 
     async def keep_watching(self) -> None:
-        """Raise when the trainer is lost and no other has replaced it."""
+        """Raise when the trainer is lost and was not replaced."""
         while True:
             await asyncio.sleep(min(30.0, self.timeout_s / 4))
             if self.error_file is None or self.heard_at is None:

@@ -1,7 +1,7 @@
-"""Evaluates a run on held-out tasks: before the first step, after the last, and in between if set.
+"""Evaluate a run on held-out tasks before the first step, after the last, and optionally between.
 
-Tasks with images are played again with the images of two tasks swapped. If the reward stays the
-same, the model ignores its images.
+Tasks with images are also played with the images of two tasks swapped. If the reward does not
+change, the model ignores its images.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from sightline.wire.control import PublishedWeights
 
 MAX_CONCURRENT = 128
 MAX_CONCURRENT_IN_BACKGROUND = 16
-"""Limit for evaluations in the background, which share the workers with training."""
+"""Concurrency limit for background evaluations, which share the workers with training."""
 
 
 @dataclass
@@ -42,10 +42,10 @@ class Evaluator:
     async def evaluate(
         self, name: str, step: int, swap_images: bool = False, server: str = ""
     ) -> float | None:
-        """Return the mean reward over the tasks, and record it; None without tasks.
+        """Record and return the mean reward over the tasks; None without tasks.
 
-        An evaluation that a resumed run already has is not repeated. `server` replaces the run's
-        own servers.
+        A resumed run does not repeat evaluations that it has results for. `server` replaces the
+        run's own servers.
         """
         known = self.run_state.find_eval(name, step)
         if not self.tasks or known is not None:
@@ -58,7 +58,7 @@ class Evaluator:
         played = list(traces)
         extra: dict[str, float] = {}
         if swap_images and any(map(_list_images, traces)):
-            # Task i gets the images of its neighbour, if that has any.
+            # Task i gets its neighbor's images, if there are any.
             neighbours = [_list_images(trace) for trace in (*traces[1:], traces[0])]
             swapped = await self._play_all(
                 {i: images for i, images in enumerate(neighbours) if images}, step
@@ -70,12 +70,12 @@ class Evaluator:
         self.events.write(
             "eval",
             step,
-            # Each background evaluation gets its own line in the metrics.
+            # Each background evaluation has its own line in the metrics.
             name=f"{name} {step}" if server else name,
             **summary.event_values,
             **extra,
         )
-        # Counted at the end, because an interrupted evaluation is played again.
+        # Count at the end, because an interrupted evaluation is repeated.
         for trace in played:
             self.run_state.count_trace(trace)
         self.run_state.record_eval(name, step, summary.reward)
@@ -84,7 +84,7 @@ class Evaluator:
     async def _play_all(
         self, images: dict[int, tuple[MediaRef, ...]], step: int, server: str = ""
     ) -> list[Trace]:
-        """Play each task on the version of `step`, with `images` in place of its own if given."""
+        """Play each task with the weights of `step`. `images`, if given, replace the task's own."""
         return await play_tasks(
             lambda task: self.rollouts.play_once(
                 task, EVAL_SPLIT, self.temperature, images[task], server, step
@@ -122,8 +122,8 @@ class BackgroundEvaluator:
                                    |
               a newer version replaces it if an evaluation takes that long
 
-    A separate server holds that step's weights while its tasks run, so training does not wait. The
-    version's files stay until it is evaluated.
+    A separate server holds that step's weights while the tasks run, so training does not wait. The
+    version's files are kept until it is evaluated.
     """
 
     evaluator: Evaluator
@@ -132,12 +132,12 @@ class BackgroundEvaluator:
     run_state: RunState
     events: EventLog
     server: str
-    """Address of the server that evaluates."""
+    """Address of the evaluation server."""
     adopt: Callable[[str], Awaitable[None]]
-    """Makes that server adopt the manifest at a path, and returns when it has."""
+    """Makes the server adopt the manifest at a path, and waits until it has."""
     every: int
     last_step: int
-    """Not evaluated here: the run evaluates it at its end."""
+    """The last step, which is not evaluated here but at the end of the run."""
     _waiting: PublishedWeights | None = None
     _news: asyncio.Event = field(default_factory=asyncio.Event)
     _idle: asyncio.Event = field(default_factory=asyncio.Event)
@@ -169,7 +169,7 @@ class BackgroundEvaluator:
             self._idle.set()
 
     async def drain(self) -> None:
-        """Wait until no evaluation is waiting or running."""
+        """Wait until no evaluation is pending or running."""
         await self._idle.wait()
 
     async def keep_final_if_best(self, step: int) -> None:
@@ -189,14 +189,14 @@ class BackgroundEvaluator:
 
 
 STEPS_BETWEEN = 5
-"""Steps from an evaluation that did not confirm the reward to the next."""
+"""Number of steps between an evaluation that did not confirm the reward and the next one."""
 
 
 @dataclass
 class RewardGoal:
-    """The reward at which a run ends. Its rollouts must reach it, and held-out tasks confirm it.
+    """The reward at which a run ends. Rollouts must reach it and held-out tasks must confirm it.
 
-    Training continues if held-out tasks earn less. They are played again some steps later.
+    If held-out tasks earn less, training continues, and they are played again some steps later.
     """
 
     stop_at: float
@@ -208,12 +208,12 @@ class RewardGoal:
 
     @property
     def was_reached(self) -> bool:
-        """Return whether an earlier process of this run has reached it."""
+        """Return whether an earlier process of this run has reached the goal."""
         reached = self.run_state.progress.goal_reached
         return reached is not None and reached >= self.stop_at
 
     async def is_reached(self, step: int, rewards: Sequence[float]) -> bool:
-        """Return whether rollouts with these `rewards`, and held-out tasks, earned enough."""
+        """Return whether both `rewards` and the held-out tasks reach the goal."""
         if step < self._next_step or not rewards or fmean(rewards) < self.stop_at:
             return False
         await self.policy.wait_for_version(step)

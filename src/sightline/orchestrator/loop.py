@@ -41,7 +41,7 @@ from sightline.wire.sample import Batch
 
 @dataclass
 class Orchestrator:
-    """Drives the parts of a run. The parts do not know the orchestrator."""
+    """Drives the components of a run. They do not reference the orchestrator."""
 
     rollouts: RolloutScheduler
     policy: PolicyUpdater
@@ -49,7 +49,7 @@ class Orchestrator:
     judge: GroupJudge
     run_state: RunState
     observer: StepMetrics
-    """Records what the loop does. It never waits and never fails the run."""
+    """Records metrics. It never blocks the loop and never fails the run."""
     evaluator: Evaluator
     background_evaluator: BackgroundEvaluator | None
     goal: RewardGoal | None
@@ -63,14 +63,14 @@ class Orchestrator:
     diagnostics_every: int
     max_empty_batches: int
     max_resampled_groups: int
-    """How many groups without signal a step may replace; later ones count towards the batch."""
+    """Maximum number of groups without signal that a step replaces. Further ones count."""
     max_bad_fraction: float
-    """The fraction of a step's rollouts that bad media may break."""
+    """Maximum fraction of a step's rollouts that may fail because of bad media."""
     last_step: int
-    """No group starts that could only train after this step."""
+    """The last step. Groups that could only train later are not started."""
 
     async def run(self) -> None:
-        """Evaluate, train the steps that are left, and evaluate again."""
+        """Evaluate, train the remaining steps, and evaluate again."""
         await self.evaluator.evaluate("start", 0)
         step = self.run_state.progress.step
         if self.goal is None or not self.goal.was_reached:
@@ -85,9 +85,9 @@ class Orchestrator:
             await self.background_evaluator.keep_final_if_best(step)
 
     async def train(self, steps: range) -> int:
-        """Train for `steps`, never on a sample more than `max_lag` versions old.
+        """Train for `steps`, on samples that are at most `max_lag` versions old.
 
-        Returns the last step that was trained, which comes early where the run reaches its goal.
+        Returns the last trained step. A run that reaches its goal stops early.
         """
         for step in steps:
             self.check_room()
@@ -110,7 +110,7 @@ class Orchestrator:
         return max(steps.start, steps.stop) - 1
 
     def publish(self, published: PublishedWeights) -> None:
-        """Let the engines adopt a new version, and remove the batches that it covers."""
+        """Make the engines adopt a new version, and remove the batches that it covers."""
         manifest = self.run_state.run_dir.path / published.manifest
         published = structs.replace(published, manifest=str(manifest))
         self.policies.check_published(published, self.run_state.progress.step)
@@ -123,7 +123,7 @@ class Orchestrator:
         self.policy.publish(published)
 
     async def _collect(self, step: int) -> StepCollection | None:
-        """Judge groups as they finish, until their samples make a batch.
+        """Judge groups as they finish, until their samples fill a batch.
 
         Returns None when the goal is reached and nothing is left to learn.
         """
@@ -131,7 +131,7 @@ class Orchestrator:
         wants_fresh = self.diagnostics_every > 0 and step % self.diagnostics_every == 0
         while not self._is_full(collection, wants_fresh):
             if wants_fresh and collection.num_groups >= self.groups_per_step:
-                # Nothing can be fresh before the engines hold the version that this step trains.
+                # No group is fresh before the engines hold the version that this step trains.
                 await self.policy.wait_for_version(step - 1)
             group = await self._wait_for_group(step, collection)
             verdict = self.judge.judge(group.traces, step)
@@ -141,13 +141,13 @@ class Orchestrator:
             if collection.num_groups >= self.groups_per_step and not collection.has_signal:
                 if await self._is_goal_reached(step - 1, collection):
                     return None
-                if not collection.samples:  # samples without signal train on their KL term
+                if not collection.samples:  # samples without signal still train on their KL term
                     collection.start_over()
                     self._check_empty(step, collection)
         return collection
 
     async def _wait_for_group(self, step: int, collection: StepCollection) -> Group:
-        """Return the next finished group; meanwhile, start as many as the lag leaves room for."""
+        """Return the next finished group. While waiting, start as many as the lag allows."""
         finished = asyncio.ensure_future(self.rollouts.wait_for_group())
         try:
             while True:
@@ -164,26 +164,26 @@ class Orchestrator:
             finished.cancel()
 
     def _count_startable_groups(self, step: int, collection: StepCollection) -> int:
-        """Count the groups that may start now and still train within the bound on the lag.
+        """Count the groups that may start now and still train within `max_lag`.
 
-        A group that starts on version v can train up to step v + 1 + max_lag, so there is room for
-        the batches of steps `step` to that one, less what is under way.
+        A group that starts on version v can train until step v + 1 + max_lag. This leaves room for
+        the batches from `step` to that step, minus the groups that are under way.
         """
         last_step = min(self.policy.version + 1 + self.max_lag, self.last_step)
         missing = (last_step - step + 1) * self.groups_per_step - collection.num_groups
-        # A step that waits for a fresh group needs one more even when its batch is full.
+        # A step that waits for a fresh group needs one more, even if its batch is full.
         wanted = max(missing, 1 if last_step >= step else 0)
-        # Starting more at once would not finish a step sooner: two steps' groups would finish
-        # together, and the trainer would idle and then have two batches to train. With this bound,
-        # step times differ by at most twice the time from a version's update to its use.
+        # Starting more at once would not finish a step sooner: the groups of two steps would finish
+        # together, and the trainer would idle and then get two batches. With this bound, step times
+        # differ by at most twice the time from a version's update to its use.
         at_once = self.groups_per_step * max(1, self.max_lag)
         return max(0, min(wanted, at_once) - self.rollouts.num_ahead)
 
     def _is_full(self, collection: StepCollection, wants_fresh: bool) -> bool:
         if collection.num_groups < self.groups_per_step:
             return False
-        # Wait for a fresh group only until the groups under way when its version came, and one
-        # step's groups more, have finished. After that the diagnostics report null.
+        # Wait for a fresh group until all groups that were under way when its version was adopted
+        # have finished, plus those of one more step. After that, the diagnostics report null.
         waited = collection.num_groups - self.groups_per_step
         most = self.groups_per_step * (max(1, self.max_lag) + 1)
         return collection.has_fresh_group or not wants_fresh or waited >= most

@@ -1,4 +1,4 @@
-"""The policy versions of a run: which it has published, and how its engines adopt them."""
+"""The policy versions that a run has published, and how its engines adopt them."""
 
 from __future__ import annotations
 
@@ -34,31 +34,31 @@ _VERSION_FOLDER = re.compile(r"v(\d{6})(\.\d+)?")
 
 @dataclass
 class PolicyUpdater:
-    """Makes the engines adopt every published version, or the newest when several wait.
+    """Makes the engines adopt each published version, or the newest if several are waiting.
 
-    Nothing else tells engines to adopt.
+    No other code makes engines adopt versions.
     """
 
     engines: Sequence[Callable[[str], Awaitable[None]]]
-    """Each makes an engine adopt the manifest at a path, and returns when it has."""
+    """Functions that make an engine adopt the manifest at a path, and wait until it has."""
     weights: Path
     blobs: MediaStore
-    """The store of versions that are published there."""
+    """The store, for versions whose weights are published there."""
     version: int = 0
     """The version that all engines hold."""
     published: PublishedWeights | None = None
     """The newest version that the trainer has written."""
     pinned_versions: set[int] = field(default_factory=set)
-    """Versions whose files stay although newer versions are in use."""
+    """Versions whose files are kept even if newer versions are in use."""
     on_adopted: Callable[[int, float], None] = lambda version, seconds: None
-    """Called with the version that all engines now hold, and the seconds it took."""
+    """Called with the version that all engines now hold and the seconds that adopting took."""
 
     def __post_init__(self) -> None:
         self._changed = asyncio.Condition()
         self._news = asyncio.Event()
 
     def publish(self, published: PublishedWeights) -> None:
-        """Note a published version. A restarted trainer may repeat versions that engines have."""
+        """Record a published version. A restarted trainer may repeat versions."""
         if self.published is None or published.version >= self.published.version:
             self.published = published
             self._news.set()
@@ -83,7 +83,7 @@ class PolicyUpdater:
             await self._changed.wait_for(lambda: self.version >= version)
 
     def _remove_old_versions(self, version: int) -> None:
-        """Remove versions that no engine can adopt any more; parts before their manifests.
+        """Remove versions that no engine can adopt any more, their parts before their manifests.
 
         If the store fails, the next call tries again.
         """
@@ -108,10 +108,10 @@ class PolicyUpdater:
 
 
 def _list_parts(folders: Iterable[Path]) -> set[str]:
-    """Return the digests of all parts of these versions."""
+    """Return the digests of all parts in these versions."""
     digests: set[str] = set()
     for folder in folders:
-        with contextlib.suppress(WireError):  # half written, or half removed before a kill
+        with contextlib.suppress(WireError):  # incomplete, because a process was killed
             files = read_manifest(folder / MANIFEST).files
             digests.update(part for file in files for part in file.parts)
     return digests
@@ -119,13 +119,13 @@ def _list_parts(folders: Iterable[Path]) -> set[str]:
 
 @dataclass
 class PublishedPolicies:
-    """The policies that this run has published. No other may sample for it or be adopted."""
+    """The policies that this run has published. Only these may sample for it or be adopted."""
 
     run: str
     weights: Path
-    """The folder of the run's versions and their history."""
+    """Folder with the run's versions and their history."""
     owns_servers: bool
-    """Whether the run starts its servers. They then hold its checkpoint as version 0."""
+    """Whether the run starts its servers. If so, they hold its checkpoint as version 0."""
     known: set[PolicyLabel] = field(init=False)
     last: int | None = None
     """The last version published to this process."""
@@ -136,7 +136,7 @@ class PublishedPolicies:
             self.known.add(Manifest(version=0, vision_version=0, files=[], run=self.run).policy)
 
     def check_trace(self, trace: Trace) -> None:
-        """Raise if a trace must end the run: an invalid answer, or one from another policy."""
+        """Raise if a trace has an invalid answer or one from another policy. This ends the run."""
         if trace.error_kind == WRONG_ANSWER:
             problem, _, fix = trace.error.partition("\n  fix: ")
             raise EngineError(f"rollout {trace.id}: {problem}", fix, WRONG_ANSWER, status=502)
@@ -153,7 +153,7 @@ class PublishedPolicies:
             )
 
     def check_published(self, published: PublishedWeights, announced: int) -> None:
-        """Raise unless the trainer has just published this, from batches up to `announced`."""
+        """Raise unless this is the trainer's next version, trained on batches up to `announced`."""
         version, last = published.version, self.last
         if not 0 <= version <= announced or (last is not None and version != last + 1):
             raise self._refusal(

@@ -1,4 +1,4 @@
-"""The orchestrator's process: connects to the others, runs the loop, and ends in order."""
+"""The orchestrator process: connects to the others, runs the loop, and shuts down cleanly."""
 
 from __future__ import annotations
 
@@ -40,11 +40,11 @@ async def main(
     evaluator: str,
     secret: str,
 ) -> None:
-    """Run the loop to its end, or until a signal. `evaluator` is the address of the background
-    evaluator's server, if there is one."""
+    """Run the loop until it ends or a signal arrives. `evaluator` is the address of the server
+    for background evaluation, if there is one."""
     events = EventLog(run_dir.metrics, "orchestrator")
     workers = [f"worker-{i}" for i in range(config.rollout.workers)]
-    # Servers on other machines join and report their address.
+    # Servers on other machines join and report their addresses.
     placed = list(filter(config.launch.is_elsewhere, config.server_names))
     for name in placed:
         run_dir.server_address(name).unlink(missing_ok=True)
@@ -85,7 +85,7 @@ async def main(
         await orchestrator.policy.wait_for_version(max(at, last - orchestrator.max_lag))
         await _run_until_stopped(orchestrator, events, stop)
         await stats_poller.poll()
-        # Nothing else tells servers that a cluster started to end.
+        # This also ends servers that a cluster started, which nothing else does.
         await _finish(router, run_state, store, [*workers, *ending], events)
         await asyncio.to_thread(store.end_lease, run_dir.read_id())
 
@@ -103,7 +103,7 @@ async def main(
     if orchestrator.background_evaluator is not None:
         helpers.append(orchestrator.background_evaluator.keep_evaluating())
     try:
-        # A helper that ends before the job has failed. Its error ends the run.
+        # If a helper ends before the job, it has failed, and its error ends the run.
         await run_until_first(job(), *helpers)
     finally:
         for each in pools:
@@ -114,7 +114,7 @@ async def main(
 async def _run_until_stopped(
     orchestrator: Orchestrator, events: EventLog, stop: asyncio.Event
 ) -> None:
-    """Run to the end; when `stop` is set, stop early without losing anything."""
+    """Run to the end. If `stop` is set, stop early without losing progress."""
     stopping = asyncio.ensure_future(stop.wait())
     working = asyncio.ensure_future(orchestrator.run())
     await asyncio.wait({stopping, working}, return_when=asyncio.FIRST_COMPLETED)
@@ -147,7 +147,7 @@ async def _finish(
         "totals",
         run_state.progress.step,
         images_shown=run_state.progress.images_shown,
-        # Not `count`, which notices only now and then what the workers put.
+        # Not `count`, which includes the workers' images only after a delay.
         images_stored=sum(1 for _ in store.digests()),
         tokens_sampled=run_state.progress.tokens_sampled,
         forks=run_state.progress.forks,
@@ -159,7 +159,7 @@ async def _finish(
 
 
 async def _keep_telling_workers(router: ControlRouter, pool: ServerPool) -> None:
-    """Tell the workers about every change among the servers."""
+    """Send the workers every change to the list of servers."""
     while True:
         if (now := pool.status) == router.servers:
             await pool.changed.wait()
@@ -171,7 +171,7 @@ async def _keep_telling_workers(router: ControlRouter, pool: ServerPool) -> None
 async def _keep_server_changes(
     run_dir: RunDir, base: Sequence[str], pool: ServerPool, clients: ServerClients
 ) -> None:
-    """Add and remove servers as users request, and write a report of their states."""
+    """Add and remove servers at users' request, and report their states in a file."""
     seen, reported = -1, b""
     while True:
         with contextlib.suppress(FileNotFoundError):
@@ -181,7 +181,7 @@ async def _keep_server_changes(
                 await pool.apply(wanted, lambda url: clients.build(url, is_own=False))
         if (report := msgspec.json.encode(pool.reports)) != reported:
             reported = report
-            # Not synced: it matters only while the processes live.
+            # Not synced: the report is useless once the processes have ended.
             part = run_dir.server_report.with_suffix(".part")
             part.write_bytes(report)
             part.replace(run_dir.server_report)
@@ -191,7 +191,7 @@ async def _keep_server_changes(
 async def _keep_placing_servers(
     run_dir: RunDir, names: Sequence[str], pool: ServerPool, clients: ServerClients
 ) -> None:
-    """Add the run's remote servers whenever one reports its address."""
+    """Add each of the run's remote servers when it reports its address."""
     known: dict[str, str] = {}
     while True:
         for name in names:
@@ -205,9 +205,9 @@ async def _keep_placing_servers(
 
 
 async def _keep_checking_store(store: MediaStore, run_id: str) -> None:
-    """Renew the run's lease on its images, and raise when the store or disk is full.
+    """Renew the run's lease on its images, and raise if the store or disk is full.
 
-    Runs in the background, because a step or an evaluation may take long.
+    Runs in the background, because a step or an evaluation may take a long time.
     """
 
     def check() -> None:

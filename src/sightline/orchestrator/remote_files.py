@@ -1,4 +1,4 @@
-"""The run directory for processes on machines that do not share it: it sends and receives files."""
+"""Send and receive files of the run directory, for processes on machines that do not share it."""
 
 from __future__ import annotations
 
@@ -28,12 +28,12 @@ TRAINER_WRITES = (
 class RemoteFiles:
     run_dir: RunDir
     model: Path
-    """The folder of the checkpoint that the run started from."""
+    """The checkpoint folder that the run started from."""
     blobs: MediaStore
-    """Carries large files."""
+    """Transfers large files."""
 
     _model_files: dict[Path, FileChange] = field(default_factory=dict)
-    """The checkpoint's files, read once: they do not change."""
+    """Cache of the checkpoint's files, which do not change."""
 
     def collect(self, peer: str) -> FileChanges:
         """Return the files that the process `peer` needs."""
@@ -52,7 +52,7 @@ class RemoteFiles:
         if peer.startswith("trainer"):
             for pattern in TRAINER_READS:
                 for path in sorted(self.run_dir.path.glob(pattern)):
-                    # The parts are removed once it has them, so they must not be shared.
+                    # Do not share parts: they are removed once the trainer has them.
                     name = str(path.relative_to(self.run_dir.path))
                     yield self._read(name, path, secrets.token_bytes(16))
 
@@ -66,7 +66,7 @@ class RemoteFiles:
         for file in written.files:
             is_trainer = peer == "trainer"
             allowed = TRAINER_WRITES if is_trainer else (f"logs/{peer}.*",)
-            # Only the trainer may remove files, or have files fetched from the store.
+            # Only the trainer may remove files or send files through the store.
             is_small = file.stored is None and not file.is_removed
             is_allowed = any(fnmatch(file.name, pattern) for pattern in allowed)
             if not is_allowed or not (is_trainer or is_small):
@@ -89,7 +89,7 @@ class WriteQueue:
         self._queue.put_nowait(write)
 
     async def join(self) -> None:
-        """Wait until everything that was put is written."""
+        """Wait until all writes in the queue are done."""
         await self._queue.join()
 
     async def keep_writing(self) -> None:

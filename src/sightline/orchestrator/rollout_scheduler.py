@@ -1,4 +1,4 @@
-"""Runs groups of rollouts ahead of training, and returns them as they finish."""
+"""Run groups of rollouts ahead of training, and return them as they finish."""
 
 from __future__ import annotations
 
@@ -46,9 +46,9 @@ class RolloutScheduler:
     seed: int
     next_group: int = 0
     unjudged_groups: list[int] = field(default_factory=list)
-    """Groups that were started but not judged before the run was resumed. They come first."""
+    """Groups that the resumed run had started but not judged. They are played first."""
     check_trace: Callable[[Trace], None] = lambda trace: None
-    """Raises for a trace of training or evaluation that must end the run."""
+    """Checks each trace, and raises if it must end the run."""
 
     def __post_init__(self) -> None:
         self._open: dict[str, Group] = {}
@@ -57,7 +57,7 @@ class RolloutScheduler:
         self._eval_futures: dict[str, asyncio.Future[Trace]] = {}
         self._wires: dict[str, dict[str, int]] = {}
         self.trace_bytes = 0
-        """The size of all traces that came from workers."""
+        """Total size of the traces received from workers, in bytes."""
         self.waited_s = 0.0
         """Seconds spent waiting for a group to finish."""
         self.workers_lost: Counter[str] = Counter()
@@ -65,17 +65,17 @@ class RolloutScheduler:
 
     @property
     def num_ahead(self) -> int:
-        """Number of groups that are running or wait to be judged."""
+        """Number of groups that are running or waiting to be judged."""
         return len(self._open) + len(self._finished)
 
     @property
     def open_groups(self) -> list[int]:
-        """The groups that were started but not judged."""
+        """Groups that were started but not judged."""
         started = [group.index for group in (*self._open.values(), *self._finished)]
         return sorted(started + self.unjudged_groups)
 
     async def start_groups(self, num_groups: int, min_version: int = 0) -> None:
-        """Start groups that are sampled by `min_version` or newer."""
+        """Start groups, to be sampled by `min_version` or newer."""
         for _ in range(num_groups):
             if self.unjudged_groups:
                 index = self.unjudged_groups.pop(0)
@@ -125,7 +125,7 @@ class RolloutScheduler:
 
     @property
     def wire(self) -> dict[str, int]:
-        """Bytes that crossed each wire so far."""
+        """Number of requests and bytes exchanged so far, by kind."""
         total = Counter({"trace_bytes": self.trace_bytes})
         for counts in self._wires.values():
             total.update(counts)
@@ -143,7 +143,7 @@ class RolloutScheduler:
     def on_worker_lost(self, worker: str, why: str) -> None:
         """Mark the rollouts of a replaced worker as broken."""
         self.workers_lost[why.partition(":")[0]] += 1
-        # Its successor starts counting at 0.
+        # Its replacement starts counting at 0.
         self._wires[f"{worker}#{self.workers_lost.total()}"] = self._wires.pop(worker, {})
         for request in self.dispatcher.on_worker_lost(worker):
             self._accept_trace(
@@ -173,7 +173,7 @@ class RolloutScheduler:
     async def cancel(self) -> None:
         self.dispatcher.clear()
         for worker in self.dispatcher.workers:
-            with contextlib.suppress(ProcessFailed):  # it is gone, and so are its rollouts
+            with contextlib.suppress(ProcessFailed):  # it has ended, and so have its rollouts
                 await self.dispatcher.send(worker, CancelRollouts())
         self._open.clear()
 
@@ -195,7 +195,7 @@ class RolloutDispatcher:
     send: SendControl
     workers: Sequence[str]
     max_in_flight: int = 0
-    """Maximum number of rollouts in flight; 0 is unlimited."""
+    """Maximum number of rollouts in flight; 0 for no limit."""
 
     def __post_init__(self) -> None:
         self._waiting: deque[RolloutRequest] = deque()
@@ -213,21 +213,21 @@ class RolloutDispatcher:
 
     async def submit(self, request: RolloutRequest) -> None:
         if request.server:
-            # It runs on another server, so it does not count against the run's own rollouts.
+            # A pinned rollout uses another server, so it does not count towards the limit.
             self._waiting.appendleft(request)
         else:
             self._waiting.append(request)
         await self._send_waiting()
 
     def take_result(self, rollout_id: str) -> bool:
-        """Remove a finished rollout; return False if it was lost or cancelled before."""
+        """Remove a finished rollout. Return False if it was already lost or cancelled."""
         if self._in_flight.pop(rollout_id, None) is None:
             return False
         self._changed.set()
         return True
 
     def on_worker_lost(self, worker: str) -> list[RolloutRequest]:
-        """Remove and return a lost worker's rollouts. Its successor is available again."""
+        """Remove and return a lost worker's rollouts. Its replacement becomes available."""
         requests = [request for name, request in self._in_flight.values() if name == worker]
         for request in requests:
             del self._in_flight[request.rollout_id]
@@ -261,7 +261,7 @@ class RolloutDispatcher:
             try:
                 await self.send(worker, request)
             except ProcessFailed:
-                # The worker has just ended. Its successor reports ready.
+                # The worker has just ended. Its replacement will report ready.
                 self._missing_workers.add(worker)
                 if self._in_flight.pop(request.rollout_id, None) is not None:
                     self._waiting.appendleft(request)

@@ -1,9 +1,9 @@
 """The orchestrator's state on disk, from which a killed run resumes.
 
-A step writes verdicts, traces, batch and progress, in this order, and then announces the batch. A
-batch newer than the progress was never announced, so a resumed run makes it again. The progress
-holds the digests of batches that no checkpoint covers: a batch file with another digest is refused.
-Without its progress file, a run is not changed.
+Each step writes verdicts, traces, batch and progress, in this order, and then announces the batch.
+A batch newer than the progress was never announced, so a resumed run makes it again. The progress
+holds the digests of batches that no checkpoint covers. Batch files with other digests are refused.
+If the progress file is lost, the run cannot be resumed, and its files are not changed.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from sightline.wire.file import (
 from sightline.wire.sample import Batch, digest_batch
 
 SCHEMA = 2
-"""Schema of the progress file; schema 1 had no digests."""
+"""Schema of the progress file. Schema 1 had no digests."""
 
 
 class Progress(msgspec.Struct, forbid_unknown_fields=True):
@@ -46,15 +46,15 @@ class Progress(msgspec.Struct, forbid_unknown_fields=True):
     images_shown: int = 0
     tokens_sampled: int = 0
     tokens_trained: int = 0
-    """Trained tokens of all batches, each batch counted once."""
+    """Number of trained tokens in all batches. Each batch counts once."""
     forks: dict[str, int] = {}
-    """Turns that did not extend the previous turn of their branch, by reason."""
+    """Number of turns that did not extend the previous turn of their branch, by reason."""
     refused_requests: int = msgspec.field(default=0, name="door_errors")
     """Number of refused messages and agent requests."""
     bad_media: int = 0
-    """Rollouts that failed because of an image."""
+    """Number of rollouts that failed because of an image."""
     bad_samples: dict[str, int] = {}
-    """Samples that the trainer dropped because of bad media, by step."""
+    """Number of samples that the trainer dropped because of bad media, by step."""
     evals: dict[str, float] = {}
     """Mean reward of each evaluation, by its key."""
     best_step: int = 0
@@ -65,19 +65,19 @@ class Progress(msgspec.Struct, forbid_unknown_fields=True):
     batches: dict[str, str] = {}
     """Digest of each batch that no checkpoint covers, by step."""
     earned: dict[str, Any] = {}
-    """Not used; in progress files of earlier versions."""
+    """Unused. Progress files of earlier versions contain it."""
     goal_reached: float | None = None
     """The `[run] stop_at` that the run has reached; None for none."""
     seconds: float = 0.0
-    """Seconds that the run has taken, over all its processes."""
+    """Total running time over all restarts, in seconds."""
     schema: int = SCHEMA
 
 
 def read_progress(run_dir: RunDir) -> Progress:
-    """Return the progress of a run, or a new one if it has made no step.
+    """Return a run's progress, or an empty one if it has made no step.
 
-    Raise if the file is damaged, or missing or older than other files of the run, since batches
-    that were trained on would be made again. Raise also if the run's id has changed.
+    Raise if the file is damaged, missing, or older than the run's other files: the run would make
+    batches again that it has trained on. Also raise if the run's id has changed.
     """
     trained = len(read_lines(run_dir.ledger))
     checkpoints = [int(path.name[5:]) for path in run_dir.checkpoints.glob("step_*")]
@@ -139,7 +139,7 @@ class RunState:
                 progress.batches[str(step)] = digest_batch(file.read_bytes())
         if progress.schema < SCHEMA or not run_dir.progress.exists():
             progress.schema = SCHEMA
-            run_state.save()  # from now on, a missing progress file means that it was lost
+            run_state.save()  # from now on, a missing progress file was lost
         return run_state
 
     def write_step(
@@ -150,7 +150,7 @@ class RunState:
         next_group: int,
         open_groups: list[int],
     ) -> BatchReady:
-        """Count a step, write it to disk, and return its announcement."""
+        """Update the totals, write the step to disk, and return its announcement."""
         played, data = encode_traces(traces), batch.to_bytes()
         line = {"step": batch.step, "verdicts": ids_by_verdict, "traces": digest_batch(played)}
         append_line(self.run_dir.verdicts, json.dumps(line, separators=(",", ":")).encode())
@@ -194,7 +194,7 @@ class RunState:
         write_atomic(self.run_dir.progress, add_checksum(msgspec.json.encode(self.progress)))
 
     def announcements_after(self, step: int) -> list[BatchReady]:
-        """Return the batches that a trainer at `step` has yet to train on, in order."""
+        """Return the batches after `step`, in order. The trainer has yet to train on them."""
         announcements = []
         for later in range(step + 1, self.progress.step + 1):
             path, digest = self.run_dir.batch(later), self.progress.batches.get(str(later), "")
@@ -222,11 +222,11 @@ class RunState:
 
 
 def eval_key(name: str, step: int) -> str:
-    """Return the name of an evaluation's files. A run that is extended keeps its first 'final'."""
+    """Return the name of an evaluation's files. An extended run keeps its first 'final'."""
     return f"{name}_{step:06d}"
 
 
 def is_bad_media(trace: Trace) -> bool:
-    """Return whether an image broke the rollout, at the worker or at the server."""
+    """Return whether the rollout failed because of an image, at the worker or the server."""
     kind = trace.error_kind.lower()
     return kind.startswith(("media", "pixel")) and kind != "media_unavailable"

@@ -8,8 +8,8 @@
       a server waits to adopt while half of those ready do        unblocked by: them, a timeout
       the run ends: no server was ready for `outage_timeout_s`
 
-Every server is leased to the run and adopts the newest version before it serves. A server that
-returns does so again. Versions roll over the servers, so a slow server delays no other.
+Every server is leased to the run and adopts the newest version before it serves, also when it
+returns after a failure. Updates are rolling, so a slow server does not delay the others.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ RENEW_EVERY_S = 10.0
 GIVE_BACK_S = 5.0
 CANCEL_AGAIN_S = 1.0
 STAGGER_S = 10.0
-"""How long a server waits for others that are adopting."""
+"""Maximum time that a server waits for others that are adopting."""
 CHECK_EVERY_S = 0.2
 
 
@@ -55,20 +55,20 @@ class PooledServer:
 
     client: GenerateClient
     is_added: bool = False
-    """Whether it was added during the run: refusing it then does not end the run."""
+    """Whether it was added during the run. If so, a refusal does not end the run."""
     name: str = ""
-    """Name of the run's process, for a server that reports its own address."""
+    """Process name of a server that reports its own address."""
     joined_file: Path | None = None
-    """Touched when it joins: the launcher restarts only servers that have worked."""
+    """File to touch when it joins. The launcher restarts only servers that have joined."""
     state: str = JOINING
     is_draining: bool = False
     """Whether it gets no new requests."""
     manifest: str = ""
-    """Path of the last manifest that it adopted; empty for none since it joined."""
+    """Path of the last manifest it adopted since it joined; empty for none."""
     version: int = UNKNOWN_VERSION
     load: int = 0
     problem: str = ""
-    """Why it is lost, refused or behind."""
+    """Reason why it is lost, refused or behind."""
     has_joined: bool = False
     lost_since: float = 0.0
     """When it was lost, by the monotonic clock; 0 while it is available."""
@@ -96,20 +96,20 @@ class PooledServer:
 @dataclass
 class ServerPool:
     run: str
-    """Id of the run. A resumed run regains its leases at once."""
+    """Id of the run. Leases belong to it, so a resumed run regains them at once."""
     events: EventLog
     clients: Sequence[GenerateClient]
-    """The initial servers."""
+    """Clients of the initial servers."""
     first_version: int = UNKNOWN_VERSION
-    """The initial servers' version: 0 for servers that the run starts."""
+    """Version of the initial servers: 0 for servers that the run starts."""
     outage_timeout_s: float = math.inf
     joined_file: Path | None = None
     """The `joined_file` of the initial servers."""
     times: ProbeTimes = DEFAULT_PROBE_TIMES
     renew_every_s: float = RENEW_EVERY_S
-    """Seconds between renewals of a lease."""
+    """Seconds between lease renewals."""
     rejoin_after_s: float = 5.0
-    """Seconds before the next try at a server that refused the run or could not fetch weights."""
+    """Seconds before retrying a server that refused the run or could not fetch weights."""
 
     def __post_init__(self) -> None:
         self.changed = ChangeSignal()
@@ -121,7 +121,7 @@ class ServerPool:
         }
         self._ready_at = math.inf
         self._adopts_together = False
-        """Whether the newest version is sent once, to all servers at the same time."""
+        """Whether the newest version is sent to all servers at the same time."""
 
     @property
     def status(self) -> ServerList:
@@ -200,7 +200,7 @@ class ServerPool:
     async def place(self, name: str, client: GenerateClient, joined_file: Path) -> None:
         """Set the address of the run's server `name`, and remove its earlier address."""
         before = [server.url for server in self.servers.values() if server.name == name]
-        if client.base_url in self.servers:  # another server's address until now, or its own
+        if client.base_url in self.servers:  # previously another server's address, or its own
             await self.remove(client.base_url)
         self.servers[client.base_url] = PooledServer(client, name=name, joined_file=joined_file)
         self._tell(f"{client.base_url} is {name}")
@@ -227,7 +227,7 @@ class ServerPool:
             await server.client.close()
 
     def _check_outage(self) -> None:
-        """Raise when no server was ready for too long. The first start has no limit."""
+        """Raise if no server has been ready for too long. The first start has no time limit."""
         now = time.monotonic()
         if any(server.is_serving and not server.is_draining for server in self.servers.values()):
             self._ready_at = now
@@ -245,7 +245,7 @@ class ServerPool:
             )
 
     async def _keep(self, server: PooledServer) -> None:
-        """Join the server, and join again whenever it was lost."""
+        """Join the server, and rejoin it whenever it is lost."""
         while True:
             try:
                 await self._join(server)
@@ -316,7 +316,7 @@ class ServerPool:
                 await server.client.adopt(manifest)
             except EngineError as error:
                 if error.kind == WEIGHTS_UNAVAILABLE:
-                    # It keeps its version and tries again.
+                    # The server keeps its version and tries again.
                     if error.problem != server.problem:
                         self._tell(
                             f"{server.url} cannot fetch version {version} yet: {error.problem}"
@@ -326,7 +326,7 @@ class ServerPool:
                     await asyncio.sleep(self.rejoin_after_s)
                 elif manifest == self.manifest:
                     raise
-                continue  # a newer version exists, and the files of this one are gone
+                continue  # a newer version exists, and this version's files are gone
             server.manifest, server.version, server.problem = manifest, version, ""
             self._set_state(server, READY)
 

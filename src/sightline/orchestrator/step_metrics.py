@@ -1,4 +1,4 @@
-"""The batch of one step while it is collected, the metrics of each step, and the servers' load."""
+"""Collect each step's batch, and record step metrics and server load."""
 
 from __future__ import annotations
 
@@ -29,31 +29,31 @@ from sightline.wire.sample import Sample
 
 @dataclass
 class StepCollection:
-    """The samples of a step so far, and the counts that say when its batch is full."""
+    """The samples of a step so far, and the counts that decide when its batch is full."""
 
     samples: list[Sample] = field(default_factory=list)
     traces: list[Trace] = field(default_factory=list)
     lags: list[int] = field(default_factory=list)
     ids_by_verdict: defaultdict[str, list[str]] = field(default_factory=lambda: defaultdict(list))
-    """The rollouts' ids by verdict."""
+    """Rollout ids by verdict."""
     num_groups: int = 0
-    """Groups that count towards the batch, with signal or without."""
+    """Number of groups that count towards the batch, with or without signal."""
     has_signal: bool = False
     num_judged: int = 0
     num_without_signal: int = 0
     num_resampled: int = 0
-    """Groups without signal that another group replaced."""
+    """Number of groups without signal that were replaced."""
     num_empty: int = 0
-    """Complete batches that had no signal and were discarded."""
+    """Number of complete batches that were discarded because they had no signal."""
     num_dropped: int = 0
-    """Consecutive groups that did not count: stale, broken or filtered."""
+    """Number of consecutive groups that did not count: stale, broken or filtered."""
     has_fresh_group: bool = False
-    """Whether at least one group was sampled by version step-1 alone."""
+    """Whether at least one group was sampled only by version step-1."""
     rewards: list[list[float]] = field(default_factory=list)
-    """The rewards of each group that was judged and not dropped, in the order of judging."""
+    """Rewards of each group that was judged and not dropped, in the order of judging."""
 
     def add(self, group: Group, verdict: GroupVerdict, max_resampled: int) -> None:
-        """Add a judged group: it counts towards the batch, or another group replaces it."""
+        """Add a judged group. It either counts towards the batch or is replaced."""
         self.samples += verdict.samples
         self.traces += group.traces
         self.lags += verdict.lags
@@ -78,7 +78,7 @@ class StepCollection:
         return [reward for group in self.rewards[-num_groups:] for reward in group]
 
     def start_over(self) -> None:
-        """Discard a batch without signal. Its rollouts stay in the counts."""
+        """Discard a batch without signal. Its rollouts still count in the metrics."""
         self.num_empty += 1
         self.num_groups = 0
         self.samples.clear()
@@ -193,13 +193,13 @@ WRITTEN_TOTALS = (
     "busy_adopt_seconds", "steps", "computed_tokens", "cached_tokens", "sampled_tokens",
     "images_encoded", "decode_steps", "decode_tokens", "decode_keys", "decode_seconds",
 )  # fmt: skip
-"""Counters of where the time went. An engine may lack some."""
+"""Server counters that are recorded. Some engines lack some of them."""
 STATS_TIMEOUT_S = 10.0
 
 
 @dataclass
 class ServerStatsPoller:
-    """Records when servers were busy, for the timeline."""
+    """Polls servers for their busy times, which the timeline shows."""
 
     list_clients: Callable[[], Sequence[GenerateClient]]
     """Returns the clients of the available servers."""

@@ -1,4 +1,4 @@
-"""Playing tasks: the handle behind Chat, the generate client, the worker processes.
+"""Rollouts: chat implementations, the client for inference servers, and worker processes.
 
 Nothing here loads torch or transformers.
 """

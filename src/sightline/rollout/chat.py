@@ -1,4 +1,4 @@
-"""The chat of a policy: renders messages, samples an answer, and commits it to the trace."""
+"""A chat with the policy: renders messages, samples an answer, and commits it to the trace."""
 
 from __future__ import annotations
 
@@ -32,13 +32,13 @@ from sightline.wire.generate import (
 
 @dataclass(frozen=True, slots=True)
 class CompletedTurn:
-    """A model call that is committed to the trace."""
+    """A model call that has been committed to the trace."""
 
     node: Node
     message: AssistantMessage
     num_prompt_tokens: int
     num_cached_tokens: int
-    """Prompt tokens that the engine had in its KV cache."""
+    """Number of prompt tokens that the engine found in its KV cache."""
 
 
 @dataclass(kw_only=True)
@@ -52,7 +52,7 @@ class RolloutChat(ModelChat):
     """Maximum length of prompt and answer; 0 if unknown."""
     leaf: int = ROOT
     trace_lock: asyncio.Lock = field(default_factory=asyncio.Lock)
-    """Held while a thread reads the trace, so that nothing is committed meanwhile."""
+    """Prevents commits while a thread reads the trace."""
 
     @property
     def history(self) -> list[Message]:
@@ -91,7 +91,7 @@ class RolloutChat(ModelChat):
     async def answer(
         self, messages: Messages, tools: Tools | None, max_tokens: int
     ) -> CompletedTurn:
-        """Sample the answer to a whole history, at most `max_tokens` long."""
+        """Sample an answer of at most `max_tokens` tokens to a complete history."""
         self._check_running()
         turn = await self._prepare(
             lambda: self.trace.prepare(self.put_images(messages), self.renderer, tools)
@@ -111,7 +111,7 @@ class RolloutChat(ModelChat):
             raise
 
     def _check_limits(self, turn: Turn) -> None:
-        """End the rollout if its next request cannot be served. Nothing is committed."""
+        """End the rollout, without a commit, if its next request cannot be served."""
         self._check_turn_limit()
         needed = len(turn.prompt_ids) + self.max_tokens
         if 0 < self.max_model_len < needed:
@@ -180,7 +180,7 @@ class RolloutChat(ModelChat):
 
 
 def _describe_images(turn: Turn) -> str:
-    """Describe how many tokens of a prompt belong to images."""
+    """Describe how many prompt tokens belong to images."""
     if not turn.slots:
         return ""
     largest = max(turn.slots, key=lambda slot: slot.length)

@@ -1,6 +1,6 @@
-"""Builds the chats of rollouts, with the policy or with any OpenAI endpoint.
+"""Build the chats of rollouts, with the policy or with any OpenAI endpoint.
 
-Threads, limits and images are the same for both, and the player knows neither.
+Both kinds share threads, limits and image handling, so the player treats them alike.
 """
 
 from __future__ import annotations
@@ -34,18 +34,18 @@ from sightline.wire.control import RolloutRequest
 
 @dataclass(kw_only=True)
 class ChatSource(ABC):
-    """The state that the rollouts of a process share."""
+    """Builds chats, and holds the state that all rollouts of a process share."""
 
     store: MediaStore
     max_tokens: int
     """Maximum number of tokens that a turn may sample."""
     max_turns: int = 0
-    """Maximum number of model calls of a rollout; 0 for no limit."""
+    """Maximum number of model calls per rollout; 0 for no limit."""
     resolver: ImageResolver | None = None
-    """Resolves the images of messages; by default only data: and media: URLs."""
+    """Resolves image URLs in messages. The default supports only data: and media: URLs."""
 
     def __post_init__(self) -> None:
-        # Not the loop's default executor, where user code may hang.
+        # Do not use the loop's default executor: user code may block its threads.
         self._pool = ThreadPoolExecutor(thread_name_prefix="chat")
         self._resolver = self.resolver or ImageIngestor(self.store)
 
@@ -59,7 +59,7 @@ class ChatSource(ABC):
 
     @property
     def wire_counts(self) -> dict[str, int]:
-        """Requests and bytes since the start, to all servers and from all agents."""
+        """Number of requests and bytes since the start, to all servers and from all agents."""
         return {}
 
     async def close(self) -> None:
@@ -85,16 +85,16 @@ class PolicyChats(ChatSource):
 
     renderer: Renderer
     client: GenerateClient
-    """The template of all clients."""
+    """Template for the client of each server."""
     modality: str
     servers: tuple[str, ...] = ()
-    """Addresses of all servers; empty if `client` has the only one."""
+    """Addresses of all servers; empty to use only the server of `client`."""
     max_model_len: int = 0
     """Maximum length of prompt and answer; 0 if unknown."""
     added_token: str = field(default="", repr=False)
-    """Token of servers that are added during the run."""
+    """Token for servers that are added during the run."""
     own_token: str = field(default="", repr=False)
-    """Token of servers that the run starts in addition to `servers`."""
+    """Token for servers that the run starts in addition to `servers`."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -155,7 +155,7 @@ class OpenAIChats(ChatSource):
 def build_policy_chats(
     config: RunFile, servers: Sequence[str], store: MediaStore, own_token: str = ""
 ) -> PolicyChats:
-    """Build the chats of a run file, for workers and for `sightline eval`."""
+    """Build the chat source for a run file. Workers and `sightline eval` use it."""
     model, media, inference = config.model, config.media, config.inference
     family = load_family(model.path, **model.overrides())
     resolver = ImageIngestor(store, media.file_roots, media.http_hosts)
@@ -187,12 +187,12 @@ def build_policy_chats(
 
 TOO_LONG = "context_length_exceeded"
 MAX_SEED = 1 << 31
-"""Some endpoints do not accept larger seeds."""
+"""Exclusive upper bound for seeds. Some endpoints do not accept larger ones."""
 
 
 @dataclass
 class EndpointUsage:
-    """A rollout's use of its endpoint. Branches share it."""
+    """A rollout's endpoint usage, shared by its branches."""
 
     num_calls: int = 0
     num_sampled_tokens: int = 0

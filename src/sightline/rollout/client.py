@@ -1,4 +1,4 @@
-"""The client of the generate protocol, and probes that tell whether its server is alive."""
+"""Client for the generate protocol, and health probes for its server."""
 
 from __future__ import annotations
 
@@ -46,31 +46,31 @@ class LoopPacer:
 
 @dataclass
 class GenerateClient(RetryingClient):
-    """The client of one server. A generation that is running has no time limit."""
+    """Client for one server. A running generation has no time limit."""
 
     settings: dict[str, Any] = field(default_factory=dict, kw_only=True)
-    """Our processor settings, which errors show next to the server's."""
+    """The client's processor settings. Errors show them next to the server's."""
     unreachable_fix: str = field(
         default="look at the inference server's log (logs/server.log if the run started it), and "
         "restart it",
         kw_only=True,
     )
     vocab_size: int = field(default=0, kw_only=True)
-    """Upper bound of the ids in answers; 0 if unknown."""
+    """Exclusive upper bound for token ids in answers; 0 if unknown."""
     banned_token_ids: tuple[int, ...] = field(default=(), kw_only=True)
-    """Ids that no answer may contain: the renderer's pads."""
+    """Token ids that no answer may contain: the renderer's pad tokens."""
     max_model_len: int = field(default=0, kw_only=True)
     """Maximum length of prompt and answer; 0 if unknown."""
     pacer: LoopPacer = field(default_factory=LoopPacer, kw_only=True)
-    """Shared by the clients of all servers, so that their work on the event loop takes turns."""
+    """Shared by all clients, so that they take turns on the event loop."""
 
     def for_server(self, base_url: str, token: str) -> Self:
-        """Return a client of one of many servers, with its own counts. It does not retry, because
+        """Return a client for one of several servers, with its own counts. It does not retry:
         the router may choose another server."""
         return replace(self, base_url=base_url, token=token, max_tries=1, counts=RequestCounts())
 
     async def generate(self, request: GenerateRequest) -> GenerateResponse:
-        """Send a request, and return the checked answer."""
+        """Send a request and return the validated answer."""
         if request.features is not None:
             self.counts.reference_bytes += sum(
                 len(raw) for raws in request.features.kwargs_data.values() for raw in raws
@@ -104,7 +104,7 @@ class GenerateClient(RetryingClient):
             health = json.loads(await self.wait_reachable("/health"))
         except ValueError:
             health = {}
-        if health == {"status": "ok"}:  # all that it returns without its token
+        if health == {"status": "ok"}:  # the full answer requires the token
             fix = "set [inference] token, or --token"
             problem = f"the server at {self.base_url} requires another token"
             raise EngineError(problem, fix, "unauthorized", 401)
@@ -148,11 +148,11 @@ class ProbeTimes:
 
     ask_every_s: float = 1.0
     timeout_s: float = 2.0
-    """Maximum time of one answer."""
+    """Time limit for one answer."""
     silent_after_s: float = 5.0
-    """Time without an answer, and at least two requests, after which the server is silent."""
+    """Time without an answer after which a server counts as silent, if it missed two probes."""
     stuck_after_s: float = 600.0
-    """Maximum time of one step. The first compiles, and prompts on a CPU are slow."""
+    """Time limit for one step. Long, because the first step compiles and CPUs are slow."""
 
 
 DEFAULT_PROBE_TIMES = ProbeTimes()
@@ -171,7 +171,7 @@ class HealthProbe:
         self.answer: dict[str, Any] = {}
         """The server's last /health answer; empty if it was not JSON."""
         self.stuck_s = 0.0
-        """Seconds of the step that the engine is stuck in; 0 if it is not stuck."""
+        """Duration of the step that the engine is stuck in; 0 if it is not stuck."""
 
     @property
     def silent_s(self) -> float:
@@ -184,12 +184,12 @@ class HealthProbe:
 
     @property
     def is_silent(self) -> bool:
-        # A refused connection means that the process is gone. A busy one lets connections wait.
+        # A refused connection means that the process is gone. A busy process accepts connections.
         is_late = self._num_missed > 1 and self.silent_s >= self._times.silent_after_s
         return self._num_refused > 1 or is_late
 
     async def ask(self, pauses: bool = True) -> bool:
-        """Probe once, after a pause. Return whether a server answered that is not stuck."""
+        """Probe once, after a pause. Return whether the server answered and is not stuck."""
         if pauses:
             await asyncio.sleep(self._times.ask_every_s)
         if not self._num_missed:

@@ -1,8 +1,8 @@
-"""Inference engines: what each can do, how its servers start, and how a run talks to them.
+"""Inference engines: their capabilities, how their servers start, and their clients.
 
-Shared code asks the `InferenceEngine` that `[inference] engine` names, and never compares names. A
-distribution adds an engine with an entry point of the group `sightline.engines`, whose name is the
-engine's and whose value is a subclass of `InferenceEngine`.
+Shared code calls methods of the `InferenceEngine` that `[inference] engine` names, and never
+compares engine names. To add an engine, a distribution defines an entry point in the group
+`sightline.engines`. Its name is the engine's, and its value is a subclass of `InferenceEngine`.
 """
 
 from __future__ import annotations
@@ -26,27 +26,27 @@ BUILT_IN = {
     "vllm": "sightline.inference.vllm_plugin.command:VllmInference",
 }
 ENGINE_SETTINGS = ("python", "tensor_parallel_size", "data_parallel_size", "engine_args")
-"""Settings of `[inference]` that only some engines read."""
+"""`[inference]` settings that only some engines read."""
 
 FetchJson = Callable[[str], dict[str, Any]]
-"""Returns the JSON object at a path of a server; an empty one if the server refuses."""
+"""Returns the JSON object at a server's path; an empty object if the server refuses."""
 
 
 class InferenceEngine(ABC):
-    """One kind of engine. Creating it is cheap: it imports what computes only in `serve`."""
+    """One kind of engine. Instances are cheap: only `serve` imports heavy dependencies."""
 
     name: str
     settings: ClassVar[frozenset[str]] = frozenset()
-    """The names in `ENGINE_SETTINGS` that this engine reads."""
+    """The settings in `ENGINE_SETTINGS` that this engine reads."""
     inexact_reason: ClassVar[str] = ""
-    """Why it cannot sample with `[model] exact = true`; empty if it can."""
+    """Reason why the engine does not support `[model] exact = true`; empty if it does."""
 
     @abstractmethod
     def serve(self, spec: Any) -> None:
-        """Serve until SIGTERM or SIGINT, as a `sightline.inference.server_spec.ServerSpec` says."""
+        """Serve a `sightline.inference.server_spec.ServerSpec` until SIGTERM or SIGINT."""
 
     def can_adopt(self, transport: WeightTransport) -> bool:
-        """Return whether its servers can adopt weights that this transport carries."""
+        """Return whether this engine's servers can adopt weights from this transport."""
         return transport.has_files
 
     def check(self, config: RunFile, family: Family) -> None:
@@ -93,15 +93,15 @@ class InferenceEngine(ABC):
             )
 
     def find_python(self, inference: InferenceConfig) -> str:
-        """Return the interpreter of the servers that a run starts; empty for the run's own."""
+        """Return the Python interpreter for servers that a run starts; empty for the run's own."""
         return ""
 
     def describe(self, family: Family) -> str:
-        """Return what a user should know about serving this family; empty for nothing."""
+        """Return a note for users about serving this family; empty for none."""
         return ""
 
     def build_client(self, url: str, **options: Any) -> GenerateClient:
-        """Return the client of one server. `options` are fields of `GenerateClient`."""
+        """Return a client for one server. `options` are fields of `GenerateClient`."""
         return GenerateClient(url, **options)
 
 
@@ -113,7 +113,7 @@ def _list_entry_points() -> dict[str, EntryPoint]:
 
 
 def list_engines() -> list[str]:
-    """Return the names of all engines: built-in ones and those of installed distributions."""
+    """Return the names of all engines, built-in or from installed distributions."""
     return sorted(_list_entry_points())
 
 

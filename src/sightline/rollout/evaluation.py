@@ -1,4 +1,4 @@
-"""Plays held-out tasks and summarizes them, for a run's evaluation and for `sightline eval`."""
+"""Play and summarize held-out tasks, for a run's evaluations and for `sightline eval`."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ T = TypeVar("T")
 
 
 def derive_seed(seed: int, rollout_id: str) -> int:
-    """Return the seed of one rollout of a run with `seed`."""
+    """Derive a rollout's seed from the run's `seed`."""
     digest = hashlib.blake2b(f"{seed}:{rollout_id}".encode(), digest_size=6)
     return int.from_bytes(digest.digest(), "big")
 
@@ -47,7 +47,7 @@ def build_eval_request(
     server: str = "",
     min_version: int = 0,
 ) -> RolloutRequest:
-    """Return the request of one rollout outside any group. `seed` is the run's seed."""
+    """Return the request for one rollout outside any group. `seed` is the run's seed."""
     rollout_id = f"{split}{'.exchanged' if swapped_images else ''}.{task}"
     return RolloutRequest(
         rollout_id=rollout_id,
@@ -65,7 +65,7 @@ def build_eval_request(
 async def play_tasks(
     play: Callable[[int], Awaitable[T]], tasks: Iterable[int], max_concurrent: int
 ) -> list[T]:
-    """Play each task once, at most `max_concurrent` at a time; return results in order."""
+    """Play each task once, at most `max_concurrent` at a time, and return the results in order."""
     gate = asyncio.Semaphore(max_concurrent)
 
     async def play_one(task: int) -> T:
@@ -77,7 +77,7 @@ async def play_tasks(
 
 @dataclass(frozen=True)
 class EvalSummary:
-    """Rewards of evaluation rollouts. Means leave out rollouts that failed."""
+    """Rewards of evaluation rollouts. Means exclude failed rollouts."""
 
     traces: list[Trace]
 
@@ -127,7 +127,7 @@ class EvalSummary:
 
     @property
     def parts(self) -> dict[str, list[float]]:
-        """Values of each reward component, by its name."""
+        """Values of each reward component, by component name."""
         names = dict.fromkeys(part for trace in self.scored for part in trace.rewards)
         return {
             name: [trace.rewards[name] for trace in self.scored if name in trace.rewards]

@@ -3,8 +3,8 @@
 worker: thread --writes--> logs/worker-N.beat <--reads-- launcher
   the thread waits for: its timer     the launcher waits for: nothing
 
-The file's own time shows that the process lives. The loop's time in it shows that the event loop
-runs: user code that blocks the loop stops only the second.
+The file has two timestamps. The first shows that the process is alive, the second that its event
+loop runs. User code that blocks the loop stops only the second.
 """
 
 from __future__ import annotations
@@ -24,20 +24,20 @@ INTERVAL_S = 0.5
 
 
 class HeartbeatRecord(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """Times are on the worker's monotonic clock, which only its machine can compare."""
+    """One heartbeat. Times are on the monotonic clock of the worker's machine."""
 
     time_s: float
     """When the record was written."""
     loop_s: float
     """When the event loop last ran."""
     stuck_s: float
-    """How long the oldest thread or task of user code has outlived its rollout."""
+    """How long the oldest thread or task of user code has run since its rollout ended."""
     told_to_quit: bool = False
     """Whether this is the last heartbeat of an orderly shutdown."""
 
 
 def find_heartbeat(path: Path) -> HeartbeatRecord | None:
-    """Return the last heartbeat; None before the first."""
+    """Return the last heartbeat, or None before the first."""
     try:
         return msgspec.json.decode(path.read_bytes(), type=HeartbeatRecord)
     except FileNotFoundError:
@@ -46,7 +46,7 @@ def find_heartbeat(path: Path) -> HeartbeatRecord | None:
 
 @dataclass
 class Heartbeat:
-    """Writes the heartbeat file of one worker from a thread."""
+    """Writes a worker's heartbeat file from a thread."""
 
     path: Path
     stuck_s: Callable[[], float]
@@ -77,7 +77,7 @@ class Heartbeat:
             record = HeartbeatRecord(time.monotonic(), self._loop_s, self.stuck_s(), is_last)
             # Not synced: a heartbeat is useless after the machine has crashed.
             part = self.path.with_name(f".{self.path.name}.part")
-            with contextlib.suppress(OSError):  # other writers report a full disk
+            with contextlib.suppress(OSError):  # other files' writers report a full disk
                 part.write_bytes(msgspec.json.encode(record))
                 os.replace(part, self.path)
             if is_last:

@@ -1,7 +1,7 @@
-"""The interception server: any program with an OpenAI SDK can call the model in training.
+"""The interception server: lets any program with an OpenAI SDK call the policy in training.
 
-Each worker process has one port, and each rollout one key. Each request becomes a turn of the
-rollout's trace.
+Each worker process has one port, and each rollout has its own API key. Each request becomes a turn
+in the rollout's trace.
 
     agent --POST /v1/chat/completions--> images into the store --> messages
           <--answer or typed error-- commit <-- generate <-- the trace's next turn
@@ -9,8 +9,8 @@ rollout's trace.
       a request waits for: the trace's lock, the server           unblocked by: both
       the end of a rollout waits for: its cancelled requests      unblocked by: cancellation
 
-Everything runs on the worker's event loop, and slow work in threads. An agent that blocks the loop
-would deadlock.
+The server runs on the worker's event loop and does slow work in threads. An agent that blocks the
+loop would deadlock.
 """
 
 from __future__ import annotations
@@ -59,7 +59,7 @@ from sightline.transport.http_server import (
 )
 
 MAX_BODY_BYTES = 1 << 28
-"""Room for a history of hundreds of screenshots in base64."""
+"""Enough for a history with hundreds of base64 screenshots."""
 MODEL_NAME = "policy"
 """Name of the only model. A request may use any name."""
 _HOST = "127.0.0.1"
@@ -68,7 +68,7 @@ _KEEP_ALIVE_S = 600
 _BACKLOG = 1024
 
 _Reply = tuple[ChatRequest, CompletedTurn] | OpenAIErrorResponse
-"""A request and its turn, or an error."""
+"""A request with its completed turn, or an error."""
 
 
 @dataclass
@@ -77,13 +77,13 @@ class _AgentSession:
 
     chat: RolloutChat
     urls: UrlRefCache
-    """Images that the agent has sent, because it repeats its history in every request."""
+    """Images the agent has already sent. It repeats its history in every request."""
     requests: set[asyncio.Task[Any]] = field(default_factory=set)
 
 
 @dataclass
 class AgentCounts:
-    """Requests of agents, and the bytes of their HTTP bodies."""
+    """Number of agent requests, and the size of their HTTP bodies."""
 
     agent_requests: int = 0
     agent_sent_bytes: int = 0
@@ -93,8 +93,8 @@ class AgentCounts:
 async def _receive_body(http: Request, max_bytes: int) -> list[bytes]:
     """Return the parts of the body; raise EngineError as soon as it exceeds `max_bytes`.
 
-    A history of screenshots in base64 is by far the largest data of a rollout. `http.body()` would
-    keep it until the answer is sampled, and join it on the event loop.
+    A history of base64 screenshots is by far a rollout's largest data. `http.body()` would join
+    it on the event loop, and keep it in memory until the answer is sampled.
     """
     num_bytes = int(http.headers.get("content-length", 0))
     parts: list[bytes] = []
@@ -116,14 +116,14 @@ async def _receive_body(http: Request, max_bytes: int) -> list[bytes]:
 
 
 class InterceptionServer:
-    """Listens from the first rollout on. `resolver` stores the images of requests."""
+    """A server that starts with the first rollout. `resolver` stores the images in requests."""
 
     def __init__(self, resolver: ImageResolver) -> None:
         self.max_body_bytes = MAX_BODY_BYTES
         self.limits = DEFAULT_LIMITS
         self._resolver = resolver
         self.counts = AgentCounts()
-        """Counts of all rollouts since the start."""
+        """Totals over all rollouts since the start."""
         self._sessions: dict[str, _AgentSession] = {}
         self._base_url = ""
         self._server: LoopServer | None = None
@@ -157,13 +157,13 @@ class InterceptionServer:
         ]
         app = Starlette(routes=routes, exception_handlers={HTTPException: self._unknown})
         self._server = LoopServer(
-            # Rollouts have keys, so the guard needs no token.
+            # Each rollout has its own key, so the guard needs no token.
             GuardMiddleware(app, RequestGuard(_HOST)),
             self.limits,
             backlog=_BACKLOG,
             timeout_keep_alive=_KEEP_ALIVE_S,
         )
-        # Connections before the server is up wait in the socket's backlog.
+        # Until the server is up, connections wait in the socket's backlog.
         listener = socket.create_server((_HOST, 0), backlog=_BACKLOG)
         self._base_url = f"http://{_HOST}:{listener.getsockname()[1]}/v1"
         await self._server.start(listener)
@@ -211,7 +211,7 @@ class InterceptionServer:
     # -- requests
 
     async def _answer_request(self, session: _AgentSession, http: Request) -> _Reply:
-        """Answer a request. Errors are answered too, and recorded in the trace."""
+        """Answer a request. Errors are returned to the agent and recorded in the trace."""
         chat = session.chat
         try:
             body = await _receive_body(http, self.max_body_bytes)
@@ -249,7 +249,7 @@ class InterceptionServer:
     def _read_request(
         self, session: _AgentSession, body: list[bytes]
     ) -> tuple[ChatRequest, list[Message]]:
-        """Parse the body, free it, and store its images. Call it in a thread."""
+        """Parse the body, free it, and store its images. Call this in a thread."""
         data = b"".join(body)
         body.clear()
         request = read_chat_request(data, max_model_len=session.chat.max_model_len)
@@ -263,7 +263,7 @@ class InterceptionServer:
 
 
 async def _run_until_over(session: _AgentSession, work: Coroutine[Any, Any, _Reply]) -> _Reply:
-    """Do `work` unless the rollout ends or the agent disconnects first."""
+    """Run `work` until it is done, the rollout ends, or the agent disconnects."""
     task = asyncio.create_task(work)
     session.requests.add(task)
     try:

@@ -1,4 +1,4 @@
-"""The base of all chats of a rollout: seeds, images, limits."""
+"""Base class for chats: seeds, images and limits."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from sightline.trace import Trace
 T = TypeVar("T")
 
 MAX_REFUSAL_CHARS = 500
-"""Maximum length of a refusal in the trace."""
+"""Maximum length of an error message in the trace, in characters."""
 
 
 @dataclass(kw_only=True)
@@ -38,43 +38,43 @@ class ModelChat(ABC):
     temperature: float
     max_tokens: int
     pool: Executor
-    """Threads for rendering and for the store, never for user code."""
+    """Threads for rendering and for store access. User code never runs in them."""
     max_turns: int = 0
     """Maximum number of model calls; 0 for no limit."""
     swapped_images: tuple[MediaRef, ...] = ()
-    """Images that replace those that are put, in order."""
+    """Images that replace, in order, the images that the environment puts."""
     base_url: str = ""
-    """Address of the rollout's model, for the environment's own agent."""
+    """Base URL of the rollout's model, for the environment's own agent."""
     api_key: str = field(default="", repr=False)
     failures: list[SightlineError] = field(default_factory=list)
-    """Failures of the endpoint or the server, which drop the rollout even if the agent or the
-    environment handles them. Branches share the list."""
+    """Endpoint or server failures, shared by all branches. They drop the rollout even if the
+    agent or the environment handles them."""
     num_put: int = 0
     writes: list[Future[str]] = field(default_factory=list)
-    """Images on their way into the store; branches share the list."""
+    """Pending writes of images to the store, shared by all branches."""
     substitutes: dict[str, MediaRef] = field(default_factory=dict)
     """The replacement of each image that an agent sent, by digest."""
     num_turns: int = 0
-    """Model calls on the path to this point, including those before the branch."""
+    """Number of model calls on the path to this point, including those before the branch."""
     truncations: list[RolloutTruncated] = field(default_factory=list)
-    """Why the rollout was truncated. Branches share the list."""
+    """Reasons for truncating the rollout, shared by all branches."""
     calls: list[int] = field(default_factory=list)
-    """Indices of the rollout's model calls that went through this handle."""
+    """Indices of the model calls that this handle made, within the rollout."""
     num_branches: int = 0
     _substitutes_lock: threading.Lock = field(default_factory=threading.Lock)
 
     @property
     @abstractmethod
     def num_calls(self) -> int:
-        """Number of answered model calls of the whole rollout."""
+        """Number of answered model calls in the whole rollout."""
 
     @property
     @abstractmethod
     def num_sampled_tokens(self) -> int:
-        """Number of sampled tokens of the whole rollout."""
+        """Number of sampled tokens in the whole rollout."""
 
     def branch(self) -> Self:
-        """Return a second handle on the trace, which continues from this point.
+        """Return a second chat on the same trace that continues from this point.
 
         It has its own seeds, so that concurrent branches sample the same tokens in any order.
         """
@@ -84,7 +84,7 @@ class ModelChat(ABC):
         return replace(self, seed=seed, rng=random.Random(seed), calls=[], num_branches=0)
 
     async def run_in_pool(self, work: Callable[..., T], *args: Any) -> T:
-        """Run in a thread what would block the event loop."""
+        """Run blocking work in a thread."""
         return await asyncio.get_running_loop().run_in_executor(self.pool, work, *args)
 
     def put(self, image: Any) -> MediaRef:
@@ -95,7 +95,7 @@ class ModelChat(ABC):
         return ref
 
     def put_images(self, messages: Any) -> Any:
-        """Return the messages with a ref for each image in them; call it in a thread."""
+        """Replace each image in the messages by its ref. Call this in a thread."""
 
         def put(image: Any) -> MediaRef:
             return self._next_swapped_image() if self.swapped_images else self.store.put(image)
@@ -111,7 +111,7 @@ class ModelChat(ABC):
         while self.writes:
             write = self.writes[0]
             try:
-                # Shielded: if this send is cancelled, a branch may still need the image.
+                # Shield the write: if this send is cancelled, a branch may still need the image.
                 await asyncio.shield(asyncio.wrap_future(write))
             finally:
                 if write.done() and write in self.writes:
@@ -124,11 +124,11 @@ class ModelChat(ABC):
 
     @property
     def truncated(self) -> str:
-        """Why the rollout was truncated; empty if it was not."""
+        """Reason for truncating the rollout; empty if it was not truncated."""
         return self.truncations[0].problem if self.truncations else ""
 
     def substitute_image(self, url: str, ref: MediaRef) -> MediaRef:
-        """Return the replacement of an image that an agent sent. Thread-safe.
+        """Return the replacement for an image that an agent sent. Thread-safe.
 
         An agent repeats its history in every request, so an image keeps its replacement.
         """
@@ -140,24 +140,24 @@ class ModelChat(ABC):
             return self.substitutes[ref.digest]
 
     def record_refusal(self, error: SightlineError) -> None:
-        """Record in the trace that a message, or an agent's request, was refused."""
+        """Record in the trace that a message or an agent's request was refused."""
         self.trace.refused_requests.append(
             f"{type(error).__name__}: {error.problem}"[:MAX_REFUSAL_CHARS]
         )
 
     def _check_running(self) -> None:
         if self.trace.ended:
-            # Not an Exception: user code that catches those would never end.
+            # Not a subclass of Exception, because user code may catch those and never end.
             raise asyncio.CancelledError("the rollout is over")
 
     def _next_seed(self) -> int:
-        """Return the turn's seed, which makes a rollout independent of concurrent ones."""
+        """Return the turn's seed. It does not depend on concurrent rollouts."""
         seed = (self.seed * 1_000_003 + self.num_turns) % (1 << 62)
         self.num_turns += 1
         return seed
 
     def _check_turn_limit(self) -> None:
-        """End a rollout that has reached its limit of turns."""
+        """Truncate a rollout that has reached its turn limit."""
         if 0 < self.max_turns <= self.num_calls:
             self._truncate(
                 TurnLimitReached(

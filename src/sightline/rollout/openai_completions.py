@@ -1,10 +1,10 @@
 """OpenAI's chat completions, for the interception server and for inference servers.
 
 Requests: an endpoint's `FieldRules` decide which fields are supported, ignored or refused. Fields
-that do not change the answer are ignored. The others are refused unless they have a neutral value.
+that do not affect the answer are ignored. Others are refused unless they have a neutral value.
 
-Answers: one object, or the chunks of a stream. A turn is sampled completely before its first chunk
-is sent, so a stream cannot fail halfway, and its chunks separate text, tool calls and reasoning.
+Answers: one object, or a stream of chunks. The whole turn is sampled before the first chunk is
+sent, so a stream cannot fail halfway. Text, tool calls and reasoning get separate chunks.
 
 Errors: a status, a message, the JSON path and a stable code.
 """
@@ -40,22 +40,22 @@ _IGNORED_ALWAYS = frozenset({
     "safety_identifier", "service_tier", "store", "user", "verbosity",
 })  # fmt: skip
 ResolveUrl = Callable[[str, str], MediaRef]
-"""Takes a URL and its JSON path, which errors name, and returns the ref."""
+"""Takes a URL and its JSON path (for error messages), and returns the ref."""
 
 
 @dataclass(frozen=True, slots=True)
 class FieldRules:
-    """How an endpoint treats fields that not every endpoint supports."""
+    """Rules for request fields that only some endpoints support."""
 
     accepted: frozenset[str]
-    """Fields that the endpoint reads itself, from `ChatRequest.extra`."""
+    """Fields that the endpoint reads from `ChatRequest.extra`."""
     ignored: frozenset[str]
     refusal_reason: str
-    """The error about a field that is not supported."""
+    """Error message for an unsupported field, after the field's name."""
 
 
 ROLLOUT_RULES = FieldRules(
-    # The run decides the sampling parameters, because its trainer computes the same distribution.
+    # The run sets the sampling parameters, because its trainer computes the same distribution.
     accepted=frozenset(),
     ignored=_IGNORED_ALWAYS | SAMPLING,
     refusal_reason="is not supported while a policy is trained",
@@ -183,7 +183,7 @@ def _check_fields(request: dict[str, Any], rules: FieldRules) -> None:
 
 
 def _check_num_parts(messages: list[Any], most: int) -> None:
-    """Raise if there are too many parts, before any is read: a part is at least one token."""
+    """Raise if there are more parts than tokens allowed. This runs before any part is read."""
     contents = [message.get("content") for message in messages if isinstance(message, dict)]
     num = sum(len(content) if isinstance(content, list) else 1 for content in contents)
     if most and max(num, len(messages)) > most:
@@ -195,7 +195,7 @@ def _check_num_parts(messages: list[Any], most: int) -> None:
 
 
 def resolve_images(messages: list[Any], take: ResolveUrl) -> list[Any]:
-    """Return the messages with a ref for every URL of an image or video.
+    """Replace every image or video URL in the messages by a ref.
 
     Malformed parts stay as they are. The message parser refuses them with their path.
     """
@@ -211,7 +211,7 @@ def _resolve_message(message: Any, take: ResolveUrl, path: str) -> Any:
             _resolve_part(part, take, f"{path}.content[{k}]") for k, part in enumerate(content)
         ]
         message = {**message, "content": parts}
-    # The role's newer name; templates know the older one.
+    # "developer" is the newer name; templates use the older one.
     return {**message, "role": "system"} if message.get("role") == "developer" else message
 
 
@@ -246,7 +246,7 @@ class ChatChoice:
 
     message: AssistantMessage
     call_ids: Sequence[str]
-    """Ids of its tool calls, for models that do not write ids."""
+    """Ids for its tool calls, for models that do not write ids."""
     stopped: bool
     """Whether the model ended its turn; False if it was truncated."""
     num_tokens: int
@@ -276,7 +276,7 @@ class ChatCompletion:
     choices: list[ChatChoice]
     num_prompt_tokens: int
     num_cached_tokens: int
-    """Prompt tokens that the engine had in its KV cache."""
+    """Number of prompt tokens that the engine found in its KV cache."""
     prompt_token_ids: list[int] | None = None
     """Ids of the prompt; None if not requested."""
 
@@ -309,7 +309,7 @@ def completion_body(answer: ChatCompletion) -> dict[str, Any]:
 
 
 def _ending(choice: ChatChoice) -> dict[str, Any]:
-    """Return why the choice ended, and the optional fields that were requested."""
+    """Return the finish reason and the optional fields that were requested."""
     ending: dict[str, Any] = {"finish_reason": choice.finish_reason}
     if choice.logprobs is not None:
         ending["logprobs"] = {"content": choice.logprobs, "refusal": None}
@@ -319,7 +319,7 @@ def _ending(choice: ChatChoice) -> dict[str, Any]:
 
 
 def stream_events(answer: ChatCompletion, include_usage: bool) -> Iterator[bytes]:
-    """Yield the events of a stream, including the final mark."""
+    """Yield the events of a stream, including the final `[DONE]`."""
     head = answer.head("chat.completion.chunk")
 
     def event(choices: list[dict[str, Any]], used: dict[str, Any] | None = None) -> bytes:

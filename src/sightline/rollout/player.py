@@ -1,4 +1,4 @@
-"""Plays one task once: builds the chat, runs the environment's code, records the outcome."""
+"""Play one rollout: build the chat, run the environment's code, and record the outcome."""
 
 from __future__ import annotations
 
@@ -45,11 +45,11 @@ T = TypeVar("T")
 RunningWork = Future[Any] | asyncio.Task[Any]
 
 CLEANUP_GRACE_S = 5.0
-"""Time that a cancelled rollout has to clean up."""
+"""Time limit for a cancelled rollout's cleanup."""
 
 
 class RolloutTimeout(TimeoutError):
-    """The rollout exceeded its time limit, as opposed to a TimeoutError of user code."""
+    """The rollout exceeded its time limit. User code raises a plain TimeoutError."""
 
 
 @dataclass
@@ -63,19 +63,19 @@ class RolloutThreads:
 
     grace_s: float = CLEANUP_GRACE_S
     _leftovers: dict[RunningWork, float] = field(default_factory=dict)
-    """Work that runs although its rollout is over, and since when."""
+    """Work that still runs after its rollout has ended, with the time when that ended."""
     _lock: threading.Lock = field(default_factory=threading.Lock)
-    """The heartbeat's thread reads `_leftovers`."""
+    """Guards `_leftovers`, which the heartbeat thread reads."""
     _loop: asyncio.AbstractEventLoop | None = None
 
     def stuck_s(self) -> float:
-        """Return how long the oldest thread or task has outlived its rollout; 0 if none has."""
+        """Return how long the oldest leftover work has run since its rollout ended; 0 if none."""
         with self._lock:
             since = [ended for work, ended in self._leftovers.items() if not work.done()]
         return time.monotonic() - min(since) if since else 0.0
 
     async def play(self, rollout: Callable[[BlockingChat], T], chat: Chat, name: str) -> T:
-        """Run `rollout` in a thread, which is abandoned if the task is cancelled."""
+        """Run `rollout` in a thread. Cancelling the task abandons the thread."""
         blocking = BlockingChat(chat, asyncio.get_running_loop())
         try:
             return await asyncio.wrap_future(start_thread(lambda: rollout(blocking), name))
@@ -83,9 +83,9 @@ class RolloutThreads:
             blocking.end()
 
     async def run_with_timeout(self, timeout_s: float, work: Coroutine[Any, Any, T]) -> T:
-        """Return a rollout's result; raise RolloutTimeout after `timeout_s`.
+        """Run a rollout and return its result; raise RolloutTimeout after `timeout_s`.
 
-        The rollout is then cancelled, as it is if the caller is cancelled. If its cleanup takes
+        The rollout is cancelled on timeout, or if the caller is cancelled. If its cleanup takes
         longer than `grace_s`, it continues and is tracked as leftover work.
         """
         with self._track_rollout():
@@ -106,7 +106,7 @@ class RolloutThreads:
         return task.result()
 
     async def _cancel_rollout(self, task: asyncio.Task[Any]) -> None:
-        # Read what it raises from now on, or asyncio would report it as never retrieved.
+        # Retrieve any later exception. Otherwise asyncio logs that it was never retrieved.
         task.add_done_callback(lambda ended: ended.cancelled() or ended.exception())
         task.cancel()
         try:
@@ -116,7 +116,7 @@ class RolloutThreads:
                 self._track_leftover(task)
 
     def _track_leftover(self, work: RunningWork) -> None:
-        """Track work of a finished rollout for as long as it runs."""
+        """Track a finished rollout's work until it ends."""
         with self._lock:
             self._leftovers[work] = time.monotonic()
         work.add_done_callback(self._forget)
@@ -127,10 +127,10 @@ class RolloutThreads:
 
     @contextlib.contextmanager
     def _track_rollout(self) -> Iterator[None]:
-        """Attribute the futures that threads get in this context to one rollout."""
+        """Track the threads that start in this context, and mark them as leftovers at its end."""
         loop = asyncio.get_running_loop()
         if loop is not self._loop:
-            # Work that user code gives to `asyncio.to_thread` starts at once, and is tracked.
+            # User code's `asyncio.to_thread` calls then start at once and are tracked.
             loop.set_default_executor(ThreadPerCallExecutor())
             self._loop = loop
         futures: set[Future[Any]] = set()
@@ -155,7 +155,7 @@ class PlayedRollout:
 
 @dataclass
 class RolloutPlayer:
-    """Plays the rollouts of a process, many at a time, with any source of chats."""
+    """Plays a process's rollouts concurrently, with any source of chats."""
 
     env: Environment
     chats: ChatSource
@@ -189,7 +189,7 @@ class RolloutPlayer:
             error, kind = str(problem), problem.kind
         except SightlineError as problem:
             error, kind = str(problem), type(problem).__name__
-        except Exception:  # user code: fails this rollout only
+        except Exception:  # user code failed: only this rollout fails
             error, kind = traceback.format_exc(), EnvironmentFailed.__name__
         trace.error, trace.error_kind = clean_text(error), kind
         trace.ended = time.time()
@@ -200,7 +200,7 @@ class RolloutPlayer:
         task = env.task(request.task, request.split)
         try:
             result = await self._play(env, task, chat, request.rollout_id)
-        except Exception as error:  # user code: report the cause, not what followed from it
+        except Exception as error:  # report the root cause instead of an error that it led to
             if chat.failures:
                 raise chat.failures[0] from error
             if not chat.truncated:
@@ -208,7 +208,7 @@ class RolloutPlayer:
             result = env.truncated(task)
         if chat.failures:
             raise chat.failures[0]
-        await chat.finish_writes()  # also of images that were never sent
+        await chat.finish_writes()  # including images that were never sent
         return result
 
     async def _play(self, env: Environment, task: Task, chat: Any, name: str) -> Any:
@@ -218,7 +218,7 @@ class RolloutPlayer:
 
 
 def to_outcome(result: object, name: str) -> Outcome:
-    """Convert what the rollout of environment `name` returned to finite numbers."""
+    """Convert the result of environment `name` to an outcome with finite numbers."""
     if isinstance(result, dict):
         result = Outcome(reward=float(sum(result.values())), parts=dict(result))
     elif isinstance(result, numbers.Real):
@@ -251,5 +251,5 @@ def _record_outcome(chat: ModelChat, outcome: Outcome) -> None:
         )
     trace.reward = outcome.reward
     trace.rewards = outcome.parts
-    # Without turns in the trace, there is nothing to credit.
+    # A trace without turns has nothing to credit.
     trace.per_turn = outcome.per_turn if trace.turns else None

@@ -1,4 +1,4 @@
-"""Chooses the server of each turn, and another one if it fails.
+"""Choose a server for each turn, and another one if it fails.
 
     turn --> choose --> server --answer--> trace
                ^          | gone, silent, overloaded, or behind in weights
@@ -6,10 +6,10 @@
       a turn waits for: a server that can take it     unblocked by: the list, a probe, a timer
       a probe runs for: requests in flight, and a lost server
 
-A request is complete in itself, so a turn can be retried on another server. A rollout stays with
-the server that holds its KV cache, unless that one is much busier than another. The orchestrator
-sends the list of a run's servers, with the version and load of each. Without a list, all servers
-that answer are equal.
+Requests are self-contained, so a turn can be retried on another server. A rollout stays with the
+server that holds its KV cache, unless that server is much busier than another. The orchestrator
+sends a list of the run's servers with their versions and loads. Without a list, all servers that
+answer are treated alike.
 """
 
 from __future__ import annotations
@@ -38,34 +38,34 @@ from sightline.wire.weights import parse_version_label
 
 MAX_LOAD_DIFFERENCE = 64
 MAX_LOAD_RATIO = 1.5
-"""A rollout leaves its server if that has more requests than the least busy one by both measures
-(the defaults of SGLang's cache-aware router)."""
+"""A rollout leaves its server if the server's load exceeds that of the least busy one by both
+measures (the defaults of SGLang's cache-aware router)."""
 BEHIND_PAUSE_S = 1.0
-"""Pause before asking a server again that answered with old weights, or was silent."""
+"""Pause before the next request to a server that was silent or answered with old weights."""
 MAX_LOST_SERVERS = 3
-"""Maximum number of servers that one turn may lose, because it may be what crashes them."""
+"""Maximum number of servers that one turn may lose, since the turn itself may crash them."""
 SERVERS_LOST = "servers_lost"
 
 
 @dataclass(eq=False)
 class RoutedServer:
-    """A server, as this process sees it."""
+    """A server's state, as known to this process."""
 
     client: GenerateClient
     status: ServerStatus
     is_lost: bool = False
     """Whether it stopped answering."""
     not_before: float = 0.0
-    """When it may be asked again, on the monotonic clock."""
+    """Earliest time of the next request, on the monotonic clock."""
     pause_s: float = 0.0
     asking: set[asyncio.Task[GenerateResponse]] = field(default_factory=set)
     num_asking_then: int = 0
-    """This process's requests that `status.load` includes."""
+    """Number of this process's requests that `status.load` includes."""
     probing: asyncio.Task[None] | None = None
 
     @property
     def load(self) -> int:
-        """Requests on the server: by its last report, and from this process since."""
+        """Number of requests on the server: its last reported load plus this process's changes."""
         return max(0, self.status.load - self.num_asking_then) + len(self.asking)
 
     def can_take(self, min_version: int) -> bool:
@@ -76,16 +76,16 @@ class RoutedServer:
 
 @dataclass
 class ServerRouter:
-    """The servers of a process."""
+    """The servers that a process's rollouts use."""
 
     template: GenerateClient
-    """Template of all clients. Its deadline limits how long a turn waits for a server."""
+    """Template for all clients. Its deadline limits how long a turn waits for a server."""
     addresses: Sequence[str]
-    """The first servers."""
+    """Addresses of the initial servers."""
     added_token: str = field(default="", repr=False)
-    """Token of servers that a list adds."""
+    """Token for servers that the orchestrator's list adds."""
     pinned_token: str = field(default="", repr=False)
-    """Token of servers that are addressed directly, such as the evaluator."""
+    """Token for servers that requests are pinned to, such as the evaluator."""
     times: ProbeTimes = DEFAULT_PROBE_TIMES
     run: str = ""
     """Id of the run whose weights the servers hold; empty skips the check."""
@@ -93,10 +93,10 @@ class ServerRouter:
     def __post_init__(self) -> None:
         self.changed = ChangeSignal()
         self._all: list[RoutedServer] = []
-        """All servers so far, so that their counts are kept."""
+        """All servers ever opened. Their request counts are kept."""
         self._pinned: dict[str, RoutedServer] = {}
         self._unlisted: dict[str, RoutedServer] = {}
-        """Servers that left the list and may return."""
+        """Servers that were removed from the list and may return."""
         self.servers = {
             url: self._open(ServerStatus(url), self.template.token) for url in self.addresses
         }
@@ -106,7 +106,7 @@ class ServerRouter:
         return [server.client for server in self._all]
 
     def update(self, server_list: ServerList) -> None:
-        """Apply the orchestrator's list. Requests on servers that left it go to other servers."""
+        """Apply the orchestrator's list. Requests to removed servers move to other servers."""
         before, self.servers, self.run = self.servers, {}, server_list.run
         for status in server_list.servers:
             is_first = status.url in self.addresses or status.is_own
@@ -124,16 +124,16 @@ class ServerRouter:
         self.changed.notify()
 
     def _relist(self, url: str) -> RoutedServer | None:
-        """Return a server that was listed before. The orchestrator has checked that it answers."""
+        """Reuse a server that was listed before. The orchestrator has checked that it answers."""
         server = self._unlisted.pop(url, None)
         if server is not None:
             server.is_lost = False
         return server
 
     def open_client(self, rollout_id: str, min_version: int = 0, pinned: str = "") -> RoutedClient:
-        """Return the client of one rollout, for weights of `min_version` or newer.
+        """Return a client for one rollout, for weights of `min_version` or newer.
 
-        `pinned` is the only server that it may use; empty for any.
+        `pinned` is the only server that the client may use; empty for any server.
         """
         if pinned and pinned not in self._pinned:
             self._pinned[pinned] = self._open(ServerStatus(pinned), self.pinned_token)
@@ -144,7 +144,7 @@ class ServerRouter:
         return [server for server in servers if server.can_take(min_version)]
 
     async def check_answers(self, server: RoutedServer) -> bool:
-        """Return whether a server answers now. If not, mark it as lost, or pause it."""
+        """Return whether a server answers. If not, mark it as lost or pause it."""
         probe = HealthProbe(server.client, self.times)
         if await probe.ask(pauses=False):
             return True
@@ -157,7 +157,7 @@ class ServerRouter:
     async def ask(
         self, server: RoutedServer, request: GenerateRequest, min_version: int
     ) -> GenerateResponse | EngineError:
-        """Return the answer, or an error that another try may fix. Raise other errors."""
+        """Return the answer, or an error that a retry may fix. Raise other errors."""
         asking = asyncio.ensure_future(server.client.generate(request))
         server.asking.add(asking)
         self._start_probing(server)
@@ -192,7 +192,7 @@ class ServerRouter:
         return error
 
     def _find_older_weights(self, response: GenerateResponse, min_version: int) -> str:
-        """Return the label of weights older than `min_version`, or without a run; empty for none.
+        """Return the first version label that is older than `min_version` or has no run, if any.
 
         A restarted server has such weights until it adopts the current version.
         """
@@ -243,24 +243,24 @@ def _give_up(server: RoutedServer) -> None:
 
 @dataclass
 class RoutedClient:
-    """The client of one rollout."""
+    """Client for one rollout."""
 
     router: ServerRouter
     rollout_id: str
     min_version: int = 0
     pinned: str = ""
     last: RoutedServer | None = None
-    """The server that answered last, which holds the rollout's KV cache."""
+    """The server that answered last. It holds the rollout's KV cache."""
 
     @property
     def pacer(self) -> LoopPacer:
         return self.router.template.pacer
 
     async def generate(self, request: GenerateRequest) -> GenerateResponse:
-        """Return a server's answer; raise after the router's deadline, or too many lost servers.
+        """Return a server's answer. Raise after the router's deadline or too many lost servers.
 
-        After losing a server, the client checks that the next one answers before it sends the
-        request. Only servers that had the request count, so a network failure fails no rollout.
+        After losing a server, the client probes the next one before it sends the request. Only
+        servers that received the request count as lost, so network failures fail no rollout.
         """
         give_up, problem, num_lost = math.inf, None, 0
         while True:
@@ -281,17 +281,17 @@ class RoutedClient:
             if now + (pause_s if math.isfinite(pause_s) else 0.0) >= give_up:
                 raise problem or self._build_error()
             if pause_s:
-                # Jitter, so that requests that were refused together do not return together.
+                # Add jitter, so that requests that were refused together are not retried together.
                 pause_s *= random.Random().uniform(1.0, 1.5)
                 await self.router.changed.wait(min(pause_s, give_up - now))
 
     def find_server(self) -> RoutedServer | None:
-        """Return the server with the rollout's KV cache, or the least busy one; None if none can
-        take a turn now."""
+        """Return the server with the rollout's KV cache or the least busy one. Return None if no
+        server can take a turn now."""
         now = time.monotonic()
         able = self.router.list_able(self.min_version, self.pinned)
         able = [server for server in able if server.not_before <= now]
-        # Prefer servers that are not adopting weights, which would delay the turn.
+        # Prefer servers that are not adopting weights: adopting would delay the turn.
         able = [server for server in able if server.status.state == READY] or able
         if not able:
             return None
@@ -306,7 +306,7 @@ class RoutedClient:
         return zlib.crc32(f"{self.rollout_id} {server.client.base_url}".encode())
 
     def _measure_pause(self, now: float) -> float:
-        """Return the seconds until a server may be asked; infinity if none can take the turn."""
+        """Return the seconds until a server may get a request; infinity if none can take it."""
         able = self.router.list_able(self.min_version, self.pinned)
         return min((max(0.0, server.not_before - now) for server in able), default=math.inf)
 

@@ -41,10 +41,10 @@ from sightline.wire.control import (
 
 
 def tune_interpreter() -> None:
-    """Reduce the event loop's latency. Call it when everything is loaded."""
-    # Threads that run Python code yield to the loop ten times sooner.
+    """Reduce the event loop's latency. Call this after all modules and models are loaded."""
+    # Make threads that run Python code yield to the loop ten times sooner.
     sys.setswitchinterval(0.0005)
-    # Loaded objects stay, so the garbage collector need not visit them again.
+    # Loaded objects are permanent, so exclude them from garbage collection.
     gc.collect()
     gc.freeze()
 
@@ -62,12 +62,12 @@ async def main(
 ) -> None:
     """Run the worker until the orchestrator ends it.
 
-    `after` says how the worker that this one replaces ended. `is_remote` says that the launcher
-    cannot read the heartbeat file.
+    `after` is how the worker that this one replaces ended. With `is_remote`, the launcher cannot
+    read the heartbeat file, and the worker sends it.
     """
     store = open_store(media_root, **config.media.store_options())
     chats = build_policy_chats(config, servers, store, rights.token)
-    # The orchestrator decides how long a run may be without servers.
+    # The orchestrator limits how long a run may be without servers.
     chats.router.template.deadline_s = math.inf
     player = RolloutPlayer(build_environment(config.env), chats, config.rollout.timeout_s)
     tune_interpreter()
