@@ -1,7 +1,7 @@
 """Environments: tasks, and a rollout that talks to the model through a chat.
 
-An environment is a class with tasks and a method `rollout(task, chat)`, async or not, which
-returns a reward. Workers load neither torch nor transformers.
+An environment is a class with tasks and a `rollout(task, chat)` method, async or not, that returns
+a reward. Workers load neither torch nor transformers.
 """
 
 from sightline.envs.conversation import Conversation, last_images, last_turns

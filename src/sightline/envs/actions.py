@@ -1,7 +1,7 @@
-"""Parsers and rules of adapters: how an answer becomes an action, and how an episode is played.
+"""Action parsers, and the rules by which adapters play an episode.
 
-A parser is any class with `parse(answer)`. `NamedActions` is the parser for actions with names; run
-files name others as 'module:Class'.
+A parser is any class with a `parse(answer)` method. `NamedActions` parses actions by name. To use
+another parser, a run file sets 'module:Class'.
 """
 
 from __future__ import annotations
@@ -23,13 +23,13 @@ class ActionParser(Protocol):
     """Reads an action from an answer."""
 
     def parse(self, answer: Message) -> Any | None:
-        """Return the action, or None when the answer is not an action."""
+        """Return the action, or None if the answer is not an action."""
         ...
 
 
 @dataclass(frozen=True)
 class NamedActions:
-    """An action is the whole answer, stripped of surrounding white space."""
+    """Parses an answer that consists of an action's name, ignoring surrounding white space."""
 
     actions: Mapping[str, Any]
 
@@ -40,10 +40,10 @@ class NamedActions:
 def build_parser(
     actions: str | Sequence[str] | Mapping[str, Any] | None, num_actions: int, where: str
 ) -> ActionParser:
-    """Return the parser for the `actions` of a run file.
+    """Return the parser for a run file's `actions` setting.
 
     A list names the actions 0, 1, 2 and so on. A table maps names to actions. A string is the
-    'module:Class' of a parser. By default, each action is called by its number.
+    'module:Class' of a parser. By default, an action's name is its number.
     """
     if isinstance(actions, str):
         return _load_parser(actions, where)
@@ -99,7 +99,7 @@ class Episode(Protocol):
 
 @dataclass(frozen=True)
 class EpisodeRules:
-    """How answers become actions, and what happens when an answer is not an action."""
+    """Rules for parsing answers and for answers that are not an action."""
 
     parser: ActionParser
     on_malformed: str
@@ -115,9 +115,9 @@ class EpisodeRules:
             )
 
     async def play(self, episode: Episode, chat: Chat, **ending: Callable[[], float]) -> Outcome:
-        """Play until the episode ends or the rollout is truncated, and return what it earned.
+        """Play until the episode ends or the rollout is truncated, and return the outcome.
 
-        `ending` are further parts of the outcome, read at the end.
+        `ending` has further parts of the outcome. Its functions are called at the end.
         """
         total, num_malformed, gave_up = 0.0, 0, False
         per_turn: list[float] = []

@@ -1,7 +1,7 @@
-"""color_codeword: answer with the letters of all colours shown so far.
+"""The color_codeword task: answer with the letters of all colours shown so far.
 
-Each of three turns shows coloured squares, or names their colours in words. Every colour stands for
-a letter, and the model has to find out which. Guessing gets one letter in nine right.
+Each of three turns shows coloured squares, or names their colours in words. Each colour stands for
+a letter, which the model has to learn. Guessing gets one letter in nine right.
 """
 
 from __future__ import annotations
@@ -17,8 +17,8 @@ from sightline.envs.drawing import draw_glyph, encode_png
 from sightline.envs.protocol import Chat, Environment, Outcome, Task
 from sightline.message import Message, assistant, user
 
-# Corners of the colour cube, and one point on a face: a vision tower with random weights tells
-# colours apart by their direction from grey.
+# Corners of the colour cube, and one point on a face: a vision tower with random weights
+# distinguishes colours by their direction from grey.
 COLORS: dict[str, tuple[int, int, int]] = {
     "A": (225, 35, 35),
     "B": (35, 200, 60),
@@ -34,7 +34,7 @@ LETTERS = "".join(COLORS)
 # The first letters differ, because a small model reads byte by byte.
 _NAMES = "red green blue yellow pink cyan salmon white ebony"
 WORDS = dict(zip(LETTERS, _NAMES.split(), strict=True))
-"""The colour of each letter, for models without a vision tower."""
+"""Colour name of each letter, for models without a vision tower."""
 GLYPHS = {
     "A": "010101111101101",
     "B": "110101110101110",
@@ -46,7 +46,7 @@ GLYPHS = {
     "H": "101101111101101",
     "I": "111010010010111",
 }
-"""Bitmaps of three columns and five rows, for demonstrations that show letters."""
+"""3x5 bitmaps for demonstrations that show letters."""
 
 
 @dataclass(eq=False)
@@ -83,7 +83,7 @@ class ColorCodeword(Environment):
         per_turn: list[float] = []
         for turn in range(self.turns):
             reply = await chat.send([self._show(task, turn, chat.put)])
-            # A turn earns the right letters it adds, and loses those it fails to repeat.
+            # A turn gains from each new correct letter and loses for each one it fails to repeat.
             gain = _num_right(reply.text, truth) - _num_right(answer, truth)
             answer = reply.text
             malformed = not _is_well_formed(answer, (turn + 1) * self.squares)
@@ -100,10 +100,10 @@ class ColorCodeword(Environment):
         )
 
     def demonstration(self, task: Task, put: Any, rng: random.Random) -> list[Message]:
-        """Return a conversation that teaches the format and nothing about the colours.
+        """Return a conversation that teaches the format but nothing about the colours.
 
-        The letters are random, and later turns repeat them. A fraction of the conversations shows
-        the letters themselves, as pictures or as text, which teaches to answer with what is shown.
+        The letters are random, and later turns repeat them. Some conversations show the letters
+        themselves, as pictures or text, which teaches the model to answer with what it sees.
         """
         spelled = rng.random() < self.spelled_fraction
         letters = ""
@@ -129,7 +129,7 @@ class ColorCodeword(Environment):
 
     @cache  # noqa: B019 - an environment lives as long as its process
     def square(self, letter: str, shade: int) -> bytes:
-        """Return a letter's square as a PNG; a shade is the same every time."""
+        """Return a letter's square as a PNG. The same shade always gives the same bytes."""
         rng = random.Random(f"{letter}:{shade}")
         near = (c + rng.randint(-self.jitter, self.jitter) for c in COLORS[letter])
         colour = tuple(min(255, max(0, value)) for value in near)

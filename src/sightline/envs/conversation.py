@@ -1,4 +1,4 @@
-"""A conversation whose history is a plain list: windows, compaction, sub-agents, retries, edits.
+"""Conversations with a plain list as history: windows, compaction, sub-agents, retries, edits.
 
     talk = Conversation(chat, last_images(3))       # shows the newest three images only
     answer = await talk.send([user("...", ref)])
@@ -8,11 +8,11 @@
     answer = await talk.retry()                     # another answer to the same prompt
     talk.history[2] = user("...")                   # anything may be edited
 
-A turn that only appends to the last prompt is sent as an addition. Any other turn is sent whole,
-and the trace forks where it differs.
+If a prompt extends the last one, only the new messages are sent. Otherwise the whole prompt is
+sent, and the trace forks where it differs.
 
-A window is a pure function from a history to the messages of the prompt. The engine computes the
-first prompt after a cut again. `step` makes cuts rarer.
+A window is a pure function that maps a history to the messages of the prompt. After a window drops
+messages, the engine computes the whole prompt again. A larger `step` makes this rarer.
 """
 
 from __future__ import annotations
@@ -39,10 +39,10 @@ IMAGE_PLACEHOLDER = "[earlier image]"
 
 
 def last_images(count: int, instead: str = IMAGE_PLACEHOLDER, step: int = 1) -> Window:
-    """Show the newest `count` images at most, and the text `instead` for each older one.
+    """Show at most the newest `count` images, and the text `instead` for each older one.
 
-    A video counts as an image. Images leave `step` at a time: between `count - step + 1` and
-    `count` are shown.
+    A video counts as an image. Images are dropped `step` at a time, so that between
+    `count - step + 1` and `count` are shown.
     """
     _check_at_least("count", count, 0)
     _check_at_least("step", step, 1)
@@ -61,11 +61,11 @@ def last_images(count: int, instead: str = IMAGE_PLACEHOLDER, step: int = 1) -> 
 
 
 def last_turns(count: int, keep_task: bool = True, step: int = 1) -> Window:
-    """Show the newest `count` turns at most: answers, each with the messages before it.
+    """Show at most the newest `count` turns. A turn is an answer with the messages before it.
 
-    Messages without an answer yet are a turn too. The first system messages stay, and so does the
-    user's first message unless `keep_task` is False. A tool result keeps its call: where the oldest
-    turn begins with a result, the calling answer is shown before it.
+    Messages without an answer yet count as a turn. The first system messages are kept, and the
+    user's first message too unless `keep_task` is False. If the oldest turn begins with a tool
+    result, the answer that made the call is shown before it.
     """
     _check_at_least("count", count, 1)
     _check_at_least("step", step, 1)
@@ -96,7 +96,7 @@ def _num_system(history: Sequence[Message]) -> int:
 
 
 def _num_dropped(num: int, count: int, step: int) -> int:
-    """Return how many of `num` to drop, a multiple of `step`, so that at most `count` stay."""
+    """Return how many of `num` to drop, in multiples of `step`, to keep at most `count`."""
     return min(num, -(-max(num - count, 0) // step) * step)
 
 
@@ -125,7 +125,7 @@ class Conversation:
         self._chat = chat.branch()
         self._windows = windows
         self.history = self._chat.history
-        """Every message, shown to the model or not. You may edit it."""
+        """All messages, including those that windows hide. You may edit the list."""
         self._shown = list(self.history)
         """The last prompt and its answer."""
 
@@ -158,7 +158,7 @@ class Conversation:
         return answer
 
     async def retry(self, *, tools: Tools | None = None) -> AssistantMessage:
-        """Replace the last answer in the history by a new one; both stay in the trace."""
+        """Replace the last answer in the history by a new one. Both stay in the trace."""
         if not self.history or self.history[-1].role != "assistant":
             raise EnvironmentFailed("retry() was called before any answer", "call send() first")
         return await self._ask(self.history[:-1], tools)
@@ -177,7 +177,7 @@ class Conversation:
     ) -> Conversation:
         """Return a conversation that starts from a copy of this history, or from `history`.
 
-        Conversations may run at the same time.
+        Conversations may run concurrently.
         """
         branch = Conversation(self._chat, *(self._windows if windows is None else windows))
         branch.history = list(self.history if history is None else history)

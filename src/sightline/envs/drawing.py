@@ -1,4 +1,4 @@
-"""Drawing helpers of the built-in tasks: bitmaps of digits, and PNG files."""
+"""Drawing helpers for the built-in tasks: digit bitmaps and PNG encoding."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ DIGITS = {
     "8": "111101010101111",
     "9": "111101111001110",
 }
-"""Bitmaps of three columns and five rows."""
+"""3x5 bitmaps."""
 
 
 def encode_png(image: Image.Image) -> bytes:
@@ -28,7 +28,7 @@ def encode_png(image: Image.Image) -> bytes:
 
 
 def draw_glyph(bits: str, side: int) -> Image.Image:
-    """Draw a bitmap of fifteen bits, black on white, stretched to a square."""
+    """Draw a 15-bit bitmap, black on white, stretched to a square."""
     image = Image.new("L", (3, 5))
     image.putdata([0 if bit == "1" else 255 for bit in bits])
     return image.resize((side, side), Image.Resampling.NEAREST)

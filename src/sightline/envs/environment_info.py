@@ -1,7 +1,7 @@
 """Describe an environment from another interpreter: `python -m sightline.envs.environment_info`.
 
-The environment's package need not be importable where the trainer and the server run. The launcher
-sends `[env]` as JSON and reads one line of JSON back.
+The trainer and the servers need not be able to import the environment's package. The launcher sends
+`[env]` as JSON and reads back one line of JSON.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ def main() -> None:
         answer = asdict(get_environment_info(EnvConfig.model_validate_json(sys.stdin.read())))
     except SightlineError as error:
         answer = {"problem": error.problem, "fix": error.fix}
-    # On the last line, because user code may print while it is built.
+    # Print on the last line, because user code may print while the environment is built.
     print("\n" + json.dumps({**answer, "version": sightline.__version__}))
 
 

@@ -1,8 +1,8 @@
 """Adapter for Gymnasium environments with `render_mode="rgb_array"`: one picture per turn.
 
 Each episode runs in its own thread, because some renderers work only in the thread that created
-them, and the worker's other rollouts must not wait. One lock serializes all drawing: pygame, which
-most of Gymnasium's environments use, keeps a polygon's corners in one buffer per process.
+them, and other rollouts must not wait. One lock serializes all drawing, because pygame, which most
+Gymnasium environments use, keeps a polygon's corners in one buffer per process.
 """
 
 from __future__ import annotations
@@ -30,13 +30,13 @@ RENDER_MODE = "rgb_array"
 
 @cache
 def get_render_lock() -> threading.Lock:
-    """Return the process-wide lock to hold while an environment draws or closes its renderer."""
+    """Return the process-wide lock for drawing and for closing renderers."""
     return threading.Lock()
 
 
 @dataclass(eq=False)
 class GymnasiumEnvironment(Environment):
-    """The Gymnasium environment `id`; importing `module` registers it, if it is set."""
+    """The Gymnasium environment `id`. If set, `module` is imported first, to register it."""
 
     id: str
     kwargs: dict[str, Any] = field(default_factory=dict)
@@ -46,9 +46,9 @@ class GymnasiumEnvironment(Environment):
     malformed_penalty: float = 0.1
     max_turns: int = 200
     longest_side: int = 0
-    """Scale pictures down so that no side is longer, in pixels; 0 for no limit."""
+    """Maximum side length in pixels. Larger pictures are scaled down; 0 for no limit."""
     hint: str = ""
-    """Text in front of the first picture."""
+    """Text before the first picture."""
     seed: int = 0
 
     def __post_init__(self) -> None:
@@ -71,10 +71,10 @@ class GymnasiumEnvironment(Environment):
     def _draw_first_frame(self, error_type: type[Exception]) -> int:
         """Draw one frame and return the number of actions, or 0 if they are not discrete.
 
-        Renderers load their libraries with the first frame, which is not thread-safe.
+        Renderers load their libraries for the first frame, which is not thread-safe.
         """
         try:
-            # Gymnasium warns about a missing render mode, which is an error below.
+            # Gymnasium only warns about a missing render mode, which is an error below.
             with warnings.catch_warnings(action="ignore"):
                 env = self.make()
                 env.reset(seed=0)
@@ -107,7 +107,7 @@ class GymnasiumEnvironment(Environment):
             await game.thread.run(game.close)
             return outcome
         finally:
-            # Not awaited: behind a step that hangs it would block a cancelled rollout.
+            # Not awaited: a step that hangs would block a cancelled rollout.
             game.thread.end(game.close)
 
     def scale(self, frame: Any) -> Image.Image:
@@ -122,7 +122,7 @@ class GymnasiumEnvironment(Environment):
 
 @dataclass
 class _Episode:
-    """One episode. All calls of the environment run in `thread`."""
+    """One episode. All calls to the environment run in `thread`."""
 
     thread: SerialThread
     owner: GymnasiumEnvironment

@@ -26,7 +26,7 @@ from sightline.media import MediaRef
 ReadImage = Callable[[MediaRef], bytes]
 LONGEST_RETRY_S = 20.0
 SCORE_PATTERN = r"(?i)score\W{0,4}(-?\d+(?:\.\d+)?)"
-"""Matches `Score: 0.7`, `**score** = 7` and the like."""
+"""Matches, for example, `Score: 0.7` and `**score** = 7`."""
 
 
 @dataclass(frozen=True)
@@ -38,12 +38,12 @@ class JudgeModel:
     api_key: str = field(default="", repr=False)
     """The key itself, or a reference to it: env:NAME or file:PATH."""
     timeout_s: float = 60.0
-    """Timeout of one try, from connecting to the last byte."""
+    """Timeout for one try, from connecting to the last byte."""
     tries: int = 4
     max_tokens: int = 1024
     temperature: float = 0.0
     first_wait_s: float = 0.5
-    """Pause before the second try; it doubles after each failure."""
+    """Pause before the second try. It doubles after each failure."""
 
     async def score(
         self,
@@ -55,7 +55,7 @@ class JudgeModel:
     ) -> float:
         """Return the last score in the judge's answer.
 
-        The last message should say how to write it.
+        The last message should specify the format of the score.
         """
         answer = await self.ask(messages, read)
         scores = re.findall(pattern, answer)
@@ -75,7 +75,7 @@ class JudgeModel:
     async def ask(self, messages: Messages, read: ReadImage) -> str:
         """Return the judge's answer. `read` returns the bytes of an image, as `chat.get` does."""
         sent = await asyncio.to_thread(to_openai_messages, messages, read)
-        # One client per call: event loops share a judge, but cannot share connections.
+        # Create a client per call: several event loops share a judge but cannot share connections.
         client = OpenAIClient(
             self.base_url,
             self.model,

@@ -1,4 +1,4 @@
-"""A client of any OpenAI endpoint, and its format of messages."""
+"""A client for any OpenAI endpoint, and conversions to its message format."""
 
 from __future__ import annotations
 
@@ -17,15 +17,15 @@ from sightline.transport.http_client import RetryingClient
 GetImageUrl = Callable[[MediaRef], str]
 RETRY_STATUSES = (408, 425, 429, 502, 503, 504)
 FIRST_ANSWER_TIMEOUT_S = 10.0
-"""How long to wait for the first answer before the address counts as wrong."""
+"""Time limit for the first answer, after which the address counts as wrong."""
 
 
 def to_openai_message(
     message: Message, url_of: GetImageUrl, call_ids: Sequence[str] = ()
 ) -> dict[str, Any]:
-    """Convert a message to OpenAI's format; `url_of` returns the URL of an image.
+    """Convert a message to OpenAI's format. `url_of` returns an image's URL.
 
-    `call_ids` are the ids of tool calls to which the model gave none.
+    `call_ids` are ids for tool calls that have none.
     """
     sent: dict[str, Any] = {"role": message.role, "content": _to_openai_content(message, url_of)}
     if message.reasoning is not None:
@@ -48,7 +48,7 @@ def to_openai_message(
 
 def _to_openai_content(message: Message, url_of: GetImageUrl) -> Any:
     if not message.refs:
-        # OpenAI writes null next to tool calls; elsewhere programs expect text.
+        # With tool calls, OpenAI writes null. Otherwise programs expect text.
         return message.text or (None if message.tool_calls else "")
     return [to_openai_part(part, url_of) for part in message.content]
 
@@ -81,7 +81,7 @@ def read_completion(answer: dict[str, Any]) -> AssistantMessage:
 
 @dataclass
 class OpenAIClient(RetryingClient):
-    """The client of one endpoint. `base_url` ends before `/chat/completions`."""
+    """Client for one endpoint. `base_url` does not include `/chat/completions`."""
 
     model: str
     """Name of the model; empty until `choose_model` sets it."""
@@ -95,14 +95,14 @@ class OpenAIClient(RetryingClient):
     async def complete(
         self, messages: list[dict[str, Any]], tools: Tools | None, **sampling: Any
     ) -> dict[str, Any]:
-        """Request a chat completion. `sampling` are fields of the request, such as temperature."""
+        """Request a chat completion. `sampling` has request fields such as temperature."""
         body = {"model": self.model, "messages": messages, **sampling}
         if tools:
             body["tools"] = list(tools)
         return await self._request_json("POST", "/chat/completions", msgspec.json.encode(body))
 
     async def choose_model(self, timeout_s: float = FIRST_ANSWER_TIMEOUT_S) -> None:
-        """Wait until the endpoint answers, and choose its only model if none is named."""
+        """Wait until the endpoint answers. If no model is set, choose its only model."""
         await self.wait_reachable("/models", timeout_s)
         if self.model:
             return

@@ -1,7 +1,7 @@
 """Adapter for environments behind an OpenEnv server, through OpenEnv's generic client.
 
-Only the server needs the environment's package; a worker needs `openenv`. An observation is a dict.
-One field may hold a picture (base64 or a data URL), and one may hold text.
+Only the server needs the environment's package. Workers need `openenv`. An observation is a dict in
+which one field may hold a picture (base64 or a data URL) and another one text.
 """
 
 from __future__ import annotations
@@ -20,16 +20,16 @@ from sightline.message import Message, user
 
 @dataclass(eq=False)
 class OpenEnvEnvironment(Environment):
-    """The environment of the server at `base_url`; `reset` holds arguments of its reset."""
+    """The environment of the server at `base_url`. `reset` has the arguments for its reset."""
 
     name = "openenv"
 
     base_url: str
     actions: str | Sequence[str] | Mapping[str, Any]
     image_field: str = "image"
-    """Field of an observation that holds a picture; empty for none."""
+    """Observation field that holds a picture; empty for none."""
     text_field: str = ""
-    """Field of an observation that holds text; empty for none."""
+    """Observation field that holds text; empty for none."""
     on_malformed: str = "skip"
     malformed_penalty: float = 0.1
     max_turns: int = 50
@@ -63,7 +63,7 @@ class OpenEnvEnvironment(Environment):
             return await self.rules.play(episode, chat, done=lambda: episode.is_over)
 
     def show(self, observation: Mapping[str, Any], chat: Chat) -> Message:
-        """Return an observation as the next message."""
+        """Convert an observation to the next message."""
         parts: list[Any] = []
         if self.text_field:
             parts.append(str(self._field(observation, self.text_field)))
@@ -105,7 +105,7 @@ class _Episode:
 
 
 def decode_image(value: Any) -> bytes:
-    """Decode the picture of an observation: base64, bare or as a data URL."""
+    """Decode an observation's picture, from plain base64 or a data URL."""
     problem = f"a {type(value).__name__}"
     if isinstance(value, str):
         text = value.partition(";base64,")[2] if value.startswith("data:") else value

@@ -1,4 +1,4 @@
-"""The protocol of environments: tasks, the chat that a rollout talks through, and rewards."""
+"""The environment protocol: tasks, the chat with the model, and rewards."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ class Task:
 
     index: int
     split: str
-    """`train`, `eval` or `sft`; splits share no task."""
+    """`train`, `eval` or `sft`. No task is in two splits."""
     data: Any = None
 
     def __repr__(self) -> str:
@@ -43,7 +43,7 @@ class Outcome:
 
     reward: float
     parts: dict[str, float] = field(default_factory=dict)
-    """Named measures for metrics and charts; they do not train."""
+    """Named measures for metrics and charts. They do not affect training."""
     per_turn: list[float] | None = None
     """Reward of each model call, in order; used by `credit = "turn"`."""
 
@@ -61,27 +61,27 @@ class Chat(Protocol):
     """The conversation of one rollout. The trace records every token of it."""
 
     async def send(self, new_messages: Messages, *, tools: Tools | None = None) -> AssistantMessage:
-        """Append messages and return the model's answer; only new messages cost time.
+        """Append messages and return the model's answer. Only new messages cost time.
 
         Pass the same `tools` at every turn. Different tools change the prompt, and the trace forks.
         """
         ...
 
     async def ask(self, all_messages: Messages, *, tools: Tools | None = None) -> AssistantMessage:
-        """Send a whole history; the trace forks where it differs from the conversation so far."""
+        """Send a complete history. The trace forks where it differs from the current one."""
         ...
 
     async def messages(self, messages: Messages) -> list[Message]:
-        """Return the messages as structs, with their images put into the store."""
+        """Return the messages as structs, and put their images into the store."""
         ...
 
     def branch(self) -> Self:
-        """Return a second handle that continues from here; both may run at the same time."""
+        """Return a second chat that continues from here. Both may run concurrently."""
         ...
 
     @property
     def history(self) -> list[Message]:
-        """The messages of this handle, up to the last answer."""
+        """The messages of this chat, up to the last answer."""
         ...
 
     @property
@@ -91,35 +91,35 @@ class Chat(Protocol):
 
     @property
     def num_calls(self) -> int:
-        """Answered model calls of the rollout: the required length of `per_turn`."""
+        """Number of answered model calls in the rollout: the required length of `per_turn`."""
         ...
 
     @property
     def calls(self) -> list[int]:
-        """Indices in `per_turn` of the model calls that went through this handle."""
+        """Indices in `per_turn` of the model calls made through this chat."""
         ...
 
     def put(self, image: Any) -> MediaRef:
         """Put an image (bytes, PIL image or pathlib.Path) into the store and return its ref.
 
-        A thread writes the bytes; the next `send` or `ask` waits for it. A PIL image is encoded
+        A thread writes the bytes, and the next `send` or `ask` waits for it. A PIL image is encoded
         in the caller's thread, which takes about 40 ms for 1280x800. In an async rollout, use
         `await asyncio.to_thread(chat.put, image)`, or send the image itself: `user("page", image)`.
         """
         ...
 
     def get(self, ref: MediaRef) -> bytes:
-        """Return the bytes of an image. Reads the disk."""
+        """Return an image's bytes. This reads from disk."""
         ...
 
     @property
     def base_url(self) -> str:
-        """Base URL of the OpenAI endpoint at which an agent program reaches the model."""
+        """Base URL of an OpenAI endpoint through which agent programs can call the model."""
         ...
 
     @property
     def api_key(self) -> str:
-        """Key of this rollout at `base_url`; it is invalid once the rollout is over.
+        """This rollout's API key for `base_url`. It becomes invalid when the rollout ends.
 
         When `sightline eval` uses an external endpoint, both belong to that endpoint.
         """
@@ -127,7 +127,7 @@ class Chat(Protocol):
 
     @property
     def rng(self) -> random.Random:
-        """Random number generator, seeded by the rollout."""
+        """Random number generator, seeded for the rollout."""
         ...
 
 
@@ -136,9 +136,9 @@ class Environment:
 
     name: str = "environment"
     shows_media: bool = True
-    """True if tasks need a model with vision; checked before a run starts."""
+    """Whether tasks need a model with vision. Checked before a run starts."""
     tools: Tools | None = None
-    """Tools of the demonstrations; a rollout passes its own to `chat.send`."""
+    """Tools for demonstrations. A rollout passes its own to `chat.send`."""
     seed: int = 0
     """Seed of `task_rng`."""
 
@@ -147,7 +147,7 @@ class Environment:
         raise NotImplementedError
 
     def task_rng(self, index: int, split: str) -> random.Random:
-        """Return a random number generator that is the same every time for the same task."""
+        """Return a random number generator that is seeded by the task."""
         return random.Random(f"{self.seed}:{split}:{index}")
 
     def rollout(self, task: Task, chat: Any) -> Awaitable[Reward] | Reward:
@@ -159,7 +159,7 @@ class Environment:
         return 0.0
 
     def choose_environment(self, index: int, split: str) -> Environment:
-        """Return the environment that plays this task; a mix chooses one of its members."""
+        """Return the environment that plays this task. A mix chooses one of its members."""
         return self
 
     def demonstration(self, task: Task, put: Any, rng: random.Random) -> list[Message]:
@@ -217,7 +217,7 @@ def import_extra(module: str, extra: str) -> Any:
 
 
 class EnvironmentMix(Environment):
-    """Environments with weights; a task's index and split determine its environment."""
+    """Weighted mix of environments. A task's index and split determine its environment."""
 
     name = "mix"
 

@@ -1,8 +1,8 @@
 """Tasks from files: JSONL, parquet, or datasets of the `datasets` library.
 
-Rows are read on demand; no file is loaded whole. `read` puts the images of a row into the store and
-returns refs in their place. Image columns are those that the `datasets` library declared in the
-file, and those named in `images`.
+Rows are read on demand, and no file is loaded completely. `read` puts a row's images into the store
+and replaces them by refs. Image columns are those that the `datasets` library declared in the file,
+and those named in `images`.
 """
 
 from __future__ import annotations
@@ -23,15 +23,15 @@ from sightline.media import MediaRef
 
 Put = Callable[[Any], MediaRef]
 FEATURES_KEY = b"huggingface"
-"""Key in a schema under which the `datasets` library declares column types."""
+"""Schema key under which the `datasets` library declares column types."""
 _SUFFIXES = (".jsonl", ".ndjson", ".parquet")
 MAX_GROUP_BYTES = 1 << 30
-"""Memory that a row group may take, in addition to 16 times the size of its file."""
+"""Memory limit for a row group, in addition to 16 times the size of its file."""
 _BATCH_ROWS = 1024
 
 
 class TaskFile:
-    """Rows of a file as tasks. Splits share no row."""
+    """Rows of a file as tasks. No row is in two splits."""
 
     def __init__(
         self,
@@ -59,7 +59,7 @@ class TaskFile:
         return len(self._numbers.get(split, ()))
 
     def get_row_number(self, index: int, split: str) -> int:
-        """Return the row number of task `index` of a split; indices wrap around."""
+        """Return the row number of task `index` in a split. Indices wrap around."""
         numbers = self._numbers.get(split)
         if not numbers:
             raise ConfigError(
@@ -69,7 +69,7 @@ class TaskFile:
         return numbers[index % len(numbers)]
 
     def read(self, number: int, put: Put) -> dict[str, Any]:
-        """Return a row, with refs in place of its images."""
+        """Return a row, with its images replaced by refs."""
         row = self._rows.row(number)
         for column in self._images & row.keys():
             row[column] = put_cell_images(row[column], put, self._folder, f"row {number}, {column}")
@@ -88,7 +88,7 @@ def open_tasks(
 
     `dataset_split` names one of several splits. The `datasets` library loads folders and
     datasets on the Hub. `eval_fraction` and `sft_fraction` are the fractions of the rows for those
-    splits; the rest is for training.
+    splits. The rest is for training.
     """
     source = Path(path)
     rows: TaskRows
@@ -121,7 +121,7 @@ def open_tasks(
 
 
 def _load_with_datasets(name: str, dataset_split: str) -> ArrowRows:
-    """Load a dataset of the Hub, or a folder: saved by the library, or of shards."""
+    """Load a dataset from the Hub, a folder saved by the library, or a folder of shards."""
     library = import_extra("datasets", "datasets")
     saved = (Path(name) / file for file in ("state.json", "dataset_dict.json"))
     try:
@@ -149,7 +149,7 @@ def _load_with_datasets(name: str, dataset_split: str) -> ArrowRows:
 
 
 class JsonlRows:
-    """Rows of a JSONL file; only the offsets of its lines are in memory."""
+    """Rows of a JSONL file. Only line offsets are kept in memory."""
 
     image_columns: frozenset[str] = frozenset()
 
@@ -183,7 +183,7 @@ class JsonlRows:
 
 
 class ParquetRows:
-    """Rows of a parquet file, read by row group; the last group is cached."""
+    """Rows of a parquet file, read by row group. The last group is cached."""
 
     def __init__(self, path: Path, max_group_bytes: int = MAX_GROUP_BYTES) -> None:
         self._path = path
@@ -208,7 +208,7 @@ class ParquetRows:
             return _read_row(table, number - first)
 
     def _read_group(self, group: int) -> Any:
-        """Read in pieces, because a value that is stored once may expand to every row."""
+        """Read a row group in batches. A value that is stored once may expand to every row."""
         most, num_bytes, batches = self._max_group_bytes, 0, []
         for batch in self._file.iter_batches(_BATCH_ROWS, row_groups=[group]):
             num_bytes += batch.nbytes
@@ -221,7 +221,7 @@ class ParquetRows:
 def open_parquet(
     path: Path, max_group_bytes: int = MAX_GROUP_BYTES, memory_map: bool = False
 ) -> tuple[Any, list[int]]:
-    """Open a parquet file and return it with the sizes of its row groups, both checked."""
+    """Open and check a parquet file. Return it with the sizes of its row groups."""
     parquet = import_extra("pyarrow.parquet", "data")
     with _name_damage(path):
         file = parquet.ParquetFile(path, memory_map=memory_map)
@@ -239,14 +239,14 @@ def open_parquet(
 
 
 def _check_num_rows(num_rows: int, num_bytes: int) -> None:
-    """Raise if a file declares more rows than bits, because lists of all rows are kept."""
+    """Raise if a file declares more rows than it has bits, because all rows are listed."""
     if num_rows > 8 * num_bytes:
         raise ValueError(f"it declares {num_rows} rows in {num_bytes} bytes")
 
 
 @contextmanager
 def _name_damage(path: Path) -> Iterator[None]:
-    """Turn the errors that pyarrow raises about damaged bytes into one that names the file."""
+    """Convert pyarrow's errors about damaged files into one that names the file."""
     try:
         yield
     except (
@@ -258,7 +258,7 @@ def _name_damage(path: Path) -> Iterator[None]:
 
 
 class ArrowRows:
-    """Rows of an Arrow table; `schema` declares its image columns."""
+    """Rows of an Arrow table. `schema` declares the image columns."""
 
     def __init__(self, table: Any, schema: Any) -> None:
         self._table = table
@@ -288,7 +288,7 @@ def image_columns(schema: Any) -> frozenset[str]:
 
 
 def _holds_images(feature: Any) -> bool:
-    if isinstance(feature, list):  # how older versions write a list
+    if isinstance(feature, list):  # the list format of older versions
         return any(map(_holds_images, feature))
     if not isinstance(feature, dict):
         return False
@@ -296,7 +296,7 @@ def _holds_images(feature: Any) -> bool:
 
 
 def put_cell_images(value: Any, put: Put, folder: Path, where: str) -> Any:
-    """Put the images of a cell (bytes, a path below `folder`, a data URL, or a list of those)."""
+    """Put a cell's images: bytes, a path below `folder`, a data URL, or a list of those."""
     if value is None:
         return None
     if isinstance(value, list | tuple):
@@ -329,7 +329,7 @@ def _get_path_below(folder: Path, name: str, where: str) -> Path:
     root = folder.resolve()
     try:
         path = (root / name).resolve()
-    except (OSError, ValueError, RuntimeError) as error:  # a NUL, or links in a circle
+    except (OSError, ValueError, RuntimeError) as error:  # a NUL, or a cycle of links
         raise MediaRefused(f"{where}: invalid path {name[:80]!r}: {error}", "fix it") from error
     if not path.is_relative_to(root):
         raise MediaRefused(

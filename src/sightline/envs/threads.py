@@ -1,7 +1,7 @@
 """Threads for blocking user code, each tied to the rollout that started it.
 
-The number of threads is unbounded: calls that never return would fill a pool of any size and starve
-other rollouts. All threads are daemons, so none delays the end of the process.
+The number of threads is not limited: calls that never return would fill any pool and starve other
+rollouts. All threads are daemons, so they do not delay the end of the process.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from sightline.render import Tools
 
 T = TypeVar("T")
 ROLLOUT_FUTURES: ContextVar[set[Future[Any]] | None] = ContextVar("threads", default=None)
-"""Unfinished calls in threads of the current rollout."""
+"""Unfinished calls in the current rollout's threads."""
 
 
 def _run_into_future(future: Future[T], work: Callable[[], T]) -> None:
@@ -40,7 +40,7 @@ def _run_into_future(future: Future[T], work: Callable[[], T]) -> None:
 
 
 def start_thread(work: Callable[[], T], name: str) -> Future[T]:
-    """Run `work` in a new thread, with the context of the caller.
+    """Run `work` in a new thread, with the caller's context.
 
     The future belongs to the current rollout until it is done.
     """
@@ -72,13 +72,13 @@ class SerialThread:
         return await asyncio.wrap_future(future)
 
     def end(self, last: Callable[[], None]) -> None:
-        """Run `last` after all other work, then end the thread. Does not wait; errors are lost."""
+        """Run `last` after all other work, then end the thread. Does not wait. Ignores errors."""
         self._queue.put(lambda: _run_into_future(Future(), last))
         self._queue.put(None)
 
 
 class ThreadPerCallExecutor(ThreadPoolExecutor):
-    """Default executor of an event loop (`asyncio.to_thread`) with a thread for each call.
+    """Default executor for event loops (`asyncio.to_thread`) that starts a thread for each call.
 
     Event loops require a subclass of ThreadPoolExecutor. Its own threads never start, so `shutdown`
     waits for nothing.
@@ -96,7 +96,7 @@ class BlockingChat:
     """
 
     asynchronous: Chat
-    """The underlying `Chat`. Use `wait` for its calls, or for those of a `Conversation`."""
+    """The underlying `Chat`. Use `wait` for its methods or for a `Conversation`'s."""
     loop: asyncio.AbstractEventLoop
 
     def __post_init__(self) -> None:
@@ -151,7 +151,7 @@ class BlockingChat:
             self._pending.discard(future)
 
     def end(self) -> None:
-        """Cancel the pending calls of the thread, and refuse later ones."""
+        """Cancel the thread's pending calls and refuse later ones."""
         with self._lock:
             self._is_over = True
             pending = list(self._pending)
@@ -160,12 +160,12 @@ class BlockingChat:
 
 
 def _rollout_over_error() -> asyncio.CancelledError:
-    # Not an Exception: user code that catches those would never end.
+    # Not a subclass of Exception, because user code may catch those and never end.
     return asyncio.CancelledError("the rollout is over")
 
 
 async def guard_user_code(work: Awaitable[T]) -> T:
-    """Await user code, and turn `sys.exit` and the like into an error of the rollout."""
+    """Await user code, and convert `sys.exit` and similar exits into a rollout error."""
     try:
         return await work
     except (Exception, asyncio.CancelledError, GeneratorExit):

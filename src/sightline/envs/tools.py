@@ -31,7 +31,7 @@ Put = Callable[[Any], MediaRef]
 
 
 class ToolError(Exception):
-    """Raised by a tool when the model made a mistake; the model reads the message."""
+    """Raised by a tool if the model made a mistake. The model gets the message."""
 
 
 @dataclass(frozen=True)
@@ -60,9 +60,9 @@ class Toolbox:
         return [tool.schema for tool in self._tools.values()]
 
     async def run(self, answer: AssistantMessage, put: Put) -> list[Message]:
-        """Make the calls in order and return a message for each.
+        """Run an answer's tool calls in order and return a message for each.
 
-        Functions that are not async run in a thread. In a plain `def rollout`, use
+        Sync functions run in a thread. In a plain `def rollout`, use
         `chat.wait(toolbox.run(answer, chat.put))`.
         """
         results = []
@@ -111,7 +111,7 @@ class Toolbox:
 
 
 def reply_to_calls(answer: Message | None, *parts: Any) -> list[Message]:
-    """Return the result of each call, the last with `parts`; a user's message if there is none."""
+    """Return a message for each call, the last with `parts`, or a user message if none."""
     calls = answer.tool_calls if answer is not None else ()
     if not calls:
         return [user(*parts)]
@@ -161,7 +161,7 @@ def _split_annotation(hint: Any) -> tuple[Any, str]:
 
 
 def _type_schema(hint: Any, where: str) -> dict[str, Any]:
-    if typing.get_origin(hint) is Literal:  # msgspec would sort the values
+    if typing.get_origin(hint) is Literal:  # msgspec would sort its values
         return {"enum": list(typing.get_args(hint))}
     try:
         (schema,), classes = msgspec.json.schema_components((hint,))

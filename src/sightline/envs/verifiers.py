@@ -1,9 +1,9 @@
-"""Adapter for environments of the verifiers library, which run unchanged against our endpoint.
+"""Adapter for environments of the verifiers library. They run unchanged against our endpoint.
 
     its harness --> its own interception --> chat.base_url (OpenAI API) --> trace
 
-Tasks come from its taskset, rewards from its own scoring. Every rollout has its own instance of the
-environment and of its servers, because each rollout has its own key.
+Tasks come from the library's taskset and rewards from its scoring. Each rollout has its own API
+key, and therefore its own instance of the environment and its servers.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ class VerifiersEnvironment(Environment):
             values["agent"] = {**values.get("agent", {}), "harness": {"id": harness}}
         try:
             self.config = loaders.resolve_env_config(values)
-            # Agent programs run on this machine, unless a role says otherwise.
+            # Agent programs run on this machine unless a role is configured differently.
             for role in agents.agent_config_fields(self.config):
                 values[role] = {"runtime": {"type": runtime}, **values.get(role, {})}
             self.config = loaders.resolve_env_config(values)
@@ -69,7 +69,7 @@ class VerifiersEnvironment(Environment):
         self._tasks_lock = threading.Lock()
 
     def task(self, index: int, split: str) -> Task:
-        """Reserve every `eval_every`-th task for evaluation; a finite taskset wraps around."""
+        """Return a task. Every `eval_every`-th is for evaluation. Finite tasksets wrap around."""
         if split == "eval":
             place = index * self.eval_every
         else:
@@ -80,7 +80,7 @@ class VerifiersEnvironment(Environment):
     async def rollout(self, task: Task, chat: Chat) -> Outcome:
         import verifiers.v1 as vf
 
-        # verifiers reads the key from the environment variable that its config names.
+        # verifiers reads the key from the environment variable named in its config.
         variable = f"SIGHTLINE_KEY_{id(chat)}"
         os.environ[variable] = chat.api_key
         try:

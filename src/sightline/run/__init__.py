@@ -1,4 +1,4 @@
-"""Files that the processes of a run write: the run directory and events.
+"""Files that a run's processes write: the run directory and events.
 
 Code that reads them is in `view`, which only the launcher imports.
 """

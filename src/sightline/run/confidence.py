@@ -1,4 +1,4 @@
-"""95% confidence intervals of a mean."""
+"""95% confidence intervals for a mean."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ NORMAL_QUANTILE = 1.959964
 
 
 def confidence_interval(values: Sequence[float]) -> tuple[float, float]:
-    """Return the confidence interval of the mean of `values`.
+    """Return the 95% confidence interval for the mean of `values`.
 
-    Values of 0 and 1 use Wilson's score, which also works at the ends; other numbers use Student's
-    t. The interval is infinite where the values say nothing.
+    Uses Wilson's score interval if all values are 0 or 1, since it is also valid near 0 and 1.
+    Otherwise uses Student's t. The interval is infinite if there are too few values.
     """
     if not values:
         return -math.inf, math.inf
@@ -32,7 +32,7 @@ def confidence_interval(values: Sequence[float]) -> tuple[float, float]:
 
 
 def _student_t_quantile(freedom: int) -> float:
-    """Return the 97.5% quantile of Student's t, by an expansion that is within 2%."""
+    """Return the 97.5% quantile of Student's t, from an expansion that is accurate to 2%."""
     exact = {1: 12.7062, 2: 4.30265}
     if freedom in exact:
         return exact[freedom]

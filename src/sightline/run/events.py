@@ -1,4 +1,4 @@
-"""`metrics.jsonl`: one event per line, appended by every process of a run."""
+"""`metrics.jsonl`: one event per line. Every process of a run appends to it."""
 
 from __future__ import annotations
 
@@ -20,8 +20,8 @@ _encoder = msgspec.json.Encoder()
 class EventLog:
     """Appends the events of one process.
 
-    A failed write never ends the process; it is reported once on stderr. A full disk ends the run
-    when its data can no longer be written.
+    A failed write never ends the process. It is reported once on stderr. A full disk ends the run
+    when the run's data can no longer be written.
     """
 
     def __init__(self, path: Path, process: str) -> None:

@@ -1,7 +1,7 @@
-"""The error file of a process, in disk space that is reserved when the process starts.
+"""A process's error file, in disk space that is reserved when the process starts.
 
-A full disk must not hide why a process ended: there may be room again by the time the launcher
-looks.
+This lets a process report its error even if the disk is full. By the time the launcher looks, the
+disk may have room again, so the cause would be lost.
 """
 
 from __future__ import annotations
@@ -13,11 +13,11 @@ from pathlib import Path
 
 MAX_BYTES = 1 << 16
 MAX_CHARS = 5000
-"""Length limit of the problem and of the fix, so that both fit into `MAX_BYTES` as JSON."""
+"""Maximum length of the problem and of the fix. Both must fit into `MAX_BYTES` as JSON."""
 
 
 def reserve_last_words(target: Path) -> Path:
-    """Reserve space for the later contents of `target` and return the reserved file."""
+    """Reserve disk space for `target` and return the reserved file."""
     path = target.with_name(f".{target.name}.reserved")
     with contextlib.suppress(OSError):
         handle = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o644)
@@ -30,7 +30,7 @@ def reserve_last_words(target: Path) -> Path:
 
 
 def leave_last_words(reserved: Path, target: Path, words: dict[str, str]) -> None:
-    """Write the words into the reserved file and move it to `target`."""
+    """Write an error's problem and fix into the reserved file and move it to `target`."""
     data = json.dumps({key: text[:MAX_CHARS] for key, text in words.items()}).encode()
     with contextlib.suppress(OSError):
         target.parent.mkdir(parents=True, exist_ok=True)

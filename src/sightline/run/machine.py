@@ -1,4 +1,4 @@
-"""Resources of this machine, and environment variables of the processes started on it."""
+"""Resources of this machine, and environment variables for processes on it."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from pathlib import Path
 
 
 def has_gpu() -> bool:
-    """Return whether a driver shows a GPU: NVIDIA's, AMD's, or the host's under WSL."""
+    """Return whether there is a GPU driver: NVIDIA's, AMD's, or the host's under WSL."""
     return any(any(Path("/dev").glob(name)) for name in ("nvidia[0-9]*", "kfd", "dxg"))
 
 
@@ -17,18 +17,18 @@ def runs_on_cpu(device: str) -> bool:
 
 
 def build_environ(threads: int) -> dict[str, str]:
-    """Return the environment of a process with `threads` compute threads.
+    """Return environment variables for a process with `threads` compute threads.
 
-    Native libraries read their thread budget once, when they are loaded.
+    Native libraries read their thread limit only once, when they are loaded.
     """
     libraries = ("OMP", "MKL", "OPENBLAS", "NUMEXPR", "RAYON")
-    # Ranks of a run find each other by themselves. torchrun's variables are for its own child.
+    # A run's ranks find each other themselves. torchrun's variables are for its own child.
     inherited = {k: v for k, v in os.environ.items() if not k.startswith("TORCHELASTIC_")}
     return {
         **inherited,
         **{f"{library}_NUM_THREADS": str(threads) for library in libraries},
         "TOKENIZERS_PARALLELISM": "false",
-        # Spinning threads of one process would take the cores of the others.
+        # A process's spinning threads would occupy the cores of other processes.
         "OMP_WAIT_POLICY": "PASSIVE",
         "MALLOC_ARENA_MAX": "2",
         "HF_HUB_OFFLINE": "1",

@@ -1,10 +1,10 @@
-"""A copy of the run directory on a machine that cannot see the original.
+"""A copy of the run directory on a machine that cannot access the original.
 
     process --JoinRequest--> orchestrator --FileChanges--> process: its own folder
     process --FileChanges--> orchestrator      before every message that relies on the files
 
-The orchestrator owns the run directory. Small files travel over the channel, in order; large files
-travel as parts in the image store.
+The orchestrator owns the run directory. Small files are sent over the channel, in order. Large
+files are sent as parts through the image store.
 """
 
 from __future__ import annotations
@@ -31,20 +31,20 @@ from sightline.wire.file import append_line, write_atomic
 from sightline.wire.weights import MANIFEST
 
 COPIED = ".copied"
-"""Marks a copy of a run directory."""
+"""Marker file in a copy of a run directory."""
 JOIN_TIMEOUT_S = 600.0
-"""Time for the orchestrator to answer; it may have to store a large checkpoint first."""
+"""Time limit for the orchestrator's answer. It may have to store a large checkpoint first."""
 MAX_INLINE_BYTES = 1 << 20
-"""Larger files go through the store."""
+"""Larger files are sent through the store."""
 FLUSH_EVERY_S = 1.0
 BEAT = ".beat"
 """Suffix of heartbeat files."""
 APPENDED = ("metrics.jsonl",)
 """Files to which several processes append."""
 PUBLISHED = "weights/*.safetensors"
-"""Published weights, which go to the store separately."""
+"""Published weights, which are stored separately."""
 OWN = ("model", "media", "batches", "secret", "config.toml", "run_id")
-"""Files of a copy that are never sent."""
+"""Files in a copy that are never sent."""
 
 
 def join(name: str, hub: str, key: str) -> tuple[FileChange, ...]:
@@ -56,7 +56,7 @@ def join(name: str, hub: str, key: str) -> tuple[FileChange, ...]:
             message = control.decode_from("orchestrator", data)
             if isinstance(message, FileChanges):
                 return message.files
-            # Other messages were meant for a predecessor; the orchestrator repeats them later.
+            # Other messages are for the process that this one replaces, and will be repeated.
     finally:
         spoke.close()
     raise ProcessFailed(
@@ -80,7 +80,7 @@ def write_file(root: Path, file: FileChange, blobs: MediaStore | None) -> None:
         if file.stored.salt:
             for part in file.stored.parts:
                 blobs.remove(part)
-    elif path.suffix == BEAT:  # not synced to disk: it need not survive a crash
+    elif path.suffix == BEAT:  # not synced, because it need not survive a crash
         temporary = path.with_name(f".{path.name}.part")
         temporary.write_bytes(file.data)
         temporary.replace(path)
@@ -102,7 +102,7 @@ def is_copy(run_dir: RunDir) -> bool:
 
 
 class RunMirror:
-    """Sends the changes in a copy of the run directory: checkpoints on request, or all the rest."""
+    """Sends changes in a copy of the run directory: either checkpoints or all other files."""
 
     def __init__(
         self,
@@ -121,13 +121,13 @@ class RunMirror:
             threading.Thread(target=target, daemon=True, name="mirror").start()
 
     def flush(self) -> None:
-        """Send everything that has been written so far, in order."""
+        """Send all changes so far, in order."""
         with self._lock:
             stamps = {name: _get_stamp(path) for name, path in self._iter_files()}
             if not (self._root / COPIED).exists():
                 return  # the whole copy is being removed
             new = [name for name, stamp in stamps.items() if self._seen.get(name) != stamp]
-            # A manifest makes the files next to it valid, so it comes after them.
+            # A manifest makes the files next to it valid, so send it after them.
             new.sort(key=lambda name: (name.endswith(MANIFEST), name))
             removed = [name for name in self._seen if name not in stamps]
             removed.sort(key=lambda name: (not name.endswith(MANIFEST), name))
@@ -146,13 +146,13 @@ class RunMirror:
                     self._lengths[file.name] = self._lengths.get(file.name, 0) + len(file.data)
 
     def is_behind(self) -> bool:
-        """Return whether some change has not been sent yet."""
+        """Return whether there are unsent changes."""
         return {name: _get_stamp(path) for name, path in self._iter_files()} != self._seen
 
     def send_heartbeats(self) -> None:
         """Send the heartbeats, without waiting for large files."""
         for path in (self._root / "logs").glob(f"[!.]*{BEAT}"):
-            with contextlib.suppress(FileNotFoundError):  # one that has just been replaced
+            with contextlib.suppress(FileNotFoundError):  # it has just been replaced
                 self._send(FileChanges((FileChange(f"logs/{path.name}", path.read_bytes()),)))
 
     def _read(self, name: str) -> FileChange:
@@ -173,7 +173,7 @@ class RunMirror:
             for file in files:
                 path = Path(folder) / file
                 name = str(path.relative_to(self._root))
-                # A name that begins with a dot belongs to an unfinished file.
+                # Names that begin with a dot are unfinished files.
                 is_own = file.startswith(".") or name in OWN or fnmatch(name, PUBLISHED)
                 is_wanted = name.startswith("checkpoints/") == self._of_checkpoints
                 if is_wanted and not is_own and not file.endswith(BEAT):

@@ -1,4 +1,4 @@
-"""Keys of the processes of a run, derived from the run's secret.
+"""Keys for a run's processes, derived from the run's secret.
 
 Only the launcher and the orchestrator need the secret itself."""
 
@@ -13,25 +13,25 @@ class Rights(msgspec.Struct, frozen=True, omit_defaults=True, forbid_unknown_fie
     """The keys of one process."""
 
     channel: str = ""
-    """Authenticates the process to the orchestrator under its own name."""
+    """Authenticates the process to the orchestrator under its name."""
     token: str = ""
     """Lets the process send generate requests to the run's servers."""
     control_token: str = ""
     """Lets the process lease servers and update their weights."""
     ranks: str = ""
-    """Secret of the channel between the trainer's ranks."""
+    """Secret for the channel between the trainer's ranks."""
 
     def encode(self) -> str:
-        """Return one line that a process takes in place of the run's secret."""
+        """Encode the rights as one line, which a process gets instead of the run's secret."""
         return _MARK + msgspec.json.encode(self).decode()
 
 
 def derive_rights(secret: str, name: str) -> Rights:
-    """Return the rights of the process `name`; `secret` is the run's secret or encoded rights."""
+    """Return the rights of process `name`. `secret` is the run's secret or encoded rights."""
     secret = secret.strip()
     if secret.startswith(_MARK):
         return msgspec.json.decode(secret.removeprefix(_MARK), type=Rights)
-    # Imported here, because commands that start nothing do not need ZMQ.
+    # Imported here, because most commands do not need ZMQ.
     from sightline.transport.zmq_channel import derive_key, derive_spoke_key
 
     channel, role = derive_spoke_key(secret, name), name.partition("-")[0]

@@ -1,4 +1,4 @@
-"""Paths of the files of a run. All of them can be read while the run is active."""
+"""Paths of a run's files. All files can be read while the run is active."""
 
 from __future__ import annotations
 
@@ -46,21 +46,21 @@ class RunDir:
     ledger = _Inside("ledger.jsonl")
     """Step and batch digest of every step that led to the current weights."""
     verdicts = _Inside("verdicts.jsonl")
-    """Verdicts of the rollouts, one line per step; the last line of a step counts."""
+    """Rollout verdicts, one line per step. The last line of a step counts."""
     view = _Inside("view")
-    """Index of the dashboard. It may be removed at any time and is built again."""
+    """The dashboard's index. It may be removed at any time and is rebuilt on demand."""
     pruned = _Inside("pruned.txt")
     """Files that `sightline prune` has removed, one per line."""
     notes = _Inside("notes.md")
-    """Notes of the user; `#word` is a tag."""
+    """The user's notes. `#word` is a tag."""
     secret = _Inside("secret")
-    """Shared secret of the run's processes, readable by its owner only."""
+    """Shared secret of the run's processes, readable only by its owner."""
     id_file = _Inside("run_id")
-    """Id of the run, which every published version carries. A resume keeps it."""
+    """The run's id, which is part of every published version. A resumed run keeps it."""
     lock = _Inside(".lock")
-    """Locked by the launcher while the run is active."""
+    """Lock file that the launcher holds while the run is active."""
     servers = _Inside("servers.json")
-    """Servers that the user has added to the run or removed from it."""
+    """Servers that the user has added to or removed from the run."""
     server_report = _Inside("logs/servers.json")
     """State of the run's servers while it is active."""
     progress = _Inside("checkpoints/orchestrator.json")
@@ -92,11 +92,11 @@ class RunDir:
         return self.logs / f"{name}.beat"
 
     def server_address(self, name: str) -> Path:
-        """Return the file in which a server on another machine writes its address."""
+        """Return the file to which a server on another machine writes its address."""
         return self.logs / f"{name}.url"
 
     def error_file(self, name: str) -> Path:
-        """Return the file with the problem and the fix of a failed process."""
+        """Return the file with a failed process's problem and fix."""
         return self.logs / f"{name}.error.json"
 
     def batch(self, step: int) -> Path:

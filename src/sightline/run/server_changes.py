@@ -1,9 +1,9 @@
-"""Servers that the user added to a run or removed from it, as a file in the run directory.
+"""Servers that the user added to or removed from a run, as a file in the run directory.
 
     sightline servers --writes--> servers.json --read by--> orchestrator, launcher
 
-The file survives the processes of the run. It is ignored once `[inference] servers` in the run file
-has changed.
+The file is kept when the run's processes end. It is ignored once `[inference] servers` in the run
+file has changed.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ class ServerChanges(msgspec.Struct, forbid_unknown_fields=True):
 
 
 class ServerReport(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """State of a server as the orchestrator reports it in `logs/servers.json`."""
+    """A server's state, as the orchestrator reports it in `logs/servers.json`."""
 
     url: str
     state: str

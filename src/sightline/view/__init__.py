@@ -1,4 +1,4 @@
-"""Everything that only reads runs: live view, report, dashboard, samples, sinks, notebook, compare.
+"""Code that only reads runs: live view, report, dashboard, samples, sinks, notebook, compare.
 
-Of the processes of a run, only the launcher imports it.
+Of a run's processes, only the launcher imports it.
 """

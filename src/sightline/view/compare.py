@@ -16,7 +16,7 @@ from sightline.view.run_files import RunFiles, get_run_dir
 from sightline.view.summary import build_summary
 
 NUM_POINTS = 6
-"""Points shown of each curve, at the same steps of both runs."""
+"""Number of points shown per curve, at the same steps of both runs."""
 _IGNORED_SETTINGS = {"run.name", "run.dir"}
 
 Number = float | None
@@ -51,11 +51,11 @@ class _ComparedRun:
         return {step: value for step, value in numbers.items() if value is not None}
 
     def mean(self, name: str) -> Number:
-        """Return the mean over the trainer's steps, of `rl` or `sft`."""
+        """Return the mean over the trainer's steps, for `rl` or `sft`."""
         return _mean([*self.series("train", name).values(), *self.series("sft", name).values()])
 
     def seconds(self) -> dict[str, float]:
-        """Return the mean seconds of a training step, by stage."""
+        """Return the mean seconds per training step, by stage."""
         steps = by_step(self.events, "train").values()
         tables = [numbers_of(event.values, "seconds") for event in steps]
         names = dict.fromkeys(name for table in tables for name in table)
@@ -112,7 +112,7 @@ def _compare_results(one: _ComparedRun, two: _ComparedRun) -> list[ComparisonRow
 
 
 def _compare_curves(one: dict[int, float], two: dict[int, float]) -> list[ComparisonRow]:
-    """Compare both series at steps that both have. Each value is the mean around its step."""
+    """Compare two series at common steps. Each value is the mean around its step."""
     common = [step for step in one if step in two]
     if not common:
         return []

@@ -1,6 +1,6 @@
-"""The live view of a run in the terminal: a panel, or plain lines where a panel cannot be drawn.
+"""Live view of a run in the terminal: a panel, or plain lines if a panel cannot be drawn.
 
-It reads `metrics.jsonl` and holds no other connection to the run.
+It only reads `metrics.jsonl` and has no other connection to the run.
 """
 
 from __future__ import annotations
@@ -28,14 +28,14 @@ PLAIN_INTERVAL_S = 5.0
 SFT_STEPS_PER_LINE = 20
 _PANEL_WIDTH = 80
 _SPARK_WIDTH = 44
-# Every process reports its own state. These two know the state of the whole run.
+# Every process reports its own state. Only these two report the state of the whole run.
 _PHASE_PROCESSES = ("orchestrator", "launcher")
 
 
 class LiveView:
-    """Call `update` a few times per second, and `close` at the end.
+    """A live view. Call `update` a few times per second, and `close` at the end.
 
-    No method raises when the terminal or the file is gone: the run continues without a view.
+    No method raises if the terminal or the file is gone. The run continues without a view.
     """
 
     def __init__(
@@ -49,7 +49,7 @@ class LiveView:
         self._clock = clock
         self._tail = EventTail(run_dir.metrics)
         self._state = _ConsoleState(run_dir.path.name, clock())
-        # Events from before a resume are history, and are not printed again.
+        # Do not print events from before a resume again.
         for event in self._tail.read():
             self._state.add_event(event)
         self._printed_at = float("-inf")
@@ -61,13 +61,13 @@ class LiveView:
             self._live.start()
 
     def update(self) -> None:
-        """Show what the run has written since the last call."""
+        """Show all events since the last call."""
         with contextlib.suppress(OSError):
             for event in self._tail.read():
                 line = self._state.add_event(event)
                 if line and not self._live:
-                    self._print_step(force=True)  # steps before the event come before its line
-                if line and not (self._live and event.kind == "state"):  # the panel has the phase
+                    self._print_step(force=True)  # print earlier steps before the event's line
+                if line and not (self._live and event.kind == "state"):  # the panel shows the phase
                     self._print(line)
             if self._live:
                 self._live.update(_build_panel(self._state, self._clock()), refresh=True)
@@ -101,7 +101,7 @@ class LiveView:
 
 
 def step_line(step: int, values: dict[str, Any]) -> str:
-    """Return a `step` event as one line."""
+    """Format a `step` event as one line."""
     total = find_number(values, "steps_total")
     of_total = f"{step:>{len(f'{total:.0f}')}}/{total:.0f}" if total else f"{step}"
     return "  ".join(
@@ -130,9 +130,9 @@ def _eval_line(values: dict[str, Any]) -> str:
 
 
 def _format_failures(values: dict[str, Any], only_broken: bool = False) -> list[str]:
-    """Return how many rollouts broke or were truncated, with the first reason.
+    """Describe how many rollouts broke or were truncated, with the first reason.
 
-    With `only_broken` the reason is left out if rollouts were truncated but none broke.
+    With `only_broken`, the reason is omitted if rollouts were truncated but none broke.
     """
     names = ("broken", "truncated")
     texts = [f"{num:.0f} {name}" for name in names if (num := find_number(values, name))]
@@ -154,7 +154,7 @@ def _goal_line(step: int, values: dict[str, Any]) -> str:
 
 
 class _ConsoleState:
-    """The state of a run after some events."""
+    """The state of a run after the events so far."""
 
     def __init__(self, name: str, started: float) -> None:
         self.name = name
@@ -170,7 +170,7 @@ class _ConsoleState:
         self._dropped: set[str] = set()
 
     def add_event(self, event: Event) -> str:
-        """Add the event and return a line to print, or an empty text."""
+        """Add an event and return a line to print, or an empty string."""
         step, values = event.step, event.values
         match event.kind:
             case "step":
@@ -222,7 +222,7 @@ class _ConsoleState:
 
 
 def describe_events(events: Iterable[Event]) -> tuple[str, list[tuple[float, str]]]:
-    """Return the current phase, and the lines of events other than steps with their times."""
+    """Return the current phase, and lines with times for all events other than steps."""
     state = _ConsoleState("", 0.0)
     lines = [(event.time, state.add_event(event)) for event in events]
     return state.phase, [(when, line) for when, line in lines if line]
@@ -292,6 +292,6 @@ def _list_panel_rows(state: _ConsoleState) -> Iterable[tuple[str, str]]:
 
 
 def _format_lag(values: dict[str, Any]) -> str:
-    """Return the mean and the maximum lag of the trained tokens."""
+    """Format the mean and the maximum lag of the trained tokens."""
     mean, maximum = (find_number(values, name) for name in ("lag_mean", "lag_max"))
     return f"{fixed(mean, 1)}/{fixed(maximum, 0)}"

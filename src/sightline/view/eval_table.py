@@ -1,4 +1,4 @@
-"""The results of `sightline eval`: a table, and one record for each rollout."""
+"""Results of `sightline eval`: a table, and one record per rollout."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from sightline.run.confidence import confidence_interval
 
 
 def to_line(played: PlayedRollout) -> dict[str, Any]:
-    """Return a rollout as a record for `--output`. Broken ones have an `error`, no reward."""
+    """Return a record for `--output`. A broken rollout has an `error` and no reward."""
     trace = played.trace
     return {
         "task": trace.task,

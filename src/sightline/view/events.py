@@ -1,4 +1,4 @@
-"""Read `metrics.jsonl`: the events of a run, and their numbers."""
+"""Read a run's events and their numbers from `metrics.jsonl`."""
 
 from __future__ import annotations
 
@@ -18,20 +18,20 @@ _decoder = msgspec.json.Decoder(Event)
 
 
 class EventTail:
-    """Reads the events that were appended since the last call. Incomplete lines wait."""
+    """Reads events that were appended since the last call. Incomplete lines are read later."""
 
     def __init__(self, path: Path, offset: int = 0) -> None:
         self.path = path
         self.offset = offset
         self.num_invalid_lines = 0
-        """Complete lines that are not events."""
+        """Number of complete lines that are not events."""
         self.is_torn = False
-        """Whether the last line is incomplete: it is being written, or its writer was killed."""
+        """Whether the last line is incomplete: its writer is still writing or was killed."""
         self.is_behind = False
-        """Whether a limited read left something unread."""
+        """Whether a limited read left unread data."""
 
     def read(self, max_bytes: int = -1) -> list[Event]:
-        """Read about `max_bytes`, but at least one line."""
+        """Read events of about `max_bytes`, but at least one line."""
         try:
             with open(self.path, "rb") as file:
                 file.seek(self.offset)
@@ -51,7 +51,7 @@ class EventTail:
 
 
 def read_events(path: Path) -> Iterator[Event]:
-    """Return all events, the oldest first. Lines that are not events are skipped."""
+    """Yield all events, oldest first. Lines that are not events are skipped."""
     return _events(read_lines(path))
 
 
@@ -74,7 +74,7 @@ def _events(lines: Iterable[bytes]) -> Iterator[Event]:
 
 
 def by_step(events: Iterable[Event], kind: str) -> dict[int, Event]:
-    """Return the newest event of a kind for each step: replayed steps count once."""
+    """Return the newest event of a kind for each step, so that replayed steps count once."""
     newest: dict[int, Event] = {}
     for event in events:
         if event.kind == kind:
@@ -83,7 +83,7 @@ def by_step(events: Iterable[Event], kind: str) -> dict[int, Event]:
 
 
 def find_number(values: dict[str, Any], name: str) -> float | None:
-    """Return the finite number of this name, or None."""
+    """Return the value of `name` if it is a finite number, or None."""
     value = values.get(name)
     if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value):
         return None
@@ -91,7 +91,7 @@ def find_number(values: dict[str, Any], name: str) -> float | None:
 
 
 def numbers_of(values: dict[str, Any], name: str) -> dict[str, float]:
-    """Return the table of numbers of this name; empty if there is none."""
+    """Return the numbers in the table `name`; empty if there is none."""
     table = values.get(name)
     if not isinstance(table, dict):
         return {}

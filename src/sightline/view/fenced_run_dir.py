@@ -1,4 +1,4 @@
-"""A run directory whose links out of it are not followed."""
+"""A run directory that does not follow links to the outside."""
 
 from __future__ import annotations
 
@@ -21,14 +21,14 @@ _FOLDERS = ("logs", "traces", "scores")
 
 @dataclass(frozen=True, slots=True)
 class FencedRunDir(RunDir):
-    """Links out of `root`, pipes and devices count as missing."""
+    """A run directory in which links out of `root`, pipes and devices count as missing."""
 
     root: Path
-    """The folder that a command was given, resolved."""
+    """The resolved folder from the command line."""
 
     @classmethod
     def of(cls, run_dir: RunDir) -> FencedRunDir:
-        """Return `run_dir` with a fence around the run, unless it already has one."""
+        """Return `run_dir` with a fence, unless it already has one."""
         if isinstance(run_dir, FencedRunDir):
             return run_dir
         return cls(run_dir.path, run_dir.path.resolve())
@@ -38,7 +38,7 @@ class FencedRunDir(RunDir):
         return path if is_below(self.root, path) else _NOWHERE / name
 
     def list_refused(self) -> list[str]:
-        """Return the names inside the run that are not read."""
+        """Return the names in the run that are not read."""
         refused = [
             name for name in (*_READ, *_FOLDERS) if not is_below(self.root, self.path / name)
         ]
@@ -52,7 +52,7 @@ class FencedRunDir(RunDir):
 
 
 def is_below(root: Path, path: Path) -> bool:
-    """Return whether a path resolves to a file, a folder or nothing below `root`."""
+    """Return whether a path resolves to a file, a folder or a missing path below `root`."""
     real = os.path.realpath(path)
     if not Path(real).is_relative_to(root):
         return False

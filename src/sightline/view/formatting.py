@@ -1,4 +1,4 @@
-"""Numbers as text, for the terminal and the report. None becomes a dash."""
+"""Format numbers as text, for the terminal and the report. None becomes a dash."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ def count(value: float | None) -> str:
         return NOTHING
     size, letter = abs(value), ""
     for bound, name in ((1e9, "G"), (1e6, "M"), (1e3, "k")):
-        # Slightly below the bound: 999.96 would be rounded to 1000.
+        # Slightly below the bound, because 999.96 would be rounded to 1000.
         if size >= bound * 0.9995:
             size, letter = size / bound, name
             break
@@ -23,7 +23,7 @@ def count(value: float | None) -> str:
 
 
 def whole(value: float | None) -> str:
-    """Format with all digits: 57,600."""
+    """Format numbers with all digits: 57,600."""
     return NOTHING if value is None else f"{value:,.0f}"
 
 
@@ -43,7 +43,7 @@ def fixed(value: float | None, digits: int = 2) -> str:
 
 
 def short(value: float | None) -> str:
-    """Format with few digits at any size: 3.2e-08, 0.0123, 1.4, 150."""
+    """Format numbers of any size with few digits: 3.2e-08, 0.0123, 1.4, 150."""
     if value is None:
         return NOTHING
     if value == 0:
@@ -64,7 +64,7 @@ def clean(text: object) -> str:
 
 
 def sparkline(values: Sequence[float], width: int) -> str:
-    """Draw the newest values as bars."""
+    """Draw the newest values as a line of bars."""
     recent = values[-width:]
     if not recent:
         return ""

@@ -1,7 +1,7 @@
-"""Find the images and weight parts to which a run refers, which gc must keep.
+"""Find the images and weight parts that a run refers to. gc must keep them.
 
-Files of any format are searched for digests. That may find too many, but never too few. Files that
-cannot be searched, such as compressed ones, raise an error.
+Files of any format are searched for digests. This may find too many, but never too few. Files that
+cannot be searched, such as compressed files, raise an error.
 """
 
 from __future__ import annotations
@@ -20,8 +20,8 @@ _COMPRESSED = (".gz", ".zst", ".lz4", ".xz", ".bz2", ".zip", ".npz")
 _CHUNK_BYTES = 8 * 1024 * 1024
 _MAX_LOOKS = 10
 
-# Translating and then searching for 64 equal bytes is ten times as fast as a regular expression,
-# which matters for gigabytes of weights.
+# Translating and then searching for 64 equal bytes is ten times as fast as a regular expression.
+# This matters for gigabytes of weights.
 _HEX_TO_H = bytes(ord("h") if byte in b"0123456789abcdef" else 0 for byte in range(256))
 _RUN_OF_HEX = b"h" * 64
 
@@ -31,7 +31,7 @@ def is_run_dir(path: Path) -> bool:
 
 
 def collect_digests(*run_dirs: str | Path, folders: Collection[str] = RUN_FOLDERS) -> set[str]:
-    """Return every digest in these folders of these runs."""
+    """Return all digests in the given folders of the given runs."""
     digests: set[str] = set()
     for run_dir in map(Path, run_dirs):
         if not is_run_dir(run_dir):
@@ -45,9 +45,9 @@ def collect_digests(*run_dirs: str | Path, folders: Collection[str] = RUN_FOLDER
 
 
 def _search_folder(folder: Path, digests: set[str]) -> None:
-    """Add the digests in the files, and search again until nothing has changed.
+    """Add the digests in a folder's files. Repeat until no file changes.
 
-    A running run renames files: an incomplete one may be complete under another name later.
+    An active run renames files: an incomplete file may later be complete under another name.
     """
     searched: dict[Path, tuple[int, int, int]] = {}
     for _ in range(_MAX_LOOKS):
@@ -107,7 +107,7 @@ def _digests_in_file(path: Path) -> Iterator[str]:
 
 
 def _digests_in(data: bytes) -> Iterator[str]:
-    """Yield every run of 64 hex characters; of longer runs, all windows."""
+    """Yield every sequence of 64 hex characters, also within longer sequences."""
     mask = data.translate(_HEX_TO_H)
     at = mask.find(_RUN_OF_HEX)
     while at >= 0:
@@ -126,7 +126,7 @@ def _digests_in_parquet(path: Path) -> Iterator[str]:
     try:
         with open_parquet(path)[0] as table:
             for batch in table.iter_batches(batch_size=64):
-                # `repr` keeps digests complete, however values are nested.
+                # `repr` keeps digests complete, even in nested values.
                 yield from _digests_in(repr(batch.to_pylist()).encode())
     except (ArrowException, ConfigError) as error:
         raise OSError(str(error)) from error

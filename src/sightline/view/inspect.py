@@ -1,4 +1,4 @@
-"""Decode and count what a run sent to its trainer.
+"""Decode and count the data that a run sent to its trainer.
 
     batches/step_N, if kept ---------------------.
                                                   >-- samples -- pack -- counts
@@ -35,7 +35,7 @@ from sightline.wire.micro_batch import StepScores
 from sightline.wire.sample import Batch, Sample, digest_batch
 
 PER_TOKEN = {"token_ids", "trained", "logprobs", "advantages", "versions"}
-"""The arrays that a sample or a node may hold, with one number per token."""
+"""Arrays with one number per token that a sample or a node may hold."""
 MAX_LIST_LENGTH = 4096
 """A longer list of numbers counts as an array."""
 DATA_URLS = (b"data:image", b";base64,")
@@ -43,7 +43,7 @@ SIGNATURES = (
     b"\x89PNG\r\n\x1a\n", b"\xff\xd8\xff\xe0\x00\x10JFIF", b"Exif\x00\x00", b"WEBPVP8", b"GIF87a",
     b"GIF89a", b"iVBORw0KGgo", b"/9j/4AAQSkZJRg",
 )  # fmt: skip
-"""The first bytes of image files, the last two in base64; too long to occur by chance."""
+"""The first bytes of image files, the last two in base64. They do not occur by chance."""
 IMAGE_FOLDERS = {"media", "report", "samples", "sinks", "view"}
 """The folders of a run that may contain images."""
 
@@ -54,28 +54,28 @@ class Inspection:
 
     steps: int = 0
     rollouts: int = 0
-    """Rollouts of all steps, with any verdict."""
+    """Number of rollouts in all steps, with any verdict."""
     eval_rollouts: int = 0
     batches_as_sent: int = 0
-    """Decoded from the announced bytes, whose digest is in the ledger."""
+    """Number of batches decoded from the announced bytes, whose digest is in the ledger."""
     batches_rebuilt: int = 0
     samples: int = 0
     micro_batches: int = 0
     micro_batches_with_references: int = 0
     slots: int = 0
-    """Slots of images and video steps in samples."""
+    """Number of image and video-step slots in samples."""
     video_slots: int = 0
-    """The slots of video steps."""
+    """Number of video-step slots."""
     descriptors: int = 0
-    """Items in micro-batches. An image that occurs several times in one counts once."""
+    """Number of items in micro-batches. Repeated images in a micro-batch count once."""
     distinct_files: int = 0
-    """Distinct images to which descriptors or traces refer."""
+    """Number of distinct images that descriptors or traces refer to."""
     eager_tensors: int = 0
-    """Arrays in batches that are not per-token numbers."""
+    """Number of arrays in batches that are not per-token numbers."""
     data_urls: int = 0
-    """Data URLs and encoded images outside the folders that may contain images."""
+    """Number of data URLs and encoded images outside the folders that may contain images."""
     missing_files: int = 0
-    """Referenced images that are not in the store."""
+    """Number of referenced images that are not in the store."""
     missing: list[MediaRef] = field(default_factory=list)
 
     @property
@@ -122,7 +122,7 @@ def inspect_run(run_dir: RunDir) -> Inspection:
 
 
 def find_eager_tensors(value: Any, name: str = "") -> Iterator[str]:
-    """Yield the paths of values that could be pixels, in a message decoded without a schema."""
+    """Yield the paths of possible pixel values in a message that was decoded without a schema."""
     if isinstance(value, dict):
         if value.keys() == {"dtype", "shape", "data"}:
             if name.rpartition(".")[2] not in PER_TOKEN or len(value["shape"]) != 1:
@@ -154,7 +154,7 @@ def count_images_in(file: Path) -> int:
     if file.suffix == ".safetensors":
         return 0
     data = file.read_bytes()
-    # A data URL has both marks, so the larger count is the number of URLs.
+    # A data URL matches both patterns, so the larger count is the number of URLs.
     return max(data.count(mark) for mark in DATA_URLS) + sum(map(data.count, SIGNATURES))
 
 
@@ -191,7 +191,7 @@ def _load_family(run_file: RunFile, run_dir: RunDir) -> Family:
 
 
 def _read_batches(run_dir: RunDir, digests: dict[int, str]) -> Iterator[tuple[Batch, bytes, bool]]:
-    """Yield each step's batch, its bytes, and whether those are the bytes that were sent."""
+    """Yield each step's batch, its bytes, and whether exactly these bytes were sent."""
     for step, digest in sorted(digests.items()):
         file = run_dir.batch(step)
         if file.is_file():
@@ -219,7 +219,7 @@ def _decode_batch(raw: bytes, file: Path) -> Batch:
 
 
 def _add_zeros(samples: Iterable[Sample]) -> list[Sample]:
-    """Return the samples with zero advantages, which the trainer would compute before it packs."""
+    """Return the samples with zeros for advantages, which the trainer computes before packing."""
     return [
         msgspec.structs.replace(
             sample, advantages=Array.of(np.zeros(len(sample.trained)), "float32")

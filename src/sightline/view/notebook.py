@@ -1,6 +1,6 @@
 """A run in Python: `sightline.open_run(path)`, with tables as pandas data frames.
 
-It uses the dashboard's index, so that tables of many rollouts are fast. Traces are read on demand.
+It uses the dashboard's index, so tables of many rollouts are fast. Traces are read on demand.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ class Run:
         self.refresh()
 
     def refresh(self) -> None:
-        """Read what the run has written since."""
+        """Read new data from the run."""
         self._view.refresh_all()
 
     @property
@@ -91,7 +91,7 @@ class Run:
 
     @property
     def images(self) -> pandas.DataFrame:
-        """One row per distinct image, with the number of its uses."""
+        """One row per distinct image, with its number of uses."""
         pandas = _import_pandas()
         with self._view.index.connect_readonly() as connection:
             return pandas.read_sql_query(
@@ -99,7 +99,7 @@ class Run:
             )
 
     def mismatch(self, fresh: bool = True) -> pandas.DataFrame:
-        """Return KL and ratio between sampler and trainer, by dimension and bucket.
+        """Return the KL and ratio between sampler and trainer, by dimension and bucket.
 
         `fresh` selects tokens that were sampled by the version that trained on them.
         """
@@ -110,13 +110,13 @@ class Run:
         return pandas.DataFrame(rows)
 
     def find(self, limit: int = 20, **wanted: Any) -> list[Rollout]:
-        """Find rollouts by the dashboard's filters: step_from, verdict, text, sort ..."""
+        """Find rollouts with the dashboard's filters: step_from, verdict, text, sort ..."""
         with self._view.index.connect_readonly() as connection:
             page = queries.list_rollouts(connection, queries.RolloutFilter(**wanted), 0, limit)
         return [self.rollout(row["file"], row["number"]) for row in page["rows"]]
 
     def rollout(self, file: str, number: int) -> Rollout:
-        """Return a rollout by the `file` and `number` of `rollouts`."""
+        """Return a rollout by its `file` and `number` in `rollouts`."""
         row_and_trace = rollout_page.find_trace(self._view, file, number)
         if row_and_trace is None:
             raise ConfigError(
@@ -131,7 +131,7 @@ class Run:
                 yield record.trace
 
     def image(self, image: MediaRef | str) -> Image:
-        """Return the image of a ref or digest as models see it: RGB and upright."""
+        """Return the image for a ref or digest as models see it: in RGB and upright."""
         digest = image.digest if isinstance(image, MediaRef) else image
         return self._view.store.image(self._view.store.get_ref(digest))
 
@@ -141,7 +141,7 @@ class Run:
 
 @dataclass(frozen=True, repr=False)
 class Rollout:
-    """A rollout with its trace. It is printed as its conversation."""
+    """A rollout with its trace. Printing it shows the conversation."""
 
     view: RunView
     row: dict[str, Any]
@@ -149,7 +149,7 @@ class Rollout:
 
     @property
     def images(self) -> list[MediaRef]:
-        """Its images in order; for each video step, the file or the frames."""
+        """The rollout's images in order; for each video step, the file or the frames."""
         return [ref for node in self.trace.nodes for s in node.slots for ref in s.item.refs]
 
     @property

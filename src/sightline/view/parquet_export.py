@@ -3,8 +3,8 @@
     traces/step_N --one rollout at a time--> row --> parquet writer --a row group--> file
     media/        --each image once---------'
 
-Memory is bounded by one row group. pandas, DuckDB and the `datasets` library open the file;
-`datasets` shows the column `images` as images.
+Memory use is limited to one row group. pandas, DuckDB and the `datasets` library can open the file.
+`datasets` shows the `images` column as images.
 """
 
 from __future__ import annotations
@@ -31,9 +31,9 @@ from sightline.view.trace_export import openai_message
 MAX_IMAGE_BYTES = 2_000_000
 """Larger images are replaced by reduced copies."""
 MAX_ROLLOUT_BYTES = 16_000_000
-"""The most bytes of images per rollout. Further images stay references."""
+"""Maximum bytes of images per rollout. Further images stay references."""
 GROUP_BYTES = 8_000_000
-"""The size at which a row group is written."""
+"""Size at which a row group is written."""
 GROUP_ROWS = 256
 _SMALLER_SIDE = 1024
 
@@ -64,16 +64,16 @@ FIELDS = {
 class ExportCounts:
     rollouts: int
     images: int
-    """Images in the file."""
+    """Number of images in the file."""
     left_out: int
-    """Images that are missing, damaged or over the limit. Their rows have their digests."""
+    """Number of images that are missing, damaged or over the limit. Rows have their digests."""
     nbytes: int
     problems: tuple[str, ...] = ()
-    """Unreadable traces."""
+    """Descriptions of unreadable traces."""
 
 
 def build_schema() -> pyarrow.Schema:
-    """Return the schema, with metadata that tells `datasets` which column holds images."""
+    """Return the schema, with metadata that declares the image column to `datasets`."""
     features: dict[str, Any] = {
         name: {"dtype": str(kind), "_type": "Value"}
         for name, kind in FIELDS.items()
@@ -94,7 +94,7 @@ def build_schema() -> pyarrow.Schema:
 def export_samples(
     run_dir: RunDir, steps: list[int] | None = None, max_rollout_bytes: int = MAX_ROLLOUT_BYTES
 ) -> Iterator[tuple[str, ExportCounts]]:
-    """Yield the name and the counts of each file after it was written."""
+    """Write the files. Yield each file's name and counts after it was written."""
     run_dir = get_run_dir(run_dir.path)
     files = sorted(run_dir.traces.glob("step_*.msgpack"))
     if steps:
@@ -116,7 +116,7 @@ def export_step(
     verdicts: dict[str, str] | None = None,
     max_rollout_bytes: int = MAX_ROLLOUT_BYTES,
 ) -> ExportCounts:
-    """Write the rollouts of a trace file to `target`, completely or not at all."""
+    """Write a trace file's rollouts to `target` atomically."""
     target.parent.mkdir(parents=True, exist_ok=True)
     part = target.with_name(f".{target.name}.{os.getpid()}.part")
     counts = _ExportTally()
@@ -183,12 +183,12 @@ def _build_row(
     leaf = trace.turns[-1].id if trace.turns else len(trace.nodes) - 1
     path = trace.path(leaf) if trace.nodes else []
     nodes = [trace.nodes[n] for n in path]
-    # Each image once, even if the rollout contains it several times.
+    # Write each image once, even if the rollout contains it several times.
     slots = (slot for node in trace.nodes for slot in node.slots)
     refs = {ref.digest: ref for slot in slots for ref in slot.item.refs}
     images, num_bytes = [], 0
     for digest, ref in refs.items():
-        if ref.is_video:  # the column is one of images
+        if ref.is_video:  # the column holds images only
             counts.left_out += 1
             continue
         try:

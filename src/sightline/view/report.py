@@ -1,9 +1,9 @@
-"""The report of a run, written when it ends.
+"""A run's report, written when it ends.
 
     metrics.jsonl ────┬──> report/report.md      tables and a few transcripts
     traces/, media/ ──┴──> report/index.html     the dashboard, exported into one file
 
-It can also be written for a run that is still running, or that was killed.
+It can also be written for a run that is still active or was killed.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ _SPECIAL = re.compile(r"([\\`*_\[\]#|~])")
 
 def write_report(run_dir: RunDir) -> Path:
     """Write both forms of the report and return the path of the HTML page."""
-    # Imported here: FastAPI would slow down the start of every run.
+    # Imported here, because FastAPI would slow down the start of every run.
     from sightline.view.dashboard.export import export_run
 
     run_dir.report.mkdir(parents=True, exist_ok=True)
@@ -46,7 +46,7 @@ def write_report(run_dir: RunDir) -> Path:
     drops = Counter(str(e.values.get("reason", "")) for e in events if e.kind == "dropped")
     verdicts = numbers_of(summary, "verdicts")
     environment = Environment(
-        autoescape=False,  # the template passes every text through `md` or `fence`
+        autoescape=False,  # the template escapes every text with `md` or `fence`
         undefined=StrictUndefined,
         loader=PackageLoader("sightline.view"),
         trim_blocks=True,
@@ -70,7 +70,7 @@ def write_report(run_dir: RunDir) -> Path:
 
 
 def _eval_table(evals: dict[str, dict[str, Any]]) -> tuple[list[str], list[list[str]]] | None:
-    """Return head and rows of the table of evaluations; None without evaluations."""
+    """Return the header and rows of the evaluation table, or None without evaluations."""
     if not evals:
         return None
     components = {name: numbers_of(values, "parts") for name, values in evals.items()}
@@ -91,7 +91,7 @@ def _eval_table(evals: dict[str, dict[str, Any]]) -> tuple[list[str], list[list[
 
 
 def _transcripts(run_dir: RunDir) -> Iterator[tuple[str, str]]:
-    """Yield titles and texts of a few rollouts, one of each group, of the first and last step."""
+    """Yield titles and texts of a few rollouts, one per group, from the first and last step."""
     for file in reversed(pick_first_and_last(run_dir.traces)):
         groups: set[str] = set()
         title = file.stem.replace("_", " ")
@@ -107,12 +107,12 @@ def _transcripts(run_dir: RunDir) -> Iterator[tuple[str, str]]:
 
 
 def escape_markdown(text: object) -> str:
-    """Return the text as one line in which neither Markdown nor HTML has a meaning."""
+    """Escape Markdown and HTML in the text, and return it as one line."""
     return _SPECIAL.sub(r"\\\1", escape(clean(text), quote=False))
 
 
 def fence_text(text: str) -> str:
-    """Return the text as a code block that its contents cannot end."""
+    """Return the text as a code block. The text cannot end the block."""
     longest = max((len(run) for run in re.findall("`+", text)), default=0)
     fence = "`" * max(3, longest + 1)
     return f"{fence}text\n{text}\n{fence}"

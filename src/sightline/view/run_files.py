@@ -1,7 +1,6 @@
-"""The files of a run that all readers need: settings, images, tokenizer and summary.
+"""Read a run's common files: settings, images, tokenizer and summary.
 
-Any of them may be missing or damaged, which counts as empty. Setting names of earlier versions are
-translated.
+Missing or damaged files count as empty. Setting names from earlier versions are translated.
 """
 
 from __future__ import annotations
@@ -25,7 +24,7 @@ from sightline.wire.codec import UNREADABLE
 
 MAX_NOTE_CHARS = 20_000
 STORE_DEADLINE_S = 5.0
-"""How long a remote store is retried before an image counts as missing."""
+"""Time limit for retries at a remote store, after which an image counts as missing."""
 
 
 def is_run(path: Path) -> bool:
@@ -33,7 +32,7 @@ def is_run(path: Path) -> bool:
 
 
 def get_run_dir(path: Path) -> RunDir:
-    """Return the run directory at `path`; raise if it is not one."""
+    """Return the run directory at `path`; raise if there is none."""
     if not is_run(path) and is_run(Path("runs") / path):
         path = Path("runs") / path
     if not is_run(path):
@@ -82,7 +81,7 @@ class RunFiles:
         return str(table.get(name) or "") if isinstance(table, dict) else ""
 
     def open_store(self) -> MediaStore:
-        """Open the run's own images and the store that its settings name."""
+        """Open the run's own store together with the store named in its settings."""
         root, options = self.get_setting("media", "root"), {}
         if is_address(root):
             names = ("token", "cache_dir", "cache_gb")
@@ -107,12 +106,12 @@ class RunFiles:
 
     @cached_property
     def tokenizer(self) -> Tokenizer | None:
-        """The tokenizer; None without a checkpoint, and tokens are then shown as ids."""
+        """The tokenizer; None without a checkpoint. Tokens are then shown as ids."""
         if self.checkpoint is None:
             return None
         try:
             return Tokenizer(self.checkpoint)
-        except Exception:  # what the library raises for unreadable files
+        except Exception:  # the library may raise anything for unreadable files
             return None
 
     @cached_property
@@ -128,7 +127,7 @@ class RunFiles:
             return None
 
     def find_summary(self) -> dict[str, Any] | None:
-        """Return the written summary, unless the run has continued since."""
+        """Return the summary on disk, or None if the run has continued since."""
         metrics = self.run_dir.metrics
         try:
             newest = metrics.stat().st_mtime if metrics.exists() else 0.0

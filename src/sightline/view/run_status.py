@@ -1,4 +1,4 @@
-"""The status of a run, read from its files: for `sightline ls`, `status`, and a resume."""
+"""Read a run's status from its files, for `sightline ls`, `status`, and a resume."""
 
 from __future__ import annotations
 
@@ -32,21 +32,21 @@ from sightline.wire.file import read_lines
 
 RUNNING, FINISHED, STOPPED, FAILED = "running", "finished", "stopped", "failed"
 SIGNAL = "a signal"
-"""The value of `stopped_by` in the summary of a run that a person stopped."""
+"""Value of `stopped_by` in the summary of a run that a person stopped."""
 TRIAL = "try"
-"""The process that writes the events of `sightline try`."""
+"""Process name in the events of `sightline try`."""
 _KILLED = "the run ended without an `end` event: the launcher was killed, or the machine went down"
 _SILENT_AFTER_S = 120.0
-"""How long a run without a lock file, such as a copy, may be silent and still count as running."""
+"""A run without a lock file, such as a copy, counts as running for this long after an event."""
 _NUM_EVENTS = 6
 _MAX_ID_CHARS = 100
 _WIDTH_OF_A_FILE = 10_000
-"""The width of output that is not a terminal, so that no line is wrapped."""
+"""Width for output that is not a terminal, so that no line is wrapped."""
 _COLOURS = {RUNNING: "cyan", FINISHED: "green", STOPPED: "yellow", FAILED: "red"}
 
 
 class Launcher(NamedTuple):
-    """The launcher process of a running run."""
+    """The launcher process of an active run."""
 
     pid: int
     host: str
@@ -57,7 +57,7 @@ class Launcher(NamedTuple):
 
     @property
     def is_stopped(self) -> bool:
-        """True if a signal has stopped it. False on other machines and without /proc."""
+        """Return whether a signal has stopped it. False on other machines and without /proc."""
         try:
             state = Path(f"/proc/{self.pid}/stat").read_text(errors="replace").rpartition(") ")[2]
         except OSError:
@@ -71,8 +71,8 @@ def find_launcher(run_dir: RunDir) -> Launcher | None:
         with open(run_dir.lock, errors="replace") as file:
             pid, _, host = file.read(1000).partition(" ")
             launcher = Launcher(int(pid or 0), host)
-            # Testing the lock takes it for a moment, in which no launcher could start. It is not
-            # tested if the recorded process is gone.
+            # Testing the lock takes it briefly, and no launcher could start then. Do not test it if
+            # the recorded process is gone.
             if launcher.is_here and not _is_alive(launcher.pid):
                 return None
             try:
@@ -89,7 +89,7 @@ def _is_alive(pid: int) -> bool:
         os.kill(pid, 0)
     except (ProcessLookupError, OverflowError):
         return False
-    except PermissionError:  # somebody else's
+    except PermissionError:  # another user's process
         pass
     return True
 
@@ -98,18 +98,18 @@ def _is_alive(pid: int) -> bool:
 class RunStatus:
     run_dir: RunDir
     run_id: str
-    """The id in a server's lease; empty if the run has none."""
+    """The run's id, which server leases contain; empty if the run has none."""
     state: str
     """running, finished, stopped (by a person) or failed."""
     cause: str
-    """Why a run failed."""
+    """Reason for a failure."""
     command: str
     """rl, sft or try."""
     step: int
     steps_total: int
-    """The planned steps; of `sightline try`, the tasks."""
+    """Number of planned steps; for `sightline try`, of tasks."""
     measure: str
-    """reward, or loss for a supervised run."""
+    """`reward`, or `loss` for a supervised run."""
     first: float | None
     """The measure at the start, on held-out tasks or the first batch."""
     last: float | None
@@ -137,7 +137,7 @@ class RunState(NamedTuple):
     name: str
     """running, finished, stopped (by a person) or failed."""
     problem: str = ""
-    """Why a run failed or was stopped."""
+    """Reason for a failure or stop."""
 
 
 def find_state(
@@ -145,8 +145,8 @@ def find_state(
 ) -> RunState:
     """Return the state of a run.
 
-    `end` is the `end` event, for callers that have read the events; otherwise the summary is read.
-    `is_trained` says whether a supervised run trained its last step.
+    `end` is the `end` event, from callers that have read the events. Otherwise the summary is read.
+    `is_trained` is whether a supervised run trained its last step.
     """
     if launcher is not None:
         return RunState(RUNNING)
@@ -167,7 +167,7 @@ def find_state(
 
 
 def _explain_silence(run_dir: RunDir) -> str:
-    """Return why a run without a launcher has no `end` event."""
+    """Explain why a run without a launcher has no `end` event."""
     if not run_dir.metrics.exists() and read_lines(run_dir.ledger):
         return f"unknown, because {run_dir.metrics} is missing"
     if run_dir.metrics.is_file() and is_end_damaged(run_dir.metrics):
@@ -176,7 +176,7 @@ def _explain_silence(run_dir: RunDir) -> str:
 
 
 def get_status(run_dir: RunDir) -> RunStatus:
-    """Return the current status. Links out of the run are not followed, and pipes not read."""
+    """Return the current status. Does not follow links out of the run or read pipes."""
     fenced = FencedRunDir.of(run_dir)
     files, launcher, metrics = RunFiles(fenced), find_launcher(fenced), fenced.metrics
     summary = None if launcher else files.find_summary()
@@ -185,7 +185,7 @@ def get_status(run_dir: RunDir) -> RunStatus:
     total = find_number(files.settings.get("run") or {}, "steps")
     sft = list(by_step(events, "sft").values())
     first, last = find_number(results, "reward_start"), find_number(results, "reward_final")
-    # Events may be lost or damaged, so the ledger of trained steps counts too.
+    # Events may be lost or damaged, so use the ledger of trained steps too.
     step = max(int(find_number(results, "steps") or 0), len(read_lines(run_dir.ledger)))
     if sft:
         step = sft[-1].step
@@ -227,7 +227,7 @@ def _read_run_id(run_dir: RunDir) -> str:
 
 
 def describe_end(status: RunStatus, settings: RunConfig) -> str:
-    """Return what to print when a finished run is resumed; empty if it has steps left."""
+    """Return a message for resuming a finished run; empty if it has steps left."""
     goal, stop_at = status.goal, settings.stop_at
     is_reached = goal is not None and stop_at is not None and stop_at <= goal
     if status.state != FINISHED or (status.step < settings.steps and not is_reached):
@@ -248,7 +248,7 @@ def get_phase(run_dir: RunDir) -> str:
 
 
 def find_runs(paths: Iterable[Path]) -> list[RunDir]:
-    """Return the runs at these paths and in these folders, the oldest first.
+    """Return the runs at these paths and in these folders, oldest first.
 
     Links that lead out of their folder are skipped.
     """
@@ -269,7 +269,7 @@ def _began(run_dir: RunDir) -> float:
 
 
 def measure_bytes(*paths: Path) -> int:
-    """Return the size of all files at and below these paths. Files that vanish do not count."""
+    """Return the total size of the files at and below these paths. Ignores vanishing files."""
     total = 0
     for path in paths:
         for folder, _, names in os.walk(path):
@@ -289,11 +289,11 @@ class PrunableRun:
 
     run_dir: RunDir
     folders: list[Path]
-    """Its traces, scores and dashboard index; if the run has finished, also its batches."""
+    """Folders of its traces, scores and dashboard index; for a finished run, also its batches."""
 
 
 def find_prunable(statuses: Iterable[RunStatus], older_than_s: float) -> list[PrunableRun]:
-    """Return the runs that are over and older, with the folders to remove."""
+    """Return the ended runs that are older than `older_than_s`, with the folders to remove."""
     prunable = []
     for status in statuses:
         at = status.run_dir
@@ -308,7 +308,7 @@ def find_prunable(statuses: Iterable[RunStatus], older_than_s: float) -> list[Pr
 def collect_kept_digests(
     statuses: Iterable[RunStatus], prunable: Iterable[PrunableRun]
 ) -> set[str]:
-    """Return the digests of images to which the remaining files of these runs refer."""
+    """Return the digests of images that the remaining files of these runs refer to."""
     deleted = {run.run_dir: {folder.name for folder in run.folders} for run in prunable}
     digests: set[str] = set()
     for status in statuses:

@@ -1,4 +1,4 @@
-"""`summary.json`: the results of a run in a few numbers, null if not measured."""
+"""`summary.json`: a run's results in a few numbers. Unmeasured ones are null."""
 
 from __future__ import annotations
 
@@ -20,9 +20,9 @@ _VERDICT_WORDS = {"train": "trained", "no_signal": "without signal"}
 
 
 def build_summary(events: Iterable[Event], **extra: Any) -> dict[str, Any]:
-    """Return the summary of a run that ended, was interrupted, or is still running.
+    """Return the summary of an ended, interrupted or active run.
 
-    `extra` is added to the summary and replaces equal names.
+    `extra` values are added to the summary and replace values of the same name.
     """
     events = list(events)
     steps, trained = by_step(events, "step"), by_step(events, "train")
@@ -87,12 +87,12 @@ def summarize(run_dir: RunDir, **extra: Any) -> dict[str, Any]:
 
 
 def evals_by_name(events: Iterable[Event]) -> dict[str, dict[str, Any]]:
-    """Return the values of the newest evaluation of each name."""
+    """Return the values of the newest evaluation for each name."""
     return {str(e.values.get("name", "")): e.values for e in events if e.kind == "eval"}
 
 
 def swapped_reward(values: dict[str, Any]) -> float | None:
-    """Return the reward of an evaluation in which two tasks exchanged their images."""
+    """Return the reward of an evaluation with swapped images."""
     if (plain := find_number(values, "swapped")) is not None:
         return plain
     swapped = numbers_of(values, "swapped")
@@ -101,7 +101,7 @@ def swapped_reward(values: dict[str, Any]) -> float | None:
 
 
 def active_seconds(events: Sequence[Event]) -> float:
-    """Return the wall time of the run, without pauses before a resume."""
+    """Return the run's wall time, without pauses before a resume."""
     total = 0.0
     ordered = sorted(events, key=lambda event: event.time)
     for before, event in zip(ordered, ordered[1:], strict=False):
@@ -116,7 +116,7 @@ def _is_start(event: Event) -> bool:
 
 
 def _tokens_per_s(steps: list[Event]) -> float | None:
-    """Return the mean over all steps, weighted by their seconds."""
+    """Return the mean over all steps, weighted by their durations."""
     tokens = seconds = 0.0
     for event in steps:
         rate, took = (find_number(event.values, name) for name in ("tokens_per_s", "seconds"))
@@ -127,9 +127,9 @@ def _tokens_per_s(steps: list[Event]) -> float | None:
 
 
 def _newest(events: Sequence[Event], name: str) -> float | None:
-    """Return the newest value of a counter, which is its total."""
+    """Return a counter's newest value, which is its total."""
     for event in reversed(events):
-        # The trainer counts the images of single steps under the same names.
+        # The trainer counts images per step under the same names.
         if event.process == "orchestrator" and (v := find_number(event.values, name)) is not None:
             return v
     return None
@@ -153,7 +153,7 @@ def print_summary(summary: dict[str, Any], console: Console | None = None) -> No
 
 
 def headlines(summary: dict[str, Any]) -> list[tuple[str, str]]:
-    """Return labels and texts of the results that a reader wants first."""
+    """Return labels and texts of the most important results."""
     number = {name: find_number(summary, name) for name in summary}.get
     failures, goal = summary.get("failures") or {}, summary.get("goal") or {}
 

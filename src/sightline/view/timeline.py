@@ -1,6 +1,6 @@
-"""When server and trainer were busy, and for how long both were busy at once.
+"""Busy intervals of the server and the trainer, and their overlap.
 
-`busy` events hold the server's intervals. Every `train` event holds one of the trainer's. Both use
+`busy` events hold the server's intervals. Each `train` event holds one of the trainer's. Both use
 the wall clock.
 """
 
@@ -35,7 +35,7 @@ class Timeline:
 
     @property
     def share(self) -> float | None:
-        """The fraction of the trainer's busy time in which the server was busy too."""
+        """Fraction of the trainer's busy time during which the server was busy too."""
         return self.both_s / self.trainer_s if self.trainer_s else None
 
 
@@ -61,7 +61,7 @@ def _parse_interval(value: Any) -> Interval | None:
 
 
 def merge_intervals(intervals: Iterable[Interval]) -> list[Interval]:
-    """Return the union in order."""
+    """Return the union of the intervals, in order."""
     merged: list[Interval] = []
     for start, end in sorted(intervals):
         if merged and start <= merged[-1][1]:

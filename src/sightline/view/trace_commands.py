@@ -1,4 +1,4 @@
-"""The actions of `sightline trace`: show, export, diff and replay."""
+"""Actions of `sightline trace`: show, export, diff and replay."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ _NODE_FIELDS = ("message", "sampled_start", "slots", "finish_reason", "versions"
 
 
 def read_wanted_traces(path: Path, wanted: str | None) -> list[Trace]:
-    """Return the traces of a file, or only the wanted one, by id or number."""
+    """Return all traces of a file, or only one by its id or number."""
     if path.is_dir():
         files = sorted(p.name for p in (path / "traces").glob("*") if p.is_file())
         example = f", for example {path / 'traces' / files[-1]}" if files else ""
@@ -100,7 +100,7 @@ def diff_traces(args: argparse.Namespace) -> int:
     traces, others = (read_wanted_traces(file, args.trace) for file in (args.file, args.other))
     try:
         renderer = load_model(args)[1]
-    except (SightlineError, OSError):  # without a model, tokens show as their ids
+    except (SightlineError, OSError):  # without a model, tokens are shown as ids
         if args.model is not None:
             raise
         renderer = None
@@ -127,9 +127,9 @@ class TraceDifference(NamedTuple):
 def find_trace_difference(
     one: Trace, other: Trace, renderer: Renderer | None = None
 ) -> TraceDifference | None:
-    """Return the first difference in the order of events, or None.
+    """Return the first difference between two traces in the order of events, or None.
 
-    A `renderer` decodes the tokens around it.
+    `renderer`, if given, decodes the tokens around it.
     """
     for where, a, b in _list_fields(one, other):
         if a == b:
@@ -219,7 +219,7 @@ def _get_run_folder(path: Path) -> Path:
 
 
 def open_media_store(args: argparse.Namespace) -> MediaStore:
-    """Open the store named by --media, or the run's."""
+    """Open the store from --media, or the run's own store."""
     run_dir = _get_run_folder(args.file)
     file, media = run_dir / "config.toml", MediaConfig()
     if file.is_file():
@@ -229,7 +229,7 @@ def open_media_store(args: argparse.Namespace) -> MediaStore:
 
 
 def get_model_settings(args: argparse.Namespace) -> ModelConfig:
-    """Return the run's [model] section, with the checkpoint named by --model."""
+    """Return the run's [model] section, with the checkpoint from --model."""
     file = _get_run_folder(args.file) / "config.toml"
     overrides = [] if args.model is None else [f"model.path={args.model}"]
     if file.is_file():

@@ -1,4 +1,4 @@
-"""Traces as JSON lines for other programs: one line per branch, with messages in OpenAI's format.
+"""Export traces as JSON lines: one line per branch, with messages in OpenAI's format.
 
 Images stay references. `copy_images` copies their files.
 """
@@ -16,7 +16,7 @@ from sightline.wire.file import write_atomic
 
 
 def branch_records(trace: Trace) -> Iterator[dict[str, Any]]:
-    """Yield one record per branch. Nodes that branches share have the same id in each."""
+    """Yield one record per branch. Shared nodes have the same id in all branches."""
     credits = dict(zip((node.id for node in trace.turns), trace.per_turn or (), strict=False))
     for number, path in enumerate(trace.branches()):
         nodes = [trace.nodes[n] for n in path]
@@ -50,7 +50,7 @@ def branch_records(trace: Trace) -> Iterator[dict[str, Any]]:
 
 
 def openai_message(message: Message) -> dict[str, Any]:
-    """Return the message as a client would send it, with `media:` URLs for images and videos."""
+    """Convert a message to OpenAI's format, with `media:` URLs for images and videos."""
     content: list[dict[str, Any]] | str = message.text
     if message.refs:
         content = [to_openai_part(part, lambda ref: ref.url) for part in message.content]
@@ -78,7 +78,7 @@ def image_file_name(ref: MediaRef) -> str:
 
 
 def copy_images(traces: Iterable[Trace], store: MediaStore, folder: Path) -> int:
-    """Write the file of every image and video in `traces` once, and return their number."""
+    """Write each image and video in `traces` once, and return the number of files."""
     folder.mkdir(parents=True, exist_ok=True)
     refs = {ref.digest: ref for t in traces for node in t.nodes for ref in node.message.refs}
     for ref in refs.values():

@@ -1,4 +1,4 @@
-"""Compare a saved trace with what a renderer and a server make of it now.
+"""Replay a saved trace: render, parse and score it again, and compare the results.
 
     each turn      rendered again ---> token ids and slots, compared with its path
                    parsed again -----> message, compared with the node's
@@ -23,22 +23,22 @@ from sightline.wire import Slot
 from sightline.wire.generate import GenerateRequest, SamplingParams
 
 LOGPROB_TOLERANCE = 1e-3
-"""How much a logprob may differ. A float32 engine agrees with itself to about 1e-5."""
+"""Maximum difference of a logprob. A float32 engine reproduces its own to about 1e-5."""
 BRIDGED, RENDERED, NEITHER = "bridged", "rendered", "neither"
 NUM_CONTEXT_TOKENS = 4
-"""Tokens shown on either side of a difference."""
+"""Number of tokens shown on either side of a difference."""
 
 
 @dataclass(frozen=True, slots=True)
 class PromptScores:
-    """A server's scores of a prompt."""
+    """A server's scores for a prompt."""
 
     logprobs: Sequence[float | None]
-    """One for each token, None for tokens without a logprob."""
+    """One entry per token; None for tokens without a logprob."""
     pixel_digests: Sequence[str | None]
-    """The digest of each slot's pixels."""
+    """Pixel digest of each slot."""
     version: str
-    """The version of the weights that scored."""
+    """Version of the weights that computed the scores."""
 
 
 @dataclass(frozen=True)
@@ -51,7 +51,7 @@ class ServerPromptScorer:
     async def __call__(
         self, token_ids: list[int], slots: list[Slot], temperature: float
     ) -> PromptScores:
-        # The protocol has no request that samples nothing. The sampled token is discarded.
+        # The protocol always samples at least one token, which is discarded.
         params = SamplingParams(max_tokens=1, temperature=temperature, seed=0, prompt_logprobs=0)
         response = await self.client.generate(
             GenerateRequest.of(token_ids, slots, params, self.modality)
@@ -93,10 +93,10 @@ class ReplayDifference:
 class TurnReplay:
     node: int
     prompt_origin: str
-    """How the recorded prompt can be rebuilt: bridged, rendered or neither."""
+    """Method that rebuilds the recorded prompt: bridged, rendered or neither."""
     num_sampled: int
     max_logprob_change: float | None = None
-    """The largest absolute change of a sampled token; None if the turn was not scored."""
+    """Largest absolute logprob change of a sampled token; None if the turn was not scored."""
 
 
 @dataclass(slots=True)
@@ -105,9 +105,9 @@ class ReplayReport:
     turns: list[TurnReplay] = field(default_factory=list)
     differences: list[ReplayDifference] = field(default_factory=list)
     versions: set[str] = field(default_factory=set)
-    """The weight versions that scored."""
+    """Versions of the weights that computed the scores."""
     num_digests: int = 0
-    """How many pixel digests were compared. Slots without a recorded digest are skipped."""
+    """Number of compared pixel digests. Slots without a recorded digest are skipped."""
 
     @property
     def max_logprob_change(self) -> float | None:
@@ -121,7 +121,7 @@ async def replay_trace(
     score: ServerPromptScorer | None,
     tolerance: float = LOGPROB_TOLERANCE,
 ) -> ReplayReport:
-    """Render and parse all turns of `trace` again, and score them if there is a `score`."""
+    """Render and parse all turns of `trace` again, and score them if `score` is given."""
     replayed = ReplayReport(trace.id)
     for node in trace.turns:
         prompt_origin, differences = await asyncio.to_thread(_replay_turn, trace, node, renderer)
@@ -173,7 +173,7 @@ def _get_tools(trace: Trace, node: Node) -> Tools | None:
 def _rebuild_prompt(
     trace: Trace, node: Node, renderer: Renderer, recorded: list[int], slots: list[Slot]
 ) -> tuple[str, list[int], list[Slot]]:
-    """Rebuild the prompt of a turn as it was made; if neither way fits, as it is made now."""
+    """Rebuild a turn's prompt as it was made. If no method reproduces it, make it as now."""
     tools = _get_tools(trace, node)
     before = trace.path(node.parent) if node.parent != ROOT else []
     last = trace.last_turn(node.parent)
@@ -201,13 +201,13 @@ def _rebuild_prompt(
 
 
 def first_difference(one: Sequence[object], other: Sequence[object]) -> int:
-    """Return the first index at which both differ, or the length of the shorter one."""
+    """Return the first index at which the sequences differ, or the shorter one's length."""
     pairs = enumerate(zip(one, other, strict=False))
     return next((i for i, (a, b) in pairs if a != b), min(len(one), len(other)))
 
 
 def describe_tokens(token_ids: Sequence[int], at: int, renderer: Renderer | None) -> str:
-    """Return the ids around `at`, and their text if there is a renderer."""
+    """Return the token ids around `at`, and their text if there is a renderer."""
     if at >= len(token_ids):
         return f"the end, after {len(token_ids)} tokens"
     part = list(token_ids[max(at - NUM_CONTEXT_TOKENS, 0) : at + NUM_CONTEXT_TOKENS + 1])
@@ -241,7 +241,7 @@ class _ScoreComparison:
             scored = await score(trace.tokens(path), trace.slots(path), trace.temperature)
         except EngineError as error:
             if error.status >= 500:
-                raise  # the server failed, and the trace may be fine
+                raise  # the server failed, which says nothing about the trace
             detail = f"{error.kind}: {error.problem}"
             replayed.differences += [ReplayDifference(node, "refused", detail) for node in turns]
             return

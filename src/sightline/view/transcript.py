@@ -1,4 +1,4 @@
-"""A trace as text for a terminal: its conversations, branch by branch."""
+"""Format a trace as text for a terminal, branch by branch."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ MOST_LINES = 12
 
 
 DrawImage = Callable[[MediaRef], list[str]]
-"""Returns the lines of an image for a terminal."""
+"""Draws an image as lines for a terminal."""
 
 
 def format_transcript(
@@ -49,7 +49,7 @@ def format_transcript(
 
 
 def describe_trace(trace: Trace) -> str:
-    """Return a trace as one line."""
+    """Describe a trace in one line."""
     reward = "no reward" if trace.reward is None else f"reward {trace.reward:.3f}"
     broken = f", broken: {trace.error_kind}" if trace.error else ""
     return (
@@ -131,7 +131,7 @@ def _texts(node: Node) -> Iterator[str]:
 
 
 def describe_video(part: VideoPart, slots: Iterator[Slot]) -> str:
-    """Return a video as one line, and consume its steps from `slots`."""
+    """Describe a video in one line, and consume its steps from `slots`."""
     steps = take_steps(slots)
     first = part.refs[0]
     what = f"{first.num_frames} frames" if first.is_video else f"{len(part.frames)} images"
@@ -152,7 +152,7 @@ def take_steps(slots: Iterator[Slot]) -> list[Slot]:
 
 
 def _wrap(text: str, width: int, indent: str) -> list[str]:
-    """Wrap the text, without terminal control characters."""
+    """Remove terminal control characters and wrap the text."""
     lines = []
     for line in text.splitlines():
         lines += textwrap.wrap(

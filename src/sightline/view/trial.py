@@ -1,4 +1,4 @@
-"""Find and print the problems of an environment, from the rollouts of `sightline try`."""
+"""Find and print an environment's problems, from the rollouts of `sightline try`."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ from sightline.wire.control import RolloutRequest
 
 @dataclass
 class TrialPlayer(RolloutPlayer):
-    """A player that records the exceptions of environments by rollout id."""
+    """A player that records environments' exceptions by rollout id."""
 
     raised: dict[str, BaseException] = field(default_factory=dict)
 
@@ -51,7 +51,7 @@ def print_trial(
     renderer: Renderer,
     max_model_len: int,
 ) -> int:
-    """Print every rollout with its problems, and return the number of problems."""
+    """Print each rollout with its problems, and return the number of problems."""
     num_problems = 0
     for trace in traces:
         print_trace(trace, store)
@@ -72,7 +72,7 @@ def print_trial(
 
 
 def print_trace(trace: Trace, store: MediaStore) -> None:
-    """Print the conversation, with images if the output is a terminal, but without errors."""
+    """Print the conversation without errors. Draw images if the output is a terminal."""
 
     def draw(ref: MediaRef) -> list[str]:
         return draw_image(store.image(ref))
@@ -84,7 +84,7 @@ def print_trace(trace: Trace, store: MediaStore) -> None:
 
 
 def draw_image(image: Image, columns: int = 32, rows: int = 12) -> list[str]:
-    """Return half blocks in 24-bit colour, two pixels each, in lines of at most `columns`."""
+    """Draw an image as half blocks in 24-bit colour, in lines of at most `columns`."""
     scale = min(1.0, columns / image.width, 2 * rows / image.height)
     width = max(1, round(image.width * scale))
     height = max(2, round(image.height * scale / 2) * 2)
@@ -100,7 +100,7 @@ def draw_image(image: Image, columns: int = 32, rows: int = 12) -> list[str]:
 def find_problems(
     env: Environment, trace: Trace, raised: Mapping[str, BaseException]
 ) -> Iterator[str]:
-    """Yield the problems of one rollout and its task. `raised` has exceptions by trace id."""
+    """Yield the problems of a rollout and its task. `raised` maps trace ids to exceptions."""
     played = env.choose_environment(trace.task, trace.split)
     if trace.error:
         cause = raised.get(trace.id)
@@ -129,7 +129,7 @@ def find_problems(
 
 
 def find_image_names(trace: Trace) -> list[str]:
-    """Return existing image files that user messages mention as text."""
+    """Return existing image files whose names are in the text of user messages."""
     texts = " ".join(node.message.text for node in trace.nodes if node.message.role == "user")
     names = dict.fromkeys(re.findall(r"[^\s?:\"'<>]+?\.(?:png|jpe?g|webp|gif|bmp)", texts))
     return [name for name in names if Path(name).is_file()]
@@ -145,7 +145,7 @@ def _differ(first: Task, second: Task) -> bool:
 def find_demonstration_problems(
     env: Environment, index: int, store: MediaStore, renderer: Renderer, max_model_len: int
 ) -> Iterator[str]:
-    """Yield the problems of a demonstration, if the environment has any."""
+    """Yield the problems of a demonstration, if the environment has demonstrations."""
     env = env.choose_environment(index, "sft")
     if type(env).demonstration is Environment.demonstration:
         return
@@ -164,7 +164,7 @@ def find_demonstration_problems(
 
 
 def describe_exception(error: BaseException) -> str:
-    """Return the error, followed by the lines of the user's files that led to it."""
+    """Describe an error, followed by the lines of the user's files that led to it."""
     others = (str(Path(sightline.__file__).parent), sysconfig.get_paths()["stdlib"], "<")
     frames = [
         frame

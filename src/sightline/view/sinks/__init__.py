@@ -2,7 +2,7 @@
 
     metrics.jsonl, traces/ <--read-- `sightline sinks` (its own process) --> each sink in turn
 
-The run itself only writes `metrics.jsonl`. A sink that fails or blocks never affects it.
+The run itself only writes `metrics.jsonl`. A sink that fails or blocks never affects the run.
 """
 
 from __future__ import annotations
@@ -20,21 +20,21 @@ from sightline.errors import ConfigError
 from sightline.run import RunDir
 
 SINKS = {"tensorboard": "TensorBoard", "wandb": "Wandb", "trackio": "Trackio"}
-"""The class of each sink, by the name of its module and of its package."""
+"""Class of each sink, by the name of its module and package."""
 CLOSE_TIMEOUT_S = 25.0
-"""How long the sinks may take to finish once the run is over."""
+"""Time limit for the sinks to finish after the run has ended."""
 PROBLEM_PREFIX = "sink "
-"""Begins the lines of `logs/sinks.log` that name a sink that failed."""
+"""Prefix of lines in `logs/sinks.log` that report a failed sink."""
 
 
 @dataclass(frozen=True, slots=True)
 class RunIdentity:
-    """The identity of a run for sinks."""
+    """A run's identity for sinks."""
 
     name: str
-    """The name of its folder, which other runs may share."""
+    """The name of its folder. Other runs may have the same name."""
     id: str
-    """Unique among all runs, and the same in every feeding."""
+    """Unique id of the run. It is the same each time the run is fed."""
     settings: dict[str, Any]
     """Sections of the run file."""
 
@@ -54,7 +54,7 @@ class Thumbnail:
 
 @dataclass(frozen=True, slots=True)
 class RolloutRow:
-    """A rollout as a row of a table."""
+    """A rollout as a table row."""
 
     trace_id: str
     verdict: str
@@ -105,7 +105,7 @@ def feed_in_background(
     try:
         yield
     finally:
-        process.terminate()  # it reads to the end first
+        process.terminate()  # it still reads to the end
         try:
             process.wait(CLOSE_TIMEOUT_S)
         except subprocess.TimeoutExpired:

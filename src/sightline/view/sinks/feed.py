@@ -1,6 +1,6 @@
 """Follow a run and feed its sinks, one after the other.
 
-`sinks/NAME/position` holds the byte of `metrics.jsonl` up to which a sink has received everything.
+`sinks/NAME/position` holds the offset in `metrics.jsonl` up to which a sink has received events.
 """
 
 from __future__ import annotations
@@ -37,9 +37,9 @@ from sightline.wire.event import Event
 from sightline.wire.file import write_atomic
 
 NUM_SAMPLES = 8
-"""Rollouts per table."""
+"""Maximum number of rollouts per table."""
 NUM_THUMBNAILS = 4
-"""Images per rollout."""
+"""Maximum number of images per rollout."""
 THUMBNAIL_SIDE = 192
 MAX_CHARS = 2000
 POLL_INTERVAL_S = 1.0
@@ -48,7 +48,7 @@ POLL_INTERVAL_S = 1.0
 def feed_run(path: Path, names: list[str], samples_every: int, offline: bool, follow: bool) -> None:
     """Feed the named sinks, print the problems, and exit the process.
 
-    Ends when everything is read; with `follow`, when the run ends or at a signal.
+    Ends when everything is read or, with `follow`, when the run ends or at a signal.
     """
     run_dir = get_run_dir(path)
     check_sinks(names)
@@ -56,7 +56,7 @@ def feed_run(path: Path, names: list[str], samples_every: int, offline: bool, fo
 
     def on_signal(number: int, frame: object) -> None:
         stop.set()
-        signal.signal(number, signal.SIG_DFL)  # a second one ends the process
+        signal.signal(number, signal.SIG_DFL)  # a second signal ends the process
 
     for number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(number, on_signal)
@@ -70,7 +70,7 @@ def feed_run(path: Path, names: list[str], samples_every: int, offline: bool, fo
     for name in names:
         problem = problems.get(name)
         print(f"{PROBLEM_PREFIX}{name}: {problem}" if problem else f"{name}: fed", flush=True)
-    # Do not wait for the threads of sinks that hang.
+    # Do not wait for threads of sinks that hang.
     os._exit(1 if problems else 0)
 
 
@@ -105,7 +105,7 @@ class _SinkFeeder:
         self._sink = build()
 
     def feed(self, run_dir: RunDir, store: MediaStore, samples_every: int) -> None:
-        """Send what is new."""
+        """Send new events."""
         events = self._tail.read()
         for event in events:
             if event.kind in STEP_EVENT_KINDS or event.kind == "eval":
@@ -118,7 +118,7 @@ class _SinkFeeder:
     def close(self) -> None:
         try:
             self._sink.close()
-        except Exception:  # it is unknown which entries were saved
+        except Exception:  # some entries may not have been saved
             self._save_position(self._start)
             raise
 
@@ -138,9 +138,9 @@ def feed_sinks(
     samples_every: int,
     is_over: Callable[[], bool],
 ) -> dict[str, str]:
-    """Feed the sinks until the run is over; return the problem of each sink that failed.
+    """Feed the sinks until the run is over. Return the problem of each failed sink.
 
-    A sink that fails gets nothing more. The next feeding continues where it failed.
+    A failed sink gets no more events. The next call continues where it failed.
     """
     problems: dict[str, str] = {}
     feeders: dict[str, _SinkFeeder] = {}
@@ -150,7 +150,7 @@ def feed_sinks(
             feeders[name] = _SinkFeeder(run_dir, name, build)
     over = False
     while not over:
-        # Checked before reading, so that everything written until then is read.
+        # Check before reading, so that everything written until then is read.
         over = is_over()
         for name in feeders.keys() - problems.keys():
             with _record_problem(problems, name):
@@ -192,7 +192,7 @@ def build_sample_table(run_dir: RunDir, store: MediaStore, step: int) -> list[Ro
             if len(rows) == NUM_SAMPLES:
                 break
     except (OSError, SightlineError):
-        pass  # the rows so far
+        pass  # return the rows so far
     return rows
 
 

@@ -1,4 +1,4 @@
-"""Event files for TensorBoard. Needs the package `tensorboard`, but not TensorFlow."""
+"""Event files for TensorBoard. Requires the `tensorboard` package, but not TensorFlow."""
 
 from __future__ import annotations
 
@@ -69,7 +69,7 @@ def _flatten(settings: dict[str, Any], prefix: str = "") -> dict[str, bool | flo
 
 
 def _cell(text: str) -> str:
-    """Return the text as a code span, in which Markdown and HTML have no meaning."""
+    """Return the text as a code span, so that Markdown and HTML are not interpreted."""
     plain = text.replace("`", "'").replace("|", "¦").replace("\n", " ")
     return f"`{plain}`" if plain else ""
 

@@ -1,4 +1,4 @@
-"""trackio, which stores runs on this machine. Needs the package `trackio`."""
+"""Sink for trackio, which stores runs on this machine. Requires the `trackio` package."""
 
 from __future__ import annotations
 
@@ -17,11 +17,11 @@ class Trackio:
         self._trackio: Any = trackio
         self._lost = ""
         self._record_warnings()
-        # It identifies runs by name.
+        # trackio identifies runs by name.
         trackio.init(project="sightline", name=run.unique_name, config=run.settings, resume="allow")
 
     def _record_warnings(self) -> None:
-        """Record its warnings: it reports lost entries only by warnings from its own thread."""
+        """Record trackio's warnings, because it reports lost entries only in those."""
         show = warnings.showwarning
 
         def record(message: Warning | str, *where: Any, **more: Any) -> None:

@@ -1,4 +1,4 @@
-"""Weights & Biases, online or offline. Needs the package `wandb`."""
+"""Sink for Weights & Biases, online or offline. Requires the `wandb` package."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ class Wandb:
             dir=str(folder),
             mode="offline" if offline else "online",
         )
-        # Events of two processes interleave and steps may be replayed, so the step is a metric.
+        # The step is a metric, because processes' events interleave and steps may be replayed.
         self._run.define_metric("step")
         self._run.define_metric("*", step_metric="step")
 
@@ -40,7 +40,7 @@ class Wandb:
             for thumb in s.thumbs:
                 image = Image.open(io.BytesIO(thumb.data))
                 images.append(self._wandb.Image(image, caption=f"{s.trace_id}, {s.reward}"))
-        # Not inside the table: offline runs keep only the names of images there.
+        # Not inside the table, where offline runs keep only image names.
         self._run.log({"samples": table, "images": images, "step": step})
 
     def close(self) -> None:
