@@ -1,8 +1,8 @@
 """Every error that Sightline raises on purpose.
 
-An error is raised where the cause is known, and says what to do next. `except Exception` is limited
-to a few places: around an environment's own code, in a sink of `view`, in a server's request
-handler, around a rank's step and in the CLI's main.
+An error is raised where the cause is known, and contains a fix. `except Exception` is limited to a
+few places: around an environment's own code, in a sink of `view`, in a server's request handler,
+around a rank's step and in the CLI's main.
 """
 
 from __future__ import annotations
@@ -13,19 +13,19 @@ from typing import Any, TextIO, cast
 from urllib.parse import quote
 
 MAX_PROBLEM_CHARS = 2000
-"""Length limit of a problem in a server's answer."""
+"""Maximum length of a problem in a server's answer."""
 MASK = "***"
 MIN_MASKED_CHARS = 8
-"""Shorter secrets may occur in ordinary words and are not masked."""
+"""Shorter secrets are not masked, because they may occur in ordinary words."""
 _PATH = re.compile(r"(\w+(?:\[(?:\d+|\.\.\.)\]|\.\w+)*): ")
 
 
 _masked: tuple[str, ...] = ()
-"""Secrets that this process has read, in every spelling, the longest first."""
+"""Secrets that this process has read, in every spelling, longest first."""
 
 
 def mask_from_now_on(secret: str) -> None:
-    """Mask a secret, also in quotes and in URLs, in everything that this process writes."""
+    """Mask a secret in all output of this process, including its quoted and URL forms."""
     global _masked
     if len(secret) >= MIN_MASKED_CHARS and secret not in _masked:
         in_url = quote(secret, safe="", errors="surrogateescape")
@@ -34,7 +34,7 @@ def mask_from_now_on(secret: str) -> None:
 
 
 def mask(text: str) -> str:
-    """Return the text with all secrets masked that this process has read."""
+    """Mask all secrets in the text that this process has read."""
     for secret in _masked:
         text = text.replace(secret, MASK)
     return text
@@ -53,13 +53,13 @@ class _MaskedStream:
 
 
 def mask_output() -> None:
-    """Mask secrets in everything that Python prints in this process, including tracebacks."""
+    """Mask secrets in all text that Python prints in this process, including tracebacks."""
     sys.stdout = cast(TextIO, _MaskedStream(sys.stdout))
     sys.stderr = cast(TextIO, _MaskedStream(sys.stderr))
 
 
 def clean_text(text: str) -> str:
-    """Return the text with secrets masked and unpaired surrogates escaped, so that it encodes."""
+    """Mask secrets and escape unpaired surrogates, so that the text can be encoded."""
     return mask(text).encode("utf-8", "backslashreplace").decode()
 
 
@@ -75,7 +75,7 @@ class SightlineError(Exception):
 
     @property
     def short_problem(self) -> str:
-        """The problem, shortened for a server's answer; it may quote a long request."""
+        """The problem, shortened for a server's answer, since it may quote a long request."""
         text = self.problem
         return text if len(text) <= MAX_PROBLEM_CHARS else f"{text[:MAX_PROBLEM_CHARS]}..."
 
@@ -85,7 +85,7 @@ class SightlineError(Exception):
 
     @property
     def path(self) -> str:
-        """The JSON path that the problem begins with, such as `messages[3].role`; or empty."""
+        """The JSON path at the start of the problem, such as `messages[3].role`; empty for none."""
         match = _PATH.match(self.problem[:MAX_PROBLEM_CHARS])
         return match[1] if match else ""
 
@@ -147,7 +147,7 @@ class PixelMismatch(SightlineError, ValueError):
 
 
 class PolicyMismatch(SightlineError):
-    """Samples of weights that the run did not publish, or that the trainer contradicts."""
+    """Samples from weights that the run did not publish, or that contradict the trainer."""
 
 
 class PixelsUnproven(SightlineError):
@@ -163,7 +163,7 @@ class WeightsError(SightlineError, ValueError):
 
 
 class WeightsGone(WeightsError):
-    """Weights that the trainer's memory no longer holds; newer ones will follow."""
+    """Weights that are no longer in the trainer's memory. Newer ones will follow."""
 
 
 class WireError(SightlineError, ValueError):
@@ -181,7 +181,7 @@ class EngineError(SightlineError):
     """An inference server refused or failed a request."""
 
     retry_after_s = 0.0
-    """Seconds to wait before the next try, as the server asks; 0 if it does not say."""
+    """Seconds to wait before a retry, as the server requests; 0 if it does not specify any."""
 
     def __init__(self, problem: str, fix: str, kind: str = "engine", status: int = 500) -> None:
         super().__init__(problem, fix)
@@ -189,7 +189,7 @@ class EngineError(SightlineError):
 
     @property
     def kind(self) -> str:
-        """The stable `type` of the error on the generate protocol."""
+        """The error's stable `type` in the generate protocol."""
         return str(self.args[2])
 
     @property
@@ -226,7 +226,7 @@ class ResumeRefused(SightlineError):
 
 
 class DiskFull(SightlineError):
-    """The disk cannot hold what the run is going to write."""
+    """The disk has no room for the run's files."""
 
 
 class ProcessFailed(SightlineError):
@@ -253,7 +253,7 @@ SMALLER_IMAGES = (
 
 
 def find_fix(text: str) -> str:
-    """Return the fix at the end of a traceback, followed by `; or `; empty if it has none."""
+    """Return the fix at the end of a traceback, followed by `; or `, or an empty string."""
     lines = text.strip().splitlines()
     last = lines[-1] if lines else ""
     return f"{last.removeprefix('  fix: ')}; or " if last.startswith("  fix: ") else ""

@@ -12,7 +12,7 @@ from sightline.cli.main import Parser
 
 
 class BenchmarkParser(Parser):
-    """The parser of one benchmark, which imports its module when it parses arguments."""
+    """Parser for one benchmark. It imports the benchmark's module when it parses arguments."""
 
     def parse_known_args(  # type: ignore[override]
         self, args: Sequence[str] | None = None, namespace: Any = None

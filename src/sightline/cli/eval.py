@@ -28,7 +28,7 @@ SETTINGS: dict[str, tuple[type, str]] = {
     "seed": (int, "random seed; default: 0, or as in the run"),
     "device": (str, "device for --checkpoint: cpu, cuda or auto; default: auto"),
 }
-"""Options that override the setting of the same name: their type and help."""
+"""Type and help of options that override the setting of the same name."""
 
 
 def _read_reference(word: str) -> str:

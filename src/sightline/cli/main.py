@@ -24,7 +24,7 @@ EXIT_INTERRUPTED = 130
 EXIT_BROKEN_PIPE = 141
 
 OVERRIDE = re.compile(r"\w+(\.\w+)+=")
-"""The start of an override: `section.key=`."""
+"""Pattern for the start of an override: `section.key=`."""
 
 NOT_COMMANDS = ("main", "training")
 """Modules of this folder that are not commands."""
@@ -42,7 +42,7 @@ EXTRA_OF_PACKAGE = {
     "obstore": "object-store",
     "yaml": "train",
 }
-"""The extra that installs each package that the base installation lacks."""
+"""Extra that installs each package that the base installation lacks."""
 
 
 class Parser(argparse.ArgumentParser):
@@ -63,7 +63,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     if argv is None:
         mask_output()
         if os.getcwd() not in sys.path:
-            # As `python -m` does: users keep their environments next to the run file.
+            # Like `python -m`, because users keep their environments next to the run file.
             sys.path.insert(0, os.getcwd())
     try:
         args = parse(words)
@@ -80,7 +80,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     except KeyboardInterrupt:
         return EXIT_INTERRUPTED
     except BrokenPipeError:
-        # The reader closed the pipe (`| head`). Python would raise again when it flushes at exit.
+        # The reader closed the pipe (`| head`). Python would raise again on the flush at exit.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return EXIT_BROKEN_PIPE
 
@@ -97,10 +97,10 @@ def parse(words: Sequence[str]) -> argparse.Namespace:
 
 
 def build_parser(words: Sequence[str] | None = None) -> Parser:
-    """Build the parser of every command.
+    """Build the parser for all commands.
 
-    With `words`, only the command that they start with is imported. The list of all commands needs
-    only their docstrings.
+    With `words`, only the command that they start with is imported. The list of commands needs
+    only docstrings.
     """
     from sightline import __version__
 
@@ -156,7 +156,7 @@ def parse_env_args(word: str) -> dict[str, Any]:
 
 
 def find_missing_extra(error: ModuleNotFoundError) -> ConfigError | None:
-    """Return an error that names the extra with the missing package, if there is one."""
+    """Return an error that names the extra with the missing package, or None."""
     package = (error.name or "").partition(".")[0]
     if (extra := EXTRA_OF_PACKAGE.get(package)) is None:
         return None

@@ -74,7 +74,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Run the action; return 1 if an image was refused or is damaged."""
+    """Run the action. Return 1 if an image was refused or is damaged."""
     token = resolve_secret(read_reference(args.token), "--token")
     if args.media_action == "serve":
         from sightline.launch.media_service import is_control, serve_media
@@ -87,7 +87,7 @@ def run(args: argparse.Namespace) -> int:
         serve_media(store, guard, args.port, args.tls_cert, args.tls_key)
         return 0
     root, token = _find_store(args, token)
-    # Long operations wait for a store that is briefly unavailable; short ones fail early.
+    # Long operations wait for a store that is briefly unavailable. Short ones fail early.
     deadline_s = START_DEADLINE_S if args.media_action in ("put", "ls") else DEADLINE_S
     store = open_store(root, token=token, deadline_s=deadline_s)
     if args.media_action != "put" and isinstance(store.root, Path) and not store.root.is_dir():
@@ -99,7 +99,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _find_store(args: argparse.Namespace, token: str) -> tuple[Path | str, str]:
-    """Return root and token of the store: the one named, or the run's."""
+    """Return the root and token of the given store, or of the run's store."""
     if args.store is not None:
         return str(args.store), token
     if len(args.runs) != 1:

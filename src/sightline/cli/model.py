@@ -48,7 +48,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def check_target(folder: Path, force: bool) -> None:
-    """Raise if the folder is not empty; `force` allows replacing a checkpoint."""
+    """Raise if the folder is not empty. `force` allows replacing a checkpoint."""
     if folder.is_dir() and not any(folder.iterdir()) or not folder.exists():
         return
     if not (folder / "config.json").is_file():
@@ -58,7 +58,7 @@ def check_target(folder: Path, force: bool) -> None:
 
 
 def write_atomically(family: str, folder: Path, seed: int, **options: Any) -> None:
-    """Write next to `folder` and rename, so that no reader sees half a checkpoint."""
+    """Write next to `folder` and rename, so that no reader sees an incomplete checkpoint."""
     folder.parent.mkdir(parents=True, exist_ok=True)
     with (
         tempfile.TemporaryDirectory(dir=folder.parent, prefix=f".{folder.name}-") as scratch,

@@ -52,7 +52,7 @@ def run(args: argparse.Namespace) -> int:
     if args.parent:
         _end_with_parent(args.parent)
     if args.name.startswith(("trainer", "worker")):
-        # Only the launcher and the orchestrator react to signals: they end the run in order.
+        # Only the launcher and the orchestrator react to signals. They end the run cleanly.
         for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
             signal.signal(number, signal.SIG_IGN)
     error_file = run_dir.error_file(args.name)
@@ -71,7 +71,7 @@ def run(args: argparse.Namespace) -> int:
             traceback.print_exc()
         if args.name.startswith(("trainer", "sft")):
             # Native threads may still run. If the interpreter stops them at exit, they abort the
-            # process, and its exit status is lost.
+            # process, and the exit status is lost.
             sys.stdout.flush()
             sys.stderr.flush()
             os._exit(1)
@@ -86,7 +86,7 @@ def _run_elsewhere(args: argparse.Namespace) -> int:
     from sightline.launch.remote import run_elsewhere
 
     for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
-        signal.signal(number, signal.SIG_IGN)  # it ends with its input or with the run
+        signal.signal(number, signal.SIG_IGN)  # the process ends with its input or with the run
     words = ["--threads", str(args.threads)]
     if args.name.startswith("worker"):
         words += ["--server", *args.server, "--replaces", args.replaces]
@@ -159,7 +159,7 @@ def _run_server(
     host, _, port = server.partition("://")[2].rpartition(":")
     placed = {"host": host, "port": int(port), "threads": args.threads}
     rights = read_rights(run_dir, args.name)
-    # Only for this process and for a server that it may exec.
+    # Set it only for this process and for a server that it may exec.
     os.environ["SIGHTLINE_TOKEN"] = rights.token
     os.environ["SIGHTLINE_CONTROL_TOKEN"] = rights.control_token
     placed |= {"token": "env:SIGHTLINE_TOKEN", "control_token": "env:SIGHTLINE_CONTROL_TOKEN"}
@@ -182,7 +182,7 @@ def _run_server(
 def _end_with_parent(parent: int) -> None:
     """End this process when the launcher dies.
 
-    Linux sends a signal. A thread checks too: for launchers that died before this call, and for
+    Linux sends a signal. A thread also checks, for launchers that died before this call and for
     other systems.
     """
     die_with_parent()

@@ -16,7 +16,7 @@ from rich.filesize import decimal
 
 DAY_S = 86400.0
 MIN_IMAGE_AGE_S = 3600.0
-"""Newer images are kept, because a run that is not named may use them."""
+"""Newer images are kept, because other runs may use them."""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:

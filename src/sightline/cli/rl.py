@@ -41,7 +41,7 @@ def run(args: argparse.Namespace) -> int:
     job = RlJob(args.plain, bool(args.job))
     path = args.resume / "config.toml" if args.resume else Path(args.file or "")
     if not path.is_file():
-        return training.run_training(job, args)  # which raises the error
+        return training.run_training(job, args)  # this raises the error
     if not args.resume and len(combinations := expand_overrides(args.overrides)) > 1:
         _check_sweep(
             args,
@@ -66,7 +66,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _check_sweep(args: argparse.Namespace, clusters: set[str]) -> None:
-    """Raise if a sweep cannot run here, one run after another."""
+    """Raise if a sweep cannot run sequentially on this machine."""
     options = {"--dry-run": args.dry_run, "-o": args.output, "--seeds": args.seeds}
     conflicts = [option for option, value in options.items() if value]
     conflicts += [f'[launch] on = "{on}"' for on in sorted(clusters - {"local", "ray"})]

@@ -32,9 +32,9 @@ OPTIONS: dict[type[BaseModel], tuple[str, ...]] = {
 }  # fmt: skip
 """Settings that are also options, by section."""
 KINDS: dict[Any, type] = {int: int, int | None: int, float: float, Path | None: Path}
-"""How the value of an option is parsed, by the setting's type; others are strings."""
+"""Parser for option values, by the setting's type. Other values are strings."""
 COMMAND_DEFAULTS = {"port": 8000, "threads": 1}
-"""Defaults of settings that the launcher chooses in a run."""
+"""Defaults for settings that the launcher chooses in a run."""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:

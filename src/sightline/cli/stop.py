@@ -15,7 +15,7 @@ from pathlib import Path
 from sightline.errors import ConfigError
 
 ENDING = ("stopping", "finishing")
-"""Phases of a run that is already ending: a second signal would end it at once."""
+"""Phases of a run that is already ending. A second signal would end it at once."""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:

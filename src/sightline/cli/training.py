@@ -1,4 +1,4 @@
-"""Arguments of the training commands, and code that starts or resumes a run."""
+"""Arguments for the training commands, and code that starts or resumes a run."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def check_packages() -> None:
-    """Raise early if the packages of trainer or engine are missing."""
+    """Raise early if packages for the trainer or the engine are missing."""
     for name in ("torch", "transformers"):
         if importlib.util.find_spec(name) is None:
             raise ModuleNotFoundError(f"No module named {name!r}", name=name)
@@ -42,7 +42,7 @@ def run_training(job: TrainingJob[AnyRun], args: argparse.Namespace) -> int:
     if run_as_follower(job):
         return 0
     if args.resume is not None:
-        # With --resume there is no run file: every word is an override.
+        # With --resume there is no run file, so every word is an override.
         resume_run(job, args.resume, [word for word in [args.file, *args.overrides] if word])
         return 0
     if not args.file or re.match(r"\w+\.\w+=", args.file):
@@ -61,10 +61,10 @@ def run_training(job: TrainingJob[AnyRun], args: argparse.Namespace) -> int:
 def run_sweep(
     job: TrainingJob[AnyRun], path: Path, overrides: list[str], combinations: list[list[str]]
 ) -> int:
-    """Run the file with each combination of overrides, one after another; return 1 if one failed.
+    """Run the file with each combination of overrides in sequence. Return 1 if a run failed.
 
-    Run names contain the values that vary. All runs are validated before the first starts. After a
-    failed run the sweep continues; a stopped run ends it.
+    Run names contain the values that vary. All runs are validated before the first starts. A failed
+    run does not end the sweep, but a stopped run does.
     """
     from rich.console import Console
 
@@ -95,7 +95,7 @@ def run_sweep(
 
 
 def _name_run(file: RunFile | SftFile, combination: list[str], overrides: list[str]) -> list[str]:
-    """Return overrides that put the values that vary into a run's names."""
+    """Return overrides that add the varying values to the run's name and output folder."""
     varied = [override for override in combination if override not in overrides]
     suffixes = [re.sub(r"^.*\.(?=\w+=)|[^\w.+-]", "", override) for override in varied]
     naming = [f"run.name={'-'.join([file.run.name, *suffixes])}"]

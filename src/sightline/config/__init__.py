@@ -1,9 +1,8 @@
-"""The settings of a run file, checked at load.
+"""Settings of a run file, validated when it is loaded.
 
-Each setting has one place, in the section of the component that it configures. A component that
-needs another's setting receives that section and keeps no copy. Unknown keys are refused with the
-nearest known one. A setting of type `Mutable` may change when a run resumes; a change of any other
-is refused by name.
+Each setting is defined once, in the section of the component that it configures. A component that
+needs another's setting receives that section and keeps no copy. For an unknown key, the error
+suggests the nearest known one. Only settings of type `Mutable` may change when a run resumes.
 """
 
 from sightline.config.files import (

@@ -1,4 +1,4 @@
-"""The run files of `sightline rl` and `sightline sft`, and which settings a resume may change."""
+"""Run files of `sightline rl` and `sightline sft`, and the settings that a resume may change."""
 
 from __future__ import annotations
 
@@ -17,12 +17,12 @@ from sightline.errors import ResumeRefused
 SERVERS_SHARE = 0.3
 """Fraction of a GPU's memory for a run's servers if its trainer uses the same GPU."""
 CONTEXTS_SHARE = 0.03
-"""Fraction of the memory that CUDA contexts take."""
+"""Fraction of a GPU's memory that CUDA contexts take."""
 MIN_TRAINER_SHARE = 0.1
 
 
 class _TrainingFile(ConfigSection):
-    """The sections that both commands share."""
+    """Sections that both commands share."""
 
     model: sections.ModelConfig
     run: sections.RunConfig = sections.RunConfig()
@@ -55,7 +55,7 @@ class _TrainingFile(ConfigSection):
         return self
 
     def _find_inexact(self) -> dict[str, str]:
-        """Return the settings that rule out bit-identical logprobs, each with the reason."""
+        """Return the settings that prevent bit-identical logprobs, each with the reason."""
         reasons = {}
         if self.lora.rank:
             reasons["[lora] rank"] = "the sampler merges the adapters into the weights"
@@ -87,7 +87,7 @@ class RunFile(_TrainingFile):
 
     @property
     def server_memory_share(self) -> float:
-        """Fraction of its GPU's memory for each server; 0 leaves it to the engine."""
+        """Fraction of its GPU's memory that each server may use; 0 lets the engine decide."""
         share = self.inference.gpu_memory_utilization
         if share or not any(map(self._has_servers_gpu, range(self.trainer.ranks))):
             return share

@@ -29,7 +29,7 @@ from sightline.errors import ConfigError
 _CHECKSUM_LINE = re.compile(
     r"\A# sha256 ([0-9a-f]{64})\n|^# sha256 ([0-9a-f]{64})\n?\Z", re.MULTILINE
 )
-"""The first line, which truncation cannot remove. Earlier versions wrote it at the end."""
+"""Checksum line at the start, where truncation cannot remove it. It used to be at the end."""
 AnyFile = TypeVar("AnyFile", bound=ConfigSection)
 
 
@@ -60,7 +60,7 @@ def load_stored_config(kind: type[AnyFile], path: Path, overrides: Sequence[str]
 
 
 def read_run_file(path: Path, is_stored: bool = False) -> dict[str, Any]:
-    """Return the sections of a file, not validated; secrets of a stored file are hidden."""
+    """Return a file's sections without validation. Secrets in a stored file are hidden."""
     try:
         text = path.read_text()
         _check_unchanged(text, path)
@@ -86,7 +86,7 @@ def validate_config(kind: type[AnyFile], values: dict[str, Any], where: str) -> 
 
 
 def apply_overrides(values: dict[str, Any], overrides: Sequence[str]) -> None:
-    """Set each `section.key=value` in the values of a file."""
+    """Set each `section.key=value` in a file's values."""
     for override in overrides:
         key, equals, text = override.partition("=")
         *sections, name = key.strip().split(".")
@@ -106,9 +106,9 @@ def apply_overrides(values: dict[str, Any], overrides: Sequence[str]) -> None:
 
 
 def expand_overrides(overrides: Sequence[str]) -> list[list[str]]:
-    """Return the overrides of each run of a sweep.
+    """Return the overrides for each run of a sweep.
 
-    `a.b=1,2` gives one run per value; several of these give every combination. Quote a string that
+    `a.b=1,2` gives one run per value. Several of these give every combination. Quote a string that
     contains a comma: `a.b='"x,y"'`.
     """
     choices = []
@@ -122,12 +122,12 @@ def expand_overrides(overrides: Sequence[str]) -> list[list[str]]:
 
 def _build_error(kind: type[ConfigSection], error: ValidationError, where: str) -> ConfigError:
     errors = error.errors()
-    # A renamed key is both unknown and missing. "Unknown" leads to the more helpful message.
+    # A renamed key is both unknown and missing. The error for "unknown" is more helpful.
     first = next((one for one in errors if one["type"] == "extra_forbidden"), errors[0])
     names = [str(part) for part in first["loc"]]
     message = first["msg"].removeprefix("Value error, ")
     fix = getattr(first.get("ctx", {}).get("error"), "fix", "set a valid value")
-    if not names:  # valid settings that do not work together
+    if not names:  # valid settings that conflict
         return ConfigError(f"{where}: {message}", fix)
     key = spell_setting(names)
     if first["type"] == "extra_forbidden":

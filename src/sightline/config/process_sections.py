@@ -1,5 +1,5 @@
-"""The sections `[inference]` and `[launch]` of a run file: the engine and its servers, and where a
-run's processes start."""
+"""The sections `[inference]` and `[launch]` of a run file: the engine with its servers, and the
+machines on which a run's processes start."""
 
 from __future__ import annotations
 
@@ -97,7 +97,7 @@ class InferenceConfig(ConfigSection):
         return "https" if self.tls_cert else "http"
 
     def read_token(self, own: str = "") -> str:
-        """Return the token of the servers; `own` is that of servers that the run starts."""
+        """Return the servers' token. `own` is the token of servers that the run starts."""
         return self.read_added_token() if self.servers else own
 
     def read_added_token(self) -> str:
@@ -105,7 +105,7 @@ class InferenceConfig(ConfigSection):
         return resolve_secret(self.token, "[inference] token")
 
     def read_control_token(self) -> str:
-        """Return the token with which those servers accept weights."""
+        """Return the token that lets the run update the weights of those servers."""
         name = "control_token" if self.control_token else "token"
         return resolve_secret(getattr(self, name), f"[inference] {name}")
 
@@ -175,7 +175,7 @@ class LaunchConfig(ConfigSection):
         return resources
 
     def find_host(self, name: str) -> list[str]:
-        """Return the command prefix that `hosts` has for the process, or an empty list."""
+        """Return the process's command prefix from `hosts`, or an empty list."""
         return shlex.split(self._find(self.hosts, name) or "")
 
     def find_resources(self, name: str) -> dict[str, Any]:
@@ -183,14 +183,14 @@ class LaunchConfig(ConfigSection):
         return self._find(self.resources, name) or {}
 
     def is_elsewhere(self, name: str) -> bool:
-        """Return whether the process runs where it cannot see the run directory."""
+        """Return whether the process runs on a machine without the run directory."""
         is_placed = self.on != "local" or bool(self.find_host(name))
         return is_placed and name not in BESIDE_LAUNCHER
 
     def check_patterns(self, names: Iterable[str]) -> None:
         """Raise if a pattern matches none of these process names."""
         placed = [name for name in names if name not in BESIDE_LAUNCHER]
-        # If the launcher is a job itself, the orchestrator's resources are the job's.
+        # If the launcher itself is a job, the orchestrator's resources are those of the job.
         requesting = [*placed, *(["orchestrator"] if self.on in ("slurm", "kubernetes") else [])]
         resources = self.resources if self.on != "local" else {}
         for setting, table, known in (
@@ -206,7 +206,7 @@ class LaunchConfig(ConfigSection):
 
     @property
     def cluster_starts_processes(self) -> bool:
-        """Return whether the cluster, not the launcher, starts the processes."""
+        """Return whether the cluster starts the processes instead of the launcher."""
         return self.on == "kubernetes"
 
     @property

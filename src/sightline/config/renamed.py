@@ -53,7 +53,7 @@ RENAMED = {
     "trainer.schedule": "trainer.lr_schedule",
     "trainer.stuck_after_s": "trainer.stall_timeout_s",
 }
-"""The new name of each renamed setting, by its old `section.key`."""
+"""New name of each renamed setting, by its old `section.key`."""
 
 OF_OTHER_FRAMEWORKS = {
     "beta": "algorithm.kl_coef",
@@ -71,7 +71,7 @@ OF_OTHER_FRAMEWORKS = {
     "rollouts_per_example": "orchestrator.group_size",
     "save_steps": "trainer.checkpoint_every",
 }
-"""Names of settings in TRL, verl and prime-rl, in any section, and their names here."""
+"""Setting names in TRL, verl and prime-rl, in any section, and their names in Sightline."""
 COST_MODEL_FIX = "remove it: ranks are balanced by counting the model's operations"
 INLINE_IMAGES_FIX = 'remove it: the engine "stock_vllm" is gone; serve with engine = "vllm"'
 UNVERIFIED_FIX = "remove it: every engine reports the digests of its pixels"
@@ -91,7 +91,7 @@ REMOVED = {
     "trainer.secret": "remove it: a run creates its own secret. If ranks on other machines cannot "
     "read the run directory, set SIGHTLINE_SECRET in the environment of all ranks",
 }
-"""Removed settings, each with a fix."""
+"""Removed settings with their fixes."""
 
 
 def find_new_name(names: list[str]) -> str | None:
@@ -106,7 +106,7 @@ def find_new_name(names: list[str]) -> str | None:
 
 
 def translate_old_names(values: dict[str, Any]) -> dict[str, Any]:
-    """Return the values of a stored `config.toml` under today's names."""
+    """Return the values of a stored `config.toml` under the current names."""
     values = copy.deepcopy(values)
     for old, new in RENAMED.items():
         section, key = old.split(".")

@@ -1,7 +1,7 @@
 """References to secrets in settings: `env:NAME` is an environment variable, `file:PATH` a file.
 
-Run files, logs and messages between processes hold references only; a run file with a secret in it
-is refused. A secret is read where it is used, and masked in every error text from then on.
+Run files, logs and messages between processes hold only references. A run file that contains a
+secret is refused. A secret is read where it is used, and from then on masked in all error texts.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ _NAME = (
     r"|\w*[a-z](?:Key|Token|Secret|Password))"
 )
 _ADDRESS = rf"""\w://(?:[^\s/?#"']*@|[^\s"']*[?&](?:{_NAME}|(?i:[\w-]*sig(?:nature)?))=[^\s&"'])"""
-"""A URL with a user name or password before its host, or with a key in its query."""
+"""Matches a URL with a user name or password before its host, or with a key in its query."""
 _ASSIGNED_ADDRESS = re.compile(rf"""("[^"\n]*{_ADDRESS}[^"\n]*"|'[^'\n]*{_ADDRESS}[^'\n]*')""")
 _ASSIGNED = re.compile(
     rf"""(?<![\w-])("?{_NAME}"?\s*=\s*)(?!["'](?:env|file):)("[^"\n]+"|'[^'\n]+')"""
@@ -29,7 +29,7 @@ _ASSIGNED = re.compile(
 
 
 class InvalidSetting(ValueError):
-    """The error of a validator that refuses a setting, with a fix."""
+    """A validator's error about a setting, with a fix."""
 
     def __init__(self, problem: str, fix: str) -> None:
         super().__init__(problem)
@@ -37,7 +37,7 @@ class InvalidSetting(ValueError):
 
 
 def is_secret_name(name: str) -> bool:
-    """Return whether values of this name are secrets: api_key, hf_token, password and similar."""
+    """Return whether settings with this name are secrets, such as api_key or hf_token."""
     return re.fullmatch(_NAME, name) is not None
 
 
@@ -46,7 +46,7 @@ def is_reference(value: str) -> bool:
 
 
 def check_reference(value: str) -> str:
-    """Raise if a secret is not a reference, without showing it."""
+    """Raise if a secret is not a reference. The error does not show the secret."""
     if value and not is_reference(value):
         if _MISSPELLED.fullmatch(value):
             raise InvalidSetting(
@@ -57,7 +57,7 @@ def check_reference(value: str) -> str:
 
 
 def read_reference(word: str) -> str:
-    """Check an option that takes a reference. Other users can see a command line's words."""
+    """Check an option that takes a reference, since other users can see command lines."""
     try:
         return check_reference(word)
     except ValueError:
@@ -65,7 +65,7 @@ def read_reference(word: str) -> str:
 
 
 def check_table(table: dict[str, Any]) -> dict[str, Any]:
-    """Raise if a table holds, at any depth, a secret under a telling name or in a URL."""
+    """Raise if a table contains, at any depth, a secret under a known name or in a URL."""
     for name, value in table.items():
         for item in value if isinstance(value, list) else [value]:
             if isinstance(item, dict):
@@ -96,7 +96,7 @@ def resolve_references(value: Any, setting: str) -> Any:
 
 
 def resolve_secret(reference: str, setting: str) -> str:
-    """Return the secret that `reference` names; any other text is the secret itself."""
+    """Return the secret that `reference` names. Any other text is the secret itself."""
     secret = _read_secret(reference, setting) if is_reference(reference) else reference
     mask_from_now_on(secret)
     return secret

@@ -1,1 +1,1 @@
-"""Starts, watches and stops the processes of a run; refuses, before that, what cannot work."""
+"""Check a run before it starts, and start, watch and stop its processes."""

@@ -20,7 +20,7 @@ from sightline.run.rights import Rights, derive_rights
 from sightline.wire.file import add_checksum, read_checked, write_atomic
 
 SECRET_VARIABLE = "SIGHTLINE_SECRET"
-"""Passes a run's secret to ranks on machines that cannot read its directory."""
+"""Environment variable with the secret, for ranks that cannot read the run directory."""
 MIN_SECRET_CHARS = 16
 MODEL_FILES = ("*.safetensors", "*.json", "*.jinja", "*.txt", "*.model")
 MAX_THREADS = 8
@@ -42,7 +42,7 @@ def claim_run_dir(base: str, name: str) -> RunDir:
 
 
 def check_run_folder(path: Path) -> Path:
-    """Return the existing folder in which `[run] dir` would be created; raise if it is not
+    """Return the existing folder in which `[run] dir` would be created. Raise if it is not
     writable."""
     existing = next(folder for folder in (path, *path.parents) if os.path.lexists(folder))
     try:
@@ -60,7 +60,7 @@ def _build_folder_error(path: Path, error: OSError) -> ConfigError:
 
 
 def make_secret(run_dir: RunDir) -> str:
-    """Return the run's secret; create it if it is missing. SIGHTLINE_SECRET replaces it."""
+    """Return the run's secret. Create it if it is missing. SIGHTLINE_SECRET overrides it."""
     secret = os.environ.get(SECRET_VARIABLE, "").strip()
     if secret and len(secret) < MIN_SECRET_CHARS:
         raise ConfigError(
@@ -97,7 +97,7 @@ def read_secret(run_dir: RunDir) -> str:
 
 
 def read_rights(run_dir: RunDir, name: str) -> Rights:
-    """Return the rights of the process `name`. A copied run directory holds only those."""
+    """Return the rights of process `name`. A copied run directory holds only these rights."""
     rights = derive_rights(read_secret(run_dir), name)
     for key in (rights.channel, rights.token, rights.control_token, rights.ranks):
         mask_from_now_on(key)
@@ -106,8 +106,8 @@ def read_rights(run_dir: RunDir, name: str) -> Rights:
 
 @contextmanager
 def lock_run_dir(run_dir: RunDir) -> Iterator[None]:
-    """Lock the directory while the launcher lives. The file names its process and machine, and the
-    system releases the lock however the launcher ends."""
+    """Lock the directory while the launcher is alive. The lock file names the launcher's process
+    and machine. The system releases the lock in any case when the launcher ends."""
     with open(run_dir.lock, "a") as file:
         try:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -128,8 +128,8 @@ def record_model_digests(run_dir: RunDir, model: Path) -> None:
 
 
 def check_model_unchanged(run_dir: RunDir, model: Path) -> None:
-    """Raise if the checkpoint is not the one that the run began with: it is the KL reference, and
-    version 0 of the policy."""
+    """Raise if the checkpoint has changed since the run began. It is the KL reference and version
+    0 of the policy."""
     fix = "restore it from a copy: it records which checkpoint the run began with"
     before = read_checked(_get_digest_file(run_dir), dict[str, str], fix)
     now = _hash_model(model)

@@ -31,7 +31,7 @@ _TAKEN = {
     "model": ("dtype", "max_pixels"),
 }
 SECTION_OF = {name: section for section, names in _TAKEN.items() for name in names}
-"""The sections of the run file settings that `evaluate` takes by their bare names."""
+"""Section of each run file setting that `evaluate` accepts by its name alone."""
 
 
 def evaluate(
@@ -60,7 +60,7 @@ def evaluate(
 
 
 def build_eval_config(values: dict[str, Any], checkpoint: str, settings: dict[str, Any]) -> RunFile:
-    """Return the settings of an evaluation: a run file's `values`, updated with `settings`."""
+    """Return the settings for an evaluation: a run file's `values`, updated with `settings`."""
     values.setdefault("model", {})["path"] = checkpoint
     values.setdefault("inference", {}).pop("token", None)
     for name, value in settings.items():
@@ -84,11 +84,11 @@ def play_evaluation(
     threads: int = 1,
     player_kind: Callable[..., RolloutPlayer] = RolloutPlayer,
 ) -> list[PlayedRollout]:
-    """Play `[eval] tasks` of the split as a run does: with the same player, seeds and limits.
+    """Play `[eval] tasks` of a split as in a run, with the same player, seeds and limits.
 
     Without `endpoint`, a temporary server with `threads` threads serves the checkpoint. `media` is
-    a folder for the images; an endpoint that reads it too gets references. `api_key` is the
-    endpoint's key, or its place: env:NAME or file:PATH.
+    a folder for the images. An endpoint that can read it gets references. `api_key` is the
+    endpoint's key or a reference to it: env:NAME or file:PATH.
     """
     if max_concurrent < 1:
         raise ConfigError(f"max_concurrent = {max_concurrent} is too small", "set 1 or more")
@@ -132,7 +132,7 @@ def play_evaluation(
                 Path(config.model.path), folder, _list_server_options(config), threads
             )
             chats = build_policy_chats(config, [stack.enter_context(server)], store)
-        # In a thread: a notebook already runs an event loop in this one.
+        # Use another thread, because a notebook already runs an event loop in this one.
         pool = stack.enter_context(ThreadPoolExecutor(1))
         return pool.submit(asyncio.run, play_all()).result()
 

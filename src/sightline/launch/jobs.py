@@ -59,7 +59,7 @@ class RlJob(TrainingJob[RunFile]):
     plain: bool = False
     """Whether to print plain lines instead of the live view."""
     is_job: bool = False
-    """Whether a cluster's job starts this."""
+    """Whether a cluster's job runs this."""
     file_kind = RunFile
     command = "rl"
     leader = LEADER
@@ -106,7 +106,7 @@ class RlJob(TrainingJob[RunFile]):
             get_memory_limit(file),
             lambda name, why: events.write("lost", worker=name, reason=why),
         )
-        # A server that starts again must be able to adopt the newest weights.
+        # A restarted server must be able to adopt the newest weights.
         names = () if find_transport(file).is_sent_once else (*file.server_names, "evaluator")
         servers = ServerSupervisor(
             processes,
@@ -134,7 +134,7 @@ class RlJob(TrainingJob[RunFile]):
         if servers:
             token = file.inference.read_control_token()
             leases = give_back_leases(servers, token, run_dir.read_id())
-            # In a thread: a notebook already runs an event loop in this one.
+            # Use another thread, because a notebook already runs an event loop in this one.
             with ThreadPoolExecutor(1) as pool:
                 pool.submit(asyncio.run, leases).result()
 
@@ -146,7 +146,7 @@ class RlJob(TrainingJob[RunFile]):
         extra = {"stopped_by": stopped_by} if stopped_by else {}
         print_summary(summarize(run_dir, **extra), Console())
         report = write_report(run_dir)
-        # Plain last lines, for scripts.
+        # Print plain last lines for scripts.
         print(f"run: {show_path(run_dir.path)}")
         print(f"report: {show_path(report)}", flush=True)
 

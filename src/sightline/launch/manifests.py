@@ -1,7 +1,7 @@
 """Kubernetes manifests for a run: a Job for each process, and a Service for the orchestrator.
 
 The manifests refer to one Kubernetes Secret, which is created from `secrets.env`. Each process gets
-only its own rights from it; the launcher gets the run's secret.
+only its own rights from it. The launcher gets the run's secret.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from sightline.run.rights import derive_rights
 
 HUB_PORT = 7000
 HOME = "/sightline"
-"""Mount point of the volume, and the launcher's working directory."""
+"""The volume's mount point, which is also the launcher's working directory."""
 RUN_FILE = "/etc/sightline/run.toml"
 LAUNCHER = "launcher"
 RESTARTS = 20
@@ -35,8 +35,8 @@ def get_port(file: RunFile) -> int:
 
 
 def build_secrets(file: RunFile) -> str:
-    """Return a line with each process's rights, and one with the run's secret for the launcher, for
-    `kubectl create secret --from-env-file`."""
+    """Return lines for `kubectl create secret --from-env-file`: each process's rights, and the
+    run's secret for the launcher."""
     secret = secrets.token_hex(32)
     names = filter(file.launch.is_elsewhere, list_names(file))
     rights = {name: derive_rights(secret, name).encode() for name in names}
@@ -44,7 +44,7 @@ def build_secrets(file: RunFile) -> str:
 
 
 def build_kubernetes(file: RunFile, text: str, overrides: Sequence[str]) -> list[Table]:
-    """Return the manifests of a run whose run file has this `text`."""
+    """Return the manifests for a run whose run file contains `text`."""
     settings = file.launch.kubernetes
     required = {"image", "volume_claim"}
     if not (required <= settings.keys() <= required | {"namespace", "node_selector", "env_from"}):
@@ -61,7 +61,7 @@ def build_kubernetes(file: RunFile, text: str, overrides: Sequence[str]) -> list
     command += [f"rollout.workers={file.rollout.workers}", f"launch.port={get_port(file)}"]
     launcher = ProcessSpec(LAUNCHER, [], 1, resources=specs[-1].resources)
     mounts = [{"name": "run", "mountPath": "/etc/sightline"}, {"name": "home", "mountPath": HOME}]
-    # A process's copy of the run, and shared memory.
+    # Volumes for a process's copy of the run and for shared memory.
     shm: Table = {"name": "shm", "emptyDir": {"medium": "Memory"}}
     scratch_volumes: list[Table] = [{"name": "scratch", "emptyDir": {}}, shm]
     scratch_mounts = [
@@ -134,6 +134,6 @@ def _build_job(
 
 
 def make_name(name: str) -> str:
-    """Return a valid name of a Kubernetes Service: it starts with a letter."""
+    """Return a valid name for a Kubernetes Service, which starts with a letter."""
     cut = re.sub(r"[^a-z0-9]+", "-", name.lower()).strip("-")[:40].strip("-")
     return cut if cut[:1].isalpha() else f"run-{cut}".strip("-")

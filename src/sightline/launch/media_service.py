@@ -1,7 +1,7 @@
-"""The media service: a folder of images for machines that do not share its disk.
+"""The media service: serves a folder of images to machines that do not share its disk.
 
-`media/http_remote.py` lists the routes. The folder's `MediaStore` verifies everything that it
-stores and returns.
+`media/http_remote.py` lists the routes. The folder's `MediaStore` verifies all data that it stores
+and returns.
 """
 
 from __future__ import annotations
@@ -43,8 +43,8 @@ _STATUSES: dict[type[MediaError], int] = {MediaMissing: MISSING, MediaCorrupt: C
 
 
 def is_control(method: str, path: str) -> bool:
-    """Return whether a request requires the control token: it removes something, or concerns
-    weights and checkpoints. Reading a part by its digest does not."""
+    """Return whether a request requires the control token. This holds for removals, and for
+    weights and checkpoints, except for reading a part by its digest."""
     name, is_blob = path.removeprefix(f"/{BLOBS}"), path.startswith(f"/{BLOBS}/")
     is_read = method in SAFE_METHODS or (method == "POST" and name.endswith("/renew"))
     reads_part = is_read and name.startswith("/media/")
@@ -65,7 +65,7 @@ def build_media_app(store: MediaStore, guard: RequestGuard) -> Starlette:
 def _build_routes(
     store: MediaStore, check_room: Callable[..., None], any_bytes: bool
 ) -> list[Route]:
-    """Return the routes of one store, which takes only images unless `any_bytes`."""
+    """Return the routes of one store. It accepts only images unless `any_bytes`."""
 
     async def read(http: Request) -> Response:
         digest = _get_digest(http)
@@ -121,7 +121,7 @@ def _build_routes(
         return Route(path, answer_errors(_answer_media_errors(handler)), methods=list(methods))
 
     return [
-        # Images may be in use by others: only gc removes them.
+        # Only gc removes images, because other runs may use them.
         *([route("/media/{digest}", remove, "DELETE")] if any_bytes else []),
         route("/media/{digest}", read, "GET", "HEAD"),
         route("/media/{digest}", write, "PUT"),
@@ -157,7 +157,7 @@ def _get_digest(http: Request) -> str:
 
 
 def _answer_media_errors(handler: Handler) -> Handler:
-    """Return `handler` with a status for each error of the store."""
+    """Wrap `handler` so that each store error returns an HTTP status."""
 
     async def handle(http: Request) -> Response:
         try:

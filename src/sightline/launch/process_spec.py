@@ -1,4 +1,4 @@
-"""A process of a run, for every launcher."""
+"""Specification of a run's process, for all launchers."""
 
 from __future__ import annotations
 
@@ -9,14 +9,14 @@ from dataclasses import dataclass, field
 
 @dataclass(frozen=True)
 class Resources:
-    """The resources that a process requests from a cluster."""
+    """Resources that a process requests from a cluster."""
 
     cpus: int = 1
     gpus: float = 0
     memory_gb: float = 0
-    """0 requests no specific amount."""
+    """Memory in 10^9 bytes; 0 requests no specific amount."""
     component: str = ""
-    """Options of its own component in a Slurm job."""
+    """sbatch options for the process's own component in a Slurm job."""
 
 
 @dataclass(frozen=True)
@@ -28,9 +28,9 @@ class ProcessSpec:
     threads: int
     variables: dict[str, str] = field(default_factory=dict)
     python: str = ""
-    """The interpreter; empty for the launcher's."""
+    """Python interpreter; empty for the launcher's."""
     host: Sequence[str] = ()
-    """The command prefix that runs a command on the process's machine; empty for this one."""
+    """Command prefix that runs a command on the process's machine; empty for this machine."""
     resources: Resources = Resources()
 
     @property

@@ -1,6 +1,6 @@
-"""Stopped processes, sizes of logs, and processes that a run left behind.
+"""Find stopped processes and processes that a run left behind, and limit the size of logs.
 
-Everything here reads /proc, and does nothing on systems without it.
+All functions read /proc and do nothing on systems without it.
 """
 
 from __future__ import annotations
@@ -15,18 +15,18 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 STOPPED_AFTER_S = 3.0
-"""Debuggers and shells stop a process for a moment."""
+"""Shorter stops are not reported, because debuggers and shells stop processes briefly."""
 MARK_VARIABLE = "SIGHTLINE_PROCESS"
-"""Names the process of the run that this process is, or directly or indirectly comes from."""
+"""Environment variable with the name of a run's process. All its descendants inherit it."""
 _KILL_ROUNDS = 100
 _KEEP_SIZE_AND_PUNCH_HOLE = 0x01 | 0x02
 _BLOCK = 4096
 MAX_LOG_BYTES, LOG_TAIL_BYTES = 64 << 20, 32 << 20
-"""The largest size of a log, and what is kept of a larger one."""
+"""Maximum size of a log, and the size of the tail that is kept of a larger one."""
 
 
 def _read_stat(pid: int) -> tuple[str, int]:
-    """Return a process's state and parent; empty and 0 if it is gone."""
+    """Return a process's state and parent; an empty string and 0 if it is gone."""
     try:
         words = Path(f"/proc/{pid}/stat").read_text(errors="replace").rpartition(")")[2].split()
     except OSError:
@@ -72,7 +72,7 @@ def build_mark(run_dir: Path, name: str) -> str:
 def kill_marked(run_dir: Path, names: Iterable[str]) -> None:
     """Kill the run's processes with these names, and everything they started."""
     wanted = set(names)
-    for _ in range(_KILL_ROUNDS):  # again, for processes that forked in the meantime
+    for _ in range(_KILL_ROUNDS):  # repeat, because processes may fork in the meantime
         if not (pids := [pid for pid, name in find_marked(run_dir).items() if name in wanted]):
             return
         for pid in pids:
@@ -82,8 +82,8 @@ def kill_marked(run_dir: Path, names: Iterable[str]) -> None:
 
 
 def find_marked(run_dir: Path) -> dict[int, str]:
-    """Return the run's processes on this machine and all that they started, each with the name of
-    the run's process that it is or comes from."""
+    """Return the run's processes on this machine and their descendants, each with the name of the
+    run's process that it belongs to."""
     parents, marked, home = dict[int, int](), dict[int, str](), run_dir.resolve()
     for folder in Path("/proc").glob("[0-9]*"):
         state, parent = _read_stat(pid := int(folder.name))
@@ -96,7 +96,7 @@ def find_marked(run_dir: Path) -> dict[int, str]:
                 path, _, name = mark.rpartition(":")
                 if key == MARK_VARIABLE and Path(path).resolve() == home:
                     marked[pid] = name
-    # Children that cleared their environment are found by their parent.
+    # Find children that cleared their environment by their parent.
     while children := {
         pid: marked[parent]
         for pid, parent in parents.items()
@@ -111,8 +111,8 @@ def bound_logs(
 ) -> None:
     """Free the disk space of each log above `max_bytes`, except for its last `tail_bytes`.
 
-    The last lines say why a process died. A hole replaces the rest, because processes continue to
-    append: truncating the file could lose a line.
+    The last lines usually explain why a process died. The rest becomes a hole in the file, because
+    processes continue to append and truncating the file could lose a line.
     """
     for path in folder.glob("*.log"):
         with suppress(OSError):

@@ -1,11 +1,10 @@
-"""Start, watch and stop the processes of a run, and temporary servers for other commands.
+"""Start, watch and stop a run's processes, and temporary servers for other commands.
 
     launcher --starts--> server, trainer, worker-0.., orchestrator
       waits for: the orchestrator's end      unblocked by: the last step, a signal, a failure
 
-A process that dies and is not restarted (`supervision`) ends the run, and the
-launcher names it and the cause. The first Ctrl-C or SIGTERM stops the run cleanly, a second one
-kills it.
+A process that dies and is not restarted (`supervision`) ends the run, and the launcher reports the
+process and the cause. The first Ctrl-C or SIGTERM stops the run cleanly. A second one kills it.
 """
 
 from __future__ import annotations
@@ -37,14 +36,14 @@ from sightline.wire.rank_messages import EXIT_OTHER_RANK_FAILED
 
 POLL_S = 0.2
 STOP_TIMEOUT_S = 10.0
-"""Time for a process to end after SIGTERM."""
+"""Time limit for a process to end after SIGTERM."""
 STARTUP_GRACE_S = 120.0
 """Additional time for a trainer's first heartbeat."""
 NUM_TAIL_BYTES = 1 << 16
 NUM_SHOWN_CHARS = 500
-"""The end of a log that is searched for its last line, and how much of that line is shown."""
+"""Size of a log's tail that is searched for the last line, and how much of it is shown."""
 MAX_CHECK_GAP_S = 5.0
-"""Longest time between two checks of the heartbeats that counts as silence."""
+"""Maximum time between two heartbeat checks that counts as silence."""
 
 
 @dataclass(frozen=True)
@@ -54,7 +53,7 @@ class ThreadBudget:
 
 
 def split_threads(config: RunFile, cores: int) -> ThreadBudget:
-    """Divide this machine's cores between the threads of server and trainer."""
+    """Divide this machine's cores between the server and the trainer."""
     server, trainer = config.inference.threads, config.trainer.threads
     has_server = not (config.inference.servers or config.launch.is_elsewhere("server"))
     has_trainer = not config.launch.is_elsewhere("trainer")
@@ -79,10 +78,10 @@ def num_cores() -> int:
 
 
 def reserve_port(host: str, port: int, setting: str) -> int:
-    """Return `port` if it is free, or for 0 any free port, which stays reserved.
+    """Return `port`, or reserve and return any free port if it is 0. Raise if it is in use.
 
-    The socket stays bound without listening until this process ends, so that the system gives the
-    port to nobody else, and a server can still bind it.
+    The socket of a reserved port stays bound without listening until this process ends. The system
+    then assigns the port to no other process, but a server can still bind it.
     """
     reservation = socket.socket()
     reservation.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
@@ -131,11 +130,11 @@ class Processes:
                 env=build_environ(spec.threads)
                 | spec.variables
                 | {MARK_VARIABLE: build_mark(self.run_dir.path, spec.name)},
-                # Its own session: Ctrl-C reaches only the launcher, which stops the run cleanly.
+                # In a new session, because Ctrl-C must reach only the launcher.
                 start_new_session=True,
             )
         if process.stdin is not None:
-            # It stays open as long as the launcher lives, and the process ends with it.
+            # The pipe stays open while the launcher is alive. The process ends when it closes.
             with suppress(BrokenPipeError):
                 rights = derive_rights(read_secret(self.run_dir), spec.name)
                 process.stdin.write(rights.encode().encode() + b"\n")
@@ -153,12 +152,12 @@ class Processes:
         return {name: process.pid for name, process in running if process.poll() is None}
 
     def expect_restart(self, names: Iterable[str]) -> None:
-        """Do not count the end of these processes as a failure until they are started again."""
+        """Do not treat the end of these processes as a failure until they are restarted."""
         self._restarting.update(names)
 
     def failed(self) -> list[tuple[str, int]]:
-        """Return processes that ended with an error. Those killed by a signal come first, and those
-        that ended because another rank failed come last."""
+        """Return the processes that ended with an error. Those killed by a signal come first, and
+        those that ended because another rank failed come last."""
         codes = {name: process.poll() for name, process in self._running.items()}
         failed = [(name, code) for name, code in codes.items() if code]
         failed = [entry for entry in failed if entry[0] not in self._restarting]
@@ -173,7 +172,7 @@ class Processes:
         self._running[name].wait()
 
     def resident_bytes(self, name: str) -> int:
-        """Return a process's memory; 0 if it has just ended."""
+        """Return a process's resident memory; 0 if it has just ended."""
         try:
             pages = Path(f"/proc/{self._running[name].pid}/statm").read_text().split()[1]
         except (OSError, IndexError):
@@ -181,7 +180,7 @@ class Processes:
         return int(pages) * os.sysconf("SC_PAGE_SIZE")
 
     def stop(self) -> None:
-        """Stop all processes: SIGTERM, or the end of input on other machines, then SIGKILL."""
+        """Stop all processes: by SIGTERM, or by closing a remote one's input, then by SIGKILL."""
         for name, process in self._running.items():
             if process.stdin is None:
                 self.signal(name, signal.SIGTERM)
@@ -198,7 +197,7 @@ class Processes:
 
     def kill(self) -> None:
         """Kill all processes and everything they started."""
-        # First: children that cleared their environment are found by their parent.
+        # Do this first, because children that cleared their environment are found by their parent.
         kill_marked(self.run_dir.path, self._running)
         for process in self._running.values():
             process.kill()
@@ -207,7 +206,7 @@ class Processes:
             file.unlink(missing_ok=True)
 
     def explain_exit(self, name: str, exit_code: int) -> ProcessFailed:
-        """Return why a process ended, from the error file that it may have written."""
+        """Explain why a process ended, from its error file if it has written one."""
         how = (
             f"was killed by {signal.Signals(-exit_code).name}"
             if exit_code < 0
@@ -238,22 +237,22 @@ def _find_last_line(log: Path) -> str:
 
 @dataclass
 class TrainerWatchdog:
-    """Detects a trainer process that cannot run: it is stopped, or never releases the interpreter.
+    """Detects a trainer process that is stopped or never releases the interpreter.
 
-    Its heartbeat then stops. A thread of the trainer touches that file every second.
+    A thread in the trainer touches its heartbeat file every second, which then stops.
     """
 
     processes: Processes
     names: list[str]
     stall_timeout_s: float
-    """Longest silence of a heartbeat; 0 disables the check."""
+    """Maximum time without a heartbeat; 0 disables the check."""
     clock: Callable[[], float] = time.monotonic
 
     def __post_init__(self) -> None:
         self.reset()
 
     def reset(self) -> None:
-        """Start over, before the processes start."""
+        """Reset the watchdog before the processes start."""
         self._last_check = self.clock()
         self._heartbeats = dict.fromkeys(self.names, 0)
         self._silent_s = dict.fromkeys(self.names, -STARTUP_GRACE_S)
@@ -261,8 +260,8 @@ class TrainerWatchdog:
             self.processes.run_dir.heartbeat(name).unlink(missing_ok=True)
 
     def check(self) -> None:
-        """Raise if the time of a trainer's heartbeat file has not changed for too long."""
-        # Time in which the launcher itself did not run does not count.
+        """Raise if a trainer's heartbeat file has not changed for too long."""
+        # Do not count time in which the launcher itself did not run.
         passed_s = min(self.clock() - self._last_check, MAX_CHECK_GAP_S)
         self._last_check = self.clock()
         for name in self.names:
@@ -294,7 +293,7 @@ def start_sightline(words: Sequence[str], threads: int) -> subprocess.Popen[str]
 def temporary_server(
     model: Path, media: Path | str, more: Sequence[str] = (), threads: int = 1
 ) -> Iterator[str]:
-    """Yield the address of a server; `more` are options of `sightline serve`."""
+    """Start a server and yield its address. `more` has options for `sightline serve`."""
     words = ["serve", str(model), "--media", str(media), "--port", "0", "--threads", str(threads)]
     process = start_sightline([*words, *more], threads)
     try:
@@ -315,7 +314,7 @@ def read_address(server: subprocess.Popen[str]) -> str:
 
 
 class SignalCounter:
-    """Counts SIGINT, SIGTERM and SIGHUP instead of dying of them. Under `nohup`, SIGHUP stays
+    """Counts SIGINT, SIGTERM and SIGHUP instead of ending the process. Under `nohup`, SIGHUP stays
     ignored."""
 
     NUMBERS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
@@ -356,7 +355,7 @@ def watch_processes(
             update_view = call_view(update_view)
             supervise()
             if processes.failed():
-                # One death causes others within a moment; collect them all.
+                # One failure quickly causes others. Collect them all.
                 time.sleep(2 * POLL_S)
                 _wait_for_cause(processes)
                 break
@@ -369,7 +368,7 @@ def watch_processes(
                 stop_requested = True
                 processes.signal(leader, signal.SIGTERM)
         if stop_requested and processes.exit_code(leader) == -signal.SIGTERM:
-            # The signal came before it could handle it: it has not started anything yet.
+            # The signal came before the process could handle it. It has not started anything yet.
             processes.kill()
             return True
         if processes.failed():
@@ -382,7 +381,7 @@ def watch_processes(
 
 
 def _wait_for_cause(processes: Processes) -> None:
-    """Wait for the rank that failed first: ranks that end because of it may be faster."""
+    """Wait until the rank that failed first has ended. Other ranks may end sooner."""
     deadline = time.monotonic() + STOP_TIMEOUT_S
     while {exit_code for _, exit_code in processes.failed()} == {EXIT_OTHER_RANK_FAILED}:
         if time.monotonic() > deadline:
@@ -391,7 +390,7 @@ def _wait_for_cause(processes: Processes) -> None:
 
 
 def call_view(update_view: Callable[[], None]) -> Callable[[], None]:
-    """Call `update_view`, and return what to call next time: nothing after it has failed."""
+    """Call `update_view` and return the function to call next time, a no-op after a failure."""
     try:
         update_view()
     except Exception:  # a view, such as one on a closed pipe, must not end a run

@@ -5,7 +5,7 @@
 
 The launcher holds one placement group with a bundle for each process. If a node is lost, this
 command ends, and the launcher restarts it on another node. COMMAND ends when its standard input
-closes: with the actor, or at most LEASE_S after the last call of this command.
+closes: when the actor ends, or at most LEASE_S after this command's last call.
 """
 
 from __future__ import annotations
@@ -27,16 +27,16 @@ from sightline.errors import ConfigError
 from sightline.launch.process_spec import ProcessSpec, Resources
 
 LEASE_S = 30.0
-"""A command ends if its caller is silent for this long: its node may be cut off, and its successor
-may be running elsewhere."""
+"""A command ends if its caller is silent for this long. Its node may be cut off, and its
+replacement may be running elsewhere."""
 POLL_S = 0.5
 CONNECT_TIMEOUT_S = 10.0
 PLACE_TIMEOUT_S = 600.0
 SAY_AFTER_S = 5.0
-"""A run that waits longer than this for room prints a message."""
+"""A run that waits longer than this for resources prints a message."""
 START_FIX = "start one with `ray start --head`, or set RAY_ADDRESS to HOST:PORT of its head"
 FORWARDED = ("_NUM_THREADS", "TOKENIZERS_PARALLELISM", "OMP_WAIT_POLICY", "MALLOC_ARENA_MAX")
-"""Suffixes of variables that are passed to COMMAND; all others come from its node."""
+"""Suffixes of variables that are passed to COMMAND. All others come from its node."""
 
 
 def build_command_prefix(name: str, resources: Resources, run_id: str, bundle: int) -> list[str]:
@@ -49,7 +49,7 @@ def build_command_prefix(name: str, resources: Resources, run_id: str, bundle: i
 
 
 class Command:
-    """An actor that runs a command on its node as long as a caller polls it."""
+    """An actor that runs a command on its node while a caller polls it."""
 
     def __init__(self, words: list[str], variables: Mapping[str, str]) -> None:
         self._output: queue.Queue[bytes] = queue.Queue()
@@ -67,9 +67,9 @@ class Command:
         threading.Thread(target=self._fence, daemon=True).start()
 
     def write(self, data: bytes) -> None:
-        """Pass `data` to the command; empty data closes its input."""
+        """Write `data` to the command's input. Empty data closes the input."""
         assert self._process.stdin is not None
-        with contextlib.suppress(OSError, ValueError):  # it has ended, or its input has
+        with contextlib.suppress(OSError, ValueError):  # the command has ended or closed its input
             self._process.stdin.write(data)
             self._process.stdin.flush()
         if not data:
@@ -115,7 +115,7 @@ def get_address() -> str:
 
 
 def check_address(address: str) -> None:
-    """Raise if no cluster answers: Ray would retry for minutes and ignore signals."""
+    """Raise if no cluster answers. Ray itself would retry for minutes and ignore signals."""
     host, _, port = address.rpartition("://")[2].rpartition(":")
     if not host or not port.isdigit():  # "auto": Ray fails at once
         return
@@ -126,7 +126,7 @@ def check_address(address: str) -> None:
 
 
 def connect(run_id: str) -> Any:
-    """Connect to the cluster of RAY_ADDRESS, or the one that this machine belongs to."""
+    """Connect to the cluster at RAY_ADDRESS, or to the one that this machine belongs to."""
     address = get_address()
     check_address(address)
     import ray
@@ -147,7 +147,7 @@ def build_bundle(resources: Resources) -> dict[str, float]:
 
 @contextlib.contextmanager
 def reserve(run_id: str, placed: Sequence[ProcessSpec]) -> Iterator[None]:
-    """Reserve room on the cluster for all processes of a run."""
+    """Reserve resources on the cluster for all processes of a run."""
     from ray.util import placement_group, remove_placement_group
 
     ray = connect(run_id)
@@ -168,8 +168,8 @@ def reserve(run_id: str, placed: Sequence[ProcessSpec]) -> Iterator[None]:
 
 
 def run(run_id: str, name: str, bundle: int, resources: Resources, words: list[str]) -> int:
-    """Run the command on the cluster with this process's standard input, and return its exit code;
-    1 if its node was lost."""
+    """Run the command on the cluster with this process's standard input, and return its exit
+    code, or 1 if its node was lost."""
     ray = connect(run_id)
     from ray.exceptions import RayError
     from ray.util import get_placement_group
@@ -202,7 +202,7 @@ def run(run_id: str, name: str, bundle: int, resources: Resources, words: list[s
                 return int(exit_code) if exit_code >= 0 else 128 - int(exit_code)
     except RayError as error:
         print(f"{error}\n{name} was lost with its node ({type(error).__name__})", flush=True)
-        # No successor may start while the lost command may still run.
+        # No replacement may start while the lost command may still run.
         time.sleep(max(0.0, polled_at + LEASE_S + 2 * POLL_S - time.monotonic()))
         return 1
     finally:

@@ -1,4 +1,4 @@
-"""Run a process on a machine that does not see the run directory, in a copy of what it needs."""
+"""Run a process on a machine without access to the run directory, in a partial copy of it."""
 
 from __future__ import annotations
 
@@ -44,11 +44,11 @@ PREFIX = "sightline-run-"
 def run_elsewhere(
     name: str, hub: str, scratch: Path, arguments: Sequence[str], threads: int
 ) -> int:
-    """Run the process `name` in a copy of what it needs from the run at `hub`, and return its exit
-    code.
+    """Run process `name` in a copy of the files that it needs from the run at `hub`, and return
+    its exit code.
 
     The process is a child of this one, which only watches it. When the launcher ends, the child and
-    everything it started are killed.
+    its descendants are killed.
     """
     rights = sys.stdin.readline().strip() if sys.stdin is not None else ""
     secret = os.environ.pop(SECRET_VARIABLE, "").strip()
@@ -74,7 +74,7 @@ def run_elsewhere(
         clean_up()
         os._exit(1)
 
-    if rights:  # by a launcher, which keeps standard input open
+    if rights:  # started by a launcher, which keeps standard input open
         threading.Thread(target=wait_for_launcher, daemon=True, name="parent").start()
     try:
         make_copy(name, hub, run_dir, rights or derive_rights(secret, name).encode())
@@ -95,7 +95,7 @@ def run_elsewhere(
 
 
 def _remove_left_copies(scratch: Path) -> None:
-    """Remove the copies of killed processes, which nobody has locked."""
+    """Remove copies that killed processes left behind. No process holds their locks."""
     for path in scratch.glob(f"{PREFIX}*/{COPIED}"):
         with suppress(OSError), open(path) as mark:
             fcntl.flock(mark, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -103,8 +103,8 @@ def _remove_left_copies(scratch: Path) -> None:
 
 
 def make_copy(name: str, hub: str, run_dir: RunDir, rights: str) -> None:
-    """Fill `run_dir` with what the process `name` needs from the run at `hub`. It contains the
-    process's `rights` instead of the run's secret."""
+    """Fill `run_dir` with the files that process `name` needs from the run at `hub`. The copy
+    contains the process's `rights` instead of the run's secret."""
     run_dir.make()
     with open(os.open(run_dir.secret, os.O_WRONLY | os.O_CREAT, 0o600), "w") as file:
         file.write(rights)
@@ -112,7 +112,7 @@ def make_copy(name: str, hub: str, run_dir: RunDir, rights: str) -> None:
     for first in ("config.toml", "run_id"):
         write_file(run_dir.path, files.pop(first), None)
     config = load_config(RunFile, run_dir.config)
-    # The trainer removes what only it fetches.
+    # The trainer removes the parts that only it fetches.
     is_trainer = name.startswith("trainer")
     blobs = open_blobs(config.media.root, config.media.read_token(for_control=is_trainer))
     for change in files.values():
@@ -125,7 +125,7 @@ def make_copy(name: str, hub: str, run_dir: RunDir, rights: str) -> None:
 
 
 def start_other_ranks(config: RunFile | SftFile, run_dir: RunDir, threads: int) -> Rendezvous:
-    """Start all ranks of the trainer except rank 0 on this machine. If one fails, exit."""
+    """Start all trainer ranks except rank 0 on this machine. If one fails, exit."""
     at, ranks = open_rendezvous(config.trainer), config.trainer.ranks
     words = ["process", "trainer", str(run_dir.path), "--threads", str(threads)]
     trainer = ProcessSpec("trainer", [*words, "--parent", str(os.getpid())], threads)
@@ -155,7 +155,7 @@ def _send_error(name: str, hub: str, run_dir: RunDir) -> None:
 
 
 def _run_child(name: str, hub: str, run_dir: RunDir, words: Sequence[str], threads: int) -> int:
-    """Run the process until it ends. A server reports its address, and ends with the run."""
+    """Run the process until it ends. A server reports its address and ends with the run."""
     is_server = name.startswith("server")
     address = _choose_address(name, hub, run_dir) if is_server else None
     words = ["process", name, str(run_dir.path), "--hub", hub, *words]
@@ -189,7 +189,7 @@ def _run_child(name: str, hub: str, run_dir: RunDir, words: Sequence[str], threa
 
 
 def _choose_address(name: str, hub: str, run_dir: RunDir) -> Path:
-    """Write the address at which others reach this server, and return the file."""
+    """Write the address at which other machines reach this server, and return the file."""
     inference = load_config(RunFile, run_dir.config).inference
     host = find_own_address(urlsplit(hub).hostname or "")
     port = reserve_port(host, inference.port, "[inference] port")

@@ -4,7 +4,7 @@
                       |--> printed: `--dry-run`, Kubernetes manifests
 
 Every launcher uses this plan. The orchestrator runs next to the launcher and owns the run
-directory; all other processes reach it at one address.
+directory. All other processes connect to it at one address.
 """
 
 from __future__ import annotations
@@ -30,17 +30,17 @@ LEADER, TRAINER = "orchestrator", "trainer"
 
 @dataclass(frozen=True)
 class Endpoints:
-    """The addresses at which a run's processes find each other."""
+    """Addresses at which a run's processes reach each other."""
 
     hub: str
     """Address of the orchestrator's channel."""
     servers: tuple[str, ...] = ()
-    """Servers whose addresses are known before they start; others report theirs."""
+    """Addresses of servers that are known before they start. Other servers report theirs."""
     evaluator: str = ""
 
 
 def find_address(file: RunFile) -> str:
-    """Return the address of this machine at which processes find the orchestrator."""
+    """Return the address of this machine at which processes reach the orchestrator."""
     address = file.launch.address
     return find_own_address() if file.launch.on != "local" and is_loopback(address) else address
 
@@ -50,7 +50,7 @@ def has_evaluator(file: RunFile) -> bool:
 
 
 def find_resources(file: RunFile, name: str) -> Resources:
-    """Return what the process requests from a cluster."""
+    """Return the resources that a process requests from a cluster."""
     settings, kind = file.launch.find_resources(name), name.partition("-")[0]
     threads, gpus, why = 1, 0, ""
     if kind in ("trainer", "server"):
@@ -87,7 +87,7 @@ def find_resources(file: RunFile, name: str) -> Resources:
 def find_command_prefix(
     file: RunFile, name: str, resources: Resources, run_id: str, components: Sequence[Resources]
 ) -> list[str]:
-    """Return the command prefix that runs a command where the process is placed. It is empty for
+    """Return the command prefix that runs a command on the process's machine. It is empty for
     this machine, and if the cluster starts the process itself."""
     if words := file.launch.find_host(name):
         return words
@@ -105,8 +105,8 @@ def list_placed(file: RunFile) -> list[str]:
 
 
 def count_components(file: RunFile) -> Counter[Resources]:
-    """Return the components of a Slurm job: resources, and how many processes request them. The
-    batch script (launcher and orchestrator) comes first. A job on one node is one component."""
+    """Return the components of a Slurm job: resources, and the number of processes that request
+    them. The batch script (launcher and orchestrator) comes first. A job on one node has one."""
     resources = [find_resources(file, name) for name in (LEADER, *list_placed(file))]
     if str(file.launch.slurm.get("nodes")) != "1":
         return Counter(resources)
@@ -125,14 +125,14 @@ def _add_up(resources: Sequence[Resources]) -> Resources:
 
 
 def list_names(file: RunFile) -> list[str]:
-    """Return the run's processes in starting order."""
+    """Return the names of the run's processes in starting order."""
     workers = [f"worker-{number}" for number in range(file.rollout.workers or 1)]
     evaluator = ["evaluator"] if has_evaluator(file) else []
     return [*file.server_names, *evaluator, TRAINER, *workers, LEADER]
 
 
 def plan_run(file: RunFile, path: Path, run_id: str, at: Endpoints) -> list[ProcessSpec]:
-    """Return the processes of the run in `path` in starting order, with one trainer for all its
+    """Return the processes of the run in `path` in starting order, with one trainer for all
     ranks."""
     budget = split_threads(file, num_cores())
     threads = {"server": budget.server, TRAINER: max(1, budget.trainer // file.trainer.ranks)}
@@ -159,7 +159,7 @@ def plan_run(file: RunFile, path: Path, run_id: str, at: Endpoints) -> list[Proc
 
 
 def describe_plan(file: RunFile, specs: list[ProcessSpec]) -> str:
-    """Describe each process: where it runs, what it requests, and its command."""
+    """Describe each process: its machine, its resources and its command."""
     lines = []
     for spec in specs:
         where = f"on {file.launch.on}" if file.launch.is_elsewhere(spec.name) else "here"
@@ -180,7 +180,7 @@ def _describe(resources: Resources) -> str:
 
 
 def describe_total(file: RunFile) -> str:
-    """Describe everything that the cluster is asked for."""
+    """Describe the total resources that the run requests from the cluster."""
     # On these clusters, the launcher and the orchestrator are a job too.
     names = [*([LEADER] if file.launch.on in ("slurm", "kubernetes") else []), *list_placed(file)]
     resources = [find_resources(file, name) for name in names]

@@ -1,4 +1,4 @@
-"""The inference servers of a run, for `sightline servers`: list, add, drain and remove."""
+"""List, add, drain and remove a run's inference servers, for `sightline servers`."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from sightline.run.server_changes import (
 
 
 def add_server(run_dir: RunDir, config: RunFile, url: str) -> str:
-    """Give the run a server. Raise if it would not serve the run as expected."""
+    """Add a server to the run. Raise if it is not suitable for the run."""
     values = config.model_dump()
     values["inference"]["servers"] = [url]
     config_with_server = validate_config(RunFile, values, "the run with this server")
@@ -35,7 +35,7 @@ def add_server(run_dir: RunDir, config: RunFile, url: str) -> str:
 
 
 def list_servers(run_dir: RunDir, config: RunFile) -> dict[str, Wanted]:
-    """Return the run's servers, including those that it started, and their wanted states."""
+    """Return the wanted state of each server, including servers that the run started."""
     servers = list_wanted(run_dir, config.inference.servers)
     if not config.inference.servers:
         servers = {report.url: SERVE for report in read_reports(run_dir)} | servers
@@ -61,7 +61,7 @@ def take_server(run_dir: RunDir, config: RunFile, url: str, wanted: Wanted) -> s
 
 
 def describe_servers(run_dir: RunDir, config: RunFile) -> str:
-    """Return a line for each server: its state, version and requests, as last reported."""
+    """Return a line for each server with its last reported state, version and requests."""
     reports = {report.url: report for report in read_reports(run_dir)}
     wanted = list_wanted(run_dir, config.inference.servers)
     lines = []

@@ -1,9 +1,9 @@
-"""A run as a Slurm job: the batch script runs launcher and orchestrator, steps run the rest.
+"""A run as a Slurm job. The batch script runs launcher and orchestrator, and steps the rest.
 
     sightline rl --on slurm --submits--> job --starts--> steps: server, trainer, worker-0..
       SIGUSR1 (preemption, time limit) --> checkpoint, requeue --> the same run resumes
 
-A step ends when its standard input closes, which the launcher holds open.
+The launcher holds each step's standard input open. A step ends when its input closes.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from sightline.errors import ConfigError
 from sightline.launch.process_spec import Resources
 
 SIGNAL = "B:USR1@60"
-"""The batch script gets SIGUSR1 60 seconds before its end."""
+"""Signal option: the batch script gets SIGUSR1 60 seconds before its time limit."""
 JOB_VARIABLE = "SLURM_JOB_ID"
 MIB_PER_GB = 1e9 / 2**20
 """Slurm counts memory in units of 2**20 bytes, a run file in 10**9."""
@@ -31,12 +31,12 @@ def build_step(name: str, resources: Resources, components: Sequence[Resources])
     """Return the command prefix that runs a command as a step of the job."""
     words = ["srun", f"--job-name={name}", "--nodes=1", "--ntasks=1", "--exact", "--unbuffered"]
     words.append(f"--cpus-per-task={resources.cpus}")
-    # Without a value, a step would take all memory of the job, and the next one would wait.
+    # Without a value, a step would take all the job's memory, and the next one would wait.
     memory = max(1, int(resources.memory_gb * MIB_PER_GB))
     words.append(f"--mem={memory}M" if resources.memory_gb else "--mem=0")
     if resources.gpus:
         words.append(f"--gpus={ceil(resources.gpus)}")
-    elif components[0].gpus:  # otherwise the step would get all of them
+    elif components[0].gpus:  # otherwise the step would get all GPUs
         words.append("--gres=none")
     return [*words, f"--het-group={components.index(resources)}"] if len(components) > 1 else words
 
@@ -62,7 +62,7 @@ def build_script(file: RunFile, components: Mapping[Resources, int], command: Se
         lines += [f"#SBATCH {resources.component}"] if resources.component else []
         lines, options = [*lines, "#SBATCH hetjob"], {}
     lines.pop()
-    # exec: the launcher replaces the shell, and gets its signals.
+    # With exec, the launcher replaces the shell and gets its signals.
     lines += ["", f'exec {shlex.join(command)} --job "$SLURM_JOB_ID"']
     return "\n".join(lines) + "\n"
 
@@ -85,7 +85,7 @@ def _write_option(name: str, value: object) -> str:
 
 
 def expand_seeds(seeds: str) -> list[int]:
-    """Return the seeds as numbers: 0-3 is 0, 1, 2 and 3."""
+    """Return the seeds as numbers: 0-3 means 0, 1, 2 and 3."""
     if not re.fullmatch(r"\d+(-\d+)?(,\d+(-\d+)?)*", seeds):
         raise ConfigError(f"--seeds {seeds} is not a list of numbers", "write 0-3, or 0,2,5")
     ends = [[int(end) for end in part.split("-")] for part in seeds.split(",")]

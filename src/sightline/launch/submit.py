@@ -1,4 +1,4 @@
-"""A run on a cluster: what is submitted from outside, and what runs inside the job.
+"""Submit a run to a cluster from outside, and run it inside the cluster's job.
 
 outside   plan --> a batch script, manifests, or the output of `--dry-run`
 inside    the launcher, which the cluster's job starts and restarts with the same run
@@ -53,8 +53,8 @@ def submit_run(
     dry_run: bool,
     output: Path | None,
 ) -> None:
-    """Write the cluster's files for the run file `path` or the run `resume`, and submit them if
-    that is a Slurm job. `dry_run` and `output` only show them."""
+    """Write the cluster's files for the run file `path` or the run `resume`. Submit a Slurm job,
+    unless `dry_run` or `output` asks only for the files."""
     file = load_config(RunFile, path, overrides)
     on = file.launch.on
     if seeds and on != "slurm":
@@ -81,7 +81,7 @@ def submit_run(
         else:
             print(f"# -o DIR writes these files and {SECRETS}")
         if on != "local":
-            # As a comment: the output may be parsed as YAML.
+            # Print it as a comment, because the output may be parsed as YAML.
             print(f"# {describe_total(file)}")
         return
     folder.mkdir(parents=True, exist_ok=True)
@@ -138,8 +138,8 @@ def _show(files: dict[str, str], output: Path | None) -> None:
 def run_job(
     job: RlJob, path: Path, overrides: Sequence[str], key: str, resume: Path | None
 ) -> None:
-    """Run as the cluster's job `key`: start a run, or resume the run that this job started before,
-    or resume `resume`. On preemption (SIGUSR1), stop the run cleanly and requeue the job."""
+    """Run as the cluster's job `key`. Start a run, resume the run that this job started before, or
+    resume `resume`. On preemption (SIGUSR1), stop the run cleanly and requeue the job."""
     file = load_config(RunFile, path, overrides)
     record = Path(file.run.dir).absolute() / ".jobs" / f"{file.launch.on}-{key}-{file.run.name}"
     was_preempted = False

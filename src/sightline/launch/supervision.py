@@ -1,4 +1,4 @@
-"""Restart processes of a run, with a growing pause and a limit.
+"""Restart a run's processes, with increasing pauses and a limit.
 
     server     ended --> restarted; it holds no state and adopts the newest version
     trainer    a rank ended or is silent --> all ranks restarted from the last checkpoint
@@ -7,9 +7,9 @@
                        `hang_timeout_s`; or its heartbeat has stopped
                leak    its memory is above the limit
 
-The run continues in the meantime. A process that never worked, or that reached its limit, ends the
-run; a server at its limit is left out and retried from time to time if there is another. A broken
-worker costs the rollouts that it was playing, which the orchestrator counts.
+The run continues in the meantime. A process that never worked or has reached its limit ends the
+run. If there is another server, a server at its limit is only left out and retried from time to
+time. A broken worker loses the rollouts that it was playing. The orchestrator counts them.
 """
 
 from __future__ import annotations
@@ -27,27 +27,27 @@ from sightline.rollout.heartbeat import find_heartbeat
 
 MAX_RESTARTS = 8
 STEADY_S = 300.0
-"""A process that has run for this long starts with a new count."""
+"""After this time without a failure, restarts are counted from 0 again."""
 LONGEST_PAUSE_S = 30.0
 ROLLOUTS_PER_WORKER = 128
 MEMORY_SHARE = 0.5
-"""The share of the machine's memory for all workers together."""
+"""Fraction of the machine's memory for all workers together."""
 SILENCE_TIMEOUT_S = 60.0
-"""After this, a silent worker is stopped, or never releases the interpreter."""
+"""A worker that is silent for longer is stopped or never releases the interpreter."""
 CHECK_EVERY_S = 1.0
 FIRST_PAUSE_S = 5.0
 """Pause before a worker on another machine is restarted."""
 
 
 def count_in_flight(config: RunFile) -> int:
-    """Return how many rollouts may run at the same time."""
+    """Return the maximum number of concurrent rollouts."""
     settings = config.orchestrator
     at_once = settings.groups_per_step * settings.group_size * max(1, settings.max_lag)
     return min(at_once, config.rollout.max_in_flight or at_once)
 
 
 def resolve_workers(config: RunFile, cores: int) -> tuple[RunFile, str]:
-    """Return the run file with its number of workers, and a line that explains it."""
+    """Return the run file with its number of workers set, and a line that explains it."""
     workers, in_flight = config.rollout.workers, count_in_flight(config)
     if workers:
         return config, f"workers: {workers} ([rollout] workers)"
@@ -67,7 +67,7 @@ def get_memory_limit(config: RunFile) -> int:
 
 @dataclass
 class RestartBudget:
-    """Counts restarts in a row, and plans the pause before each."""
+    """Counts consecutive restarts and plans the pause before each."""
 
     max_restarts: int = MAX_RESTARTS
     steady_s: float = STEADY_S
@@ -80,7 +80,7 @@ class RestartBudget:
         self._started = self.clock()
 
     def plan(self, first_pause_s: float = 0.0) -> bool:
-        """Plan the next restart; return False if the limit is reached."""
+        """Plan the next restart. Return False if the limit is reached."""
         now = self.clock()
         if now - self._started > self.steady_s:
             self.num_restarts = 0
@@ -92,7 +92,7 @@ class RestartBudget:
         return True
 
     def take_due(self) -> bool:
-        """Return whether a restart is due now, and count it as done."""
+        """Return whether a restart is due now. If so, count it as done."""
         if self.due is None or self.clock() < self.due:
             return False
         self.due, self._started = None, self.clock()
@@ -140,7 +140,7 @@ class ServerSupervisor:
             self.report(f"{how.problem}; {what}, {budget}")
 
     def _is_there(self, spec: ProcessSpec) -> bool:
-        """Return whether the server is running, or may still be restarted."""
+        """Return whether the server is running or may still be restarted."""
         is_left = self._budgets[spec.name].num_restarts < self.max_restarts
         is_running = self.processes.exit_code(spec.name) is None
         return spec.name.startswith("server") and (is_running or is_left)
@@ -148,7 +148,7 @@ class ServerSupervisor:
 
 @dataclass
 class TrainerSupervisor:
-    """Restarts all ranks of the trainer from the last checkpoint after one has ended."""
+    """Restarts all trainer ranks from the last checkpoint after one has ended."""
 
     processes: Processes
     specs: Sequence[ProcessSpec]
@@ -176,7 +176,7 @@ class TrainerSupervisor:
                 self.processes.start(spec)
 
     def _plan(self, silence: ProcessFailed | None) -> None:
-        # The pause lets all ranks end and report why.
+        # The pause gives all ranks time to end and report the cause.
         if not self._budget.plan(first_pause_s=1.0):
             if silence is not None:
                 raise silence
@@ -190,19 +190,19 @@ class TrainerSupervisor:
 
 @dataclass
 class WorkerSupervisor:
-    """Replaces broken workers. Call `supervise` often; it looks for faults once a second."""
+    """Replaces broken workers. Call `supervise` often. It looks for faults once a second."""
 
     processes: Processes
     specs: list[ProcessSpec]
     hang_timeout_s: float
     max_bytes: int
     on_lost: Callable[[str, str], object]
-    """Called with the name of a replaced worker, and the reason."""
+    """Called with a replaced worker's name and the reason."""
     silence_timeout_s: float = SILENCE_TIMEOUT_S
     _last_check: float = 0.0
     _why: dict[str, str] = field(default_factory=dict)
     _beats: dict[str, tuple[float, float]] = field(default_factory=dict)
-    """The time in each heartbeat by the worker's clock, and its arrival by our clock."""
+    """Time in each heartbeat by the worker's clock, and its arrival by the launcher's clock."""
 
     def __post_init__(self) -> None:
         self._budgets = {spec.name: RestartBudget() for spec in self.specs}
@@ -255,8 +255,8 @@ class WorkerSupervisor:
         return ""
 
     def _plan(self, spec: ProcessSpec, why: str) -> None:
-        """Plan a worker's successor, after a pause if its predecessors broke too."""
-        # On another machine, the news that it was told to end arrives late, or never.
+        """Plan a worker's replacement, after a pause if earlier ones broke too."""
+        # For a worker on another machine, the mark of an orderly shutdown arrives late or never.
         if not self._budgets[spec.name].plan(FIRST_PAUSE_S if spec.host else 0.0):
             raise ProcessFailed(
                 f"{spec.name} was replaced {MAX_RESTARTS} times in a row, the last time after a "
@@ -270,7 +270,7 @@ class WorkerSupervisor:
     def _start_successor(self, spec: ProcessSpec) -> None:
         why = self._why.pop(spec.name)
         self._files[spec.name].unlink(missing_ok=True)
-        # A remote shell may interpret the text, which can contain lines of a log.
+        # A remote shell may interpret the text, which can contain log lines.
         words = why.partition(":")[0] if spec.host else why
         self.processes.start(replace(spec, arguments=[*spec.arguments, "--replaces", words]))
         self.on_lost(spec.name, why)

@@ -1,12 +1,12 @@
-"""The ranks of a trainer: one process each on this machine, or started by torchrun with
+"""Start a trainer's ranks as processes on this machine, or use those that torchrun starts with
 `torchrun --standalone --nproc-per-node N -m sightline rl FILE`, or `sft FILE`.
 
     torchrun ── sightline rl (rank 0) ── server · trainer · worker-0.. · orchestrator
              ── sightline rl (rank k) ── trainer-k
       rank k waits for: the run directory and the rendezvous    unblocked by: rank 0
 
-Rank 0 launches the run. Every other process starts only its rank of the trainer. If one ends,
-torchrun ends the others.
+Rank 0 launches the run. Every other process starts only its own trainer rank. If one ends, torchrun
+ends the others.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class TorchrunContext:
-    """The settings that torchrun passes to this process."""
+    """Settings that torchrun passes to this process."""
 
     rank: int
     size: int
@@ -38,7 +38,7 @@ class TorchrunContext:
     host: str
     port: int
     has_store: bool
-    """Whether torchrun hosts the store; otherwise rank 0 does."""
+    """Whether torchrun hosts the store. Otherwise rank 0 hosts it."""
 
     def apply_to(self, config: AnyRun) -> AnyRun:
         """Return the run file with the number of ranks that torchrun started."""
@@ -53,7 +53,7 @@ class TorchrunContext:
 
 
 def find_context() -> TorchrunContext | None:
-    """Return torchrun's settings; None if torchrun did not start this process."""
+    """Return torchrun's settings, or None if torchrun did not start this process."""
     variables = os.environ
     if "TORCHELASTIC_RUN_ID" not in variables:
         return None
@@ -69,7 +69,7 @@ def find_context() -> TorchrunContext | None:
 
 @cache
 def get_rendezvous_store(context: TorchrunContext) -> RendezvousStore:
-    """Return torchrun's store. It lives as long as this process, which may host it."""
+    """Return torchrun's store. It exists as long as this process, which may host it."""
     from sightline.compute.tcp_store import RendezvousStore
 
     return RendezvousStore(context.host, context.port, not context.has_store and context.rank == 0)
@@ -82,13 +82,13 @@ def open_rendezvous(settings: TrainerConfig, run_dir: str = "") -> Rendezvous:
 
 
 def build_rank_spec(trainer: ProcessSpec, rank: int, ranks: int, at: Rendezvous) -> ProcessSpec:
-    """Return the spec of one rank: NAME for rank 0, then NAME-1 and so on."""
+    """Return the spec of one rank. Its name is NAME for rank 0, then NAME-1 and so on."""
     name = rank_process_name(rank, trainer.name)
     words = [trainer.arguments[0], name, *trainer.arguments[2:]]
     words += ["--rank", str(rank), "--ranks", str(ranks)]
     words += ["--rendezvous", at.address, "--channel", at.channel]
     is_local = is_loopback(at.address.rpartition(":")[0])
-    # By default each would also listen on a network address.
+    # By default, each rank would also listen on a network address.
     names = ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME") if is_local else ()
     variables = {name: "lo" for name in names if name not in os.environ}
     return replace(trainer, name=name, arguments=words, variables=variables)
@@ -97,7 +97,7 @@ def build_rank_spec(trainer: ProcessSpec, rank: int, ranks: int, at: Rendezvous)
 def build_local_specs(
     trainer: ProcessSpec, settings: TrainerConfig, run_dir: RunDir, context: TorchrunContext | None
 ) -> list[ProcessSpec]:
-    """Return the ranks that this launcher starts, and post the rendezvous for torchrun's."""
+    """Return the ranks that this launcher starts, and post the rendezvous for torchrun's ranks."""
     if settings.ranks == 1:
         return [trainer]
     at, ranks = open_rendezvous(settings, str(run_dir.path.resolve())), range(settings.ranks)

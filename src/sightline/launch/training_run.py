@@ -3,7 +3,7 @@
     resolve --> check --> claim and lock the directory --> record --> processes
       waits for: the end of the leading process     unblocked by: the last step, a signal, a failure
 
-A `TrainingJob` holds what differs between the two commands.
+A `TrainingJob` holds the differences between the two commands.
 """
 
 from __future__ import annotations
@@ -67,21 +67,21 @@ from sightline.wire.file import disk_errors, write_atomic
 
 
 class TrainingJob(ABC, Generic[AnyRun]):
-    """The differences between the commands that train."""
+    """A training command: the steps in which `sightline rl` and `sightline sft` differ."""
 
     file_kind: type[AnyRun]
     command: str
     leader: str
-    """The process whose end ends the run."""
+    """Name of the process whose end ends the run."""
     trainer: str
-    """The name of the trainer's rank 0."""
+    """Name of the trainer's rank 0."""
 
     def resolve(self, file: AnyRun) -> AnyRun:
-        """Return the run file with the settings that this machine decides."""
+        """Return the run file with the settings that depend on this machine."""
         return file
 
     def check(self, file: AnyRun, run_dir: RunDir, report: Report = ignore) -> None:
-        """Run the checks that need the model, and print what follows from it."""
+        """Run the checks that need the model, and print its properties."""
         facts = Facts(run_dir, file)
         with contextlib.chdir("."):  # building an environment may change the working directory
             run_checks(facts, self.command, report)
@@ -90,7 +90,7 @@ class TrainingJob(ABC, Generic[AnyRun]):
 
     @abstractmethod
     def count_trainer_threads(self, file: AnyRun) -> int:
-        """Return the compute threads of all ranks on this machine."""
+        """Return the number of compute threads of all ranks on this machine."""
 
     @abstractmethod
     def build_specs(self, file: AnyRun, run_dir: RunDir) -> list[ProcessSpec]:
@@ -99,25 +99,25 @@ class TrainingJob(ABC, Generic[AnyRun]):
     def build_supervisor(
         self, file: AnyRun, processes: Processes, specs: list[ProcessSpec], events: EventLog
     ) -> Callable[[], None]:
-        """Return a function that restarts processes; it is called repeatedly."""
+        """Return a function that restarts processes. It is called repeatedly."""
         return lambda: None
 
     def reserve(
         self, file: AnyRun, run_dir: RunDir, specs: list[ProcessSpec]
     ) -> AbstractContextManager[None]:
-        """Reserve room for the processes on a cluster."""
+        """Reserve resources for the processes on a cluster."""
         return contextlib.nullcontext()
 
     def release(self, file: AnyRun, run_dir: RunDir) -> None:
-        """Release what would outlast the run's processes."""
+        """Release resources that would outlive the run's processes."""
 
     @abstractmethod
     def open_view(self, file: AnyRun, run_dir: RunDir) -> LiveView:
-        """Return the view of the running run."""
+        """Return the live view of the run."""
 
     @abstractmethod
     def print_outcome(self, file: AnyRun, run_dir: RunDir, stopped_by: str) -> None:
-        """Print where the results are. `stopped_by` is empty for a finished run."""
+        """Print the location of the results. `stopped_by` is empty for a finished run."""
 
 
 def start_run(
@@ -125,7 +125,7 @@ def start_run(
     file: AnyRun,
     on_recorded: Callable[[RunDir], object] = lambda run_dir: None,
 ) -> RunDir:
-    """Run `file` in a new directory. `on_recorded` gets the directory once it can be resumed."""
+    """Run `file` in a new directory. `on_recorded` gets it once the run can be resumed."""
     context = find_context()
     run_checks(Facts(RunDir(Path(file.run.dir)), file), SETTINGS)
     file = resolve_paths(_resolve(job, resolve_model(file), context))
@@ -169,7 +169,7 @@ def resume_run(
 
 
 def check_unchanged(run_dir: RunDir, model: Path) -> None:
-    """Raise if the checkpoint or the run's progress is not the recorded one."""
+    """Raise if the checkpoint or the run's progress differs from the recorded one."""
     check_model_unchanged(run_dir, model)
     if run_dir.progress.exists():
         read_progress(run_dir)
@@ -208,7 +208,7 @@ def _run(
     view = job.open_view(file, run_dir)
     failure, was_stopped = None, False
     try:
-        # Left by an earlier launcher that was killed.
+        # These were left by an earlier launcher that was killed.
         kill_marked(run_dir.path, [spec.name for spec in specs])
         with job.reserve(file, run_dir, specs), sinks, SignalCounter() as signals:
             for spec in specs:
@@ -246,7 +246,7 @@ def _build_supervision(
     events: EventLog,
     context: TorchrunContext | None,
 ) -> Callable[[], None]:
-    """Return the function that supervises the processes; it is called repeatedly."""
+    """Return the function that supervises the processes. It is called repeatedly."""
     replace_broken = job.build_supervisor(file, processes, specs, events)
     ranks = [spec.name for spec in specs if spec.name.partition("-")[0] == job.trainer]
     watchdog = TrainerWatchdog(processes, ranks, file.trainer.stall_timeout_s)
@@ -274,7 +274,7 @@ def _build_supervision(
 
 
 def run_as_follower(job: TrainingJob[AnyRun]) -> bool:
-    """Run one rank of the trainer if torchrun started this process as a rank other than 0; return
+    """If torchrun started this process as a rank other than 0, run that trainer rank. Return
     whether it did."""
     context = find_context()
     if context is None or context.rank == 0:

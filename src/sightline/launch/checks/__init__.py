@@ -13,22 +13,22 @@ class Finding(NamedTuple):
     """One result of a check. A result with a fix is a problem."""
 
     text: str
-    """A figure, a file that is intact, or the problem."""
+    """A measured value, an intact file, or the problem."""
     fix: str = ""
-    """The solution of a problem; empty if all is well."""
+    """The fix for the problem; empty if there is none."""
     blocks: bool = False
     """Whether the problem prevents a resume."""
 
 
 class Check(NamedTuple):
-    """A row of the table."""
+    """A check, as a row of the table."""
 
     name: str
     stages: tuple[str, ...]
     needs: str
-    """The facts that the function takes as arguments."""
+    """Names of the facts that `function` takes as arguments, separated by spaces."""
     function: Callable[..., Iterable[Finding] | str | None]
-    """Returns a figure or findings. Raises SightlineError for what prevents a start."""
+    """Returns a text or findings. Raises SightlineError if the run cannot start."""
 
     def run(self, facts: object = None) -> Iterator[Finding]:
         result = self.function(*(getattr(facts, need) for need in self.needs.split()))

@@ -1,4 +1,4 @@
-"""Checks of this machine and its installation: packages, GPU, memory and disk."""
+"""Check this machine and its installation: packages, GPU, memory and disk."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from sightline.run.machine import has_gpu
 MACHINE = "machine"
 MIN_PYTHON = (3, 11)
 SPARE_BYTES = 1 << 30
-"""Free disk space that a run leaves untouched."""
+"""Free disk space that a run keeps in reserve."""
 EXTRAS = {
     "train": ("torch transformers safetensors jaxtyping", "rl, sft, serve, eval, check, export"),
     "view": ("fastapi", "view"),
@@ -29,7 +29,7 @@ EXTRAS = {
     "wandb": ("wandb", "the wandb sink"),
     "trackio": ("trackio", "the trackio sink"),
 }
-"""The packages of each extra, and what they are needed for."""
+"""Packages of each extra, and their purpose."""
 
 
 def check_python() -> Iterator[Finding]:
@@ -79,14 +79,14 @@ def check_free_space() -> Iterator[Finding]:
 
 
 def read_available_memory() -> int:
-    """Return how many bytes processes can allocate before the machine swaps."""
+    """Return the number of bytes that processes can allocate before the machine swaps."""
     lines = Path("/proc/meminfo").read_text().splitlines()
     [available] = [line for line in lines if line.startswith("MemAvailable:")]
     return int(available.split()[1]) * 1024
 
 
 def find_version(package: str) -> str:
-    """Return the version of an installed package, or an empty text."""
+    """Return the version of an installed package, or an empty string."""
     try:
         return version(package)
     except PackageNotFoundError:
@@ -101,4 +101,4 @@ MACHINE_CHECKS = (
     Check("memory", (MACHINE,), "", describe_capacity),
     Check("disk", (MACHINE,), "", check_free_space),
 )
-"""The part of the table that needs no extra to be installed."""
+"""The checks that work without any extra installed."""

@@ -1,4 +1,4 @@
-"""Checks of the checkpoint, the environment and what a run needs on this machine's disk."""
+"""Check the checkpoint, the environment, and the memory and disk space that a run needs."""
 
 from __future__ import annotations
 
@@ -46,24 +46,24 @@ from sightline.wire.generate import GenerateRequest, GenerateResponse
 NUM_TASKS = 3
 MEASURED = "measured"
 STATES_PER_CHECKPOINT = 3
-"""A checkpoint holds the weights and AdamW's two moments."""
+"""Copies of the weights' size per checkpoint: the weights and AdamW's two moments."""
 STATES_IN_TRAINING = 4
-"""Training holds weights, gradients and AdamW's two moments, in float32."""
+"""Copies in training, in float32: weights, gradients and AdamW's two moments."""
 ENVIRONMENT_MODULE = "sightline.envs.environment_info"
 MODULE_TIMEOUT_S = 300.0
-"""Importing a large package from a cold disk can take a minute."""
+"""Time limit for importing an environment. Large packages can take a minute."""
 
 
 def resolve_model(config: AnyRun) -> AnyRun:
-    """Return the run file with its model's folder in place of an id of the Hub."""
+    """Return the run file with a model id on the Hub replaced by the model's folder."""
     folder = resolve_checkpoint(config.model.path, with_weights=True)
     model = config.model.model_copy(update={"path": str(folder)})
     return config.model_copy(update={"model": model})
 
 
 def find_family(config: RunFile | SftFile) -> Family:
-    """Return the checkpoint's family. Raise if the checkpoint is incomplete, unknown, or cannot
-    see the images that the environment or the data shows."""
+    """Return the checkpoint's family. Raise if the checkpoint is incomplete or unknown, or if it
+    does not support the images in the environment or the data."""
     if config.env is not None:
         python = config.rollout.python if isinstance(config, RunFile) else ""
         environment = describe_environment(config.env, python)
@@ -96,8 +96,8 @@ def find_family(config: RunFile | SftFile) -> Family:
 def describe_environment(
     env: EnvConfig, python: str, version: str = sightline.__version__
 ) -> EnvironmentInfo:
-    """Return the environment's name and whether it shows images, as the workers' interpreter sees
-    it. Raise if that interpreter has another version of Sightline."""
+    """Return the environment's name and whether it shows images, from the workers' interpreter.
+    Raise if that interpreter has another version of Sightline."""
     if not python:
         return get_environment_info(env)
     setting, command = f"[rollout] python = {python!r}", [python, "-m", ENVIRONMENT_MODULE]
@@ -124,8 +124,7 @@ def describe_environment(
 
 
 def check_token_ids(model: ModelConfig, family: Family) -> None:
-    """Raise if the checkpoint's files disagree about image tokens or about tokens that end a
-    turn."""
+    """Raise if the checkpoint's files disagree about image tokens or end-of-turn tokens."""
     path, fix = Path(model.path), "copy all files from the same checkpoint"
     with tempfile.TemporaryDirectory(prefix="sightline-check-") as folder:
         store = MediaStore(Path(folder))
@@ -157,7 +156,7 @@ def draw_probe_image() -> bytes:
 
 
 def describe_family(model: ModelConfig, family: Family, engine: str = "") -> str:
-    """Describe what follows from the model and the engine, such as the chat format."""
+    """Describe properties of the model and the engine, such as the chat format."""
     with tempfile.TemporaryDirectory(prefix="sightline-check-") as folder:
         store = MediaStore(Path(folder))
         renderer = load_renderer(model.path, store, family, number_images=model.number_images)
@@ -167,7 +166,7 @@ def describe_family(model: ModelConfig, family: Family, engine: str = "") -> str
 
 
 def check_memory(config: RunFile | SftFile, available: int | None = None) -> str:
-    """Raise if the model does not fit into this machine's memory, or into `available` bytes, for
+    """Raise if the model does not fit into this machine's memory, or `available` bytes, for
     training on the CPU."""
     if is_elsewhere(config, "trainer"):
         return "not checked: the trainer runs on another machine"
@@ -191,7 +190,7 @@ def check_memory(config: RunFile | SftFile, available: int | None = None) -> str
 def check_store(
     config: RunFile | SftFile, run_dir: RunDir, deadline_s: float = START_DEADLINE_S
 ) -> str:
-    """Raise if the store cannot be reached or written to. Without [media] root it is part of the
+    """Raise if the store cannot be reached or written to. Without [media] root, it is part of the
     run directory."""
     root = config.media.root or run_dir.media
     store = open_store(root, deadline_s=deadline_s, **config.media.store_options())
@@ -201,19 +200,19 @@ def check_store(
 
 
 def check_disk(config: RunFile | SftFile, run_dir: RunDir, spare_bytes: int = SPARE_BYTES) -> str:
-    """Raise if the disk cannot hold the checkpoints and published versions that exist at one
-    time. Batches are small next to them."""
+    """Raise if the disk cannot hold the checkpoints and published versions that exist at the same
+    time. Batches are small in comparison."""
     weights = sum(file.stat().st_size for file in Path(config.model.path).glob("*.safetensors"))
     settings = config.trainer
-    # One more than is kept: the next is complete before the oldest is deleted.
+    # One more than is kept, because the next is written before the oldest is deleted.
     checkpoints = settings.keep_checkpoints + 1
     if settings.keep_checkpoints_every:
         checkpoints += config.run.steps // settings.keep_checkpoints_every
     copies = checkpoints * STATES_PER_CHECKPOINT + 1
     if isinstance(config, RunFile):
-        # Published versions; the best checkpoint, and its successor while it is written.
+        # Published versions, the best checkpoint, and its replacement while it is written.
         copies += config.orchestrator.max_lag + 2 + 2 * (config.eval.every > 0)
-    # A resumed run has already written some of it.
+    # A resumed run has already written some of these files.
     written = [*run_dir.checkpoints.rglob("*.safetensors"), *run_dir.weights.rglob("*.safetensors")]
     needed = spare_bytes + copies * weights - sum(file.stat().st_size for file in written)
     existing = next(path for path in (run_dir.path, *run_dir.path.parents) if path.exists())
@@ -233,7 +232,7 @@ def check_disk(config: RunFile | SftFile, run_dir: RunDir, spare_bytes: int = SP
 
 @dataclass
 class _PromptMeter(GenerateClient):
-    """Records the length of each prompt, and answers none."""
+    """Records the length of each prompt and sends no request."""
 
     lengths: list[int] = field(default_factory=list, kw_only=True)
 
@@ -243,7 +242,7 @@ class _PromptMeter(GenerateClient):
 
 
 def check_prompts(config: RunFile | SftFile) -> str:
-    """Raise if the first prompt of a task leaves no room for an answer. Plays up to that prompt."""
+    """Raise if a task's first prompt leaves no room for an answer. Plays up to that prompt."""
     if not isinstance(config, RunFile) or config.rollout.python:
         return "not measured: no environment in this interpreter"
     limit, meter = config.inference.max_model_len, _PromptMeter("http://none.invalid")

@@ -1,4 +1,4 @@
-"""Checks of a run directory, for `sightline doctor`. They change nothing."""
+"""Check a run directory, for `sightline doctor`. The checks change nothing."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def check_state(status: RunStatus) -> Iterator[Finding]:
 
 
 def check_file_types(run_dir: RunDir) -> Iterator[Finding]:
-    """Report pipes, sockets and devices: a reader could wait for them forever."""
+    """Report pipes, sockets and devices, which could block a reader forever."""
     for path in sorted(run_dir.path.rglob("*")):
         if path.exists() and not (path.is_file() or path.is_dir()):
             yield Finding(f"{path} is not a regular file", "remove it; nothing else was read", True)
@@ -70,7 +70,7 @@ def check_checkpoints(
 
 
 def find_lost_batches(run_dir: RunDir, checkpoints: ResumePoint) -> list[int]:
-    """Return the steps whose batches are gone and a resume from an older checkpoint needs."""
+    """Return the steps with missing batches that a resume from an older checkpoint needs."""
     with suppress(SightlineError):  # `check_batches` reports damaged progress
         if checkpoints.refused:
             steps = range(checkpoints.step + 1, read_progress(run_dir).step + 1)
@@ -124,7 +124,7 @@ def check_traces(run_dir: RunDir) -> Iterator[Finding]:
         except (ValueError, TypeError, KeyError, OverflowError):
             yield Finding(f"{run_dir.verdicts}, line {number}, is damaged", fix)
             continue
-        # A step that a kill interrupted has verdicts before it has traces, and is repeated.
+        # An interrupted step may have verdicts but no traces. It is repeated.
         if step <= progress.step:
             digests[run_dir.traces_of(step)] = digest
     digests |= {run_dir.eval_traces(name): "" for name in progress.evals}
@@ -138,7 +138,7 @@ def check_traces(run_dir: RunDir) -> Iterator[Finding]:
 
 
 def check_trace_images(run_dir: RunDir, store: MediaStore) -> Iterator[Finding]:
-    """Report images that traces show and the store lacks."""
+    """Report images in traces that are missing from the store."""
     shown: set[str] = set()
     for file in run_dir.traces.glob("*.msgpack"):
         with suppress(SightlineError):  # `check_traces` reports damaged files
@@ -175,7 +175,7 @@ def check_metrics(run_dir: RunDir, status: RunStatus) -> Iterator[Finding]:
 
 
 def check_export(status: RunStatus, checkpoints: ResumePoint) -> Iterator[Finding]:
-    """Compare the trained model with its digests."""
+    """Compare the trained model with its recorded digests."""
     folder, problems = status.export_dir, list[str]()
     if status.state == RUNNING:
         return

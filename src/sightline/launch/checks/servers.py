@@ -1,4 +1,4 @@
-"""Checks of the engine, and of inference servers that the run did not start."""
+"""Check the engine, and inference servers that the run did not start."""
 
 from __future__ import annotations
 
@@ -23,12 +23,12 @@ from sightline.transport.http_client import bearer
 
 HTTP_TIMEOUT_S = 10.0
 IMAGE_TIMEOUT_S = 300.0
-"""A server may load its media library when the first image arrives."""
+"""Time limit for requests with an image. The first may load the server's media library."""
 
 
 def check_engine(config: RunFile, family: Family, run_dir: RunDir) -> str:
-    """Raise if the engine is not installed, cannot serve the family, or if one of `[inference]
-    servers` would not serve this run as it expects."""
+    """Raise if the engine is not installed or cannot serve the family, or if one of `[inference]
+    servers` is not suitable for this run."""
     answering = leave_out_silent_servers(config, run_dir)
     load_engine(config.inference.engine).check(answering, family)
     check_external_servers(answering, family)
@@ -37,7 +37,7 @@ def check_engine(config: RunFile, family: Family, run_dir: RunDir) -> str:
 
 
 def check_external_servers(config: RunFile, family: Family) -> None:
-    """Raise if a server does not answer, or has another model, engine or limit than the run."""
+    """Raise if a server does not answer, or its model, engine or limits differ from the run's."""
     if not config.inference.servers:
         return
     if not config.media.root:
@@ -51,8 +51,8 @@ def check_external_servers(config: RunFile, family: Family) -> None:
 
 
 def leave_out_silent_servers(config: RunFile, run_dir: RunDir) -> RunFile:
-    """Return a resumed run's file without the servers that do not answer, if others do. The run
-    takes them back when they answer."""
+    """Return a resumed run's file without silent servers, if other servers answer. The run adds
+    them again when they answer."""
     if not config.inference.servers or not run_dir.config.is_file():
         return config
     wanted = list_wanted(run_dir, config.inference.servers)
@@ -75,8 +75,8 @@ def _answers(address: str) -> bool:
 
 
 def check_server_files(config: RunFile, family: Family, run_dir: RunDir) -> None:
-    """Raise if another run leases a server, if a server refuses weights from this run's folder,
-    or if it does not find an image of this run's store."""
+    """Raise if a server is leased to another run, refuses weights from this run's folder, or does
+    not find an image from this run's store."""
     if not config.inference.servers:
         return
     token, control_token = config.inference.read_token(), config.inference.read_control_token()
@@ -84,11 +84,11 @@ def check_server_files(config: RunFile, family: Family, run_dir: RunDir) -> None
     store = open_store(
         config.media.root, deadline_s=START_DEADLINE_S, **config.media.store_options()
     )
-    # Random bytes after the end of the picture: no other store has this file.
+    # Append random bytes to the picture, so that no other store has this file.
     image = store.put(draw_probe_image() + os.urandom(16))
     part = {"type": "image_url", "image_url": {"url": image.url}}
     chat = {"messages": [{"role": "user", "content": [part]}], "max_tokens": 1}
-    # This version does not exist. A server that may not read the folder refuses it by its option.
+    # This version does not exist. A server that may not read the folder refuses the path first.
     version = {"manifest": str(run_dir.path / "none" / "manifest.json")}
     try:
         for address in config.inference.servers:
@@ -112,12 +112,12 @@ def check_server_files(config: RunFile, family: Family, run_dir: RunDir) -> None
                     "to its own",
                 )
     finally:
-        if not is_address(config.media.root):  # elsewhere gc removes it
+        if not is_address(config.media.root):  # in remote stores, gc removes it
             store.path(image.digest).unlink(missing_ok=True)
 
 
 def _request_json(address: str, path: str, token: str, body: object = None) -> dict[str, Any]:
-    """Return the JSON object of the answer or of the refusal; an empty one for anything else."""
+    """Return the JSON object of an answer or error; an empty object for any other response."""
     data = None if body is None else json.dumps(body).encode()
     headers = bearer(token) | {"content-type": "application/json"}
     request = urllib.request.Request(address.rstrip("/") + path, data, headers)

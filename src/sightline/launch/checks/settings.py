@@ -1,4 +1,4 @@
-"""Checks of the run file alone: combinations of settings, devices, packages and the algorithm."""
+"""Check the run file alone: combinations of settings, devices, packages and the algorithm."""
 
 from __future__ import annotations
 
@@ -51,8 +51,8 @@ def is_elsewhere(config: RunFile | SftFile, name: str) -> bool:
 
 
 def check_algorithm(config: RunFile) -> None:
-    """Raise if the algorithm, or a function of it, does not load. A small batch tries code that
-    comes from outside the package."""
+    """Raise if the algorithm or one of its functions does not load. Try external code on a small
+    batch."""
     settings, groups = config.algorithm, config.orchestrator.groups_per_step
     algorithm = load_algorithm(settings)
     load_filters(config.filters)
@@ -66,7 +66,7 @@ def check_algorithm(config: RunFile) -> None:
     default = AlgorithmConfig()
     if (settings.name, settings.loss, settings.loss_args) == (default.name, default.loss, {}):
         return
-    # Losses need torch, which takes seconds to import; the default loss is known to work.
+    # Losses need torch, which takes seconds to import. The default loss is known to work.
     from sightline.algo.losses import check_algorithm_loss, load_loss
 
     load_loss(settings.loss, settings.loss_args)
@@ -90,7 +90,7 @@ def check_port(config: RunFile) -> str:
 
 
 def check_compatible_settings(config: RunFile) -> None:
-    """Raise if two settings that are valid alone cannot work together."""
+    """Raise if settings conflict with each other."""
     check_hosts(config)
     find_transport(config).check(config)
     for conflicts, problem, fix in _list_conflicts(config):
@@ -99,7 +99,7 @@ def check_compatible_settings(config: RunFile) -> None:
 
 
 def _list_conflicts(config: RunFile) -> Iterator[tuple[bool, str, str]]:
-    """Yield pairs of settings: whether they conflict, the problem, and the fix."""
+    """Yield, for pairs of settings, whether they conflict, the problem, and the fix."""
     every, transport = config.eval.every, find_transport(config)
     engine = load_engine(config.inference.engine)
     sends_adapters, max_tokens = config.lora.publish == "adapter", config.rollout.max_tokens
@@ -136,7 +136,7 @@ def _list_conflicts(config: RunFile) -> Iterator[tuple[bool, str, str]]:
 
 
 def check_hosts(config: RunFile) -> None:
-    """Raise if processes on other machines could not reach what they need."""
+    """Raise if processes on other machines could not reach the services that they need."""
     launch = config.launch
     has_server = not config.inference.servers
     if launch.num_servers > 1 and has_server and not launch.is_elsewhere("server-1"):

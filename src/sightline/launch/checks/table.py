@@ -1,4 +1,4 @@
-"""The table of checks, and what selects from it.
+"""The table of checks, and the commands that run them.
 
 sightline check    SETTINGS, then RL or SFT, then REHEARSAL and STORE
 start of a run     SETTINGS, then RL or SFT, then STORE; the first problem raises
@@ -32,11 +32,11 @@ from sightline.wire.sample import Batch
 
 SETTINGS, RL, SFT, REHEARSAL, STORE = "settings", "rl", "sft", "rehearsal", "store"
 FILES, RUN, TRAINED_RUN, RL_RUN = "files", "run", "trained run", "rl run"
-"""Stages of a run directory: before anything is read, every run, runs that train, rl runs."""
+"""Stages for a run directory: before reading, for all runs, for training runs, for rl runs."""
 
 
 class Facts:
-    """The input of checks. Each fact is read when the first check needs it."""
+    """The input of checks. Each fact is read when a check first needs it."""
 
     def __init__(self, run_dir: RunDir, config: RunFile | SftFile | None = None) -> None:
         self.run_dir = run_dir
@@ -64,7 +64,7 @@ class Facts:
     def store(self) -> MediaStore:
         try:
             media = self.config.media
-        except SightlineError:  # the check of the settings reports it
+        except SightlineError:  # the settings check reports it
             return open_store(self.run_dir.media)
         return open_store(media.root or self.run_dir.media, **media.store_options())
 
@@ -108,7 +108,7 @@ CHECKS = (
 )  # fmt: skip
 
 Report = Callable[[str, Finding], None]
-"""Takes the name of a check and one of its findings."""
+"""Called with a check's name and one of its findings."""
 
 
 def ignore(name: str, finding: Finding) -> None:
@@ -116,7 +116,7 @@ def ignore(name: str, finding: Finding) -> None:
 
 
 def run_checks(facts: Facts, stage: str, report: Report = ignore) -> None:
-    """Run a stage's checks in order. What prevents a start raises."""
+    """Run a stage's checks in order. Raise for a problem that prevents a start."""
     for check in CHECKS:
         if stage in check.stages:
             for finding in check.run(facts):
@@ -141,7 +141,7 @@ class Diagnosis:
 
 
 def examine_run(run_dir: RunDir) -> Diagnosis:
-    """Check every file that a resume would read, the results, and what still runs."""
+    """Check all files that a resume would read, the results, and leftover processes."""
     facts = Facts(run_dir)
     status = facts.status
     diagnosis = Diagnosis(f"{status.state} at step {status.step} of {status.steps_total or '?'}")

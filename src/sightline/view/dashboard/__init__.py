@@ -4,9 +4,9 @@
     metrics.jsonl ──> history ─────────┼──> pages of JSON ──> server ──> browser
     media/, logs/, config.toml ────────┘
 
-    run_view.py  one run: its files, its index, its history, what is wrong with it
-    index.py     every rollout and image of a run, found again without reading the traces
-    server.py    the routes; access.py who may ask; live_updates.py tells browsers of news
+    run_view.py  one run: its files, index, history and problems
+        index.py     all rollouts and images of a run, without reading the traces
+        server.py    the routes; access.py checks access; live_updates.py notifies browsers
 
-It never writes to a run but for `view/`, which can be removed at any time.
+It never writes to a run except to `view/`, which can be removed at any time.
 """

@@ -1,7 +1,7 @@
-"""Access control and security headers of the dashboard.
+"""Access control and security headers for the dashboard.
 
-`RequestGuard`, which all servers share, decides. A browser sends the token in the address once,
-and the answer turns it into a cookie.
+All servers share `RequestGuard`, which makes the decisions. A browser sends the token in the
+address once, and the answer sets it as a cookie.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ HEADERS = {
 
 
 class AccessMiddleware:
-    """Refuse unauthorized requests, and set the headers of all answers."""
+    """Refuses unauthorized requests and sets the headers of all answers."""
 
     def __init__(self, app: ASGIApp, guard: RequestGuard) -> None:
         self._app = app
@@ -62,7 +62,7 @@ class AccessMiddleware:
         query = dict(parse_qsl(scope["query_string"].decode("latin-1")))
         if guard.token and guard.is_token(query.pop("token", "")):
             # Remove the token from the address bar, so that shared links do not contain it.
-            # A path with two slashes would name another host.
+            # A path that starts with two slashes would name another host.
             path = "/" + scope["path"].lstrip("/")
             to = path + (f"?{urlencode(query)}" if query else "")
             moved = RedirectResponse(to, 303)

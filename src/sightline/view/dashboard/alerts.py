@@ -1,4 +1,4 @@
-"""Warnings about a run that ignores its images, diverges, collapses, or has no training signal.
+"""Alerts about a run that ignores its images, diverges, collapses or has no training signal.
 
 The rules compare means over the last steps, so that a single step raises no alert. An alert
 disappears when the run recovers.
@@ -15,19 +15,19 @@ from sightline.view.dashboard.history import MetricsHistory
 from sightline.view.formatting import percent, short
 
 WINDOW = 10
-"""The number of steps in a mean."""
+"""Number of steps in a mean."""
 FALLEN = 0.5
-"""A reward below this fraction of its best has collapsed."""
+"""A reward below this fraction of its best value has collapsed."""
 NEAR_BEST = 0.9
-"""Low entropy is fine for a policy with this fraction of its best reward."""
+"""Low entropy raises no alert if the reward is above this fraction of its best value."""
 NO_ENTROPY = 0.01
-"""Nats per token below which almost all samples are equal."""
+"""Entropy in nats per token below which almost all samples are equal."""
 NO_SIGNAL = 0.95
-"""The share of groups without signal that raises an alert."""
+"""Fraction of groups without signal that raises an alert."""
 EXPLODED = 20.0
-"""The largest acceptable ratio of a gradient norm to its median."""
+"""Maximum ratio of a gradient norm to its median."""
 RISEN = 2.0
-"""The largest acceptable ratio of a supervised loss to its best."""
+"""Maximum ratio of a supervised loss to its best value."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -101,7 +101,7 @@ def _learns_nothing(history: MetricsHistory) -> Alert | None:
 
 
 def _means(values: np.ndarray) -> np.ndarray:
-    """Return sliding means over WINDOW values, the newest last; none for fewer values."""
+    """Return sliding means over WINDOW values, newest last; empty for fewer values."""
     if len(values) < WINDOW:
         return values[:0]
     return np.lib.stride_tricks.sliding_window_view(values, WINDOW).mean(axis=1)

@@ -1,7 +1,7 @@
-"""A run as one HTML file: the dashboard's own modules, with the server's answers embedded.
+"""Export a run as one HTML file: the dashboard's modules with the server's answers embedded.
 
-The file opens from disk, without a server. However long the run is, the file holds at most
-`MAX_ROLLOUTS` rollouts, of the first and the last step, and `MAX_BYTES` bytes.
+The file can be opened from disk, without a server. It holds at most `MAX_ROLLOUTS` rollouts, from
+the first and last step, and at most `MAX_BYTES` bytes.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ from sightline.wire.file import write_atomic
 MAX_BYTES = 5_000_000
 MAX_ROLLOUTS = 50
 _STEPS_PER_ROLLOUT = 20
-"""A file with fewer rollouts has fewer points in its charts: it must become smaller."""
+"""Number of chart points by number of rollouts. Fewer rollouts must give a smaller file."""
 _IMAGE_SIDE = 320
 _DIGITS = 5
 _IMPORT = re.compile(r'^(import\b[^;"]*")([^"]+)"', re.M)
@@ -43,7 +43,7 @@ _POLICY = (
 
 @dataclass(frozen=True, slots=True)
 class ExcerptDir(FencedRunDir):
-    """A run of which only the trace files in `excerpt` are indexed."""
+    """A run directory in which only the trace files in `excerpt` are indexed."""
 
     excerpt: Path
 
@@ -83,7 +83,7 @@ def export_run(run_dir: RunDir, file: Path, max_bytes: int = MAX_BYTES) -> Path:
 
 def _build_page(view: RunView, num_rollouts: int) -> bytes:
     data = _collect_answers(view, num_rollouts)
-    # Only texts contain "<" in JSON. Escaped, no text can end the script element.
+    # In JSON, "<" occurs only in strings. Escape it, so that no text can end the script element.
     embedded = msgspec.json.encode(data).replace(b"<", b"\\u003c").decode()
     files = list_static_files()
     styles = "".join(files[name].read_text() for name in ("vendor/uPlot.min.css", "style.css"))
@@ -110,7 +110,7 @@ def _build_page(view: RunView, num_rollouts: int) -> bytes:
 
 
 def _collect_answers(view: RunView, num_rollouts: int) -> dict[str, Any]:
-    """Return the answers that pages of the export ask for, by path, and images by digest."""
+    """Return the answers that the exported pages request, by path, and images by digest."""
     api, key = Dashboard(_OneRun(view)), view.key
     rows = _pick_rollouts(view, num_rollouts)
     images = _decode(api.images(key, limit=num_rollouts))
@@ -146,7 +146,7 @@ def _collect_answers(view: RunView, num_rollouts: int) -> dict[str, Any]:
 
 
 def _pick_rollouts(view: RunView, num_rollouts: int) -> list[dict[str, Any]]:
-    """Return rows of the index, spread evenly over the rollouts of each trace file."""
+    """Return evenly spaced rows of the index for each trace file."""
     names = [file.name for file in pick_first_and_last(view.run_dir.traces)]
     rows: list[dict[str, Any]] = []
     for name in names:
@@ -168,7 +168,7 @@ def _find_neighbours(row: dict[str, Any], rows: list[dict[str, Any]]) -> dict[st
 
 
 def _embed_images(view: RunView, digests: set[str]) -> dict[str, str]:
-    """Return data URLs of small copies. Missing and damaged images are left out."""
+    """Return data URLs of thumbnails. Missing and damaged images are left out."""
     urls = {}
     for digest in sorted(digests):
         try:
@@ -179,7 +179,7 @@ def _embed_images(view: RunView, digests: set[str]) -> dict[str, str]:
 
 
 def _name_imports(name: str, module: str) -> str:
-    """Replace relative imports by the names of the import map: data URLs have no folder."""
+    """Replace relative imports by names in the import map, because data URLs have no folder."""
 
     def rename(match: re.Match[str]) -> str:
         target = posixpath.normpath(posixpath.join(posixpath.dirname(name), match[2]))
@@ -198,7 +198,7 @@ def _decode(response: Response) -> Any:
 
 
 def _round_lists(table: dict[str, Any]) -> dict[str, Any]:
-    """Round the numbers in the lists of a table to a few digits."""
+    """Round the numbers in a table's lists to a few digits."""
     return {
         name: [float(f"{v:.{_DIGITS}g}") if isinstance(v, float) else v for v in values]
         if isinstance(values, list)
