@@ -34,7 +34,7 @@ def mask_from_now_on(secret: str) -> None:
 
 
 def mask(text: str) -> str:
-    """Mask all secrets in the text that this process has read."""
+    """Mask all secrets that this process has read."""
     for secret in _masked:
         text = text.replace(secret, MASK)
     return text
@@ -147,7 +147,7 @@ class PixelMismatch(SightlineError, ValueError):
 
 
 class PolicyMismatch(SightlineError):
-    """Samples from weights that the run did not publish, or that contradict the trainer."""
+    """Samples from weights that the run did not publish, or that do not match the trainer's."""
 
 
 class PixelsUnproven(SightlineError):

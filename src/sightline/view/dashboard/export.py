@@ -32,7 +32,7 @@ from sightline.wire.file import write_atomic
 MAX_BYTES = 5_000_000
 MAX_ROLLOUTS = 50
 _STEPS_PER_ROLLOUT = 20
-"""Number of chart points by number of rollouts. Fewer rollouts must give a smaller file."""
+"""Maximum chart points per rollout in the file, so that fewer rollouts give a smaller file."""
 _IMAGE_SIDE = 320
 _DIGITS = 5
 _IMPORT = re.compile(r'^(import\b[^;"]*")([^"]+)"', re.M)

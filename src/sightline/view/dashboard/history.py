@@ -1,4 +1,4 @@
-"""The contents of `metrics.jsonl`, kept up to date: numbers by step, and other events."""
+"""Contents of `metrics.jsonl`, kept up to date: numbers by step, and other events."""
 
 from __future__ import annotations
 
@@ -15,21 +15,21 @@ from sightline.view.events import EventTail
 from sightline.wire.event import Event
 
 STEP_EVENT_KINDS = ("step", "train", "probe", "sft", "sft_eval")
-"""The kinds of event with one row of numbers per step."""
+"""Event kinds with one row of numbers per step."""
 NOTE_KINDS = (
     "state", "lost", "dropped", "sink", "totals", "bad_media", "checkpoint_refused", "eval_skipped",
     "goal", "end", "process",
 )  # fmt: skip
-"""The kinds of event that are listed on the Processes page."""
+"""Event kinds that the Processes page lists."""
 _MOST_NOTES = 200
 MAX_SERIES = 24
-"""The most columns for one name with a star: as many as a chart can show."""
+"""Maximum number of columns for one `prefix*`: as many as a chart can show."""
 _MAX_DEPTH = 8
-"""The most nested tables of an event that are read."""
+"""Maximum nesting depth of an event's tables."""
 
 
 class Column:
-    """The values of one metric in the order of their events, 16 bytes each."""
+    """Values of one metric in the order of their events, 16 bytes each."""
 
     __slots__ = ("_steps", "_values")
 
@@ -42,7 +42,7 @@ class Column:
         self._values.append(value)
 
     def read(self) -> tuple[np.ndarray, np.ndarray]:
-        """Return ascending steps and the last value of each."""
+        """Return the steps in ascending order, with the last value of each."""
         values = np.array(self._values)  # read first: a step is appended before its value
         steps = np.array(self._steps)[: len(values)]
         if (steps[1:] > steps[:-1]).all():
@@ -62,26 +62,26 @@ class MetricsHistory(EventTail):
         self.last_step = 0
         self.evals: list[dict[str, Any]] = []
         self.notes: deque[Event] = deque(maxlen=_MOST_NOTES)
-        """The newest events of `NOTE_KINDS`."""
+        """Newest events of `NOTE_KINDS`."""
         self.dropped: Counter[str] = Counter()
         self.last_seen: dict[str, float] = {}
-        """The time of each process's last event."""
+        """Time of each process's last event."""
         self.first_time = self.last_time = 0.0
         self.phase = ""
         self.probe: Event | None = None
-        """The newest event of the image probe."""
+        """Newest event of the image probe."""
         self.goal: Event | None = None
         """The `goal` event that ended the run."""
         self.end: Event | None = None
         """The `end` event; None if the run was resumed after it."""
         self.active_s = 0.0
-        """The wall time without pauses before a resume."""
+        """Wall time without pauses before a resume."""
         self._was_start = False
         self.not_finite: dict[str, int] = {}
-        """The newest step with an infinite loss or gradient norm, by name."""
+        """Newest step with an infinite loss or gradient norm, by name."""
 
     def problems(self, is_live: bool) -> list[str]:
-        """Describe unreadable lines. The last line of a live run may be incomplete."""
+        """Describe unreadable lines. In a live run, the last line may be incomplete."""
         problems = []
         if num := self.num_invalid_lines:
             problems.append(f"metrics.jsonl: skipped {num} lines that are not events")
@@ -148,11 +148,11 @@ class MetricsHistory(EventTail):
 
     @property
     def num_rows(self) -> int:
-        """The number of new and changed rows so far."""
+        """Number of new and changed rows so far."""
         return len(self._changes)
 
     def column(self, kind: str, name: str) -> tuple[np.ndarray, np.ndarray]:
-        """Return the steps and values of a metric of one kind of event."""
+        """Return the steps and values of a metric in one kind of event."""
         return self._columns.get((kind, name), Column()).read()
 
     def count_failures(self) -> dict[str, float]:
@@ -169,10 +169,10 @@ class MetricsHistory(EventTail):
     def since(
         self, cursor: int, wanted: Collection[str] = ("*",), max_steps: int | None = None
     ) -> dict[str, Any]:
-        """Return new and changed steps since `cursor`, in columns, and the next cursor.
+        """Return columns with the steps that changed since `cursor`, and the next cursor.
 
-        `wanted` are column names. `prefix*` stands for the first names with that prefix, and `*`
-        for all. If there are more than `max_steps` steps, evenly spaced ones are returned.
+        `wanted` has column names. `prefix*` selects the first names with that prefix, and `*`
+        selects all. If there are more than `max_steps` steps, evenly spaced ones are returned.
         """
         changes = np.array(self._changes)
         steps = np.unique(changes[cursor if 0 <= cursor <= len(changes) else 0 :])
@@ -206,7 +206,7 @@ def _choose_names(names: list[str], wanted: Iterable[str]) -> set[str]:
 
 
 def _fill(values: np.ndarray, steps: np.ndarray, at: np.ndarray, numbers: np.ndarray) -> None:
-    """Write the numbers of steps `at` into `values`, which belong to `steps`. Both ascend."""
+    """Write `numbers` for the steps `at` into `values` for `steps`. Both are ascending."""
     if len(at):
         places = np.searchsorted(at, steps).clip(max=len(at) - 1)
         known = at[places] == steps
@@ -214,7 +214,7 @@ def _fill(values: np.ndarray, steps: np.ndarray, at: np.ndarray, numbers: np.nda
 
 
 def flatten_numbers(values: dict[str, Any], prefix: str = "", depth: int = 0) -> dict[str, float]:
-    """Return the finite numbers of an event, with dotted names for nested tables."""
+    """Return an event's finite numbers, with dotted names for nested tables."""
     numbers: dict[str, float] = {}
     for name, value in values.items():
         if isinstance(value, dict):

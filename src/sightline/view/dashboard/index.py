@@ -1,11 +1,11 @@
-"""An SQLite index of all rollouts and images of a run, so that showing a page reads only a page.
+"""An SQLite index of a run's rollouts and images, so that showing a page reads only that page.
 
     traces/step_N ──┐
     verdicts.jsonl ─┼──> refresh ──> view/index.sqlite
     scores/step_N ──┘
 
-A file is read again when its size or time changes: the newest steps first, in one transaction for
-each file. Several processes may refresh one index. It can be removed at any time.
+A file is read again when its size or time changes. The newest steps come first, with one
+transaction per file. Several processes may refresh an index. It can be removed at any time.
 """
 
 from __future__ import annotations
@@ -32,20 +32,20 @@ from sightline.view.dashboard.trace_files import parse_verdicts
 from sightline.wire.micro_batch import StepScores
 
 SCHEMA_VERSION = 3
-"""The version of `schema.sql`. Older indexes are built again."""
+"""Version of `schema.sql`. Older indexes are rebuilt."""
 BUSY_TIMEOUT_S = 30.0
 UNSTORABLE = (OverflowError, sqlite3.IntegrityError)
-"""Raised for values that SQLite cannot store: integers over 64 bits, and NaN."""
+"""Exceptions for values that SQLite cannot store: integers over 64 bits, and NaN."""
 
 IndexedTraces = dict[str, tuple[int, Trace]]
-"""The traces of a file by id, each with the id of its rollout."""
+"""A file's traces by id, each with its rollout's id."""
 
 
 @dataclass(frozen=True, slots=True)
 class RefreshResult:
     changed: bool
     files_left: int
-    """Files that are not indexed yet."""
+    """Number of files that are not indexed yet."""
 
 
 class RolloutIndex:
@@ -69,7 +69,7 @@ class RolloutIndex:
     def _connect(self) -> Iterator[sqlite3.Connection]:
         connection = sqlite3.connect(self.path, timeout=BUSY_TIMEOUT_S, isolation_level=None)
         connection.row_factory = sqlite3.Row
-        # The index need not survive a crash: it can be built again.
+        # The index need not survive a crash, because it can be rebuilt.
         connection.execute("PRAGMA synchronous = OFF")
         try:
             yield connection
@@ -78,7 +78,7 @@ class RolloutIndex:
 
     @contextmanager
     def _transaction(self) -> Iterator[sqlite3.Connection]:
-        """Commit everything written inside, or nothing."""
+        """Commit all writes in this context, or none."""
         with self._connect() as connection:
             connection.execute("BEGIN IMMEDIATE")
             try:
@@ -108,7 +108,7 @@ class RolloutIndex:
         except sqlite3.DatabaseError as error:
             if isinstance(error, sqlite3.OperationalError):
                 raise
-            # Damaged, or not a database. The run has everything to build it again.
+            # The file is damaged or not a database. The index can be rebuilt from the run.
             path.unlink()
             self._make_tables()
         return path
@@ -128,7 +128,7 @@ class RolloutIndex:
             connection.execute(f"PRAGMA user_version = {SCHEMA_VERSION}")
 
     def refresh(self, max_files: int = 1 << 30) -> RefreshResult:
-        """Read what the run has written since, but at most `max_files` trace files."""
+        """Index new data, but at most `max_files` trace files."""
         with self._refresh_lock:
             changed = self._index_verdicts()
             stale = self._stale_files()
@@ -163,7 +163,7 @@ class RolloutIndex:
         return True
 
     def _stale_files(self) -> list[tuple[str, os.stat_result]]:
-        """Return new and changed trace files, the newest steps first."""
+        """Return new and changed trace files, newest steps first."""
         with self.connect_readonly() as connection:
             known = {
                 row["name"]: (row["size"], row["mtime_ns"])
@@ -213,14 +213,14 @@ class RolloutIndex:
                 "INSERT INTO files VALUES (?, ?, ?, ?, ?)",
                 (name, stat.st_size, stat.st_mtime_ns, len(traces), "; ".join(problems[:3])),
             )
-            # Measure now if the step has trained, while its traces are in memory.
+            # If the step has trained, measure it now, while its traces are in memory.
             scores = _find_stat(self._run_dir.inside(f"scores/{name}"))
             if scores is not None:
                 stamp = _format_stamp(scores, stat.st_size, stat.st_mtime_ns)
                 self._measure(connection, name, stamp, traces)
 
     def _index_scores(self) -> bool:
-        """Measure the mismatch of steps whose traces are in the index."""
+        """Measure the mismatch for steps whose traces are in the index."""
         with self.connect_readonly() as connection:
             known = {
                 row["step"]: row["stamp"]
@@ -289,7 +289,7 @@ def _format_stamp(scores: os.stat_result, size: int, mtime_ns: int) -> str:
 
 
 def _list_msgpack_files(folder: Path) -> list[tuple[str, os.stat_result]]:
-    """Return the msgpack files of a folder."""
+    """Return the msgpack files in a folder."""
     try:
         with os.scandir(folder) as entries:
             return [
@@ -350,7 +350,7 @@ def _add_rollout(
     verdict: str | None,
     texts: dict[bytes, int],
 ) -> int:
-    """Add a rollout and return its id. `texts` caches the text ids of the same file."""
+    """Add a rollout and return its id. `texts` caches text ids within a file."""
     row = trace_files.build_row(record, file, verdict)
     marks = ", ".join(f":{name}" for name in row)
     rollout = connection.execute(

@@ -1,4 +1,4 @@
-"""Notify browsers by server-sent events when a run has changed. They then request what is new.
+"""Notify browsers with server-sent events when a run has changed. They then request new data.
 
 run directories --refresh every second--> RunWatcher --"moved"--> every open page
 """
@@ -15,7 +15,7 @@ from sightline.view.dashboard.run_collection import RunCollection
 
 POLL_INTERVAL_S = 1.0
 KEEPALIVE_S = 15.0
-"""A line is sent at least this often, so that a broken connection is noticed."""
+"""Maximum time between two lines, so that broken connections are noticed."""
 
 
 class RunWatcher:
@@ -36,7 +36,7 @@ class RunWatcher:
                     traceback.print_exc()
                 if self._revisions() != before:
                     await self._notify_pages()
-                    # An index is being built: continue at once.
+                    # An index is being built, so continue at once.
                     await asyncio.sleep(0.05)
                 else:
                     await asyncio.sleep(POLL_INTERVAL_S)

@@ -1,4 +1,4 @@
-"""The processes of a run: their last activity, queues and logs."""
+"""Describe a run's processes: their last activity, queues and logs."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from typing import Any
 from sightline.view.dashboard.run_view import RunView
 
 LOG_BYTES = 65_536
-"""The most bytes of a log in one answer."""
+"""Maximum bytes of a log in one answer."""
 _QUEUES = ("groups_ahead", "in_flight", "waiting")
 
 
@@ -86,7 +86,7 @@ def _list_logs(run: RunView) -> list[os.DirEntry[str]]:
 
 
 def find_log(run: RunView, name: str, before: int | None) -> dict[str, Any] | None:
-    """Return up to LOG_BYTES of a log that end at byte `before`, or at the end of the file.
+    """Return up to LOG_BYTES of a log before byte `before`, or from the end of the file.
 
     The name is compared with existing files and never used as a path.
     """
@@ -113,7 +113,7 @@ def find_log(run: RunView, name: str, before: int | None) -> dict[str, Any] | No
 
 
 def _read_last_line(file: os.DirEntry[str] | None) -> str:
-    """Return the last line of a log that is not empty, or an empty text."""
+    """Return the last non-empty line of a log, or an empty string."""
     if file is None:
         return ""
     try:

@@ -1,4 +1,4 @@
-"""Questions to the index, each answered by a page of rows."""
+"""Queries to the index, each of which returns a page of rows."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from typing import Annotated, Any
 from pydantic import BaseModel, Field
 
 Int64 = Annotated[int, Field(ge=-(2**63), lt=2**63)]
-"""The integers that SQLite can store."""
+"""Integers that SQLite can store."""
 MAX_ROWS = 200
 NUM_WORST = 50
 SORT_ORDERS = {
@@ -38,7 +38,7 @@ _COLUMNS = (
 
 
 class RolloutFilter(BaseModel, frozen=True, extra="forbid"):
-    """A filter and an order of rollouts. None and empty values match everything."""
+    """A filter and sort order for rollouts. None and empty values match everything."""
 
     step_from: Int64 | None = None
     step_to: Int64 | None = None
@@ -50,11 +50,11 @@ class RolloutFilter(BaseModel, frozen=True, extra="forbid"):
     group: str = ""
     file: str = ""
     error: str = ""
-    """The last line of the error that broke or truncated the rollout."""
+    """Last line of the error that broke or truncated the rollout."""
     text: str = ""
-    """A text in messages, tool calls or the rollout's id."""
+    """Text in messages, tool calls or the rollout's id."""
     image: str = ""
-    """The digest of an image in the rollout."""
+    """Digest of an image in the rollout."""
     sort: str = "newest"
 
     def where(self) -> tuple[str, list[Any]]:
@@ -98,11 +98,11 @@ def _escape_like(text: str) -> str:
 def list_rollouts(
     connection: sqlite3.Connection, wanted: RolloutFilter, offset: int, limit: int
 ) -> dict[str, Any]:
-    """Return a page of rows, each with its first images, and the number of all rows."""
+    """Return a page of rows, each with its first images, and the total number of rows."""
     where, values = wanted.where()
     total = connection.execute(f"SELECT count(*) FROM rollouts {where}", values).fetchone()[0]
     order = SORT_ORDERS.get(wanted.sort, SORT_ORDERS["newest"])
-    # Select the ids first: rows before the page are skipped in an index and not read.
+    # Select the ids first, so that rows before the page are skipped in an index and not read.
     rows = connection.execute(
         f"SELECT id, {', '.join(_COLUMNS)} FROM rollouts WHERE id IN"
         f" (SELECT id FROM rollouts {where} ORDER BY {order} LIMIT ? OFFSET ?) ORDER BY {order}",
@@ -117,7 +117,7 @@ def _build_row(connection: sqlite3.Connection, row: sqlite3.Row) -> dict[str, An
 
 
 def _thumbs(connection: sqlite3.Connection, row: sqlite3.Row) -> list[str]:
-    """Return the digests of the first images of a rollout."""
+    """Return the digests of a rollout's first images."""
     images = connection.execute(
         "SELECT digest FROM shows WHERE rollout = ? ORDER BY node, place LIMIT 4", (row["id"],)
     )
@@ -127,7 +127,7 @@ def _thumbs(connection: sqlite3.Connection, row: sqlite3.Row) -> list[str]:
 def list_groups(
     connection: sqlite3.Connection, wanted: RolloutFilter, offset: int, limit: int
 ) -> dict[str, Any]:
-    """Return a page of groups, each with the rewards and verdicts of its rollouts."""
+    """Return a page of groups, each with its rollouts' rewards and verdicts."""
     where, values = wanted.where()
     grouped = f"FROM rollouts {where} GROUP BY group_id, file"
     total = connection.execute(f"SELECT count(*) FROM (SELECT 1 {grouped})", values).fetchone()[0]
@@ -154,7 +154,7 @@ def list_groups(
 
 
 def list_errors(connection: sqlite3.Connection) -> list[dict[str, Any]]:
-    """Return distinct exceptions, the most frequent first, each with an example rollout."""
+    """Return distinct exceptions, most frequent first, each with an example rollout."""
     rows = connection.execute(
         "SELECT error, count(*) AS num, min(step) AS first_step, max(id) AS newest,"
         " max(step) AS last_step FROM rollouts WHERE error != '' GROUP BY error"
@@ -171,7 +171,7 @@ def list_errors(connection: sqlite3.Connection) -> list[dict[str, Any]]:
 
 
 def find_neighbours(connection: sqlite3.Connection, file: str, number: int) -> dict[str, Any]:
-    """Return the previous and next rollout of a file, and the siblings in the group."""
+    """Return the previous and next rollout in a file, and the siblings in the group."""
 
     def near(sign: str, order: str) -> int | None:
         neighbour = connection.execute(
@@ -204,7 +204,7 @@ def find_rollout(connection: sqlite3.Connection, file: str, number: int) -> dict
 
 
 def count_facets(connection: sqlite3.Connection) -> dict[str, Any]:
-    """Return the values to filter by, with counts."""
+    """Return the values of each filter, with counts."""
 
     def counted(column: str) -> dict[str, int]:
         rows = connection.execute(
@@ -274,7 +274,7 @@ def find_image(connection: sqlite3.Connection, digest: str) -> dict[str, Any] | 
 def sum_mismatch(
     connection: sqlite3.Connection, step_from: int | None, step_to: int | None, fresh: bool
 ) -> dict[str, Any]:
-    """Return the mismatch of some steps by dimension and bucket, and the worst tokens."""
+    """Return the mismatch over some steps by dimension and bucket, and the worst tokens."""
     low = -1 if step_from is None else step_from
     high = 1 << 60 if step_to is None else step_to
     chosen = "AND fresh = 1" if fresh else ""
@@ -298,7 +298,7 @@ def sum_mismatch(
 
 
 def list_problems(connection: sqlite3.Connection) -> list[str]:
-    """Describe the files of the run that could not be read."""
+    """Describe the run's unreadable files."""
     files = connection.execute("SELECT name, problem FROM files WHERE problem != '' LIMIT 20")
     problems = [f"traces/{row['name']}: {row['problem']}" for row in files]
     scores = connection.execute("SELECT step, problem FROM scored WHERE problem != '' LIMIT 20")

@@ -1,4 +1,4 @@
-"""The data of the rollout page: messages, graph, images, and the tokens of single nodes."""
+"""Data for the rollout page: messages, graph, images, and the tokens of single nodes."""
 
 from __future__ import annotations
 
@@ -19,14 +19,14 @@ from sightline.wire import Slot
 from sightline.wire.micro_batch import StepScores
 
 MAX_TOKENS = 4096
-"""The most tokens of a node in one answer."""
+"""Maximum number of a node's tokens in one answer."""
 MAX_CHARS = 200_000
-"""The most characters of a text in one answer."""
+"""Maximum number of a text's characters in one answer."""
 
 
 @dataclass(frozen=True, slots=True)
 class NodeScores:
-    """The trainer's scores of a node's sampled tokens."""
+    """The trainer's scores for a node's sampled tokens."""
 
     logprobs: np.ndarray
     ratios: np.ndarray
@@ -38,7 +38,7 @@ class NodeScores:
 
 
 def find_trace(run: RunView, file: str, number: int) -> tuple[dict[str, Any], Trace] | None:
-    """Return the row of the index and its trace."""
+    """Return a rollout's row in the index and its trace."""
     with run.index.connect_readonly() as connection:
         row = queries.find_rollout(connection, file, number)
     if row is None:
@@ -155,7 +155,7 @@ def _describe_video(run: RunView, part: VideoPart, steps: list[Slot]) -> dict[st
 
 
 def find_image_cover(run: RunView, slot: Slot) -> tuple[float, float]:
-    """Return the shares of the patches' width and height that the image covers without padding."""
+    """Return the fractions of the patches' width and height that the image covers, not padding."""
     family, ref = run.family, slot.item.ref
     patch = None if family is None else family.settings.get("patch")
     if family is None or not isinstance(patch, int) or family.name != slot.item.family:
@@ -166,7 +166,7 @@ def find_image_cover(run: RunView, slot: Slot) -> tuple[float, float]:
 
 
 def read_node_scores(run: RunView, step: int | None, trace: Trace) -> dict[int, NodeScores]:
-    """Return scores by node; empty before the step has trained, or if they do not align."""
+    """Return scores by node; empty if the step has not trained or the scores do not align."""
     if step is None:
         return {}
     try:

@@ -1,4 +1,4 @@
-"""The runs of a dashboard, found in the folders that it was given."""
+"""The runs of a dashboard, found in its folders."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from sightline.view.run_files import is_run
 
 
 class RunCollection:
-    """Runs by key: the name of their folder, prefixed by the parent's if two are equal."""
+    """Runs by key. A key is the folder's name, with the parent's name if two are equal."""
 
     def __init__(self, paths: Sequence[Path]) -> None:
         self._given = [path.resolve() for path in paths]

@@ -1,4 +1,4 @@
-"""One run of the dashboard: its files, metrics and index."""
+"""One run in the dashboard: its files, metrics and index."""
 
 from __future__ import annotations
 
@@ -37,20 +37,20 @@ class RunView(RunFiles):
         self.history = MetricsHistory(run_dir.metrics)
         self.index = RolloutIndex(run_dir)
         self.revision = 0
-        """Grows whenever the run has changed."""
+        """Counter that increases whenever the run changes."""
         self.files_left = 0
-        """Trace files that are not indexed yet."""
+        """Number of trace files that are not indexed yet."""
         self._last_signature: tuple[Any, ...] = ()
         self._present: set[str] = set()
         self._alerts: tuple[int, list[Alert]] = (-1, [])
         self.missing: dict[str, None] = {}
-        """Digests of images that are in no store, in the order of the last check."""
+        """Digests of missing images, in the order of the last check."""
 
     def close(self) -> None:
         self.index.close()
 
     def refresh(self) -> bool:
-        """Read some of what the run has written since, and return whether anything changed."""
+        """Read some of the run's new data. Return whether anything changed."""
         self.history.path = self.run_dir.metrics
         changed = self.history.take_in(METRICS_BYTES_PER_REFRESH)
         indexed: RefreshResult = self.index.refresh(_FILES_PER_REFRESH)
@@ -59,7 +59,7 @@ class RunView(RunFiles):
             changed = True
             self.store = self.open_store()
         changed |= self._look_for_images()
-        # Changes that are no event, such as a new summary or log line.
+        # Detect changes without events, such as a new summary or log line.
         before, self._last_signature = (
             self._last_signature,
             (self.state, self.notes, _log_sizes(self.run_dir.logs)),
@@ -75,7 +75,7 @@ class RunView(RunFiles):
             self.refresh()
 
     def _look_for_images(self) -> bool:
-        """Check for some images whether they exist: new ones first, then missing ones."""
+        """Check whether some images exist, first new ones, then missing ones."""
         before = len(self.missing)
         with self.index.connect_readonly() as connection:
             rows = connection.execute("SELECT digest FROM images").fetchall()
@@ -97,12 +97,12 @@ class RunView(RunFiles):
     def _find_state(self) -> RunState:
         sft, end = self.history.newest("sft"), self.history.end
         is_trained = bool(sft) and self.history.last_step >= sft.get("steps_total", math.inf)
-        # Testing the lock takes it for a moment. A run with an `end` event needs no test.
+        # Testing the lock takes it briefly. A run with an `end` event needs no test.
         launcher = None if end is not None else find_launcher(self.run_dir)
         return find_state(self, launcher, end, is_trained)
 
     def describe_end(self) -> dict[str, str]:
-        """Return why the run ended and what to do; empty texts while it is running."""
+        """Return why the run ended, and a fix; empty strings while it is running."""
         (state, problem), end = self._find_state(), self.history.end
         fix = str(end.values.get("fix") or "") if end is not None else ""
         if state == FINISHED and (goal := self.history.goal) is not None:
@@ -119,13 +119,13 @@ class RunView(RunFiles):
         return {"problem": problem, "cause": _join_ends(problem), "fix": fix}
 
     def _num_steps(self) -> int | None:
-        """Return the planned steps from the settings."""
+        """Return the number of planned steps from the settings."""
         table = self.settings.get("run")
         steps = table.get("steps") if isinstance(table, dict) else None
         return steps if isinstance(steps, int) else None
 
     def alerts(self) -> list[Alert]:
-        """Return warnings about the metrics so far."""
+        """Return alerts about the metrics so far."""
         if self._alerts[0] != self.history.num_rows:
             self._alerts = (self.history.num_rows, find_alerts(self.history))
         return self._alerts[1]
@@ -188,7 +188,7 @@ class RunView(RunFiles):
 
 
 def _join_ends(problem: str) -> str:
-    """Shorten a problem to one line: its beginning and the exception at the end of a traceback."""
+    """Shorten a problem to one line: its start and the exception at the end of a traceback."""
     lines = [line.strip() for line in problem.splitlines() if line.strip()]
     if len(lines) < 2:
         return problem.strip()

@@ -1,4 +1,4 @@
-"""The routes of the dashboard: JSON, images, and the files of the web application."""
+"""Routes of the dashboard: JSON, images, and the files of the web application."""
 
 from __future__ import annotations
 
@@ -42,13 +42,13 @@ STATIC = Path(__file__).with_name("static")
 LOOPBACK = RequestGuard("127.0.0.1")
 _RANGE = re.compile(r"bytes=(\d{1,18})-(\d{0,18})", re.ASCII)
 MAX_STEPS = 2000
-"""The most steps in one answer. Of longer runs, evenly spaced steps are sent."""
+"""Maximum number of steps in one answer. For longer runs, evenly spaced steps are sent."""
 CACHE_FOREVER = "private, max-age=31536000, immutable"
-"""For files that are named by their digest, which never change."""
+"""Cache header for files that are named by their digest. They never change."""
 
 
 class RolloutQuery(queries.RolloutFilter):
-    """The query of a page of rollouts."""
+    """Query for a page of rollouts."""
 
     run: str
     offset: Int64 = 0
@@ -56,13 +56,13 @@ class RolloutQuery(queries.RolloutFilter):
 
 
 def list_static_files() -> dict[str, Path]:
-    """The files of the web application by their path in `static/`."""
+    """Return the files of the web application by their path in `static/`."""
     files = [file for file in STATIC.rglob("*") if file.suffix in TYPES]
     return {file.relative_to(STATIC).as_posix(): file for file in files}
 
 
 def build_app(runs: RunCollection, guard: RequestGuard = LOOPBACK) -> FastAPI:
-    """Build the application. `guard` decides who may use it."""
+    """Build the application. `guard` controls access to it."""
     dashboard = Dashboard(runs)
     app = FastAPI(docs_url=None, redoc_url=None, openapi_url=None, lifespan=dashboard.lifespan)
     app.router.redirect_slashes = False
@@ -119,7 +119,7 @@ def serve_dashboard(
 
 
 class Dashboard:
-    """One method for each route. All but the stream run in threads, because they read files."""
+    """One method per route. All except the stream run in threads, because they read files."""
 
     def __init__(self, runs: RunCollection) -> None:
         self._runs = runs
@@ -171,7 +171,7 @@ class Dashboard:
         )
 
     def metrics(self, run: str, names: str, cursor: int = 0) -> Response:
-        """Return columns by name. `prefix*` stands for the first names with that prefix."""
+        """Return columns by name. `prefix*` selects the first names with that prefix."""
         history = self._run(run).history
         return _json_response(history.since(cursor, names.split(","), MAX_STEPS))
 
@@ -316,7 +316,7 @@ def _check_digest(text: str) -> str:
 
 
 def _image_response(data: bytes, mime: str, wanted: re.Match[str] | None = None) -> Response:
-    # Opened in its own tab, an image must not run or load anything either.
+    # An image that is opened in its own tab must not run or load anything either.
     headers = {
         "cache-control": CACHE_FOREVER,
         "content-security-policy": "default-src 'none'; sandbox",

@@ -1,4 +1,4 @@
-"""Images and videos for a browser, original or reduced. Their bytes determine their type.
+"""Serve images and videos to a browser, original or reduced. Their bytes determine the type.
 
 The reduced copy of a video is its first frame.
 """
@@ -20,13 +20,13 @@ _MAX_THUMBNAILS = 4096
 
 
 def read_image(store: MediaStore, digest: str) -> tuple[bytes, str]:
-    """Return the stored bytes and the type that they prove."""
+    """Return the stored bytes and the media type that they show."""
     ref = store.get_ref(digest)
     return store.get(ref), ref.mime
 
 
 class ThumbnailCache:
-    """A cache of reduced copies."""
+    """A cache of thumbnails."""
 
     def __init__(self) -> None:
         self._thumbnails: LRUCache[tuple[str, int], tuple[bytes, str]] = LRUCache(_MAX_THUMBNAILS)

@@ -1,4 +1,4 @@
-"""Read traces and verdicts, and extract what the index keeps of each rollout."""
+"""Read traces and verdicts, and extract the data that the index keeps of each rollout."""
 
 from __future__ import annotations
 
@@ -20,22 +20,22 @@ from sightline.wire.file import read_lines
 MAX_ANSWER_CHARS = 160
 BROKEN = "broken"
 UNKNOWN = ""
-"""The verdict of rollouts without one: of evaluations and of older runs."""
+"""Verdict for rollouts without one, in evaluations and older runs."""
 
 
 @dataclass(frozen=True, slots=True)
 class TraceRecord:
-    """A trace and its place in its file."""
+    """A trace and its position in its file."""
 
     number: int
     start: int
-    """The offset of its first byte, after the length."""
+    """Offset of its first byte, after the length."""
     size: int
     trace: Trace
 
 
 def read_records(path: Path) -> Iterator[TraceRecord | str]:
-    """Yield the traces of a file, and a text for each one that cannot be read.
+    """Yield the traces of a file, and a description of each unreadable one.
 
     A damaged trace does not affect the others. A truncated file loses only its end.
     """
@@ -60,7 +60,7 @@ def read_records(path: Path) -> Iterator[TraceRecord | str]:
 
 
 def read_trace(path: Path, start: int, size: int) -> Trace:
-    """Read the trace at a place that `read_records` returned."""
+    """Read the trace at a position from `read_records`."""
     with open(path, "rb") as file:
         file.seek(start)
         data = file.read(size)
@@ -79,14 +79,14 @@ def find_step(file: str) -> int | None:
 
 
 def pick_first_and_last(traces: Path) -> list[Path]:
-    """Return the trace files of the last and the first step; without steps, of evaluations."""
+    """Return the trace files of the last and first step, or of evaluations if there are none."""
     steps = sorted(traces.glob("step_*.msgpack"))
     evals = [file for name in ("final", "start") for file in traces.glob(f"eval_{name}*.msgpack")]
     return list(dict.fromkeys([*steps[-1:], *steps[:1]])) or evals[:2]
 
 
 def build_row(record: TraceRecord, file: str, verdict: str | None) -> dict[str, object]:
-    """Return the columns of table `rollouts`, without the id and the trainer's scores."""
+    """Return a row of the `rollouts` table, without the id and the trainer's scores."""
     trace = record.trace
     turns = trace.turns
     step = find_step(file)
@@ -134,7 +134,7 @@ def _answer(message: Message) -> str:
 
 
 def collect_texts(trace: Trace) -> dict[bytes, str]:
-    """Return the distinct texts of a rollout by digest. Siblings share most of them."""
+    """Return a rollout's distinct texts by digest. Siblings share most of them."""
     texts: dict[bytes, str] = {}
     for node in trace.nodes:
         calls = (f"{call.name}({call.arguments})" for call in node.message.tool_calls)
@@ -145,7 +145,7 @@ def collect_texts(trace: Trace) -> dict[bytes, str]:
 
 
 def collect_images(trace: Trace) -> list[tuple[MediaRef, int, int]]:
-    """Return each use of an image: its ref, the node, and its place among the node's images."""
+    """Return each use of an image: its ref, the node, and its index among the node's images."""
     return [
         (slot.item.ref, node.id, place)
         for node in trace.nodes
@@ -154,7 +154,7 @@ def collect_images(trace: Trace) -> list[tuple[MediaRef, int, int]]:
 
 
 def parse_verdicts(line: bytes) -> tuple[int, dict[str, str]] | None:
-    """Return the step of a line and its verdicts by rollout; None if it is unreadable."""
+    """Return a line's step and its verdicts by rollout; None if it is unreadable."""
     try:
         record = json.loads(line)
         verdicts = {name: v for v, names in record["verdicts"].items() for name in names}
@@ -165,6 +165,6 @@ def parse_verdicts(line: bytes) -> tuple[int, dict[str, str]] | None:
 
 
 def read_verdicts(run_dir: RunDir, stem: str) -> dict[str, str]:
-    """Return the verdicts of a step by rollout. The last line of a step counts."""
+    """Return a step's verdicts by rollout. The last line of a step counts."""
     parsed = [line for line in map(parse_verdicts, read_lines(run_dir.verdicts)) if line]
     return {f"step_{step:06d}": verdicts for step, verdicts in parsed}.get(stem, {})
