@@ -94,7 +94,7 @@ AggregationFunction = Callable[[Counts], Weights]
 
 
 def by_tokens(num_trained: Counts) -> Weights:
-    """w = 1 / (all trained tokens): all tokens have the same weight."""
+    """Weight all tokens equally: w = 1 / (number of trained tokens)."""
     return np.full(len(num_trained), 1.0 / max(int(num_trained.sum()), 1))
 
 

@@ -73,8 +73,8 @@ class InferenceConfig(ConfigSection):
     pixel_threads: Mutable[int] = Field(0, ge=0)
     """Number of threads that decode images. 0 chooses by CPU cores."""
     keep_kv_over_updates: bool = False
-    """Whether sequences keep their KV cache when weights change. Their later tokens then also depend
-    on the old weights. If false, sequences are prefilled again."""
+    """Whether sequences keep their KV cache when weights change. Their later tokens then also
+    depend on the old weights. If false, sequences are prefilled again."""
 
     @model_validator(mode="after")
     def _check_servers(self) -> InferenceConfig:

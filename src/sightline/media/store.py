@@ -189,7 +189,7 @@ class MediaStore:
         return image
 
     def get_ref(self, digest: str) -> MediaRef:
-        """Return the ref of a stored digest, from the file's header."""
+        """Return the ref for a stored digest, read from the file's header."""
         with self._refs_lock:
             ref = self._refs.get(digest)
         if ref is not None and self.touch(digest):

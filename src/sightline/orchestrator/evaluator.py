@@ -30,7 +30,7 @@ MAX_CONCURRENT_IN_BACKGROUND = 16
 
 @dataclass
 class Evaluator:
-    """Plays a run's held-out tasks, and writes the traces and an event of each evaluation."""
+    """Runs the held-out tasks, and writes the traces and one event for each evaluation."""
 
     rollouts: RolloutScheduler
     run_state: RunState

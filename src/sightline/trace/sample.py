@@ -18,7 +18,7 @@ ItemKey = tuple[str, str, VideoStep | None]
 def flatten(
     trace: Trace, get_advantage: Callable[[Node], float | None] | None = None
 ) -> list[Sample]:
-    """Return samples of `trace` that train every turn once.
+    """Return samples from `trace` that train every turn exactly once.
 
     `get_advantage` returns the advantage of a turn, or None to use the turn as context. Without it,
     every turn trains, and the trainer's algorithm computes the advantages. A node trains in the

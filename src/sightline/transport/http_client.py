@@ -1,4 +1,4 @@
-"""An HTTP client of one server, with the retry loop that all clients share.
+"""An HTTP client for one server, with the retry loop that all clients share.
 
 request --> server --answer--> bytes
               |--temporary error, or no answer--> pause --> request
