@@ -79,7 +79,8 @@ def test_frames_pixels_and_tokens_match_transformers(
         # The marks of the template stay around what has marks of its own; in the processor that was
         # published with the model they go with the pad.
         first = ids.index(renderer._vision_start)
-        last = len(ids) - 1 - ids[::-1].index(renderer._vision_end)
+        vision_end = renderer._tokenizer.token_id("<|vision_end|>")
+        last = len(ids) - 1 - ids[::-1].index(vision_end)
         del ids[last], ids[first]
     text = renderer._tokenizer.encode("see ")
     at = next(i for i in range(len(own)) if own[i : i + len(text)] == text)
