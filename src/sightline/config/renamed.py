@@ -73,7 +73,7 @@ OF_OTHER_FRAMEWORKS = {
 }
 """Setting names in TRL, verl and prime-rl, in any section, and their names in Sightline."""
 COST_MODEL_FIX = "remove it: ranks are balanced by counting the model's operations"
-INLINE_IMAGES_FIX = 'remove it: the engine "stock_vllm" is gone; serve with engine = "vllm"'
+INLINE_IMAGES_FIX = 'remove it: the engine "stock_vllm" was removed. Serve with engine = "vllm"'
 UNVERIFIED_FIX = "remove it: every engine reports the digests of its pixels"
 NO_SPANS = "remove it: OpenTelemetry spans are no longer exported"
 REMOVED = {

@@ -13,7 +13,7 @@ from typing import Any, NamedTuple, cast
 import torch
 
 from sightline.algo.algorithm import Algorithm
-from sightline.algo.algorithms import GRPO, Supervised, load_algorithm
+from sightline.algo.algorithms import Supervised, load_algorithm
 from sightline.algo.registry import load_aggregation
 from sightline.compute.feature_cache import FeatureCache
 from sightline.compute.model import MODEL_DTYPES, limit_gpu_memory, load_model, pick_device
@@ -97,8 +97,8 @@ def build_learner(
     lora: LoraConfig = NO_ADAPTERS,
     seed: int = 0,
 ) -> Learner:
-    """Load the model and everything that the algorithm needs. The default is plain GRPO."""
-    algorithm = algorithm or GRPO(AlgorithmConfig())
+    """Load the model and everything that the algorithm needs."""
+    algorithm = algorithm or load_algorithm(AlgorithmConfig())
     device, dims = pick_rank_device(trainer.device, ranks), ParallelDims.of(ranks)
     master = model.dtype if trainer.master_dtype == "model" else "float32"
     is_mixed = master != model.dtype
