@@ -101,6 +101,8 @@ class Family(ABC):
     """The checkpoint's transformers class in the generic family. Empty in other families."""
     video_refusal: str = "this model family shows no videos"
     """Why videos cannot be shown. Empty if they can."""
+    position_limit: int = 0
+    """The longest sequence that leaves the rotary frequencies constant. 0 means any length."""
     settings_owner: str
     """The name, in errors, of the thing that server and trainer must share for equal settings."""
 

@@ -26,6 +26,7 @@ from typing import TYPE_CHECKING, Any, cast
 from sightline.errors import ConfigError, FamilyError
 from sightline.families.checkpoint_files import read_json, resolve_checkpoint
 from sightline.families.protocol import EXACT_PACKING, Family, Forward, ServingSpec
+from sightline.families.rope import find_position_limit
 from sightline.media import ImageIngestor, MediaStore
 from sightline.message import ImageResolver
 from sightline.render import Renderer
@@ -116,6 +117,7 @@ def load_family(model: str | Path, exact: bool = False, /, **overrides: int) -> 
     """
     path = resolve_checkpoint(model)
     family = cast(Family, _get_folder(path).load_family(path, overrides))
+    family.position_limit = find_position_limit(read_config(path))
     if exact and family.model_class:
         raise ConfigError(
             f"[model] exact is not supported by the generic family {family.name!r}",
@@ -175,6 +177,12 @@ def load_serving(model: str | Path, family: Family, takes_updates: bool = True) 
         raise FamilyError(
             f"the family {family.name!r} cannot be served with vLLM: it has no serving.py",
             'set [inference] engine = "torch", or add the file (docs/adding_a_family.md)',
+        )
+    if family.position_limit:
+        raise FamilyError(
+            f"{model}: vLLM scales the rotary frequencies of this checkpoint in another way than "
+            "transformers",
+            'set [inference] engine = "torch"',
         )
     serving = cast(ServingSpec, _import_family_file(family.name, "serving").Serving())
     serving.check_servable(resolve_checkpoint(model), takes_updates)

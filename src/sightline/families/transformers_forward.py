@@ -22,6 +22,7 @@ from sightline.families.checkpoint_files import hide_pad_warning
 from sightline.families.device_copy import copy_to_device, move_to_device
 from sightline.families.gated_delta_net import build_recurrence_plan, pack_delta_nets
 from sightline.families.protocol import Grid
+from sightline.families.rope import pin_frequencies
 from sightline.families.video_family import VideoFamily
 from sightline.families.vision_family import PixelFamily
 
@@ -225,6 +226,7 @@ def load_model(
             trust_remote_code=False,
         )
         move_to_device(model, device)
+    pin_frequencies(model)
     # Set after loading, because transformers treats a name with "flash" as a package.
     model.config._attn_implementation = attention
     return model

@@ -15,6 +15,7 @@ import uvicorn
 
 from sightline.config.secret_refs import resolve_secret
 from sightline.families import Family, load_family, load_renderer
+from sightline.families.rope import check_length
 from sightline.inference.chat_endpoint import ChatEndpoint
 from sightline.inference.engine import Engine
 from sightline.inference.server import InferenceServer
@@ -53,6 +54,7 @@ class ServerComponents:
         """Load the checkpoint's family and renderer. `store` replaces the one in the spec."""
         store = store or spec.open_store()
         family = load_family(spec.model.path, **spec.model.overrides())
+        check_length(family.position_limit, spec.inference.max_model_len)
         images = ImageIngestor(store, takes_addresses=False)
         renderer = load_renderer(
             spec.model.path, store, family, images, spec.model.number_images,

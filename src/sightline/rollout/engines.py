@@ -17,6 +17,7 @@ from sightline.compute.weight_transport import WeightTransport
 from sightline.config import InferenceConfig, RunFile
 from sightline.errors import ConfigError
 from sightline.families import Family
+from sightline.families.rope import check_length
 from sightline.rollout.client import GenerateClient
 from sightline.wire.codec import check_release
 
@@ -52,6 +53,7 @@ class InferenceEngine(ABC):
     def check(self, config: RunFile, family: Family) -> None:
         """Raise if this engine cannot serve the run. Called before anything starts."""
         self.check_settings(config.inference)
+        check_length(family.position_limit, config.inference.max_model_len)
 
     def check_settings(self, inference: InferenceConfig) -> None:
         """Raise if `[inference]` has a setting that this engine does not read."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 from jaxtyping import Bool, UInt8
 
-from sightline.errors import Misaligned
+from sightline.errors import FamilyError, Misaligned
 from sightline.families import Family
 from sightline.wire import Slot
 from sightline.wire.micro_batch import MicroBatch
@@ -15,6 +15,7 @@ def check_micro_batch(
     batch: MicroBatch, family: Family, pad_ids: tuple[int, ...], vocab_size: int
 ) -> None:
     """Raise unless slots and pad tokens match, and all ids are in the vocabulary."""
+    check_positions(batch, family)
     token_ids, trained = batch.token_ids.numpy(), batch.trained.numpy()
     in_slot = np.zeros(len(token_ids), dtype=bool)
     for slot in batch.slots:
@@ -38,6 +39,17 @@ def check_micro_batch(
                 f"{int(is_wrong.sum())} such tokens, {int(is_pad.sum())} pads and "
                 f"{len(batch.slots)} slots in the micro-batch",
             )
+
+
+def check_positions(batch: MicroBatch, family: Family) -> None:
+    """Raise if a sequence is longer than the checkpoint's rotary frequencies allow."""
+    limit, longest = family.position_limit, int(batch.positions.numpy().max(initial=-1)) + 1
+    if 0 < limit < longest:
+        raise FamilyError(
+            f"a sequence of {longest} positions, but the rotary frequencies of this checkpoint "
+            f"change for all sequences of a batch when one exceeds {limit}",
+            f"set [trainer] max_sequence_tokens = {limit}, or train on shorter conversations",
+        )
 
 
 def check_patches(batch: MicroBatch, patches: UInt8[np.ndarray, "patches values"] | None) -> None:

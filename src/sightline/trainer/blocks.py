@@ -78,8 +78,8 @@ def _wrap_block(
 ) -> Callable[..., Any]:
     single = broken = _compile_when_called(plain, backend) if backend else plain
     if recompute:
-        # Saving and restoring the random state takes host time in every block.
-        again = partial(checkpoint, use_reentrant=False, preserve_rng_state=_has_dropout(block))
+        # Nothing is random. Saving and restoring the random state would take host time.
+        again = partial(checkpoint, use_reentrant=False, preserve_rng_state=False)
         broken = partial(again, broken)
         kind = cast(Hashable, type(block))
         single = (
@@ -131,8 +131,3 @@ def _build_recompute(block_type: Any) -> Callable[..., Any]:
 
     code = recompute.__code__.replace(co_name=f"recompute_{block_type.__name__}")
     return FunctionType(code, recompute.__globals__, code.co_name, None, recompute.__closure__)
-
-
-def _has_dropout(block: torch.nn.Module) -> bool:
-    """Return whether recomputing the block would give another result."""
-    return any(isinstance(m, torch.nn.Dropout) and m.p > 0 for m in block.modules())

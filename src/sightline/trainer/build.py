@@ -112,7 +112,7 @@ def build_learner(
     place = "meta" if dims.is_distributed else str(device)
     exact = (str(device), model.dtype) if model.exact else None
     forward = load_model(model.path, family, place, master, exact)
-    forward.model.train()
+    forward.model.eval()  # without dropout and router noise: logprobs must not be random
     if lora.rank:
         add_adapters(forward, lora, model.train_vision, seed)
     elif not model.train_vision:

@@ -9,6 +9,7 @@ import msgspec
 import numpy as np
 import pytest
 import torch
+from transformers import LlavaConfig, LlavaForConditionalGeneration, Phi3Config
 
 from sightline.compute.attention import PackedPattern, TreePattern, build_attention_pattern
 from sightline.media import MediaStore
@@ -18,6 +19,7 @@ from sightline.trainer.feed import BatchPreparer, ReadyBatch
 from sightline.trainer.learner import SUM_NAMES, Learner
 from sightline.trainer.step_result import MetricSums, StepTimer
 from sightline.wire.sample import Batch, Sample
+from tests.contract.cases.anyvlm import write_kind
 
 WHOLE = PackSize(1 << 20, 1 << 20)
 ALONE = PackSize(1, 1)
@@ -105,6 +107,29 @@ def plain_logprobs(
     trained = torch.from_numpy(sample.trained.numpy().astype(np.int64))
     logs = torch.log_softmax(logits[trained - 1] / sample.temperature, dim=-1)
     return logs.gather(-1, ids[0][trained, None]).squeeze(-1).numpy()
+
+
+def test_training_is_not_random(store: MediaStore, tmp_path: Path) -> None:
+    """A checkpoint's dropout, as in Phi and many vision towers, stays off."""
+    write_kind("llava", tmp_path)
+    config = LlavaConfig.from_pretrained(tmp_path)
+    text = config.text_config
+    kept = {name: getattr(text, name) for name in ("vocab_size", "hidden_size", "eos_token_id")}
+    config.text_config = Phi3Config(
+        **kept, num_hidden_layers=2, num_attention_heads=2, num_key_value_heads=2, bos_token_id=0,
+        pad_token_id=0, intermediate_size=64, resid_pdrop=0.5, attention_dropout=0.5,
+    )  # fmt: skip
+    LlavaForConditionalGeneration(config).save_pretrained(tmp_path)
+    trainer = making.trainer_config(activation_checkpointing=True)
+    learner = making.build_learner(making.model_config(tmp_path), trainer, store, 9)
+    batch = ready(learner, store, making.samples(tmp_path, store, count=1), WHOLE)
+    scored = learner.score(batch.with_pixels().micro_batches[0])
+    trained = learner.step(batch).scores.logprobs.numpy()
+    learner = making.build_learner(making.model_config(tmp_path), trainer, store, 9)
+    learner.forward.model.eval()
+    plain = learner.score(batch.with_pixels().micro_batches[0])
+    np.testing.assert_allclose(trained, plain, atol=1e-6)
+    np.testing.assert_allclose(scored, plain, atol=1e-6)
 
 
 @pytest.mark.parametrize("bound", [1e-3, 1e9])

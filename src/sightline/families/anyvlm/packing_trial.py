@@ -26,6 +26,7 @@ from sightline.families.anyvlm.findings import UNSUPPORTED, Findings
 from sightline.families.anyvlm.forward import AnyVLMForward, find_text
 from sightline.families.anyvlm.processor import FOREIGN, first_line
 from sightline.families.anyvlm.vision import AnyVLMFamily
+from sightline.families.rope import pin_frequencies
 from sightline.families.transformers_forward import fill_buffers
 
 ATTENTION_NAME = "sightline_trial"
@@ -132,6 +133,7 @@ def build_tried_model(config: Any) -> Any:
                 if parameter is not None:
                     module._parameters[name] = nn.Parameter(_draw(parameter.shape), False)
     fill_buffers(model)
+    pin_frequencies(model)
     return model.eval()
 
 
