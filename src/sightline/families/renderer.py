@@ -86,6 +86,9 @@ class MessageRenderer(FormatDescription, ABC):
     shows_names: ClassVar[bool] = False
     """Whether a message's name is written. Otherwise it is dropped, as in the template."""
 
+    unsupported_names: frozenset[str] = frozenset()
+    """The roles for which the chat template writes a name, but this renderer does not."""
+
     header: list[int]
     """The ids that open the assistant's turn. Every prompt ends with them."""
     end_id: int
@@ -270,6 +273,12 @@ class MessageRenderer(FormatDescription, ABC):
         check_unicode(message.reasoning or "", f"{path}.reasoning")
         check_unicode(message.tool_call_id or "", f"{path}.tool_call_id")
         check_unicode(message.name or "", f"{path}.name")
+        if message.name and message.role in self.unsupported_names:
+            raise MessageError.at(
+                f"{path}.name",
+                "the chat template writes names in a way that is not supported",
+                "put the name into the content",
+            )
         for k, call in enumerate(message.tool_calls):
             check_unicode(call.id, f"{path}.tool_calls[{k}].id")
             check_unicode(call.name + call.arguments, f"{path}.tool_calls[{k}].function")
@@ -304,11 +313,12 @@ class MessageRenderer(FormatDescription, ABC):
 
         Messages with the same rendering are then equal, so that histories can be matched.
         """
+        keeps_name = self.shows_names or message.role in self.unsupported_names
         return msgspec.structs.replace(
             message,
             content=join_texts(message.content),
             reasoning=message.reasoning or None,
-            name=message.name if self.shows_names else None,
+            name=message.name if keeps_name else None,
         )
 
     def check_conversation(self, messages: Sequence[Message]) -> None:

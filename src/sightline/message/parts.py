@@ -88,7 +88,8 @@ class Message(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_defa
     tool_calls: tuple[ToolCall, ...] = ()
     tool_call_id: str | None = None
     name: str | None = None
-    """The speaker's name. Chat formats whose templates have no names omit it."""
+    """The speaker's name. Chat formats whose templates have no names omit it. The generic family
+    refuses it where the template writes names."""
 
     def __repr__(self) -> str:
         parts: list[Any] = []

@@ -413,6 +413,24 @@ def test_model_with_unsupported_attention_is_refused_at_load(folder: Path) -> No
         load_model(folder, load_family(folder), "cpu", "float32")
 
 
+def test_a_name_that_the_template_writes_is_refused(folder: Path, store: MediaStore) -> None:
+    shown = [{"role": "user", "content": "hi", "name": "ann"}]
+    plain = [{"role": "user", "content": "hi"}]
+    renderer = load_renderer(folder, store)
+    assert renderer.render(shown) == renderer.render(plain)  # this template has no names
+    file = folder / "chat_template.jinja"
+    header = "message['role'] + "
+    assert file.read_text().count(header) == 1
+    named = f"{header}(' ' + message['name'] if message['name'] else '') + "
+    file.write_text(file.read_text().replace(header, named))
+    renderer = load_renderer(folder, store)
+    renderer.render(plain)
+    for role in ("user", "assistant", "system"):
+        talk = [{"role": role, "content": "hi", "name": "ann"}, *plain]
+        with pytest.raises(MessageError, match=r"messages\[0\]\.name: the chat template writes"):
+            renderer.render(talk)
+
+
 @pytest.mark.parametrize("kind", take_first(SERVED_KINDS, 1))
 def test_vllm_receives_the_processor_arrays_by_name(kind: str, tmp_path: Path) -> None:
     write_kind(kind, tmp_path / "model")

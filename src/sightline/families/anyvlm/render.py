@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from itertools import product
 from pathlib import Path
@@ -32,7 +32,7 @@ from sightline.families.anyvlm.answers import (
     CallFormat,
     ReasoningFormat,
 )
-from sightline.families.anyvlm.composer import Composed, TemplateComposer, TokenRun
+from sightline.families.anyvlm.composer import Composed, TemplateComposer, TokenRun, list_texts
 from sightline.families.anyvlm.findings import UNSUPPORTED, Findings
 from sightline.families.anyvlm.vision import AnyVLMFamily
 from sightline.families.renderer import ParsedCompletion
@@ -80,6 +80,7 @@ class AnyVLMRenderer(TemplateComposer):
         self.takes_reasoning = self.reasoning_format is not None
         self.call_format, self.tools_refusal = self._find_call_format()
         self.takes_tools = self.call_format is not None
+        self.unsupported_names = frozenset(self._find_names())
         self.bridge_differences = self._find_bridge_differences()
 
     @classmethod
@@ -230,6 +231,25 @@ class AnyVLMRenderer(TemplateComposer):
             is_same = False
         self._part_roles = self._part_roles if is_same else roles
         return call_form, ""
+
+    def _find_names(self) -> Iterator[str]:
+        """Yield the roles for which the template writes a name, or refuses one."""
+        talks = [[user("a"), assistant("b"), user("c")]]
+        if self.takes_system:
+            talks.append([system("s"), user("a")])
+        if self.takes_tools:
+            talks.append([user("a"), TRIED_CALL, TRIED_ANSWER])
+        for talk in talks:
+            plain = [self._form(m, list_texts(m)) for m in talk]
+            expected = self._apply(plain, True, None)
+            for i, message in enumerate(talk):
+                named = [*plain[:i], plain[i] | {"name": "n"}, *plain[i + 1 :]]
+                try:
+                    is_ignored = self._apply(named, True, None) == expected
+                except MessageError:
+                    is_ignored = False
+                if not is_ignored:
+                    yield message.role
 
     @property
     def takes_system(self) -> bool:
