@@ -19,6 +19,10 @@ SERVERS_SHARE = 0.3
 CONTEXTS_SHARE = 0.03
 """Fraction of a GPU's memory that CUDA contexts take."""
 MIN_TRAINER_SHARE = 0.1
+MISMATCH_LIMITS = {"float32": 1e-6, "bfloat16": 0.015}
+"""Mismatch KL per token that rounding cannot explain. Healthy runs have 1e-14 and up to 1e-3."""
+OLD_KV_MISMATCH = 0.1
+"""The same for servers that keep the KV cache of old weights."""
 
 
 class _TrainingFile(ConfigSection):
@@ -84,6 +88,15 @@ class RunFile(_TrainingFile):
         """Names of the server processes that the run starts."""
         numbers = range(0 if self.inference.servers else self.launch.num_servers)
         return tuple(f"server-{number}" if number else "server" for number in numbers)
+
+    @property
+    def mismatch_limit(self) -> float:
+        """The maximum mismatch KL per token; 0 means no limit."""
+        if self.orchestrator.max_mismatch is not None:
+            return self.orchestrator.max_mismatch
+        if self.inference.keep_kv_over_updates:
+            return OLD_KV_MISMATCH
+        return MISMATCH_LIMITS[self.model.dtype]
 
     @property
     def server_memory_share(self) -> float:

@@ -195,9 +195,10 @@ class OrchestratorConfig(ConfigSection):
     diagnostics_every: int = Field(25, ge=0)
     """Steps between measurements of the mismatch at lag 0 and of whether the model uses its images.
     Each delays one step. 0 measures only when it costs nothing."""
-    max_mismatch: Mutable[float] = Field(0.1, ge=0)
+    max_mismatch: Mutable[float | None] = Field(None, ge=0)
     """Maximum mismatch KL per token, for tokens that the trainer's own version sampled. A step
-    above it ends the run and is not published. 0 means no limit."""
+    above it ends the run and is not published. 0 means no limit. If unset, 1e-6 in float32,
+    0.015 in bfloat16, and 0.1 with `[inference] keep_kv_over_updates`."""
     max_resample_fraction: float = Field(1.0, ge=0)
     """Maximum number of groups without signal that a step replaces, as a fraction of its groups."""
     max_empty_batches: Mutable[int] = Field(5, ge=1)

@@ -383,7 +383,7 @@ def _add_publishing(
     """Publish every version, as `rl` needs. Every rank calls it before the first step."""
     writer.publishes = True
     writer.learner.diagnostics_every = config.orchestrator.diagnostics_every
-    writer.max_mismatch = config.orchestrator.max_mismatch
+    writer.max_mismatch = config.mismatch_limit
     if config.lora.publish != "merged":
         writer.adapter = describe_adapter_base(writer.learner.forward.model, writer.dtype)
     if orchestrator is None:

@@ -25,6 +25,7 @@ from sightline.trainer.export import export_checkpoint, gather_for_export
 from sightline.trainer.feed import ReadyBatch
 from sightline.trainer.learner import Learner
 from sightline.trainer.lora import gather_for_lead, select_published
+from sightline.trainer.packing_check import describe_suspect
 from sightline.trainer.step_result import StepResult
 from sightline.trainer.watchdog import BackgroundTask
 from sightline.wire.control import ControlMessage, PublishedWeights, TrainingFinished
@@ -93,13 +94,17 @@ class RunWriter:
                 raise PolicyMismatch(
                     f"step {ready.step}: sampler and trainer differ by a KL of {kl:.3g} per token "
                     f"over {result.metrics['fresh_tokens']:.0f} tokens of version "
-                    f"{ready.step - 1}; [orchestrator] max_mismatch is {self.max_mismatch}",
+                    f"{ready.step - 1}; the limit is {self.max_mismatch:g}",
                     "the step was neither published nor kept. `sightline view` shows the mismatch "
-                    "by image and turn. If all tokens differ, the server has other weights or "
-                    "another dtype. If only tokens with images differ, it has other pixels. Fix "
-                    "the server and start a new run, or resume with a higher max_mismatch",
+                    f"by image and turn. {self._describe_suspect(ready)}. If this difference is "
+                    "expected, resume with a higher [orchestrator] max_mismatch",
                 )
             self.ledger.add(ready.step, ready.digest)
+
+    def _describe_suspect(self, ready: ReadyBatch) -> str:
+        learner = self.learner
+        is_distributed = learner.dims.is_distributed
+        return describe_suspect(ready, learner.score, self.max_mismatch, is_distributed)
 
     def publish(self, step: int, metrics: Metrics) -> None:
         """Start publishing version `step`; return when the weights may change again.
