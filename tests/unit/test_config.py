@@ -68,6 +68,19 @@ def test_a_bad_override_is_refused_by_name(
     assert fix in refused.value.fix
 
 
+@pytest.mark.parametrize(
+    "name", ["", "a b", "../../up", "a/b", "a\nrm -rf x", "$(x)", "-a", ".a", "a'b", "ä", "a" * 101]
+)
+def test_a_run_name_that_is_no_file_name_is_refused(name: str) -> None:
+    base = {"model": {"path": "m"}, "env": {"name": "e"}}
+    for kept in ("run", "lr-1e-5+b_2.0", "7"):
+        RunFile.model_validate({**base, "run": {"name": kept}})
+    with pytest.raises(ValueError, match="is not a name for a run directory"):
+        RunFile.model_validate({**base, "run": {"name": name}})
+    with pytest.raises(ValueError, match="cannot be printed"):
+        RunFile.model_validate({**base, "run": {"dir": "runs\nrm"}})
+
+
 def test_unknown_key_is_refused_with_the_closest_known_one() -> None:
     with pytest.raises(ConfigError) as refused:
         validate_config(

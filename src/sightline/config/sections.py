@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import re
 from typing import Any, Literal
 from urllib.parse import urlsplit
 
-from pydantic import Field, model_validator
+from pydantic import Field, field_validator, model_validator
 
 from sightline.config.secret_refs import InvalidSetting, resolve_secret
 from sightline.config.section import ConfigSection, Device, Keywords, Mutable, SecretRef
@@ -17,7 +18,8 @@ MIX = "mix"
 
 class RunConfig(ConfigSection):
     name: str = "run"
-    """Name of the run. Its directory is called NAME-001, NAME-002 and so on."""
+    """Name of the run: letters, digits and `._+-`. Its directory is called NAME-001, NAME-002 and
+    so on."""
     dir: str = "runs"
     """Folder in which run directories are created."""
     seed: int = 0
@@ -27,6 +29,27 @@ class RunConfig(ConfigSection):
     stop_at: Mutable[float | None] = None
     """Stop early: when a step's mean reward reaches this value, the run evaluates held-out tasks
     and ends if their mean reward reaches it too."""
+
+    @field_validator("name")
+    @classmethod
+    def _check_name(cls, name: str) -> str:
+        # It becomes part of paths, batch scripts and commands.
+        if not re.fullmatch(r"[A-Za-z0-9_][\w.+-]{0,99}", name, re.ASCII):
+            raise InvalidSetting(
+                f"name = {name!r} is not a name for a run directory",
+                "use up to 100 letters, digits and ._+- and start with a letter or digit; set "
+                "[run] dir for another folder",
+            )
+        return name
+
+    @field_validator("dir")
+    @classmethod
+    def _check_dir(cls, folder: str) -> str:
+        if not folder.isprintable():
+            raise InvalidSetting(
+                f"dir = {folder!r} has characters that cannot be printed", "choose another folder"
+            )
+        return folder
 
 
 class ModelConfig(ConfigSection):

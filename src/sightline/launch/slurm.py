@@ -46,7 +46,7 @@ def build_script(file: RunFile, components: Mapping[Resources, int], command: Se
     them, and `command` starts the launcher."""
     log = Path(file.run.dir).absolute() / "slurm-%j.log"
     options: dict[str, object] = {
-        "job-name": file.run.name.replace("/", "-"),
+        "job-name": file.run.name,
         "output": str(log),
         "open-mode": "append",
         "no-requeue" if file.launch.slurm.get("requeue") is False else "requeue": True,
@@ -81,7 +81,14 @@ def _build_options(resources: Resources, count: int) -> dict[str, object]:
 
 
 def _write_option(name: str, value: object) -> str:
-    return f"#SBATCH --{name}" if value is True else f"#SBATCH --{name}={value}"
+    text = str(value)
+    if not f"{name}{text}".isprintable():
+        raise ConfigError(
+            f"the sbatch option {name} = {text!r} has a line break",
+            "remove it from [launch.slurm] or [launch.resources]",
+        )
+    # sbatch splits a line like a shell does.
+    return f"#SBATCH --{name}" if value is True else f"#SBATCH --{name}={shlex.quote(text)}"
 
 
 def expand_seeds(seeds: str) -> list[int]:

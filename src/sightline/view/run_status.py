@@ -71,6 +71,8 @@ def find_launcher(run_dir: RunDir) -> Launcher | None:
         with open(run_dir.lock, errors="replace") as file:
             pid, _, host = file.read(1000).partition(" ")
             launcher = Launcher(int(pid or 0), host)
+            if launcher.pid < 1:  # as a signal's target, these are groups of processes
+                return None
             # Testing the lock takes it briefly, and no launcher could start then. Do not test it if
             # the recorded process is gone.
             if launcher.is_here and not _is_alive(launcher.pid):
@@ -82,6 +84,29 @@ def find_launcher(run_dir: RunDir) -> Launcher | None:
     except (FileNotFoundError, NotADirectoryError, ValueError):
         pass
     return None
+
+
+def check_holds_lock(run_dir: RunDir, launcher: Launcher) -> None:
+    """Raise unless this process holds the run's lock. Anyone who can write the lock file could put
+    the number of another process into it."""
+    inode = run_dir.lock.stat().st_ino
+    try:
+        locks = [line.split() for line in Path("/proc/locks").read_text().splitlines()]
+        owner = Path(f"/proc/{launcher.pid}").stat().st_uid
+    except OSError:
+        locks, owner = [], -1
+    held = any(
+        words[3] == "WRITE" and words[4] == str(launcher.pid)
+        and words[5].rpartition(":")[2] == str(inode)
+        for words in locks
+        if len(words) > 5
+    )  # fmt: skip
+    if not held or owner != os.geteuid():
+        raise ConfigError(
+            f"{run_dir.lock} names process {launcher.pid}, which "
+            + ("belongs to another user" if held else "does not hold the run's lock"),
+            "find the run's launcher with `pgrep -af 'sightline rl'` and stop it with `kill`",
+        )
 
 
 def _is_alive(pid: int) -> bool:

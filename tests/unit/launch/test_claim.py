@@ -2,19 +2,22 @@ from __future__ import annotations
 
 import os
 import shutil
+import socket
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
 
 from sightline.config import RunFile, check_resume
-from sightline.errors import ResumeRefused
+from sightline.errors import ConfigError, ResumeRefused
 from sightline.launch.claim import (
     check_model_unchanged,
     claim_run_dir,
     lock_run_dir,
     record_model_digests,
 )
-from sightline.view.run_status import find_launcher
+from sightline.view.run_status import check_holds_lock, find_launcher
 
 
 def test_second_launcher_keeps_the_lock_holders_name(tmp_path: Path) -> None:
@@ -26,6 +29,40 @@ def test_second_launcher_keeps_the_lock_holders_name(tmp_path: Path) -> None:
         found = find_launcher(run_dir)
         assert found is not None and (found.pid, found.is_here) == (os.getpid(), True)
     assert find_launcher(run_dir) is None
+
+
+@pytest.mark.parametrize("pid", ["-1", "0", "1", "stranger"])
+def test_stop_signals_only_the_process_that_holds_the_lock(tmp_path: Path, pid: str) -> None:
+    """The lock file may name any process, also a group of them (-1 and 0)."""
+    run_dir = claim_run_dir(str(tmp_path), "r")
+    run_dir.config.write_text("")
+    stranger = subprocess.Popen(["sleep", "100"])
+    try:
+        with lock_run_dir(run_dir):
+            number = str(stranger.pid) if pid == "stranger" else pid
+            run_dir.lock.write_text(f"{number} {socket.gethostname()}")
+            done = subprocess.run(
+                [sys.executable, "-m", "sightline", "stop", str(run_dir.path)],
+                capture_output=True, text=True, check=False, timeout=60,
+            )  # fmt: skip
+            assert "Traceback" not in done.stderr
+            assert ("is not running" in done.stdout) == (pid in ("-1", "0"))
+            assert ("does not hold the run's lock" in done.stderr) == (pid in ("1", "stranger"))
+        assert stranger.poll() is None
+    finally:
+        stranger.kill()
+        stranger.wait()
+
+
+def test_stop_accepts_the_process_that_holds_the_lock(tmp_path: Path) -> None:
+    run_dir = claim_run_dir(str(tmp_path), "r")
+    with lock_run_dir(run_dir):
+        launcher = find_launcher(run_dir)
+        assert launcher is not None
+        check_holds_lock(run_dir, launcher)
+        parent = launcher._replace(pid=os.getppid())
+        with pytest.raises(ConfigError, match="does not hold the run's lock"):
+            check_holds_lock(run_dir, parent)
 
 
 def test_run_resumes_only_from_its_original_checkpoint(tiny_model: Path, tmp_path: Path) -> None:

@@ -147,6 +147,15 @@ def test_components_of_a_heterogeneous_job_have_their_own_options(
     assert "nodes = 1" in refuse(capsys, str(file), "--on", "slurm", "launch.slurm.nodes=1")
 
 
+def test_values_in_a_batch_script_are_quoted(
+    file: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    said = dry_run(capsys, str(file), "--on", "slurm", "launch.slurm.comment=a b; $(c)")
+    assert "#SBATCH --comment='a b; $(c)'\n" in said
+    broken = refuse(capsys, str(file), "--on", "slurm", 'launch.slurm.comment="a\\n#SBATCH -A b"')
+    assert "has a line break" in broken
+
+
 def test_job_requests_exactly_its_processes_resources(
     file: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
