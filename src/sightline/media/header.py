@@ -49,9 +49,13 @@ class ImageLimits(msgspec.Struct, frozen=True):
     """Maximum number of frames of a video. All are decoded when it is put."""
     max_duration_s: float = 3600.0
     """Maximum length of a video in seconds."""
+    max_video_pixels: int = 4_000_000_000
+    """Maximum number of pixels of all frames of a video together."""
+    max_decode_s: float = 60.0
+    """Time limit for decoding a video when it is put."""
 
     def __post_init__(self) -> None:
-        if min(msgspec.structs.astuple(self)) < 1:
+        if min(msgspec.structs.astuple(self)) <= 0:
             raise ConfigError(
                 f"limits must be positive: {self}", "omit a limit to keep its default"
             )
@@ -78,7 +82,13 @@ class ImageLimits(msgspec.Struct, frozen=True):
                 "scale it down, or raise the limit on the decoder's memory",
             )
 
-    def check_video(self, num_frames: int, duration_s: float) -> None:
+    def check_video(self, num_frames: int, duration_s: float, frame_pixels: int) -> None:
+        if num_frames * frame_pixels > self.max_video_pixels:
+            raise MediaRefused(
+                f"video of {num_frames} frames or more with {frame_pixels} pixels each, above the "
+                f"limit of {self.max_video_pixels} pixels in all",
+                "scale it down, split it, or encode it with fewer frames per second",
+            )
         if num_frames > self.max_frames or duration_s > self.max_duration_s:
             raise MediaRefused(
                 f"video of {num_frames} frames and {duration_s:.1f} seconds or more, above the "

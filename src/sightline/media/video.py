@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import io
 import threading
+import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -56,11 +57,18 @@ def inspect_video(
         announced, fps = int(stream.frames), float(stream.average_rate or stream.guessed_rate or 0)
         if not MIN_FPS <= fps <= MAX_FPS:
             raise MediaRefused(f"{mime} with {fps:g} frames per second", _FIX_SAVE)
-        limits.check_video(announced, announced / fps)
+        codec = stream.codec_context
+        limits.check_video(announced, announced / fps, codec.width * codec.height)
+        deadline = time.monotonic() + limits.max_decode_s
         for frame in _decode(stream, limits):
             num_frames += 1
             size = size if num_frames > 1 else (frame.width, frame.height)
-            limits.check_video(num_frames, num_frames / fps)
+            limits.check_video(num_frames, num_frames / fps, size[0] * size[1])
+            if time.monotonic() > deadline:
+                raise MediaRefused(
+                    f"{mime}: only {num_frames} frames decoded in {limits.max_decode_s:g} s",
+                    "scale it down or split it",
+                )
     if not num_frames or announced not in (0, num_frames):
         raise MediaRefused(
             f"{mime} has {num_frames} frames; its header says {announced}",

@@ -150,3 +150,28 @@ def test_missing_pyav_error_names_the_extra_to_install(
     monkeypatch.setattr(builtins, "__import__", without)
     with pytest.raises(MediaError, match=r"sightline-rl\[video\]"):
         store.put(data)
+
+
+def test_a_small_file_of_many_pixels_is_refused_before_decoding(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Equal frames compress to almost nothing, but each costs its pixels."""
+    data = encode_video(np.zeros((40, 360, 640, 3), np.uint8))
+    frame = 640 * 360
+    assert len(data) < frame // 10
+    inspect_video(data, "video/mp4", ImageLimits(max_video_pixels=40 * frame))
+    monkeypatch.setattr("sightline.media.video._decode", None)
+    with pytest.raises(MediaRefused, match="40 frames or more with 230400 pixels each"):
+        inspect_video(data, "video/mp4", ImageLimits(max_video_pixels=40 * frame - 1))
+
+
+def test_a_header_without_frames_does_not_avoid_the_limit() -> None:
+    data = encode_video(noise_frames(9, 64, 64), "webm")
+    with pytest.raises(MediaRefused, match="above the limit of 20480 pixels in all"):
+        inspect_video(data, "video/webm", ImageLimits(max_video_pixels=5 * 64 * 64))
+
+
+def test_decoding_stops_at_a_deadline() -> None:
+    data = encode_video(noise_frames(9, 64, 64))
+    with pytest.raises(MediaRefused, match=r"only \d+ frames decoded in 1e-09 s"):
+        inspect_video(data, "video/mp4", ImageLimits(max_decode_s=1e-9))
