@@ -44,7 +44,7 @@ def build_targets(folder: Path, tiny_model: Path) -> list[Target]:
     validator = RequestValidator(
         family, renderer.pad_token_ids[0], renderer.vocab_size, 4096, frozenset({"tiny"})
     )
-    chat = ChatEndpoint(renderer, images, family.modality, "tiny", 4096, 1 << 20)
+    chat = ChatEndpoint(renderer, images, family.modality, "tiny", 4096)
 
     def parse_url(data: bytes) -> None:
         images.resolve(data.decode("latin-1"), "url")

@@ -65,7 +65,6 @@ class ChatEndpoint:
     model: str
     """Name of the served checkpoint."""
     max_model_len: int
-    max_body_bytes: int
 
     def routes(self, generate: GenerateFunction) -> list[Route]:
         handler = answer_errors(partial(self._complete, generate=generate), chat_error_response)
@@ -81,7 +80,7 @@ class ChatEndpoint:
         )
 
     async def _complete(self, http: Request, generate: GenerateFunction) -> Response:
-        body = await read_body(http, self.max_body_bytes)
+        body = await read_body(http)
         # In a thread: it decodes base64, writes files and tokenizes long texts.
         chat_request, rendered = await asyncio.to_thread(self._read_request, body)
         name = f"chatcmpl-{secrets.token_hex(12)}"

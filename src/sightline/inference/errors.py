@@ -28,6 +28,8 @@ from sightline.errors import (
 from sightline.wire.generate import WEIGHTS_UNAVAILABLE, ErrorAnswer, ErrorBody
 
 RETRY_AFTER_S = 1
+MAX_BODY_BYTES = 64 << 20
+"""Maximum size of a request body."""
 CLIENT_CLOSED = 499
 JSON = "application/json"
 
@@ -120,7 +122,7 @@ def encode_error(error: EngineError) -> tuple[int, bytes, dict[str, str]]:
     return error.status, msgspec.json.encode(ErrorAnswer(body)), headers
 
 
-async def read_body(http: Request, max_bytes: int) -> bytes:
+async def read_body(http: Request, max_bytes: int = MAX_BODY_BYTES) -> bytes:
     declared_size = http.headers.get("content-length", "")
     if declared_size.isdigit() and int(declared_size) > max_bytes:
         raise _too_large(max_bytes)

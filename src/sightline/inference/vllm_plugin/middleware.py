@@ -9,10 +9,11 @@ from __future__ import annotations
 import asyncio
 import os
 import signal
-from collections.abc import Awaitable, Callable, MutableMapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import AsyncExitStack
 from typing import Any
+
+import uvicorn
 
 from sightline.compute.checkpoint_files import open_checkpoint
 from sightline.compute.model import empty_parameters
@@ -24,14 +25,9 @@ from sightline.inference.vllm_plugin import CONFIG_KEY, check_version, symbols
 from sightline.inference.vllm_plugin.engine import VllmEngine
 from sightline.inference.vllm_plugin.multimodal_items import MultiModalItems
 from sightline.inference.vllm_plugin.weight_updater import WeightUpdater, vision_digest
-from sightline.transport.http_server import LimitedProtocol
+from sightline.transport.http_server import App, LimitedProtocol, Message, Receive, Send
 from sightline.transport.listen import describe_link
 from sightline.wire.weights import Manifest
-
-Message = MutableMapping[str, Any]
-Receive = Callable[[], Awaitable[Message]]
-Send = Callable[[Message], Awaitable[None]]
-App = Callable[[Message, Receive, Send], Awaitable[None]]
 
 FLUSH_S = 0.3
 """Seconds between refusing requests at shutdown and closing connections."""
@@ -102,7 +98,7 @@ class Middleware:
         loop = asyncio.get_running_loop()
         for number in (signal.SIGTERM, signal.SIGINT):
             loop.add_signal_handler(number, end)
-        for work in (watch_engine(), announce(components, keeps_kv)):
+        for work in (watch_engine(), announce(uvicorn_server, components, keeps_kv)):
             task = loop.create_task(work)
             self._stack.callback(task.cancel)
 
@@ -136,21 +132,15 @@ def build_engine(client: Any, components: ServerComponents) -> VllmEngine:
         updater,
         spec,
         max_image_tokens=client.input_processor.mm_encoder_cache_size,
-        sampled_tokens=lambda: sum(symbols.read_sampled_tokens()),
+        sampled_tokens=symbols.read_sampled_tokens,
     )
 
 
-async def announce(components: ServerComponents, keeps_kv: bool) -> None:
+async def announce(server: uvicorn.Server, components: ServerComponents, keeps_kv: bool) -> None:
     """Print the server's address once it listens."""
+    while not server.started:  # noqa: ASYNC110 (uvicorn has no event for it)
+        await asyncio.sleep(0.05)
     inference = components.spec.inference
-    host, port = inference.host, inference.port
-    while True:
-        try:
-            _, writer = await asyncio.open_connection(host, port)
-            break
-        except OSError:
-            await asyncio.sleep(0.05)
-    writer.close()
-    link = describe_link(host, port, has_tls=bool(inference.tls_cert))
+    link = describe_link(inference.host, inference.port, has_tls=bool(inference.tls_cert))
     print(f"serving {components.spec.model.path} at {link}", flush=True)
     print(describe_prefix_reuse(components.family, keeps_kv), flush=True)
