@@ -30,8 +30,6 @@ HISTORY = "history.jsonl"
 MAX_MANIFEST_BYTES = 32 << 20
 FILES = "files"
 """The transport of manifests that do not name one."""
-_RETIRED_FIELDS = ("broadcast", "shared")
-"""Null in the manifests of files that earlier releases wrote."""
 _LABEL = re.compile(r"([0-9]{1,9})(?:\.([0-9]{1,9}))?(?:-([0-9a-f]{1,64})-([0-9a-f]{16}))?")
 
 
@@ -46,8 +44,8 @@ class HistoryLine(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     sha256: str
 
 
-class WeightFile(msgspec.Struct, frozen=True, omit_defaults=True):
-    """A file of weights. Unknown fields are ignored, because earlier releases wrote `deltas`."""
+class WeightFile(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=True):
+    """A file of weights."""
 
     name: str
     nbytes: int
@@ -224,9 +222,8 @@ def read_manifest(path: Path) -> Manifest:
     """Read the manifest at `path`; raise if a file name points outside its folder."""
     try:
         fields = msgspec.json.decode(read_regular_file(path, MAX_MANIFEST_BYTES), type=dict)
-        for name in _RETIRED_FIELDS:
-            if fields.get(name, ...) is None:
-                del fields[name]
+        if fields.get("broadcast", ...) is None:  # version 0.1.0 wrote it
+            del fields["broadcast"]
         manifest = msgspec.convert(fields, Manifest)
     except (OSError, ValueError, RecursionError, msgspec.MsgspecError) as error:
         raise WireError(
