@@ -9,7 +9,6 @@ The launcher holds each step's standard input open. A step ends when its input c
 from __future__ import annotations
 
 import os
-import re
 import shlex
 import subprocess
 from collections.abc import Mapping, Sequence
@@ -82,14 +81,6 @@ def _build_options(resources: Resources, count: int) -> dict[str, object]:
 
 def _write_option(name: str, value: object) -> str:
     return f"#SBATCH --{name}" if value is True else f"#SBATCH --{name}={value}"
-
-
-def expand_seeds(seeds: str) -> list[int]:
-    """Return the seeds as numbers: 0-3 means 0, 1, 2 and 3."""
-    if not re.fullmatch(r"\d+(-\d+)?(,\d+(-\d+)?)*", seeds):
-        raise ConfigError(f"--seeds {seeds} is not a list of numbers", "write 0-3, or 0,2,5")
-    ends = [[int(end) for end in part.split("-")] for part in seeds.split(",")]
-    return [seed for part in ends for seed in range(part[0], part[-1] + 1)]
 
 
 def submit(script: Path) -> str:

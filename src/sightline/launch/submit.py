@@ -49,7 +49,6 @@ def submit_run(
     overrides: Sequence[str],
     resume: Path | None,
     *,
-    seeds: str,
     dry_run: bool,
     output: Path | None,
 ) -> None:
@@ -57,15 +56,8 @@ def submit_run(
     unless `dry_run` or `output` asks only for the files."""
     file = load_config(RunFile, path, overrides)
     on = file.launch.on
-    if seeds and on != "slurm":
-        raise ConfigError("--seeds requires --on slurm", "elsewhere use run.seed=0,1,2,3")
     if output is not None and on in ("local", "ray"):
         raise ConfigError(f"-o {output} requires --on slurm or kubernetes", "remove -o")
-    if seeds:
-        for seed in slurm.expand_seeds(seeds):
-            more = [*overrides, f"run.seed={seed}", f"run.name={file.run.name}-seed{seed}"]
-            submit_run(path, more, resume, seeds="", dry_run=dry_run, output=output)
-        return
     file, _ = resolve_workers(file, num_cores())
     check_compatible_settings(file)
     folder = Path(file.run.dir).absolute()
