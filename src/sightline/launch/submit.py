@@ -12,8 +12,6 @@ from collections.abc import Sequence
 from pathlib import Path
 from types import FrameType
 
-import yaml
-
 from sightline.config import RunFile, load_config
 from sightline.errors import ConfigError
 from sightline.launch import slurm
@@ -101,8 +99,7 @@ def _build_files(
             "--resume does not work with --on kubernetes",
             "apply the same manifests again: the launcher resumes the run by itself",
         )
-    manifests = build_kubernetes(file, path.read_text(), overrides)
-    return {"sightline.yaml": yaml.safe_dump_all(manifests, sort_keys=False)}
+    return {"sightline.yaml": build_kubernetes(file, path.read_text(), overrides)}
 
 
 def _write_secrets(file: RunFile, output: Path) -> None:
