@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import fcntl
-import hashlib
 import json
 import os
 import secrets
@@ -17,7 +16,7 @@ from pathlib import Path
 from sightline.errors import ConfigError, ResumeRefused, mask_from_now_on
 from sightline.run import RunDir
 from sightline.run.rights import Rights, derive_rights
-from sightline.wire.file import add_checksum, read_checked, write_atomic
+from sightline.wire.file import add_checksum, hash_file, read_checked, write_atomic
 
 SECRET_VARIABLE = "SIGHTLINE_SECRET"
 """Environment variable with the secret, for ranks that cannot read the run directory."""
@@ -152,9 +151,4 @@ def _hash_model(model: Path) -> dict[str, str]:
     """Return the digest of each file."""
     files = sorted({file for pattern in MODEL_FILES for file in model.glob(pattern)})
     with ThreadPoolExecutor(MAX_THREADS, "digests") as pool:
-        return dict(zip([file.name for file in files], pool.map(_hash_file, files), strict=True))
-
-
-def _hash_file(path: Path) -> str:
-    with open(path, "rb") as file:
-        return hashlib.file_digest(file, "sha256").hexdigest()
+        return dict(zip([file.name for file in files], pool.map(hash_file, files), strict=True))

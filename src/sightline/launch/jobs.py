@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import copy
-import os
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractContextManager, nullcontext
@@ -19,13 +18,8 @@ from sightline.config import RunFile, SftFile, validate_config
 from sightline.config.load import read_run_file
 from sightline.errors import ConfigError
 from sightline.launch import ray_run
-from sightline.launch.processes import (
-    Processes,
-    ProcessSpec,
-    num_cores,
-    reserve_port,
-    split_threads,
-)
+from sightline.launch.process_spec import ProcessSpec, build_local_spec
+from sightline.launch.processes import Processes, num_cores, reserve_port, split_threads
 from sightline.launch.run_plan import (
     LEADER,
     TRAINER,
@@ -163,8 +157,7 @@ class SftJob(TrainingJob[SftFile]):
     def build_specs(self, file: SftFile, run_dir: RunDir) -> list[ProcessSpec]:
         Path(file.sft.output_dir).parent.mkdir(parents=True, exist_ok=True)
         threads = max(1, self.count_trainer_threads(file) // file.trainer.ranks)
-        words = ["process", self.trainer, str(run_dir.path), "--parent", str(os.getpid())]
-        return [ProcessSpec(self.trainer, words, threads)]
+        return [build_local_spec(self.trainer, run_dir.path, threads)]
 
     def open_view(self, file: SftFile, run_dir: RunDir) -> LiveView:
         return LiveView(run_dir, plain=True)

@@ -9,7 +9,6 @@ directory. All other processes connect to it at one address.
 
 from __future__ import annotations
 
-import os
 import shlex
 from collections import Counter
 from collections.abc import Sequence
@@ -19,7 +18,7 @@ from pathlib import Path
 
 from sightline.config import RunFile
 from sightline.errors import ConfigError
-from sightline.launch.process_spec import ProcessSpec, Resources
+from sightline.launch.process_spec import ProcessSpec, Resources, build_local_spec
 from sightline.launch.processes import num_cores, split_threads
 from sightline.launch.ray_run import build_command_prefix
 from sightline.launch.slurm import build_step
@@ -95,7 +94,7 @@ def find_command_prefix(
         return []
     if file.launch.on == "slurm":
         return build_step(name, resources, components)
-    return build_command_prefix(name, resources, run_id, list_placed(file).index(name))
+    return build_command_prefix(run_id, list_placed(file).index(name))
 
 
 def list_placed(file: RunFile) -> list[str]:
@@ -150,10 +149,8 @@ def plan_run(file: RunFile, path: Path, run_id: str, at: Endpoints) -> list[Proc
             host = find_command_prefix(file, name, resources, run_id, components)
             python = python or file.launch.python
             return ProcessSpec(name, arguments, count, {}, python, host, resources)
-        count = threads.get(name.partition("-")[0], 1)
-        parent = ["--parent", str(os.getpid()), "--threads", str(count)]
-        arguments = ["process", name, str(path), *words, *parent]
-        return ProcessSpec(name, arguments, count, {}, python, (), resources)
+        spec = build_local_spec(name, path, threads.get(name.partition("-")[0], 1), words)
+        return replace(spec, python=python, resources=resources)
 
     return [plan(name) for name in list_names(file)]
 
@@ -177,20 +174,6 @@ def describe_plan(file: RunFile, specs: list[ProcessSpec]) -> str:
 def _describe(resources: Resources) -> str:
     memory = f", {resources.memory_gb:g} GB" if resources.memory_gb else ""
     return f"{resources.cpus} CPU, {resources.gpus:g} GPU{memory}"
-
-
-def describe_total(file: RunFile) -> str:
-    """Describe the total resources that the run requests from the cluster."""
-    # On these clusters, the launcher and the orchestrator are a job too.
-    names = [*([LEADER] if file.launch.on in ("slurm", "kubernetes") else []), *list_placed(file)]
-    resources = [find_resources(file, name) for name in names]
-    total = _add_up(resources)
-    if file.launch.on == "ray":  # only Ray shares a GPU between processes
-        total = replace(total, gpus=sum(r.gpus for r in resources))
-    parts = f"{len(names)} {'pods' if file.launch.on == 'kubernetes' else 'processes'}"
-    if file.launch.on == "slurm":
-        parts += f", {len(count_components(file))} nodes or more"
-    return f"total on {file.launch.on}: {_describe(total)}; {parts}"
 
 
 def describe_address(file: RunFile) -> str:

@@ -25,7 +25,6 @@ from sightline.launch.run_plan import (
     count_components,
     describe_address,
     describe_plan,
-    describe_total,
     plan_run,
 )
 from sightline.launch.supervision import resolve_workers
@@ -70,9 +69,6 @@ def submit_run(
             _write_secrets(file, output)
         else:
             print(f"# -o DIR writes these files and {SECRETS}")
-        if on != "local":
-            # Print it as a comment, because the output may be parsed as YAML.
-            print(f"# {describe_total(file)}")
         return
     folder.mkdir(parents=True, exist_ok=True)
     (script := folder / f"{file.run.name}.sbatch").write_text(files[script.name])

@@ -9,7 +9,6 @@ A `TrainingJob` holds the differences between the two commands.
 from __future__ import annotations
 
 import contextlib
-import os
 import shutil
 import signal
 import sys
@@ -39,11 +38,11 @@ from sightline.launch.claim import (
     make_secret,
     record_model_digests,
 )
+from sightline.launch.process_spec import ProcessSpec, build_local_spec
 from sightline.launch.process_watch import StoppedProcessWatch, bound_logs, kill_marked
 from sightline.launch.processes import (
     POLL_S,
     Processes,
-    ProcessSpec,
     SignalCounter,
     TrainerWatchdog,
     call_view,
@@ -283,9 +282,7 @@ def run_as_follower(job: TrainingJob[AnyRun]) -> bool:
     run_dir = RunDir(Path(at.run_dir))
     file = load_config(job.file_kind, run_dir.config)
     threads = max(1, job.count_trainer_threads(file) // context.local_size)
-    words = ["process", job.trainer, str(run_dir.path), "--threads", str(threads)]
-    words += ["--parent", str(os.getpid())]
-    trainer = ProcessSpec(job.trainer, words, threads)
+    trainer = build_local_spec(job.trainer, run_dir.path, threads)
     spec = build_rank_spec(trainer, context.rank, context.size, at)
     processes = Processes(run_dir, job.command)
     # Rank 0 ends this rank. Signals to the whole group are for rank 0's launcher.

@@ -104,7 +104,7 @@ it only finishes its current requests."""
 
 
 class ServerStatus(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """An inference server, as the orchestrator sees it."""
+    """An inference server, as the orchestrator sees it. `logs/servers.json` lists them."""
 
     url: str
     state: str = READY
@@ -115,6 +115,8 @@ class ServerStatus(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     is_own: bool = False
     """Whether the run started it on another machine. It then requires the token of the run's own
     servers, not `[inference] token`."""
+    problem: str = ""
+    """Reason why it is lost, refused or behind."""
 
 
 class ServerList(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag="servers"):

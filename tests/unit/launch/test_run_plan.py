@@ -70,7 +70,7 @@ def test_plan_lists_placement_and_resources_of_each_process(
     assert "trainer (on ray): 16 CPU, 2 GPU\n" in said
     assert "worker-1 (on ray): 1 CPU, 0 GPU\n" in said
     assert "orchestrator (here): 1 CPU, 0 GPU\n" in said
-    assert "--bundle 3 --cpus 1 --gpus 0 -- python3 -m sightline process worker-1" in said
+    assert "--bundle 3 -- python3 -m sightline process worker-1" in said
     assert not (file.parent / "runs").exists()
 
 
@@ -164,7 +164,6 @@ def test_job_requests_exactly_its_processes_resources(
     assert cpus == 1 + 2 * 8 + 32 + 32 * 2 and memory == [0, 128, 400, 128]
     steps = [line for line in said.splitlines() if "srun" in line]
     assert "--mem=381469M" in next(line for line in steps if "process trainer" in line)
-    assert "# total on slurm: 113 CPU, 10 GPU, 656 GB; 36 processes, 4 nodes or more\n" in said
     assert "orchestrator (in the job's batch script): 1 CPU" in said and "(here)" not in said
 
 
