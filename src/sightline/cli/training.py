@@ -84,18 +84,17 @@ def run_sweep(job: TrainingJob[AnyRun], path: Path, runs: list[list[str]]) -> in
     from sightline.view.run_status import STOPPED, get_status, print_runs
 
     files = [load_config(job.file_kind, path, overrides) for overrides in runs]
-    finished, num_failed = [], 0
+    recorded: list[RunDir] = []
+    num_failed = 0
     for number, file in enumerate(files, 1):
         print(f"run {number} of {len(files)}: {file.run.name}", flush=True)
-        folder = Path(file.run.dir)
-        before = set(folder.glob(f"{file.run.name}-*"))
         try:
-            start_run(job, file)
+            start_run(job, file, recorded.append)
         except SightlineError as error:
             num_failed += 1
             print_error(error)
-        new_dirs = set(folder.glob(f"{file.run.name}-*")) - before
-        finished += [get_status(RunDir(path)) for path in new_dirs]
+        # A run that started no process has removed its directory.
+        finished = [get_status(run_dir) for run_dir in recorded if run_dir.path.is_dir()]
         if finished and finished[-1].state == STOPPED:
             print(f"sweep stopped: {len(files) - number} runs were not started")
             break

@@ -151,8 +151,9 @@ def _build_error(kind: type[ConfigSection], error: ValidationError, where: str) 
 
 
 def _known_names(kind: type[ConfigSection], names: list[str]) -> list[str]:
-    for name in (name for name in names if not name.isdigit()):  # an index in a list of tables
-        kind = get_section_class(kind.model_fields[name].annotation)
+    for name in names:
+        if name in kind.model_fields:  # not an index in a list, or a key of a table
+            kind = get_section_class(kind.model_fields[name].annotation)
     return list(kind.model_fields)
 
 

@@ -34,7 +34,6 @@ OF_OTHER_FRAMEWORKS = {
     "max_completion_length": "rollout.max_tokens",
     "max_steps": "run.steps",
     "num_generations": "orchestrator.group_size",
-    "optim": "trainer.lr",
     "rollouts_per_example": "orchestrator.group_size",
     "save_steps": "trainer.checkpoint_every",
 }

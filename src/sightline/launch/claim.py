@@ -123,14 +123,14 @@ def lock_run_dir(run_dir: RunDir) -> Iterator[None]:
 def record_model_digests(run_dir: RunDir, model: Path) -> None:
     """Record the digests of a new run's checkpoint."""
     data = json.dumps(_hash_model(model), indent=1).encode()
-    write_atomic(_get_digest_file(run_dir), add_checksum(data))
+    write_atomic(run_dir.model_digests, add_checksum(data))
 
 
 def check_model_unchanged(run_dir: RunDir, model: Path) -> None:
     """Raise if the checkpoint has changed since the run began. It is the KL reference and version
     0 of the policy."""
     fix = "restore it from a copy: it records which checkpoint the run began with"
-    before = read_checked(_get_digest_file(run_dir), dict[str, str], fix)
+    before = read_checked(run_dir.model_digests, dict[str, str], fix)
     now = _hash_model(model)
     changed = sorted({name for name, _ in before.items() ^ now.items()})
     if changed:
@@ -138,13 +138,9 @@ def check_model_unchanged(run_dir: RunDir, model: Path) -> None:
         how = "is gone" if name not in now else "has changed" if name in before else "is new"
         what = f"{model / name} {how}" if model.is_dir() else f"the folder {model} is gone"
         raise ResumeRefused(
-            f"{what} since the run began, according to {_get_digest_file(run_dir)}",
+            f"{what} since the run began, according to {run_dir.model_digests}",
             "restore the checkpoint, or start a new run",
         )
-
-
-def _get_digest_file(run_dir: RunDir) -> Path:
-    return run_dir.path / "model.json"
 
 
 def _hash_model(model: Path) -> dict[str, str]:

@@ -40,7 +40,6 @@ from sightline.orchestrator.server_pool import give_back_leases
 from sightline.run import EventLog, RunDir
 from sightline.run.run_dir import show_path
 from sightline.run.server_changes import list_wanted
-from sightline.view.console import LiveView
 from sightline.view.notebook import Run, open_run
 from sightline.view.report import write_report
 from sightline.view.summary import print_summary, summarize
@@ -51,7 +50,6 @@ class RlJob(TrainingJob[RunFile]):
     """The job of `sightline rl`."""
 
     plain: bool = False
-    """Whether to print plain lines instead of the live view."""
     is_job: bool = False
     """Whether a cluster's job runs this."""
     file_kind = RunFile
@@ -85,7 +83,7 @@ class RlJob(TrainingJob[RunFile]):
             evaluator = f"{scheme}://{host}:{reserve_port(host, 0, 'the port of the evaluator')}"
         at = Endpoints(hub, servers, evaluator)
         specs = plan_run(file, run_dir.path, run_dir.read_id(), at)
-        if file.launch.cluster_starts_processes:
+        if file.launch.on == "kubernetes":
             specs = [spec for spec in specs if not file.launch.is_elsewhere(spec.name)]
         return specs
 
@@ -132,9 +130,6 @@ class RlJob(TrainingJob[RunFile]):
             with ThreadPoolExecutor(1) as pool:
                 pool.submit(asyncio.run, leases).result()
 
-    def open_view(self, file: RunFile, run_dir: RunDir) -> LiveView:
-        return LiveView(run_dir, self.plain)
-
     def print_outcome(self, file: RunFile, run_dir: RunDir, stopped_by: str) -> None:
         """Print the summary and write the report."""
         extra = {"stopped_by": stopped_by} if stopped_by else {}
@@ -150,6 +145,7 @@ class SftJob(TrainingJob[SftFile]):
 
     file_kind = SftFile
     command = leader = trainer = "sft"
+    plain = True
 
     def count_trainer_threads(self, file: SftFile) -> int:
         return file.trainer.threads or num_cores()
@@ -158,9 +154,6 @@ class SftJob(TrainingJob[SftFile]):
         Path(file.sft.output_dir).parent.mkdir(parents=True, exist_ok=True)
         threads = max(1, self.count_trainer_threads(file) // file.trainer.ranks)
         return [build_local_spec(self.trainer, run_dir.path, threads)]
-
-    def open_view(self, file: SftFile, run_dir: RunDir) -> LiveView:
-        return LiveView(run_dir, plain=True)
 
     def print_outcome(self, file: SftFile, run_dir: RunDir, stopped_by: str) -> None:
         summarize(run_dir, **({"stopped_by": stopped_by} if stopped_by else {}))

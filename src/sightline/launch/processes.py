@@ -60,7 +60,6 @@ def split_threads(config: RunFile, cores: int) -> ThreadBudget:
         return ThreadBudget((server or cores) * has_server, (trainer or cores) * has_trainer)
     if not server and not trainer:
         server = max(1, cores // 2)
-        trainer = max(1, cores - server)
     server = server or max(1, cores - trainer)
     trainer = trainer or max(1, cores - server)
     if server + trainer > max(cores, 2):
@@ -374,7 +373,7 @@ def _wait_for_cause(processes: Processes) -> None:
     """Wait until the rank that failed first has ended. Other ranks may end sooner."""
     deadline = time.monotonic() + STOP_TIMEOUT_S
     while {exit_code for _, exit_code in processes.failed()} == {EXIT_OTHER_RANK_FAILED}:
-        if time.monotonic() > deadline:
+        if time.monotonic() > deadline or not processes.list_pids():
             return
         time.sleep(POLL_S)
 

@@ -24,7 +24,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from sightline.errors import ConfigError
-from sightline.launch.process_spec import ProcessSpec, Resources
+from sightline.launch.process_spec import ProcessSpec
 
 LEASE_S = 30.0
 """A command ends if its caller is silent for this long. Its node may be cut off, and its
@@ -99,10 +99,6 @@ class Command:
                 self.kill()
 
 
-def get_address() -> str:
-    return os.environ.get("RAY_ADDRESS") or "auto"
-
-
 def check_address(address: str) -> None:
     """Raise if no cluster answers. Ray itself would retry for minutes and ignore signals."""
     host, _, port = address.rpartition("://")[2].rpartition(":")
@@ -116,7 +112,7 @@ def check_address(address: str) -> None:
 
 def connect(run_id: str) -> Any:
     """Connect to the cluster at RAY_ADDRESS, or to the one that this machine belongs to."""
-    address = get_address()
+    address = os.environ.get("RAY_ADDRESS") or "auto"
     check_address(address)
     import ray
 
@@ -129,18 +125,17 @@ def connect(run_id: str) -> Any:
     return ray
 
 
-def build_bundle(resources: Resources) -> dict[str, float]:
-    memory = {"memory": resources.memory_gb * 1e9} if resources.memory_gb else {}
-    return {"CPU": resources.cpus, **({"GPU": resources.gpus} if resources.gpus else {}), **memory}
-
-
 @contextlib.contextmanager
 def reserve(run_id: str, placed: Sequence[ProcessSpec]) -> Iterator[None]:
     """Reserve resources on the cluster for all processes of a run."""
     from ray.util import placement_group, remove_placement_group
 
     ray = connect(run_id)
-    bundles = [build_bundle(spec.resources) for spec in placed]
+    requests = [
+        {"CPU": r.cpus, "GPU": r.gpus, "memory": r.memory_gb * 1e9}
+        for r in (spec.resources for spec in placed)
+    ]
+    bundles = [{name: value for name, value in each.items() if value} for each in requests]
     group = placement_group(bundles, name=run_id)
     try:
         if not group.wait(SAY_AFTER_S):
@@ -169,7 +164,7 @@ def run(run_id: str, bundle: int, words: list[str]) -> int:
     variables = {key: value for key, value in os.environ.items() if key.endswith(FORWARDED)}
     options = {
         "scheduling_strategy": PlacementGroupSchedulingStrategy(group, bundle),
-        "num_cpus": resources["CPU"],
+        "num_cpus": resources.get("CPU", 0),
         "num_gpus": resources.get("GPU", 0),
         "memory": resources.get("memory"),
         "max_concurrency": 4,

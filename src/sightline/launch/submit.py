@@ -23,8 +23,8 @@ from sightline.launch.processes import num_cores
 from sightline.launch.run_plan import (
     Endpoints,
     count_components,
-    describe_address,
     describe_plan,
+    find_address,
     plan_run,
 )
 from sightline.launch.supervision import resolve_workers
@@ -32,8 +32,6 @@ from sightline.launch.training_run import resume_run, start_run
 from sightline.run import RunDir
 from sightline.view.run_status import STOPPED, get_status
 
-RUN_ID = "RUN-ID"
-"""Placeholder for the id of a run that has not started."""
 SECRETS = "secrets.env"
 
 
@@ -58,22 +56,30 @@ def submit_run(
     file, _ = resolve_workers(file, num_cores())
     check_compatible_settings(file)
     folder = Path(file.run.dir).absolute()
-    at = Endpoints(describe_address(file), file.inference.servers)
-    specs = plan_run(file, folder / f"{file.run.name}-001", RUN_ID, at)
+    hub = f"tcp://{find_address(file)}:{file.launch.port or 'PORT'}"
+    at = Endpoints(hub, file.inference.servers)
+    specs = plan_run(file, folder / f"{file.run.name}-001", "RUN-ID", at)
     files = _build_files(file, path, overrides, resume)
     if dry_run or output is not None or on != "slurm":
-        _show(files, output)
-        if not file.launch.cluster_starts_processes:
+        for name, text in files.items():
+            if output is None:
+                print(f"# {name}\n{text}")
+            else:
+                output.mkdir(parents=True, exist_ok=True)
+                (output / name).write_text(text)
+                print(f"wrote {output / name}")
+        if on != "kubernetes":
             print(describe_plan(file, specs))
         elif output is not None:
             _write_secrets(file, output)
         else:
             print(f"# -o DIR writes these files and {SECRETS}")
         return
+    [(name, script)] = files.items()
     folder.mkdir(parents=True, exist_ok=True)
-    (script := folder / f"{file.run.name}.sbatch").write_text(files[script.name])
     job = slurm.submit(script)
-    print(f"job: {job} ({script})")
+    (folder / name).write_text(script)
+    print(f"job: {job} ({folder / name})")
     print(f"follow: tail -F {folder}/slurm-{job}.log; squeue -j {job}")
     print(f"stop: scancel --signal=TERM --batch {job}")
 
@@ -108,16 +114,6 @@ def _write_secrets(file: RunFile, output: Path) -> None:
         f"start: kubectl create secret generic {name}-secret --from-env-file={output}/{SECRETS}"
         f"{space} && kubectl apply -f {output}/sightline.yaml"
     )
-
-
-def _show(files: dict[str, str], output: Path | None) -> None:
-    for name, text in files.items():
-        if output is None:
-            print(f"# {name}\n{text}")
-        else:
-            output.mkdir(parents=True, exist_ok=True)
-            (output / name).write_text(text)
-            print(f"wrote {output / name}")
 
 
 def run_job(

@@ -61,9 +61,7 @@ def find_own_address(peer: str = "192.0.2.1") -> str:
 def describe_link(host: str, port: int, path: str = "", has_tls: bool = False) -> str:
     """Return a link to a server. For all interfaces, use this machine's address and say so."""
     is_open = host in ("0.0.0.0", "::")
-    name = host
-    if is_open:
-        name = find_own_address()
+    name = find_own_address() if is_open else host
     name = f"[{name}]" if ":" in name else name
     scheme = "https" if has_tls else "http"
     return f"{scheme}://{name}:{port}{path}" + f"\nlistening on all interfaces ({host})" * is_open
