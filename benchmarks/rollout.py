@@ -170,8 +170,6 @@ def cpu_table(measured: list[RehearsalFigures]) -> Table:
 
 AGENT_ROWS: tuple[tuple[str, Measure, float], ...] = (
     ("agent -> endpoint, new images, KB", lambda f: f.first_sent, 1e3),
-    ("agent -> endpoint, the history again, KB", lambda f: f.from_agents - f.first_sent, 1e3),
-    ("endpoint -> agent, answers, KB", lambda f: f.to_agents, 1e3),
     ("worker -> store, new images, KB", lambda f: f.stored, 1e3),
     ("CPU of the worker, ms", lambda f: f.cpu_s["worker-0"], 1e-3),
 )

@@ -43,7 +43,6 @@ from sightline.wire.control import (
     ProcessReady,
     PublishedWeights,
     RolloutRequest,
-    RolloutResult,
     TrainingFinished,
 )
 from sightline.wire.sample import Batch, digest_batch
@@ -125,8 +124,6 @@ class RehearsalFigures:
     memory: dict[str, MemoryUse] = field(default_factory=dict)
     cpu_s: dict[str, float] = field(default_factory=dict)
     """CPU time of each process from the first rollout to the end of the step."""
-    from_agents: int = 0
-    to_agents: int = 0
     policy: PolicyCounts = field(default_factory=PolicyCounts)
     to_worker: int = 0
     to_orchestrator: int = 0
@@ -282,18 +279,14 @@ class _Rehearsal:
     async def _tap_up(self, upper: AsyncSpoke, lower: AsyncHub) -> None:
         while True:
             _, data = await lower.receive()
-            message = control.decode(data)
             self.figures.to_orchestrator += len(data)
-            if isinstance(message, RolloutResult):
-                self.figures.from_agents = message.wire["agent_sent_bytes"]
-                self.figures.to_agents = message.wire["agent_received_bytes"]
             self.figures.encoded_images += count_encoded_images(data)
             await upper.send(data)
 
     # --- the trainer's part
 
     async def _train(self, spoke: AsyncSpoke) -> None:
-        await spoke.send(control.encode(ProcessReady(TRAINER, release=get_release())))
+        await spoke.send(control.encode(ProcessReady(release=get_release())))
         while True:
             message = control.decode(await spoke.receive())
             match message:

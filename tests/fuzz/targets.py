@@ -11,7 +11,7 @@ from synthetic_run import SyntheticSize, write_synthetic_run
 
 from sightline.compute.weights import read_manifest, read_weights
 from sightline.config import RunFile, SftFile
-from sightline.config.load import load_config, load_stored_config
+from sightline.config.load import load_config
 from sightline.envs.task_files import open_tasks
 from sightline.families import load_family, load_renderer
 from sightline.inference.chat_endpoint import ChatEndpoint
@@ -127,7 +127,6 @@ def _parse_message(data: bytes) -> None:
 
 def _parse_run_file(path: Path) -> None:
     kind = SftFile if b"[sft]" in path.read_bytes() else RunFile
-    load_stored_config(kind, path)
     load_config(kind, path)
 
 

@@ -14,7 +14,7 @@ from jaxtyping import UInt8
 from torch import Tensor
 
 from sightline.families.device_copy import PIECE_BYTES
-from sightline.wire.file import disk_errors
+from sightline.wire.file import disk_errors, hash_file
 from sightline.wire.weights import WeightFile
 
 SAFETENSORS_DTYPES = {
@@ -190,8 +190,7 @@ def is_intact(folder: Path, file: WeightFile) -> bool:
     path = folder / file.name
     if not path.is_file() or path.stat().st_size != file.nbytes:
         return False
-    with open(path, "rb") as opened:
-        return hashlib.file_digest(opened, "sha256").hexdigest() == file.sha256
+    return hash_file(path) == file.sha256
 
 
 def fsync_path(path: Path) -> None:

@@ -94,7 +94,7 @@ class JudgeModel:
             return read_completion(answer).text
         except EngineError as error:
             raise JudgeFailed(
-                f"the judge {self.model} at {self.base_url} failed {client.counts.requests} "
+                f"the judge {self.model} at {self.base_url} failed {client.num_requests} "
                 f"times, last with: {error.problem}",
                 "check the endpoint, its key and its rate limits",
             ) from error

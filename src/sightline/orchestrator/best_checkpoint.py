@@ -21,7 +21,7 @@ import numpy as np
 
 from sightline.media import MediaStore
 from sightline.orchestrator.run_state import RunState
-from sightline.wire.file import write_sums
+from sightline.wire.file import hash_file, write_sums
 from sightline.wire.weights import MANIFEST, fetch_files, is_transposed, read_manifest
 
 WEIGHTS = "model.safetensors"
@@ -53,8 +53,7 @@ class BestCheckpoint:
             return ""
         if not weights.is_file():
             return f"{weights} is missing"
-        with open(weights, "rb") as file:
-            digest = hashlib.file_digest(file, "sha256").hexdigest()
+        digest = hash_file(weights)
         is_known = digest == (progress.best_digest or digest)
         return "" if is_known else f"{weights} is damaged: its checksum has changed"
 

@@ -142,7 +142,7 @@ class ControlRouter:
                 self.trainer_watch.note_heard(isinstance(message, ProcessReady))
             match message:
                 case RolloutResult() if peer != TRAINER:
-                    rollouts.on_result(message, peer)
+                    rollouts.on_result(message)
                 case JoinRequest() if peer != TRAINER and self.remote_files is not None:
                     check_release(message.release, peer)
                     self._joining.put_nowait(peer)

@@ -68,7 +68,7 @@ async def main(
         router.remote_files = RemoteFiles(run_dir, Path(config.model.path), blobs)
     if config.launch.is_elsewhere(TRAINER):
         router.trainer_watch.error_file = run_dir.error_file(TRAINER)
-    ending = placed if config.launch.cluster_starts_processes else []
+    ending = placed if config.launch.on == "kubernetes" else []
     stats_poller = ServerStatsPoller(pool.list_clients, events)
     pools = [pool] if evaluators is None else [pool, evaluators]
     stop = asyncio.Event()

@@ -55,9 +55,6 @@ class RolloutScheduler:
         self._finished: deque[Group] = deque()
         self._has_finished = asyncio.Event()
         self._eval_futures: dict[str, asyncio.Future[Trace]] = {}
-        self._wires: dict[str, dict[str, int]] = {}
-        self.trace_bytes = 0
-        """Total size of the traces received from workers, in bytes."""
         self.waited_s = 0.0
         """Seconds spent waiting for a group to finish."""
         self.workers_lost: Counter[str] = Counter()
@@ -123,18 +120,8 @@ class RolloutScheduler:
         await self.dispatcher.submit(request)
         return await future
 
-    @property
-    def wire(self) -> dict[str, int]:
-        """Number of requests and bytes exchanged so far, by kind."""
-        total = Counter({"trace_bytes": self.trace_bytes})
-        for counts in self._wires.values():
-            total.update(counts)
-        return dict(total)
-
-    def on_result(self, result: RolloutResult, worker: str = "") -> None:
+    def on_result(self, result: RolloutResult) -> None:
         """Handle a worker's finished rollout."""
-        self._wires[worker] = result.wire
-        self.trace_bytes += len(result.trace)
         if self.dispatcher.take_result(result.rollout_id):
             trace = decode_trace(result.trace, what=f"rollout {result.rollout_id}")
             self.check_trace(trace)
@@ -143,8 +130,6 @@ class RolloutScheduler:
     def on_worker_lost(self, worker: str, why: str) -> None:
         """Mark the rollouts of a replaced worker as broken."""
         self.workers_lost[why.partition(":")[0]] += 1
-        # Its replacement starts counting at 0.
-        self._wires[f"{worker}#{self.workers_lost.total()}"] = self._wires.pop(worker, {})
         for request in self.dispatcher.on_worker_lost(worker):
             self._accept_trace(
                 open_trace(

@@ -33,7 +33,7 @@ from sightline.rollout.client import (
     ProbeTimes,
 )
 from sightline.run import EventLog
-from sightline.run.server_changes import DRAIN, REMOVE, SERVE, ServerReport, Wanted
+from sightline.run.server_changes import DRAIN, REMOVE, SERVE, Wanted
 from sightline.transport.http_client import UNREACHABLE
 from sightline.wire.control import DRAINING, READY, UPDATING, ServerList, ServerStatus
 from sightline.wire.generate import WEIGHTS_UNAVAILABLE
@@ -90,7 +90,8 @@ class PooledServer:
     @property
     def status(self) -> ServerStatus:
         state = DRAINING if self.is_draining and self.is_serving else self.state
-        return ServerStatus(self.url, state, self.version, self.load, bool(self.name))
+        is_own = bool(self.name)
+        return ServerStatus(self.url, state, self.version, self.load, is_own, self.problem)
 
 
 @dataclass
@@ -170,12 +171,9 @@ class ServerPool:
             await self.changed.wait()
 
     @property
-    def reports(self) -> list[ServerReport]:
+    def reports(self) -> list[ServerStatus]:
         """The state of each server."""
-        return [
-            ServerReport(s.url, s.status.state, s.version, s.load, s.problem)
-            for s in self.servers.values()
-        ]
+        return [server.status for server in self.servers.values()]
 
     async def apply(
         self, wanted: Mapping[str, Wanted], build: Callable[[str], GenerateClient]

@@ -179,7 +179,6 @@ class StepMetrics:
             eta_s=(self.steps_total - step) * sum(self._recent_s) / len(self._recent_s),
             mismatch_kl=trained.get("mismatch_kl"),
             version=self.policy.version,
-            wire=self.rollouts.wire,
             groups_ahead=self.rollouts.num_ahead,
             in_flight=self.rollouts.dispatcher.num_in_flight,
             waiting=self.rollouts.dispatcher.num_waiting,

@@ -7,11 +7,10 @@ from __future__ import annotations
 
 import random
 from abc import ABC, abstractmethod
-from collections import Counter
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractAsyncContextManager, nullcontext
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from typing import Any
 
 from sightline.config import RunFile
@@ -56,11 +55,6 @@ class ChatSource(ABC):
     def serve_agent(self, chat: ModelChat) -> AbstractAsyncContextManager[None]:
         """Serve `chat.base_url` to the environment's own agent within this context."""
         return nullcontext()
-
-    @property
-    def wire_counts(self) -> dict[str, int]:
-        """Number of requests and bytes since the start, to all servers and from all agents."""
-        return {}
 
     async def close(self) -> None:
         self._pool.shutdown(wait=False, cancel_futures=True)
@@ -115,13 +109,6 @@ class PolicyChats(ChatSource):
         assert isinstance(chat, RolloutChat)
         return self.interception.serve_rollout(chat)
 
-    @property
-    def wire_counts(self) -> dict[str, int]:
-        total: Counter[str] = Counter(asdict(self.interception.counts))
-        for client in self.router.clients:
-            total.update(asdict(client.counts))
-        return dict(total)
-
     async def close(self) -> None:
         await self.interception.close()
         await self.router.close()
@@ -165,7 +152,7 @@ def build_policy_chats(
     client = load_engine(inference.engine).build_client(
         servers[0],
         settings=family.settings,
-        token=inference.read_token(own_token),
+        token=inference.read_token() if inference.servers else own_token,
         vocab_size=renderer.vocab_size,
         banned_token_ids=renderer.pad_token_ids,
         max_model_len=inference.max_model_len,
@@ -180,7 +167,7 @@ def build_policy_chats(
         modality=family.modality,
         servers=tuple(servers),
         max_model_len=inference.max_model_len,
-        added_token=inference.read_added_token(),
+        added_token=inference.read_token(),
         own_token=own_token,
     )
 

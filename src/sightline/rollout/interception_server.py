@@ -63,7 +63,7 @@ MAX_BODY_BYTES = 1 << 28
 MODEL_NAME = "policy"
 """Name of the only model. A request may use any name."""
 _HOST = "127.0.0.1"
-_CLOSE_S = 1.0
+_CLOSE_S = 1
 _KEEP_ALIVE_S = 600
 _BACKLOG = 1024
 
@@ -79,15 +79,6 @@ class _AgentSession:
     urls: UrlRefCache
     """Images the agent has already sent. It repeats its history in every request."""
     requests: set[asyncio.Task[Any]] = field(default_factory=set)
-
-
-@dataclass
-class AgentCounts:
-    """Number of agent requests, and the size of their HTTP bodies."""
-
-    agent_requests: int = 0
-    agent_sent_bytes: int = 0
-    agent_received_bytes: int = 0
 
 
 async def _receive_body(http: Request, max_bytes: int) -> list[bytes]:
@@ -122,8 +113,6 @@ class InterceptionServer:
         self.max_body_bytes = MAX_BODY_BYTES
         self.limits = DEFAULT_LIMITS
         self._resolver = resolver
-        self.counts = AgentCounts()
-        """Totals over all rollouts since the start."""
         self._sessions: dict[str, _AgentSession] = {}
         self._base_url = ""
         self._server: LoopServer | None = None
@@ -148,7 +137,7 @@ class InterceptionServer:
 
     async def close(self) -> None:
         if self._server is not None:
-            await self._server.close(_CLOSE_S)
+            await self._server.shutdown()
 
     async def _start(self) -> None:
         routes = [
@@ -162,6 +151,7 @@ class InterceptionServer:
             self.limits,
             backlog=_BACKLOG,
             timeout_keep_alive=_KEEP_ALIVE_S,
+            timeout_graceful_shutdown=_CLOSE_S,
         )
         # Until the server is up, connections wait in the socket's backlog.
         listener = socket.create_server((_HOST, 0), backlog=_BACKLOG)
@@ -190,9 +180,7 @@ class InterceptionServer:
         name = f"chatcmpl-{session.chat.trace.id}-{turn.node.id}"
         answer = _build_completion(turn, name, request.model or MODEL_NAME)
         if not request.stream:
-            response = _json_response(completion_body(answer))
-            self.counts.agent_received_bytes += len(response.body)
-            return response
+            return _json_response(completion_body(answer))
         # The turn is committed. An agent that disconnects now does not undo it.
         return StreamingResponse(
             self._stream(answer, request.include_usage),
@@ -202,7 +190,6 @@ class InterceptionServer:
 
     async def _stream(self, answer: ChatCompletion, include_usage: bool) -> AsyncIterator[bytes]:
         for chunk in stream_events(answer, include_usage):
-            self.counts.agent_received_bytes += len(chunk)
             yield chunk
 
     def _find_session(self, http: Request) -> _AgentSession | None:
@@ -215,8 +202,6 @@ class InterceptionServer:
         chat = session.chat
         try:
             body = await _receive_body(http, self.max_body_bytes)
-            self.counts.agent_requests += 1
-            self.counts.agent_sent_bytes += sum(map(len, body))
             with _cancelled_when_gone(http):
                 await chat.finish_writes()  # the agent may refer to an image that was just put
                 request, messages = await chat.run_in_pool(self._read_request, session, body)

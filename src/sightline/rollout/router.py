@@ -93,17 +93,13 @@ class ServerRouter:
     def __post_init__(self) -> None:
         self.changed = ChangeSignal()
         self._all: list[RoutedServer] = []
-        """All servers ever opened. Their request counts are kept."""
+        """All servers ever opened."""
         self._pinned: dict[str, RoutedServer] = {}
         self._unlisted: dict[str, RoutedServer] = {}
         """Servers that were removed from the list and may return."""
         self.servers = {
             url: self._open(ServerStatus(url), self.template.token) for url in self.addresses
         }
-
-    @property
-    def clients(self) -> list[GenerateClient]:
-        return [server.client for server in self._all]
 
     def update(self, server_list: ServerList) -> None:
         """Apply the orchestrator's list. Requests to removed servers move to other servers."""
@@ -271,7 +267,6 @@ class RoutedClient:
                     self.last = server
                     return result
                 problem = result
-                server.client.counts.retries += 1
                 num_lost += result.kind == UNREACHABLE
                 if num_lost == MAX_LOST_SERVERS:
                     raise _build_lost_error(result)

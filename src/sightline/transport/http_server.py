@@ -14,7 +14,7 @@ import hmac
 import json
 import socket
 import struct
-from collections.abc import Awaitable, Callable, Mapping, MutableMapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from functools import partial
 from http import HTTPStatus
@@ -22,16 +22,11 @@ from typing import Any
 
 import uvicorn
 from starlette.responses import Response
+from starlette.types import ASGIApp, Receive, Scope, Send
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
-from uvicorn.server import ServerState
 
 from sightline.errors import ConfigError, EngineError
 from sightline.transport.listen import is_ip_address, is_loopback
-
-Message = MutableMapping[str, Any]
-Receive = Callable[[], Awaitable[Message]]
-Send = Callable[[Message], Awaitable[None]]
-App = Callable[[Message, Receive, Send], Awaitable[None]]
 
 SAFE_METHODS = ("GET", "HEAD")
 OPEN_PATHS = ("/health",)
@@ -128,23 +123,22 @@ def parse_host(host: str) -> str:
 
 
 def encode_refusal(error: EngineError) -> bytes:
-    return json.dumps(
-        {
-            "error": {
-                "message": error.problem, "type": error.kind, "code": error.status,
-                "fix": error.fix,
-            }
-        }
-    ).encode()  # fmt: skip
+    body = {
+        "message": error.problem,
+        "type": error.kind,
+        "code": error.status,
+        "fix": error.fix,
+    }
+    return json.dumps({"error": body}).encode()
 
 
 class GuardMiddleware:
     """Applies a guard to an ASGI application."""
 
-    def __init__(self, app: App, guard: RequestGuard) -> None:
+    def __init__(self, app: ASGIApp, guard: RequestGuard) -> None:
         self._app, self._guard = app, guard
 
-    async def __call__(self, scope: Message, receive: Receive, send: Send) -> None:
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] == "http":
             headers = {name.decode("latin-1"): v.decode("latin-1") for name, v in scope["headers"]}
             error = self._guard.find_refusal(scope["method"], scope["path"], headers)
@@ -289,31 +283,13 @@ def build_uvicorn_config(
     return uvicorn.Config(app, **config)
 
 
-class LoopServer:
+class LoopServer(uvicorn.Server):
     """Serves an application on the running event loop, without signals, lifespan or a thread."""
 
-    def __init__(self, app: App, limits: ConnectionLimits = DEFAULT_LIMITS, **options: Any) -> None:
-        self._config = build_uvicorn_config(app, limits, **options)
-        self._limits = limits
-        self._state = ServerState()
-        self._server: asyncio.Server | None = None
+    def __init__(self, app: ASGIApp, limits: ConnectionLimits, **options: Any) -> None:
+        super().__init__(build_uvicorn_config(app, limits, lifespan="off", **options))
 
     async def start(self, listening: socket.socket) -> None:
-        loop = asyncio.get_running_loop()
-
-        def build_protocol() -> asyncio.Protocol:
-            return LimitedProtocol(self._config, self._state, {}, loop, limits=self._limits)
-
-        backlog = self._config.backlog
-        self._server = await loop.create_server(build_protocol, sock=listening, backlog=backlog)
-
-    async def close(self, grace_s: float) -> None:
-        """Stop. Requests in progress have `grace_s` seconds before their connections are closed."""
-        if self._server is not None:
-            self._server.close()
-        for connection in list(self._state.connections):
-            connection.shutdown()
-        if self._state.tasks:
-            await asyncio.wait(self._state.tasks, timeout=grace_s)
-        for connection in list(self._state.connections):
-            connection.transport.abort()
+        self.config.load()
+        self.lifespan = self.config.lifespan_class(self.config)
+        await self.startup(sockets=[listening])

@@ -223,7 +223,7 @@ def open_media_store(args: argparse.Namespace) -> MediaStore:
     run_dir = _get_run_folder(args.file)
     file, media = run_dir / "config.toml", MediaConfig()
     if file.is_file():
-        media = config.load_stored_config(config.RunFile, file).media
+        media = config.load_config(config.RunFile, file).media
     root = media.root if args.media is None else args.media
     return open_store(root or run_dir / "media", **media.store_options())
 
@@ -233,7 +233,7 @@ def get_model_settings(args: argparse.Namespace) -> ModelConfig:
     file = _get_run_folder(args.file) / "config.toml"
     overrides = [] if args.model is None else [f"model.path={args.model}"]
     if file.is_file():
-        return config.load_stored_config(config.RunFile, file, overrides).model
+        return config.load_config(config.RunFile, file, overrides).model
     if args.model is None:
         raise ConfigError(f"there is no run file at {file}", "name the checkpoint with --model DIR")
     return config.ModelConfig(path=str(args.model))

@@ -74,7 +74,7 @@ def test_noise_and_unauthenticated_messages_are_ignored() -> None:
         with socket.create_connection((host, int(port))) as connection:
             connection.sendall(b"one line of garbage\n")
         worker = AsyncSpoke(address, "worker-0", derive_spoke_key(SECRET, "worker-0"))
-        await worker.send(control.encode(ProcessReady("worker-0", release=get_release())))
+        await worker.send(control.encode(ProcessReady(release=get_release())))
         await router.wait_until_ready({"worker-0"})
         await asyncio.sleep(0.3)
         assert not receiving.done() and set(router.ready) == {"worker-0"}
@@ -103,7 +103,7 @@ def test_noise_and_unauthenticated_messages_are_ignored() -> None:
         ),
         (
             "trainer",
-            control.encode(RolloutResult("r", "g", b"")),
+            control.encode(RolloutResult("r", b"")),
             "trainer sent an unexpected .*RolloutResult",
         ),
     ],
@@ -127,7 +127,7 @@ def test_disconnected_worker_loses_only_its_rollouts(
     monkeypatch.setattr(zmq_channel, "TICK_S", 0.05)
     lost: list[tuple[str, ...]] = []
     is_lost = asyncio.Event()
-    hello = control.encode(ProcessReady("worker-0", release=get_release()))
+    hello = control.encode(ProcessReady(release=get_release()))
 
     async def scene(address: str, router: ControlRouter, receiving: asyncio.Task[None]) -> None:
         key = derive_spoke_key(SECRET, "worker-0")

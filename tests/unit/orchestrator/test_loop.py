@@ -106,7 +106,7 @@ class World:
         if self.limit:
             trace.truncated, trace.limit, trace.error_kind = True, self.limit, "truncated"
             trace.reward = 0.0
-        return RolloutResult(play.rollout_id, play.group_id, encode_trace(trace))
+        return RolloutResult(play.rollout_id, encode_trace(trace))
 
     async def announce(self, ready: BatchReady) -> None:
         written = self.run_state.run_dir.batch(ready.step).read_bytes()

@@ -78,7 +78,7 @@ def answer(run: Orchestrator, label: str, **changes: Any) -> None:
         ),
     ]  # fmt: skip
     trace = Trace(id="g0.0", group_id="g0", nodes=nodes, **changes)
-    run.rollouts.on_result(RolloutResult("g0.0", "g0", encode_trace(trace)))
+    run.rollouts.on_result(RolloutResult("g0.0", encode_trace(trace)))
 
 
 def test_published_versions_are_accepted_before_and_after_a_resume(tmp_path: Path) -> None:

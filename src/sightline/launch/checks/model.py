@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import json
 import math
-import shutil
 import subprocess
 import tempfile
 from dataclasses import dataclass, field, replace
@@ -41,6 +40,7 @@ from sightline.rollout.player import RolloutPlayer
 from sightline.run import RunDir
 from sightline.run.machine import build_environ, runs_on_cpu
 from sightline.trainer.conversations import check_rows_for_images
+from sightline.wire.file import measure_free_bytes
 from sightline.wire.generate import GenerateRequest, GenerateResponse
 
 NUM_TASKS = 3
@@ -215,8 +215,7 @@ def check_disk(config: RunFile | SftFile, run_dir: RunDir, spare_bytes: int = SP
     # A resumed run has already written some of these files.
     written = [*run_dir.checkpoints.rglob("*.safetensors"), *run_dir.weights.rglob("*.safetensors")]
     needed = spare_bytes + copies * weights - sum(file.stat().st_size for file in written)
-    existing = next(path for path in (run_dir.path, *run_dir.path.parents) if path.exists())
-    free = shutil.disk_usage(existing).free
+    free = measure_free_bytes(run_dir.path)
     if free < needed:
         is_new = not run_dir.config.is_file()
         fix = "set [run] dir to a larger disk" if is_new else "move the run to a larger disk"
