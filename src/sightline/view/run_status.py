@@ -334,7 +334,7 @@ def print_runs(statuses: Sequence[RunStatus], console: Console, ids: bool = Fals
             Text(formatting.clean(status.run_dir.path.name)),
             Text(status.state, style=_COLOURS[status.state]),
             _format_steps(status, "/"),
-            _format_measure(status),
+            format_measure(status),
             _format_time(status.started, "%m-%d %H:%M"),
             formatting.duration(status.seconds),
             decimal(measure_bytes(status.run_dir.path)),
@@ -359,7 +359,7 @@ def print_status(status: RunStatus, console: Console) -> None:
         rows.append(("cause", status.cause))
     if status.goal is not None:
         rows.append(("goal", f"reached [run] stop_at = {status.goal:g}"))
-    rows += [("step", _format_steps(status, " of ")), (status.measure, _format_measure(status))]
+    rows += [("step", _format_steps(status, " of ")), (status.measure, format_measure(status))]
     if steps := by_step(events, "step"):
         newest = list(steps.values())[-1]
         rows.append(("newest", step_line(newest.step, newest.values)))
@@ -388,7 +388,8 @@ def _format_steps(status: RunStatus, of: str) -> str:
     return f"{TRIAL}, {total} tasks" if status.command == TRIAL else f"{status.step}{of}{total}"
 
 
-def _format_measure(status: RunStatus) -> str:
+def format_measure(status: RunStatus) -> str:
+    """Format the reward or loss at the start and at the end."""
     if status.first is None and status.last is None:
         return formatting.NOTHING
     first, last = formatting.fixed(status.first, 3), formatting.fixed(status.last, 3)

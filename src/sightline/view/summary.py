@@ -195,8 +195,8 @@ def headlines(summary: dict[str, Any]) -> list[tuple[str, str]]:
 def _describe_images(summary: dict[str, Any]) -> str:
     names = {"images_shown": "sent", "images_stored": "unique", "bad_media": "failed"}
     counts = {name: find_number(summary, name) for name in names}
-    if counts["images_shown"] is not None and not any(counts.values()):
-        return "none"
+    if not any(counts.values()):
+        return formatting.NOTHING if counts["images_shown"] is None else "none"
     return ", ".join(f"{formatting.whole(counts[name])} {word}" for name, word in names.items())
 
 
