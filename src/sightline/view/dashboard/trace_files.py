@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from dataclasses import dataclass
 from hashlib import blake2b
 from pathlib import Path
@@ -21,6 +21,9 @@ MAX_ANSWER_CHARS = 160
 BROKEN = "broken"
 UNKNOWN = ""
 """Verdict for rollouts without one, in evaluations and older runs."""
+
+Verdicts = dict[str, str]
+"""Verdicts by rollout."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -153,18 +156,17 @@ def collect_images(trace: Trace) -> list[tuple[MediaRef, int, int]]:
     ]
 
 
-def parse_verdicts(line: bytes) -> tuple[int, dict[str, str]] | None:
-    """Return a line's step and its verdicts by rollout; None if it is unreadable."""
+def read_verdicts(run_dir: RunDir, steps: Collection[int | None]) -> dict[int | None, Verdicts]:
+    """Return the verdicts of some steps. The last line of a step counts."""
+    parsed = map(_parse_verdicts, read_lines(run_dir.verdicts))
+    return {step: verdicts for step, verdicts in parsed if step in steps}
+
+
+def _parse_verdicts(line: bytes) -> tuple[int, Verdicts]:
+    """Return a line's step and verdicts; -1 as the step if it is unreadable."""
     try:
         record = json.loads(line)
         verdicts = {name: v for v, names in record["verdicts"].items() for name in names}
-        step = int(record["step"])
-        return (step, verdicts) if 0 <= step < 2**63 else None
+        return int(record["step"]), verdicts
     except (ValueError, TypeError, KeyError, AttributeError, OverflowError, RecursionError):
-        return None
-
-
-def read_verdicts(run_dir: RunDir, stem: str) -> dict[str, str]:
-    """Return a step's verdicts by rollout. The last line of a step counts."""
-    parsed = [line for line in map(parse_verdicts, read_lines(run_dir.verdicts)) if line]
-    return {f"step_{step:06d}": verdicts for step, verdicts in parsed}.get(stem, {})
+        return -1, {}

@@ -175,7 +175,7 @@ def build_sample_table(run_dir: RunDir, store: MediaStore, step: int) -> list[Ro
     rows: list[RolloutRow] = []
     groups: set[str] = set()
     file = run_dir.traces_of(step)
-    verdicts = trace_files.read_verdicts(run_dir, file.stem)
+    verdicts = trace_files.read_verdicts(run_dir, [step]).get(step, {})
     try:
         for record in trace_files.read_records(file):
             if isinstance(record, str) or record.trace.group_id in groups:
