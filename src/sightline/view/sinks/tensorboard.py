@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import json
 import time
 from pathlib import Path
@@ -40,9 +41,11 @@ class TensorBoard:
         values = []
         for place, sample in enumerate(samples):
             for number, thumb in enumerate(sample.thumbs):
+                encoded = io.BytesIO()
+                thumb.save(encoded, format="PNG")
                 image = Summary.Image(
                     height=thumb.height, width=thumb.width, colorspace=3,
-                    encoded_image_string=thumb.data,
+                    encoded_image_string=encoded.getvalue(),
                 )  # fmt: skip
                 values.append(Summary.Value(tag=f"samples/{place}/{number}", image=image))
         rows = ["| rollout | verdict | reward | text |", "|---|---|---|---|"]
