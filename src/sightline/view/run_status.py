@@ -24,7 +24,6 @@ from sightline.view import formatting
 from sightline.view.console import describe_events, step_line
 from sightline.view.events import by_step, find_number, is_end_damaged, read_events
 from sightline.view.fenced_run_dir import FencedRunDir, is_below
-from sightline.view.images_in_use import RUN_FOLDERS, collect_digests
 from sightline.view.run_files import RunFiles, is_run
 from sightline.view.summary import active_seconds, build_summary
 from sightline.wire.event import Event
@@ -281,40 +280,6 @@ def measure_bytes(*paths: Path) -> int:
         if path.is_file():
             total += path.stat().st_size
     return total
-
-
-@dataclass(frozen=True)
-class PrunableRun:
-    """A run whose records may be removed."""
-
-    run_dir: RunDir
-    folders: list[Path]
-    """Folders of its traces, scores and dashboard index; for a finished run, also its batches."""
-
-
-def find_prunable(statuses: Iterable[RunStatus], older_than_s: float) -> list[PrunableRun]:
-    """Return the ended runs that are older than `older_than_s`, with the folders to remove."""
-    prunable = []
-    for status in statuses:
-        at = status.run_dir
-        if status.state != RUNNING and status.last_write < time.time() - older_than_s:
-            folders = [at.traces, at.scores, at.view] + [at.batches] * (status.state == FINISHED)
-            prunable.append(
-                PrunableRun(at, [folder for folder in folders if measure_bytes(folder)])
-            )
-    return prunable
-
-
-def collect_kept_digests(
-    statuses: Iterable[RunStatus], prunable: Iterable[PrunableRun]
-) -> set[str]:
-    """Return the digests of images that the remaining files of these runs refer to."""
-    deleted = {run.run_dir: {folder.name for folder in run.folders} for run in prunable}
-    digests: set[str] = set()
-    for status in statuses:
-        folders = set(RUN_FOLDERS) - deleted.get(status.run_dir, set())
-        digests |= collect_digests(status.run_dir.path, folders=folders)
-    return digests
 
 
 def print_runs(statuses: Sequence[RunStatus], console: Console, ids: bool = False) -> None:

@@ -38,13 +38,6 @@ IndexedTraces = dict[str, tuple[int, Trace]]
 """A file's traces by id, each with its rollout's id."""
 
 
-@dataclass(frozen=True, slots=True)
-class RefreshResult:
-    changed: bool
-    files_left: int
-    """Number of files that are not indexed yet."""
-
-
 class RolloutIndex:
     def __init__(self, run_dir: RunDir) -> None:
         self._run_dir = run_dir

@@ -21,14 +21,7 @@ SORT_ORDERS = {
     "mismatch": "kl DESC, id ASC",
     "longest": "tokens DESC, id ASC",
 }
-GROUP_ORDERS = {
-    "newest": "step DESC, id ASC",
-    "oldest": "step ASC, id ASC",
-    "reward_high": "reward DESC, id ASC",
-    "reward_low": "reward IS NULL, reward ASC, id ASC",
-    "spread": "max(reward) - min(reward) DESC, id ASC",
-    "longest": "tokens DESC, id ASC",
-}
+GROUP_ORDERS = SORT_ORDERS | {"spread": "max(reward) - min(reward) DESC, id ASC"}
 MAX_ERRORS = 20
 _COLUMNS = (
     "file", "number", "trace_id", "group_id", "env", "task", "split", "step", "reward", "rewards",
