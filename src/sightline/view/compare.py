@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from rich.console import Console
 from rich.table import Table
@@ -12,7 +12,7 @@ from rich.text import Text
 from sightline.run.run_dir import RunDir
 from sightline.view.events import read_events
 from sightline.view.formatting import NOTHING, clean
-from sightline.view.run_files import RunFiles, get_run_dir
+from sightline.view.run_files import RunFiles, flatten_settings, get_run_dir
 from sightline.view.run_status import format_measure, get_status
 from sightline.view.summary import build_summary, headlines
 
@@ -36,7 +36,10 @@ class Comparison(NamedTuple):
 
 def compare_runs(first: RunDir, second: RunDir) -> Comparison:
     run_dirs = [get_run_dir(run_dir.path) for run_dir in (first, second)]
-    settings = [dict(_flatten_settings(RunFiles(run_dir).settings)) for run_dir in run_dirs]
+    settings = [
+        {name: str(value) for name, value in flatten_settings(RunFiles(run_dir).settings)}
+        for run_dir in run_dirs
+    ]
     results = [_list_results(run_dir) for run_dir in run_dirs]
     return Comparison(
         (first.path.resolve().name, second.path.resolve().name),
@@ -47,14 +50,6 @@ def compare_runs(first: RunDir, second: RunDir) -> Comparison:
         ],
         [row for row in _pair(*results) if {row.first, row.second} != {NOTHING}],
     )
-
-
-def _flatten_settings(values: dict[str, Any], prefix: str = "") -> Iterator[tuple[str, str]]:
-    for key, value in values.items():
-        if isinstance(value, dict):
-            yield from _flatten_settings(value, f"{prefix}{key}.")
-        else:
-            yield f"{prefix}{key}", str(value)
 
 
 def _list_results(run_dir: RunDir) -> dict[str, str]:

@@ -181,7 +181,7 @@ def get_status(run_dir: RunDir) -> RunStatus:
     summary = None if launcher else files.find_summary()
     events = [] if summary and "sft" not in files.settings else list(read_events(metrics))
     results = summary or build_summary(events)
-    total = find_number(files.settings.get("run") or {}, "steps")
+    total = find_number(files.get_section("run"), "steps")
     sft = list(by_step(events, "sft").values())
     first, last = find_number(results, "reward_start"), find_number(results, "reward_final")
     # Events may be lost or damaged, so use the ledger of trained steps too.
@@ -198,7 +198,7 @@ def get_status(run_dir: RunDir) -> RunStatus:
     oldest = next(iter(events or islice(read_events(metrics), 1)), None)
     command = "sft" if "sft" in files.settings else "rl"
     if oldest is not None and oldest.process == TRIAL:
-        command, total = TRIAL, find_number(files.settings.get("eval") or {}, "tasks")
+        command, total = TRIAL, find_number(files.get_section("eval"), "tasks")
     return RunStatus(
         run_dir=run_dir,
         run_id=_read_run_id(fenced),
@@ -239,11 +239,6 @@ def describe_end(status: RunStatus, settings: RunConfig) -> str:
     return (
         f"{status.run_dir.path} has finished: {what}\nto continue: {status.resume_command} {more}"
     )
-
-
-def get_phase(run_dir: RunDir) -> str:
-    """Return the current phase: starting, training, stopping and so on."""
-    return describe_events(read_events(run_dir.metrics))[0]
 
 
 def find_runs(paths: Iterable[Path]) -> list[RunDir]:

@@ -16,7 +16,7 @@ import tempfile
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import astuple, dataclass
+from dataclasses import astuple
 from pathlib import Path
 
 import msgspec
@@ -43,6 +43,8 @@ class RolloutIndex:
         self._run_dir = run_dir
         self._refresh_lock = threading.Lock()
         self._scratch: tempfile.TemporaryDirectory[str] | None = None
+        self.files_left = 0
+        """Number of trace files that are not indexed yet."""
         self.path = self._open()
 
     def close(self) -> None:
@@ -117,8 +119,8 @@ class RolloutIndex:
                 connection.execute(statement)
             connection.execute(f"PRAGMA user_version = {SCHEMA_VERSION}")
 
-    def refresh(self, max_files: int = 1 << 30) -> RefreshResult:
-        """Index new data, but at most `max_files` trace files."""
+    def refresh(self, max_files: int = 1 << 30) -> bool:
+        """Index new data, but at most `max_files` trace files. Return whether there was any."""
         with self._refresh_lock:
             stale = self._stale_files()
             chosen = stale[:max_files]
@@ -127,8 +129,8 @@ class RolloutIndex:
             verdicts = trace_files.read_verdicts(self._run_dir, steps) if chosen else {}
             for name, stat in chosen:
                 self._index_file(name, stat, verdicts.get(trace_files.find_step(name), {}))
-            changed = bool(stale) | self._forget_removed() | self._index_scores()
-            return RefreshResult(changed, max(0, len(stale) - max_files))
+            self.files_left = len(stale) - len(chosen)
+            return bool(stale) | self._forget_removed() | self._index_scores()
 
     def _stale_files(self) -> list[tuple[str, os.stat_result]]:
         """Return new and changed trace files, newest steps first."""

@@ -21,7 +21,10 @@ SORT_ORDERS = {
     "mismatch": "kl DESC, id ASC",
     "longest": "tokens DESC, id ASC",
 }
-GROUP_ORDERS = SORT_ORDERS | {"spread": "max(reward) - min(reward) DESC, id ASC"}
+GROUP_ORDERS = SORT_ORDERS | {
+    "mismatch": "max(kl) DESC, id ASC",
+    "spread": "max(reward) - min(reward) DESC, id ASC",
+}
 MAX_ERRORS = 20
 _COLUMNS = (
     "file", "number", "trace_id", "group_id", "env", "task", "split", "step", "reward", "rewards",

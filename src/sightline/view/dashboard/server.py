@@ -235,7 +235,8 @@ class Dashboard:
         view = self._run(run)
         rollout = rollout_page.describe_rollout(view, file, number)
         if rollout is None:
-            left = f"; {view.files_left} files are not indexed yet" if view.files_left else ""
+            files_left = view.index.files_left
+            left = f"; {files_left} files are not indexed yet" if files_left else ""
             raise HTTPException(404, f"rollout not found{left}")
         return _json_response(rollout)
 
