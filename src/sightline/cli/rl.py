@@ -43,10 +43,7 @@ def run(args: argparse.Namespace) -> int:
     if not path.is_file():
         return training.run_training(job, args)  # this raises the error
     if not args.resume and len(combinations := expand_overrides(args.overrides)) > 1:
-        _check_sweep(
-            args,
-            {load_config(RunFile, path, combination).launch.on for combination in combinations},
-        )
+        _check_sweep(args, {load_config(RunFile, path, each).launch.on for each in combinations})
         return training.run_training(job, args)
     overrides = [word for word in [args.file, *args.overrides] if word][not args.resume :]
     if args.job:
@@ -68,10 +65,10 @@ def run(args: argparse.Namespace) -> int:
 def _check_sweep(args: argparse.Namespace, clusters: set[str]) -> None:
     """Raise if a sweep cannot run sequentially on this machine."""
     options = {"--dry-run": args.dry_run, "-o": args.output, "--seeds": args.seeds}
-    conflicts = [option for option, value in options.items() if value]
-    conflicts += [f'[launch] on = "{on}"' for on in sorted(clusters - {"local", "ray"})]
-    if conflicts:
-        raise ConfigError(
-            f"a sweep (values with commas between them) with {conflicts[0]}, which is for one run",
-            "give one value at a time; on Slurm, --seeds 0-3 starts a run for each seed",
-        )
+    options |= {f'[launch] on = "{on}"': True for on in sorted(clusters - {"local", "ray"})}
+    for option, is_set in options.items():
+        if is_set:
+            raise ConfigError(
+                f"a sweep (values with commas between them) with {option}, which is for one run",
+                "give one value at a time; on Slurm, --seeds 0-3 starts a run for each seed",
+            )

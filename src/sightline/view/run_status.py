@@ -262,18 +262,16 @@ def _began(run_dir: RunDir) -> float:
     return oldest.time if oldest else run_dir.path.stat().st_mtime
 
 
-def measure_bytes(*paths: Path) -> int:
-    """Return the total size of the files at and below these paths. Ignores vanishing files."""
+def measure_bytes(*folders: Path) -> int:
+    """Return the total size of the files below these folders. Ignores vanishing files."""
     total = 0
-    for path in paths:
-        for folder, _, names in os.walk(path):
+    for top in folders:
+        for folder, _, names in os.walk(top):
             for name in names:
                 try:
                     total += os.lstat(os.path.join(folder, name)).st_size
                 except FileNotFoundError:
                     continue
-        if path.is_file():
-            total += path.stat().st_size
     return total
 
 

@@ -7,7 +7,7 @@ import asyncio
 import json
 import shutil
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from itertools import zip_longest
 from pathlib import Path
 from typing import Any
@@ -15,7 +15,7 @@ from typing import Any
 import msgspec
 
 from sightline import config
-from sightline.config import MediaConfig, ModelConfig
+from sightline.config import MediaConfig, ModelConfig, RunFile
 from sightline.config.secret_refs import resolve_secret
 from sightline.errors import ConfigError
 from sightline.families import Family, load_family, load_renderer
@@ -173,34 +173,30 @@ def _print_totals(reports: list[ReplayReport], traces: list[Trace]) -> None:
         )
 
 
-def _get_run_folder(path: Path) -> Path:
-    """Return the run directory of a trace file."""
-    return path.absolute().parent.parent
+def load_run_file(args: argparse.Namespace, overrides: Sequence[str] = ()) -> RunFile | None:
+    """Return the settings of the run that the trace file belongs to, or None."""
+    file = args.file.absolute().parent.parent / "config.toml"
+    return config.load_stored_config(RunFile, file, overrides) if file.is_file() else None
 
 
 def open_media_store(args: argparse.Namespace) -> MediaStore:
     """Open the store from --media, or the run's own store."""
-    run_dir = _get_run_folder(args.file)
-    file, media = run_dir / "config.toml", MediaConfig()
-    if file.is_file():
-        media = config.load_stored_config(config.RunFile, file).media
+    run_file = load_run_file(args)
+    media = MediaConfig() if run_file is None else run_file.media
     root = media.root if args.media is None else args.media
-    return open_store(root or run_dir / "media", **media.store_options())
-
-
-def get_model_settings(args: argparse.Namespace) -> ModelConfig:
-    """Return the run's [model] section, with the checkpoint from --model."""
-    file = _get_run_folder(args.file) / "config.toml"
-    overrides = [] if args.model is None else [f"model.path={args.model}"]
-    if file.is_file():
-        return config.load_stored_config(config.RunFile, file, overrides).model
-    if args.model is None:
-        raise ConfigError(f"there is no run file at {file}", "name the checkpoint with --model DIR")
-    return config.ModelConfig(path=str(args.model))
+    own = args.file.absolute().parent.parent / "media"
+    return open_store(root or own, **media.store_options())
 
 
 def load_model(args: argparse.Namespace) -> tuple[Family, Renderer]:
-    model, store = get_model_settings(args), open_media_store(args)
+    """Load the run's model, or the checkpoint from --model with the run's settings."""
+    run_file = load_run_file(args, [] if args.model is None else [f"model.path={args.model}"])
+    if run_file is None and args.model is None:
+        raise ConfigError(
+            f"{args.file} is in no run directory", "name the checkpoint with --model DIR"
+        )
+    model = ModelConfig(path=str(args.model)) if run_file is None else run_file.model
     family = load_family(model.path, **model.overrides())
+    store = open_media_store(args)
     renderer = load_renderer(model.path, store, family, number_images=model.number_images)
     return family, renderer

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from hashlib import blake2b
 from pathlib import Path
 
-from sightline.errors import SightlineError, WireError
+from sightline.errors import SightlineError, WireError, summarize_traceback
 from sightline.media import MediaRef
 from sightline.message import Message
 from sightline.run.run_dir import RunDir
@@ -94,6 +94,7 @@ def build_row(record: TraceRecord, file: str, verdict: str | None) -> dict[str, 
     turns = trace.turns
     step = find_step(file)
     oldest = trace.oldest_version
+    cause = summarize_traceback(trace.error or trace.limit).strip() or trace.error_kind
     return {
         "file": file,
         "number": record.number,
@@ -108,7 +109,7 @@ def build_row(record: TraceRecord, file: str, verdict: str | None) -> dict[str, 
         "reward": trace.reward,
         "rewards": json.dumps(trace.rewards),
         "verdict": verdict or (BROKEN if trace.error else UNKNOWN),
-        "error": _find_cause(trace),
+        "error": cause[:MAX_ANSWER_CHARS],
         "turns": len(turns),
         "branches": len(trace.branches()),
         "tokens": trace.num_tokens,
@@ -118,14 +119,6 @@ def build_row(record: TraceRecord, file: str, verdict: str | None) -> dict[str, 
         "seconds": trace.ended - trace.started if trace.ended > trace.started > 0 else None,
         "answer": _answer(turns[-1].message) if turns else "",
     }
-
-
-def _find_cause(trace: Trace) -> str:
-    """Return the last line of the error or limit that ended a rollout."""
-    lines = [line.strip() for line in (trace.error or trace.limit).splitlines() if line.strip()]
-    if len(lines) > 1 and lines[-1].startswith("fix: "):
-        lines.pop()
-    return lines[-1][:MAX_ANSWER_CHARS] if lines else trace.error_kind
 
 
 def _answer(message: Message) -> str:
