@@ -39,8 +39,9 @@ def test_a_text_only_model_learns_a_code_in_words(tmp_path: Path, kind: str) -> 
     assert not {"reward_swapped", "probe", "probes"} & found.keys()
     events = read_events(run_dir.metrics)
     assert len(by_step(events, "train")) == found["steps"] > 0
-    for word in ("blind", "swapped", "images sent", "unique images", "failed images"):
-        assert word not in said.lower(), word
+    report = (run_dir.report / "report.md").read_text().lower()
+    for word in ("blind", "swapped", "images shown", "images stored", "bad images"):
+        assert word not in report, word
     if IS_FULL:
         assert found["reward_final"] > found["reward_start"] + 0.2
 

@@ -31,9 +31,9 @@ from sightline.message import AssistantMessage, ToolCall
 from sightline.rollout.client import GenerateClient
 from sightline.run import RunDir
 from sightline.run.rights import derive_rights
-from sightline.view.dashboard.export import export_run
 from sightline.view.dashboard.run_collection import RunCollection
 from sightline.view.dashboard.server import build_app
+from sightline.view.report import write_report
 
 KEY = "sk-7d1f0a-never-to-be-seen"
 
@@ -301,7 +301,7 @@ def check_shows_nothing(run_dir: RunDir, hidden: tuple[str, ...]) -> str:
 
     Check that no file of the run, except its secret, contains any of `hidden`.
     """
-    export_run(run_dir, run_dir.report / "index.html")
+    write_report(run_dir)
     runs = RunCollection([run_dir.path])
     with TestClient(build_app(runs), base_url="http://127.0.0.1") as web:
         key = web.get("/api/runs").json()[0]["key"]
@@ -330,7 +330,7 @@ def test_secrets_written_by_an_earlier_version_are_not_shown(
     found = config.load_stored_config(RunFile, run_dir.config)
     assert found.env.args == {"api_key": "env:HIDDEN", "judges": [{"x-token": "env:HIDDEN"}]}
     assert KEY not in hide_secrets(old)
-    report = export_run(run_dir, run_dir.report / "index.html").read_text()
+    report = write_report(run_dir).read_text()
     assert KEY not in report and "env:HIDDEN" in report
 
 

@@ -48,6 +48,7 @@ from sightline.run.run_dir import show_path
 from sightline.run.server_changes import list_wanted
 from sightline.view.console import LiveView
 from sightline.view.notebook import Run, open_run
+from sightline.view.report import write_report
 from sightline.view.summary import print_summary, summarize
 
 
@@ -142,12 +143,9 @@ class RlJob(TrainingJob[RunFile]):
 
     def print_outcome(self, file: RunFile, run_dir: RunDir, stopped_by: str) -> None:
         """Print the summary and write the report."""
-        # Imported here, because FastAPI would slow down the start of every run.
-        from sightline.view.dashboard.export import export_run
-
         extra = {"stopped_by": stopped_by} if stopped_by else {}
         print_summary(summarize(run_dir, **extra), Console())
-        report = export_run(run_dir, run_dir.report / "index.html")
+        report = write_report(run_dir)
         # Print plain last lines for scripts.
         print(f"run: {show_path(run_dir.path)}")
         print(f"report: {show_path(report)}", flush=True)

@@ -24,6 +24,19 @@ class Timeline:
     def both(self) -> list[Interval]:
         return intersect_intervals(self.server, self.trainer)
 
+    @property
+    def trainer_s(self) -> float:
+        return total_s(self.trainer)
+
+    @property
+    def both_s(self) -> float:
+        return total_s(self.both)
+
+    @property
+    def share(self) -> float | None:
+        """Fraction of the trainer's busy time during which the server was busy too."""
+        return self.both_s / self.trainer_s if self.trainer_s else None
+
 
 def build_timeline(events: Iterable[Event]) -> Timeline:
     server: list[Interval] = []

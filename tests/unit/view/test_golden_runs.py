@@ -22,9 +22,9 @@ from sightline.orchestrator.run_state import RunState
 from sightline.run import RunDir
 from sightline.trace import read_traces
 from sightline.trainer.checkpoint import CheckpointStore, Ledger, open_shards
-from sightline.view.dashboard.export import export_run
 from sightline.view.dashboard.run_collection import RunCollection
 from sightline.view.dashboard.server import build_app
+from sightline.view.report import write_report
 from sightline.view.run_status import get_status
 from sightline.wire.micro_batch import StepScores
 from sightline.wire.sample import Batch
@@ -69,7 +69,7 @@ def test_every_reader_shows_the_golden_run(
     assert (status.command, status.steps_total) == ("rl", 9)
     assert main(["status", str(golden.path)]) == 0 and main(["ls", str(golden.path.parent)]) == 0
     assert main(["trace", "export", str(golden.traces_of(3))]) == 0
-    assert "color_codeword" in export_run(golden, golden.report / "index.html").read_text()
+    assert "color_codeword" in write_report(golden).read_text()
     with TestClient(build_app(RunCollection([golden.path])), base_url="http://localhost") as web:
         [shown] = web.get("/api/runs").json()
     assert shown["env"] == "color_codeword"

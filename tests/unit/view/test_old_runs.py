@@ -19,12 +19,12 @@ from sightline.cli.main import main
 from sightline.config.renamed import RENAMED
 from sightline.run import RunDir
 from sightline.view.compare import compare_runs
-from sightline.view.dashboard.export import export_run
 from sightline.view.dashboard.run_collection import RunCollection
 from sightline.view.dashboard.run_view import RunView
 from sightline.view.dashboard.server import build_app
 from sightline.view.inspect import inspect_run
 from sightline.view.parquet_export import export_samples
+from sightline.view.report import write_report
 from sightline.view.run_files import RunFiles
 
 GOLDEN = Path(__file__).resolve().parents[2] / "golden" / "old_runs"
@@ -64,7 +64,7 @@ def test_dashboard_and_notebook_show_current_names(old_run: RunDir) -> None:
 def test_old_run_can_be_reported_exported_and_inspected(
     old_run: RunDir, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    assert "[monitor]" in export_run(old_run, old_run.report / "index.html").read_text()
+    assert "[monitor]" in write_report(old_run).read_text()
     assert len(list(export_samples(old_run))) == 2
     assert inspect_run(old_run).rollouts == 40
     assert main(["trace", "export", str(old_run.traces_of(1))]) == 0

@@ -5,15 +5,17 @@ import re
 from sightline.media import MediaStore
 from sightline.run import RunDir
 from sightline.trace import write_traces
-from sightline.view.dashboard.export import MAX_ROLLOUTS, export_run
+from sightline.view.dashboard import export
+from sightline.view.report import write_report
 from sightline.view.summary import summarize
 from sightline.wire.event import Event
 
 from .event_fixtures import HOSTILE, T0, append, step, trace_of, write_run
 
 
-def write_report(run_dir):
-    return export_run(run_dir, run_dir.report / "index.html")
+def report_of(run_dir):
+    write_report(run_dir)
+    return (run_dir.report / "report.md").read_text()
 
 
 def read_export(page):
@@ -23,15 +25,16 @@ def read_export(page):
     return json.loads(embedded[1])
 
 
-def test_report_shows_metrics_and_settings(tmp_path):
+def test_report_shows_metrics_and_rollouts(tmp_path):
     run_dir = write_run(tmp_path / "demo", steps=20)
     summarize(run_dir)
-    answers = read_export(write_report(run_dir))["answers"]
-    (overview,) = answers["runs"]
-    assert [entry["reward"] for entry in overview["evals"]] == [0.11, 0.96]
-    assert overview["evals"][1]["swapped"] == {"metric": 0.12}
-    assert answers["metrics"]["columns"]["verdicts.no_signal"][-1] == 180
-    assert "seed = 3" in answers["settings"]["text"]
+    text = report_of(run_dir)
+    for words in (
+        "0.11", "0.96", "images swapped", "Held-out tasks", "Verdicts", "no\\_signal", "83%",
+        "### Step 000001", "### Step 000020", "seed = 3",
+    ):  # fmt: skip
+        assert words in text, words
+    assert text.count("\ntrace ") == 6
 
 
 def test_hostile_text_executes_no_script(tmp_path):
@@ -42,7 +45,10 @@ def test_hostile_text_executes_no_script(tmp_path):
     values = {"name": HOSTILE, "metric": 0.5, "parts": {HOSTILE: 0.1}}
     append(run_dir, Event(time=T0, process="orchestrator", kind="eval", values=values))
     run_dir.config.write_text(run_dir.config.read_text() + f"# {HOSTILE.splitlines()[0]}\n")
-    page = write_report(run_dir).read_text()
+    outside = re.sub(r"^(`{3,})text\n.*?\n\1$", "", report_of(run_dir), flags=re.S | re.M)
+    assert "<script" not in outside
+    assert "<img" not in outside
+    page = (run_dir.report / "index.html").read_text()
     # Our three script elements and no other: a text cannot open or close one.
     assert page.count("<script") == page.count("</script") == 3
     assert "default-src 'none'" in page
@@ -50,31 +56,38 @@ def test_hostile_text_executes_no_script(tmp_path):
 
 def test_empty_run_has_a_report(tmp_path):
     run_dir = RunDir(tmp_path / "empty")
-    assert read_export(write_report(run_dir))["answers"]["rollouts"]["rows"] == []
+    assert report_of(run_dir).startswith("# empty")
+    assert read_export(run_dir.report / "index.html")["answers"]["rollouts"]["rows"] == []
 
 
 def test_written_summary_is_used_until_the_run_continues(tmp_path):
     run_dir = write_run(tmp_path / "demo")
     summarize(run_dir, stopped_by="Ctrl-C", reward_final=0.5)
-    assert find_problem(run_dir) == "Ctrl-C"
+    assert "Ctrl-C" in report_of(run_dir)
     later = run_dir.summary.stat().st_mtime + 1
     append(run_dir, step(21))
     os.utime(run_dir.metrics, (later, later))
-    assert find_problem(run_dir) != "Ctrl-C"
+    assert "Ctrl-C" not in report_of(run_dir)
     assert json.loads(run_dir.summary.read_text())["reward_final"] == 0.5
-
-
-def find_problem(run_dir):
-    return read_export(write_report(run_dir))["answers"]["runs"][0]["end"]["problem"]
 
 
 def test_a_damaged_trace_file_is_named_and_the_rest_is_shown(tmp_path):
     run_dir = write_run(tmp_path / "demo", steps=20)
     file = run_dir.traces_of(20)
     file.write_bytes(file.read_bytes()[: file.stat().st_size // 2])
-    answers = read_export(write_report(run_dir))["answers"]
-    assert {row["step"] for row in answers["rollouts"]["rows"]} >= {1}
-    assert any("ends inside trace" in problem for problem in answers["runs"][0]["problems"])
+    text = report_of(run_dir)
+    assert "ends inside trace" in text
+    assert text.count("\ntrace ") >= 3
+    problems = read_export(run_dir.report / "index.html")["answers"]["runs"][0]["problems"]
+    assert any("ends inside trace" in problem for problem in problems)
+
+
+def test_only_one_rollout_of_a_group_is_in_the_markdown(tmp_path):
+    run_dir = write_run(tmp_path / "demo", steps=1)
+    store = MediaStore(run_dir.media)
+    traces = [trace_of(store, 0, False), trace_of(store, 0, True), trace_of(store, 1, True)]
+    write_traces(run_dir.traces_of(1), traces)
+    assert report_of(run_dir).count("\ntrace ") == 2
 
 
 def test_the_export_has_the_first_and_the_last_step_with_their_images(tmp_path):
@@ -113,8 +126,8 @@ def test_oversized_export_has_fewer_rollouts(tmp_path):
     for number in (1, 2):
         write_traces(run_dir.traces_of(number), [trace_of(store, i, True) for i in range(100)])
     page = write_report(run_dir)
-    assert sum(1 for _ in rollouts(read_export(page))) == MAX_ROLLOUTS
+    assert sum(1 for _ in rollouts(read_export(page))) == export.MAX_ROLLOUTS
     limit = page.stat().st_size - 50_000
-    export_run(run_dir, page, limit)
+    export.export_run(run_dir, page, limit)
     assert page.stat().st_size <= limit
-    assert 0 < sum(1 for _ in rollouts(read_export(page))) < MAX_ROLLOUTS
+    assert 0 < sum(1 for _ in rollouts(read_export(page))) < export.MAX_ROLLOUTS

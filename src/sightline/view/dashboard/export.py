@@ -77,7 +77,6 @@ def export_run(run_dir: RunDir, file: Path, max_bytes: int = MAX_BYTES) -> Path:
                 num_rollouts //= 2
         finally:
             view.close()
-    file.parent.mkdir(parents=True, exist_ok=True)
     write_atomic(file, page)
     return file
 
