@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 from sightline.wire.event import Event
 
@@ -43,10 +44,20 @@ def build_timeline(events: Iterable[Event]) -> Timeline:
     trainer: list[Interval] = []
     for event in events:
         if event.kind == "busy":
-            server += event.values["intervals"]
-        elif event.kind == "train":
-            trainer.append(event.values["busy"])
+            intervals = event.values.get("intervals")
+            server += [i for i in map(_parse_interval, intervals or ()) if i]
+        elif event.kind == "train" and (interval := _parse_interval(event.values.get("busy"))):
+            trainer.append(interval)
     return Timeline(merge_intervals(server), merge_intervals(trainer))
+
+
+def _parse_interval(value: Any) -> Interval | None:
+    if not isinstance(value, list | tuple) or len(value) != 2:
+        return None
+    start, end = value
+    if not all(isinstance(side, int | float) for side in (start, end)) or end <= start:
+        return None
+    return float(start), float(end)
 
 
 def merge_intervals(intervals: Iterable[Interval]) -> list[Interval]:
