@@ -107,7 +107,7 @@ def _find_store(args: argparse.Namespace, token: str) -> tuple[Path | str, str]:
             "no store given", "name one with --store ROOT, or a run with --run RUN_DIR"
         )
     run_dir = RunDir(args.runs[0])
-    section = RunFiles(run_dir).settings.get("media", {})
+    section = RunFiles(run_dir).get_section("media")
     media = validate_config(MediaConfig, section, f"[media] of {run_dir.config}")
     if media.root and not args.token:
         token = media.read_token(for_control=args.media_action == "gc")
