@@ -14,6 +14,7 @@ from contextlib import AsyncExitStack
 from typing import Any
 
 import uvicorn
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from sightline.compute.checkpoint_files import open_checkpoint
 from sightline.compute.model import empty_parameters
@@ -25,7 +26,7 @@ from sightline.inference.vllm_plugin import CONFIG_KEY, check_version, symbols
 from sightline.inference.vllm_plugin.engine import VllmEngine
 from sightline.inference.vllm_plugin.multimodal_items import MultiModalItems
 from sightline.inference.vllm_plugin.weight_updater import WeightUpdater, vision_digest
-from sightline.transport.http_server import App, LimitedProtocol, Message, Receive, Send
+from sightline.transport.http_server import LimitedProtocol
 from sightline.transport.listen import describe_link
 from sightline.wire.weights import Manifest
 
@@ -36,13 +37,13 @@ ENGINE_CHECK_S = 1.0
 
 
 class Middleware:
-    def __init__(self, app: App) -> None:
+    def __init__(self, app: ASGIApp) -> None:
         self._app = app
         self._stack = AsyncExitStack()
         self._server: InferenceServer | None = None
         self._is_stopping = False
 
-    async def __call__(self, scope: Message, receive: Receive, send: Send) -> None:
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] == "lifespan":
             await self._app(scope, receive, self._wrap_lifespan_send(scope, send))
         elif scope["type"] == "http" and self._server is not None:
@@ -50,7 +51,7 @@ class Middleware:
         else:
             await send({"type": "websocket.close", "code": 1000})
 
-    def _wrap_lifespan_send(self, scope: Message, send: Send) -> Send:
+    def _wrap_lifespan_send(self, scope: Scope, send: Send) -> Send:
         """Wrap `send` so that our server starts and stops with vLLM's application."""
 
         async def sending(message: Message) -> None:
