@@ -31,7 +31,6 @@ from sightline.inference.errors import (
     read_body,
     to_engine_error,
 )
-from sightline.message import ImageResolver
 from sightline.render import Rendered, Renderer, Tools
 from sightline.rollout.openai_completions import (
     SERVER_RULES,
@@ -41,7 +40,6 @@ from sightline.rollout.openai_completions import (
     OpenAIErrorResponse,
     completion_body,
     read_chat_request,
-    resolve_images,
     stream_events,
 )
 from sightline.wire.generate import Choice, GenerateRequest, GenerateResponse, SamplingParams
@@ -59,8 +57,7 @@ GenerateFunction = Callable[[GenerateRequest, Request], Awaitable[GenerateRespon
 @dataclass(frozen=True)
 class ChatEndpoint:
     renderer: Renderer
-    images: ImageResolver
-    """Puts the images of requests into the store."""
+    """Puts the images of requests into the store, and renders the prompt."""
     modality: str
     model: str
     """Name of the served checkpoint."""
@@ -105,8 +102,8 @@ class ChatEndpoint:
 
     def _read_request(self, body: bytes) -> tuple[ChatRequest, Rendered]:
         chat_request = read_chat_request(body, SERVER_RULES, self.max_model_len)
-        messages = resolve_images(chat_request.messages, self.images.resolve)
-        return chat_request, self.renderer.render(messages, _get_tools(chat_request))
+        rendered = self.renderer.render(chat_request.messages, _get_tools(chat_request))
+        return chat_request, rendered
 
     def _build_sampling_params(
         self, chat_request: ChatRequest, num_prompt_tokens: int

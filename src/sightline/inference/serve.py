@@ -44,8 +44,6 @@ class ServerComponents:
     spec: ServerSpec
     store: MediaStore
     family: Family
-    images: ImageIngestor
-    """Puts the images of chat requests into the store."""
     renderer: Renderer
 
     @classmethod
@@ -58,7 +56,7 @@ class ServerComponents:
             spec.model.path, store, family, images, spec.model.number_images,
             spec.inference.max_model_len,
         )  # fmt: skip
-        return cls(spec, store, family, images, renderer)
+        return cls(spec, store, family, renderer)
 
     def build_materializer(self) -> Materializer:
         """Return the pool that decodes images, with its threads started."""
@@ -93,7 +91,7 @@ class ServerComponents:
             "max_model_len": max_model_len,
         }
         chat = ChatEndpoint(
-            renderer, self.images, family.modality, path.name, max_model_len, spec.max_body_bytes
+            renderer, family.modality, path.name, max_model_len, spec.max_body_bytes
         )
         guard = RequestGuard(
             spec.inference.host,

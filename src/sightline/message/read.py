@@ -76,6 +76,8 @@ def to_message(message: Message | dict[str, Any], resolver: ImageResolver, path:
         return message.as_message() if isinstance(message, AssistantMessage) else message
     _check_type(message, dict, path, "pass a dict or a Message")
     role = message.get("role")
+    if role == "developer":  # OpenAI's newer name, which chat templates do not know
+        role = "system"
     if role not in ROLES:
         raise MessageError.at(f"{path}.role", f"{role!r}", f"use one of {', '.join(ROLES)}")
     for key in message.keys() - _KNOWN_KEYS:

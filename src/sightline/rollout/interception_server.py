@@ -34,7 +34,7 @@ from starlette.routing import Route
 
 from sightline.errors import EngineError, EnvironmentFailed, SightlineError
 from sightline.media import MediaRef, UrlRefCache
-from sightline.message import ImageResolver, Message
+from sightline.message import ImageResolver, Message, to_messages
 from sightline.rollout.chat import CompletedTurn, RolloutChat
 from sightline.rollout.openai_completions import (
     NO_SUCH_ROUTE,
@@ -46,7 +46,6 @@ from sightline.rollout.openai_completions import (
     OpenAIErrorResponse,
     completion_body,
     read_chat_request,
-    resolve_images,
     stream_events,
 )
 from sightline.trace.history_match import make_call_id
@@ -79,6 +78,10 @@ class _AgentSession:
     urls: UrlRefCache
     """Images the agent has already sent. It repeats its history in every request."""
     requests: set[asyncio.Task[Any]] = field(default_factory=set)
+
+    def resolve(self, url: str, path: str) -> MediaRef:
+        """Return the image at `url`, or its replacement."""
+        return self.chat.substitute_image(url, self.urls.resolve(url, path))
 
 
 @dataclass
@@ -254,11 +257,7 @@ class InterceptionServer:
         body.clear()
         request = read_chat_request(data, max_model_len=session.chat.max_model_len)
         del data
-
-        def take(url: str, path: str) -> MediaRef:
-            return session.chat.substitute_image(url, session.urls.resolve(url, path))
-
-        messages = session.chat.renderer.read_messages(resolve_images(request.messages, take))
+        messages = session.chat.renderer.read_messages(to_messages(request.messages, session))
         return replace(request, messages=[]), messages
 
 

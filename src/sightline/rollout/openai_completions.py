@@ -4,7 +4,7 @@ Requests: an endpoint's `FieldRules` decide which fields are supported, ignored 
 that do not affect the answer are ignored. Others are refused unless they have a neutral value.
 
 Answers: one object, or a stream of chunks. The whole turn is sampled before the first chunk is
-sent, so a stream cannot fail halfway. Text, tool calls and reasoning get separate chunks.
+sent, so a stream cannot fail halfway. An answer is one chunk, and its finish reason another.
 
 Errors: a status, a message, the JSON path and a stable code.
 """
@@ -29,8 +29,7 @@ from sightline.errors import (
     StoreFull,
     TurnLimitReached,
 )
-from sightline.media import MediaRef
-from sightline.message import IMAGE_KINDS, VIDEO_KINDS, AssistantMessage, get_image_source
+from sightline.message import AssistantMessage
 from sightline.render.protocol import Tools
 from sightline.wire.codec import find_json_excess
 
@@ -39,8 +38,6 @@ _IGNORED_ALWAYS = frozenset({
     "metadata", "prompt_cache_key", "prompt_cache_retention", "reasoning_effort",
     "safety_identifier", "service_tier", "store", "user", "verbosity",
 })  # fmt: skip
-ResolveUrl = Callable[[str, str], MediaRef]
-"""Takes a URL and its JSON path (for error messages), and returns the ref."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -194,49 +191,6 @@ def _check_num_parts(messages: list[Any], most: int) -> None:
         )
 
 
-def resolve_images(messages: list[Any], take: ResolveUrl) -> list[Any]:
-    """Replace every image or video URL in the messages by a ref.
-
-    Malformed parts stay as they are. The message parser refuses them with their path.
-    """
-    return [_resolve_message(message, take, f"messages[{i}]") for i, message in enumerate(messages)]
-
-
-def _resolve_message(message: Any, take: ResolveUrl, path: str) -> Any:
-    if not isinstance(message, dict):
-        return message
-    content = message.get("content")
-    if isinstance(content, list):
-        parts = [
-            _resolve_part(part, take, f"{path}.content[{k}]") for k, part in enumerate(content)
-        ]
-        message = {**message, "content": parts}
-    # "developer" is the newer name; templates use the older one.
-    return {**message, "role": "system"} if message.get("role") == "developer" else message
-
-
-def _resolve_part(part: Any, take: ResolveUrl, path: str) -> Any:
-    if not isinstance(part, dict) or part.get("type") not in IMAGE_KINDS + VIDEO_KINDS:
-        return part
-    if part["type"] in IMAGE_KINDS:
-        return {"type": "image", "ref": _resolve_ref(part, take, path)}
-    if part.get("frames") is None:
-        return {"type": "video", "ref": _resolve_ref(part, take, path, "video")}
-    if not isinstance(part["frames"], list) or not all(isinstance(f, dict) for f in part["frames"]):
-        return part
-    frames = [
-        {"ref": _resolve_ref(frame, take, f"{path}.frames[{k}]"), "seconds": frame.get("seconds")}
-        for k, frame in enumerate(part["frames"])
-    ]
-    return {"type": "video", "frames": frames}
-
-
-def _resolve_ref(part: Any, take: ResolveUrl, path: str, what: str = "image") -> MediaRef:
-    source, where = get_image_source(part, path, what)
-    return source if isinstance(source, MediaRef) else take(source, where)
-
-
-CHUNK_CHARS = 48
 DONE = b"data: [DONE]\n\n"
 
 
@@ -329,31 +283,19 @@ def stream_events(answer: ChatCompletion, include_usage: bool) -> Iterator[bytes
         return b"data: " + msgspec.json.encode(body) + b"\n\n"
 
     for i, choice in enumerate(answer.choices):
-        for delta in _deltas(choice):
-            yield event([{"index": i, "delta": delta, "finish_reason": None}])
+        yield event([{"index": i, "delta": _build_delta(choice), "finish_reason": None}])
         yield event([{"index": i, "delta": {}, **_ending(choice)}])
     if include_usage:
         yield event([], answer.usage)
     yield DONE
 
 
-def _deltas(choice: ChatChoice) -> Iterator[dict[str, Any]]:
-    message = choice.message
-    yield {"role": "assistant", "content": None if message.tool_calls else ""}
-    for piece in _split_text(message.reasoning or ""):
-        yield {"reasoning_content": piece}
-    for piece in _split_text(message.text):
-        yield {"content": piece}
-    for k, call in enumerate(choice.body.get("tool_calls", ())):
-        arguments = call["function"].pop("arguments")
-        call["function"]["arguments"] = ""
-        yield {"tool_calls": [{"index": k, **call}]}
-        for piece in _split_text(arguments):
-            yield {"tool_calls": [{"index": k, "function": {"arguments": piece}}]}
-
-
-def _split_text(text: str) -> Iterator[str]:
-    return (text[i : i + CHUNK_CHARS] for i in range(0, len(text), CHUNK_CHARS))
+def _build_delta(choice: ChatChoice) -> dict[str, Any]:
+    """Return the message as the delta of a stream, whose tool calls are numbered."""
+    delta = choice.body
+    for number, call in enumerate(delta.get("tool_calls", ())):
+        call["index"] = number
+    return delta
 
 
 # The first match decides.
