@@ -35,7 +35,7 @@ from benchmarks.harness.engine_speed import (
     measure_generate,
     measure_prompts,
 )
-from sightline.bench.harness.plain_generate import TransformersBaseline
+from benchmarks.harness.plain_generate import TransformersBaseline
 from sightline.bench.harness.workspace import (
     add_options,
     check_at_least,

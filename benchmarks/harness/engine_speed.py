@@ -23,7 +23,7 @@ import numpy as np
 import torch
 from torch import nn
 
-from sightline.bench.harness.plain_generate import BaselineRequest, TransformersBaseline
+from benchmarks.harness.plain_generate import BaselineRequest, TransformersBaseline
 from sightline.bench.harness.speed import measure_copy_bandwidth, measure_peak
 from sightline.bench.harness.workspace import draw_noise
 from sightline.compute.model import pick_device
