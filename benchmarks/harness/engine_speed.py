@@ -23,7 +23,6 @@ import numpy as np
 import torch
 from torch import nn
 
-from benchmarks.harness.plain_generate import BaselineRequest, TransformersBaseline
 from sightline.bench.harness.speed import measure_copy_bandwidth, measure_peak
 from sightline.bench.harness.workspace import draw_noise
 from sightline.compute.model import pick_device
@@ -43,15 +42,6 @@ PREFILL_CHUNK = 2048
 
 
 @dataclass(frozen=True)
-class GenerateSpeed:
-    """The decoding speed of transformers."""
-
-    keys: float
-    step_ms: float
-    tokens_per_s: float
-
-
-@dataclass(frozen=True)
 class DecodeSpeed:
     """The speed of the engine's pure decoding steps, while no row is idle."""
 
@@ -67,10 +57,15 @@ class DecodeSpeed:
     """Size of one token's keys and values."""
     bandwidth: float
 
-    def compute_share(self, keys: float, step_ms: float) -> float:
-        """Return the share of a step's time needed to read its bytes at the bandwidth."""
-        read = self.weight_bytes + keys * self.key_bytes
-        return read / self.bandwidth * 1e3 / step_ms
+    @property
+    def read_bytes(self) -> float:
+        """Bytes of weights, keys and values that a step reads."""
+        return self.weight_bytes + self.keys * self.key_bytes
+
+    @property
+    def share(self) -> float:
+        """The share of a step's time needed to read its bytes at the bandwidth."""
+        return self.read_bytes / self.bandwidth * 1e3 / self.step_ms
 
 
 def draw_prompts(rows: int, args: argparse.Namespace, ids: range) -> list[list[int]]:
@@ -166,27 +161,6 @@ def count_read_bytes(forward: Forward) -> int:
         looked_up = None
     parameters = [p for p in model.parameters() if id(p) not in tower and p is not looked_up]
     return sum(p.nbytes for p in parameters)
-
-
-def measure_generate(args: argparse.Namespace, rows: int, media: Path) -> GenerateSpeed | None:
-    """Measure transformers' `generate` on one padded batch of `rows`; None if out of memory."""
-    family = load_family(args.model)
-    banned = load_renderer(args.model, MediaStore(media), family).pad_token_ids
-    plain = TransformersBaseline(args.model, family, args.device, args.dtype, banned)
-    prompts = draw_prompts(rows, args, range(min(banned)))[:rows]
-    asked: list[BaselineRequest] = [(prompt, [], []) for prompt in prompts]
-    seconds = []
-    try:
-        plain.generate_batch(asked[:1], 2)
-        for count in (1, 1 + args.max_tokens):
-            began = time.perf_counter()
-            plain.generate_batch(asked, count)
-            seconds.append(time.perf_counter() - began)
-    except torch.OutOfMemoryError:
-        return None
-    keys = sum(len(prompt) + args.max_tokens / 2 for prompt in prompts)
-    step_ms = (seconds[1] - seconds[0]) / args.max_tokens * 1e3
-    return GenerateSpeed(keys, step_ms, rows * (1 + args.max_tokens) / seconds[1])
 
 
 WIDTH, HEIGHT = 640, 480

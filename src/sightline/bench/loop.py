@@ -19,12 +19,10 @@ from sightline.bench.harness.screenshots import SCREENSHOTS, Screenshots
 from sightline.bench.harness.speed import measure_copy_bandwidth, measure_peak
 from sightline.bench.harness.workspace import (
     add_options,
-    check_at_least,
     open_renderer,
     print_table,
     run_sightline,
     work_folder,
-    write_tiny,
 )
 from sightline.compute.model import pick_device
 from sightline.config import RunFile
@@ -59,27 +57,25 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    check_at_least(args, 1, "warmup", "turns", "width", "height", "max_tokens")
-    if args.warmup >= args.steps or args.rollouts < 1 or args.rollouts % args.group_size:
+    if args.warmup >= args.steps or args.rollouts % args.group_size:
         raise ConfigError(
             f"--steps {args.steps} --warmup {args.warmup} --rollouts {args.rollouts} "
             f"--group-size {args.group_size}",
             "take more steps than the warm-up has, and whole groups",
         )
-    with work_folder(args.dir) as folder:
-        began = time.time()
-        model = args.model or write_tiny(folder / "model", args.size)
-        print(f"model: {time.time() - began:.1f} s; playing {args.steps} steps", flush=True)
-        results = measure_loop(args, folder, model)
+    name = str(args.model or args.size)
+    with work_folder(args) as folder:
+        print(f"playing {args.steps} steps", flush=True)
+        results = {"model": name, **measure_loop(args, folder)}
     show(results)
     if args.output is not None:
         args.output.write_text(json.dumps(results, indent=1) + "\n")
     return 0
 
 
-def measure_loop(args: argparse.Namespace, folder: Path, model: Path) -> dict[str, Any]:
+def measure_loop(args: argparse.Namespace, folder: Path) -> dict[str, Any]:
     """Run the loop in `folder`. Return its settings, its account and the device's limits."""
-    file = run_file(args, folder, model)
+    file = run_file(args, folder)
     if len(file.server_names) != 1 or file.trainer.ranks != 1:
         raise ConfigError(
             f"{len(file.server_names)} servers and {file.trainer.ranks} ranks",
@@ -90,7 +86,6 @@ def measure_loop(args: argparse.Namespace, folder: Path, model: Path) -> dict[st
     ended, run_dir, device = time.time(), RunDir(folder / "loop-001"), pick_device(args.device)
     account = account_loop(run_dir, args.steps, args.warmup)
     return {
-        "model": str(args.model or args.size),
         "device": device,
         "dtype": file.model.dtype,
         "shape": {name: getattr(args, name) for name in SHAPE},
@@ -104,14 +99,14 @@ def measure_loop(args: argparse.Namespace, folder: Path, model: Path) -> dict[st
     }
 
 
-def run_file(args: argparse.Namespace, folder: Path, model: Path) -> RunFile:
-    store, renderer = open_renderer(model, folder / "media")
+def run_file(args: argparse.Namespace, folder: Path) -> RunFile:
+    store, renderer = open_renderer(args.model, folder / "media")
     page = store.put(Screenshots(1, args.width, args.height).draw(random.Random(0)))
     turn = len(renderer.render([user("page 0", page)]).token_ids) + args.max_tokens + TURN_SLACK
     shape = {"turns": args.turns, "width": args.width, "height": args.height, "shares_first": True}
     values: dict[str, Any] = {
         "run": {"name": "loop", "dir": str(folder), "steps": args.steps},
-        "model": {"path": str(model.resolve()), "dtype": args.dtype},
+        "model": {"path": str(args.model.resolve()), "dtype": args.dtype},
         "env": {"name": SCREENSHOTS, "args": shape},
         "rollout": {"max_tokens": args.max_tokens},
         "orchestrator": {

@@ -10,19 +10,17 @@ import argparse
 import asyncio
 import random
 import statistics
-import tempfile
 import time
 from dataclasses import dataclass
 from pathlib import Path
 
 from sightline.bench.harness.workspace import (
     add_options,
-    check_at_least,
     draw_noise,
     open_renderer,
     print_table,
     start_server,
-    write_tiny,
+    work_folder,
 )
 from sightline.media import MediaRef
 from sightline.message import user
@@ -55,10 +53,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    check_at_least(args, 1, "rollouts", "turns", "max_tokens", "side", "repeats", "threads")
-    with tempfile.TemporaryDirectory(prefix="sightline-bench-") as folder:
-        args.model = args.model or write_tiny(Path(folder) / "model")
-        lines = measure(args, Path(folder) / "media")
+    with work_folder(args) as folder:
+        lines = measure(args, folder / "media")
     _print(lines, args)
     return 0
 

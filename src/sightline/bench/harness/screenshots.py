@@ -9,7 +9,6 @@ from __future__ import annotations
 import io
 import math
 import random
-import zlib
 from functools import cached_property
 
 from PIL import Image, ImageDraw, ImageFont
@@ -21,8 +20,6 @@ PAPER, INK = 250, 20
 NUM_BLOCKS = 40
 NUM_LINES = 40
 NUM_TEXTS = 64
-END_BYTES = 12
-"""Size of the chunk that ends a PNG."""
 PHOTO_FRACTION = 0.05
 LETTERS = "abcdefghijklmnopqrstuvwxyz"
 SCREENSHOTS = "sightline.bench.harness.screenshots:Screenshots"
@@ -94,10 +91,3 @@ class Screenshots(Environment):
             ImageDraw.Draw(mask).text((0, 0), " ".join(words), fill=255, font=font)
             texts.append(mask)
         return texts
-
-
-def add_text_chunk(png: bytes, text: str) -> bytes:
-    """Add a text chunk to a PNG, so that it counts as another image without redrawing."""
-    body = b"tEXt" + b"page\0" + text.encode("latin-1")
-    chunk = (len(body) - 4).to_bytes(4) + body + zlib.crc32(body).to_bytes(4)
-    return png[:-END_BYTES] + chunk + png[-END_BYTES:]
