@@ -23,14 +23,16 @@ import torch
 
 from sightline.bench.harness import speed
 from sightline.bench.harness.screenshots import Screenshots
-from sightline.bench.harness.speed import PlainStep, Timings, build_allocate, measure_time
+from sightline.bench.harness.speed import PlainStep, Timings, measure_time
 from sightline.bench.harness.workspace import add_options, print_table, work_folder
 from sightline.compute import attention_cudnn
+from sightline.compute.model import pick_device
 from sightline.config import ModelConfig, TrainerConfig, validate_config
 from sightline.config.load import apply_overrides
 from sightline.config.section import ConfigSection
 from sightline.errors import ProcessFailed
 from sightline.families import load_family, load_renderer, registry
+from sightline.families.device_copy import allocate_pinned
 from sightline.families.protocol import Packing
 from sightline.media import MediaRef, MediaStore
 from sightline.message import Message, assistant, user
@@ -133,7 +135,7 @@ class StepBench:
         samples = [self.build_dense_sample(i) for i in range(shapes.sequences)]
         flat = self.prepare(samples, self.tokens, "flat")
         alone = self.prepare(samples, 1, "flat")
-        flops = speed.step_flops(learner, alone)
+        flops = speed.step_flops(learner.forward, alone)
         del learner
         num_tokens = sum(len(sample.token_ids) for sample in samples)
         rows: list[tuple[str, Timings | None]] = []
@@ -204,12 +206,13 @@ class StepBench:
 
     def prepare(self, samples: Sequence[Sample], tokens: int, kind: Any) -> Any:
         materializer = Materializer(self.family, self.store, max_bytes=GIB)
+        device = torch.device(pick_device(self.args.device))
         family = copy.copy(self.family)
         family.packing = Packing(kind, "chosen by the benchmark")
         preparer = BatchPreparer(
             family, materializer, PackSize(tokens, 1 << 30),
             BadMediaPolicy(allows_unverified_pixels=True),
-            pixels=MicroBatchPixels(materializer, allocate=build_allocate(self.args.device)),
+            pixels=MicroBatchPixels(materializer, allocate=partial(allocate_pinned, device=device)),
         )  # fmt: skip
         ready = preparer.prepare(Batch(1, list(samples)), digest="").with_pixels()
         materializer.close()
