@@ -153,12 +153,7 @@ def _verify(store: MediaStore, args: argparse.Namespace) -> int:
     for digest in report.corrupt:
         place = digest if isinstance(store.root, str) else store.path(digest)
         print(f"damaged: {place}")
-    for leftover in report.leftovers:
-        print(f"no image: {store.root}/{leftover}")
-    print(
-        f"{report.num_files} images, {decimal(report.size_bytes)}, {len(report.corrupt)} damaged"
-        + (f", {len(report.leftovers)} other files" if report.leftovers else "")
-    )
+    print(f"{report.num_files} images, {decimal(report.size_bytes)}, {len(report.corrupt)} damaged")
     return 1 if report.corrupt else 0
 
 

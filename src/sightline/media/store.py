@@ -9,7 +9,6 @@ Any number of processes on any number of machines may share a root.
 from __future__ import annotations
 
 import errno
-import itertools
 import os
 import shutil
 import stat
@@ -246,9 +245,9 @@ class MediaStore:
 
     def iter_sizes(self) -> Iterator[tuple[str, int]]:
         """Yield every digest in `root` with its size in bytes."""
-        for entry in filter(files.is_image_file, files.iter_files(self._folder)):
-            with suppress(FileNotFoundError):
-                yield entry.name, entry.stat().st_size
+        for path, status in files.iter_files(self._folder):
+            if files.is_image_file(path):
+                yield path.name, status.st_size
 
     def _find(self, digest: str, renew: bool) -> bytes | None:
         """Return the verified bytes in `root`, or None. `renew` records a use."""
@@ -295,15 +294,11 @@ class MediaStore:
                 data = b""
             num_files += data is not None  # None: gc removed it
             size_bytes += len(data or b"")
-        return files.VerifyReport(num_files, size_bytes, corrupt, self._list_leftovers())
+        return files.VerifyReport(num_files, size_bytes, corrupt)
 
     def _fetch(self, digest: str) -> bytes | None:
         """Return the verified bytes in `root`, or None, without recording a use."""
         return self._find(digest, renew=False)
-
-    def _list_leftovers(self) -> list[str]:
-        others = itertools.filterfalse(files.is_image_file, files.iter_files(self._folder))
-        return [os.path.relpath(entry.path, self._folder) for entry in others]
 
     def gc(
         self,
