@@ -18,7 +18,6 @@ from __future__ import annotations
 import asyncio
 import secrets
 import socket
-import time
 import traceback
 from collections.abc import AsyncIterator, Coroutine, Iterator
 from contextlib import asynccontextmanager, contextmanager
@@ -40,11 +39,10 @@ from sightline.rollout.openai_completions import (
     NO_SUCH_ROUTE,
     ROLLOUT_OVER,
     UNKNOWN_KEY,
-    ChatChoice,
-    ChatCompletion,
     ChatRequest,
     OpenAIErrorResponse,
-    completion_body,
+    build_choice,
+    build_completion,
     read_chat_request,
     stream_events,
 )
@@ -55,6 +53,7 @@ from sightline.transport.http_server import (
     LoopServer,
     RequestGuard,
     read_bearer,
+    receive_body,
 )
 
 MAX_BODY_BYTES = 1 << 28
@@ -91,31 +90,6 @@ class AgentCounts:
     agent_requests: int = 0
     agent_sent_bytes: int = 0
     agent_received_bytes: int = 0
-
-
-async def _receive_body(http: Request, max_bytes: int) -> list[bytes]:
-    """Return the parts of the body; raise EngineError as soon as it exceeds `max_bytes`.
-
-    A history of base64 screenshots is by far a rollout's largest data. `http.body()` would join
-    it on the event loop, and keep it in memory until the answer is sampled.
-    """
-    num_bytes = int(http.headers.get("content-length", 0))
-    parts: list[bytes] = []
-    if num_bytes <= max_bytes:
-        num_bytes = 0
-        async for part in http.stream():
-            parts.append(part)
-            num_bytes += len(part)
-            if num_bytes > max_bytes:
-                break
-    if num_bytes <= max_bytes:
-        return parts
-    raise EngineError(
-        f"the body exceeds {max_bytes} bytes",
-        "send fewer or smaller images, a window of the history, or media: URLs of stored images",
-        kind="request_too_large",
-        status=413,
-    )
 
 
 class InterceptionServer:
@@ -193,7 +167,7 @@ class InterceptionServer:
         name = f"chatcmpl-{session.chat.trace.id}-{turn.node.id}"
         answer = _build_completion(turn, name, request.model or MODEL_NAME)
         if not request.stream:
-            response = _json_response(completion_body(answer))
+            response = _json_response(answer)
             self.counts.agent_received_bytes += len(response.body)
             return response
         # The turn is committed. An agent that disconnects now does not undo it.
@@ -203,7 +177,7 @@ class InterceptionServer:
             headers={"cache-control": "no-cache"},
         )
 
-    async def _stream(self, answer: ChatCompletion, include_usage: bool) -> AsyncIterator[bytes]:
+    async def _stream(self, answer: dict[str, Any], include_usage: bool) -> AsyncIterator[bytes]:
         for chunk in stream_events(answer, include_usage):
             self.counts.agent_received_bytes += len(chunk)
             yield chunk
@@ -217,7 +191,7 @@ class InterceptionServer:
         """Answer a request. Errors are returned to the agent and recorded in the trace."""
         chat = session.chat
         try:
-            body = await _receive_body(http, self.max_body_bytes)
+            body = await receive_body(http, self.max_body_bytes, "request_too_large")
             self.counts.agent_requests += 1
             self.counts.agent_sent_bytes += sum(map(len, body))
             with _cancelled_when_gone(http):
@@ -286,16 +260,12 @@ def _cancelled_when_gone(http: Request) -> Iterator[None]:
         disconnect.cancel()
 
 
-def _build_completion(turn: CompletedTurn, name: str, model: str) -> ChatCompletion:
+def _build_completion(turn: CompletedTurn, name: str, model: str) -> dict[str, Any]:
     node, message = turn.node, turn.message
-    choice = ChatChoice(
-        message,
-        call_ids=[make_call_id(node.id, k) for k in range(len(message.tool_calls))],
-        stopped=node.finish_reason == "stop",
-        num_tokens=node.num_sampled,
-    )
+    call_ids = [make_call_id(node.id, k) for k in range(len(message.tool_calls))]
+    choice = build_choice(message, call_ids, stopped=node.finish_reason == "stop")
     num_prompt, num_cached = turn.num_prompt_tokens, turn.num_cached_tokens
-    return ChatCompletion(name, model, int(time.time()), [choice], num_prompt, num_cached)
+    return build_completion(name, model, [choice], num_prompt, num_cached, node.num_sampled)
 
 
 def _json_response(value: object) -> Response:

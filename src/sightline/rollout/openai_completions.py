@@ -11,6 +11,7 @@ Errors: a status, a message, the JSON path and a stable code.
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Annotated, Any, Literal
@@ -191,111 +192,71 @@ def _check_num_parts(messages: list[Any], most: int) -> None:
         )
 
 
-DONE = b"data: [DONE]\n\n"
+def build_choice(
+    message: AssistantMessage,
+    call_ids: Sequence[str],
+    stopped: bool,
+    logprobs: list[dict[str, Any]] | None = None,
+    token_ids: list[int] | None = None,
+) -> dict[str, Any]:
+    """Return one of the answers to a request.
+
+    `call_ids` are ids for its tool calls, for models that do not write ids. `stopped` is False if
+    the answer was truncated. `logprobs` and `token_ids` are None if they were not requested.
+    """
+    choice: dict[str, Any] = {
+        "message": to_openai_message(message, lambda ref: ref.url, call_ids) | {"refusal": None},
+        "logprobs": None if logprobs is None else {"content": logprobs, "refusal": None},
+        "finish_reason": "length",
+    }
+    if stopped:
+        choice["finish_reason"] = "tool_calls" if message.tool_calls else "stop"
+    return choice if token_ids is None else choice | {"token_ids": token_ids}
 
 
-@dataclass(frozen=True, slots=True)
-class ChatChoice:
-    """One of the answers to a request."""
-
-    message: AssistantMessage
-    call_ids: Sequence[str]
-    """Ids for its tool calls, for models that do not write ids."""
-    stopped: bool
-    """Whether the model ended its turn; False if it was truncated."""
-    num_tokens: int
-    logprobs: list[dict[str, Any]] | None = None
-    """One entry per token; None if not requested."""
-    token_ids: list[int] | None = None
-    """The sampled ids; None if not requested."""
-
-    @property
-    def finish_reason(self) -> str:
-        if not self.stopped:
-            return "length"
-        return "tool_calls" if self.message.tool_calls else "stop"
-
-    @property
-    def body(self) -> dict[str, Any]:
-        return to_openai_message(self.message, lambda ref: ref.url, self.call_ids)
-
-
-@dataclass(frozen=True, slots=True)
-class ChatCompletion:
-    """The answer to one request."""
-
-    name: str
-    model: str
-    created: int
-    choices: list[ChatChoice]
-    num_prompt_tokens: int
-    num_cached_tokens: int
-    """Number of prompt tokens that the engine found in its KV cache."""
-    prompt_token_ids: list[int] | None = None
-    """Ids of the prompt; None if not requested."""
-
-    def head(self, kind: str) -> dict[str, Any]:
-        head = {"id": self.name, "object": kind, "created": self.created, "model": self.model}
-        if self.prompt_token_ids is not None:
-            head["prompt_token_ids"] = self.prompt_token_ids
-        return head
-
-    @property
-    def usage(self) -> dict[str, Any]:
-        num_sampled = sum(choice.num_tokens for choice in self.choices)
-        return {
-            "prompt_tokens": self.num_prompt_tokens,
-            "completion_tokens": num_sampled,
-            "total_tokens": self.num_prompt_tokens + num_sampled,
-            "prompt_tokens_details": {"cached_tokens": self.num_cached_tokens},
-        }
-
-
-def completion_body(answer: ChatCompletion) -> dict[str, Any]:
+def build_completion(
+    name: str,
+    model: str,
+    choices: Sequence[dict[str, Any]],
+    num_prompt_tokens: int,
+    num_cached_tokens: int,
+    num_sampled_tokens: int,
+) -> dict[str, Any]:
+    """Return the answer to one request. The engine found the cached tokens in its KV cache."""
     return {
-        **answer.head("chat.completion"),
-        "choices": [
-            {"index": i, "message": {**c.body, "refusal": None}, "logprobs": None, **_ending(c)}
-            for i, c in enumerate(answer.choices)
-        ],
-        "usage": answer.usage,
+        "id": name,
+        "object": "chat.completion",
+        "created": int(time.time()),
+        "model": model,
+        "choices": [{"index": index, **choice} for index, choice in enumerate(choices)],
+        "usage": {
+            "prompt_tokens": num_prompt_tokens,
+            "completion_tokens": num_sampled_tokens,
+            "total_tokens": num_prompt_tokens + num_sampled_tokens,
+            "prompt_tokens_details": {"cached_tokens": num_cached_tokens},
+        },
     }
 
 
-def _ending(choice: ChatChoice) -> dict[str, Any]:
-    """Return the finish reason and the optional fields that were requested."""
-    ending: dict[str, Any] = {"finish_reason": choice.finish_reason}
-    if choice.logprobs is not None:
-        ending["logprobs"] = {"content": choice.logprobs, "refusal": None}
-    if choice.token_ids is not None:
-        ending["token_ids"] = choice.token_ids
-    return ending
-
-
-def stream_events(answer: ChatCompletion, include_usage: bool) -> Iterator[bytes]:
+def stream_events(completion: dict[str, Any], include_usage: bool) -> Iterator[bytes]:
     """Yield the events of a stream, including the final `[DONE]`."""
-    head = answer.head("chat.completion.chunk")
 
-    def event(choices: list[dict[str, Any]], used: dict[str, Any] | None = None) -> bytes:
-        body: dict[str, Any] = {**head, "choices": choices}
-        if include_usage:
-            body["usage"] = used
+    def event(choices: list[dict[str, Any]], usage: dict[str, Any] | None = None) -> bytes:
+        body = {**completion, "object": "chat.completion.chunk", "choices": choices, "usage": usage}
+        if not include_usage:
+            del body["usage"]
         return b"data: " + msgspec.json.encode(body) + b"\n\n"
 
-    for i, choice in enumerate(answer.choices):
-        yield event([{"index": i, "delta": _build_delta(choice), "finish_reason": None}])
-        yield event([{"index": i, "delta": {}, **_ending(choice)}])
+    for choice in completion["choices"]:
+        delta = choice["message"]
+        for number, call in enumerate(delta.get("tool_calls", ())):
+            call["index"] = number
+        yield event([{"index": choice["index"], "delta": delta, "finish_reason": None}])
+        ending = {name: value for name, value in choice.items() if name != "message"}
+        yield event([{**ending, "delta": {}}])
     if include_usage:
-        yield event([], answer.usage)
-    yield DONE
-
-
-def _build_delta(choice: ChatChoice) -> dict[str, Any]:
-    """Return the message as the delta of a stream, whose tool calls are numbered."""
-    delta = choice.body
-    for number, call in enumerate(delta.get("tool_calls", ())):
-        call["index"] = number
-    return delta
+        yield event([], completion["usage"])
+    yield b"data: [DONE]\n\n"
 
 
 # The first match decides.
