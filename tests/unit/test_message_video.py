@@ -21,10 +21,10 @@ from sightline.message import (
     put_images,
     to_message,
     to_messages,
-    to_openai_part,
     user,
     video,
 )
+from sightline.message.read import to_openai_part
 
 
 @pytest.fixture

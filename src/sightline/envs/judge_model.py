@@ -13,15 +13,11 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from sightline.config.secret_refs import resolve_secret
-from sightline.envs.openai_endpoint import (
-    RETRY_STATUSES,
-    OpenAIClient,
-    read_completion,
-    to_openai_message,
-)
+from sightline.envs.openai_endpoint import RETRY_STATUSES, OpenAIClient, read_completion
 from sightline.envs.protocol import Messages
 from sightline.errors import EngineError, JudgeFailed
 from sightline.media import MediaRef
+from sightline.message import to_openai_message
 
 ReadImage = Callable[[MediaRef], bytes]
 LONGEST_RETRY_S = 20.0

@@ -92,20 +92,15 @@ def open_tasks(
     """
     source = Path(path)
     rows: TaskRows
-    if not source.exists() and (str(path).count("/") != 1 or source.suffix in _SUFFIXES):
+    is_dataset_id = str(path).count("/") == 1 and source.suffix not in _SUFFIXES
+    if source.is_dir() or (is_dataset_id and not source.exists()):
+        rows, folder = _load_with_datasets(str(path), dataset_split), source
+    elif not source.exists():
         raise ConfigError(
             f"there is no file or folder {str(path)!r}",
             "check the path. It may be a .jsonl or .parquet file, a folder that the datasets "
             "library saved, a folder of parquet shards, or a dataset on the Hub, owner/name",
         )
-    if not source.exists():
-        try:
-            rows, folder = _load_with_datasets(str(path), dataset_split), source
-        except ConfigError as error:
-            problem = f"{str(path)!r} is neither a file nor a folder, and the Hub failed: "
-            raise ConfigError(problem + error.problem, error.fix) from error
-    elif source.is_dir():
-        rows, folder = _load_with_datasets(str(path), dataset_split), source
     elif source.suffix in _SUFFIXES[:2]:
         rows, folder = JsonlRows(source), source.parent
     elif source.suffix == ".parquet":
@@ -133,7 +128,7 @@ def _load_with_datasets(name: str, dataset_split: str) -> ArrowRows:
         raise ConfigError(
             f"the datasets library cannot load {name}, split {dataset_split or 'train'!r}: "
             f"{type(error).__name__}: {error}",
-            "check the name, the split and the network, or download it and pass the folder",
+            "check the path or name, the split and the network, or pass a folder",
         ) from error
     if isinstance(loaded, dict):
         if dataset_split not in loaded:

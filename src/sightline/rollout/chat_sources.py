@@ -15,12 +15,18 @@ from dataclasses import asdict, dataclass, field
 from typing import Any
 
 from sightline.config import RunFile
-from sightline.envs.openai_endpoint import OpenAIClient, read_completion, to_openai_message
+from sightline.envs.openai_endpoint import OpenAIClient, read_completion
 from sightline.envs.protocol import Messages
 from sightline.errors import EngineError, RolloutTruncated
 from sightline.families import load_family, load_renderer
 from sightline.media import ImageIngestor, MediaRef, MediaStore
-from sightline.message import AssistantMessage, ImageResolver, Message, to_messages
+from sightline.message import (
+    AssistantMessage,
+    ImageResolver,
+    Message,
+    to_messages,
+    to_openai_message,
+)
 from sightline.render import Renderer, Tools
 from sightline.rollout.chat import RolloutChat
 from sightline.rollout.client import GenerateClient

@@ -18,7 +18,6 @@ from typing import Annotated, Any, Literal
 
 import msgspec
 
-from sightline.envs.openai_endpoint import to_openai_message
 from sightline.errors import (
     EngineError,
     MediaError,
@@ -30,7 +29,7 @@ from sightline.errors import (
     StoreFull,
     TurnLimitReached,
 )
-from sightline.message import AssistantMessage
+from sightline.message import AssistantMessage, to_openai_message
 from sightline.render.protocol import Tools
 from sightline.wire.codec import find_json_excess
 

@@ -17,6 +17,7 @@ from typing import Any
 import numpy as np
 import torch
 from torch import nn
+from torch.nn.utils.rnn import pad_sequence
 from torch.profiler import ProfilerActivity
 
 from sightline.compute.model import MODEL_DTYPES, pick_device
@@ -130,14 +131,13 @@ class PlainStep:
 
     def _pad(self, chunk: Sequence[Any]) -> dict[str, torch.Tensor]:
         packs = [ready.batch for ready in chunk]
-        longest = max(len(pack.token_ids) for pack in packs)
-        ids = torch.zeros(len(packs), longest, dtype=torch.long)
-        mask = torch.zeros_like(ids)
+        rows = [torch.from_numpy(pack.token_ids.numpy().astype(np.int64)) for pack in packs]
+        ids = pad_sequence(rows, batch_first=True)
+        mask = pad_sequence([torch.ones_like(row) for row in rows], batch_first=True)
         trained, advantages, old = [], [], []
         for i, pack in enumerate(packs):
-            ids[i, : len(pack.token_ids)] = torch.from_numpy(pack.token_ids.numpy().copy()).long()
-            mask[i, : len(pack.token_ids)] = 1
-            trained.append(torch.from_numpy(pack.trained.numpy().astype(np.int64)) + i * longest)
+            places = torch.from_numpy(pack.trained.numpy().astype(np.int64))
+            trained.append(places + i * ids.shape[1])
             advantages.append(torch.from_numpy(pack.advantages.numpy().copy()))
             old.append(torch.from_numpy(pack.logprobs.numpy().copy()))
         pads = torch.isin(ids, torch.tensor(self._family.slot_token_ids))
