@@ -21,8 +21,9 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import torch
 
-from sightline.bench.harness.speed import measure_copy_bandwidth, measure_peak
+from sightline.bench.harness.speed import measure_peak, measure_time
 from sightline.bench.harness.workspace import draw_noise
 from sightline.compute.model import pick_device
 from sightline.families import Forward, load_family, load_renderer
@@ -40,6 +41,7 @@ from sightline.wire import Slot
 from sightline.wire.generate import SamplingParams
 
 PREFILL_CHUNK = 2048
+COPY_BYTES = {"cuda": 4 * 2**30, "cpu": 2**26}
 
 
 @dataclass(frozen=True)
@@ -159,6 +161,14 @@ def _build_request(
     params = SamplingParams(max_tokens=max_tokens, temperature=1.0)
     ids, keys = np.array(prompt, dtype=np.int32), [slot.item.key for slot in slots]
     return TorchRequest(ids, list(slots), keys, params, seed=index)
+
+
+def measure_copy_bandwidth(device: str) -> float:
+    """Return the bytes per second that a copy on the device reads and writes."""
+    source = torch.ones(COPY_BYTES[device] // 4, dtype=torch.int32, device=device)
+    target = torch.empty_like(source)
+    times = measure_time(lambda: target.copy_(source), device, repeats=7, warm_up=1)
+    return 2 * source.nbytes / times.median_s
 
 
 def count_read_bytes(forward: Forward) -> int:

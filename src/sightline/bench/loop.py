@@ -16,7 +16,6 @@ import msgspec
 from sightline import config as config_module
 from sightline.bench.harness.loop_account import OTHER, LoopAccount, account_loop
 from sightline.bench.harness.screenshots import SCREENSHOTS, Screenshots
-from sightline.bench.harness.speed import measure_copy_bandwidth, measure_peak
 from sightline.bench.harness.workspace import (
     add_options,
     open_renderer,
@@ -40,8 +39,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.description = (
         "Plays `sightline rl` on one device, with rollouts that show a drawn page every turn. "
         "Prints tokens a second, every step's seconds, and for each process what it did or for "
-        "whom it waited; steps of the warm-up are left out of that. The device's copy bandwidth "
-        "and matrix peak are measured afterwards."
+        "whom it waited; steps of the warm-up are left out of that."
     )
     add_options(
         parser, "model", "size", "device", "dtype", "dir",
@@ -83,10 +81,10 @@ def measure_loop(args: argparse.Namespace, folder: Path) -> dict[str, Any]:
         )
     began = time.time()
     run_sightline("rl", folder / "loop.toml", config_module.dump_toml(file), "--plain")
-    ended, run_dir, device = time.time(), RunDir(folder / "loop-001"), pick_device(args.device)
+    ended, run_dir = time.time(), RunDir(folder / "loop-001")
     account = account_loop(run_dir, args.steps, args.warmup)
     return {
-        "device": device,
+        "device": pick_device(args.device),
         "dtype": file.model.dtype,
         "shape": {name: getattr(args, name) for name in SHAPE},
         "max_lag": file.orchestrator.max_lag,
@@ -94,8 +92,6 @@ def measure_loop(args: argparse.Namespace, folder: Path) -> dict[str, Any]:
         **asdict(account),
         "start_s": account.began - began,
         "end_s": ended - account.ended,
-        "copy_bytes_per_s": measure_copy_bandwidth(device),
-        "matmul_flop_per_s": measure_peak(device, file.model.dtype),
     }
 
 
@@ -153,9 +149,5 @@ def show(found: dict[str, Any]) -> None:
             f"from an optimizer step to its version in use: {account.in_use_s:.3f} s, of which the "
             f"server takes {account.adopt_s:.3f} s"
         )
-    lines.append(
-        f"{found['device']}: copies {found['copy_bytes_per_s'] / 1e9:,.1f} GB/s, read and written; "
-        f"multiplies {found['matmul_flop_per_s'] / 1e12:,.2f} TFLOP/s in {found['dtype']}"
-    )
     title = f"{len(counted)} steps, {wall_s:.2f} s"
     print_table(title, ("process", "activity", "seconds", "share"), rows, lines)

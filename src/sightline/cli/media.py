@@ -179,8 +179,8 @@ def _gc_one(
     store: MediaStore, what: str, in_use: Collection[str], args: argparse.Namespace
 ) -> None:
     report = store.gc(in_use, args.min_age_s, dry_run=args.dry_run)
-    verb = "would remove" if report.dry_run else "removed"
-    if report.dry_run:
+    verb = "would remove" if args.dry_run else "removed"
+    if args.dry_run:
         for digest in report.removed:
             print(digest)
     print(

@@ -7,7 +7,6 @@ and those named in `images`.
 
 from __future__ import annotations
 
-import binascii
 import bisect
 import itertools
 import json
@@ -19,7 +18,7 @@ from typing import Any
 
 from sightline.envs.protocol import import_extra
 from sightline.errors import ConfigError, MediaRefused
-from sightline.media import MediaRef
+from sightline.media import MediaRef, read_data_url
 
 Put = Callable[[Any], MediaRef]
 FEATURES_KEY = b"huggingface"
@@ -301,23 +300,13 @@ def put_cell_images(value: Any, put: Put, folder: Path, where: str) -> Any:
     if isinstance(value, bytes):
         return put(value)
     if isinstance(value, str) and value.startswith("data:"):
-        return put(_decode_data_url(value, where))
+        return put(read_data_url(value))
     if isinstance(value, str) and value:
         return put(_get_path_below(folder, value, where))
     raise MediaRefused(
         f"{where}: expected an image, got a {type(value).__name__}",
         "use bytes, a path below the file's folder, or a data URL",
     )
-
-
-def _decode_data_url(url: str, where: str) -> bytes:
-    head, _, body = url.partition(",")
-    try:
-        if not head.endswith(";base64"):
-            raise ValueError("not in base64")
-        return binascii.a2b_base64(body, strict_mode=True)
-    except ValueError as error:
-        raise MediaRefused(f"{where}: invalid data URL: {error}", "use base64") from error
 
 
 def _get_path_below(folder: Path, name: str, where: str) -> Path:

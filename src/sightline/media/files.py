@@ -246,7 +246,6 @@ class GcReport(msgspec.Struct, frozen=True):
     """Images that are not in use, but were used too recently to be removed."""
     num_temporary: int
     """Temporary files of dead writers, which are removed too."""
-    dry_run: bool
 
 
 def gc(root: Path, in_use: Collection[str], min_age_s: float, *, dry_run: bool) -> GcReport:
@@ -279,4 +278,4 @@ def gc(root: Path, in_use: Collection[str], min_age_s: float, *, dry_run: bool) 
                     removed_bytes += status.st_size
                 if not dry_run:
                     path.unlink()
-    return GcReport(removed, removed_bytes, num_in_use, num_young, num_temporary, dry_run)
+    return GcReport(removed, removed_bytes, num_in_use, num_young, num_temporary)

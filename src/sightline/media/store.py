@@ -12,6 +12,7 @@ import errno
 import os
 import shutil
 import stat
+import tempfile
 import threading
 import time
 from collections.abc import Collection, Iterable, Iterator
@@ -369,14 +370,10 @@ class MediaStore:
 
     def check_writable(self) -> None:
         """Raise `MediaError` unless images can be put here; create the root if it is missing."""
-        probe = (
-            self._folder / f"{files.TEMPORARY_PREFIX}probe-{os.getpid()}-{threading.get_ident()}"
-        )
         with self._disk_errors():
             self._folder.mkdir(0o700, parents=True, exist_ok=True)
-            with files.lock_store(self._folder):
-                probe.write_bytes(b"")
-                probe.unlink()
+            with files.lock_store(self._folder), tempfile.TemporaryFile(dir=self._folder):
+                pass
 
     def _get_survey(self) -> _StoreSurvey:
         survey = self._survey

@@ -28,7 +28,6 @@ from sightline.trainer.distribute import estimate_price
 from sightline.trainer.feed import ReadyBatch
 
 PEAK_SIDE = 8192
-COPY_BYTES = {"cuda": 4 * 2**30, "cpu": 2**26}
 NUM_PROFILED = 20
 
 
@@ -49,14 +48,6 @@ def measure_peak(device: str, dtype: str) -> float:
     a, b = (torch.randn(side, side, device=place, dtype=MODEL_DTYPES[dtype]) for _ in range(2))
     times = measure_time(lambda: torch.mm(a, b), device, repeats=20, warm_up=5)
     return 2 * side**3 / times.median_s
-
-
-def measure_copy_bandwidth(device: str) -> float:
-    """Return the bytes per second that a copy on the device reads and writes."""
-    source = torch.ones(COPY_BYTES[device] // 4, dtype=torch.int32, device=device)
-    target = torch.empty_like(source)
-    times = measure_time(lambda: target.copy_(source), device, repeats=7, warm_up=1)
-    return 2 * source.nbytes / times.median_s
 
 
 def measure_time(work: Callable[[], Any], device_name: str, repeats: int, warm_up: int) -> Timings:
