@@ -28,7 +28,7 @@ from benchmarks.harness.scripted_agent import AGENT_PATH, AGENT_SCREENSHOTS, run
 from sightline import config as config_module
 from sightline.bench.harness.screenshots import SCREENSHOTS
 from sightline.config import RunFile, dump_toml
-from sightline.errors import ConfigError, ProcessFailed
+from sightline.errors import ProcessFailed
 from sightline.families import Family, load_family
 from sightline.launch.claim import make_secret
 from sightline.launch.processes import Processes, ProcessSpec, reserve_port
@@ -71,10 +71,7 @@ class RehearsalPlan:
 
     @property
     def group_size(self) -> int:
-        for size in (8, 4, 2):
-            if self.rollouts >= size and self.rollouts % size == 0:
-                return size
-        raise ConfigError(f"{self.rollouts} rollouts", "take an even number: they come in groups")
+        return next(size for size in (8, 4, 2) if self.rollouts % size == 0)
 
     @property
     def num_turns(self) -> int:
@@ -145,20 +142,15 @@ class RehearsalFigures:
         return count_base64_bytes(self.stored)
 
 
-def rehearse(
-    plan: RehearsalPlan,
-    model: Path,
-    folder: Path,
-    on_turns: Callable[[int], None] = lambda turns: None,
-) -> RehearsalFigures:
-    """Play `plan` in `folder`. `on_turns` receives the number of turns so far."""
+def rehearse(plan: RehearsalPlan, model: Path, folder: Path) -> RehearsalFigures:
+    """Play `plan` in `folder`."""
     run_dir = RunDir(folder)
     run_dir.make()
     server = f"http://{HOST}:{reserve_port(HOST, 0, 'port of the policy')}"
     run_dir.config.write_text(dump_toml(_run_file(plan, model, server)))
     processes = Processes(run_dir)
     try:
-        return asyncio.run(_Rehearsal(plan, model, run_dir, processes, on_turns, server).run())
+        return asyncio.run(_Rehearsal(plan, model, run_dir, processes, server).run())
     finally:
         processes.kill()
 
@@ -191,7 +183,6 @@ class _Rehearsal:
     model: Path
     run_dir: RunDir
     processes: Processes
-    on_turns: Callable[[int], None]
     server: str
 
     def __post_init__(self) -> None:
@@ -255,7 +246,6 @@ class _Rehearsal:
                     task.result()
             if failed := self.processes.failed():
                 raise self.processes.explain_exit(*failed[0])
-            self.on_turns(self.figures.policy.requests)
         if failed := self.processes.failed():
             raise self.processes.explain_exit(*failed[0])
 

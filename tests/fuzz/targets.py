@@ -40,11 +40,11 @@ def build_targets(folder: Path, tiny_model: Path) -> list[Target]:
     """All of them; files that they need are below `folder`."""
     store = MediaStore(folder / "media", limits=LIMITS)
     images = ImageIngestor(store, file_roots=[folder])
-    family, renderer = load_family(tiny_model), load_renderer(tiny_model, store)
+    family, renderer = load_family(tiny_model), load_renderer(tiny_model, store, None, images)
     validator = RequestValidator(
         family, renderer.pad_token_ids[0], renderer.vocab_size, 4096, frozenset({"tiny"})
     )
-    chat = ChatEndpoint(renderer, images, family.modality, "tiny", 4096)
+    chat = ChatEndpoint(renderer, family.modality, "tiny", 4096)
 
     def parse_url(data: bytes) -> None:
         images.resolve(data.decode("latin-1"), "url")

@@ -42,8 +42,6 @@ class ServerComponents:
     spec: ServerSpec
     store: MediaStore
     family: Family
-    images: ImageIngestor
-    """Puts the images of chat requests into the store."""
     renderer: Renderer
 
     @classmethod
@@ -56,7 +54,7 @@ class ServerComponents:
             spec.model.path, store, family, images, spec.model.number_images,
             spec.inference.max_model_len,
         )  # fmt: skip
-        return cls(spec, store, family, images, renderer)
+        return cls(spec, store, family, renderer)
 
     def build_materializer(self) -> Materializer:
         """Return the pool that decodes images, with its threads started."""
@@ -90,7 +88,7 @@ class ServerComponents:
             "vocab_size": renderer.vocab_size,
             "max_model_len": max_model_len,
         }
-        chat = ChatEndpoint(renderer, self.images, family.modality, path.name, max_model_len)
+        chat = ChatEndpoint(renderer, family.modality, path.name, max_model_len)
         guard = RequestGuard(
             spec.inference.host,
             resolve_secret(spec.inference.token, "--token"),

@@ -14,12 +14,18 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from sightline.config import RunFile
-from sightline.envs.openai_endpoint import OpenAIClient, read_completion, to_openai_message
+from sightline.envs.openai_endpoint import OpenAIClient, read_completion
 from sightline.envs.protocol import Messages
 from sightline.errors import EngineError, RolloutTruncated
 from sightline.families import load_family, load_renderer
 from sightline.media import ImageIngestor, MediaRef, MediaStore
-from sightline.message import AssistantMessage, ImageResolver, Message, to_messages
+from sightline.message import (
+    AssistantMessage,
+    ImageResolver,
+    Message,
+    to_messages,
+    to_openai_message,
+)
 from sightline.render import Renderer, Tools
 from sightline.rollout.chat import RolloutChat
 from sightline.rollout.client import GenerateClient
@@ -177,14 +183,6 @@ MAX_SEED = 1 << 31
 """Exclusive upper bound for seeds. Some endpoints do not accept larger ones."""
 
 
-@dataclass
-class EndpointUsage:
-    """A rollout's endpoint usage, shared by its branches."""
-
-    num_calls: int = 0
-    num_sampled_tokens: int = 0
-
-
 @dataclass(kw_only=True)
 class OpenAIChat(ModelChat):
     """One conversation. The environment's own agent calls the endpoint directly."""
@@ -195,15 +193,16 @@ class OpenAIChat(ModelChat):
     """Whether the endpoint reads the same store."""
     history: list[Message] = field(default_factory=list)
     num_context_tokens: int = 0
-    usage: EndpointUsage = field(default_factory=EndpointUsage)
+    num_sampled: list[int] = field(default_factory=list)
+    """Number of sampled tokens of each call, shared by all branches."""
 
     @property
     def num_calls(self) -> int:
-        return self.usage.num_calls
+        return len(self.num_sampled)
 
     @property
     def num_sampled_tokens(self) -> int:
-        return self.usage.num_sampled_tokens
+        return sum(self.num_sampled)
 
     async def messages(self, messages: Messages) -> list[Message]:
         await self.finish_writes()
@@ -225,10 +224,9 @@ class OpenAIChat(ModelChat):
         reply = read_completion(answer)
         usage = answer.get("usage") or {}
         self.num_context_tokens = int(usage.get("total_tokens") or 0)
-        self.usage.num_sampled_tokens += int(usage.get("completion_tokens") or 0)
         self.history = [*history, reply.as_message()]
-        self.calls.append(self.usage.num_calls)
-        self.usage.num_calls += 1
+        self.calls.append(self.num_calls)
+        self.num_sampled.append(int(usage.get("completion_tokens") or 0))
         return reply
 
     async def _call(self, sent: list[dict[str, Any]], tools: Tools | None) -> dict[str, Any]:

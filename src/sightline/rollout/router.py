@@ -107,7 +107,7 @@ class ServerRouter:
         for status in server_list.servers:
             is_first = status.url in self.addresses or status.is_own
             token = self.template.token if is_first else self.added_token
-            server = before.pop(status.url, None) or self._relist(status.url)
+            server = before.pop(status.url, None) or self._unlisted.pop(status.url, None)
             server = server or self._open(status, token)
             server.status, server.num_asking_then = status, len(server.asking)
             self.servers[status.url] = server
@@ -116,15 +116,10 @@ class ServerRouter:
             if server.probing is not None:
                 server.probing.cancel()
                 server.probing = None
+            # If it returns, the orchestrator has checked that it answers.
+            server.is_lost = False
             self._unlisted[url] = server
         self.changed.notify()
-
-    def _relist(self, url: str) -> RoutedServer | None:
-        """Reuse a server that was listed before. The orchestrator has checked that it answers."""
-        server = self._unlisted.pop(url, None)
-        if server is not None:
-            server.is_lost = False
-        return server
 
     def open_client(self, rollout_id: str, min_version: int = 0, pinned: str = "") -> RoutedClient:
         """Return a client for one rollout, for weights of `min_version` or newer.
@@ -205,10 +200,11 @@ class ServerRouter:
         return server
 
     def _lose(self, server: RoutedServer) -> None:
+        if self._unlisted.get(server.client.base_url) is server:
+            return
         server.is_lost = True
         _give_up(server)
-        if self._unlisted.get(server.client.base_url) is not server:
-            self._start_probing(server)
+        self._start_probing(server)
         self.changed.notify()
 
     def _start_probing(self, server: RoutedServer) -> None:

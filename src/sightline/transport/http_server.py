@@ -21,6 +21,7 @@ from http import HTTPStatus
 from typing import Any
 
 import uvicorn
+from starlette.requests import Request
 from starlette.responses import Response
 from starlette.types import ASGIApp, Receive, Scope, Send
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
@@ -114,6 +115,23 @@ def _is_same(given: str, token: str) -> bool:
 def read_bearer(headers: Mapping[str, str]) -> str:
     scheme, _, value = headers.get("authorization", "").partition(" ")
     return value.strip() if scheme.lower() == "bearer" else ""
+
+
+async def receive_body(http: Request, max_bytes: int, kind: str) -> list[bytes]:
+    """Return the parts of the body; raise an EngineError of `kind` as soon as it exceeds
+    `max_bytes`. Large bodies should be joined in a thread."""
+    fix = "send fewer or smaller images, a window of the history, or media: URLs of stored images"
+    error = EngineError(f"the body exceeds {max_bytes} bytes", fix, kind, 413)
+    declared_size = http.headers.get("content-length", "")
+    if declared_size.isdigit() and int(declared_size) > max_bytes:
+        raise error
+    parts, num_bytes = [], 0
+    async for part in http.stream():
+        num_bytes += len(part)
+        if num_bytes > max_bytes:
+            raise error
+        parts.append(part)
+    return parts
 
 
 def parse_host(host: str) -> str:

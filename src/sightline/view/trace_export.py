@@ -9,9 +9,8 @@ from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
-from sightline.envs.openai_endpoint import to_openai_message
 from sightline.media import MediaRef, MediaStore
-from sightline.message import Message
+from sightline.message import Message, to_openai_message
 from sightline.trace import Trace
 from sightline.wire.file import write_atomic
 
@@ -52,8 +51,8 @@ def branch_records(trace: Trace) -> Iterator[dict[str, Any]]:
 
 def openai_message(message: Message) -> dict[str, Any]:
     """Convert a message to OpenAI's format, with `media:` URLs for images and videos."""
-    missing_ids = [""] * len(message.tool_calls)
-    return to_openai_message(message, lambda ref: ref.url, missing_ids)
+    call_ids = [call.id for call in message.tool_calls]
+    return to_openai_message(message, lambda ref: ref.url, call_ids)
 
 
 def image_file_name(ref: MediaRef) -> str:
