@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from itertools import zip_longest
 
-from sightline.pack.cost import CostModel, MicroBatchWork
+from sightline.pack.cost import CostModel
 from sightline.wire.array import Array
 from sightline.wire.micro_batch import MicroBatch
 
@@ -20,7 +20,7 @@ def assign_to_ranks(
     the least work. Those with images come first, so that few rounds need the vision tower on
     ranks without one. The same packs and price give the same result on every machine.
     """
-    costs = [price.of(MicroBatchWork.of(pack)) for pack in packs]
+    costs = [price.of(pack) for pack in packs]
     order = sorted(range(len(packs)), key=lambda i: (not packs[i].items, -costs[i], i))
     shares: list[list[int | None]] = [[] for _ in range(ranks)]
     loads = [0.0] * ranks

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import astuple, dataclass
-from operator import mul
+from dataclasses import dataclass
 
 import numpy as np
 
@@ -25,44 +24,30 @@ class PackSize:
 
 
 @dataclass(frozen=True, slots=True)
-class MicroBatchWork:
-    """The work of a micro-batch for the model."""
-
-    tokens: int
-    attended: int
-    """Pairs of a token and one that it attends to, itself included."""
-    trained: int
-    """Tokens whose logprobs are computed."""
-    patches: int
-    """Patches of distinct items: each goes through the vision tower once."""
-    attended_patches: int
-    """Pairs of patches within an item."""
-
-    @classmethod
-    def of(cls, batch: MicroBatch) -> MicroBatchWork:
-        ends = batch.subtree_end.numpy().astype(np.int64)
-        sizes = [packed.item.num_patches for packed in batch.items]
-        return cls(
-            tokens=len(ends),
-            attended=int((ends - np.arange(len(ends))).sum()),
-            trained=len(batch.trained),
-            patches=sum(sizes),
-            attended_patches=sum(size * size for size in sizes),
-        )
-
-
-@dataclass(frozen=True, slots=True)
 class CostModel:
-    """Operations for each unit of work; the fields are in the order of `MicroBatchWork`.
+    """Operations for each unit of a micro-batch's work.
 
     They are counted, never measured, so that samples go to the same ranks after a restart.
     """
 
     token: float = 0.0
     attended: float = 0.0
+    """For each pair of a token and one that it attends to, itself included."""
     trained: float = 0.0
+    """For each token whose logprob is computed."""
     patch: float = 0.0
+    """For each patch of the distinct items: each goes through the vision tower once."""
     attended_patch: float = 0.0
+    """For each pair of patches within an item."""
 
-    def of(self, work: MicroBatchWork) -> float:
-        return sum(map(mul, astuple(self), astuple(work)))
+    def of(self, batch: MicroBatch) -> float:
+        """Return the micro-batch's cost."""
+        ends = batch.subtree_end.numpy().astype(np.int64)
+        sizes = [packed.item.num_patches for packed in batch.items]
+        return (
+            self.token * len(ends)
+            + self.attended * int((ends - np.arange(len(ends))).sum())
+            + self.trained * len(batch.trained)
+            + self.patch * sum(sizes)
+            + self.attended_patch * sum(size * size for size in sizes)
+        )

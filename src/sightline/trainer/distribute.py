@@ -7,8 +7,7 @@ rank 0: ready batch k --assignments--> channel --assignment k--> rank r (own thr
 
 from __future__ import annotations
 
-import math
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator
 from dataclasses import replace
 from typing import Any, cast
 
@@ -96,36 +95,22 @@ _OPERATIONS = 6
 def estimate_price(forward: Forward) -> CostModel:
     """Count the operations of this model.
 
-    The matrices of text blocks count once per token, those of vision blocks per patch, those of
-    mergers per visual token and the head per trained token. Attention counts pairs. All experts of
-    a layer count.
+    The matrices of text blocks count once per token, those of vision blocks per patch and the head
+    per trained token. Attention counts pairs. All experts of a layer count. The vision tower's
+    parameters outside blocks, such as mergers, do not: they are a small share.
     """
     seen = {id(parameter) for _, parameter in forward.vision_parameters()}
     blocks, model = forward.blocks(), cast(Any, forward.model)
     vision = [block for block in blocks if any(id(p) in seen for p in block.parameters())]
     text = [block for block in blocks if block not in vision]
-    inside = sum(map(_count_matrix_elements, vision))
     return CostModel(
         token=_OPERATIONS * sum(map(_count_matrix_elements, text)),
         # Attention scores and the weighted sum of values: one product of the block's width each.
         attended=2 * _OPERATIONS * sum(map(_hidden_size, text)),
         trained=_OPERATIONS * _count_matrix_elements(model.get_output_embeddings()),
-        patch=_OPERATIONS * (inside + _tower_outside_blocks(forward, vision)),
+        patch=_OPERATIONS * sum(map(_count_matrix_elements, vision)),
         attended_patch=2 * _OPERATIONS * sum(map(_hidden_size, vision)),
     )
-
-
-def _tower_outside_blocks(forward: Forward, blocks: Sequence[nn.Module]) -> float:
-    """Return the tower's matrix elements per patch outside its blocks: convolution, mergers."""
-    smallest = forward.blank_image()
-    if smallest is None:
-        return 0.0
-    tables = [m for m in forward.model.modules() if isinstance(m, nn.Embedding)]
-    apart = {id(p) for module in (*blocks, *tables) for p in module.parameters()}
-    own = [p for _, p in forward.vision_parameters() if id(p) not in apart]
-    # A patch embedding is a convolution. The smallest image is one visual token.
-    embed = sum(p.numel() for p in own if p.ndim > 2)
-    return embed + sum(p.numel() for p in own if p.ndim == 2) / math.prod(smallest[1])
 
 
 def _count_matrix_elements(module: nn.Module) -> int:

@@ -5,12 +5,15 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from sightline.media import MediaRef
-from sightline.pack import CostModel, MicroBatchWork, assign_to_ranks, build_empty_micro_batch
+from sightline.pack import CostModel, assign_to_ranks, build_empty_micro_batch
 from sightline.wire import MediaItem
 from sightline.wire.array import Array
 from sightline.wire.micro_batch import MicroBatch, PackedItem
 
 BY_TOKEN = CostModel(token=1.0)
+BY_PAIR = CostModel(attended=1.0)
+BY_ALL = CostModel(token=1.0, attended=1e3, trained=1e6, patch=1e9, attended_patch=1e12)
+"""The digits of a price are the counts of each kind of work."""
 
 
 def pack_of(num_tokens: int) -> MicroBatch:
@@ -52,16 +55,16 @@ def test_work_counts_the_pairs_visible_in_the_mask() -> None:
     # A prompt of two tokens under two answers of two, then a sequence of its own.
     ends = [6, 6, 4, 4, 6, 6, 8, 8]
     seen = sum(k <= q < ends[k] for q in range(8) for k in range(8))
-    assert MicroBatchWork.of(tree_of(ends)) == MicroBatchWork(8, seen, 0, 0, 0)
+    assert BY_ALL.of(tree_of(ends)) == 8 + 1e3 * seen
 
 
 def test_attention_counts_when_it_costs_more_than_tokens() -> None:
     short = tree_of([end for end in range(4, 36, 4) for _ in range(4)])
     long = tree_of([24] * 24)
-    assert MicroBatchWork.of(short).tokens > MicroBatchWork.of(long).tokens
-    assert MicroBatchWork.of(short).attended < MicroBatchWork.of(long).attended
+    assert BY_TOKEN.of(short) > BY_TOKEN.of(long)
+    assert BY_PAIR.of(short) < BY_PAIR.of(long)
     by_tokens = assign_to_ranks([short, long], 2, BY_TOKEN)
-    by_pairs = assign_to_ranks([short, long], 2, CostModel(attended=1.0))
+    by_pairs = assign_to_ranks([short, long], 2, BY_PAIR)
     assert by_tokens == [[0], [1]] and by_pairs == [[1], [0]]
 
 
@@ -71,5 +74,5 @@ def test_image_micro_batches_come_first_and_in_the_same_rounds() -> None:
     )
     shown = msgspec.structs.replace(pack_of(2), items=[PackedItem(item, None, "t")])
     packs = [pack_of(90), shown, pack_of(80), shown]
-    assert MicroBatchWork.of(shown) == MicroBatchWork(2, 3, 0, 8, 64)
+    assert BY_ALL.of(shown) == 2 + 3e3 + 8e9 + 64e12
     assert assign_to_ranks(packs, 2, BY_TOKEN) == [[1, 0], [3, 2]]

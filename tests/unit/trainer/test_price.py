@@ -12,7 +12,7 @@ from torch.utils.flop_counter import FlopCounterMode
 from sightline.compute.model import load_model
 from sightline.families import load_family
 from sightline.media import MediaStore
-from sightline.pack import MicroBatchWork, PackSize, pack
+from sightline.pack import PackSize, pack
 from sightline.trainer.distribute import estimate_price
 from sightline.trainer.feed import ReadyMicroBatch
 from sightline.trainer.forward_pass import compute_hidden
@@ -30,8 +30,7 @@ def test_flop_estimate_is_close_to_torchs_count(tiny_model: Path, store: MediaSt
             forward, ReadyMicroBatch(packed, patches), family, torch.device("cpu")
         )
         forward.logits(hidden).sum().backward()
-    work = MicroBatchWork.of(packed)
-    assert min(work.tokens, work.trained, work.patches) > 0
-    assert 0.8 < estimate_price(forward).of(work) / counter.get_total_flops() < 1.2, (
-        estimate_price(forward).of(work) / counter.get_total_flops()
+    assert min(len(packed.token_ids), len(packed.trained), packed.num_patches) > 0
+    assert 0.8 < estimate_price(forward).of(packed) / counter.get_total_flops() < 1.2, (
+        estimate_price(forward).of(packed) / counter.get_total_flops()
     )
