@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Awaitable, Callable, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 
 from sightline.algo.algorithms import load_algorithm
@@ -46,23 +45,15 @@ def open_best_checkpoint(
     return best
 
 
-@dataclass(frozen=True)
-class ServerClients:
-    """Builds clients for a run's servers."""
-
-    config: RunFile
-    store: MediaStore
-    secret: str
-    """The run's secret, from which the tokens of its own servers are derived."""
-
-    def build(self, url: str, is_own: bool) -> GenerateClient:
-        inference = self.config.inference
-        token = derive_control_token(self.secret) if is_own else inference.read_control_token()
-        return load_engine(inference.engine).build_client(url, token=token)
+def build_client(config: RunFile, secret: str, url: str, is_own: bool) -> GenerateClient:
+    """Build the client for a server. Tokens of the run's own servers come from its secret."""
+    inference = config.inference
+    token = derive_control_token(secret) if is_own else inference.read_control_token()
+    return load_engine(inference.engine).build_client(url, token=token)
 
 
 def build_servers(
-    config: RunFile, run_dir: RunDir, events: EventLog, clients: ServerClients, urls: Sequence[str]
+    config: RunFile, run_dir: RunDir, events: EventLog, secret: str, urls: Sequence[str]
 ) -> ServerPool:
     """Build the pool of servers for rollouts."""
     is_own = not config.inference.servers
@@ -70,7 +61,11 @@ def build_servers(
     return ServerPool(
         run_dir.read_id(),
         events,
-        [clients.build(url, is_own) for url in urls if url and wanted.get(url) != REMOVE],
+        [
+            build_client(config, secret, url, is_own)
+            for url in urls
+            if url and wanted.get(url) != REMOVE
+        ],
         # The weights of external servers are unknown until they adopt a version.
         first_version=0 if is_own else UNKNOWN_VERSION,
         outage_timeout_s=config.inference.outage_timeout_s,
@@ -141,11 +136,7 @@ def build(
         goal=goal,
         announce=announce,
         check_room=check_room,
-        groups_per_step=settings.groups_per_step,
-        max_lag=settings.max_lag,
-        diagnostics_every=settings.diagnostics_every,
-        max_empty_batches=settings.max_empty_batches,
-        max_resampled_groups=int(settings.max_resample_fraction * settings.groups_per_step),
+        settings=settings,
         max_bad_fraction=config.media.max_bad_fraction,
         last_step=config.run.steps,
     )

@@ -18,7 +18,7 @@ from sightline.orchestrator.best_checkpoint import BestCheckpoint
 from sightline.orchestrator.policies import PolicyUpdater
 from sightline.orchestrator.rollout_scheduler import RolloutScheduler
 from sightline.orchestrator.run_state import RunState, eval_key
-from sightline.rollout.evaluation import EVAL_SPLIT, EvalSummary, play_tasks
+from sightline.rollout.evaluation import EVAL_SPLIT, EvalSummary, build_eval_request, play_tasks
 from sightline.run import EventLog, RunDir
 from sightline.trace import Trace, write_traces
 from sightline.wire.control import PublishedWeights
@@ -85,9 +85,10 @@ class Evaluator:
         self, images: dict[int, tuple[MediaRef, ...]], step: int, server: str = ""
     ) -> list[Trace]:
         """Play each task with the weights of `step`. `images`, if given, replace the task's own."""
+        fixed = (EVAL_SPLIT, self.rollouts.seed, self.temperature)
         return await play_tasks(
             lambda task: self.rollouts.play_once(
-                task, EVAL_SPLIT, self.temperature, images[task], server, step
+                build_eval_request(task, *fixed, images[task], server, step)
             ),
             images,
             MAX_CONCURRENT_IN_BACKGROUND if server else MAX_CONCURRENT,

@@ -9,7 +9,7 @@ import pytest
 
 from sightline.algo.algorithms import GRPO
 from sightline.algo.verdicts import GroupJudge, GroupVerdict
-from sightline.config import AlgorithmConfig
+from sightline.config.sections import AlgorithmConfig, OrchestratorConfig
 from sightline.errors import MediaError, NoTrainableSamples
 from sightline.media.stored_file import open_blobs
 from sightline.message import assistant, user
@@ -69,11 +69,13 @@ class World:
             goal=self.goal,
             announce=self.announce,
             check_room=lambda: None,
-            groups_per_step=3,
-            max_lag=self.max_lag,
-            diagnostics_every=changes.get("diagnostics_every", 0),
-            max_empty_batches=2,
-            max_resampled_groups=changes.get("max_resampled_groups", 0),
+            settings=OrchestratorConfig(
+                groups_per_step=3,
+                max_lag=self.max_lag,
+                diagnostics_every=changes.get("diagnostics_every", 0),
+                max_empty_batches=2,
+                max_resample_fraction=changes.get("max_resampled_groups", 0) / 3,
+            ),
             max_bad_fraction=0.0,
             last_step=changes.get("last_step", 1000),
         )
