@@ -6,7 +6,6 @@ import os
 import sys
 from collections.abc import Callable, Iterable
 from functools import partial
-from pathlib import Path
 from threading import Event
 from typing import Any, NamedTuple, cast
 
@@ -30,7 +29,6 @@ from sightline.config import (
 from sightline.errors import ConfigError, ResumeRefused
 from sightline.families import Family, Forward, load_family, load_renderer
 from sightline.families.checkpoint_files import resolve_checkpoint
-from sightline.families.device_copy import allocate_pinned
 from sightline.media import MediaStore, open_store
 from sightline.pack import PackSize
 from sightline.pixels import Materializer, SharedPatches
@@ -225,8 +223,7 @@ def build_pixels(learner: Learner, store: MediaStore) -> MicroBatchPixels:
     return MicroBatchPixels(
         materializer,
         half // len(here) * 7 // 8,  # an eighth is for the images that rank 0 verifies
-        allocate=partial(allocate_pinned, device=learner.device),
-        is_pinned=learner.device.type == "cuda",
+        learner.device,
         keep=machines[0].split()[0] != machine,  # on rank 0's machine, rank 0 has cached them
     )
 
@@ -303,30 +300,21 @@ def build(
             config, run_dir, orchestrator, learner, store, channel, resume, watch(), stop
         )
     )
-    writer = RunWriter(
-        run_dir=run_dir,
-        learner=learner,
-        saver=CheckpointSaver(
-            checkpoints,
-            learner.dims,
-            trainer.checkpoint_every,
-            resume.step,
-            config.model.train_vision,
-            channel.collect_files,
-            BackgroundTask("checkpoint", watchdog=watch(), min_limit_s=LONG_LIMIT_S),
-            orchestrator.send_checkpoints if orchestrator is not None else lambda: None,
-        ),
-        source=Path(config.model.path),
-        export_dir=run_dir.checkpoints / "final",
-        dtype=MODEL_DTYPES[config.model.dtype],
-        events=events,
+    saver = CheckpointSaver(
+        checkpoints,
+        learner.dims,
+        trainer.checkpoint_every,
+        resume.step,
+        config.model.train_vision,
+        channel.collect_files,
+        BackgroundTask("checkpoint", watchdog=watch(), min_limit_s=LONG_LIMIT_S),
+        orchestrator.send_checkpoints if orchestrator is not None else lambda: None,
     )
-    if isinstance(config, SftFile):
-        writer.export_dir = Path(config.sft.output_dir)
-    else:
+    writer = RunWriter(config, run_dir, learner, saver, events)
+    if isinstance(config, RunFile):
         task = BackgroundTask("publish", feed.fail, watch())
         _add_publishing(writer, config, orchestrator, task, resume.step)
-    return TrainerComponents(feed, learner, writer, learner.watchdog, resume.step)
+    return TrainerComponents(feed, learner, writer, resume.step)
 
 
 def _limit_memory(config: RunFile, ranks: RankInfo) -> None:
@@ -381,9 +369,7 @@ def _add_publishing(
     step: int,
 ) -> None:
     """Publish every version, as `rl` needs. Every rank calls it before the first step."""
-    writer.publishes = True
     writer.learner.diagnostics_every = config.orchestrator.diagnostics_every
-    writer.max_mismatch = config.orchestrator.max_mismatch
     if config.lora.publish != "merged":
         writer.adapter = describe_adapter_base(writer.learner.forward.model, writer.dtype)
     if orchestrator is None:
