@@ -23,10 +23,9 @@ import torch
 
 from sightline.bench.harness import speed
 from sightline.bench.harness.screenshots import Screenshots, add_text_chunk
-from sightline.bench.harness.speed import PlainStep, Timings, measure_time
+from sightline.bench.harness.speed import PlainStep, Timings, build_allocate, measure_time
 from sightline.bench.harness.workspace import add_options, check_at_least, print_table
 from sightline.compute import attention_cudnn
-from sightline.compute.model import pick_device
 from sightline.config import ModelConfig, TrainerConfig, validate_config
 from sightline.config.load import apply_overrides
 from sightline.config.section import ConfigSection
@@ -207,11 +206,10 @@ class StepBench:
     def prepare(self, samples: Sequence[Sample], tokens: int, kind: str) -> Any:
         materializer = Materializer(self.family, self.store, max_bytes=GIB)
         family: Any = _PackedAs(self.family, kind)
-        device = torch.device(pick_device(self.args.device))
         preparer = BatchPreparer(
             family, materializer, PackSize(tokens, 1 << 30),
             BadMediaPolicy(allows_unverified_pixels=True),
-            pixels=MicroBatchPixels(materializer, device=device),
+            pixels=MicroBatchPixels(materializer, allocate=build_allocate(self.args.device)),
         )  # fmt: skip
         ready = preparer.prepare(Batch(1, list(samples)), digest="").with_pixels()
         materializer.close()

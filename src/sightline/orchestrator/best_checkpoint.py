@@ -55,8 +55,9 @@ class BestCheckpoint:
             return f"{weights} is missing"
         with open(weights, "rb") as file:
             digest = hashlib.file_digest(file, "sha256").hexdigest()
-        is_known = digest == (progress.best_digest or digest)
-        return "" if is_known else f"{weights} is damaged: its checksum has changed"
+        if digest == progress.best_digest:
+            return ""
+        return f"{weights} is damaged: its checksum has changed"
 
     def forget(self) -> None:
         """Let the next evaluation write the best checkpoint again."""

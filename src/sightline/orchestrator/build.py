@@ -98,21 +98,19 @@ def build(
         unjudged_groups=list(run_state.progress.open_groups),
         check_trace=policies.check_trace,
     )
-    policy = PolicyUpdater([servers.adopt], run_dir.weights, blobs, servers.first_version)
+    policy = PolicyUpdater(events, [servers.adopt], run_dir.weights, blobs, servers.first_version)
     observer = StepMetrics(run_state, policy, store, events, rollouts, config.run.steps)
-    policy.on_adopted = observer.on_adopted
     evaluator = Evaluator(
         rollouts, run_state, events, run_dir, config.eval.tasks, config.eval.temperature
     )
     stop_at = config.run.stop_at
-    goal = None if stop_at is None else RewardGoal(stop_at, evaluator, policy, run_state, events)
+    goal = None if stop_at is None else RewardGoal(stop_at, evaluator, policy)
     background_evaluator = None
     if evaluator_servers is not None:
         best_checkpoint = open_best_checkpoint(config, run_dir, run_state, events, blobs)
         background_evaluator = BackgroundEvaluator(
-            evaluator, policy, best_checkpoint, run_state, events,
-            next(iter(evaluator_servers.servers)), evaluator_servers.adopt,
-            config.eval.every, config.run.steps,
+            evaluator, policy, best_checkpoint, next(iter(evaluator_servers.servers)),
+            evaluator_servers.adopt, config.eval.every, config.run.steps,
         )  # fmt: skip
 
     def check_room() -> None:

@@ -14,15 +14,15 @@ import time
 from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
-from functools import partial
 from pathlib import Path
 
 from msgspec import structs
 
 from sightline.errors import PeerLost, ProcessFailed, WireError
 from sightline.orchestrator.loop import Orchestrator
-from sightline.orchestrator.remote_files import RemoteFiles, WriteQueue
+from sightline.orchestrator.remote_files import RemoteFiles
 from sightline.orchestrator.server_pool import run_until_first
+from sightline.rollout.client import ChangeSignal
 from sightline.run.mirror import BEAT
 from sightline.transport.zmq_channel import AsyncHub
 from sightline.wire import control
@@ -72,11 +72,13 @@ class ControlRouter:
     """Handles the messages of the other processes."""
 
     def __post_init__(self) -> None:
-        self._ready_changed = asyncio.Condition()
+        self._ready_changed = ChangeSignal()
         self._telling = asyncio.Lock()
         self._from_trainer: asyncio.Queue[ControlMessage] = asyncio.Queue()
         self._joining: asyncio.Queue[str] = asyncio.Queue()
-        self._checkpoints = WriteQueue()
+        self._checkpoints: asyncio.Queue[FileChanges] = asyncio.Queue()
+        self._num_unwritten = 0
+        """Number of messages in the queue of checkpoint files that are not written yet."""
         self._trainer_heard_at = math.inf
 
     async def send(self, peer: str, message: ControlMessage) -> None:
@@ -118,14 +120,14 @@ class ControlRouter:
                 await self.send(worker, servers)
 
     async def wait_until_ready(self, names: set[str]) -> None:
-        async with self._ready_changed:
-            await self._ready_changed.wait_for(lambda: names <= self.ready.keys())
+        while not names <= self.ready.keys():
+            await self._ready_changed.wait()
 
     async def keep_receiving(self) -> None:
         """Handle messages until cancelled."""
         await run_until_first(
             self._keep_receiving(), self._keep_heeding_trainer(), self._keep_giving_files(),
-            self._checkpoints.keep_writing(), self._keep_watching_trainer(),
+            self._keep_writing_checkpoints(), self._keep_watching_trainer(),
         )  # fmt: skip
 
     async def _keep_receiving(self) -> None:
@@ -166,7 +168,7 @@ class ControlRouter:
                         )
                     if self.servers is not None:
                         await self.send(peer, self.servers)
-                    await self._note_ready(peer, message)
+                    self._note_ready(peer, message)
                 case _ if peer == TRAINER:
                     self._from_trainer.put_nowait(message)
                 case _:
@@ -196,25 +198,32 @@ class ControlRouter:
                 case FileChanges(files) if self.remote_files is not None:
                     if all(file.name.startswith("checkpoints/") for file in files):
                         # New weights must not wait for large checkpoints.
-                        self._checkpoints.put(partial(self.remote_files.write, TRAINER, message))
+                        self._num_unwritten += 1
+                        self._checkpoints.put_nowait(message)
                     else:
                         await asyncio.to_thread(self.remote_files.write, TRAINER, message)
                 case PublishedWeights():
-                    if (
-                        self._checkpoints.num_waiting
-                    ):  # the checkpoint that covers the batches may not be written yet
+                    if self._num_unwritten:  # perhaps the checkpoint that covers the batches
                         message = structs.replace(message, checkpoint_step=0)
                     self.orchestrator.publish(message)
                 case ProcessReady():
                     check_release(message.release, TRAINER)
                     await self._on_trainer_ready(message.version)
-                    await self._note_ready(TRAINER, message)
+                    self._note_ready(TRAINER, message)
                 case TrainingFinished(step) if step <= self.orchestrator.run_state.progress.step:
                     await self._checkpoints.join()
                     self.last_step = step
                     self.finished.set()
                 case _:
                     raise _unexpected_error(TRAINER, message)
+
+    async def _keep_writing_checkpoints(self) -> None:
+        while True:
+            message = await self._checkpoints.get()
+            assert self.remote_files is not None
+            await asyncio.to_thread(self.remote_files.write, TRAINER, message)
+            self._num_unwritten -= 1
+            self._checkpoints.task_done()
 
     async def _keep_watching_trainer(self) -> None:
         """Raise when a trainer on another machine is lost and was not replaced."""
@@ -229,10 +238,9 @@ class ControlRouter:
                     lost, fix = f"{lost}; the last one failed: {left['problem']}", left["fix"]
                 raise ProcessFailed(lost, fix)
 
-    async def _note_ready(self, peer: str, message: ProcessReady) -> None:
-        async with self._ready_changed:
-            self.ready[peer] = message
-            self._ready_changed.notify_all()
+    def _note_ready(self, peer: str, message: ProcessReady) -> None:
+        self.ready[peer] = message
+        self._ready_changed.notify()
 
 
 def _unexpected_error(peer: str, message: ControlMessage) -> WireError:

@@ -18,7 +18,6 @@ from sightline.media import MediaStore, open_store
 from sightline.media.stored_file import open_blobs
 from sightline.orchestrator.build import build, build_client, build_servers
 from sightline.orchestrator.control_router import TRAINER, ControlRouter
-from sightline.orchestrator.loop import Orchestrator
 from sightline.orchestrator.remote_files import RemoteFiles
 from sightline.orchestrator.run_state import RunState
 from sightline.orchestrator.server_pool import ServerPool, run_until_first
@@ -87,7 +86,9 @@ async def main(
         await router.wait_until_ready({TRAINER, *workers})
         at, last = router.ready[TRAINER].version, run_state.progress.step
         await orchestrator.policy.wait_for_version(max(at, last - config.orchestrator.max_lag))
-        await _run_until_stopped(orchestrator, events, stop)
+        await run_until_first(orchestrator.run(), stop.wait())
+        if stop.is_set():  # a signal: the run stops early, without losing progress
+            events.write("state", phase="stopping")
         await stats_poller.poll()
         # This also ends servers that a cluster started, which nothing else does.
         await _finish(router, run_state, store, [*workers, *ending], events)
@@ -113,23 +114,6 @@ async def main(
         for each in pools:
             await each.close()
         router.hub.close()
-
-
-async def _run_until_stopped(
-    orchestrator: Orchestrator, events: EventLog, stop: asyncio.Event
-) -> None:
-    """Run to the end. If `stop` is set, stop early without losing progress."""
-    stopping = asyncio.ensure_future(stop.wait())
-    working = asyncio.ensure_future(orchestrator.run())
-    await asyncio.wait({stopping, working}, return_when=asyncio.FIRST_COMPLETED)
-    if working.done():
-        stopping.cancel()
-        working.result()
-    else:
-        events.write("state", phase="stopping")
-        working.cancel()
-        with contextlib.suppress(asyncio.CancelledError):
-            await working
 
 
 async def _finish(

@@ -113,9 +113,6 @@ class StepMetrics:
                     detail=describe_failure(trace)[-2000:],
                 )
 
-    def on_adopted(self, version: int, seconds: float) -> None:
-        self.events.write("adopted", version, seconds=seconds)
-
     def on_step(self, step: int, collection: StepCollection) -> None:
         began, self._began = self._began, time.monotonic()
         seconds = self._began - began

@@ -29,6 +29,7 @@ from sightline.config import (
 from sightline.errors import ConfigError, ResumeRefused
 from sightline.families import Family, Forward, load_family, load_renderer
 from sightline.families.checkpoint_files import resolve_checkpoint
+from sightline.families.device_copy import allocate_pinned
 from sightline.media import MediaStore, open_store
 from sightline.pack import PackSize
 from sightline.pixels import Materializer, SharedPatches
@@ -223,7 +224,8 @@ def build_pixels(learner: Learner, store: MediaStore) -> MicroBatchPixels:
     return MicroBatchPixels(
         materializer,
         half // len(here) * 7 // 8,  # an eighth is for the images that rank 0 verifies
-        learner.device,
+        allocate=partial(allocate_pinned, device=learner.device),
+        is_pinned=learner.device.type == "cuda",
         keep=machines[0].split()[0] != machine,  # on rank 0's machine, rank 0 has cached them
     )
 

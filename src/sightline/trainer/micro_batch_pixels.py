@@ -10,17 +10,24 @@ from __future__ import annotations
 
 import sys
 import threading
+from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
 
 import numpy as np
-import torch
 
 from sightline.errors import MediaError, PixelMismatch
-from sightline.families.device_copy import allocate_pinned, round_pinned
+from sightline.families.device_copy import round_pinned
 from sightline.pixels import Materializer, widen_patches
 from sightline.trainer.bad_media import add_location, build_pixel_mismatch
 from sightline.wire.micro_batch import MicroBatch
+
+AllocatePatches = Callable[[int, int], np.ndarray]
+"""Allocates memory for patches, given their number and the bytes of each."""
+
+
+def allocate_patches(num: int, values: int) -> np.ndarray:
+    return np.empty((num, values), np.uint8)
 
 
 @dataclass
@@ -28,8 +35,9 @@ class MicroBatchPixels:
     materializer: Materializer
     max_bytes: int = sys.maxsize
     """Memory limit for this rank's micro-batches and their items."""
-    device: torch.device = torch.device("cpu")
-    """The device that reads the patches. For a GPU they are in page-locked memory."""
+    allocate: AllocatePatches = allocate_patches
+    is_pinned: bool = False
+    """Whether `allocate` returns page-locked memory, whose size torch rounds up."""
     keep: bool = False
     """Whether items that are made here go into the cache. If rank 0 has already filled the cache,
     they would evict items that are still needed."""
@@ -51,7 +59,7 @@ class MicroBatchPixels:
 
     def count_bytes(self, pack: MicroBatch) -> int:
         nbytes = pack.num_patches * self._get_width(pack) if pack.items else 0
-        return round_pinned(nbytes) if self.device.type == "cuda" else nbytes
+        return round_pinned(nbytes) if self.is_pinned else nbytes
 
     def _get_width(self, pack: MicroBatch) -> int:
         return self.materializer.get_width(entry.item for entry in pack.items)
@@ -84,7 +92,7 @@ class MicroBatchPixels:
     def stack(self, pack: MicroBatch) -> np.ndarray:
         """Return the patches of a micro-batch's items in order, checked against the digests."""
         width = self._get_width(pack)
-        stacked = allocate_pinned(pack.num_patches, width, self.device)
+        stacked = self.allocate(pack.num_patches, width)
         at = 0
         flights = self.materializer.iterate(
             (entry.item for entry in pack.items), self.item_bytes, self.keep

@@ -48,7 +48,10 @@ class World:
         self.always_version: int | None = None
         self.goal: RewardGoal | None = None
         self.run_state = RunState.open(run_dir)
-        self.policy = PolicyUpdater([self.adopt], run_dir.weights, open_blobs(run_dir.media))
+        events = EventLog(run_dir.metrics, "orchestrator")
+        self.policy = PolicyUpdater(
+            events, [self.adopt], run_dir.weights, open_blobs(run_dir.media)
+        )
         self.rollouts = RolloutScheduler(
             RolloutDispatcher(self.send, ["w"]), group_size=2, temperature=1.0, seed=0,
             next_group=self.run_state.progress.next_group,
@@ -324,7 +327,7 @@ def test_groups_that_train_without_signal_are_not_replaced(run_dir: RunDir) -> N
 def set_goal(world: World, stop_at: float, tasks: int = 4) -> RewardGoal:
     events = EventLog(world.run_dir.metrics, "orchestrator")
     evaluator = Evaluator(world.rollouts, world.run_state, events, world.run_dir, tasks, 1.0)
-    world.goal = RewardGoal(stop_at, evaluator, world.policy, world.run_state, events)
+    world.goal = RewardGoal(stop_at, evaluator, world.policy)
     return world.goal
 
 

@@ -25,11 +25,10 @@ from sightline.media import MediaStore
 from sightline.message import assistant, user
 from sightline.pack import PackSize
 from sightline.pixels import Materializer, Pixels
-from sightline.trainer import micro_batch_pixels
 from sightline.trainer.bad_media import BadMediaPolicy
 from sightline.trainer.build import build_pixels
 from sightline.trainer.feed import BatchPrefetcher, BatchPreparer
-from sightline.trainer.micro_batch_pixels import MicroBatchPixels
+from sightline.trainer.micro_batch_pixels import MicroBatchPixels, allocate_patches
 from sightline.trainer.sft import build_sample
 from sightline.wire import MediaItem
 from sightline.wire.sample import Batch, Sample
@@ -65,8 +64,8 @@ class Live:
     def patches(self, image: Image.Image, item: MediaItem) -> np.ndarray:
         return self._count(self._family.patches(image, item))
 
-    def allocate(self, num: int, values: int, device: torch.device) -> np.ndarray:
-        return self._count(np.empty((num, values), np.uint8))
+    def allocate(self, num: int, values: int) -> np.ndarray:
+        return self._count(allocate_patches(num, values))
 
     def _count(self, array: np.ndarray) -> np.ndarray:
         self._add(array.nbytes)
@@ -96,7 +95,7 @@ def train(
     learner = making.build_learner(making.model_config(model), config, store, steps=10)
     live = Live(learner.family)
     materializer = EagerMaterializer(live, store, budget // 2, threads=2)
-    pixels = MicroBatchPixels(materializer, budget // 2 * 7 // 8)
+    pixels = MicroBatchPixels(materializer, budget // 2 * 7 // 8, live.allocate)
     unverified = BadMediaPolicy(allows_unverified_pixels=True)
     preparer = BatchPreparer(live, materializer, PackSize(1, 1), unverified, pixels=pixels)
     half = len(samples) // 2
@@ -104,10 +103,8 @@ def train(
         preparer.prepare(Batch(step, part), "")
         for step, part in enumerate((samples[:half], samples[half:]), start=1)
     )
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(micro_batch_pixels, "allocate_pinned", live.allocate)
-        for ready in BatchPrefetcher(batches):
-            learner.step(ready)
+    for ready in BatchPrefetcher(batches):
+        learner.step(ready)
     materializer.close()
     made = materializer.counts.made
     return dict(learner.forward.model.named_parameters()), live.most, made
@@ -128,17 +125,14 @@ def test_batch_of_ten_times_the_pixel_budget_trains_bit_identically(
 
 
 def test_page_locked_memory_counts_as_allocated_by_torch(
-    tiny_model: Path, store: MediaStore, monkeypatch: pytest.MonkeyPatch
+    tiny_model: Path, store: MediaStore
 ) -> None:
-    monkeypatch.setattr(
-        micro_batch_pixels, "allocate_pinned", lambda num, values, _: np.empty((num, values), "u1")
-    )
     learner = making.build_learner(
         making.model_config(tiny_model), making.trainer_config(), store, steps=10
     )
     learner.diagnostics_every = 1
     materializer = Materializer(learner.family, store, 0)
-    pixels = MicroBatchPixels(materializer, device=torch.device("cuda"))
+    pixels = MicroBatchPixels(materializer, is_pinned=True)
     unverified = BadMediaPolicy(allows_unverified_pixels=True)
     preparer = BatchPreparer(
         learner.family, materializer, PackSize(1, 1), unverified, pixels=pixels

@@ -12,6 +12,7 @@ import statistics
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -23,8 +24,10 @@ from torch.profiler import ProfilerActivity
 from sightline.compute.model import MODEL_DTYPES, pick_device
 from sightline.config import ModelConfig, TrainerConfig
 from sightline.families import Family
+from sightline.families.device_copy import allocate_pinned
 from sightline.trainer.feed import ReadyBatch
 from sightline.trainer.learner import Learner
+from sightline.trainer.micro_batch_pixels import AllocatePatches
 
 PEAK_SIDE = 8192
 COPY_BYTES = {"cuda": 4 * 2**30, "cpu": 2**26}
@@ -56,6 +59,11 @@ def measure_copy_bandwidth(device: str) -> float:
     target = torch.empty_like(source)
     times = measure_time(lambda: target.copy_(source), device, repeats=7, warm_up=1)
     return 2 * source.nbytes / times.median_s
+
+
+def build_allocate(device_name: str) -> AllocatePatches:
+    """Return the function with which the trainer allocates memory for patches."""
+    return partial(allocate_pinned, device=torch.device(pick_device(device_name)))
 
 
 def measure_time(work: Callable[[], Any], device_name: str, repeats: int, warm_up: int) -> Timings:
