@@ -5,7 +5,6 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable, Hashable
 from functools import cache, partial
-from importlib import import_module
 from threading import Thread
 from types import FunctionType
 from typing import Any, cast
@@ -30,12 +29,6 @@ def count_compiled_graphs() -> int:
     from torch._dynamo.utils import counters
 
     return int(counters["stats"]["unique_graphs"])
-
-
-def import_compiler(backend: str) -> None:
-    """Import the compiler. For inductor this takes seconds."""
-    if backend == "inductor":
-        import_module("torch._inductor.compile_fx")
 
 
 def end_compile_workers() -> None:
@@ -76,29 +69,16 @@ def wrap_blocks(forward: Forward, recompute: bool, backend: str, exact: bool = F
 def _wrap_block(
     block: Any, plain: Callable[..., Any], recompute: bool, backend: str
 ) -> Callable[..., Any]:
-    single = broken = _compile_when_called(plain, backend) if backend else plain
+    single = broken = torch.compile(plain, backend=backend) if backend else plain
     if recompute:
         # Saving and restoring the random state takes host time in every block.
         again = partial(checkpoint, use_reentrant=False, preserve_rng_state=_has_dropout(block))
         broken = partial(again, broken)
         kind = cast(Hashable, type(block))
-        single = (
-            partial(_compile_when_called(_build_recompute(kind), backend), block)
-            if backend
-            else broken
-        )
+        single = broken
+        if backend:
+            single = partial(torch.compile(_build_recompute(kind), backend=backend), block)
     return partial(_forward_by_pattern, single, broken) if backend else broken
-
-
-def _compile_when_called(function: Callable[..., Any], backend: str) -> Callable[..., Any]:
-    """Compile `function` at its first call, so that startup does not import the compiler."""
-
-    @cache
-    def get_compiled() -> Callable[..., Any]:
-        compiled: Callable[..., Any] = torch.compile(function, backend=backend)
-        return compiled
-
-    return lambda *args, **options: get_compiled()(*args, **options)
 
 
 def _forward_by_pattern(

@@ -345,8 +345,10 @@ def _build_batches(
         return read_shares(channel, pixels, learner.family.num_axes)
     batches: Iterable[ReadyBatch]
     if isinstance(config, SftFile):
-        options = {"done": resume.step, "watchdog": watchdog, "run_dir": run_dir}
-        batches = build_conversations(config, learner, pixels, stop=stop or Event(), **options)
+        batches = build_conversations(
+            config, learner, pixels,
+            done=resume.step, watchdog=watchdog, stop=stop or Event(), run_dir=run_dir,
+        )  # fmt: skip
     else:
         assert orchestrator is not None
         trained, first = len(read_ledger(run_dir.ledger)), resume.step + 1

@@ -17,7 +17,6 @@ from sightline.media.stored_file import open_blobs
 from sightline.run import RunDir
 from sightline.run.mirror import RunMirror, is_copy
 from sightline.trainer import loop
-from sightline.trainer.blocks import import_compiler
 from sightline.trainer.build import Orchestrator, build
 from sightline.trainer.loop import TrainerComponents
 from sightline.trainer.ranks import NO_CHANNEL, FollowerChannel, LeadChannel, RankInfo, open_channel
@@ -66,8 +65,6 @@ def run(config: RunFile | SftFile, run_dir: RunDir, ranks: RankInfo, name: str, 
             # Servers started by the run have its checkpoint. Other servers' weights are unknown.
             watchdog.enter(f"publishing version {components.first_step}", LONG_LIMIT_S)
             components.run_writer.publish(components.first_step, {})
-        watchdog.enter("importing the compiler", LONG_LIMIT_S)
-        import_compiler(config.trainer.compile_backend)  # during the first rollouts
         watchdog.idle()
         loop.run(components)
     except (

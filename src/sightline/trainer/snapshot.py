@@ -91,12 +91,6 @@ def get_local_rows(tensor: Tensor) -> tuple[Tensor, int]:
     """Return this rank's rows, and the index of the first in the full tensor."""
     if not isinstance(tensor, DTensor):
         return tensor, 0
-    [placement] = tensor.placements
-    if not placement.is_shard(0):
-        raise ResumeRefused(
-            f"a tensor is placed as {placement}, but checkpoints support shards of rows only",
-            "shard along rows",
-        )
     share = -(-tensor.shape[0] // tensor.device_mesh.size())
     first = min(share * tensor.device_mesh.get_local_rank(), tensor.shape[0])
     return tensor.to_local(), first
