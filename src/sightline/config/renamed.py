@@ -18,7 +18,6 @@ RENAMED = {
     "inference.max_rows": "inference.max_num_seqs",
     "inference.prefill_chunk": "inference.prefill_chunk_tokens",
     "inference.vllm_args": "inference.engine_args",
-    "media.on_bad": "media.on_bad_image",
     "model.number_pictures": "model.number_images",
     "monitor.offline": "logging.wandb_offline",
     "monitor.samples_every": "logging.samples_every",
@@ -75,6 +74,7 @@ OF_OTHER_FRAMEWORKS = {
 COST_MODEL_FIX = "remove it: ranks are balanced by counting the model's operations"
 INLINE_IMAGES_FIX = 'remove it: the engine "stock_vllm" was removed. Serve with engine = "vllm"'
 UNVERIFIED_FIX = "remove it: every engine reports the digests of its pixels"
+ON_BAD_FIX = 'remove it. Instead of "stop", set [media] max_bad_fraction = 0'
 NO_SPANS = "remove it: OpenTelemetry spans are no longer exported"
 REMOVED = {
     "inference.inline_images": INLINE_IMAGES_FIX,
@@ -82,6 +82,8 @@ REMOVED = {
     "launch.skypilot": "remove it: SkyPilot is no longer supported",
     "media.allow_unproven": UNVERIFIED_FIX,
     "media.allow_unverified_pixels": UNVERIFIED_FIX,
+    "media.on_bad": ON_BAD_FIX,
+    "media.on_bad_image": ON_BAD_FIX,
     "trainer.compress_weights": "remove it: the store no longer holds deltas of weights",
     "rollout.max_in_flight_mb": "limit the number of rollouts instead: [rollout] max_in_flight",
     "logging.otel": NO_SPANS,

@@ -193,7 +193,7 @@ def build_preparer(
         family=learner.family,
         materializer=pixels.materializer,
         limit=PackSize(trainer.micro_batch_tokens, trainer.micro_batch_patches),
-        bad_media=BadMediaPolicy(media.on_bad_image, media.max_bad_fraction, not sampled),
+        bad_media=BadMediaPolicy(media.max_bad_fraction, not sampled),
         aggregation=load_aggregation(settings.aggregation, settings.aggregation_args),
         algorithm=learner.algorithm,
         num_minibatches=settings.minibatches,
