@@ -53,9 +53,9 @@ class BestCheckpoint:
             return ""
         if not weights.is_file():
             return f"{weights} is missing"
-        digest = hash_file(weights)
-        is_known = digest == (progress.best_digest or digest)
-        return "" if is_known else f"{weights} is damaged: its checksum has changed"
+        if hash_file(weights) == progress.best_digest:
+            return ""
+        return f"{weights} is damaged: its checksum has changed"
 
     def forget(self) -> None:
         """Let the next evaluation write the best checkpoint again."""

@@ -10,8 +10,7 @@ from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass, field
 
 from sightline.errors import ProcessFailed
-from sightline.media import MediaRef
-from sightline.rollout.evaluation import build_eval_request, derive_seed, open_trace
+from sightline.rollout.evaluation import derive_seed, open_trace
 from sightline.trace import Trace, decode_trace
 from sightline.wire.control import CancelRollouts, ControlMessage, RolloutRequest, RolloutResult
 
@@ -102,19 +101,8 @@ class RolloutScheduler:
         self.waited_s += time.monotonic() - began
         return self._finished.popleft()
 
-    async def play_once(
-        self,
-        task: int,
-        split: str,
-        temperature: float,
-        swapped_images: tuple[MediaRef, ...] = (),
-        server: str = "",
-        min_version: int = 0,
-    ) -> Trace:
-        """Play one rollout for evaluation, on `server` or the run's own servers."""
-        request = build_eval_request(
-            task, split, self.seed, temperature, swapped_images, server, min_version
-        )
+    async def play_once(self, request: RolloutRequest) -> Trace:
+        """Play one rollout for evaluation."""
         future: asyncio.Future[Trace] = asyncio.get_running_loop().create_future()
         self._eval_futures[request.rollout_id] = future
         await self.dispatcher.submit(request)

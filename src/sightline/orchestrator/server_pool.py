@@ -21,6 +21,7 @@ import time
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from sightline.compute.weight_transport import load_transport
 from sightline.errors import EngineError, SightlineError
@@ -371,9 +372,9 @@ async def give_back_leases(servers: Sequence[str], token: str, run: str) -> None
         await client.close()
 
 
-async def run_until_first(*jobs: Awaitable[None]) -> None:
+async def run_until_first(*jobs: Awaitable[object]) -> None:
     """Run all jobs until the first ends, cancel the others, and raise its error."""
-    tasks = [asyncio.ensure_future(job) for job in jobs]
+    tasks: list[asyncio.Future[object]] = [asyncio.ensure_future(job) for job in jobs]
     try:
         done, _ = await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
         for task in done:
@@ -382,7 +383,7 @@ async def run_until_first(*jobs: Awaitable[None]) -> None:
         await _cancel(*tasks)
 
 
-async def _cancel(*tasks: asyncio.Task[None]) -> None:
+async def _cancel(*tasks: asyncio.Future[Any]) -> None:
     left = set(tasks)
     while left:  # cancel again, because a library may swallow one cancellation
         for task in left:

@@ -7,6 +7,7 @@ from collections.abc import Awaitable, Callable
 
 from sightline.errors import ProcessFailed
 from sightline.orchestrator.rollout_scheduler import RolloutDispatcher, RolloutScheduler
+from sightline.rollout.evaluation import build_eval_request
 from sightline.trace import Trace, encode_trace
 from sightline.wire.control import ControlMessage, RolloutRequest, RolloutResult
 
@@ -96,7 +97,7 @@ def test_lost_worker_breaks_its_rollouts_but_not_the_group() -> None:
             RolloutDispatcher(sent.send, ["a", "b"]), group_size=4, temperature=1.0, seed=0
         )
         await rollouts.start_groups(1)
-        alone = asyncio.ensure_future(rollouts.play_once(0, "eval", 1.0))
+        alone = asyncio.ensure_future(rollouts.play_once(build_eval_request(0, "eval", 0, 1.0)))
         await asyncio.sleep(0)
         for name in sent.to["b"]:
             trace = Trace(id=name, group_id="g0", reward=1.0)
