@@ -19,7 +19,6 @@ RENAMED = {
     "inference.prefill_chunk": "inference.prefill_chunk_tokens",
     "inference.vllm_args": "inference.engine_args",
     "media.on_bad": "media.on_bad_image",
-    "model.number_pictures": "model.number_images",
     "monitor.offline": "logging.wandb_offline",
     "monitor.samples_every": "logging.samples_every",
     "monitor.sinks": "logging.sinks",
@@ -74,6 +73,7 @@ OF_OTHER_FRAMEWORKS = {
 """Setting names in TRL, verl and prime-rl, in any section, and their names in Sightline."""
 COST_MODEL_FIX = "remove it: ranks are balanced by counting the model's operations"
 INLINE_IMAGES_FIX = 'remove it: the engine "stock_vllm" was removed. Serve with engine = "vllm"'
+NUMBER_IMAGES_FIX = 'remove it: write "Picture 1: " into the messages if they need numbers'
 UNVERIFIED_FIX = "remove it: every engine reports the digests of its pixels"
 NO_SPANS = "remove it: OpenTelemetry spans are no longer exported"
 REMOVED = {
@@ -83,6 +83,8 @@ REMOVED = {
     "media.allow_unproven": UNVERIFIED_FIX,
     "media.allow_unverified_pixels": UNVERIFIED_FIX,
     "trainer.compress_weights": "remove it: the store no longer holds deltas of weights",
+    "model.number_images": NUMBER_IMAGES_FIX,
+    "model.number_pictures": NUMBER_IMAGES_FIX,
     "rollout.max_in_flight_mb": "limit the number of rollouts instead: [rollout] max_in_flight",
     "logging.otel": NO_SPANS,
     "monitor.otel": NO_SPANS,

@@ -64,8 +64,6 @@ class RenderContext:
     """Whether the messages follow a history."""
     history_end: int = -1
     """The index of the last message whose reasoning is dropped."""
-    num_images: int = 0
-    """The number of images emitted so far, including the history's."""
     num_calls: int = 0
     """The number of tool calls emitted so far."""
     following: str | None = None
@@ -375,12 +373,7 @@ class BaseRenderer(MessageRenderer):
         if not ids or ids[-1] != end_id:
             emitter.special(end_id)
         emitter.text(self.turn_separator)
-        context = RenderContext(
-            new,
-            is_new=True,
-            num_images=self.count_images(prompt_ids),
-            following="assistant",
-        )
+        context = RenderContext(new, is_new=True, following="assistant")
         self._emit_messages(emitter, context, 0, start)
         emitter.special(*self.header)
         return emitter.bridged()
@@ -389,7 +382,6 @@ class BaseRenderer(MessageRenderer):
         """Emit the texts, images and videos of message `i`."""
         for part in self.get_parts(context.messages[i]):
             if isinstance(part, ImagePart):
-                context.num_images += 1
                 self.emit_image(emitter, context, self._family.item(part.ref))
             elif isinstance(part, VideoPart):
                 self.emit_video(emitter, self._family.steps(part))
@@ -432,10 +424,6 @@ class BaseRenderer(MessageRenderer):
     def find_history_end(self, messages: Sequence[Message]) -> int:
         """Return the index of the last message whose reasoning is dropped, or -1."""
         return -1
-
-    def count_images(self, prompt_ids: Sequence[int]) -> int:
-        """Return the number of images in a prompt if the format numbers them, otherwise 0."""
-        return 0
 
     def close_reasoning(self, emitter: Emitter, ids: list[int]) -> None:
         """Emit the end of reasoning for a completion that was truncated inside it."""

@@ -242,5 +242,4 @@ def get_model_settings(args: argparse.Namespace) -> ModelConfig:
 def load_model(args: argparse.Namespace) -> tuple[Family, Renderer]:
     model, store = get_model_settings(args), open_media_store(args)
     family = load_family(model.path, **model.overrides())
-    renderer = load_renderer(model.path, store, family, number_images=model.number_images)
-    return family, renderer
+    return family, load_renderer(model.path, store, family)
