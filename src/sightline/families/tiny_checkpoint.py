@@ -65,7 +65,7 @@ def write_tiny_checkpoint(
     if kind not in tables["types"]:
         raise FamilyError(f"no type {kind!r}", f"use one of {', '.join(tables['types'])}")
     description = {"words": words, **tables["tokenizer"], **tables["types"][kind]}
-    tokenizer = _build_tokenizer(description, settings, extra_merges)
+    tokenizer = _build_tokenizer(description, extra_merges)
     files = _build_files(family, {**description, **settings}, tokenizer)
     config = AutoConfig.for_model(**files["config.json"])
     sees = "vision_config" in files["config.json"]
@@ -96,19 +96,14 @@ def _read_settings(
 
 
 def _build_tokenizer(
-    description: Mapping[str, Any],
-    settings: Mapping[str, Any],
-    extra_merges: Sequence[tuple[str, str]],
+    description: Mapping[str, Any], extra_merges: Sequence[tuple[str, str]]
 ) -> Tokenizer:
     merges = [(left, right) for left, right in description.get("merges", ())]
-    plain = list(description.get("plain", ()))
-    for option, tokens in description.get("optional", {}).items():
-        plain += tokens if settings[option] else []
     return build_bpe_tokenizer(
         (*ROLE_MERGES, *merges, *extra_merges),
         split_words(description["words"]),
         description["special"],
-        plain,
+        description.get("plain", ()),
         normalizers.NFC() if description.get("normalizes") else None,
     )
 
