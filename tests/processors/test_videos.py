@@ -82,7 +82,7 @@ def test_frames_pixels_and_tokens_match_transformers(
         vision_end = renderer._tokenizer.token_id("<|vision_end|>")
         last = len(ids) - 1 - ids[::-1].index(vision_end)
         del ids[last], ids[first]
-    text = renderer._tokenizer.encode("see ")
+    text = renderer._tokenizer.encode_with_starts("see ")[0]
     at = next(i for i in range(len(own)) if own[i : i + len(text)] == text)
     assert own[at : at + len(ids)] == ids
     if family.joins_steps:

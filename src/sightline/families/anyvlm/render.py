@@ -12,7 +12,6 @@ texts in an unknown way, and the conversation is refused.
 from __future__ import annotations
 
 import json
-import re
 from collections.abc import Sequence
 from dataclasses import replace
 from itertools import product
@@ -71,8 +70,7 @@ class AnyVLMRenderer(TemplateComposer):
         self._images = family
         self._findings = findings
         self._template = template
-        added = sorted(tokenizer.added_tokens, key=len, reverse=True)
-        self._added = re.compile("(" + "|".join(map(re.escape, added)) + ")")
+        self._added = tokenizer.added_pattern
         self._part_roles = self._find_part_roles()
         self.pad_token_ids = (findings.pad_id, *self._find_marks())
         self._read_turns()
@@ -250,7 +248,7 @@ class AnyVLMRenderer(TemplateComposer):
         self, composed: Composed, messages: Sequence[Message], offset: int = 0, begin: int = 0
     ) -> TokenRun:
         """Tokenize the composed text from character `begin` on, after `offset` tokens."""
-        run = TokenRun(self._tokenizer, self.max_model_len, offset)
+        run = TokenRun(self._tokenizer, offset, self.max_model_len)
         items = [self._family.item(ref) for m in messages for ref in m.images]
         num_images, at = 0, 0
         for text, is_template in composed.pieces:
@@ -267,7 +265,7 @@ class AnyVLMRenderer(TemplateComposer):
                     run.add_token(self._tokenizer.added_tokens[part], place)
                 else:
                     run.add_text(part, range(place, at))
-        run.flush()
+        _ = run.position  # encodes the last text
         if num_images != len(items):
             raise MessageError.at(
                 "messages",
@@ -284,17 +282,16 @@ class AnyVLMRenderer(TemplateComposer):
         first = -1
         for text, times in expansion.pieces:
             if text == pad:
-                run.flush()
-                first = len(run.ids) if first < 0 else first
+                first = run.position if first < 0 else first
                 run.add_token(self._findings.pad_id, place, times)
-                length = len(run.ids) - first
+                length = run.position - first
                 continue
             for i, part in enumerate(self._added.split(text)):
                 if i % 2:
                     run.add_token(self._tokenizer.added_tokens[part], place)
                 else:
                     run.add_text(part, [place] * len(part))
-        run.slots.append(Slot(run.offset + first, length, item))
+        run.slots.append(Slot(first, length, item))
 
     def render_read(
         self, messages: list[Message], tools: Tools | None, generation_prompt: bool
