@@ -78,7 +78,7 @@ def test_frames_pixels_and_tokens_match_transformers(
     if not family.joins_steps:
         # The marks of the template stay around what has marks of its own; in the processor that was
         # published with the model they go with the pad.
-        first = ids.index(renderer._vision_start)
+        first = ids.index(renderer._tokenizer.token_id("<|vision_start|>"))
         vision_end = renderer._tokenizer.token_id("<|vision_end|>")
         last = len(ids) - 1 - ids[::-1].index(vision_end)
         del ids[last], ids[first]
