@@ -367,8 +367,6 @@ class BaseRenderer(MessageRenderer):
         stopped = bool(ids) and ids[-1] in self.stop_token_ids
         if not stopped and self.is_reasoning_open(ids):
             self.close_reasoning(emitter, ids)
-        elif not stopped:
-            self.close_calls(emitter, ids)
         end_id = self.get_turn_end(new[0].role)
         if not ids or ids[-1] != end_id:
             emitter.special(end_id)
@@ -427,6 +425,3 @@ class BaseRenderer(MessageRenderer):
 
     def close_reasoning(self, emitter: Emitter, ids: list[int]) -> None:
         """Emit the end of reasoning for a completion that was truncated inside it."""
-
-    def close_calls(self, emitter: Emitter, ids: list[int]) -> None:
-        """Emit the end of tool calls for a completion that was truncated inside them."""

@@ -138,13 +138,6 @@ class KimiK25Renderer(BaseRenderer):
     def close_reasoning(self, emitter: Emitter, ids: list[int]) -> None:
         emitter.special(self._end_think)
 
-    def close_calls(self, emitter: Emitter, ids: list[int]) -> None:
-        _, rest = self._split_reasoning(ids)
-        if self._calls_begin in rest and self._calls_end not in rest:
-            if rest.count(self._call_begin) > rest.count(self._call_end):
-                emitter.special(self._call_end)
-            emitter.special(self._calls_end)
-
     def rewrites_history(
         self, prompt_ids: Sequence[int], ids: list[int], new: Sequence[Message]
     ) -> bool:
@@ -167,12 +160,11 @@ class KimiK25Renderer(BaseRenderer):
     def parse_turn(self, ids: list[int], tools: Tools) -> ParsedCompletion:
         reasoning, rest = self._split_reasoning(ids)
         first = rest.index(self._calls_begin) if self._calls_begin in rest else len(rest)
-        section = rest[first + 1 :]
-        if section[-1:] == [self._calls_end]:  # a truncated section has no end mark
-            section.pop()
         marks = (self._call_begin, self._call_end)
-        text, calls, malformed = parse_calls(section, marks, self._tokenizer, self._parse_call)
-        if text or not calls:
+        text, calls, malformed = parse_calls(
+            rest[first + 1 : -1], marks, self._tokenizer, self._parse_call
+        )
+        if text or not calls or rest[-1] != self._calls_end:
             calls, malformed = (), (self._tokenizer.decode(rest[first:]),) * (first < len(rest))
         content = self._tokenizer.decode(rest[:first] if calls else rest)
         return ParsedCompletion(content, reasoning or None, calls, malformed)
