@@ -101,8 +101,6 @@ class Family(ABC):
     """The checkpoint's transformers class in the generic family. Empty in other families."""
     video_refusal: str = "this model family shows no videos"
     """Why videos cannot be shown. Empty if they can."""
-    settings_owner: str
-    """The name, in errors, of the thing that server and trainer must share for equal settings."""
 
     def __init__(
         self, settings: dict[str, Any], slot_token_ids: tuple[int, ...], packing: Packing
@@ -204,7 +202,7 @@ class Family(ABC):
                 f"the item of {item.name} was made by family {item.family} with settings "
                 f"{item.fingerprint}; here family {self.name} has {fingerprint}: "
                 f"{json.dumps(settings, sort_keys=True)}",
-                f"use the same checkpoint folder and {self.settings_owner} on both sides",
+                "use the same checkpoint folder, pixel limits and transformers on both sides",
             )
 
     def _refuse_videos(self, *_: object) -> NoReturn:

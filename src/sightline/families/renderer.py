@@ -38,7 +38,7 @@ from sightline.message import (
     text,
     to_message,
 )
-from sightline.render import Bridged, Emitter, Refused, Rendered, Tokenizer
+from sightline.render import Bridged, Emitter, Refused, Rendered, Renderer, Tokenizer
 from sightline.render.bridge import find_bridge_refusal
 from sightline.render.emitter import SHORTEN
 from sightline.render.protocol import Messages, Tools
@@ -75,7 +75,7 @@ class RenderContext:
         return self.messages[i].role if 0 <= i < len(self.messages) else None
 
 
-class MessageRenderer(FormatDescription, ABC):
+class MessageRenderer(FormatDescription, Renderer, ABC):
     """A renderer for one chat format. Its only state is the family's caches.
 
     A family's `__init__` sets `header`, `end_id`, `stop_token_ids` and `pad_token_ids`.
@@ -90,14 +90,8 @@ class MessageRenderer(FormatDescription, ABC):
     """The token that ends a turn."""
     openers: Mapping[str, int] = MappingProxyType({})
     """The token that opens each role's turn, if it also ends the assistant's previous turn."""
-    stop_token_ids: tuple[int, ...]
-    pad_token_ids: tuple[int, ...]
-    """Ids of media and of the marks around them. They are banned in sampling. Otherwise a policy
-    could sample marks that make a prompt appear to contain an image."""
-    max_model_len: int = 0
-    """The maximum prompt length. Longer prompts are refused before tokenizing. 0 means no limit."""
-    video_pad_id: int = -1
-    """The id that fills video slots. -1 if videos are not supported."""
+    max_model_len = 0
+    video_pad_id = -1
 
     def __init__(
         self, tokenizer: Tokenizer, family: Family, resolver: ImageResolver, vocab_size: int
@@ -409,10 +403,6 @@ class BaseRenderer(MessageRenderer):
 
     def emit_video(self, emitter: Emitter, steps: Sequence[ShownStep]) -> None:
         """Emit a video's steps with their surrounding marks."""
-        raise NotImplementedError
-
-    def spell_video(self, steps: Sequence[ShownStep]) -> str:
-        """Return the text that replaces `video_mark` in the published processor."""
         raise NotImplementedError
 
     def get_parts(self, message: Message) -> tuple[Part, ...]:

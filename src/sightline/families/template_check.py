@@ -26,7 +26,7 @@ from sightline.message import (
     user,
     video,
 )
-from sightline.render import ChatTemplate, TemplateError, Tokenizer
+from sightline.render import ChatTemplate, Emitter, TemplateError, Tokenizer
 
 _TOOLS = (
     {
@@ -164,8 +164,10 @@ def _find_video_difference(renderer: BaseRenderer, template: ChatTemplate) -> st
         text = _render(renderer, template, talk, {})
     except TemplateError as error:
         return f"the chat template fails for a video: {error}"
-    spelled = renderer.spell_video(renderer.family.steps(clip))
-    theirs = renderer.tokenizer.encode_marked(text.replace(renderer.video_mark, spelled))
+    emitter = Emitter(renderer.tokenizer)
+    renderer.emit_video(emitter, renderer.family.steps(clip))
+    shown = renderer.decode(emitter.rendered().token_ids)
+    theirs = renderer.tokenizer.encode_marked(text.replace(renderer.video_mark, shown))
     if ours == theirs:
         return None
     return f"in the chat template {_describe_difference(renderer, ours, theirs)}"

@@ -65,7 +65,14 @@ def write_tiny_checkpoint(
     if kind not in tables["types"]:
         raise FamilyError(f"no type {kind!r}", f"use one of {', '.join(tables['types'])}")
     description = {"words": words, **tables["tokenizer"], **tables["types"][kind]}
-    tokenizer = _build_tokenizer(description, extra_merges)
+    merges = [(left, right) for left, right in description.get("merges", ())]
+    tokenizer = build_bpe_tokenizer(
+        (*ROLE_MERGES, *merges, *extra_merges),
+        split_words(description["words"]),
+        description["special"],
+        description.get("plain", ()),
+        normalizers.NFC() if description.get("normalizes") else None,
+    )
     files = _build_files(family, {**description, **settings}, tokenizer)
     config = AutoConfig.for_model(**files["config.json"])
     sees = "vision_config" in files["config.json"]
@@ -93,19 +100,6 @@ def _read_settings(
     for key in options.keys() - sizes["tiny"].keys():
         raise FamilyError(f"no option {key!r}", f"use one of {', '.join(sorted(sizes['tiny']))}")
     return {**sizes["tiny"], **sizes[size], **options}
-
-
-def _build_tokenizer(
-    description: Mapping[str, Any], extra_merges: Sequence[tuple[str, str]]
-) -> Tokenizer:
-    merges = [(left, right) for left, right in description.get("merges", ())]
-    return build_bpe_tokenizer(
-        (*ROLE_MERGES, *merges, *extra_merges),
-        split_words(description["words"]),
-        description["special"],
-        description.get("plain", ()),
-        normalizers.NFC() if description.get("normalizes") else None,
-    )
 
 
 def _build_files(

@@ -63,15 +63,13 @@ class VideoFamily(PixelFamily[FrameSettings], Generic[VideoSettings]):
     num_axes = 3
     default_settings: ClassVar[FrameSettings]
     """The defaults of transformers' image processor."""
-    has_limit_keys: ClassVar[bool] = False
-    """Whether the image processor may also use the keys min_pixels and max_pixels."""
     pad_keys: ClassVar[tuple[str, ...]] = ("image_token_id",)
     """The config.json keys of the ids that fill slots."""
 
     @classmethod
     def load(cls, path: Path, overrides: dict[str, int]) -> Self:
         config = read_json(path / "config.json")
-        images = read_frame_settings(path, overrides, cls.default_settings, cls.has_limit_keys)
+        images = read_frame_settings(path, overrides, cls.default_settings)
         check_vision_config(
             config["vision_config"],
             path,

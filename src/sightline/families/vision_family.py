@@ -28,8 +28,6 @@ Settings = TypeVar("Settings", bound=BaseProcessorSettings)
 class VisionFamily(Family, Generic[Settings]):
     """The family of a checkpoint whose image processor settings are known."""
 
-    settings_owner = "pixel limits"
-
     def __init__(
         self,
         settings: Settings,

@@ -372,9 +372,7 @@ def test_template_that_rewrites_history_forks_with_a_reason(folder: Path, tmp_pa
     file = folder / "chat_template.jinja"
     late = "{%- if messages | length > 2 -%}{{- '<|im_start|>long\\n' -}}{%- endif -%}"
     file.write_text(late + file.read_text())
-    family = load_family(folder)
-    renderer = load_renderer(folder, MediaStore(tmp_path / "media"), family)
-    assert renderer.describe()[-1].startswith("turns: rendered again, because")
+    renderer = load_renderer(folder, MediaStore(tmp_path / "media"))
     prompt = renderer.render([user("a")]).token_ids
     found = renderer.bridge(prompt, [renderer.stop_token_ids[0]], [user("b")])
     assert found == Refused("history_rewritten")

@@ -251,8 +251,8 @@ def try_positions(checkpoint: Checkpoint, findings: Findings) -> Findings:
 
 
 def try_packing_layers(checkpoint: Checkpoint, findings: Findings) -> Findings:
-    trial = try_packing(checkpoint.path, checkpoint.config, findings)
-    return msgspec.structs.replace(findings, **vars(trial))
+    rows_reason, trees_reason = try_packing(checkpoint.path, checkpoint.config, findings)
+    return msgspec.structs.replace(findings, rows_reason=rows_reason, trees_reason=trees_reason)
 
 
 def try_chat(checkpoint: Checkpoint, findings: Findings) -> Findings:

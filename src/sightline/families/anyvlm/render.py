@@ -78,7 +78,7 @@ class AnyVLMRenderer(TemplateComposer):
         self.takes_reasoning = self.reasoning_format is not None
         self.call_format, self.tools_refusal = self._find_call_format()
         self.takes_tools = self.call_format is not None
-        self.bridge_differences = self._find_bridge_differences()
+        self._appended = self._find_appended()
 
     @classmethod
     def load(cls, path: Path, family: AnyVLMFamily, resolver: ImageResolver) -> AnyVLMRenderer:
@@ -137,9 +137,8 @@ class AnyVLMRenderer(TemplateComposer):
         # Without a header, the end of the question opens the answer.
         self.header = run.ids[run.find(len(question.text) - len(opening)) :]
 
-    def _find_bridge_differences(self) -> dict[Addition, str]:
-        """Describe how the template would change earlier text, for each kind of bridge. Empty means
-        no change."""
+    def _find_appended(self) -> set[Addition]:
+        """Return the kinds of bridge for which the template never changes earlier text."""
         histories = [[user("a")], [user("a"), assistant("b"), user("c", _REF)]]
         added_turns = [[user("n")], [user(_REF, "n")], [user("n", _REF)]]
         answers: list[Answer] = [("none", f"{self._answer_prefix}x", assistant("x"))]
@@ -157,7 +156,8 @@ class AnyVLMRenderer(TemplateComposer):
                 histories.append([user("a"), thought, TRIED_ANSWER])
             talks += [(talk, TRIED_TOOLS) for talk in histories]
             added_turns += [[TRIED_ANSWER], [TRIED_ANSWER, TRIED_ANSWER]]
-        differences: dict[Addition, str] = {}
+        tested: set[Addition] = set()
+        rewritten: set[Addition] = set()
         for new in added_turns:
             composed = self._compose_new(new)[0]
             added = composed.text[composed.answers[0][1] :]
@@ -166,11 +166,10 @@ class AnyVLMRenderer(TemplateComposer):
                 is_shown = form is not None and form.closing_mark in prompt
                 addition = (is_shown, kind, _asks(new))
                 rendered = self._write([*history, answer, *new], True, tools)
-                known = differences.setdefault(addition, "")
-                if rendered != prompt + written + added and not known:
-                    end = f"{prompt}{written}"[-40:]
-                    differences[addition] = f"after {end!r} it does not write {added[:40]!r}"
-        return differences
+                tested.add(addition)
+                if rendered != prompt + written + added:
+                    rewritten.add(addition)
+        return tested - rewritten
 
     def _find_reasoning_format(self) -> tuple[ReasoningFormat | None, str]:
         """Return the reasoning format, or the reason for refusing reasoning."""
@@ -337,8 +336,7 @@ class AnyVLMRenderer(TemplateComposer):
         form = self.reasoning_format
         is_shown = form is not None and form.closing_id in prompt_ids
         kind = "none" if form is None else form.find_kind(ids)
-        # An untested kind of bridge counts as a change.
-        return self.bridge_differences.get((is_shown, kind, _asks(new))) != ""
+        return (is_shown, kind, _asks(new)) not in self._appended
 
     def is_reasoning_open(self, ids: list[int]) -> bool:
         return self.reasoning_format is not None and self.reasoning_format.is_open(ids)
@@ -351,12 +349,3 @@ class AnyVLMRenderer(TemplateComposer):
         if self.call_format is not None:
             parsed = self.call_format.parse(ids, lead)
         return replace(parsed, reasoning=reasoning or None)
-
-    def describe(self) -> list[str]:
-        differences = list(filter(None, self.bridge_differences.values()))
-        turns = "appended to the existing tokens"
-        if len(differences) == len(self.bridge_differences):
-            turns = f"rendered again, because {differences[0]}"
-        elif differences:
-            turns += f", or rendered again if reasoning changes: {differences[0]}"
-        return [*super().describe(), f"turns: {turns}"]

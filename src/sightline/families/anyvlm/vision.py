@@ -39,7 +39,6 @@ class AnyVLMFamily(Family):
     """The family of one checkpoint, based on the findings of a probe."""
 
     name = "anyvlm"
-    settings_owner = "transformers"
 
     def __init__(self, path: Path, findings: Findings) -> None:
         settings = {

@@ -178,16 +178,6 @@ class QwenRenderer(BaseRenderer):
             if not joins or i == len(steps) - 1:
                 emitter.marked("<|vision_end|>")
 
-    def spell_video(self, steps: Sequence[ShownStep]) -> str:
-        start, end = self.video_mark.split("<|video_pad|>")
-        pads = ["<|video_pad|>" * self._family.num_tokens(step.item) for step in steps]
-        if getattr(self._family, "joins_steps", False):
-            return start + "".join(pads) + end
-        return "".join(
-            f"<{step.seconds:.1f} seconds>{start}{pad}{end}"
-            for step, pad in zip(steps, pads, strict=True)
-        )
-
     def emit_calls(self, emitter: Emitter, calls: Sequence[ToolCall], before: str) -> None:
         """Emit calls separated by newlines. `before` separates the first from the content."""
         for call in calls:

@@ -43,7 +43,6 @@ class VideoSettings:
 class QwenVLFamily(VideoFamily[VideoSettings]):
     name = "qwen_vl"
     default_settings = FrameSettings(min_pixels=56 * 56, max_pixels=28 * 28 * 1280)
-    has_limit_keys = True
     pad_keys = ("image_token_id", "video_token_id")
 
     @classmethod
