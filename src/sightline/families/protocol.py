@@ -16,7 +16,8 @@ from typing import TYPE_CHECKING, Any, Literal, NoReturn, Protocol
 
 import numpy as np
 
-from sightline.errors import FingerprintMismatch, MediaRefused, Misaligned
+from sightline.errors import FamilyError, FingerprintMismatch, MediaRefused, Misaligned
+from sightline.families.checkpoint_files import read_json
 from sightline.families.processor_settings import compute_fingerprint
 from sightline.media import MediaRef
 from sightline.message import VideoPart
@@ -312,6 +313,8 @@ class ServingSpec:
     GRID_NAME = "image_grid_thw"
     """The engine's name for an image's grid."""
     VISION_PREFIXES: tuple[str, ...] = ("model.visual.",)
+    UNTESTED_TYPES: tuple[str, ...] = ()
+    """Model types of the family that were never tested with vLLM, and are refused."""
 
     def arguments(self, family: Any) -> Sequence[str]:
         """Return the arguments that the engine needs for the checkpoint on every device."""
@@ -326,6 +329,10 @@ class ServingSpec:
 
         With `takes_updates`, a trainer will publish weights to the engine.
         """
+        if (kind := read_json(folder / "config.json").get("model_type")) in self.UNTESTED_TYPES:
+            raise FamilyError(
+                f"serving {kind} with vLLM is untested", 'set [inference] engine = "torch"'
+            )
 
     def check_cpu(self, family: Any, dtype: str) -> None:
         """Raise FamilyError for a checkpoint that the engine cannot serve on a CPU in `dtype`."""

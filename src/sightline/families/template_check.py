@@ -221,9 +221,18 @@ def _to_template_message(message: Message, lists_tool_content: bool) -> dict[str
         ]
     if message.reasoning is not None:
         form["reasoning_content"] = message.reasoning
+    return form | form_calls(message)
+
+
+def form_calls(message: Message) -> dict[str, Any]:
+    """Return a message's tool calls and call id in the format that templates expect."""
+    fields: dict[str, Any] = {}
     if message.tool_calls:
-        form["tool_calls"] = [
-            {"type": "function", "function": {"name": c.name, "arguments": json.loads(c.arguments)}}
+        fields["tool_calls"] = [
+            {"type": "function", "id": c.id, "function": {"name": c.name, "arguments": arguments}}
             for c in message.tool_calls
+            for arguments in [json.loads(c.arguments)]
         ]
-    return form
+    if message.tool_call_id is not None:
+        fields["tool_call_id"] = message.tool_call_id
+    return fields

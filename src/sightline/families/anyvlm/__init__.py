@@ -46,13 +46,8 @@ def load_family(path: Path, overrides: dict[str, int]) -> AnyVLMFamily:
 
 def load_findings(path: Path) -> Findings:
     """Return the findings stored in the folder, or run a new probe and store its findings."""
-    names = ["tokenizer.json"]
-    file = path / "processor_config.json"
-    if not (file.is_file() and b'"image_processor"' in file.read_bytes()):
-        names.append("preprocessor_config.json")
-    for name in names:
-        if not (path / name).is_file():
-            raise FamilyError(f"{path} has no {name}", "copy it from the checkpoint")
+    if not (path / "tokenizer.json").is_file():
+        raise FamilyError(f"{path} has no tokenizer.json", "copy it from the checkpoint")
     source, installed = digest_sources(path), find_version("transformers")
     with suppress(OSError, msgspec.MsgspecError):
         findings = msgspec.json.decode((path / FILE).read_bytes(), type=Findings)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import re
 from bisect import bisect_left
 from collections.abc import Callable, Sequence
@@ -16,6 +15,7 @@ from sightline.errors import MessageError
 from sightline.families.anyvlm.answers import CallFormat, ReasoningFormat
 from sightline.families.anyvlm.findings import Findings
 from sightline.families.renderer import MessageRenderer
+from sightline.families.template_check import form_calls
 from sightline.message import Message, TextPart
 from sightline.render import ChatTemplate, Emitter, TemplateError, Tokenizer
 from sightline.render.protocol import Tools
@@ -242,20 +242,6 @@ def list_texts(message: Message) -> list[str]:
     if not message.content and not message.tool_calls:
         texts = [""]
     return [message.reasoning, *texts] if message.reasoning else texts
-
-
-def form_calls(message: Message) -> dict[str, Any]:
-    """Return a message's tool calls and call id in the format that templates expect."""
-    fields: dict[str, Any] = {}
-    if message.tool_calls:
-        fields["tool_calls"] = [
-            {"type": "function", "id": c.id, "function": {"name": c.name, "arguments": arguments}}
-            for c in message.tool_calls
-            for arguments in [json.loads(c.arguments)]
-        ]
-    if message.tool_call_id is not None:
-        fields["tool_call_id"] = message.tool_call_id
-    return fields
 
 
 def restore_texts(

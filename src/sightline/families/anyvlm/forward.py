@@ -82,18 +82,17 @@ class AnyVLMForward(TextForward):
 
     def vision_parameters(self) -> list[tuple[str, nn.Parameter]]:
         # Computed on each call, because sharding replaces parameters.
-        text_ids = {id(parameter) for parameter in self._text.parameters()}
-        text_ids |= {id(parameter) for parameter in self._head.parameters()}
+        text_ids = {id(p) for part in (self._text, self._head) for p in part.parameters()}
         return [(n, p) for n, p in self.model.named_parameters() if id(p) not in text_ids]
 
     def blocks(self) -> list[nn.Module]:
         """Return the decoder layers and the tower's layers (its longest `ModuleList`)."""
-        text_ids = {id(parameter) for parameter in self._text.parameters()}
+        vision_ids = {id(parameter) for _, parameter in self.vision_parameters()}
         lists = [
             module
             for module in self.model.modules()
             if isinstance(module, nn.ModuleList)
-            and not any(id(parameter) in text_ids for parameter in module.parameters())
+            and all(id(parameter) in vision_ids for parameter in module.parameters())
         ]
         return [*self._text.layers, *max(lists, key=len, default=[])]
 
