@@ -374,7 +374,7 @@ class BaseRenderer(MessageRenderer):
         """Emit the texts, images and videos of message `i`."""
         for part in self.get_parts(context.messages[i]):
             if isinstance(part, ImagePart):
-                self.emit_image(emitter, context, self._family.item(part.ref))
+                self.emit_image(emitter, self._family.item(part.ref))
             elif isinstance(part, VideoPart):
                 self.emit_video(emitter, self._family.steps(part))
             else:
@@ -398,7 +398,7 @@ class BaseRenderer(MessageRenderer):
         """Emit message `i`, from its header to the end of its turn."""
 
     @abstractmethod
-    def emit_image(self, emitter: Emitter, context: RenderContext, item: MediaItem) -> None:
+    def emit_image(self, emitter: Emitter, item: MediaItem) -> None:
         """Emit one image with its surrounding marks."""
 
     def emit_video(self, emitter: Emitter, steps: Sequence[ShownStep]) -> None:

@@ -48,8 +48,6 @@ TOLERANCES = {torch.float32: 1e-4, torch.bfloat16: 5e-2}
 """The allowed difference from the model's own logits, relative to the largest logit, by dtype."""
 TOKEN_TYPES = ("token_type_ids", "mm_token_type_ids")
 """The names of the argument that marks image tokens."""
-_NO_RESOLVER: Any = None
-"""No resolver is needed, because the trial's messages contain refs."""
 
 
 def find_text(model: Any) -> Any:
@@ -197,7 +195,7 @@ class AnyVLMForward(TextForward):
         `build_pattern` returns the attention pattern for a `subtree_end`.
         """
         messages, images = _draw_conversation()
-        renderer = AnyVLMRenderer.load(self._family.path, self._family, _NO_RESOLVER)
+        renderer = AnyVLMRenderer.load(self._family.path, self._family)
         rendered = renderer.render_read(messages, None, True)
         reference = self._run_model(rendered.token_ids, images, messages)
         items = [slot.item for slot in rendered.slots]

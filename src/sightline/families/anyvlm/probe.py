@@ -51,9 +51,6 @@ from sightline.media import MediaRef
 from sightline.message import Message, TextPart, assistant, system, user
 from sightline.wire import MediaItem, Slot
 
-_NO_RESOLVER: Any = None
-"""No resolver is needed, because the messages of the trials contain refs."""
-
 
 class Checkpoint:
     """A checkpoint folder, whose config, processor and model code are loaded on first use."""
@@ -269,7 +266,7 @@ def try_chat(checkpoint: Checkpoint, findings: Findings) -> Findings:
         first_ids=ids[: len(ids) - num_plain],
     )
     family = AnyVLMFamily(checkpoint.path, findings)
-    renderer = AnyVLMRenderer.load(checkpoint.path, family, _NO_RESOLVER)
+    renderer = AnyVLMRenderer.load(checkpoint.path, family)
     for messages, prompt in draw_conversations():
         try:
             ours = renderer.render_read(messages, None, prompt).token_ids

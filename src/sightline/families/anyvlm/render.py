@@ -16,6 +16,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 from itertools import product
 from pathlib import Path
+from typing import cast
 
 import msgspec
 
@@ -81,11 +82,14 @@ class AnyVLMRenderer(TemplateComposer):
         self._appended = self._find_appended()
 
     @classmethod
-    def load(cls, path: Path, family: AnyVLMFamily, resolver: ImageResolver) -> AnyVLMRenderer:
+    def load(
+        cls, path: Path, family: AnyVLMFamily, resolver: ImageResolver | None = None
+    ) -> AnyVLMRenderer:
+        """Load the renderer of a folder. Messages that only contain refs need no resolver."""
         tokenizer, template = Tokenizer(path), ChatTemplate.find(path)
         if template is None:
             raise FamilyError(f"{path} has no chat template", "copy it from the checkpoint")
-        return cls(tokenizer, family, resolver, template)
+        return cls(tokenizer, family, cast(ImageResolver, resolver), template)
 
     # -- trials of the template
 
@@ -143,7 +147,7 @@ class AnyVLMRenderer(TemplateComposer):
         added_turns = [[user("n")], [user(_REF, "n")], [user("n", _REF)]]
         answers: list[Answer] = [("none", f"{self._answer_prefix}x", assistant("x"))]
         form = self.reasoning_format
-        if self.takes_system:
+        if self._can_compose([system("s"), user("a")]):
             histories.append([system("s"), user("a")])
         if form is not None:
             answers = form.list_answers(self._answer_prefix)
@@ -221,20 +225,18 @@ class AnyVLMRenderer(TemplateComposer):
                 "name and arguments between two added tokens"
             )
         roles, self._part_roles = self._part_roles, self._part_roles | {"tool"}
-        try:
-            is_same = self._compose(answered, True, TRIED_TOOLS).text == as_string
-        except MessageError:
-            is_same = False
-        self._part_roles = self._part_roles if is_same else roles
+        if not self._can_compose(answered, TRIED_TOOLS, as_string):
+            self._part_roles = roles
         return call_form, ""
 
-    @property
-    def takes_system(self) -> bool:
+    def _can_compose(
+        self, messages: Sequence[Message], tools: Tools | None = None, expected: str = ""
+    ) -> bool:
+        """Return whether the template accepts the messages, and writes the `expected` text."""
         try:
-            self._compose([system("s"), user("a")], True)
+            return expected in ("", self._compose(messages, True, tools).text)
         except MessageError:
             return False
-        return True
 
     def _compose_new(self, new: Sequence[Message]) -> tuple[Composed, list[Message]]:
         """Compose the new messages after a placeholder turn, of which only the end is used."""

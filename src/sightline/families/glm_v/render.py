@@ -175,10 +175,7 @@ class Glm46V(BaseRenderer):
             emitter.marked("</arg_value>\n")
         emitter.marked("</tool_call>")
 
-    def emit_image(self, emitter: Emitter, context: RenderContext, item: MediaItem) -> None:
-        self._emit_item(emitter, item)
-
-    def _emit_item(self, emitter: Emitter, item: MediaItem) -> None:
+    def emit_image(self, emitter: Emitter, item: MediaItem) -> None:
         emitter.marked("<|begin_of_image|>")
         emitter.image(item, self._pad, self._family.num_tokens(item))
         emitter.marked("<|end_of_image|>")
@@ -188,7 +185,7 @@ class Glm46V(BaseRenderer):
         assert isinstance(self._family, GlmVFamily)
         emitter.marked("<|begin_of_video|>")
         for step in steps:
-            self._emit_item(emitter, step.item)
+            self.emit_image(emitter, step.item)
             emitter.text(self._family.spell_time(step.seconds))
         emitter.marked("<|end_of_video|>")
 

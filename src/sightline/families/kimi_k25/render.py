@@ -128,7 +128,7 @@ class KimiK25Renderer(BaseRenderer):
         emitter.special(self.end_id)
         emitter.end_trained()
 
-    def emit_image(self, emitter: Emitter, context: RenderContext, item: MediaItem) -> None:
+    def emit_image(self, emitter: Emitter, item: MediaItem) -> None:
         emitter.marked("<|media_begin|>image<|media_content|>")
         emitter.image(item, self.pad_token_ids[0], self._family.num_tokens(item))
         emitter.marked("<|media_end|>\n")

@@ -161,7 +161,7 @@ class QwenRenderer(BaseRenderer):
         if context.role(i + 1) != "tool":
             self.close_turn(emitter)
 
-    def emit_image(self, emitter: Emitter, context: RenderContext, item: MediaItem) -> None:
+    def emit_image(self, emitter: Emitter, item: MediaItem) -> None:
         emitter.marked("<|vision_start|>")
         emitter.image(item, self.image_pad, self._family.num_tokens(item))
         emitter.marked("<|vision_end|>")
