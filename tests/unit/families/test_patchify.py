@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from sightline.families.patchify import patchify
+from sightline.families.vision_family import patchify
 
 
 def one_by_one(values: np.ndarray, patch: int, merge: int) -> np.ndarray:

@@ -8,6 +8,7 @@ checks them after loading.
 from __future__ import annotations
 
 import inspect
+import json
 from collections.abc import Callable, Iterator
 from functools import cached_property
 from pathlib import Path
@@ -139,11 +140,11 @@ def try_model_class(checkpoint: Checkpoint, findings: Findings) -> Findings:
 def try_processor(checkpoint: Checkpoint, findings: Findings) -> Findings:
     processor = checkpoint.processor
     images = processor.image_processor
-    settings = msgspec.to_builtins(_to_plain(images.to_dict()))
+    settings = json.loads(images.to_json_string())
     return msgspec.structs.replace(
         findings,
         torchvision=find_version("torchvision") if uses_torchvision(processor) else "",
-        processor={**settings, "class": type(images).__name__},
+        processor=settings | {"class": type(images).__name__},
         image_token=processor.image_token,
         counts_tokens=hasattr(processor, "_get_num_multimodal_tokens"),
     )
@@ -326,15 +327,6 @@ TRIALS: tuple[tuple[str, Trial], ...] = (
 )
 """The trials by name. Each adds its findings or raises FamilyError. A checkpoint is accepted if all
 trials pass."""
-
-
-def _to_plain(value: Any) -> Any:
-    """Convert settings to JSON types."""
-    if isinstance(value, dict):
-        return {str(k): _to_plain(v) for k, v in value.items() if not str(k).startswith("_")}
-    if isinstance(value, list | tuple):
-        return [_to_plain(entry) for entry in value]
-    return value if isinstance(value, str | int | float | bool | None) else str(value)
 
 
 def run_trials(path: Path) -> Findings:

@@ -16,8 +16,6 @@ import numpy as np
 from sightline.families.processor_settings import FrameSettings, find_frame_difference, read_int
 from sightline.families.protocol import TREE_PACKING, Packing
 from sightline.families.video_family import VideoFamily, fit_size
-from sightline.families.vision_family import check_slots_fit, compute_mrope_positions
-from sightline.wire import Slot
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -123,10 +121,3 @@ class QwenVLFamily(VideoFamily[VideoSettings]):
     def tell_time(self, seconds: Sequence[float]) -> float:
         """Return the middle time of a step."""
         return (seconds[0] + seconds[-1]) / 2
-
-    def positions(
-        self, num_tokens: int, slots: Sequence[Slot], start: int = 0
-    ) -> tuple[np.ndarray, int]:
-        check_slots_fit(slots, self.merge, num_tokens)
-        per_second = self.video.tokens_per_second if isinstance(self.video, VideoSettings) else 0
-        return compute_mrope_positions(num_tokens, slots, self.merge, start, per_second)
