@@ -44,6 +44,7 @@ REMOVED = {
     "logging.otel": "remove it: OpenTelemetry spans are no longer exported",
     "media.allow_unverified_pixels": "remove it: every engine reports the digests of its pixels",
     "media.on_bad_image": 'remove it. Instead of "stop", set [media] max_bad_fraction = 0',
+    "model.number_images": 'remove it: write "Picture 1: " into the messages if they need numbers',
     "rollout.max_in_flight_mb": "limit the number of rollouts instead: [rollout] max_in_flight",
     "trainer.micro_batch_cost_model": "remove it: ranks are balanced by counting the model's "
     "operations",

@@ -36,8 +36,6 @@ class ModelConfig(ConfigSection):
     """Minimum number of pixels per image; overrides the checkpoint's limit."""
     max_pixels: int | None = None
     """Maximum number of pixels per image; overrides the checkpoint's limit."""
-    number_images: bool = False
-    """Whether the prompt numbers its images, if the chat format supports it."""
     train_vision: bool = True
     """Whether the vision tower trains."""
     dtype: Literal["float32", "bfloat16"] = "float32"

@@ -51,9 +51,8 @@ class ServerComponents:
         family = load_family(spec.model.path, **spec.model.overrides())
         images = ImageIngestor(store, takes_addresses=False)
         renderer = load_renderer(
-            spec.model.path, store, family, images, spec.model.number_images,
-            spec.inference.max_model_len,
-        )  # fmt: skip
+            spec.model.path, store, family, images, spec.inference.max_model_len
+        )
         return cls(spec, store, family, renderer)
 
     def build_materializer(self) -> Materializer:

@@ -152,9 +152,7 @@ def build_policy_chats(
     model, media, inference = config.model, config.media, config.inference
     family = load_family(model.path, **model.overrides())
     resolver = ImageIngestor(store, media.file_roots, media.http_hosts)
-    renderer = load_renderer(
-        model.path, store, family, resolver, model.number_images, inference.max_model_len
-    )
+    renderer = load_renderer(model.path, store, family, resolver, inference.max_model_len)
     client = load_engine(inference.engine).build_client(
         servers[0],
         settings=family.settings,

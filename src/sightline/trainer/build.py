@@ -234,8 +234,8 @@ def build_conversations(
     config: SftFile, learner: Learner, pixels: MicroBatchPixels, **options: Any
 ) -> ConversationBatches:
     """Build the batches of supervised training; `options` are fields of `ConversationBatches`."""
-    store, model = pixels.materializer.store, config.model
-    renderer = load_renderer(model.path, store, learner.family, number_images=model.number_images)
+    store = pixels.materializer.store
+    renderer = load_renderer(config.model.path, store, learner.family)
     preparer = build_preparer(config.media, learner, pixels, sampled=False)
     return ConversationBatches(open_source(config, store), renderer, preparer, config, **options)
 

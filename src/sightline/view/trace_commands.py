@@ -197,6 +197,4 @@ def load_model(args: argparse.Namespace) -> tuple[Family, Renderer]:
         )
     model = ModelConfig(path=str(args.model)) if run_file is None else run_file.model
     family = load_family(model.path, **model.overrides())
-    store = open_media_store(args)
-    renderer = load_renderer(model.path, store, family, number_images=model.number_images)
-    return family, renderer
+    return family, load_renderer(model.path, open_media_store(args), family)

@@ -128,7 +128,7 @@ def check_token_ids(model: ModelConfig, family: Family) -> None:
     path, fix = Path(model.path), "copy all files from the same checkpoint"
     with tempfile.TemporaryDirectory(prefix="sightline-check-") as folder:
         store = MediaStore(Path(folder))
-        renderer = load_renderer(path, store, family, number_images=model.number_images)
+        renderer = load_renderer(path, store, family)
         if family.shows_media:
             rendered = renderer.render([user(store.put(draw_probe_image()))])
             slot = rendered.slots[0]
@@ -159,7 +159,7 @@ def describe_family(model: ModelConfig, family: Family, engine: str = "") -> str
     """Describe properties of the model and the engine, such as the chat format."""
     with tempfile.TemporaryDirectory(prefix="sightline-check-") as folder:
         store = MediaStore(Path(folder))
-        renderer = load_renderer(model.path, store, family, number_images=model.number_images)
+        renderer = load_renderer(model.path, store, family)
         lines = [*renderer.describe(), family.packing.description]
     lines.append(load_engine(engine).describe(family) if engine else "")
     return "\n".join(filter(None, lines))
