@@ -21,29 +21,23 @@ import random
 import statistics
 import subprocess
 import sys
-import tempfile
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 from benchmarks.harness.engine_speed import (
-    DecodeSpeed,
-    GenerateSpeed,
     measure_engine,
-    measure_generate,
     measure_prompts,
 )
-from sightline.bench.harness.plain_generate import TransformersBaseline
+from benchmarks.harness.plain_generate import TransformersBaseline
 from sightline.bench.harness.workspace import (
     add_options,
-    check_at_least,
     draw_noise,
     open_renderer,
     print_table,
     start_server,
-    write_tiny,
+    work_folder,
 )
 from sightline.errors import ConfigError, ProcessFailed
 from sightline.families import load_family
@@ -100,7 +94,6 @@ def _read_numbers(text: str) -> list[int]:
 
 
 def run(args: argparse.Namespace) -> int:
-    check_at_least(args, 1, "requests", "one_by_one", "max_tokens", "repeats", "threads")
     if args.prompts and args.rows:
         raise ConfigError("--prompts and --rows", "give one of them: each is a measurement")
     if args.prompts:
@@ -111,9 +104,8 @@ def run(args: argparse.Namespace) -> int:
         for line in _measure_baseline(args, args.baseline):
             print(json.dumps([line.name, line.requests, line.seconds, line.sampled]))
         return 0
-    with tempfile.TemporaryDirectory(prefix="sightline-bench-") as folder:
-        args.model = args.model or write_tiny(Path(folder) / "model", args.size)
-        media = Path(folder) / "media"
+    with work_folder(args) as folder:
+        media = folder / "media"
         lines = [*_baseline(args, media), _engine(args, media)]
         if args.exact:
             lines.append(_engine(args, media, exact=True))
@@ -131,36 +123,17 @@ def _run_rows(args: argparse.Namespace) -> int:
             f"--rows {args.rows} --lengths {args.lengths} --max-tokens {args.max_tokens}",
             "take 1 row or more, and lengths that have room for the answer",
         )
-    if args.baseline:
+    cells = []
+    with work_folder(args) as folder:
         for rows in args.rows:
-            baseline = measure_generate(args, rows, args.baseline)
-            print(json.dumps(baseline and [baseline.keys, baseline.step_ms, baseline.tokens_per_s]))
-        return 0
-    with tempfile.TemporaryDirectory(prefix="sightline-bench-") as folder:
-        args.model = args.model or write_tiny(Path(folder) / "model", args.size)
-        media = Path(folder) / "media"
-        plain = []
-        for rows in args.rows:  # one process each, so that its memory is freed afterwards
-            (line,) = _call_baseline(args, media, 1, ["--rows", str(rows)])
-            plain.append(line and GenerateSpeed(*line))
-        cells = []
-        for rows, other in zip(args.rows, plain, strict=True):
-            engine = measure_engine(args, rows, media)
-            gc.collect()  # before the next engine asks for memory
-            speeds: list[tuple[str, DecodeSpeed | GenerateSpeed | None]] = [("engine", engine)]
-            if args.exact:
-                speeds.append(("engine, exact", measure_engine(args, rows, media, exact=True)))
-                gc.collect()
-            for name, speed in (*speeds, ("generate", other)):
-                if speed is None:
-                    cells.append([name, str(rows), "", "out of memory"])
-                    continue
-                share = engine.compute_share(speed.keys, speed.step_ms)
-                read = (engine.weight_bytes + speed.keys * engine.key_bytes) / 1e9
-                mean = speed.rows if isinstance(speed, DecodeSpeed) else rows
+            for exact in [False, True] if args.exact else [False]:
+                engine = measure_engine(args, rows, folder / "media", exact)
+                gc.collect()  # before the next engine asks for memory
                 cells.append([
-                    name, f"{mean:.0f}", f"{read:.2f}", f"{speed.step_ms:.2f}", f"{share:.0%}",
-                    f"{mean / speed.step_ms * 1e3:.0f}", f"{speed.tokens_per_s:.0f}",
+                    "engine, exact" if exact else "engine", f"{engine.rows:.0f}",
+                    f"{engine.read_bytes / 1e9:.2f}", f"{engine.step_ms:.2f}",
+                    f"{engine.share:.0%}", f"{engine.rows / engine.step_ms * 1e3:.0f}",
+                    f"{engine.tokens_per_s:.0f}",
                 ])  # fmt: skip
     line = (
         f"copy bandwidth {engine.bandwidth / 1e9:.1f} GB/s, read and written; weights "
@@ -180,11 +153,10 @@ def _run_prompts(args: argparse.Namespace) -> int:
     if min(args.prompts) < 1:
         raise ConfigError(f"--prompts {args.prompts}", "take 1 prompt or more")
     cells = []
-    with tempfile.TemporaryDirectory(prefix="sightline-bench-") as folder:
-        args.model = args.model or write_tiny(Path(folder) / "model", args.size)
+    with work_folder(args) as folder:
         for count in args.prompts:
             for exact in [False, True] if args.exact else [False]:
-                speed = measure_prompts(args, count, Path(folder) / "media", exact)
+                speed = measure_prompts(args, count, folder / "media", exact)
                 gc.collect()  # before the next engine asks for memory
                 cells.append([
                     "engine, exact" if exact else "engine", str(count), str(speed.tokens),
@@ -256,19 +228,9 @@ def _timed(name: str, requests: int, repeats: int, work: Callable[[], list[list[
 
 
 def _baseline(args: argparse.Namespace, media: Path) -> list[Line]:
-    words = []
-    for name in ("requests", "one_by_one", "scale", "repeats"):
-        words += [f"--{name.replace('_', '-')}", str(getattr(args, name))]
-    return [Line(*line) for line in _call_baseline(args, media, 2, words)]
-
-
-def _call_baseline(
-    args: argparse.Namespace, media: Path, num_lines: int, words: list[str]
-) -> list[Any]:
-    """Measure transformers in its own process, and return the last lines that it prints."""
-    words = [*words, "--baseline", str(media), "--model", str(args.model)]
-    words += ["--lengths", ",".join(map(str, args.lengths))]
-    for name in ("max_tokens", "device", "dtype"):
+    """Measure transformers in its own process."""
+    words = ["--baseline", str(media), "--model", str(args.model)]
+    for name in ("requests", "one_by_one", "max_tokens", "scale", "repeats", "device", "dtype"):
         words += [f"--{name.replace('_', '-')}", str(getattr(args, name))]
     done = subprocess.run(
         [sys.executable, "-m", "benchmarks", "batch", *words],
@@ -276,7 +238,7 @@ def _call_baseline(
     )  # fmt: skip
     if done.returncode:
         raise ProcessFailed("the baseline failed", "see its output above")
-    return [json.loads(line) for line in done.stdout.splitlines()[-num_lines:]]
+    return [Line(*json.loads(line)) for line in done.stdout.splitlines()[-2:]]
 
 
 # --- the engine

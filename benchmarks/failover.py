@@ -7,7 +7,6 @@ import asyncio
 import random
 import statistics
 import subprocess
-import tempfile
 import time
 from contextlib import ExitStack
 from dataclasses import dataclass
@@ -15,11 +14,10 @@ from pathlib import Path
 
 from sightline.bench.harness.workspace import (
     add_options,
-    check_at_least,
     draw_noise,
     open_renderer,
     print_table,
-    write_tiny,
+    work_folder,
 )
 from sightline.launch.processes import read_address, start_sightline
 from sightline.message import user
@@ -58,12 +56,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    check_at_least(args, 1, "rollouts", "max_tokens", "side", "threads")
-    check_at_least(args, 2, "turns")
     rows = []
-    with tempfile.TemporaryDirectory(prefix="sightline-bench-") as folder:
-        args.model = args.model or write_tiny(Path(folder) / "model")
-        media = Path(folder) / "media"
+    with work_folder(args) as folder:
+        media = folder / "media"
         more = [f"--max-model-len={MAX_LEN}", f"--max-num-seqs={max(16, args.rollouts)}"]
         more += [f"--device={args.device}", f"--dtype={args.dtype}"]
         words = ["serve", str(args.model), "--media", str(media), "--port", "0"]

@@ -7,7 +7,6 @@ import asyncio
 import math
 import random
 import statistics
-import tempfile
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -19,12 +18,11 @@ import msgspec
 from benchmarks.harness.process_watch import ProcessWatch
 from sightline.bench.harness.workspace import (
     add_options,
-    check_at_least,
     draw_noise,
     open_renderer,
     print_table,
     start_server,
-    write_tiny,
+    work_folder,
 )
 from sightline.errors import ProcessFailed
 from sightline.message import user
@@ -70,13 +68,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    check_at_least(args, 1, "rollouts", "turns", "max_tokens", "side", "seconds", "threads")
     servers: dict[str, list[str]] = {"embedded engine": []}
     if args.vllm:
         servers["vLLM"] = ["--engine", "vllm", "--python", args.vllm]
-    with tempfile.TemporaryDirectory(prefix="sightline-bench-") as folder:
-        args.model = args.model or write_tiny(Path(folder) / "model")
-        media = Path(folder) / "media"
+    with work_folder(args) as folder:
+        media = folder / "media"
         measured = []
         for name, more in servers.items():
             with start_server(args, media, MAX_LEN, more) as address:

@@ -19,10 +19,8 @@ from benchmarks.harness.reference_processors import (
 from sightline.bench.harness.screenshots import Screenshots
 from sightline.bench.harness.workspace import (
     add_options,
-    check_at_least,
     print_table,
     work_folder,
-    write_tiny,
 )
 from sightline.errors import ConfigError
 from sightline.families import Family, load_family
@@ -68,14 +66,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     sizes = [_size(text) for text in args.sizes]
-    check_at_least(args, 1, "repeats")
     set_threads(1)
     has_torchvision = prepare_torchvision()
-    with work_folder(None) as folder:
-        model = args.model or write_tiny(folder / "model")
-        family, store = load_family(model), MediaStore(folder / "media")
-        pillow = load_processor(model, "pil")
-        torchvision = load_processor(model, "torchvision") if has_torchvision else None
+    with work_folder(args) as folder:
+        family, store = load_family(args.model), MediaStore(folder / "media")
+        pillow = load_processor(args.model, "pil")
+        torchvision = load_processor(args.model, "torchvision") if has_torchvision else None
         results = [
             measure(family, store, size, args.repeats, pillow, torchvision) for size in sizes
         ]

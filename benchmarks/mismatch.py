@@ -7,7 +7,7 @@ import dataclasses
 import math
 import tempfile
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 from statistics import fmean, median, stdev
@@ -26,7 +26,7 @@ from benchmarks.harness.mismatch_run import (
     StudySize,
 )
 from benchmarks.harness.warm_model import build_warm_model
-from sightline.bench.harness.workspace import add_options, check_at_least
+from sightline.bench.harness.workspace import add_options, work_folder
 from sightline.compute.model import pick_device
 from sightline.errors import ConfigError
 from sightline.wire.file import append_line
@@ -118,14 +118,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    sizes = ("seeds", "steps", "groups", "turns", "eval_tasks", "gradient_every")
-    check_at_least(args, 1, *sizes)
-    check_at_least(args, 2, "group_size")
     names = [one.name for one in dataclasses.fields(StudySize)]
     args.device = pick_device(args.device)
     size = StudySize(**{name: getattr(args, name) for name in names})
     conditions = {name: parse_condition(name) for name in args.conditions}
-    with _open_folder(args.out) as folder:
+    with nullcontext(args.out) if args.out else work_folder(args, needs_model=False) as folder:
+        folder.mkdir(parents=True, exist_ok=True)
         results = read_results(folder / RESULTS, size)
         cells = list_cells(args.conditions, args.corrections, args.seeds)
         missing = [cell for cell in cells if cell not in {one.cell for one in results}]
@@ -155,16 +153,6 @@ def run(args: argparse.Namespace) -> int:
             (args.plot / f"{name}.svg").write_text(picture)
         print(f"\ncharts: {args.plot}")
     return 0
-
-
-@contextmanager
-def _open_folder(kept: Path | None) -> Iterator[Path]:
-    if kept is not None:
-        kept.mkdir(parents=True, exist_ok=True)
-        yield kept
-        return
-    with tempfile.TemporaryDirectory(prefix="sightline-bench-") as folder:
-        yield Path(folder)
 
 
 def parse_condition(name: str) -> Mismatch:

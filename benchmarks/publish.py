@@ -7,7 +7,6 @@ import asyncio
 import secrets
 import statistics
 import sys
-import tempfile
 import time
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
@@ -17,7 +16,7 @@ from pathlib import Path
 import torch
 
 from benchmarks.store import serve
-from sightline.bench.harness.workspace import add_options, check_at_least, print_table, write_tiny
+from sightline.bench.harness.workspace import add_options, print_table, work_folder
 from sightline.compute.broadcast import Broadcaster
 from sightline.compute.model import MODEL_DTYPES, load_model, pick_device
 from sightline.compute.shared_weights import SharedWeights
@@ -55,14 +54,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    check_at_least(args, 1, "repeats", "threads")
     args.device = pick_device(args.device)
     rows = []
-    with tempfile.TemporaryDirectory(prefix="sightline-bench-") as scratch:
-        args.model = args.model or write_tiny(Path(scratch) / "model", args.size)
+    with work_folder(args) as scratch:
         for way in (FILES, FOLDER, SERVICE, BROADCAST, SHARED):
             print(way, file=sys.stderr, flush=True)
-            with open_way(args, way, Path(scratch)) as publishing:
+            with open_way(args, way, scratch) as publishing:
                 for share in args.changed:
                     rows.append([way, f"{share:.0%}", *publishing.measure(share, args.repeats)])
     columns = ("MB of weights", "MB sent", "written, s", "first token, s")

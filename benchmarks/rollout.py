@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import time
 from collections.abc import Callable
 from pathlib import Path
 
@@ -12,10 +11,9 @@ from rich.console import Console
 from rich.table import Table
 
 from benchmarks.harness.rehearsal import RehearsalFigures, RehearsalPlan, rehearse
-from sightline.bench.harness.workspace import add_options, work_folder, write_tiny
+from sightline.bench.harness.workspace import add_options, work_folder
 from sightline.errors import ConfigError
 
-PROGRESS_S = 10.0
 TABLE_WIDTH = 130
 MB = 1e6
 
@@ -37,7 +35,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    with work_folder(args.dir) as folder:
+    if args.rollouts % 2 or args.agents % 2:
+        problem = f"--rollouts {args.rollouts} --agents {args.agents}"
+        raise ConfigError(problem, "take even numbers: rollouts come in groups")
+    with work_folder(args) as folder:
         measured = measure(args, folder)
         by_agents = measure_agents(args, folder) if args.agents else []
     console = Console()
@@ -53,9 +54,6 @@ def run(args: argparse.Namespace) -> int:
 
 
 def measure(args: argparse.Namespace, folder: Path) -> list[RehearsalFigures]:
-    _check(args)
-    if args.model is None:
-        args.model = write_tiny(folder / "model")
     return [_play(args, args.rollouts, turns, folder) for turns in turn_counts(args.turns)]
 
 
@@ -69,35 +67,15 @@ def _play(
 ) -> RehearsalFigures:
     plan = RehearsalPlan(rollouts, turns, args.width, args.height, uses_agents=uses_agents)
     by = " by agents at the chat endpoint" * uses_agents
-    print(f"{rollouts} rollouts of {turns} turns at {args.width}x{args.height}{by}")
+    print(f"{rollouts} rollouts of {turns} turns at {args.width}x{args.height}{by}", flush=True)
     place = folder / f"{'agents' if uses_agents else 'turns'}_{turns}"
-    figures = rehearse(plan, args.model, place, _progress(plan.num_turns))
+    figures = rehearse(plan, args.model, place)
     print(f"  {plan.num_turns:,} turns in {figures.seconds:.0f} s", flush=True)
     return figures
 
 
 def turn_counts(turns: int) -> list[int]:
     return sorted({1, *(max(1, turns // part) for part in (10, 4, 2, 1))})
-
-
-def _check(args: argparse.Namespace) -> None:
-    least_of = {"rollouts": 2, "turns": 1, "width": 32, "height": 32}
-    for name, least in (least_of | {"agents": 2} if args.agents else least_of).items():
-        if getattr(args, name) < least:
-            raise ConfigError(f"--{name} {getattr(args, name)}", f"take at least {least}")
-
-
-def _progress(total: int) -> Callable[[int], None]:
-    began = last = time.monotonic()
-
-    def show(turns: int) -> None:
-        nonlocal last
-        now = time.monotonic()
-        if now - last >= PROGRESS_S:
-            last = now
-            print(f"  {turns:,} of {total:,} turns, {now - began:.0f} s", flush=True)
-
-    return show
 
 
 # --- tables
@@ -170,8 +148,6 @@ def cpu_table(measured: list[RehearsalFigures]) -> Table:
 
 AGENT_ROWS: tuple[tuple[str, Measure, float], ...] = (
     ("agent -> endpoint, new images, KB", lambda f: f.first_sent, 1e3),
-    ("agent -> endpoint, the history again, KB", lambda f: f.from_agents - f.first_sent, 1e3),
-    ("endpoint -> agent, answers, KB", lambda f: f.to_agents, 1e3),
     ("worker -> store, new images, KB", lambda f: f.stored, 1e3),
     ("CPU of the worker, ms", lambda f: f.cpu_s["worker-0"], 1e-3),
 )

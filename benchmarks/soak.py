@@ -27,7 +27,7 @@ from benchmarks.harness.chart import NUM_COLOURS, Series, line_chart
 from benchmarks.harness.process_watch import ProcessSample, ProcessWatch
 from benchmarks.harness.warm_model import build_warm_model
 from sightline import config
-from sightline.bench.harness.workspace import add_options, check_at_least, work_folder
+from sightline.bench.harness.workspace import add_options, work_folder
 from sightline.config import RunFile
 from sightline.errors import ProcessFailed
 from sightline.run.run_dir import RunDir
@@ -101,9 +101,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    check_at_least(args, 0, "minutes", "every_s")
     watch, problems = ProcessWatch(args.every_s), []
-    with work_folder(args.dir) as folder:
+    with work_folder(args, needs_model=False) as folder:
         model = args.model or build_warm_model(folder, WARMUP)
         try:
             play(folder, model, args.minutes * 60, watch)

@@ -6,18 +6,16 @@ import argparse
 import multiprocessing
 import resource
 import secrets
-import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ProcessPoolExecutor, ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
-from itertools import count
 from pathlib import Path
 from random import Random
 
-from sightline.bench.harness.workspace import add_options, check_at_least, draw_noise, print_table
+from sightline.bench.harness.workspace import add_options, draw_noise, print_table
 from sightline.config.secret_refs import read_reference, resolve_secret
 from sightline.errors import ProcessFailed
 from sightline.launch.processes import start_sightline
@@ -26,7 +24,6 @@ from sightline.media.files import get_image_path
 from sightline.media.remote import RemoteStore
 
 PLAIN = "plain files"
-PROGRESS_EVERY_S = 10.0
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -56,7 +53,6 @@ class StoreFigures:
 
 
 def run(args: argparse.Namespace) -> int:
-    check_at_least(args, 1, "images", "side", "threads")
     token = resolve_secret(read_reference(args.token), "--token")
     with tempfile.TemporaryDirectory() as scratch, ExitStack() as stack:
         roots = [(PLAIN, ""), (str(Path(scratch) / "folder"), "")]
@@ -109,13 +105,10 @@ def measure(root: str, token: str, folder: Path, args: argparse.Namespace) -> St
     before = _peak_mb()
     with ThreadPoolExecutor(args.threads) as pool:
 
-        def time_all(verb: str, work: Callable[[int], object]) -> float:
-            say_progress = Progress(f"{root}: {verb}", args.images)
-
+        def time_all(work: Callable[[int], object]) -> float:
             def take_share(first: int) -> None:
                 for number in range(first, args.images, args.threads):
                     work(number)
-                    say_progress()
 
             began = time.perf_counter()
             list(pool.map(take_share, range(args.threads)))
@@ -126,30 +119,14 @@ def measure(root: str, token: str, folder: Path, args: argparse.Namespace) -> St
         def put_one(number: int) -> None:
             refs[number] = put(image + salt + number.to_bytes(8, "big"))
 
-        put_s = time_all("put", put_one)
+        put_s = time_all(put_one)
         count_hits(True)
-        read_s = time_all("read", lambda number: read(refs[number]))
+        read_s = time_all(lambda number: read(refs[number]))
         hits_before = count_hits(False)
-        read_again_s = time_all("read again", lambda number: read(refs[number]))
+        read_again_s = time_all(lambda number: read(refs[number]))
         hits = (count_hits(False) - hits_before) / args.images
     size = len(image) + 16
     return StoreFigures(size, put_s, read_s, read_again_s, hits, _peak_mb() - before)
-
-
-class Progress:
-    """Reports the threads' progress on stderr, unless the work is short."""
-
-    def __init__(self, words: str, total: int, every_s: float = PROGRESS_EVERY_S) -> None:
-        self._words, self._total, self._every_s = words, total, every_s
-        self._counter = count(1)
-        self._next = time.monotonic() + every_s
-
-    def __call__(self) -> None:
-        done = next(self._counter)
-        if (now := time.monotonic()) >= self._next:
-            self._next = now + self._every_s
-            words = f"{self._words} {done:,} of {self._total:,} images"
-            print(words, file=sys.stderr, flush=True)
 
 
 Put = Callable[[bytes], MediaRef | str]

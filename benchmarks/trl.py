@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import statistics
 import subprocess
 import time
 from pathlib import Path
@@ -21,7 +20,7 @@ import numpy as np
 import torch
 from PIL import Image
 
-from sightline.bench.harness.workspace import work_folder, write_tiny
+from sightline.bench.harness.workspace import add_options, print_table, work_folder
 from sightline.config import ModelConfig, TrainerConfig
 from sightline.errors import ProcessFailed
 from sightline.families import load_renderer
@@ -51,28 +50,24 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         default=".venv-trl/bin/python",
         help="interpreter with TRL; default: %(default)s",
     )
-    parser.add_argument(
-        "--steps", type=int, default=10,
-        help="measured steps of each side, after one to warm up; default: %(default)s",
-    )  # fmt: skip
-    parser.add_argument("--threads", type=int, default=1, help="default: %(default)s")
+    add_options(parser, "model", steps=10, threads=1)
 
 
 def run(args: argparse.Namespace) -> int:
     torch.set_num_threads(args.threads)
-    with work_folder(None) as folder:
-        model = write_tiny(folder / "model")
+    with work_folder(args) as folder:
         store = MediaStore(folder / "media")
-        prompts = write_task(folder, load_renderer(model, store).pad_token_ids)
-        theirs = run_peer(args, model, folder)
-        ours = SightlineStep(model, store, folder, prompts, theirs["first"])
+        prompts = write_task(folder, load_renderer(args.model, store).pad_token_ids)
+        theirs = run_peer(args, folder)
+        ours = SightlineStep(args.model, store, folder, prompts, theirs["first"])
         ours.run(args.steps)
     norm, other = ours.norm, theirs["grad_norm"]
-    print(f"{SAMPLES} samples a step, groups of {GROUP}, {args.threads} thread(s), float32")
-    print(f"gradient norm: {norm:.6f} here, {other:.6f} by TRL, on the same tokens")
-    print_table(ours.times, theirs)
     same = abs(norm / other - 1) < SAME_WITHIN
-    print("the two gradients agree" if same else "THE TWO GRADIENTS DIFFER")
+    show(ours.times, theirs, [
+        f"{SAMPLES} samples a step, groups of {GROUP}, {args.threads} thread(s), float32",
+        f"gradient norm: {norm:.6f} here, {other:.6f} by TRL, on the same tokens",
+        "the two gradients agree" if same else "THE TWO GRADIENTS DIFFER",
+    ])  # fmt: skip
     return 0 if same else 1
 
 
@@ -97,9 +92,9 @@ def write_task(folder: Path, pads: tuple[int, ...]) -> list[dict[str, str]]:
     return prompts
 
 
-def run_peer(args: argparse.Namespace, model: Path, folder: Path) -> dict[str, Any]:
+def run_peer(args: argparse.Namespace, folder: Path) -> dict[str, Any]:
     program = Path(__file__).parent / "harness" / "trl_peer.py"
-    words = [str(model), str(folder), str(args.steps + 1), str(args.threads)]
+    words = [str(args.model), str(folder), str(args.steps + 1), str(args.threads)]
     settings = [f"OMP_NUM_THREADS={args.threads}", "HF_HUB_OFFLINE=1"]
     done = subprocess.run(
         ["env", *settings, args.python, "-P", str(program), *words], capture_output=True, text=True
@@ -203,24 +198,19 @@ def with_own_logprobs(
     ]
 
 
-def print_table(ours: list[tuple[float, float]], theirs: dict[str, Any]) -> None:
+def show(ours: list[tuple[float, float]], theirs: dict[str, Any], lines: list[str]) -> None:
     steps = np.array(theirs["steps"][1:])
-    generated = np.array(theirs["generated"][1 : len(steps) + 1])
     sides = {
         "Sightline, training step": np.array(ours),
-        "TRL, training step": steps - generated,
+        "TRL, training step": steps - np.array(theirs["generated"][1 : len(steps) + 1]),
         "TRL, with generation": steps,
     }
-    print(f"{'':26s} {'samples/s':>10s} {'step ms':>9s} {'samples/CPU s':>14s} {'CPU ms':>8s}")
-    medians = {}
-    for name, times in sides.items():
-        wall, cpu = (statistics.median(times[:, i].tolist()) for i in (0, 1))
-        medians[name] = wall, cpu
-        print(
-            f"{name:26s} {SAMPLES / wall:10.0f} {1e3 * wall:9.0f} {SAMPLES / cpu:14.0f} "
-            f"{1e3 * cpu:8.0f}"
-        )
-    mine, peer = medians["Sightline, training step"], medians["TRL, training step"]
-    print(
-        f"{peer[0] / mine[0]:.1f} times as many by wall clock, {peer[1] / mine[1]:.1f} by CPU time"
-    )
+    medians = {name: np.median(times, axis=0) for name, times in sides.items()}
+    rows = []
+    for name, (wall, cpu) in medians.items():
+        figures = (SAMPLES / wall, 1e3 * wall, SAMPLES / cpu, 1e3 * cpu)
+        rows.append([name, *(f"{figure:.0f}" for figure in figures)])
+    wall, cpu = medians["TRL, training step"] / medians["Sightline, training step"]
+    times = f"{wall:.1f} times as many by wall clock, {cpu:.1f} by CPU time"
+    columns = ("", "samples/s", "step ms", "samples/CPU s", "CPU ms")
+    print_table("the demo's training step", columns, rows, [*lines, times])

@@ -90,7 +90,6 @@ def odd_settings(settings: ServerSpec) -> ServerSpec:
         prefill_chunk_tokens=5,
         max_num_seqs=2,
         max_waiting=30,
-        max_body_bytes=20_000,
         keep_kv_over_updates=True,
     )
 

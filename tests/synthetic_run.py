@@ -273,7 +273,6 @@ def _write_events(
         "images_stored": size.images,
         "seconds": 20.0,
         "eta_s": 20.0 * (size.steps - step),
-        "wire": {"sent_bytes": 900_000 * step, "trace_bytes": 2_600_000 * step},
         "in_flight": 40 + step % 9,
         "waiting": step % 5,
         "groups_ahead": 6,

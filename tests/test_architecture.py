@@ -454,14 +454,13 @@ def test_own_code_is_patched_only_in_listed_tests() -> None:
 
 WALL_CLOCK = {
     "inference": (
-        "chat_endpoint.py",
         "engine.py",
         "torch_engine/observer.py",
         "vllm_plugin/engine.py",
     ),
     "media": ("cache.py", "store.py"),
     "orchestrator": ("rollout_scheduler.py", "step_metrics.py"),
-    "rollout": ("interception_server.py", "model_chat.py", "player.py"),
+    "rollout": ("model_chat.py", "openai_completions.py", "player.py"),
     "render": ("template.py",),
     "run": ("events.py",),
     "trainer": ("loop.py", "publish.py"),

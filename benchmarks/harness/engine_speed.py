@@ -3,9 +3,9 @@
 A decoding step must at least read the language model's weights, and the keys and values of all
 rows, once. The memory bandwidth is that of a copy, measured in the same run.
 
-A prompt's FLOPs are 2 per matrix element and multiplied row, and 4 per attended token pair, head
-and head dimension. The tower's matrices are counted in forward hooks. The output matrix counts for
-the last token only. Models with experts are refused, because their routing is not known beforehand.
+A prompt's FLOPs are a third of those that the trainer counts for it: 2 per matrix element and
+multiplied row, and 4 per attended token pair and attention width. The output matrix counts for the
+last token only.
 """
 
 from __future__ import annotations
@@ -15,19 +15,17 @@ import queue
 import random
 import statistics
 import time
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
-from torch import nn
 
-from sightline.bench.harness.plain_generate import BaselineRequest, TransformersBaseline
-from sightline.bench.harness.speed import measure_copy_bandwidth, measure_peak
+from sightline.bench.harness.speed import measure_peak, measure_time
 from sightline.bench.harness.workspace import draw_noise
 from sightline.compute.model import pick_device
-from sightline.errors import ConfigError
 from sightline.families import Forward, load_family, load_renderer
 from sightline.inference.engine import EngineRequest
 from sightline.inference.server_spec import ServerSpec
@@ -35,20 +33,15 @@ from sightline.inference.torch_engine.build import build_engine
 from sightline.inference.torch_engine.row_table import TorchRequest
 from sightline.media import MediaStore
 from sightline.message import user
+from sightline.pack import MicroBatchWork
 from sightline.pixels import Materializer
 from sightline.render import Rendered
+from sightline.trainer.distribute import estimate_price
+from sightline.wire import Slot
 from sightline.wire.generate import SamplingParams
 
 PREFILL_CHUNK = 2048
-
-
-@dataclass(frozen=True)
-class GenerateSpeed:
-    """The decoding speed of transformers."""
-
-    keys: float
-    step_ms: float
-    tokens_per_s: float
+COPY_BYTES = {"cuda": 4 * 2**30, "cpu": 2**26}
 
 
 @dataclass(frozen=True)
@@ -67,10 +60,15 @@ class DecodeSpeed:
     """Size of one token's keys and values."""
     bandwidth: float
 
-    def compute_share(self, keys: float, step_ms: float) -> float:
-        """Return the share of a step's time needed to read its bytes at the bandwidth."""
-        read = self.weight_bytes + keys * self.key_bytes
-        return read / self.bandwidth * 1e3 / step_ms
+    @property
+    def read_bytes(self) -> float:
+        """Bytes of weights, keys and values that a step reads."""
+        return self.weight_bytes + self.keys * self.key_bytes
+
+    @property
+    def share(self) -> float:
+        """The share of a step's time needed to read its bytes at the bandwidth."""
+        return self.read_bytes / self.bandwidth * 1e3 / self.step_ms
 
 
 def draw_prompts(rows: int, args: argparse.Namespace, ids: range) -> list[list[int]]:
@@ -111,6 +109,8 @@ def measure_engine(
     )
     engine = build_engine(spec, family, Materializer(family, store, 1 << 20), banned)
     prompts = draw_prompts(rows, args, range(min(banned)))
+    # Answers differ in length too, so that rows do not end together.
+    counts = [args.max_tokens - (i % 4) * (args.max_tokens // 8) for i in range(len(prompts))]
     weights = count_read_bytes(engine.runner.forward)
     done: queue.SimpleQueue[list[EngineRequest]] = queue.SimpleQueue()
     engine.start(done.put)
@@ -118,7 +118,12 @@ def measure_engine(
     try:
         for _ in range(2):  # the first pass warms up all shapes
             before, began = engine.totals(), time.perf_counter()
-            engine.submit([_build_request(i, p, args) for i, p in enumerate(prompts)])
+            engine.submit(
+                [
+                    _build_request(i, *both)
+                    for i, both in enumerate(zip(prompts, counts, strict=True))
+                ]
+            )
             left = len(prompts)
             after.clear()
             while left:
@@ -150,10 +155,20 @@ def _take_finished(done: queue.SimpleQueue[list[EngineRequest]]) -> int:
     return len(finished)
 
 
-def _build_request(index: int, prompt: list[int], args: argparse.Namespace) -> TorchRequest:
-    count = args.max_tokens - (index % 4) * (args.max_tokens // 8)
-    params = SamplingParams(max_tokens=count, temperature=1.0)
-    return TorchRequest(np.array(prompt, dtype=np.int32), [], [], params, seed=index)
+def _build_request(
+    index: int, prompt: Sequence[int], max_tokens: int, slots: Sequence[Slot] = ()
+) -> TorchRequest:
+    params = SamplingParams(max_tokens=max_tokens, temperature=1.0)
+    ids, keys = np.array(prompt, dtype=np.int32), [slot.item.key for slot in slots]
+    return TorchRequest(ids, list(slots), keys, params, seed=index)
+
+
+def measure_copy_bandwidth(device: str) -> float:
+    """Return the bytes per second that a copy on the device reads and writes."""
+    source = torch.ones(COPY_BYTES[device] // 4, dtype=torch.int32, device=device)
+    target = torch.empty_like(source)
+    times = measure_time(lambda: target.copy_(source), device, repeats=7, warm_up=1)
+    return 2 * source.nbytes / times.median_s
 
 
 def count_read_bytes(forward: Forward) -> int:
@@ -166,27 +181,6 @@ def count_read_bytes(forward: Forward) -> int:
         looked_up = None
     parameters = [p for p in model.parameters() if id(p) not in tower and p is not looked_up]
     return sum(p.nbytes for p in parameters)
-
-
-def measure_generate(args: argparse.Namespace, rows: int, media: Path) -> GenerateSpeed | None:
-    """Measure transformers' `generate` on one padded batch of `rows`; None if out of memory."""
-    family = load_family(args.model)
-    banned = load_renderer(args.model, MediaStore(media), family).pad_token_ids
-    plain = TransformersBaseline(args.model, family, args.device, args.dtype, banned)
-    prompts = draw_prompts(rows, args, range(min(banned)))[:rows]
-    asked: list[BaselineRequest] = [(prompt, [], []) for prompt in prompts]
-    seconds = []
-    try:
-        plain.generate_batch(asked[:1], 2)
-        for count in (1, 1 + args.max_tokens):
-            began = time.perf_counter()
-            plain.generate_batch(asked, count)
-            seconds.append(time.perf_counter() - began)
-    except torch.OutOfMemoryError:
-        return None
-    keys = sum(len(prompt) + args.max_tokens / 2 for prompt in prompts)
-    step_ms = (seconds[1] - seconds[0]) / args.max_tokens * 1e3
-    return GenerateSpeed(keys, step_ms, rows * (1 + args.max_tokens) / seconds[1])
 
 
 WIDTH, HEIGHT = 640, 480
@@ -239,15 +233,17 @@ def measure_prompts(
     )
     pixels = Materializer(family, store, PIXEL_CACHE_BYTES)
     engine = build_engine(spec, family, pixels, renderer.pad_token_ids)
-    text_flops = _count_text_flops(engine.runner.forward, [len(p.token_ids) for p in prompts])
-    tower = _count_tower_flops(engine.runner.forward, pixels, prompts[0])
+    price, works = estimate_price(engine.runner.forward), list(map(_measure_work, prompts))
+    tower = [replace(work, tokens=0, attended=0, trained=0) for work in works]
     done: queue.SimpleQueue[list[EngineRequest]] = queue.SimpleQueue()
     engine.start(done.put)
     seconds, tower_s = [], 0.0
     try:
         for repeat in range(args.repeats + 2):  # the first makes pixels; two warm up
             before, began = engine.totals(), time.perf_counter()
-            engine.submit([_build_prompt_request(i, one) for i, one in enumerate(prompts)])
+            engine.submit(
+                [_build_request(i, p.token_ids, 1, p.slots) for i, p in enumerate(prompts)]
+            )
             left = count
             while left:
                 left -= _take_finished(done)
@@ -262,65 +258,18 @@ def measure_prompts(
         tokens=sum(len(p.token_ids) for p in prompts),
         seconds=seconds,
         tower_seconds=tower_s,
-        flops=text_flops + count * tower,
-        tower_flops=count * tower,
+        flops=sum(map(price.of, works)) / 3,
+        tower_flops=sum(map(price.of, tower)) / 3,
         peak=peak,
     )
 
 
-def _build_prompt_request(index: int, prompt: Rendered) -> TorchRequest:
-    ids = np.array(prompt.token_ids, dtype=np.int32)
-    keys = [slot.item.key for slot in prompt.slots]
-    params = SamplingParams(max_tokens=1, temperature=1.0)
-    return TorchRequest(ids, list(prompt.slots), keys, params, seed=index)
-
-
-def _count_tower_flops(forward: Forward, pixels: Materializer, prompt: Rendered) -> float:
-    """Count the operations of encoding the prompt's image."""
-    model: Any = forward.model
-    names = {name.rsplit(".", 1)[0] for name, _ in forward.vision_parameters()}
-    total = 0.0
-
-    def count(module: nn.Module, inputs: Any, output: torch.Tensor) -> None:
-        nonlocal total
-        weight: Any = module.weight
-        total += 2.0 * weight.numel() * (output.numel() // weight.shape[0])
-
-    handles = [
-        module.register_forward_hook(count)
-        for name, module in model.named_modules()
-        if name in names and isinstance(module, nn.Linear | nn.Conv1d | nn.Conv2d | nn.Conv3d)
-    ]
-    (slot,) = prompt.slots
-    patches = torch.from_numpy(pixels.submit(slot.item).result().patches.copy())
-    parameter = next(model.parameters())
-    with torch.inference_mode():
-        forward.encode(patches.to(parameter.device), [slot.item.grid])
-    for handle in handles:
-        handle.remove()
-    vision = getattr(model.config, "vision_config", None)
-    if vision is None:
-        return total
-    blocks = len(forward.blocks()) - model.config.get_text_config().num_hidden_layers
-    return total + 4.0 * blocks * vision.hidden_size * float(np.prod(slot.item.grid)) ** 2
-
-
-def _count_text_flops(forward: Forward, lengths: list[int]) -> float:
-    model: Any = forward.model
-    tower = {id(parameter) for _, parameter in forward.vision_parameters()}
-    output, text = model.get_output_embeddings().weight, model.config.get_text_config()
-    looked_up = model.get_input_embeddings().weight
-    matrices = 0
-    for name, parameter in model.named_parameters():
-        if id(parameter) in tower or parameter is output or parameter is looked_up:
-            continue
-        if parameter.ndim > 2:
-            raise ConfigError(
-                f"--prompts, and {name} is no matrix that every token passes",
-                "choose a model without experts that attends in every layer",
-            )
-        matrices += parameter.numel() if parameter.ndim == 2 else 0
-    width = text.num_attention_heads * getattr(text, "head_dim", 0)
-    pairs = sum(n * (n + 1) / 2 for n in lengths)
-    attention = 4.0 * text.num_hidden_layers * width * pairs
-    return 2.0 * (matrices * sum(lengths) + output.numel() * len(lengths)) + attention
+def _measure_work(prompt: Rendered) -> MicroBatchWork:
+    num, patches = len(prompt.token_ids), [slot.item.num_patches for slot in prompt.slots]
+    return MicroBatchWork(
+        tokens=num,
+        attended=num * (num + 1) // 2,
+        trained=1,
+        patches=sum(patches),
+        attended_patches=sum(size * size for size in patches),
+    )

@@ -28,7 +28,7 @@ from benchmarks.harness.scripted_agent import AGENT_PATH, AGENT_SCREENSHOTS, run
 from sightline import config as config_module
 from sightline.bench.harness.screenshots import SCREENSHOTS
 from sightline.config import RunFile, dump_toml
-from sightline.errors import ConfigError, ProcessFailed
+from sightline.errors import ProcessFailed
 from sightline.families import Family, load_family
 from sightline.launch.claim import make_secret
 from sightline.launch.processes import Processes, ProcessSpec, reserve_port
@@ -43,7 +43,6 @@ from sightline.wire.control import (
     ProcessReady,
     PublishedWeights,
     RolloutRequest,
-    RolloutResult,
     TrainingFinished,
 )
 from sightline.wire.sample import Batch, digest_batch
@@ -72,10 +71,7 @@ class RehearsalPlan:
 
     @property
     def group_size(self) -> int:
-        for size in (8, 4, 2):
-            if self.rollouts >= size and self.rollouts % size == 0:
-                return size
-        raise ConfigError(f"{self.rollouts} rollouts", "take an even number: they come in groups")
+        return next(size for size in (8, 4, 2) if self.rollouts % size == 0)
 
     @property
     def num_turns(self) -> int:
@@ -125,8 +121,6 @@ class RehearsalFigures:
     memory: dict[str, MemoryUse] = field(default_factory=dict)
     cpu_s: dict[str, float] = field(default_factory=dict)
     """CPU time of each process from the first rollout to the end of the step."""
-    from_agents: int = 0
-    to_agents: int = 0
     policy: PolicyCounts = field(default_factory=PolicyCounts)
     to_worker: int = 0
     to_orchestrator: int = 0
@@ -148,20 +142,15 @@ class RehearsalFigures:
         return count_base64_bytes(self.stored)
 
 
-def rehearse(
-    plan: RehearsalPlan,
-    model: Path,
-    folder: Path,
-    on_turns: Callable[[int], None] = lambda turns: None,
-) -> RehearsalFigures:
-    """Play `plan` in `folder`. `on_turns` receives the number of turns so far."""
+def rehearse(plan: RehearsalPlan, model: Path, folder: Path) -> RehearsalFigures:
+    """Play `plan` in `folder`."""
     run_dir = RunDir(folder)
     run_dir.make()
     server = f"http://{HOST}:{reserve_port(HOST, 0, 'port of the policy')}"
     run_dir.config.write_text(dump_toml(_run_file(plan, model, server)))
     processes = Processes(run_dir)
     try:
-        return asyncio.run(_Rehearsal(plan, model, run_dir, processes, on_turns, server).run())
+        return asyncio.run(_Rehearsal(plan, model, run_dir, processes, server).run())
     finally:
         processes.kill()
 
@@ -194,7 +183,6 @@ class _Rehearsal:
     model: Path
     run_dir: RunDir
     processes: Processes
-    on_turns: Callable[[int], None]
     server: str
 
     def __post_init__(self) -> None:
@@ -258,7 +246,6 @@ class _Rehearsal:
                     task.result()
             if failed := self.processes.failed():
                 raise self.processes.explain_exit(*failed[0])
-            self.on_turns(self.figures.policy.requests)
         if failed := self.processes.failed():
             raise self.processes.explain_exit(*failed[0])
 
@@ -282,18 +269,14 @@ class _Rehearsal:
     async def _tap_up(self, upper: AsyncSpoke, lower: AsyncHub) -> None:
         while True:
             _, data = await lower.receive()
-            message = control.decode(data)
             self.figures.to_orchestrator += len(data)
-            if isinstance(message, RolloutResult):
-                self.figures.from_agents = message.wire["agent_sent_bytes"]
-                self.figures.to_agents = message.wire["agent_received_bytes"]
             self.figures.encoded_images += count_encoded_images(data)
             await upper.send(data)
 
     # --- the trainer's part
 
     async def _train(self, spoke: AsyncSpoke) -> None:
-        await spoke.send(control.encode(ProcessReady(TRAINER, release=get_release())))
+        await spoke.send(control.encode(ProcessReady(release=get_release())))
         while True:
             message = control.decode(await spoke.receive())
             match message:

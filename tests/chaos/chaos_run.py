@@ -46,7 +46,7 @@ micro_batch_tokens = 64
 max_num_seqs = 16
 max_model_len = 128
 [media]
-on_bad_image = "stop"
+max_bad_fraction = 0.0
 [eval]
 tasks = 0
 """

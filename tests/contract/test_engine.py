@@ -655,7 +655,7 @@ def test_a_body_over_the_limit_is_a_413(
 ) -> None:
     body = json.dumps(as_json(odd, prompts[0])).encode()
     assert odd.call("POST", "/inference/v1/generate", body)[0] == 200
-    error = odd.refused(body.ljust(odd_settings.max_body_bytes + 1))
+    error = odd.refused(body.ljust(1024 * odd_settings.inference.max_model_len + 1))
     assert (error.code, error.type) == (413, "too_large")
 
 

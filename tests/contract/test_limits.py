@@ -38,9 +38,9 @@ class CountingTokenizer(Tokenizer):
 
     num_chars = 0
 
-    def encode(self, text: str) -> list[int]:
+    def encode_with_starts(self, text: str) -> tuple[list[int], list[int]]:
         self.num_chars += len(text)
-        return super().encode(text)
+        return super().encode_with_starts(text)
 
 
 def ask(content: Any, **more: Any) -> bytes:

@@ -11,7 +11,7 @@ from synthetic_run import SyntheticSize, write_synthetic_run
 
 from sightline.compute.weights import read_manifest, read_weights
 from sightline.config import RunFile, SftFile
-from sightline.config.load import load_config, load_stored_config
+from sightline.config.load import load_config
 from sightline.envs.task_files import open_tasks
 from sightline.families import load_family, load_renderer
 from sightline.inference.chat_endpoint import ChatEndpoint
@@ -40,11 +40,11 @@ def build_targets(folder: Path, tiny_model: Path) -> list[Target]:
     """All of them; files that they need are below `folder`."""
     store = MediaStore(folder / "media", limits=LIMITS)
     images = ImageIngestor(store, file_roots=[folder])
-    family, renderer = load_family(tiny_model), load_renderer(tiny_model, store)
+    family, renderer = load_family(tiny_model), load_renderer(tiny_model, store, None, images)
     validator = RequestValidator(
         family, renderer.pad_token_ids[0], renderer.vocab_size, 4096, frozenset({"tiny"})
     )
-    chat = ChatEndpoint(renderer, images, family.modality, "tiny", 4096, 1 << 20)
+    chat = ChatEndpoint(renderer, family.modality, "tiny", 4096)
 
     def parse_url(data: bytes) -> None:
         images.resolve(data.decode("latin-1"), "url")
@@ -127,7 +127,6 @@ def _parse_message(data: bytes) -> None:
 
 def _parse_run_file(path: Path) -> None:
     kind = SftFile if b"[sft]" in path.read_bytes() else RunFile
-    load_stored_config(kind, path)
     load_config(kind, path)
 
 

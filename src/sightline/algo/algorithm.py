@@ -72,7 +72,7 @@ class RolloutBatch:
 
 
 def _collect_rewards(rollouts: Sequence[Sequence[Sample]]) -> GroupRewards:
-    num_turns = []
+    collected = []
     for samples in rollouts:
         first = samples[0]
         turns = sorted(segment.turn for sample in samples for segment in sample.segments)
@@ -82,39 +82,27 @@ def _collect_rewards(rollouts: Sequence[Sequence[Sample]]) -> GroupRewards:
                 f"rollout {first.trace_id} has {num} turns, and its samples train turns {turns}",
                 "every turn trains in exactly one sample; this is a bug of the orchestrator",
             )
-        num_turns.append(num)
-    return build_group_rewards(
-        [samples[0].reward for samples in rollouts],
-        num_turns,
-        [samples[0].turn_rewards for samples in rollouts],
-        rollouts[0][0].env,
-    )
+        collected.append((first.reward, num, first.turn_rewards))
+    return build_group_rewards(collected, rollouts[0][0].env)
 
 
 def build_group_rewards(
-    rewards: Sequence[float],
-    num_turns: Sequence[int],
-    turn_rewards: Sequence[Sequence[float] | None],
-    env: str,
+    rollouts: Sequence[tuple[float, int, Sequence[float] | None]], env: str
 ) -> GroupRewards:
+    """Build the rewards of a group from each rollout's reward, turns and rewards per turn."""
+    rewards, num_turns, turn_rewards = zip(*rollouts, strict=True)
     return GroupRewards(
-        rewards=np.array(rewards, dtype=np.float64),
-        num_turns=tuple(num_turns),
-        turn_rewards=tuple(
-            None if row is None else np.array(row, dtype=np.float64) for row in turn_rewards
-        ),
-        env=env,
+        np.array(rewards, dtype=np.float64),
+        num_turns,
+        tuple(None if row is None else np.array(row, dtype=np.float64) for row in turn_rewards),
+        env,
     )
 
 
 def get_group_rewards(traces: Sequence[Trace]) -> GroupRewards:
     """Return the rewards of traces, each of which must have one."""
-    return build_group_rewards(
-        [trace.reward or 0.0 for trace in traces],
-        [len(trace.turns) for trace in traces],
-        [trace.per_turn for trace in traces],
-        traces[0].env,
-    )
+    rollouts = [(trace.reward or 0.0, len(trace.turns), trace.per_turn) for trace in traces]
+    return build_group_rewards(rollouts, traces[0].env)
 
 
 class AlgorithmLoss(NamedTuple):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
@@ -18,6 +19,9 @@ from sightline.config.secret_refs import resolve_references
 from sightline.errors import ConfigError, Misaligned
 from sightline.wire.array import Array
 from sightline.wire.sample import Sample, Segment
+
+if TYPE_CHECKING:
+    from sightline.algo.losses import LossFunction, LossInputs
 
 ROUNDING = 1e-5
 """Advantages below this are rounding errors of equal rewards, and become 0."""
@@ -172,19 +176,9 @@ def build_small_batch(algorithm: Algorithm) -> RolloutBatch:
         )
         for name, rewards in rollouts.items()
     ]
-    batch = RolloutBatch.of(samples)
     zeros = [np.zeros(len(sample.trained), dtype=np.float32) for sample in samples]
-    return RolloutBatch(
-        batch.samples,
-        batch.groups,
+    return replace(
+        RolloutBatch.of(samples),
         values=zeros if algorithm.needs.values else None,
         teacher_logprobs=zeros if algorithm.needs.teacher_logprobs else None,
     )
-
-
-if TYPE_CHECKING:
-    from sightline.algo.losses import LossFunction, LossInputs
-
-
-if TYPE_CHECKING:
-    from sightline.algo.losses import LossInputs

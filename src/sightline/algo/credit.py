@@ -18,11 +18,7 @@ from jaxtyping import Float, Int
 from sightline.errors import EnvironmentFailed
 
 Rewards = Float[np.ndarray, " rollouts"]
-
-
 Advantages = Float[np.ndarray, " rollouts"]
-
-
 AdvantageFunction = Callable[[Rewards], Advantages]
 
 

@@ -43,8 +43,6 @@ class GroupJudge:
     algorithm: Algorithm
     """Decides which groups carry a signal."""
     filters: Sequence[Filter] = ()
-    min_siblings: int = 2
-    """Minimum number of rollouts to compare with one another."""
     keep_truncated: bool = True
     """Whether a truncated rollout trains with its reward."""
     epochs: dict[int, int] = field(default_factory=dict)
@@ -54,7 +52,7 @@ class GroupJudge:
         """Decide for `step`, which trains policy version step-1."""
         alone = [(trace, self._verdict_alone(trace, step)) for trace in traces]
         candidates = [trace for trace, verdict in alone if verdict is None]
-        enough = len(candidates) >= min(self.min_siblings, len(traces))
+        enough = len(candidates) >= min(2, len(traces))  # an advantage compares siblings
         enters = trains = False
         if enough and candidates:
             rewards = get_group_rewards(candidates)

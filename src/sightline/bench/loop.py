@@ -16,15 +16,12 @@ import msgspec
 from sightline import config as config_module
 from sightline.bench.harness.loop_account import OTHER, LoopAccount, account_loop
 from sightline.bench.harness.screenshots import SCREENSHOTS, Screenshots
-from sightline.bench.harness.speed import measure_copy_bandwidth, measure_peak
 from sightline.bench.harness.workspace import (
     add_options,
-    check_at_least,
     open_renderer,
     print_table,
     run_sightline,
     work_folder,
-    write_tiny,
 )
 from sightline.compute.model import pick_device
 from sightline.config import RunFile
@@ -42,8 +39,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.description = (
         "Plays `sightline rl` on one device, with rollouts that show a drawn page every turn. "
         "Prints tokens a second, every step's seconds, and for each process what it did or for "
-        "whom it waited; steps of the warm-up are left out of that. The device's copy bandwidth "
-        "and matrix peak are measured afterwards."
+        "whom it waited; steps of the warm-up are left out of that."
     )
     add_options(
         parser, "model", "size", "device", "dtype", "dir",
@@ -59,27 +55,25 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    check_at_least(args, 1, "warmup", "turns", "width", "height", "max_tokens")
-    if args.warmup >= args.steps or args.rollouts < 1 or args.rollouts % args.group_size:
+    if args.warmup >= args.steps or args.rollouts % args.group_size:
         raise ConfigError(
             f"--steps {args.steps} --warmup {args.warmup} --rollouts {args.rollouts} "
             f"--group-size {args.group_size}",
             "take more steps than the warm-up has, and whole groups",
         )
-    with work_folder(args.dir) as folder:
-        began = time.time()
-        model = args.model or write_tiny(folder / "model", args.size)
-        print(f"model: {time.time() - began:.1f} s; playing {args.steps} steps", flush=True)
-        results = measure_loop(args, folder, model)
+    name = str(args.model or args.size)
+    with work_folder(args) as folder:
+        print(f"playing {args.steps} steps", flush=True)
+        results = {"model": name, **measure_loop(args, folder)}
     show(results)
     if args.output is not None:
         args.output.write_text(json.dumps(results, indent=1) + "\n")
     return 0
 
 
-def measure_loop(args: argparse.Namespace, folder: Path, model: Path) -> dict[str, Any]:
+def measure_loop(args: argparse.Namespace, folder: Path) -> dict[str, Any]:
     """Run the loop in `folder`. Return its settings, its account and the device's limits."""
-    file = run_file(args, folder, model)
+    file = run_file(args, folder)
     if len(file.server_names) != 1 or file.trainer.ranks != 1:
         raise ConfigError(
             f"{len(file.server_names)} servers and {file.trainer.ranks} ranks",
@@ -87,11 +81,10 @@ def measure_loop(args: argparse.Namespace, folder: Path, model: Path) -> dict[st
         )
     began = time.time()
     run_sightline("rl", folder / "loop.toml", config_module.dump_toml(file), "--plain")
-    ended, run_dir, device = time.time(), RunDir(folder / "loop-001"), pick_device(args.device)
+    ended, run_dir = time.time(), RunDir(folder / "loop-001")
     account = account_loop(run_dir, args.steps, args.warmup)
     return {
-        "model": str(args.model or args.size),
-        "device": device,
+        "device": pick_device(args.device),
         "dtype": file.model.dtype,
         "shape": {name: getattr(args, name) for name in SHAPE},
         "max_lag": file.orchestrator.max_lag,
@@ -99,19 +92,17 @@ def measure_loop(args: argparse.Namespace, folder: Path, model: Path) -> dict[st
         **asdict(account),
         "start_s": account.began - began,
         "end_s": ended - account.ended,
-        "copy_bytes_per_s": measure_copy_bandwidth(device),
-        "matmul_flop_per_s": measure_peak(device, file.model.dtype),
     }
 
 
-def run_file(args: argparse.Namespace, folder: Path, model: Path) -> RunFile:
-    store, renderer = open_renderer(model, folder / "media")
+def run_file(args: argparse.Namespace, folder: Path) -> RunFile:
+    store, renderer = open_renderer(args.model, folder / "media")
     page = store.put(Screenshots(1, args.width, args.height).draw(random.Random(0)))
     turn = len(renderer.render([user("page 0", page)]).token_ids) + args.max_tokens + TURN_SLACK
     shape = {"turns": args.turns, "width": args.width, "height": args.height, "shares_first": True}
     values: dict[str, Any] = {
         "run": {"name": "loop", "dir": str(folder), "steps": args.steps},
-        "model": {"path": str(model.resolve()), "dtype": args.dtype},
+        "model": {"path": str(args.model.resolve()), "dtype": args.dtype},
         "env": {"name": SCREENSHOTS, "args": shape},
         "rollout": {"max_tokens": args.max_tokens},
         "orchestrator": {
@@ -158,9 +149,5 @@ def show(found: dict[str, Any]) -> None:
             f"from an optimizer step to its version in use: {account.in_use_s:.3f} s, of which the "
             f"server takes {account.adopt_s:.3f} s"
         )
-    lines.append(
-        f"{found['device']}: copies {found['copy_bytes_per_s'] / 1e9:,.1f} GB/s, read and written; "
-        f"multiplies {found['matmul_flop_per_s'] / 1e12:,.2f} TFLOP/s in {found['dtype']}"
-    )
     title = f"{len(counted)} steps, {wall_s:.2f} s"
     print_table(title, ("process", "activity", "seconds", "share"), rows, lines)

@@ -8,9 +8,9 @@ packing with flat packing.
 from __future__ import annotations
 
 import argparse
+import copy
 import random
 import sys
-import tempfile
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -22,15 +22,17 @@ import numpy as np
 import torch
 
 from sightline.bench.harness import speed
-from sightline.bench.harness.screenshots import Screenshots, add_text_chunk
-from sightline.bench.harness.speed import PlainStep, Timings, build_allocate, measure_time
-from sightline.bench.harness.workspace import add_options, check_at_least, print_table
+from sightline.bench.harness.screenshots import Screenshots
+from sightline.bench.harness.speed import PlainStep, Timings, measure_time
+from sightline.bench.harness.workspace import add_options, print_table, work_folder
 from sightline.compute import attention_cudnn
+from sightline.compute.model import pick_device
 from sightline.config import ModelConfig, TrainerConfig, validate_config
 from sightline.config.load import apply_overrides
 from sightline.config.section import ConfigSection
 from sightline.errors import ProcessFailed
 from sightline.families import load_family, load_renderer, registry
+from sightline.families.device_copy import allocate_pinned
 from sightline.families.protocol import Packing
 from sightline.media import MediaRef, MediaStore
 from sightline.message import Message, assistant, user
@@ -100,11 +102,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    check_at_least(args, 1, "repeats")
     if args.no_cudnn:
         attention_cudnn.MIN_SHAPE_REPEATS = sys.maxsize  # no shape repeats this often
-    with tempfile.TemporaryDirectory(prefix="sightline-bench-") as folder:
-        bench = StepBench(args, Path(folder))
+    with work_folder(args, needs_model=False) as folder:
+        bench = StepBench(args, folder)
         for part in args.parts:
             getattr(bench, part)()
     return 0
@@ -134,7 +135,7 @@ class StepBench:
         samples = [self.build_dense_sample(i) for i in range(shapes.sequences)]
         flat = self.prepare(samples, self.tokens, "flat")
         alone = self.prepare(samples, 1, "flat")
-        flops = speed.step_flops(learner, alone)
+        flops = speed.step_flops(learner.forward, alone)
         del learner
         num_tokens = sum(len(sample.token_ids) for sample in samples)
         rows: list[tuple[str, Timings | None]] = []
@@ -203,13 +204,15 @@ class StepBench:
         settings = self.build_settings(exact, activation_checkpointing=checkpointing, **trainer)
         return build_learner(settings.model, settings.trainer, self.store, steps=1 << 30)
 
-    def prepare(self, samples: Sequence[Sample], tokens: int, kind: str) -> Any:
+    def prepare(self, samples: Sequence[Sample], tokens: int, kind: Any) -> Any:
         materializer = Materializer(self.family, self.store, max_bytes=GIB)
-        family: Any = _PackedAs(self.family, kind)
+        device = torch.device(pick_device(self.args.device))
+        family = copy.copy(self.family)
+        family.packing = Packing(kind, "chosen by the benchmark")
         preparer = BatchPreparer(
             family, materializer, PackSize(tokens, 1 << 30),
             BadMediaPolicy(allows_unverified_pixels=True),
-            pixels=MicroBatchPixels(materializer, allocate=build_allocate(self.args.device)),
+            pixels=MicroBatchPixels(materializer, allocate=partial(allocate_pinned, device=device)),
         )  # fmt: skip
         ready = preparer.prepare(Batch(1, list(samples)), digest="").with_pixels()
         materializer.close()
@@ -237,8 +240,9 @@ class StepBench:
         return self.store.put(Screenshots(1, *size).draw(self.rng))
 
     def _copy(self, ref: MediaRef, i: int) -> MediaRef:
-        """Store the same picture as a different file, so that it is not deduplicated."""
-        return self.store.put(add_text_chunk(self.store.get(ref), f"copy {i}"))
+        """Store the same picture as a different file, so that it is not deduplicated: bytes after
+        the end of a PNG are ignored."""
+        return self.store.put(self.store.get(ref) + f"copy {i}".encode())
 
     def _draw_text(self, length: int) -> str:
         return "".join(self.rng.choices(LETTERS, k=length))
@@ -329,14 +333,3 @@ class StepBench:
         ]  # fmt: skip
         columns = ("", "tokens", "images", "ms/step", "samples/s", "speedup", "peak GiB")
         print_table(f"{num} answers to one prompt, {self.args.dtype}", columns, cells, width=120)
-
-
-class _PackedAs:
-    """Wraps a family to force the way it is packed."""
-
-    def __init__(self, family: Any, kind: Any) -> None:
-        self._family = family
-        self.packing = Packing(kind, "chosen by the benchmark")
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._family, name)

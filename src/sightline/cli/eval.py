@@ -112,12 +112,12 @@ def run(args: argparse.Namespace) -> int:
 
 def _read_settings(args: argparse.Namespace) -> RunFile:
     """Return the run's settings, or the defaults, overridden by the options."""
-    from sightline.config import RunFile, load_stored_config
+    from sightline.config import RunFile, load_config
     from sightline.launch.evaluate import build_eval_config
 
     values: dict[str, Any] = {}
     if args.run_dir is not None:
-        values = load_stored_config(RunFile, args.run_dir / "config.toml").model_dump()
+        values = load_config(RunFile, args.run_dir / "config.toml").model_dump()
     elif args.env is None:
         raise ConfigError("no environment given", "name one, or a run with --run")
     if args.env is not None:

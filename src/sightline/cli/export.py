@@ -33,7 +33,7 @@ def run(args: argparse.Namespace) -> int:
             "name the folder with config.toml, or its checkpoints/step_N",
         )
     checkpoint = get_newest_checkpoint(run_dir.checkpoints) if is_run else args.source
-    settings = config.load_stored_config(detect_file_kind(run_dir.config), run_dir.config)
+    settings = config.load_config(detect_file_kind(run_dir.config), run_dir.config)
     args.target.parent.mkdir(parents=True, exist_ok=True)
     export_training_checkpoint(checkpoint, settings, args.target)
     print(f"{checkpoint} -> {args.target}")

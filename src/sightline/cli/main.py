@@ -40,7 +40,6 @@ EXTRA_OF_PACKAGE = {
     "peft": "lora",
     "ray": "ray",
     "obstore": "object-store",
-    "yaml": "train",
 }
 """Extra that installs each package that the base installation lacks."""
 

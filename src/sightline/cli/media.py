@@ -107,7 +107,7 @@ def _find_store(args: argparse.Namespace, token: str) -> tuple[Path | str, str]:
             "no store given", "name one with --store ROOT, or a run with --run RUN_DIR"
         )
     run_dir = RunDir(args.runs[0])
-    section = RunFiles(run_dir).settings.get("media", {})
+    section = RunFiles(run_dir).get_section("media")
     media = validate_config(MediaConfig, section, f"[media] of {run_dir.config}")
     if media.root and not args.token:
         token = media.read_token(for_control=args.media_action == "gc")
@@ -153,12 +153,7 @@ def _verify(store: MediaStore, args: argparse.Namespace) -> int:
     for digest in report.corrupt:
         place = digest if isinstance(store.root, str) else store.path(digest)
         print(f"damaged: {place}")
-    for leftover in report.leftovers:
-        print(f"no image: {store.root}/{leftover}")
-    print(
-        f"{report.num_files} images, {decimal(report.size_bytes)}, {len(report.corrupt)} damaged"
-        + (f", {len(report.leftovers)} other files" if report.leftovers else "")
-    )
+    print(f"{report.num_files} images, {decimal(report.size_bytes)}, {len(report.corrupt)} damaged")
     return 1 if report.corrupt else 0
 
 
@@ -184,8 +179,8 @@ def _gc_one(
     store: MediaStore, what: str, in_use: Collection[str], args: argparse.Namespace
 ) -> None:
     report = store.gc(in_use, args.min_age_s, dry_run=args.dry_run)
-    verb = "would remove" if report.dry_run else "removed"
-    if report.dry_run:
+    verb = "would remove" if args.dry_run else "removed"
+    if args.dry_run:
         for digest in report.removed:
             print(digest)
     print(

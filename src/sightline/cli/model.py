@@ -42,7 +42,8 @@ def run(args: argparse.Namespace) -> int:
     # The first import of torch takes a while.
     print(f"{args.family}: writing {args.folder}", file=sys.stderr, flush=True)
     write_atomically(args.family, args.folder, args.seed, **options)
-    count = count_parameters(args.folder)
+    # The headers of the weight files have the shapes.
+    count = sum(map(math.prod, read_shapes(args.folder).values()))
     print(f"{args.family}: {count:,} parameters, seed {args.seed}\nmodel: {args.folder}")
     return 0
 
@@ -69,8 +70,3 @@ def write_atomically(family: str, folder: Path, seed: int, **options: Any) -> No
         if folder.exists():
             shutil.move(folder, Path(scratch) / "old")
         written.rename(folder)
-
-
-def count_parameters(folder: Path) -> int:
-    """Count the parameters from the headers of the weight files."""
-    return sum(map(math.prod, read_shapes(folder).values()))

@@ -10,7 +10,6 @@ from pathlib import Path
 
 from sightline.cli import training
 from sightline.config import RunFile, load_config
-from sightline.config.load import expand_overrides
 from sightline.errors import ConfigError
 
 
@@ -27,8 +26,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
                         help="print processes, machines and commands; start nothing")  # fmt: skip
     parser.add_argument("-o", "--output", type=Path, metavar="DIR",
                         help="write the files for the cluster to DIR")  # fmt: skip
-    parser.add_argument("--seeds", default="", metavar="0-3",
-                        help="on Slurm, start one run per seed")  # fmt: skip
     parser.add_argument("--job", default="", metavar="ID",
                         help="id of the cluster job that this command runs in")  # fmt: skip
 
@@ -42,12 +39,6 @@ def run(args: argparse.Namespace) -> int:
     path = args.resume / "config.toml" if args.resume else Path(args.file or "")
     if not path.is_file():
         return training.run_training(job, args)  # this raises the error
-    if not args.resume and len(combinations := expand_overrides(args.overrides)) > 1:
-        _check_sweep(
-            args,
-            {load_config(RunFile, path, combination).launch.on for combination in combinations},
-        )
-        return training.run_training(job, args)
     overrides = [word for word in [args.file, *args.overrides] if word][not args.resume :]
     if args.job:
         from sightline.launch.submit import run_job
@@ -55,23 +46,17 @@ def run(args: argparse.Namespace) -> int:
         training.check_packages()
         run_job(job, path, overrides, args.job, args.resume)
         return 0
-    on = load_config(RunFile, path, overrides).launch.on
-    if args.dry_run or args.seeds or args.output or on not in ("local", "ray"):
-        from sightline.launch.submit import submit_run
-
-        options = {"seeds": args.seeds, "dry_run": args.dry_run, "output": args.output}
-        submit_run(path, overrides, args.resume, **options)
-        return 0
-    return training.run_training(job, args)
-
-
-def _check_sweep(args: argparse.Namespace, clusters: set[str]) -> None:
-    """Raise if a sweep cannot run sequentially on this machine."""
-    options = {"--dry-run": args.dry_run, "-o": args.output, "--seeds": args.seeds}
-    conflicts = [option for option, value in options.items() if value]
-    conflicts += [f'[launch] on = "{on}"' for on in sorted(clusters - {"local", "ray"})]
-    if conflicts:
+    runs = [overrides] if args.resume else training.expand_sweep(RunFile, path, overrides)
+    clusters = {load_config(RunFile, path, words).launch.on for words in runs}
+    if clusters <= {"local", "ray"} and not args.dry_run and not args.output:
+        return training.run_training(job, args)
+    if len(runs) > 1 and (len(clusters) > 1 or clusters == {"kubernetes"}):
         raise ConfigError(
-            f"a sweep (values with commas between them) with {conflicts[0]}, which is for one run",
-            "give one value at a time; on Slurm, --seeds 0-3 starts a run for each seed",
+            f"a sweep (values with commas between them) on {' and '.join(sorted(clusters))}",
+            "give one value at a time; on Slurm, a sweep submits one job for each run",
         )
+    from sightline.launch.submit import submit_run
+
+    for words in runs:
+        submit_run(path, words, args.resume, dry_run=args.dry_run, output=args.output)
+    return 0

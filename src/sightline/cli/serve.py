@@ -24,7 +24,7 @@ OPTIONS: dict[type[BaseModel], tuple[str, ...]] = {
         "threads", "max_num_seqs", "max_model_len", "prefill_chunk_tokens", "pixel_cache_mb",
         "feature_cache_mb", "pixel_threads", "keep_kv_over_updates",
     ),
-    ModelConfig: ("dtype", "exact", "min_pixels", "max_pixels", "number_images"),
+    ModelConfig: ("dtype", "exact", "min_pixels", "max_pixels"),
     ServerSpec: (
         "max_waiting", "max_waiting_mb", "max_media_gb", "media_token", "media_cache_dir",
         "media_cache_gb", "enable_prefix_caching", "weights", "weights_root",

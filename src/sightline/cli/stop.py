@@ -23,15 +23,16 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
+    from sightline.view.console import describe_events
+    from sightline.view.events import read_events
     from sightline.view.run_files import get_run_dir
     from sightline.view.run_status import (
         FAILED,
         STOPPED,
         check_holds_lock,
         find_launcher,
-        get_phase,
         get_status,
-    )  # fmt: skip
+    )
 
     run_dir = get_run_dir(args.run_dir)
     status = get_status(run_dir)
@@ -44,7 +45,8 @@ def run(args: argparse.Namespace) -> int:
             f"{run_dir.path} runs on {launcher.host}", f"run this command on {launcher.host}"
         )
     check_holds_lock(run_dir, launcher)
-    if get_phase(run_dir) not in ENDING:
+    phase, _ = describe_events(read_events(run_dir.metrics))
+    if phase not in ENDING:
         os.kill(launcher.pid, signal.SIGTERM)
     print(f"asked process {launcher.pid} to stop {run_dir.path} after the current step", flush=True)
     while find_launcher(run_dir) == launcher:

@@ -49,22 +49,33 @@ def run_training(job: TrainingJob[AnyRun], args: argparse.Namespace) -> int:
         raise ConfigError(
             "no run file given", "name one before the settings, or resume a run with --resume RUN"
         )
-    combinations = expand_overrides(args.overrides)
-    if len(combinations) > 1:
+    runs = expand_sweep(job.file_kind, Path(args.file), args.overrides)
+    if len(runs) > 1:
         if find_context() is not None:
             raise ConfigError("torchrun cannot run a sweep", "give one value per setting")
-        return run_sweep(job, Path(args.file), args.overrides, combinations)
+        return run_sweep(job, Path(args.file), runs)
     start_run(job, load_config(job.file_kind, Path(args.file), args.overrides))
     return 0
 
 
-def run_sweep(
-    job: TrainingJob[AnyRun], path: Path, overrides: list[str], combinations: list[list[str]]
-) -> int:
-    """Run the file with each combination of overrides in sequence. Return 1 if a run failed.
+def expand_sweep(
+    kind: type[RunFile] | type[SftFile], path: Path, overrides: list[str]
+) -> list[list[str]]:
+    """Return the overrides of each run of a sweep. Run names contain the values that vary."""
+    combinations = expand_overrides(overrides)
+    if len(combinations) == 1:
+        return combinations
+    return [
+        [*combination, *_name_run(load_config(kind, path, combination), combination, overrides)]
+        for combination in combinations
+    ]
 
-    Run names contain the values that vary. All runs are validated before the first starts. A failed
-    run does not end the sweep, but a stopped run does.
+
+def run_sweep(job: TrainingJob[AnyRun], path: Path, runs: list[list[str]]) -> int:
+    """Run the file with each run's overrides in sequence. Return 1 if a run failed.
+
+    All runs are validated before the first starts. A failed run does not end the sweep, but a
+    stopped run does.
     """
     from rich.console import Console
 
@@ -72,21 +83,18 @@ def run_sweep(
     from sightline.launch.training_run import start_run
     from sightline.view.run_status import STOPPED, get_status, print_runs
 
-    names = [_name_run(load_config(job.file_kind, path, c), c, overrides) for c in combinations]
-    pairs = zip(combinations, names, strict=True)
-    files = [load_config(job.file_kind, path, values + naming) for values, naming in pairs]
-    finished, num_failed = [], 0
+    files = [load_config(job.file_kind, path, overrides) for overrides in runs]
+    recorded: list[RunDir] = []
+    num_failed = 0
     for number, file in enumerate(files, 1):
         print(f"run {number} of {len(files)}: {file.run.name}", flush=True)
-        folder = Path(file.run.dir)
-        before = set(folder.glob(f"{file.run.name}-*"))
         try:
-            start_run(job, file)
+            start_run(job, file, recorded.append)
         except SightlineError as error:
             num_failed += 1
             print_error(error)
-        new_dirs = set(folder.glob(f"{file.run.name}-*")) - before
-        finished += [get_status(RunDir(path)) for path in new_dirs]
+        # A run that started no process has removed its directory.
+        finished = [get_status(run_dir) for run_dir in recorded if run_dir.path.is_dir()]
         if finished and finished[-1].state == STOPPED:
             print(f"sweep stopped: {len(files) - number} runs were not started")
             break

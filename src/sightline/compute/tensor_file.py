@@ -7,7 +7,6 @@ import hashlib
 import json
 import os
 from collections.abc import Callable, Collection, Iterator, Mapping
-from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 
 import torch
@@ -15,7 +14,7 @@ from jaxtyping import UInt8
 from torch import Tensor
 
 from sightline.families.device_copy import PIECE_BYTES
-from sightline.wire.file import disk_errors
+from sightline.wire.file import disk_errors, hash_file
 from sightline.wire.weights import WeightFile
 
 SAFETENSORS_DTYPES = {
@@ -24,8 +23,6 @@ SAFETENSORS_DTYPES = {
     torch.uint8: "U8", torch.bool: "BOOL",
 }  # fmt: skip
 TORCH_DTYPES = {name: dtype for dtype, name in SAFETENSORS_DTYPES.items()}
-MIN_THREADED_BYTES = 1 << 20
-"""Smallest piece worth passing to another thread. Writing a smaller one directly is faster."""
 Gather = Callable[[Tensor], Tensor]
 NamedTensors = Mapping[str, Tensor]
 
@@ -42,6 +39,19 @@ def resolve_dtype(tensor: Tensor, dtype: torch.dtype | None) -> torch.dtype:
 def sort_names(tensors: NamedTensors, dtype: torch.dtype | None = None) -> list[str]:
     """Return the names in file order: wide elements first, so that each tensor is aligned."""
     return sorted(tensors, key=lambda n: (-resolve_dtype(tensors[n], dtype).itemsize, n))
+
+
+def split_by_size(tensors: NamedTensors, max_bytes: int) -> list[dict[str, Tensor]]:
+    """Split tensors into groups, in file order. Only a single tensor may exceed `max_bytes`."""
+    groups: list[dict[str, Tensor]] = [{}]
+    nbytes = 0
+    for name in sort_names(tensors):
+        if groups[-1] and nbytes + tensors[name].nbytes > max_bytes:
+            groups.append({})
+            nbytes = 0
+        groups[-1][name] = tensors[name]
+        nbytes += tensors[name].nbytes
+    return groups
 
 
 def iterate_gathered(
@@ -115,7 +125,7 @@ def write_tensors(
 ) -> WeightFile:
     """Write `tensors`, floating ones as `dtype` if given. A `durable` file is synced to the disk.
 
-    The host holds two pieces at a time. For stacks of matrices in `transposed`, each matrix is
+    The host holds one piece at a time. For stacks of matrices in `transposed`, each matrix is
     written transposed. safetensors' `save_file` would need all tensors in memory at once.
     """
     sizes = {name: _transpose(name, tensor, transposed).shape for name, tensor in tensors.items()}
@@ -133,34 +143,23 @@ def write_tensors(
     head = json.dumps(header, separators=(",", ":")).encode()
     head += b" " * (-len(head) % 8)
     digest = hashlib.sha256()
-    with disk_errors(path), open(path, "wb") as file, ThreadPoolExecutor(2) as threads:
-        for part in (len(head).to_bytes(8, "little"), head):
-            digest.update(part)
-            file.write(part)
-        # A piece is hashed and written while the next one is fetched.
-        busy: list[Future[object]] = []
+    with disk_errors(path), open(path, "wb") as file:
+
+        def write(data: bytes | memoryview) -> None:
+            digest.update(data)
+            file.write(data)
+
+        write(len(head).to_bytes(8, "little") + head)
         for name, gathered in iterate_gathered(tensors, gather):
             for data in iterate_pieces(_transpose(name, gathered, transposed), dtype):
-                _wait_for(busy)
-                if len(data) < MIN_THREADED_BYTES:
-                    busy = []
-                    digest.update(data)
-                    file.write(data)
-                else:
-                    busy = [threads.submit(digest.update, data), threads.submit(file.write, data)]
-                del data
+                write(data)
+                del data  # before the next one is fetched
             del gathered
-        _wait_for(busy)
         file.flush()
         if durable:
             os.fsync(file.fileno())
         nbytes = file.tell()
     return WeightFile(path.name, nbytes, digest.hexdigest())
-
-
-def _wait_for(busy: list[Future[object]]) -> None:
-    for future in busy:
-        future.result()
 
 
 def _transpose(name: str, tensor: Tensor, transposed: Collection[str]) -> Tensor:
@@ -191,8 +190,7 @@ def is_intact(folder: Path, file: WeightFile) -> bool:
     path = folder / file.name
     if not path.is_file() or path.stat().st_size != file.nbytes:
         return False
-    with open(path, "rb") as opened:
-        return hashlib.file_digest(opened, "sha256").hexdigest() == file.sha256
+    return hash_file(path) == file.sha256
 
 
 def fsync_path(path: Path) -> None:

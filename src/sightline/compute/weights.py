@@ -21,12 +21,10 @@ from safetensors.torch import load
 from torch import Tensor
 
 from sightline.compute.tensor_file import (
-    Gather,
     HostCopy,
     NamedTensors,
     is_intact,
-    keep_tensor,
-    sort_names,
+    split_by_size,
     write_tensors,
 )
 from sightline.compute.weight_transport import WeightPublisher, WeightReceiver
@@ -88,20 +86,16 @@ def write_weights(
     return target / MANIFEST, manifest
 
 
-class FilesPublisher(WeightPublisher):
+class FilesPublisher(HostCopy, WeightPublisher):
     """Writes the files of each version into its folder."""
 
     def __init__(self, root: Path) -> None:
-        self._root, self._copy = root, HostCopy()
-
-    def take(
-        self, tensors: NamedTensors, gather: Gather = keep_tensor, dtype: torch.dtype | None = None
-    ) -> None:
-        self._copy.take(tensors, gather, dtype)
+        super().__init__()
+        self._root = root
 
     def write(self, draft: Manifest) -> tuple[Path, Manifest]:
         version, adapter = (draft.version, draft.vision_version), draft.adapter
-        return write_weights(self._root, self._copy.tensors(), *version, adapter, draft.run)
+        return write_weights(self._root, self.tensors(), *version, adapter, draft.run)
 
 
 class StorePublisher(FilesPublisher):
@@ -136,15 +130,8 @@ class StorePublisher(FilesPublisher):
 def _split_into_files(
     tensors: NamedTensors, stem: str, max_file_bytes: int
 ) -> dict[str, dict[str, Tensor]]:
-    """Split tensors into files by name. Only a single tensor may exceed `max_file_bytes`."""
-    shares: list[dict[str, Tensor]] = [{}]
-    nbytes = 0
-    for name in sort_names(tensors):
-        if shares[-1] and nbytes + tensors[name].nbytes > max_file_bytes:
-            shares.append({})
-            nbytes = 0
-        shares[-1][name] = tensors[name]
-        nbytes += tensors[name].nbytes
+    """Split tensors into files by name."""
+    shares = split_by_size(tensors, max_file_bytes)
     if len(shares) == 1:
         return {f"{stem}.safetensors": shares[0]}
     return {

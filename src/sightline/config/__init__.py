@@ -17,7 +17,6 @@ from sightline.config.load import (
     dump_checked_toml,
     dump_toml,
     load_config,
-    load_stored_config,
     validate_config,
 )
 from sightline.config.process_sections import InferenceConfig
@@ -56,7 +55,6 @@ __all__ = [
     "get_section_class",
     "iter_settings",
     "load_config",
-    "load_stored_config",
     "resolve_paths",
     "validate_config",
 ]

@@ -18,7 +18,7 @@ from pydantic import ValidationError
 from sightline.config.renamed import (
     OF_OTHER_FRAMEWORKS,
     REMOVED,
-    find_new_name,
+    RENAMED,
     spell_setting,
     translate_old_names,
 )
@@ -34,7 +34,7 @@ AnyFile = TypeVar("AnyFile", bound=ConfigSection)
 
 
 def load_config(kind: type[AnyFile], path: Path, overrides: Sequence[str] = ()) -> AnyFile:
-    """Load the run file at `path`, with `section.key=value` overrides."""
+    """Load a run file or the `config.toml` of a run, with `section.key=value` overrides."""
     values = read_run_file(path)
     _check_command(kind, values, path)
     apply_overrides(values, overrides)
@@ -52,19 +52,17 @@ def _check_command(kind: type[AnyFile], values: dict[str, Any], path: Path) -> N
         )
 
 
-def load_stored_config(kind: type[AnyFile], path: Path, overrides: Sequence[str] = ()) -> AnyFile:
-    """Load the `config.toml` of a run directory, also if an earlier version wrote it."""
-    values = translate_old_names(read_run_file(path, is_stored=True))
-    apply_overrides(values, overrides)
-    return validate_config(kind, values, str(path))
+def read_run_file(path: Path) -> dict[str, Any]:
+    """Return a file's sections without validation.
 
-
-def read_run_file(path: Path, is_stored: bool = False) -> dict[str, Any]:
-    """Return a file's sections without validation. Secrets in a stored file are hidden."""
+    A file that a run wrote may be from an earlier version. Its old names are translated, and its
+    secrets are hidden.
+    """
     try:
         text = path.read_text()
-        _check_unchanged(text, path)
-        return tomllib.loads(hide_secrets(text) if is_stored else text)
+        if _check_checksum(text, path):
+            return translate_old_names(tomllib.loads(hide_secrets(text)))
+        return tomllib.loads(text)
     except FileNotFoundError:
         raise ConfigError(f"no run file at {path}", "check the path") from None
     except IsADirectoryError:
@@ -131,10 +129,12 @@ def _build_error(kind: type[ConfigSection], error: ValidationError, where: str) 
         return ConfigError(f"{where}: {message}", fix)
     key = spell_setting(names)
     if first["type"] == "extra_forbidden":
-        if (new := find_new_name(names)) is not None:
+        old = ".".join(names)
+        if old in RENAMED:
+            new = spell_setting(RENAMED[old].split("."))
             return ConfigError(f"{where}: {key} is now called {new}", f"write {new}")
-        if (fix := REMOVED.get(".".join(names), "")) != "":
-            return ConfigError(f"{where}: {key} no longer exists", fix)
+        if old in REMOVED:
+            return ConfigError(f"{where}: {key} no longer exists", REMOVED[old])
         known = _known_names(kind, names[:-1])
         near = difflib.get_close_matches(names[-1], known, n=1)
         fix = f"did you mean {near[0]!r}?" if near else f"known keys: {', '.join(sorted(known))}"
@@ -151,8 +151,9 @@ def _build_error(kind: type[ConfigSection], error: ValidationError, where: str) 
 
 
 def _known_names(kind: type[ConfigSection], names: list[str]) -> list[str]:
-    for name in (name for name in names if not name.isdigit()):  # an index in a list of tables
-        kind = get_section_class(kind.model_fields[name].annotation)
+    for name in names:
+        if name in kind.model_fields:  # not an index in a list, or a key of a table
+            kind = get_section_class(kind.model_fields[name].annotation)
     return list(kind.model_fields)
 
 
@@ -167,10 +168,11 @@ def dump_checked_toml(file: ConfigSection) -> str:
     return f"# sha256 {hashlib.sha256(text.encode()).hexdigest()}\n{text}"
 
 
-def _check_unchanged(text: str, path: Path) -> None:
+def _check_checksum(text: str, path: Path) -> bool:
+    """Return whether a run wrote the text, with a checksum. Raise if it was changed since."""
     checksum = _CHECKSUM_LINE.search(text)
     if checksum is None:
-        return
+        return False
     others = text[: checksum.start()] + text[checksum.end() :]
     if hashlib.sha256(others.encode()).hexdigest() != (checksum[1] or checksum[2]):
         raise ConfigError(
@@ -178,6 +180,7 @@ def _check_unchanged(text: str, path: Path) -> None:
             "restore it from a copy and change settings with section.key=value; to use it as a new "
             "run file, delete the checksum line",
         )
+    return True
 
 
 def load_object(path: str, setting: str) -> Any:

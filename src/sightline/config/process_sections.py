@@ -4,7 +4,7 @@ machines on which a run's processes start."""
 from __future__ import annotations
 
 import shlex
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from fnmatch import fnmatch
 from typing import Any, Literal
 from urllib.parse import urlsplit
@@ -16,7 +16,6 @@ from sightline.config.section import ConfigSection, Device, Keywords, Mutable, S
 from sightline.errors import ConfigError
 
 BESIDE_LAUNCHER = ("orchestrator", "evaluator")
-RESOURCES = ("cpus", "gpus", "memory_gb", "slurm")
 
 
 class InferenceConfig(ConfigSection):
@@ -96,11 +95,7 @@ class InferenceConfig(ConfigSection):
         """The URL scheme of servers that the run starts."""
         return "https" if self.tls_cert else "http"
 
-    def read_token(self, own: str = "") -> str:
-        """Return the servers' token. `own` is the token of servers that the run starts."""
-        return self.read_added_token() if self.servers else own
-
-    def read_added_token(self) -> str:
+    def read_token(self) -> str:
         """Return the token of servers that the run did not start."""
         return resolve_secret(self.token, "[inference] token")
 
@@ -110,13 +105,22 @@ class InferenceConfig(ConfigSection):
         return resolve_secret(getattr(self, name), f"[inference] {name}")
 
 
+class ResourceRequest(ConfigSection):
+    """Resources that a process requests from a cluster. Unset ones follow from other settings."""
+
+    cpus: int | None = Field(None, ge=0)
+    gpus: float | None = Field(None, ge=0)
+    memory_gb: float = Field(0.0, ge=0)
+    slurm: str = ""
+
+
 class LaunchConfig(ConfigSection):
     on: Mutable[Literal["local", "ray", "slurm", "kubernetes"]] = "local"
     """Location of the trainer, servers and workers: on this machine (and `hosts`), on a Ray
     cluster, in a Slurm job, or in Kubernetes pods, which Kubernetes itself starts."""
     num_servers: Mutable[int] = Field(1, ge=1)
     """Number of inference servers that the run starts. More than one requires other machines."""
-    resources: Mutable[Keywords] = {}
+    resources: Mutable[dict[str, ResourceRequest]] = {}
     """Resources that a process requests from a cluster, by patterns of process names (trainer,
     server*, worker-*; on Slurm and Kubernetes also orchestrator, for the launcher's job). Each is a
     table with cpus, gpus, memory_gb (10^9 bytes) and slurm, the options of its own component."""
@@ -157,30 +161,13 @@ class LaunchConfig(ConfigSection):
                     )
         return hosts
 
-    @field_validator("resources")
-    @classmethod
-    def _check_resources(cls, resources: Keywords) -> Keywords:
-        for pattern, table in resources.items():
-            if not isinstance(table, dict) or not table.keys() <= set(RESOURCES):
-                raise InvalidSetting(
-                    f"resources: {pattern} = {table!r} is not a table of {', '.join(RESOURCES)}",
-                    "write {cpus = 8, gpus = 1, memory_gb = 64}",
-                )
-            for key, value in table.items():
-                is_number = isinstance(value, int | float) and not isinstance(value, bool)
-                if key != "slurm" and (not is_number or value < 0):
-                    raise InvalidSetting(
-                        f"resources: {pattern} has {key} = {value!r}", "write a number"
-                    )
-        return resources
-
     def find_host(self, name: str) -> list[str]:
         """Return the process's command prefix from `hosts`, or an empty list."""
         return shlex.split(self._find(self.hosts, name) or "")
 
-    def find_resources(self, name: str) -> dict[str, Any]:
+    def find_resources(self, name: str) -> ResourceRequest:
         """Return the resources that the process requests."""
-        return self._find(self.resources, name) or {}
+        return self._find(self.resources, name) or ResourceRequest()
 
     def is_elsewhere(self, name: str) -> bool:
         """Return whether the process runs on a machine without the run directory."""
@@ -205,13 +192,8 @@ class LaunchConfig(ConfigSection):
                     )
 
     @property
-    def cluster_starts_processes(self) -> bool:
-        """Return whether the cluster starts the processes instead of the launcher."""
-        return self.on == "kubernetes"
-
-    @property
     def has_other_machines(self) -> bool:
         return self.on != "local" or bool(self.hosts)
 
-    def _find(self, table: Keywords, name: str) -> Any:
+    def _find(self, table: Mapping[str, Any], name: str) -> Any:
         return next((value for pattern, value in table.items() if fnmatch(name, pattern)), None)

@@ -59,8 +59,6 @@ class ModelConfig(ConfigSection):
     """Minimum number of pixels per image; overrides the checkpoint's limit."""
     max_pixels: int | None = None
     """Maximum number of pixels per image; overrides the checkpoint's limit."""
-    number_images: bool = False
-    """Whether the prompt numbers its images, if the chat format supports it."""
     train_vision: bool = True
     """Whether the vision tower trains."""
     dtype: Literal["float32", "bfloat16"] = "float32"
@@ -110,10 +108,9 @@ class MediaConfig(ConfigSection):
     """Folders from which file:// images are allowed; none by default."""
     http_hosts: tuple[str, ...] = ()
     """Hosts from which http(s) images are allowed; none by default."""
-    on_bad_image: Mutable[Literal["drop_sample", "stop"]] = "drop_sample"
-    """Action on an unusable image: drop the samples that show it, or stop the run."""
     max_bad_fraction: Mutable[float] = Field(0.1, ge=0, le=1)
-    """Fraction of a batch's samples that may be dropped for bad images before the run stops."""
+    """Fraction of a batch's samples that may be dropped for bad images before the run stops. 0
+    stops at the first bad image."""
 
     @model_validator(mode="after")
     def _has_no_password(self) -> MediaConfig:

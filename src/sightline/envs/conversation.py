@@ -172,13 +172,11 @@ class Conversation:
         self.history = [*opening(self.history), user(SUMMARY_HEAD + summary)]
         return summary
 
-    def branch(
-        self, history: Sequence[Message] | None = None, windows: Sequence[Window] | None = None
-    ) -> Conversation:
+    def branch(self, history: Sequence[Message] | None = None) -> Conversation:
         """Return a conversation that starts from a copy of this history, or from `history`.
 
         Conversations may run concurrently.
         """
-        branch = Conversation(self._chat, *(self._windows if windows is None else windows))
+        branch = Conversation(self._chat, *self._windows)
         branch.history = list(self.history if history is None else history)
         return branch

@@ -13,15 +13,11 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from sightline.config.secret_refs import resolve_secret
-from sightline.envs.openai_endpoint import (
-    RETRY_STATUSES,
-    OpenAIClient,
-    read_completion,
-    to_openai_message,
-)
+from sightline.envs.openai_endpoint import RETRY_STATUSES, OpenAIClient, read_completion
 from sightline.envs.protocol import Messages
 from sightline.errors import EngineError, JudgeFailed
 from sightline.media import MediaRef
+from sightline.message import to_openai_message
 
 ReadImage = Callable[[MediaRef], bytes]
 LONGEST_RETRY_S = 20.0
@@ -74,7 +70,16 @@ class JudgeModel:
 
     async def ask(self, messages: Messages, read: ReadImage) -> str:
         """Return the judge's answer. `read` returns the bytes of an image, as `chat.get` does."""
-        sent = await asyncio.to_thread(to_openai_messages, messages, read)
+
+        def encode() -> list[dict[str, Any]]:
+            return [
+                message
+                if isinstance(message, dict)
+                else to_openai_message(message, lambda ref: ref.data_url(read(ref)))
+                for message in messages
+            ]
+
+        sent = await asyncio.to_thread(encode)
         # Create a client per call: several event loops share a judge but cannot share connections.
         client = OpenAIClient(
             self.base_url,
@@ -94,19 +99,9 @@ class JudgeModel:
             return read_completion(answer).text
         except EngineError as error:
             raise JudgeFailed(
-                f"the judge {self.model} at {self.base_url} failed {client.counts.requests} "
+                f"the judge {self.model} at {self.base_url} failed {client.num_requests} "
                 f"times, last with: {error.problem}",
                 "check the endpoint, its key and its rate limits",
             ) from error
         finally:
             await client.close()
-
-
-def to_openai_messages(messages: Messages, read: ReadImage) -> list[dict[str, Any]]:
-    """Convert messages to OpenAI's format, with images as data URLs."""
-    return [
-        message
-        if isinstance(message, dict)
-        else to_openai_message(message, lambda ref: ref.data_url(read(ref)))
-        for message in messages
-    ]

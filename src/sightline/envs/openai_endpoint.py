@@ -1,56 +1,20 @@
-"""A client for any OpenAI endpoint, and conversions to its message format."""
+"""A client for any OpenAI endpoint."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
 from dataclasses import KW_ONLY, dataclass
 from typing import Any
 
 import msgspec
 
 from sightline.errors import EngineError
-from sightline.media import MediaRef
-from sightline.message import AssistantMessage, Message, ToolCall, text, to_openai_part
+from sightline.message import AssistantMessage, ToolCall, text
 from sightline.render.protocol import Tools
 from sightline.transport.http_client import RetryingClient
 
-GetImageUrl = Callable[[MediaRef], str]
 RETRY_STATUSES = (408, 425, 429, 502, 503, 504)
 FIRST_ANSWER_TIMEOUT_S = 10.0
 """Time limit for the first answer, after which the address counts as wrong."""
-
-
-def to_openai_message(
-    message: Message, url_of: GetImageUrl, call_ids: Sequence[str] = ()
-) -> dict[str, Any]:
-    """Convert a message to OpenAI's format. `url_of` returns an image's URL.
-
-    `call_ids` are ids for tool calls that have none.
-    """
-    sent: dict[str, Any] = {"role": message.role, "content": _to_openai_content(message, url_of)}
-    if message.reasoning is not None:
-        sent["reasoning_content"] = message.reasoning
-    if message.tool_calls:
-        sent["tool_calls"] = [
-            {
-                "id": call.id or (call_ids[k] if call_ids else f"call_{k}"),
-                "type": "function",
-                "function": {"name": call.name, "arguments": call.arguments},
-            }
-            for k, call in enumerate(message.tool_calls)
-        ]
-    if message.tool_call_id is not None:
-        sent["tool_call_id"] = message.tool_call_id
-    if message.name is not None:
-        sent["name"] = message.name
-    return sent
-
-
-def _to_openai_content(message: Message, url_of: GetImageUrl) -> Any:
-    if not message.refs:
-        # With tool calls, OpenAI writes null. Otherwise programs expect text.
-        return message.text or (None if message.tool_calls else "")
-    return [to_openai_part(part, url_of) for part in message.content]
 
 
 def read_completion(answer: dict[str, Any]) -> AssistantMessage:

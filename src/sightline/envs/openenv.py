@@ -6,7 +6,6 @@ which one field may hold a picture (base64 or a data URL) and another one text.
 
 from __future__ import annotations
 
-import base64
 import random
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -15,6 +14,7 @@ from typing import Any
 from sightline.envs.actions import EpisodeRules, build_parser
 from sightline.envs.protocol import Chat, Environment, Outcome, Task, import_extra
 from sightline.errors import ConfigError, EnvironmentFailed
+from sightline.media import read_data_url
 from sightline.message import Message, user
 
 
@@ -68,7 +68,9 @@ class OpenEnvEnvironment(Environment):
         if self.text_field:
             parts.append(str(self._field(observation, self.text_field)))
         if self.image_field:
-            parts.append(chat.put(decode_image(self._field(observation, self.image_field))))
+            image = str(self._field(observation, self.image_field))
+            url = image if image.startswith("data:") else f"data:image/*;base64,{image}"
+            parts.append(chat.put(read_data_url(url)))
         return user(*parts)
 
     def _field(self, observation: Mapping[str, Any], name: str) -> Any:
@@ -102,21 +104,6 @@ class _Episode:
 
     async def draw_action(self, rng: random.Random) -> Any:
         return rng.choice(self.owner.choices)
-
-
-def decode_image(value: Any) -> bytes:
-    """Decode an observation's picture, from plain base64 or a data URL."""
-    problem = f"a {type(value).__name__}"
-    if isinstance(value, str):
-        text = value.partition(";base64,")[2] if value.startswith("data:") else value
-        try:
-            return base64.b64decode(text, validate=True)
-        except ValueError as error:
-            problem = f"not base64: {error}"
-    raise EnvironmentFailed(
-        f"the picture of an observation is {problem}",
-        "send the image file as base64 or as a data URL",
-    )
 
 
 ENVIRONMENT = OpenEnvEnvironment

@@ -7,7 +7,6 @@ and those named in `images`.
 
 from __future__ import annotations
 
-import binascii
 import bisect
 import itertools
 import json
@@ -19,7 +18,7 @@ from typing import Any
 
 from sightline.envs.protocol import import_extra
 from sightline.errors import ConfigError, MediaRefused
-from sightline.media import MediaRef
+from sightline.media import MediaRef, read_data_url
 
 Put = Callable[[Any], MediaRef]
 FEATURES_KEY = b"huggingface"
@@ -92,20 +91,15 @@ def open_tasks(
     """
     source = Path(path)
     rows: TaskRows
-    if not source.exists() and (str(path).count("/") != 1 or source.suffix in _SUFFIXES):
+    is_dataset_id = str(path).count("/") == 1 and source.suffix not in _SUFFIXES
+    if source.is_dir() or (is_dataset_id and not source.exists()):
+        rows, folder = _load_with_datasets(str(path), dataset_split), source
+    elif not source.exists():
         raise ConfigError(
             f"there is no file or folder {str(path)!r}",
             "check the path. It may be a .jsonl or .parquet file, a folder that the datasets "
             "library saved, a folder of parquet shards, or a dataset on the Hub, owner/name",
         )
-    if not source.exists():
-        try:
-            rows, folder = _load_with_datasets(str(path), dataset_split), source
-        except ConfigError as error:
-            problem = f"{str(path)!r} is neither a file nor a folder, and the Hub failed: "
-            raise ConfigError(problem + error.problem, error.fix) from error
-    elif source.is_dir():
-        rows, folder = _load_with_datasets(str(path), dataset_split), source
     elif source.suffix in _SUFFIXES[:2]:
         rows, folder = JsonlRows(source), source.parent
     elif source.suffix == ".parquet":
@@ -133,7 +127,7 @@ def _load_with_datasets(name: str, dataset_split: str) -> ArrowRows:
         raise ConfigError(
             f"the datasets library cannot load {name}, split {dataset_split or 'train'!r}: "
             f"{type(error).__name__}: {error}",
-            "check the name, the split and the network, or download it and pass the folder",
+            "check the path or name, the split and the network, or pass a folder",
         ) from error
     if isinstance(loaded, dict):
         if dataset_split not in loaded:
@@ -306,23 +300,13 @@ def put_cell_images(value: Any, put: Put, folder: Path, where: str) -> Any:
     if isinstance(value, bytes):
         return put(value)
     if isinstance(value, str) and value.startswith("data:"):
-        return put(_decode_data_url(value, where))
+        return put(read_data_url(value))
     if isinstance(value, str) and value:
         return put(_get_path_below(folder, value, where))
     raise MediaRefused(
         f"{where}: expected an image, got a {type(value).__name__}",
         "use bytes, a path below the file's folder, or a data URL",
     )
-
-
-def _decode_data_url(url: str, where: str) -> bytes:
-    head, _, body = url.partition(",")
-    try:
-        if not head.endswith(";base64"):
-            raise ValueError("not in base64")
-        return binascii.a2b_base64(body, strict_mode=True)
-    except ValueError as error:
-        raise MediaRefused(f"{where}: invalid data URL: {error}", "use base64") from error
 
 
 def _get_path_below(folder: Path, name: str, where: str) -> Path:

@@ -68,26 +68,22 @@ _LIMITS = ("min_pixels", "max_pixels")
 
 
 def read_frame_settings(
-    path: Path, overrides: dict[str, int], default: FrameSettings, has_limit_keys: bool
+    path: Path, overrides: dict[str, int], default: FrameSettings
 ) -> FrameSettings:
     """Read the settings of a checkpoint folder. Raise FamilyError for invalid pixel limits.
 
-    With `has_limit_keys`, the processor may also have separate keys for the limits. `overrides` are
-    the run's limits and take precedence.
+    `overrides` are the run's limits and take precedence.
     """
     raw = read_processor_config(path)
     size = raw.get("size") or {}
     min_pixels = read_int(size, default.min_pixels, "shortest_edge")
     max_pixels = read_int(size, default.max_pixels, "longest_edge")
-    if has_limit_keys:
-        min_pixels = read_int(raw, min_pixels, "min_pixels")
-        max_pixels = read_int(raw, max_pixels, "max_pixels")
     settings = FrameSettings(
         patch=read_int(raw, default.patch, "patch_size"),
         merge=read_int(raw, default.merge, "merge_size"),
         temporal=read_int(raw, default.temporal, "temporal_patch_size"),
-        min_pixels=min_pixels,
-        max_pixels=max_pixels,
+        min_pixels=read_int(raw, min_pixels, "min_pixels"),
+        max_pixels=read_int(raw, max_pixels, "max_pixels"),
         **read_pixel_settings(raw, default, path),
     )
     for key in overrides.keys() - set(_LIMITS):

@@ -16,7 +16,8 @@ from typing import TYPE_CHECKING, Any, Literal, NoReturn, Protocol
 
 import numpy as np
 
-from sightline.errors import FingerprintMismatch, MediaRefused, Misaligned
+from sightline.errors import FamilyError, FingerprintMismatch, MediaRefused, Misaligned
+from sightline.families.checkpoint_files import read_json
 from sightline.families.processor_settings import compute_fingerprint
 from sightline.media import MediaRef
 from sightline.message import VideoPart
@@ -103,8 +104,6 @@ class Family(ABC):
     """Why videos cannot be shown. Empty if they can."""
     position_limit: int = 0
     """The longest sequence that leaves the rotary frequencies constant. 0 means any length."""
-    settings_owner: str
-    """The name, in errors, of the thing that server and trainer must share for equal settings."""
 
     def __init__(
         self, settings: dict[str, Any], slot_token_ids: tuple[int, ...], packing: Packing
@@ -206,7 +205,7 @@ class Family(ABC):
                 f"the item of {item.name} was made by family {item.family} with settings "
                 f"{item.fingerprint}; here family {self.name} has {fingerprint}: "
                 f"{json.dumps(settings, sort_keys=True)}",
-                f"use the same checkpoint folder and {self.settings_owner} on both sides",
+                "use the same checkpoint folder, pixel limits and transformers on both sides",
             )
 
     def _refuse_videos(self, *_: object) -> NoReturn:
@@ -316,6 +315,8 @@ class ServingSpec:
     GRID_NAME = "image_grid_thw"
     """The engine's name for an image's grid."""
     VISION_PREFIXES: tuple[str, ...] = ("model.visual.",)
+    UNTESTED_TYPES: tuple[str, ...] = ()
+    """Model types of the family that were never tested with vLLM, and are refused."""
 
     def arguments(self, family: Any) -> Sequence[str]:
         """Return the arguments that the engine needs for the checkpoint on every device."""
@@ -330,6 +331,10 @@ class ServingSpec:
 
         With `takes_updates`, a trainer will publish weights to the engine.
         """
+        if (kind := read_json(folder / "config.json").get("model_type")) in self.UNTESTED_TYPES:
+            raise FamilyError(
+                f"serving {kind} with vLLM is untested", 'set [inference] engine = "torch"'
+            )
 
     def check_cpu(self, family: Any, dtype: str) -> None:
         """Raise FamilyError for a checkpoint that the engine cannot serve on a CPU in `dtype`."""

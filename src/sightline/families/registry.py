@@ -6,8 +6,7 @@ defines
 
     claims(config)                          whether the family handles this config.json
     load_family(path, overrides)            its `Family`
-    load_renderer(path, family, resolver)   its `Renderer`; takes the keyword `number_images` if
-                                            CAN_NUMBER_IMAGES = True
+    load_renderer(path, family, resolver)   its `Renderer`
     IS_DEFAULT = True                       optional: commands use it when no family is given
     IS_FALLBACK = True                      optional: tried only if no other family claims a
                                             checkpoint
@@ -138,27 +137,18 @@ def load_renderer(
     store: MediaStore,
     family: Family | None = None,
     resolver: ImageResolver | None = None,
-    number_images: bool = False,
     max_model_len: int = 0,
 ) -> Renderer:
     """Load the renderer of a checkpoint, which puts images into `store`.
 
     `family` defaults to the checkpoint's own. `resolver` decides which image sources are allowed.
-    By default, these are data: and media: URLs. `number_images` writes a number before every image,
-    if the chat format supports it. A prompt that cannot fit into `max_model_len` tokens is refused
-    before it is tokenized. 0 means no limit.
+    By default, these are data: and media: URLs. A prompt that cannot fit into `max_model_len`
+    tokens is refused before it is tokenized. 0 means no limit.
     """
     path = resolve_checkpoint(model)
     folder = _get_folder(path)
-    if number_images and not getattr(folder, "CAN_NUMBER_IMAGES", False):
-        raise FamilyError(
-            f"the chat format of {path} cannot number images",
-            "remove [model] number_images from the run file",
-        )
     family = family or folder.load_family(path, {})
-    options = {"number_images": True} if number_images else {}
-    loaded = folder.load_renderer(path, family, resolver or ImageIngestor(store), **options)
-    renderer = cast(Renderer, loaded)
+    renderer = cast(Renderer, folder.load_renderer(path, family, resolver or ImageIngestor(store)))
     renderer.max_model_len = max_model_len
     return renderer
 

@@ -38,7 +38,7 @@ from sightline.message import (
     text,
     to_message,
 )
-from sightline.render import Bridged, Emitter, Refused, Rendered, Tokenizer
+from sightline.render import Bridged, Emitter, Refused, Rendered, Renderer, Tokenizer
 from sightline.render.bridge import find_bridge_refusal
 from sightline.render.emitter import SHORTEN
 from sightline.render.protocol import Messages, Tools
@@ -64,8 +64,6 @@ class RenderContext:
     """Whether the messages follow a history."""
     history_end: int = -1
     """The index of the last message whose reasoning is dropped."""
-    num_images: int = 0
-    """The number of images emitted so far, including the history's."""
     num_calls: int = 0
     """The number of tool calls emitted so far."""
     following: str | None = None
@@ -77,7 +75,7 @@ class RenderContext:
         return self.messages[i].role if 0 <= i < len(self.messages) else None
 
 
-class MessageRenderer(FormatDescription, ABC):
+class MessageRenderer(FormatDescription, Renderer, ABC):
     """A renderer for one chat format. Its only state is the family's caches.
 
     A family's `__init__` sets `header`, `end_id`, `stop_token_ids` and `pad_token_ids`.
@@ -95,14 +93,8 @@ class MessageRenderer(FormatDescription, ABC):
     """The token that ends a turn."""
     openers: Mapping[str, int] = MappingProxyType({})
     """The token that opens each role's turn, if it also ends the assistant's previous turn."""
-    stop_token_ids: tuple[int, ...]
-    pad_token_ids: tuple[int, ...]
-    """Ids of media and of the marks around them. They are banned in sampling. Otherwise a policy
-    could sample marks that make a prompt appear to contain an image."""
-    max_model_len: int = 0
-    """The maximum prompt length. Longer prompts are refused before tokenizing. 0 means no limit."""
-    video_pad_id: int = -1
-    """The id that fills video slots. -1 if videos are not supported."""
+    max_model_len = 0
+    video_pad_id = -1
 
     def __init__(
         self, tokenizer: Tokenizer, family: Family, resolver: ImageResolver, vocab_size: int
@@ -379,18 +371,11 @@ class BaseRenderer(MessageRenderer):
         stopped = bool(ids) and ids[-1] in self.stop_token_ids
         if not stopped and self.is_reasoning_open(ids):
             self.close_reasoning(emitter, ids)
-        elif not stopped:
-            self.close_calls(emitter, ids)
         end_id = self.get_turn_end(new[0].role)
         if not ids or ids[-1] != end_id:
             emitter.special(end_id)
         emitter.text(self.turn_separator)
-        context = RenderContext(
-            new,
-            is_new=True,
-            num_images=self.count_images(prompt_ids),
-            following="assistant",
-        )
+        context = RenderContext(new, is_new=True, following="assistant")
         self._emit_messages(emitter, context, 0, start)
         emitter.special(*self.header)
         return emitter.bridged()
@@ -399,8 +384,7 @@ class BaseRenderer(MessageRenderer):
         """Emit the texts, images and videos of message `i`."""
         for part in self.get_parts(context.messages[i]):
             if isinstance(part, ImagePart):
-                context.num_images += 1
-                self.emit_image(emitter, context, self._family.item(part.ref))
+                self.emit_image(emitter, self._family.item(part.ref))
             elif isinstance(part, VideoPart):
                 self.emit_video(emitter, self._family.steps(part))
             else:
@@ -424,15 +408,11 @@ class BaseRenderer(MessageRenderer):
         """Emit message `i`, from its header to the end of its turn."""
 
     @abstractmethod
-    def emit_image(self, emitter: Emitter, context: RenderContext, item: MediaItem) -> None:
+    def emit_image(self, emitter: Emitter, item: MediaItem) -> None:
         """Emit one image with its surrounding marks."""
 
     def emit_video(self, emitter: Emitter, steps: Sequence[ShownStep]) -> None:
         """Emit a video's steps with their surrounding marks."""
-        raise NotImplementedError
-
-    def spell_video(self, steps: Sequence[ShownStep]) -> str:
-        """Return the text that replaces `video_mark` in the published processor."""
         raise NotImplementedError
 
     def get_parts(self, message: Message) -> tuple[Part, ...]:
@@ -443,12 +423,5 @@ class BaseRenderer(MessageRenderer):
         """Return the index of the last message whose reasoning is dropped, or -1."""
         return -1
 
-    def count_images(self, prompt_ids: Sequence[int]) -> int:
-        """Return the number of images in a prompt if the format numbers them, otherwise 0."""
-        return 0
-
     def close_reasoning(self, emitter: Emitter, ids: list[int]) -> None:
         """Emit the end of reasoning for a completion that was truncated inside it."""
-
-    def close_calls(self, emitter: Emitter, ids: list[int]) -> None:
-        """Emit the end of tool calls for a completion that was truncated inside them."""

@@ -26,7 +26,7 @@ from sightline.message import (
     user,
     video,
 )
-from sightline.render import ChatTemplate, TemplateError, Tokenizer
+from sightline.render import ChatTemplate, Emitter, TemplateError, Tokenizer
 
 _TOOLS = (
     {
@@ -164,8 +164,10 @@ def _find_video_difference(renderer: BaseRenderer, template: ChatTemplate) -> st
         text = _render(renderer, template, talk, {})
     except TemplateError as error:
         return f"the chat template fails for a video: {error}"
-    spelled = renderer.spell_video(renderer.family.steps(clip))
-    theirs = renderer.tokenizer.encode_marked(text.replace(renderer.video_mark, spelled))
+    emitter = Emitter(renderer.tokenizer)
+    renderer.emit_video(emitter, renderer.family.steps(clip))
+    shown = renderer.decode(emitter.rendered().token_ids)
+    theirs = renderer.tokenizer.encode_marked(text.replace(renderer.video_mark, shown))
     if ours == theirs:
         return None
     return f"in the chat template {_describe_difference(renderer, ours, theirs)}"
@@ -219,9 +221,18 @@ def _to_template_message(message: Message, lists_tool_content: bool) -> dict[str
         ]
     if message.reasoning is not None:
         form["reasoning_content"] = message.reasoning
+    return form | form_calls(message)
+
+
+def form_calls(message: Message) -> dict[str, Any]:
+    """Return a message's tool calls and call id in the format that templates expect."""
+    fields: dict[str, Any] = {}
     if message.tool_calls:
-        form["tool_calls"] = [
-            {"type": "function", "function": {"name": c.name, "arguments": json.loads(c.arguments)}}
+        fields["tool_calls"] = [
+            {"type": "function", "id": c.id, "function": {"name": c.name, "arguments": arguments}}
             for c in message.tool_calls
+            for arguments in [json.loads(c.arguments)]
         ]
-    return form
+    if message.tool_call_id is not None:
+        fields["tool_call_id"] = message.tool_call_id
+    return fields

@@ -160,6 +160,9 @@ class VideoForward(VisionForward):
     def blocks(self) -> list[nn.Module]:
         return [*super().blocks(), *self._tower.blocks]
 
+    def get_features(self, output: Any) -> Float[Tensor, "visual_tokens features"]:
+        return join_layers(output.pooler_output, output)
+
     def rows(self, patches: UInt8[Tensor, "patches values"]) -> Float[Tensor, "patches row"]:
         """Return the values of all frames of a video step. Repeat the single frame of an image."""
         values = self.look_up(patches)

@@ -22,7 +22,6 @@ import numpy as np
 
 from sightline.errors import FamilyError, MediaRefused, Misaligned
 from sightline.families.checkpoint_files import read_json
-from sightline.families.patchify import patchify
 from sightline.families.processor_settings import (
     FrameSettings,
     check_vision_config,
@@ -42,6 +41,7 @@ from sightline.families.vision_family import (
     check_slots_fit,
     compute_mrope_positions,
     fit_image,
+    patchify,
 )
 from sightline.message import VideoPart
 from sightline.wire import MediaItem, Slot, VideoStep
@@ -53,7 +53,7 @@ if TYPE_CHECKING:
 
 VideoSettings = TypeVar("VideoSettings", bound="DataclassInstance")
 """A frozen dataclass of the video settings in a step's fingerprint: at least fps, min_pixels and
-max_pixels."""
+max_pixels. `tokens_per_second` places steps on the time axis (`compute_mrope_positions`)."""
 MAX_ASPECT = 200
 
 
@@ -63,15 +63,13 @@ class VideoFamily(PixelFamily[FrameSettings], Generic[VideoSettings]):
     num_axes = 3
     default_settings: ClassVar[FrameSettings]
     """The defaults of transformers' image processor."""
-    has_limit_keys: ClassVar[bool] = False
-    """Whether the image processor may also use the keys min_pixels and max_pixels."""
     pad_keys: ClassVar[tuple[str, ...]] = ("image_token_id",)
     """The config.json keys of the ids that fill slots."""
 
     @classmethod
     def load(cls, path: Path, overrides: dict[str, int]) -> Self:
         config = read_json(path / "config.json")
-        images = read_frame_settings(path, overrides, cls.default_settings, cls.has_limit_keys)
+        images = read_frame_settings(path, overrides, cls.default_settings)
         check_vision_config(
             config["vision_config"],
             path,
@@ -97,6 +95,7 @@ class VideoFamily(PixelFamily[FrameSettings], Generic[VideoSettings]):
     ) -> None:
         """Create a family. `video` is the video settings, or the reason why videos are refused."""
         super().__init__(settings, slot_token_ids, packing)
+        self.temporal = settings.temporal
         self.video = video
         self.video_refusal = video if isinstance(video, str) else ""
         described = {} if isinstance(video, str) else dataclasses.asdict(video)
@@ -138,10 +137,6 @@ class VideoFamily(PixelFamily[FrameSettings], Generic[VideoSettings]):
 
     # -- images
 
-    @property
-    def temporal(self) -> int:
-        return self._settings.temporal
-
     def compute_table(self) -> np.ndarray:
         # The product is float64 and rounded once. The rest is float32. Any other order differs from
         # transformers in the last bit of some values.
@@ -181,7 +176,8 @@ class VideoFamily(PixelFamily[FrameSettings], Generic[VideoSettings]):
         self, num_tokens: int, slots: Sequence[Slot], start: int = 0
     ) -> tuple[np.ndarray, int]:
         check_slots_fit(slots, self.merge, num_tokens)
-        return compute_mrope_positions(num_tokens, slots, self.merge, start)
+        per_second = getattr(self.video, "tokens_per_second", 0)
+        return compute_mrope_positions(num_tokens, slots, self.merge, start, per_second)
 
     # -- videos
 

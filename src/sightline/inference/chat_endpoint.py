@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import asyncio
 import secrets
-import time
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
 from functools import partial
@@ -31,17 +30,14 @@ from sightline.inference.errors import (
     read_body,
     to_engine_error,
 )
-from sightline.message import ImageResolver
 from sightline.render import Rendered, Renderer, Tools
 from sightline.rollout.openai_completions import (
     SERVER_RULES,
-    ChatChoice,
-    ChatCompletion,
     ChatRequest,
     OpenAIErrorResponse,
-    completion_body,
+    build_choice,
+    build_completion,
     read_chat_request,
-    resolve_images,
     stream_events,
 )
 from sightline.wire.generate import Choice, GenerateRequest, GenerateResponse, SamplingParams
@@ -59,13 +55,11 @@ GenerateFunction = Callable[[GenerateRequest, Request], Awaitable[GenerateRespon
 @dataclass(frozen=True)
 class ChatEndpoint:
     renderer: Renderer
-    images: ImageResolver
-    """Puts the images of requests into the store."""
+    """Puts the images of requests into the store, and renders the prompt."""
     modality: str
     model: str
     """Name of the served checkpoint."""
     max_model_len: int
-    max_body_bytes: int
 
     def routes(self, generate: GenerateFunction) -> list[Route]:
         handler = answer_errors(partial(self._complete, generate=generate), chat_error_response)
@@ -81,7 +75,7 @@ class ChatEndpoint:
         )
 
     async def _complete(self, http: Request, generate: GenerateFunction) -> Response:
-        body = await read_body(http, self.max_body_bytes)
+        body = await read_body(http)
         # In a thread: it decodes base64, writes files and tokenizes long texts.
         chat_request, rendered = await asyncio.to_thread(self._read_request, body)
         name = f"chatcmpl-{secrets.token_hex(12)}"
@@ -96,7 +90,7 @@ class ChatEndpoint:
         response = await generate(request, http)
         answer = await asyncio.to_thread(self._build_response, chat_request, request, response)
         if not chat_request.stream:
-            return json_response(completion_body(answer))
+            return json_response(answer)
         return StreamingResponse(
             (chunk for chunk in stream_events(answer, chat_request.include_usage)),
             media_type="text/event-stream",
@@ -105,8 +99,8 @@ class ChatEndpoint:
 
     def _read_request(self, body: bytes) -> tuple[ChatRequest, Rendered]:
         chat_request = read_chat_request(body, SERVER_RULES, self.max_model_len)
-        messages = resolve_images(chat_request.messages, self.images.resolve)
-        return chat_request, self.renderer.render(messages, _get_tools(chat_request))
+        rendered = self.renderer.render(chat_request.messages, _get_tools(chat_request))
+        return chat_request, rendered
 
     def _build_sampling_params(
         self, chat_request: ChatRequest, num_prompt_tokens: int
@@ -130,30 +124,26 @@ class ChatEndpoint:
 
     def _build_response(
         self, chat_request: ChatRequest, request: GenerateRequest, response: GenerateResponse
-    ) -> ChatCompletion:
+    ) -> dict[str, Any]:
         with_ids = _read_field(chat_request.extra, "return_token_ids", bool, False)
-        reported = response.sightline
-        return ChatCompletion(
-            name=request.request_id,
-            model=chat_request.model or self.model,
-            created=int(time.time()),
-            choices=[
-                self._build_choice(choice, with_ids, _get_tools(chat_request))
-                for choice in response.choices
-            ],
+        tools, reported = _get_tools(chat_request), response.sightline
+        completion = build_completion(
+            request.request_id,
+            chat_request.model or self.model,
+            [self._build_choice(choice, with_ids, tools) for choice in response.choices],
             num_prompt_tokens=len(request.token_ids),
             num_cached_tokens=reported.cached_tokens if reported is not None else 0,
-            prompt_token_ids=request.token_ids if with_ids else None,
+            num_sampled_tokens=sum(len(choice.token_ids) for choice in response.choices),
         )
+        return completion | {"prompt_token_ids": request.token_ids} if with_ids else completion
 
-    def _build_choice(self, choice: Choice, with_ids: bool, tools: Tools | None) -> ChatChoice:
+    def _build_choice(self, choice: Choice, with_ids: bool, tools: Tools | None) -> dict[str, Any]:
         message = self.renderer.parse(choice.token_ids, tools)
         entries = None if choice.logprobs is None else choice.logprobs.content
-        return ChatChoice(
+        return build_choice(
             message,
             call_ids=[f"call_{secrets.token_hex(12)}" for _ in message.tool_calls],
             stopped=choice.finish_reason == "stop",
-            num_tokens=len(choice.token_ids),
             logprobs=None if entries is None else [self._spell_logprob(e) for e in entries],
             token_ids=choice.token_ids if with_ids else None,
         )

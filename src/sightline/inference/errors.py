@@ -25,9 +25,12 @@ from sightline.errors import (
     WeightsError,
     WireError,
 )
+from sightline.transport.http_server import receive_body
 from sightline.wire.generate import WEIGHTS_UNAVAILABLE, ErrorAnswer, ErrorBody
 
 RETRY_AFTER_S = 1
+MAX_BODY_BYTES = 64 << 20
+"""Maximum size of a request body."""
 CLIENT_CLOSED = 499
 JSON = "application/json"
 
@@ -120,21 +123,8 @@ def encode_error(error: EngineError) -> tuple[int, bytes, dict[str, str]]:
     return error.status, msgspec.json.encode(ErrorAnswer(body)), headers
 
 
-async def read_body(http: Request, max_bytes: int) -> bytes:
-    declared_size = http.headers.get("content-length", "")
-    if declared_size.isdigit() and int(declared_size) > max_bytes:
-        raise _too_large(max_bytes)
-    parts, size = [], 0
-    async for part in http.stream():
-        size += len(part)
-        if size > max_bytes:
-            raise _too_large(max_bytes)
-        parts.append(part)
-    return b"".join(parts)
-
-
-def _too_large(max_bytes: int) -> EngineError:
-    return build_engine_error("too_large", f"the body exceeds {max_bytes} bytes", "send less")
+async def read_body(http: Request, max_bytes: int = MAX_BODY_BYTES) -> bytes:
+    return b"".join(await receive_body(http, max_bytes, "too_large"))
 
 
 def json_response(value: object) -> Response:

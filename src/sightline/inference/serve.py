@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import contextlib
 import gc
 import os
 import signal
-import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass
 from types import FrameType
 
@@ -45,8 +43,6 @@ class ServerComponents:
     spec: ServerSpec
     store: MediaStore
     family: Family
-    images: ImageIngestor
-    """Puts the images of chat requests into the store."""
     renderer: Renderer
 
     @classmethod
@@ -57,10 +53,9 @@ class ServerComponents:
         check_length(family.position_limit, spec.inference.max_model_len)
         images = ImageIngestor(store, takes_addresses=False)
         renderer = load_renderer(
-            spec.model.path, store, family, images, spec.model.number_images,
-            spec.inference.max_model_len,
-        )  # fmt: skip
-        return cls(spec, store, family, images, renderer)
+            spec.model.path, store, family, images, spec.inference.max_model_len
+        )
+        return cls(spec, store, family, renderer)
 
     def build_materializer(self) -> Materializer:
         """Return the pool that decodes images, with its threads started."""
@@ -94,9 +89,7 @@ class ServerComponents:
             "vocab_size": renderer.vocab_size,
             "max_model_len": max_model_len,
         }
-        chat = ChatEndpoint(
-            renderer, self.images, family.modality, path.name, max_model_len, spec.max_body_bytes
-        )
+        chat = ChatEndpoint(renderer, family.modality, path.name, max_model_len)
         guard = RequestGuard(
             spec.inference.host,
             resolve_secret(spec.inference.token, "--token"),
@@ -104,7 +97,7 @@ class ServerComponents:
             lambda method, path: path in CONTROL_PATHS,
         )
         return InferenceServer(
-            engine, validator, chat, identity, spec.max_body_bytes, guard, spec.weights_root,
+            engine, validator, chat, identity, guard, spec.weights_root,
             WeightFetcher(spec.open_blobs(), spec.media_cache_dir),
         )  # fmt: skip
 
@@ -154,17 +147,6 @@ class _UvicornServer(uvicorn.Server):
     def handle_exit(self, sig: int, frame: FrameType | None) -> None:
         # Otherwise connections would stay open until their requests are done.
         self._server.engine.stop()
-        super().handle_exit(sig, frame)
-
-    @contextlib.contextmanager
-    def capture_signals(self) -> Iterator[None]:
-        if threading.current_thread() is not threading.main_thread():
-            yield
-            return
-        wanted = (signal.SIGINT, signal.SIGTERM)
-        before = {sig: signal.signal(sig, self.handle_exit) for sig in wanted}
-        try:
-            yield
-        finally:
-            for sig, handler in before.items():
-                signal.signal(sig, handler)
+        # Not uvicorn's method, which also records the signal to raise it at the end.
+        self.force_exit |= self.should_exit and sig == signal.SIGINT
+        self.should_exit = True

@@ -112,7 +112,6 @@ class InferenceServer:
     chat: ChatEndpoint
     identity: dict[str, Any]
     """Properties of the model that /health reports."""
-    max_body_bytes: int
     guard: RequestGuard
     weights_root: Path | None = None
     """The only folder from which weights are adopted."""
@@ -155,8 +154,7 @@ class InferenceServer:
     # --- generate
 
     async def _generate(self, http: Request) -> Response:
-        most = min(self.max_body_bytes, self.validator.max_body_bytes)
-        checked = self.validator.check(await read_body(http, most))
+        checked = self.validator.check(await read_body(http, self.validator.max_body_bytes))
         return json_response(await self._run_request(checked, http))
 
     async def _generate_for_chat(self, request: GenerateRequest, http: Request) -> GenerateResponse:
@@ -237,7 +235,7 @@ class InferenceServer:
         self.lease.check(manifest.run)
 
     async def _read(self, http: Request, kind: type[Body], fix: str) -> Body:
-        body = await read_body(http, self.max_body_bytes)
+        body = await read_body(http)
         try:
             return msgspec.json.decode(body, type=kind)
         except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:

@@ -71,9 +71,6 @@ class ServerSpec(ConfigSection):
         description="MB for the prompts and decoded images of waiting requests. A request that "
         "exceeds it is answered with 503.",
     )
-    max_body_bytes: int = Field(
-        64 * MEBIBYTE, ge=1, description="Maximum size of a request body in bytes."
-    )
 
     @model_validator(mode="after")
     def _engine_reads_settings(self) -> ServerSpec:

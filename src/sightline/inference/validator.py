@@ -11,7 +11,7 @@ import numpy as np
 
 from sightline.errors import FingerprintMismatch, MediaRefused, Misaligned
 from sightline.families import Family
-from sightline.inference.errors import build_engine_error
+from sightline.inference.errors import MAX_BODY_BYTES, build_engine_error
 from sightline.wire import MediaItem, Slot
 from sightline.wire.codec import find_json_excess
 from sightline.wire.generate import GenerateRequest, SamplingParams
@@ -61,7 +61,7 @@ class RequestValidator:
     @property
     def max_body_bytes(self) -> int:
         """Maximum size of a request body, given `max_model_len`."""
-        return BODY_BYTES_PER_TOKEN * max(self.max_model_len, 1024)
+        return min(MAX_BODY_BYTES, BODY_BYTES_PER_TOKEN * max(self.max_model_len, 1024))
 
     def check(self, body: bytes) -> ValidatedRequest:
         return self.check_request(self._decode(body))

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import fcntl
-import hashlib
 import json
 import os
 import secrets
@@ -17,7 +16,7 @@ from pathlib import Path
 from sightline.errors import ConfigError, ResumeRefused, mask_from_now_on
 from sightline.run import RunDir
 from sightline.run.rights import Rights, derive_rights
-from sightline.wire.file import add_checksum, read_checked, write_atomic
+from sightline.wire.file import add_checksum, hash_file, read_checked, write_atomic
 
 SECRET_VARIABLE = "SIGHTLINE_SECRET"
 """Environment variable with the secret, for ranks that cannot read the run directory."""
@@ -124,14 +123,14 @@ def lock_run_dir(run_dir: RunDir) -> Iterator[None]:
 def record_model_digests(run_dir: RunDir, model: Path) -> None:
     """Record the digests of a new run's checkpoint."""
     data = json.dumps(_hash_model(model), indent=1).encode()
-    write_atomic(_get_digest_file(run_dir), add_checksum(data))
+    write_atomic(run_dir.model_digests, add_checksum(data))
 
 
 def check_model_unchanged(run_dir: RunDir, model: Path) -> None:
     """Raise if the checkpoint has changed since the run began. It is the KL reference and version
     0 of the policy."""
     fix = "restore it from a copy: it records which checkpoint the run began with"
-    before = read_checked(_get_digest_file(run_dir), dict[str, str], fix)
+    before = read_checked(run_dir.model_digests, dict[str, str], fix)
     now = _hash_model(model)
     changed = sorted({name for name, _ in before.items() ^ now.items()})
     if changed:
@@ -139,22 +138,13 @@ def check_model_unchanged(run_dir: RunDir, model: Path) -> None:
         how = "is gone" if name not in now else "has changed" if name in before else "is new"
         what = f"{model / name} {how}" if model.is_dir() else f"the folder {model} is gone"
         raise ResumeRefused(
-            f"{what} since the run began, according to {_get_digest_file(run_dir)}",
+            f"{what} since the run began, according to {run_dir.model_digests}",
             "restore the checkpoint, or start a new run",
         )
-
-
-def _get_digest_file(run_dir: RunDir) -> Path:
-    return run_dir.path / "model.json"
 
 
 def _hash_model(model: Path) -> dict[str, str]:
     """Return the digest of each file."""
     files = sorted({file for pattern in MODEL_FILES for file in model.glob(pattern)})
     with ThreadPoolExecutor(MAX_THREADS, "digests") as pool:
-        return dict(zip([file.name for file in files], pool.map(_hash_file, files), strict=True))
-
-
-def _hash_file(path: Path) -> str:
-    with open(path, "rb") as file:
-        return hashlib.file_digest(file, "sha256").hexdigest()
+        return dict(zip([file.name for file in files], pool.map(hash_file, files), strict=True))

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
 
-from sightline.config import InferenceConfig, RunFile, validate_config
+from sightline.config import RunFile, validate_config
 from sightline.config.secret_refs import resolve_secret
 from sightline.envs import Environment, load_environment
 from sightline.envs.openai_endpoint import OpenAIClient
@@ -22,7 +22,6 @@ from sightline.rollout.chat_sources import ChatSource, OpenAIChats, build_policy
 from sightline.rollout.evaluation import EvalSummary, build_eval_request, play_tasks
 from sightline.rollout.player import PlayedRollout, RolloutPlayer
 
-DEFAULT_ENGINE = InferenceConfig().engine
 _TAKEN = {
     "eval": ("tasks", "temperature"),
     "rollout": ("max_tokens", "max_turns", "timeout_s"),

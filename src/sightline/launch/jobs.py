@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import copy
-import os
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractContextManager, nullcontext
@@ -19,13 +18,8 @@ from sightline.config import RunFile, SftFile, validate_config
 from sightline.config.load import read_run_file
 from sightline.errors import ConfigError
 from sightline.launch import ray_run
-from sightline.launch.processes import (
-    Processes,
-    ProcessSpec,
-    num_cores,
-    reserve_port,
-    split_threads,
-)
+from sightline.launch.process_spec import ProcessSpec, build_local_spec
+from sightline.launch.processes import Processes, num_cores, reserve_port, split_threads
 from sightline.launch.run_plan import (
     LEADER,
     TRAINER,
@@ -46,7 +40,6 @@ from sightline.orchestrator.server_pool import give_back_leases
 from sightline.run import EventLog, RunDir
 from sightline.run.run_dir import show_path
 from sightline.run.server_changes import list_wanted
-from sightline.view.console import LiveView
 from sightline.view.notebook import Run, open_run
 from sightline.view.report import write_report
 from sightline.view.summary import print_summary, summarize
@@ -57,7 +50,6 @@ class RlJob(TrainingJob[RunFile]):
     """The job of `sightline rl`."""
 
     plain: bool = False
-    """Whether to print plain lines instead of the live view."""
     is_job: bool = False
     """Whether a cluster's job runs this."""
     file_kind = RunFile
@@ -91,7 +83,7 @@ class RlJob(TrainingJob[RunFile]):
             evaluator = f"{scheme}://{host}:{reserve_port(host, 0, 'the port of the evaluator')}"
         at = Endpoints(hub, servers, evaluator)
         specs = plan_run(file, run_dir.path, run_dir.read_id(), at)
-        if file.launch.cluster_starts_processes:
+        if file.launch.on == "kubernetes":
             specs = [spec for spec in specs if not file.launch.is_elsewhere(spec.name)]
         return specs
 
@@ -138,9 +130,6 @@ class RlJob(TrainingJob[RunFile]):
             with ThreadPoolExecutor(1) as pool:
                 pool.submit(asyncio.run, leases).result()
 
-    def open_view(self, file: RunFile, run_dir: RunDir) -> LiveView:
-        return LiveView(run_dir, self.plain)
-
     def print_outcome(self, file: RunFile, run_dir: RunDir, stopped_by: str) -> None:
         """Print the summary and write the report."""
         extra = {"stopped_by": stopped_by} if stopped_by else {}
@@ -156,6 +145,7 @@ class SftJob(TrainingJob[SftFile]):
 
     file_kind = SftFile
     command = leader = trainer = "sft"
+    plain = True
 
     def count_trainer_threads(self, file: SftFile) -> int:
         return file.trainer.threads or num_cores()
@@ -163,11 +153,7 @@ class SftJob(TrainingJob[SftFile]):
     def build_specs(self, file: SftFile, run_dir: RunDir) -> list[ProcessSpec]:
         Path(file.sft.output_dir).parent.mkdir(parents=True, exist_ok=True)
         threads = max(1, self.count_trainer_threads(file) // file.trainer.ranks)
-        words = ["process", self.trainer, str(run_dir.path), "--parent", str(os.getpid())]
-        return [ProcessSpec(self.trainer, words, threads)]
-
-    def open_view(self, file: SftFile, run_dir: RunDir) -> LiveView:
-        return LiveView(run_dir, plain=True)
+        return [build_local_spec(self.trainer, run_dir.path, threads)]
 
     def print_outcome(self, file: SftFile, run_dir: RunDir, stopped_by: str) -> None:
         summarize(run_dir, **({"stopped_by": stopped_by} if stopped_by else {}))

@@ -6,7 +6,7 @@ and returns.
 
 from __future__ import annotations
 
-from collections.abc import Awaitable, Callable
+from collections.abc import Callable
 from functools import partial
 from hashlib import sha256
 from pathlib import Path
@@ -20,8 +20,21 @@ from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import Mount, Route
 
-from sightline.errors import EngineError, MediaCorrupt, MediaError, MediaMissing, StoreFull
-from sightline.inference.errors import answer_errors, json_response, read_body
+from sightline.errors import (
+    EngineError,
+    MediaCorrupt,
+    MediaError,
+    MediaMissing,
+    SightlineError,
+    StoreFull,
+)
+from sightline.inference.errors import (
+    Handler,
+    answer_errors,
+    error_response,
+    json_response,
+    read_body,
+)
 from sightline.media import MediaStore
 from sightline.media.files import BLOBS, GcReport
 from sightline.media.http_remote import CORRUPT, FULL, MISSING, GcRequest
@@ -118,7 +131,7 @@ def _build_routes(
         return Response()
 
     def route(path: str, handler: Handler, *methods: str) -> Route:
-        return Route(path, answer_errors(_answer_media_errors(handler)), methods=list(methods))
+        return Route(path, answer_errors(handler, _respond), methods=list(methods))
 
     return [
         # Only gc removes images, because other runs may use them.
@@ -147,31 +160,23 @@ async def _gc(store: MediaStore, http: Request) -> Response:
     return json_response(await run_in_threadpool(collect))
 
 
-Handler = Callable[[Request], Awaitable[Response]]
-
-
 def _get_digest(http: Request) -> str:
     digest: str = http.path_params["digest"]
     check_digest(digest)
     return digest
 
 
-def _answer_media_errors(handler: Handler) -> Handler:
-    """Wrap `handler` so that each store error returns an HTTP status."""
-
-    async def handle(http: Request) -> Response:
-        try:
-            return await handler(http)
-        except MediaError as error:
-            status = _STATUSES.get(type(error), 400)
-            if isinstance(error, StoreFull):
-                status = FULL
-            elif isinstance(error.__cause__, OSError):
-                status = 503
-            refusal = EngineError(error.problem, error.fix, type(error).__name__, status)
-            return Response(encode_refusal(refusal), status, media_type="application/json")
-
-    return handle
+def _respond(error: SightlineError) -> Response:
+    """Return an error of the store with its HTTP status."""
+    if not isinstance(error, MediaError):
+        return error_response(error)
+    status = _STATUSES.get(type(error), 400)
+    if isinstance(error, StoreFull):
+        status = FULL
+    elif isinstance(error.__cause__, OSError):
+        status = 503
+    refusal = EngineError(error.problem, error.fix, type(error).__name__, status)
+    return Response(encode_refusal(refusal), status, media_type="application/json")
 
 
 def serve_media(store: MediaStore, guard: RequestGuard, port: int, cert: str, key: str) -> None:

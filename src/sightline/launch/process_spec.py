@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import os
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 
 
 @dataclass(frozen=True)
@@ -37,3 +39,11 @@ class ProcessSpec:
     def command(self) -> list[str]:
         python = self.python or sys.executable
         return [*self.host, python, "-m", "sightline", *self.arguments]
+
+
+def build_local_spec(
+    name: str, run_dir: Path, threads: int, words: Sequence[str] = ()
+) -> ProcessSpec:
+    """Return a process that runs in the run directory on this machine and ends with this one."""
+    own = ["--parent", str(os.getpid()), "--threads", str(threads)]
+    return ProcessSpec(name, ["process", name, str(run_dir), *words, *own], threads)

@@ -12,7 +12,6 @@ from __future__ import annotations
 import json
 import os
 import signal
-import socket
 import subprocess
 import sys
 import time
@@ -31,7 +30,7 @@ from sightline.run import RunDir
 from sightline.run.machine import build_environ
 from sightline.run.rights import derive_rights
 from sightline.run.run_dir import show_path
-from sightline.transport.listen import choose_listen_fix
+from sightline.transport.listen import bind_socket
 from sightline.wire.rank_messages import EXIT_OTHER_RANK_FAILED
 
 POLL_S = 0.2
@@ -61,7 +60,6 @@ def split_threads(config: RunFile, cores: int) -> ThreadBudget:
         return ThreadBudget((server or cores) * has_server, (trainer or cores) * has_trainer)
     if not server and not trainer:
         server = max(1, cores // 2)
-        trainer = max(1, cores - server)
     server = server or max(1, cores - trainer)
     trainer = trainer or max(1, cores - server)
     if server + trainer > max(cores, 2):
@@ -83,16 +81,7 @@ def reserve_port(host: str, port: int, setting: str) -> int:
     The socket of a reserved port stays bound without listening until this process ends. The system
     then assigns the port to no other process, but a server can still bind it.
     """
-    reservation = socket.socket()
-    reservation.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-    try:
-        reservation.bind((host, port))
-    except OSError as error:
-        reservation.close()
-        raise ConfigError(
-            f"{setting}{f' = {port}' if port else ''} on {host}: {error.strerror}",
-            choose_listen_fix(error),
-        ) from error
+    reservation = bind_socket(host, port, setting)
     reserved_port = int(reservation.getsockname()[1])
     if port:
         reservation.close()
@@ -384,7 +373,7 @@ def _wait_for_cause(processes: Processes) -> None:
     """Wait until the rank that failed first has ended. Other ranks may end sooner."""
     deadline = time.monotonic() + STOP_TIMEOUT_S
     while {exit_code for _, exit_code in processes.failed()} == {EXIT_OTHER_RANK_FAILED}:
-        if time.monotonic() > deadline:
+        if time.monotonic() > deadline or not processes.list_pids():
             return
         time.sleep(POLL_S)
 

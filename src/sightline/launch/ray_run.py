@@ -24,7 +24,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from sightline.errors import ConfigError
-from sightline.launch.process_spec import ProcessSpec, Resources
+from sightline.launch.process_spec import ProcessSpec
 
 LEASE_S = 30.0
 """A command ends if its caller is silent for this long. Its node may be cut off, and its
@@ -39,13 +39,10 @@ FORWARDED = ("_NUM_THREADS", "TOKENIZERS_PARALLELISM", "OMP_WAIT_POLICY", "MALLO
 """Suffixes of variables that are passed to COMMAND. All others come from its node."""
 
 
-def build_command_prefix(name: str, resources: Resources, run_id: str, bundle: int) -> list[str]:
+def build_command_prefix(run_id: str, bundle: int) -> list[str]:
     """Return the command prefix that runs a command in a bundle of the run's placement group."""
-    words = [sys.executable, "-m", "sightline.launch.ray_run", "--run", run_id, "--name", name]
-    words += ["--bundle", str(bundle)]
-    words += ["--cpus", str(resources.cpus), "--gpus", f"{resources.gpus:g}"]
-    words += ["--memory-gb", f"{resources.memory_gb:g}"] if resources.memory_gb else []
-    return [*words, "--"]
+    module = [sys.executable, "-m", "sightline.launch.ray_run"]
+    return [*module, "--run", run_id, "--bundle", str(bundle), "--"]
 
 
 class Command:
@@ -62,8 +59,7 @@ class Command:
             env=os.environ | variables,
             start_new_session=True,
         )
-        self._reading = threading.Thread(target=self._read, daemon=True)
-        self._reading.start()
+        threading.Thread(target=self._read, daemon=True).start()
         threading.Thread(target=self._fence, daemon=True).start()
 
     def write(self, data: bytes) -> None:
@@ -90,13 +86,6 @@ class Command:
         with contextlib.suppress(ProcessLookupError):
             os.killpg(self._process.pid, signal.SIGKILL)
 
-    def close(self) -> None:
-        """Kill the command and everything it started."""
-        self.kill()
-        self._process.wait()
-        self._reading.join()
-        self.write(b"")
-
     def _read(self) -> None:
         assert self._process.stdout is not None
         with self._process.stdout as output:
@@ -108,10 +97,6 @@ class Command:
             time.sleep(POLL_S)
             if time.monotonic() - self._polled_at > LEASE_S:
                 self.kill()
-
-
-def get_address() -> str:
-    return os.environ.get("RAY_ADDRESS") or "auto"
 
 
 def check_address(address: str) -> None:
@@ -127,7 +112,7 @@ def check_address(address: str) -> None:
 
 def connect(run_id: str) -> Any:
     """Connect to the cluster at RAY_ADDRESS, or to the one that this machine belongs to."""
-    address = get_address()
+    address = os.environ.get("RAY_ADDRESS") or "auto"
     check_address(address)
     import ray
 
@@ -140,18 +125,17 @@ def connect(run_id: str) -> Any:
     return ray
 
 
-def build_bundle(resources: Resources) -> dict[str, float]:
-    memory = {"memory": resources.memory_gb * 1e9} if resources.memory_gb else {}
-    return {"CPU": resources.cpus, **({"GPU": resources.gpus} if resources.gpus else {}), **memory}
-
-
 @contextlib.contextmanager
 def reserve(run_id: str, placed: Sequence[ProcessSpec]) -> Iterator[None]:
     """Reserve resources on the cluster for all processes of a run."""
     from ray.util import placement_group, remove_placement_group
 
     ray = connect(run_id)
-    bundles = [build_bundle(spec.resources) for spec in placed]
+    requests = [
+        {"CPU": r.cpus, "GPU": r.gpus, "memory": r.memory_gb * 1e9}
+        for r in (spec.resources for spec in placed)
+    ]
+    bundles = [{name: value for name, value in each.items() if value} for each in requests]
     group = placement_group(bundles, name=run_id)
     try:
         if not group.wait(SAY_AFTER_S):
@@ -167,21 +151,25 @@ def reserve(run_id: str, placed: Sequence[ProcessSpec]) -> Iterator[None]:
         ray.shutdown()
 
 
-def run(run_id: str, name: str, bundle: int, resources: Resources, words: list[str]) -> int:
-    """Run the command on the cluster with this process's standard input, and return its exit
-    code, or 1 if its node was lost."""
+def run(run_id: str, bundle: int, words: list[str]) -> int:
+    """Run the command in a bundle with this process's standard input, and return its exit code, or
+    1 if its node was lost."""
     ray = connect(run_id)
     from ray.exceptions import RayError
-    from ray.util import get_placement_group
+    from ray.util import get_placement_group, placement_group_table
     from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
-    options = {"num_cpus": resources.cpus, "num_gpus": resources.gpus, "max_concurrency": 4}
-    options |= {"memory": resources.memory_gb * 1e9} if resources.memory_gb else {}
-    group = PlacementGroupSchedulingStrategy(get_placement_group(run_id), bundle)
+    group = get_placement_group(run_id)
+    resources = placement_group_table(group)["bundles"][bundle]
     variables = {key: value for key, value in os.environ.items() if key.endswith(FORWARDED)}
-    actor = (
-        ray.remote(Command).options(scheduling_strategy=group, **options).remote(words, variables)
-    )
+    options = {
+        "scheduling_strategy": PlacementGroupSchedulingStrategy(group, bundle),
+        "num_cpus": resources.get("CPU", 0),
+        "num_gpus": resources.get("GPU", 0),
+        "memory": resources.get("memory"),
+        "max_concurrency": 4,
+    }
+    actor = ray.remote(Command).options(**options).remote(words, variables)
 
     def feed() -> None:
         with contextlib.suppress(RayError):
@@ -201,7 +189,7 @@ def run(run_id: str, name: str, bundle: int, resources: Resources, words: list[s
             if exit_code is not None:
                 return int(exit_code) if exit_code >= 0 else 128 - int(exit_code)
     except RayError as error:
-        print(f"{error}\n{name} was lost with its node ({type(error).__name__})", flush=True)
+        print(f"{error}\nthe process was lost with its node ({type(error).__name__})", flush=True)
         # No replacement may start while the lost command may still run.
         time.sleep(max(0.0, polled_at + LEASE_S + 2 * POLL_S - time.monotonic()))
         return 1
@@ -212,16 +200,11 @@ def run(run_id: str, name: str, bundle: int, resources: Resources, words: list[s
 def main() -> int:
     parser = argparse.ArgumentParser()
     parser.add_argument("--run", required=True)
-    parser.add_argument("--name", required=True)
     parser.add_argument("--bundle", type=int, required=True)
-    parser.add_argument("--cpus", type=int, default=1)
-    parser.add_argument("--gpus", type=float, default=0)
-    parser.add_argument("--memory-gb", type=float, default=0)
     parser.add_argument("words", nargs="+", metavar="COMMAND")
     args = parser.parse_args()
-    resources = Resources(args.cpus, args.gpus, args.memory_gb)
     try:
-        exit_code = run(args.run, args.name, args.bundle, resources, args.words)
+        exit_code = run(args.run, args.bundle, args.words)
     except ConfigError as error:
         print(error, file=sys.stderr)
         exit_code = 1

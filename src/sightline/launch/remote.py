@@ -21,7 +21,7 @@ from urllib.parse import urlsplit
 from sightline.config import RunFile, SftFile, dump_checked_toml, load_config
 from sightline.errors import ConfigError, SightlineError, clean_text
 from sightline.launch.claim import SECRET_VARIABLE, read_rights
-from sightline.launch.process_spec import ProcessSpec
+from sightline.launch.process_spec import build_local_spec
 from sightline.launch.process_watch import MARK_VARIABLE, build_mark, kill_marked
 from sightline.launch.processes import STOP_TIMEOUT_S, Processes, reserve_port
 from sightline.launch.torchrun import build_rank_spec, open_rendezvous
@@ -127,8 +127,7 @@ def make_copy(name: str, hub: str, run_dir: RunDir, rights: str) -> None:
 def start_other_ranks(config: RunFile | SftFile, run_dir: RunDir, threads: int) -> Rendezvous:
     """Start all trainer ranks except rank 0 on this machine. If one fails, exit."""
     at, ranks = open_rendezvous(config.trainer), config.trainer.ranks
-    words = ["process", "trainer", str(run_dir.path), "--threads", str(threads)]
-    trainer = ProcessSpec("trainer", [*words, "--parent", str(os.getpid())], threads)
+    trainer = build_local_spec("trainer", run_dir.path, threads)
     processes = Processes(run_dir)
     for rank in range(1, ranks):
         processes.start(build_rank_spec(trainer, rank, ranks, at))

@@ -9,7 +9,6 @@ directory. All other processes connect to it at one address.
 
 from __future__ import annotations
 
-import os
 import shlex
 from collections import Counter
 from collections.abc import Sequence
@@ -19,7 +18,7 @@ from pathlib import Path
 
 from sightline.config import RunFile
 from sightline.errors import ConfigError
-from sightline.launch.process_spec import ProcessSpec, Resources
+from sightline.launch.process_spec import ProcessSpec, Resources, build_local_spec
 from sightline.launch.processes import num_cores, split_threads
 from sightline.launch.ray_run import build_command_prefix
 from sightline.launch.slurm import build_step
@@ -62,14 +61,14 @@ def find_resources(file: RunFile, name: str) -> Resources:
             count = tensor * data
             why = f'[inference] device = "{device}", tensor_parallel_size = {tensor} and '
             why += f"data_parallel_size = {data}"
-        if device == "auto" and "gpus" not in settings and file.launch.on != "local":
+        if device == "auto" and settings.gpus is None and file.launch.on != "local":
             raise ConfigError(
                 f'device = "auto" of the {kind} does not say how many GPUs to request on '
                 f"{file.launch.on}",
                 f'set it to "cuda" or "cpu", or set gpus for {name} in [launch.resources]',
             )
         threads, gpus = threads or 4, count if device.startswith("cuda") else 0
-    requested = settings.get("gpus", gpus)
+    requested = gpus if settings.gpus is None else settings.gpus
     if file.launch.on != "local" and ceil(requested) < gpus:
         raise ConfigError(
             f"[launch.resources] has gpus = {requested:g} for {name}, which needs {gpus} on its "
@@ -77,25 +76,23 @@ def find_resources(file: RunFile, name: str) -> Resources:
             f'set gpus = {gpus}, lower those settings, or set device = "cpu"',
         )
     return Resources(
-        cpus=int(settings.get("cpus", threads)),
+        cpus=threads if settings.cpus is None else settings.cpus,
         gpus=requested,
-        memory_gb=settings.get("memory_gb", 0),
-        component=str(settings.get("slurm", "")),
+        memory_gb=settings.memory_gb,
+        component=settings.slurm,
     )
 
 
-def find_command_prefix(
-    file: RunFile, name: str, resources: Resources, run_id: str, components: Sequence[Resources]
-) -> list[str]:
-    """Return the command prefix that runs a command on the process's machine. It is empty for
-    this machine, and if the cluster starts the process itself."""
+def find_command_prefix(file: RunFile, name: str, run_id: str) -> list[str]:
+    """Return the command prefix that runs a command on the process's machine. It is empty on
+    Kubernetes, which starts the process itself."""
     if words := file.launch.find_host(name):
         return words
-    if not file.launch.is_elsewhere(name) or file.launch.cluster_starts_processes:
-        return []
+    if file.launch.on == "ray":
+        return build_command_prefix(run_id, list_placed(file).index(name))
     if file.launch.on == "slurm":
-        return build_step(name, resources, components)
-    return build_command_prefix(name, resources, run_id, list_placed(file).index(name))
+        return build_step(name, find_resources(file, name), list(count_components(file)))
+    return []
 
 
 def list_placed(file: RunFile) -> list[str]:
@@ -138,7 +135,6 @@ def plan_run(file: RunFile, path: Path, run_id: str, at: Endpoints) -> list[Proc
     threads = {"server": budget.server, TRAINER: max(1, budget.trainer // file.trainer.ranks)}
     words = ["--hub", at.hub, *(["--server", *at.servers] if at.servers else [])]
     words += ["--evaluator", at.evaluator] if at.evaluator else []
-    components = list(count_components(file)) if file.launch.on == "slurm" else []
 
     def plan(name: str) -> ProcessSpec:
         resources = find_resources(file, name)
@@ -147,13 +143,11 @@ def plan_run(file: RunFile, path: Path, run_id: str, at: Endpoints) -> list[Proc
             scratch = file.launch.scratch
             count = max(1, resources.cpus // (file.trainer.ranks if name == TRAINER else 1))
             arguments = ["process", name, scratch, "--join", *words, "--threads", str(count)]
-            host = find_command_prefix(file, name, resources, run_id, components)
+            host = find_command_prefix(file, name, run_id)
             python = python or file.launch.python
             return ProcessSpec(name, arguments, count, {}, python, host, resources)
-        count = threads.get(name.partition("-")[0], 1)
-        parent = ["--parent", str(os.getpid()), "--threads", str(count)]
-        arguments = ["process", name, str(path), *words, *parent]
-        return ProcessSpec(name, arguments, count, {}, python, (), resources)
+        spec = build_local_spec(name, path, threads.get(name.partition("-")[0], 1), words)
+        return replace(spec, python=python, resources=resources)
 
     return [plan(name) for name in list_names(file)]
 
@@ -177,22 +171,3 @@ def describe_plan(file: RunFile, specs: list[ProcessSpec]) -> str:
 def _describe(resources: Resources) -> str:
     memory = f", {resources.memory_gb:g} GB" if resources.memory_gb else ""
     return f"{resources.cpus} CPU, {resources.gpus:g} GPU{memory}"
-
-
-def describe_total(file: RunFile) -> str:
-    """Describe the total resources that the run requests from the cluster."""
-    # On these clusters, the launcher and the orchestrator are a job too.
-    names = [*([LEADER] if file.launch.on in ("slurm", "kubernetes") else []), *list_placed(file)]
-    resources = [find_resources(file, name) for name in names]
-    total = _add_up(resources)
-    if file.launch.on == "ray":  # only Ray shares a GPU between processes
-        total = replace(total, gpus=sum(r.gpus for r in resources))
-    parts = f"{len(names)} {'pods' if file.launch.on == 'kubernetes' else 'processes'}"
-    if file.launch.on == "slurm":
-        parts += f", {len(count_components(file))} nodes or more"
-    return f"total on {file.launch.on}: {_describe(total)}; {parts}"
-
-
-def describe_address(file: RunFile) -> str:
-    """Return the hub's address for a plan that is only printed."""
-    return f"tcp://{find_address(file)}:{file.launch.port or 'PORT'}"

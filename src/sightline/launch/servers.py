@@ -16,11 +16,11 @@ from sightline.run.server_changes import (
     DRAIN,
     REMOVE,
     SERVE,
-    ServerReport,
     Wanted,
     change_server,
     list_wanted,
 )
+from sightline.wire.control import ServerStatus
 
 
 def add_server(run_dir: RunDir, config: RunFile, url: str) -> str:
@@ -71,16 +71,17 @@ def describe_servers(run_dir: RunDir, config: RunFile) -> str:
             continue
         state = "no report yet"
         if report is not None:
-            version = f"version {report.version}" if report.version >= 0 else "no version"
+            is_known = report.version is not None and report.version >= 0
+            version = f"version {report.version}" if is_known else "no version"
             state = f"{report.state}, {version}, {report.load} requests"
             state += f": {report.problem}" if report.problem else ""
         lines.append(f"{url}  {state}" + (f" ({want} requested)" if want != SERVE else ""))
     return "\n".join(lines) or "the run starts its own server"
 
 
-def read_reports(run_dir: RunDir) -> list[ServerReport]:
+def read_reports(run_dir: RunDir) -> list[ServerStatus]:
     """Return the orchestrator's last report on each server."""
     with suppress(FileNotFoundError):
         data = run_dir.server_report.read_bytes()
-        return msgspec.json.decode(data, type=list[ServerReport])
+        return msgspec.json.decode(data, type=list[ServerStatus])
     return []

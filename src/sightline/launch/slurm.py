@@ -9,7 +9,6 @@ The launcher holds each step's standard input open. A step ends when its input c
 from __future__ import annotations
 
 import os
-import re
 import shlex
 import subprocess
 from collections.abc import Mapping, Sequence
@@ -22,7 +21,6 @@ from sightline.launch.process_spec import Resources
 
 SIGNAL = "B:USR1@60"
 """Signal option: the batch script gets SIGUSR1 60 seconds before its time limit."""
-JOB_VARIABLE = "SLURM_JOB_ID"
 MIB_PER_GB = 1e9 / 2**20
 """Slurm counts memory in units of 2**20 bytes, a run file in 10**9."""
 
@@ -91,38 +89,29 @@ def _write_option(name: str, value: object) -> str:
     return f"#SBATCH --{name}" if value is True else f"#SBATCH --{name}={shlex.quote(text)}"
 
 
-def expand_seeds(seeds: str) -> list[int]:
-    """Return the seeds as numbers: 0-3 means 0, 1, 2 and 3."""
-    if not re.fullmatch(r"\d+(-\d+)?(,\d+(-\d+)?)*", seeds):
-        raise ConfigError(f"--seeds {seeds} is not a list of numbers", "write 0-3, or 0,2,5")
-    ends = [[int(end) for end in part.split("-")] for part in seeds.split(",")]
-    return [seed for part in ends for seed in range(part[0], part[-1] + 1)]
-
-
-def submit(script: Path) -> str:
+def submit(script: str) -> str:
     """Submit the script, and return the job's id."""
-    try:
-        output = subprocess.check_output(
-            ["sbatch", "--parsable", str(script)], stderr=subprocess.PIPE, text=True
-        )
-    except (OSError, subprocess.CalledProcessError) as error:
-        script.unlink()
-        reason = getattr(error, "stderr", "") or str(error)
-        raise ConfigError(
-            f"sbatch refused the job: {reason.strip()}",
-            "submit from a login node; check `sinfo`, and the options in [launch.slurm] and "
-            "[launch.resources] with --dry-run",
-        ) from error
+    output = _call(
+        ["sbatch", "--parsable"],
+        script,
+        "sbatch refused the job",
+        "submit from a login node; check `sinfo`, and the options in [launch.slurm] and "
+        "[launch.resources] with --dry-run",
+    )
     return output.strip().partition(";")[0]
 
 
 def requeue() -> None:
     """Requeue this job."""
-    job = os.environ.get(JOB_VARIABLE, "")
-    command = ["scontrol", "requeue", job]
-    process = subprocess.run(command, capture_output=True, text=True, check=False)
-    if process.returncode:
-        raise ConfigError(
-            f"cannot requeue job {job}: {process.stderr.strip()}",
-            "submit it again with `sightline rl --resume RUN --on slurm`",
-        )
+    job = os.environ.get("SLURM_JOB_ID", "")
+    fix = "submit it again with `sightline rl --resume RUN --on slurm`"
+    _call(["scontrol", "requeue", job], "", f"cannot requeue job {job}", fix)
+
+
+def _call(words: list[str], text: str, problem: str, fix: str) -> str:
+    """Return the output of a Slurm command, which gets `text` as its input."""
+    try:
+        return subprocess.check_output(words, input=text, stderr=subprocess.PIPE, text=True)
+    except (OSError, subprocess.CalledProcessError) as error:
+        reason = getattr(error, "stderr", "") or str(error)
+        raise ConfigError(f"{problem}: {reason.strip()}", fix) from error

@@ -12,8 +12,6 @@ from collections.abc import Sequence
 from pathlib import Path
 from types import FrameType
 
-import yaml
-
 from sightline.config import RunFile, load_config
 from sightline.errors import ConfigError
 from sightline.launch import slurm
@@ -25,9 +23,8 @@ from sightline.launch.processes import num_cores
 from sightline.launch.run_plan import (
     Endpoints,
     count_components,
-    describe_address,
     describe_plan,
-    describe_total,
+    find_address,
     plan_run,
 )
 from sightline.launch.supervision import resolve_workers
@@ -35,8 +32,6 @@ from sightline.launch.training_run import resume_run, start_run
 from sightline.run import RunDir
 from sightline.view.run_status import STOPPED, get_status
 
-RUN_ID = "RUN-ID"
-"""Placeholder for the id of a run that has not started."""
 SECRETS = "secrets.env"
 
 
@@ -49,7 +44,6 @@ def submit_run(
     overrides: Sequence[str],
     resume: Path | None,
     *,
-    seeds: str,
     dry_run: bool,
     output: Path | None,
 ) -> None:
@@ -57,37 +51,35 @@ def submit_run(
     unless `dry_run` or `output` asks only for the files."""
     file = load_config(RunFile, path, overrides)
     on = file.launch.on
-    if seeds and on != "slurm":
-        raise ConfigError("--seeds requires --on slurm", "elsewhere use run.seed=0,1,2,3")
     if output is not None and on in ("local", "ray"):
         raise ConfigError(f"-o {output} requires --on slurm or kubernetes", "remove -o")
-    if seeds:
-        for seed in slurm.expand_seeds(seeds):
-            more = [*overrides, f"run.seed={seed}", f"run.name={file.run.name}-seed{seed}"]
-            submit_run(path, more, resume, seeds="", dry_run=dry_run, output=output)
-        return
     file, _ = resolve_workers(file, num_cores())
     check_compatible_settings(file)
     folder = Path(file.run.dir).absolute()
-    at = Endpoints(describe_address(file), file.inference.servers)
-    specs = plan_run(file, folder / f"{file.run.name}-001", RUN_ID, at)
+    hub = f"tcp://{find_address(file)}:{file.launch.port or 'PORT'}"
+    at = Endpoints(hub, file.inference.servers)
+    specs = plan_run(file, folder / f"{file.run.name}-001", "RUN-ID", at)
     files = _build_files(file, path, overrides, resume)
     if dry_run or output is not None or on != "slurm":
-        _show(files, output)
-        if not file.launch.cluster_starts_processes:
+        for name, text in files.items():
+            if output is None:
+                print(f"# {name}\n{text}")
+            else:
+                output.mkdir(parents=True, exist_ok=True)
+                (output / name).write_text(text)
+                print(f"wrote {output / name}")
+        if on != "kubernetes":
             print(describe_plan(file, specs))
         elif output is not None:
             _write_secrets(file, output)
         else:
             print(f"# -o DIR writes these files and {SECRETS}")
-        if on != "local":
-            # Print it as a comment, because the output may be parsed as YAML.
-            print(f"# {describe_total(file)}")
         return
+    [(name, script)] = files.items()
     folder.mkdir(parents=True, exist_ok=True)
-    (script := folder / f"{file.run.name}.sbatch").write_text(files[script.name])
     job = slurm.submit(script)
-    print(f"job: {job} ({script})")
+    (folder / name).write_text(script)
+    print(f"job: {job} ({folder / name})")
     print(f"follow: tail -F {folder}/slurm-{job}.log; squeue -j {job}")
     print(f"stop: scancel --signal=TERM --batch {job}")
 
@@ -109,8 +101,7 @@ def _build_files(
             "--resume does not work with --on kubernetes",
             "apply the same manifests again: the launcher resumes the run by itself",
         )
-    manifests = build_kubernetes(file, path.read_text(), overrides)
-    return {"sightline.yaml": yaml.safe_dump_all(manifests, sort_keys=False)}
+    return {"sightline.yaml": build_kubernetes(file, path.read_text(), overrides)}
 
 
 def _write_secrets(file: RunFile, output: Path) -> None:
@@ -123,16 +114,6 @@ def _write_secrets(file: RunFile, output: Path) -> None:
         f"start: kubectl create secret generic {name}-secret --from-env-file={output}/{SECRETS}"
         f"{space} && kubectl apply -f {output}/sightline.yaml"
     )
-
-
-def _show(files: dict[str, str], output: Path | None) -> None:
-    for name, text in files.items():
-        if output is None:
-            print(f"# {name}\n{text}")
-        else:
-            output.mkdir(parents=True, exist_ok=True)
-            (output / name).write_text(text)
-            print(f"wrote {output / name}")
 
 
 def run_job(

@@ -34,7 +34,6 @@ MEMORY_SHARE = 0.5
 """Fraction of the machine's memory for all workers together."""
 SILENCE_TIMEOUT_S = 60.0
 """A worker that is silent for longer is stopped or never releases the interpreter."""
-CHECK_EVERY_S = 1.0
 FIRST_PAUSE_S = 5.0
 """Pause before a worker on another machine is restarted."""
 
@@ -75,6 +74,8 @@ class RestartBudget:
     num_restarts: int = 0
     due: float | None = None
     """Time of the next restart; None while the process runs."""
+    why: str = ""
+    """Reason of the last restart."""
 
     def __post_init__(self) -> None:
         self._started = self.clock()
@@ -190,7 +191,7 @@ class TrainerSupervisor:
 
 @dataclass
 class WorkerSupervisor:
-    """Replaces broken workers. Call `supervise` often. It looks for faults once a second."""
+    """Replaces broken workers. Call `supervise` often."""
 
     processes: Processes
     specs: list[ProcessSpec]
@@ -199,35 +200,29 @@ class WorkerSupervisor:
     on_lost: Callable[[str, str], object]
     """Called with a replaced worker's name and the reason."""
     silence_timeout_s: float = SILENCE_TIMEOUT_S
-    _last_check: float = 0.0
-    _why: dict[str, str] = field(default_factory=dict)
     _beats: dict[str, tuple[float, float]] = field(default_factory=dict)
     """Time in each heartbeat by the worker's clock, and its arrival by the launcher's clock."""
 
     def __post_init__(self) -> None:
         self._budgets = {spec.name: RestartBudget() for spec in self.specs}
-        self._files = {s.name: self.processes.run_dir.heartbeat(s.name) for s in self.specs}
-        for file in self._files.values():
-            file.unlink(missing_ok=True)
+        for spec in self.specs:
+            self.processes.run_dir.heartbeat(spec.name).unlink(missing_ok=True)
 
     def supervise(self) -> None:
-        now = time.monotonic()
-        is_check_due = now - self._last_check >= CHECK_EVERY_S
-        self._last_check = now if is_check_due else self._last_check
         for spec in self.specs:
             budget = self._budgets[spec.name]
             if budget.due is None:
                 exit_code = self.processes.exit_code(spec.name)
                 if exit_code is not None:
                     self._replace_ended(spec, exit_code)
-                elif is_check_due and (why := self._find_fault(spec, now)):
+                elif why := self._find_fault(spec):
                     self.processes.kill_process(spec.name)
                     self._plan(spec, why)
             if budget.take_due():
                 self._start_successor(spec)
 
     def _replace_ended(self, spec: ProcessSpec, exit_code: int) -> None:
-        heartbeat = find_heartbeat(self._files[spec.name])
+        heartbeat = find_heartbeat(self.processes.run_dir.heartbeat(spec.name))
         how = self.processes.explain_exit(spec.name, exit_code)
         if heartbeat is not None:
             if not heartbeat.told_to_quit:
@@ -235,13 +230,13 @@ class WorkerSupervisor:
         elif exit_code == 0:
             raise how  # it never worked
 
-    def _find_fault(self, spec: ProcessSpec, now: float) -> str:
-        heartbeat = find_heartbeat(self._files[spec.name])
+    def _find_fault(self, spec: ProcessSpec) -> str:
+        heartbeat = find_heartbeat(self.processes.run_dir.heartbeat(spec.name))
         if heartbeat is None or heartbeat.told_to_quit:
             return ""
         if self._beats.get(spec.name, (None,))[0] != heartbeat.time_s:
-            self._beats[spec.name] = heartbeat.time_s, now
-        silent_s = now - self._beats[spec.name][1]
+            self._beats[spec.name] = heartbeat.time_s, time.monotonic()
+        silent_s = time.monotonic() - self._beats[spec.name][1]
         blocked_s = heartbeat.time_s - heartbeat.loop_s
         size = 0 if spec.host else self.processes.resident_bytes(spec.name)
         if size > self.max_bytes:
@@ -265,11 +260,11 @@ class WorkerSupervisor:
                 f"`{self.processes.resume_command}`",
             )
         self.processes.expect_restart([spec.name])
-        self._why[spec.name] = why
+        self._budgets[spec.name].why = why
 
     def _start_successor(self, spec: ProcessSpec) -> None:
-        why = self._why.pop(spec.name)
-        self._files[spec.name].unlink(missing_ok=True)
+        why = self._budgets[spec.name].why
+        self.processes.run_dir.heartbeat(spec.name).unlink(missing_ok=True)
         # A remote shell may interpret the text, which can contain log lines.
         words = why.partition(":")[0] if spec.host else why
         self.processes.start(replace(spec, arguments=[*spec.arguments, "--replaces", words]))

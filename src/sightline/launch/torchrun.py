@@ -16,6 +16,8 @@ from dataclasses import dataclass, replace
 from functools import cache
 from typing import TYPE_CHECKING
 
+import msgspec
+
 from sightline.config import AnyRun, TrainerConfig
 from sightline.errors import ConfigError
 from sightline.launch.process_spec import ProcessSpec
@@ -25,7 +27,11 @@ from sightline.transport.listen import is_loopback
 from sightline.wire.rank_messages import Rendezvous, rank_process_name
 
 if TYPE_CHECKING:
-    from sightline.compute.tcp_store import RendezvousStore
+    from torch.distributed import TCPStore
+
+RENDEZVOUS_KEY = "sightline/run"
+RENDEZVOUS_TIMEOUT_S = 600.0
+"""Maximum time for rank 0 to check the run file and create the run directory."""
 
 
 @dataclass(frozen=True)
@@ -68,11 +74,19 @@ def find_context() -> TorchrunContext | None:
 
 
 @cache
-def get_rendezvous_store(context: TorchrunContext) -> RendezvousStore:
+def get_rendezvous_store(context: TorchrunContext) -> TCPStore:
     """Return torchrun's store. It exists as long as this process, which may host it."""
-    from sightline.compute.tcp_store import RendezvousStore
+    from sightline.compute.tcp_store import connect_store, listen_store
 
-    return RendezvousStore(context.host, context.port, not context.has_store and context.rank == 0)
+    if context.has_store or context.rank:
+        return connect_store(f"{context.host}:{context.port}", RENDEZVOUS_TIMEOUT_S)
+    return listen_store(context.host, context.port, RENDEZVOUS_TIMEOUT_S)
+
+
+def read_rendezvous(context: TorchrunContext) -> Rendezvous:
+    """Wait until rank 0 has posted the run's rendezvous, and return it."""
+    data = get_rendezvous_store(context).get(RENDEZVOUS_KEY)
+    return msgspec.json.decode(data, type=Rendezvous)
 
 
 def open_rendezvous(settings: TrainerConfig, run_dir: str = "") -> Rendezvous:
@@ -102,6 +116,6 @@ def build_local_specs(
         return [trainer]
     at, ranks = open_rendezvous(settings, str(run_dir.path.resolve())), range(settings.ranks)
     if context is not None and context.size > 1:
-        get_rendezvous_store(context).post(at)
+        get_rendezvous_store(context).set(RENDEZVOUS_KEY, msgspec.json.encode(at).decode())
         ranks = range(1)
     return [build_rank_spec(trainer, rank, settings.ranks, at) for rank in ranks]

@@ -9,11 +9,9 @@ A `TrainingJob` holds the differences between the two commands.
 from __future__ import annotations
 
 import contextlib
-import os
 import shutil
 import signal
 import sys
-import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
@@ -39,11 +37,10 @@ from sightline.launch.claim import (
     make_secret,
     record_model_digests,
 )
+from sightline.launch.process_spec import ProcessSpec, build_local_spec
 from sightline.launch.process_watch import StoppedProcessWatch, bound_logs, kill_marked
 from sightline.launch.processes import (
-    POLL_S,
     Processes,
-    ProcessSpec,
     SignalCounter,
     TrainerWatchdog,
     call_view,
@@ -56,7 +53,7 @@ from sightline.launch.torchrun import (
     build_local_specs,
     build_rank_spec,
     find_context,
-    get_rendezvous_store,
+    read_rendezvous,
 )
 from sightline.orchestrator.run_state import read_progress
 from sightline.run import EventLog, RunDir
@@ -75,6 +72,8 @@ class TrainingJob(ABC, Generic[AnyRun]):
     """Name of the process whose end ends the run."""
     trainer: str
     """Name of the trainer's rank 0."""
+    plain: bool
+    """Whether to print plain lines instead of the live view."""
 
     def resolve(self, file: AnyRun) -> AnyRun:
         """Return the run file with the settings that depend on this machine."""
@@ -112,10 +111,6 @@ class TrainingJob(ABC, Generic[AnyRun]):
         """Release resources that would outlive the run's processes."""
 
     @abstractmethod
-    def open_view(self, file: AnyRun, run_dir: RunDir) -> LiveView:
-        """Return the live view of the run."""
-
-    @abstractmethod
     def print_outcome(self, file: AnyRun, run_dir: RunDir, stopped_by: str) -> None:
         """Print the location of the results. `stopped_by` is empty for a finished run."""
 
@@ -128,7 +123,8 @@ def start_run(
     """Run `file` in a new directory. `on_recorded` gets it once the run can be resumed."""
     context = find_context()
     run_checks(Facts(RunDir(Path(file.run.dir)), file), SETTINGS)
-    file = resolve_paths(_resolve(job, resolve_model(file), context))
+    file = resolve_model(file)
+    file = resolve_paths(job.resolve(file if context is None else context.apply_to(file)))
     run_dir = RunDir(Path(file.run.dir).absolute())
     job.check(file, run_dir)
     run_dir = claim_run_dir(str(run_dir.path), file.run.name)
@@ -162,7 +158,7 @@ def resume_run(
         print(end)
         return run_dir
     run_checks(Facts(run_dir, new), SETTINGS)
-    new = resolve_paths(_resolve(job, new, context))
+    new = resolve_paths(job.resolve(new if context is None else context.apply_to(new)))
     job.check(new, run_dir)
     with disk_errors(run_dir.path), lock_run_dir(run_dir):
         return _run(job, new, run_dir, check_unchanged, context)
@@ -173,10 +169,6 @@ def check_unchanged(run_dir: RunDir, model: Path) -> None:
     check_model_unchanged(run_dir, model)
     if run_dir.progress.exists():
         read_progress(run_dir)
-
-
-def _resolve(job: TrainingJob[AnyRun], file: AnyRun, context: TorchrunContext | None) -> AnyRun:
-    return job.resolve(file if context is None else context.apply_to(file))
 
 
 def _run(
@@ -205,7 +197,7 @@ def _run(
     supervise = _build_supervision(job, file, processes, specs, events, context)
     logging = file.logging if isinstance(file, RunFile) else LoggingConfig()
     sinks = feed_in_background(logging, run_dir, lambda words: events.write("sink", words=words))
-    view = job.open_view(file, run_dir)
+    view = LiveView(run_dir, job.plain)
     failure, was_stopped = None, False
     try:
         # These were left by an earlier launcher that was killed.
@@ -279,29 +271,24 @@ def run_as_follower(job: TrainingJob[AnyRun]) -> bool:
     context = find_context()
     if context is None or context.rank == 0:
         return False
-    at = get_rendezvous_store(context).read()
+    at = read_rendezvous(context)
     run_dir = RunDir(Path(at.run_dir))
     file = load_config(job.file_kind, run_dir.config)
     threads = max(1, job.count_trainer_threads(file) // context.local_size)
-    words = ["process", job.trainer, str(run_dir.path), "--threads", str(threads)]
-    words += ["--parent", str(os.getpid())]
-    trainer = ProcessSpec(job.trainer, words, threads)
+    trainer = build_local_spec(job.trainer, run_dir.path, threads)
     spec = build_rank_spec(trainer, context.rank, context.size, at)
     processes = Processes(run_dir, job.command)
     # Rank 0 ends this rank. Signals to the whole group are for rank 0's launcher.
     for number in (signal.SIGINT, signal.SIGHUP):
         signal.signal(number, signal.SIG_IGN)
-    try:
-        watchdog = TrainerWatchdog(processes, [spec.name], file.trainer.stall_timeout_s)
-        stopped = StoppedProcessWatch(processes.list_pids, print)
-        processes.start(spec)
-        while (exit_code := processes.exit_code(spec.name)) is None:
-            time.sleep(POLL_S)
-            watchdog.check()
-            stopped.check()
-            bound_logs(run_dir.logs)
-    finally:
-        processes.kill()
-    if exit_code:
-        raise processes.explain_exit(spec.name, exit_code)
+    watchdog = TrainerWatchdog(processes, [spec.name], file.trainer.stall_timeout_s)
+    stopped = StoppedProcessWatch(processes.list_pids, print)
+
+    def supervise() -> None:
+        watchdog.check()
+        stopped.check()
+        bound_logs(run_dir.logs)
+
+    processes.start(spec)
+    watch_processes(processes, spec.name, lambda: None, SignalCounter(), supervise)
     return True

@@ -7,7 +7,7 @@ bytes, headers and files, but no model families, tensors or messages. It imports
 """
 
 from sightline.media.decode import is_image_source
-from sightline.media.ingest import ImageIngestor, UrlRefCache
+from sightline.media.ingest import ImageIngestor, UrlRefCache, read_data_url
 from sightline.media.open import is_address, open_store
 from sightline.media.ref import MediaRef
 from sightline.media.store import MediaStore
@@ -20,4 +20,5 @@ __all__ = [
     "is_address",
     "is_image_source",
     "open_store",
+    "read_data_url",
 ]

@@ -181,28 +181,17 @@ def _iter_leases(root: Path) -> Iterator[tuple[float, float]]:
                 yield _read_lease(path) or renewed, renewed
 
 
-def iter_files(root: Path) -> Iterator[os.DirEntry[str]]:
-    """Yield every file in the two levels of directories below `root`."""
-    for first in _directories(root):
-        for second in _directories(first.path):
-            with suppress(FileNotFoundError), os.scandir(second.path) as entries:
-                yield from (entry for entry in entries if entry.is_file(follow_symlinks=False))
+def iter_files(root: Path) -> Iterator[tuple[Path, os.stat_result]]:
+    """Yield every file in the two levels of directories below `root`, with its status."""
+    for path in root.glob("??/??/*"):
+        with suppress(FileNotFoundError):
+            status = path.lstat()
+            if stat.S_ISREG(status.st_mode):
+                yield path, status
 
 
-def is_image_file(entry: os.DirEntry[str]) -> bool:
-    name = entry.name
-    return is_digest(name) and entry.path.endswith(os.path.join(name[:2], name[2:4], name))
-
-
-def _directories(path: str | Path) -> list[os.DirEntry[str]]:
-    try:
-        with os.scandir(path) as entries:
-            return sorted(
-                (entry for entry in entries if len(entry.name) == 2 and entry.is_dir()),
-                key=lambda entry: entry.name,
-            )
-    except FileNotFoundError:
-        return []
+def is_image_file(path: Path) -> bool:
+    return is_digest(path.name) and path == get_image_path(path.parents[2], path.name)
 
 
 def _has_bytes(path: Path, data: bytes) -> bool:
@@ -246,8 +235,6 @@ class VerifyReport(msgspec.Struct, frozen=True):
     size_bytes: int
     corrupt: list[str]
     """Digests whose bytes do not match or cannot be read."""
-    leftovers: list[str]
-    """Other files, as paths relative to the root."""
 
 
 class GcReport(msgspec.Struct, frozen=True):
@@ -259,7 +246,6 @@ class GcReport(msgspec.Struct, frozen=True):
     """Images that are not in use, but were used too recently to be removed."""
     num_temporary: int
     """Temporary files of dead writers, which are removed too."""
-    dry_run: bool
 
 
 def gc(root: Path, in_use: Collection[str], min_age_s: float, *, dry_run: bool) -> GcReport:
@@ -267,20 +253,19 @@ def gc(root: Path, in_use: Collection[str], min_age_s: float, *, dry_run: bool) 
         raise MediaError(f"there is no store at {root}", "pass the directory of a store")
     removed: list[str] = []
     removed_bytes = num_in_use = num_young = num_temporary = 0
-    entries = iter_files(root)
-    while batch := list(itertools.islice(entries, _BATCH)):
+    files = iter_files(root)
+    while batch := list(itertools.islice(files, _BATCH)):
         with lock_store(root, exclusive=True):
             now = read_disk_clock(root)
             newest = min(now - min_age_s, find_lease_start(_iter_leases(root), now))
-            for entry in batch:
+            for path, _ in batch:
                 try:
-                    # Not entry.stat(), which may date from before the lock.
-                    status = os.stat(entry.path)
+                    status = path.stat()  # the earlier status dates from before the lock
                 except FileNotFoundError:
                     continue
-                is_temporary = entry.name.startswith(TEMPORARY_PREFIX)
-                is_image = is_image_file(entry)
-                is_used = is_image and entry.name in in_use
+                is_temporary = path.name.startswith(TEMPORARY_PREFIX)
+                is_image = is_image_file(path)
+                is_used = is_image and path.name in in_use
                 spare_s = _TEMPORARY_MIN_AGE_S if is_temporary else 0.0
                 is_young = status.st_mtime > min(newest, now - spare_s)
                 num_in_use += is_used
@@ -289,8 +274,8 @@ def gc(root: Path, in_use: Collection[str], min_age_s: float, *, dry_run: bool) 
                     continue
                 num_temporary += is_temporary
                 if is_image:
-                    removed.append(entry.name)
+                    removed.append(path.name)
                     removed_bytes += status.st_size
                 if not dry_run:
-                    os.unlink(entry.path)
-    return GcReport(removed, removed_bytes, num_in_use, num_young, num_temporary, dry_run)
+                    path.unlink()
+    return GcReport(removed, removed_bytes, num_in_use, num_young, num_temporary)

@@ -29,7 +29,9 @@ from sightline.errors import (
     MediaRefused,
     MessageError,
 )
+from sightline.media.decode import DEFAULT_LIMITS
 from sightline.media.fetch import HostResolver, fetch, resolve_host
+from sightline.media.header import ImageLimits
 from sightline.media.ref import URL_PREFIX, MediaRef, is_digest
 from sightline.media.store import MediaStore
 
@@ -116,17 +118,7 @@ class ImageIngestor:
             raise type(error)(f"{path}: {error.problem}", error.fix) from cause
 
     def _put_data(self, url: str, _path: str) -> MediaRef:
-        head, comma, text = url.partition(",")
-        kind, *parameters = head[len("data:") :].lower().split(";")
-        if not comma or not kind.startswith(("image/", "video/")) or "base64" not in parameters:
-            raise MessageError(f"a data url that begins {head[:60]!r}", _FIX_DATA)
-        text = "".join(unquote(text).split())
-        self.store.limits.check_bytes(len(text) // 4 * 3 - text[-2:].count("="))
-        try:
-            data = binascii.a2b_base64(text, strict_mode=True)
-        except ValueError as error:
-            raise MediaRefused(f"a data url whose base64 is bad: {error}", _FIX_DATA) from error
-        return self._put(data)
+        return self._put(read_data_url(url, self.store.limits))
 
     def _put(self, data: bytes) -> MediaRef:
         """Store an external client's image if there is room."""
@@ -185,6 +177,20 @@ class ImageIngestor:
                 os.close(fd)
         except OSError as error:
             raise MediaRefused(f"cannot read {path}: {error.strerror}", _FIX_FILE) from error
+
+
+def read_data_url(url: str, limits: ImageLimits = DEFAULT_LIMITS) -> bytes:
+    """Return the bytes of an image or a video in a data url."""
+    head, comma, text = url.partition(",")
+    kind, *parameters = head[len("data:") :].lower().split(";")
+    if not comma or not kind.startswith(("image/", "video/")) or "base64" not in parameters:
+        raise MessageError(f"a data url that begins {head[:60]!r}", _FIX_DATA)
+    text = "".join(unquote(text).split())
+    limits.check_bytes(len(text) // 4 * 3 - text[-2:].count("="))
+    try:
+        return binascii.a2b_base64(text, strict_mode=True)
+    except ValueError as error:
+        raise MediaRefused(f"a data url whose base64 is bad: {error}", _FIX_DATA) from error
 
 
 def _open_below(root: Path, path: Path) -> int:

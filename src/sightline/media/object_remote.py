@@ -152,7 +152,6 @@ class ObjectRemote:
             num_in_use=len(images) - len(unused),
             num_young=len(unused) - len(removed),
             num_temporary=0,
-            dry_run=dry_run,
         )
 
     def _remove(self, batch: list[tuple[str, int]], min_age_s: float) -> list[tuple[str, int]]:

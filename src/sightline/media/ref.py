@@ -38,12 +38,8 @@ class MediaRef(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_def
 
     def __post_init__(self) -> None:  # msgspec runs this on decode as well
         check_digest(self.digest)
-        sizes = (
-            self.width,
-            self.height,
-            self.nbytes,
-            *([self.num_frames] if self.is_video else ()),
-        )
+        frames = (self.num_frames,) if self.is_video else ()
+        sizes = (self.width, self.height, self.nbytes, *frames)
         is_whole = all(type(size) is int and size > 0 for size in sizes)
         has_rate = MIN_FPS <= self.fps <= MAX_FPS if self.is_video else self.fps == 0
         is_still = self.is_video or self.num_frames == 0

@@ -211,9 +211,6 @@ class RemoteStore(MediaStore):
     def iter_sizes(self) -> Iterator[tuple[str, int]]:
         yield from self._ask(self.remote.list_sizes)
 
-    def _list_leftovers(self) -> list[str]:
-        return []
-
     def _gc(self, in_use: Collection[str], min_age_s: float, dry_run: bool) -> files.GcReport:
         return self.remote.gc(in_use, min_age_s, dry_run)
 

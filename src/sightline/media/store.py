@@ -9,10 +9,10 @@ Any number of processes on any number of machines may share a root.
 from __future__ import annotations
 
 import errno
-import itertools
 import os
 import shutil
 import stat
+import tempfile
 import threading
 import time
 from collections.abc import Collection, Iterable, Iterator
@@ -246,9 +246,9 @@ class MediaStore:
 
     def iter_sizes(self) -> Iterator[tuple[str, int]]:
         """Yield every digest in `root` with its size in bytes."""
-        for entry in filter(files.is_image_file, files.iter_files(self._folder)):
-            with suppress(FileNotFoundError):
-                yield entry.name, entry.stat().st_size
+        for path, status in files.iter_files(self._folder):
+            if files.is_image_file(path):
+                yield path.name, status.st_size
 
     def _find(self, digest: str, renew: bool) -> bytes | None:
         """Return the verified bytes in `root`, or None. `renew` records a use."""
@@ -295,15 +295,11 @@ class MediaStore:
                 data = b""
             num_files += data is not None  # None: gc removed it
             size_bytes += len(data or b"")
-        return files.VerifyReport(num_files, size_bytes, corrupt, self._list_leftovers())
+        return files.VerifyReport(num_files, size_bytes, corrupt)
 
     def _fetch(self, digest: str) -> bytes | None:
         """Return the verified bytes in `root`, or None, without recording a use."""
         return self._find(digest, renew=False)
-
-    def _list_leftovers(self) -> list[str]:
-        others = itertools.filterfalse(files.is_image_file, files.iter_files(self._folder))
-        return [os.path.relpath(entry.path, self._folder) for entry in others]
 
     def gc(
         self,
@@ -374,14 +370,10 @@ class MediaStore:
 
     def check_writable(self) -> None:
         """Raise `MediaError` unless images can be put here; create the root if it is missing."""
-        probe = (
-            self._folder / f"{files.TEMPORARY_PREFIX}probe-{os.getpid()}-{threading.get_ident()}"
-        )
         with self._disk_errors():
             self._folder.mkdir(0o700, parents=True, exist_ok=True)
-            with files.lock_store(self._folder):
-                probe.write_bytes(b"")
-                probe.unlink()
+            with files.lock_store(self._folder), tempfile.TemporaryFile(dir=self._folder):
+                pass
 
     def _get_survey(self) -> _StoreSurvey:
         survey = self._survey

@@ -39,10 +39,10 @@ KnownParts = Mapping[str, tuple[Path, int]]
 """Local files that contain a part, and its offset in them."""
 
 
-def open_blobs(root: str | Path, token: str = "", max_bytes: int | None = None) -> MediaStore:
+def open_blobs(root: str | Path, token: str = "") -> MediaStore:
     """Open the store for parts of files next to the images of `root`, without a cache."""
     where = f"{str(root).rstrip('/')}/{BLOBS}" if is_address(root) else Path(root) / BLOBS
-    return open_store(where, token=token, max_bytes=max_bytes, cache_bytes=0)
+    return open_store(where, token=token, cache_bytes=0)
 
 
 def store_file(

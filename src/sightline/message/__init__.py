@@ -33,7 +33,7 @@ from sightline.message.read import (
     is_whole_text,
     to_message,
     to_messages,
-    to_openai_part,
+    to_openai_message,
 )
 
 __all__ = [
@@ -61,7 +61,7 @@ __all__ = [
     "text",
     "to_message",
     "to_messages",
-    "to_openai_part",
+    "to_openai_message",
     "user",
     "video",
 ]

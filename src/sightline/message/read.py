@@ -1,4 +1,4 @@
-"""Convert OpenAI-style dicts to messages, and parts to OpenAI's format.
+"""Convert OpenAI-style dicts to messages, and messages to OpenAI's format.
 
 Unknown keys and types are refused with their JSON path."""
 
@@ -76,6 +76,8 @@ def to_message(message: Message | dict[str, Any], resolver: ImageResolver, path:
         return message.as_message() if isinstance(message, AssistantMessage) else message
     _check_type(message, dict, path, "pass a dict or a Message")
     role = message.get("role")
+    if role == "developer":  # OpenAI's newer name, which chat templates do not know
+        role = "system"
     if role not in ROLES:
         raise MessageError.at(f"{path}.role", f"{role!r}", f"use one of {', '.join(ROLES)}")
     for key in message.keys() - _KNOWN_KEYS:
@@ -209,6 +211,39 @@ def get_image_source(
         f"expected a URL, got a {type(source).__name__}" if source else f"no URL of the {what}"
     )
     raise MessageError.at(where, problem, "pass a data: or media: URL, or a ref from chat.put")
+
+
+def to_openai_message(
+    message: Message, url_of: Callable[[MediaRef], str], call_ids: Sequence[str] = ()
+) -> dict[str, Any]:
+    """Convert a message to OpenAI's format. `url_of` returns an image's URL.
+
+    `call_ids` are ids for tool calls that have none.
+    """
+    sent: dict[str, Any] = {"role": message.role, "content": _to_openai_content(message, url_of)}
+    if message.reasoning is not None:
+        sent["reasoning_content"] = message.reasoning
+    if message.tool_calls:
+        sent["tool_calls"] = [
+            {
+                "id": call.id or (call_ids[k] if call_ids else f"call_{k}"),
+                "type": "function",
+                "function": {"name": call.name, "arguments": call.arguments},
+            }
+            for k, call in enumerate(message.tool_calls)
+        ]
+    if message.tool_call_id is not None:
+        sent["tool_call_id"] = message.tool_call_id
+    if message.name is not None:
+        sent["name"] = message.name
+    return sent
+
+
+def _to_openai_content(message: Message, url_of: Callable[[MediaRef], str]) -> Any:
+    if not message.refs:
+        # With tool calls, OpenAI writes null. Otherwise programs expect text.
+        return message.text or (None if message.tool_calls else "")
+    return [to_openai_part(part, url_of) for part in message.content]
 
 
 def to_openai_part(part: Part, url_of: Callable[[MediaRef], str]) -> dict[str, Any]:

@@ -21,7 +21,7 @@ import numpy as np
 
 from sightline.media import MediaStore
 from sightline.orchestrator.run_state import RunState
-from sightline.wire.file import write_sums
+from sightline.wire.file import hash_file, write_sums
 from sightline.wire.weights import MANIFEST, fetch_files, is_transposed, read_manifest
 
 WEIGHTS = "model.safetensors"
@@ -53,10 +53,9 @@ class BestCheckpoint:
             return ""
         if not weights.is_file():
             return f"{weights} is missing"
-        with open(weights, "rb") as file:
-            digest = hashlib.file_digest(file, "sha256").hexdigest()
-        is_known = digest == (progress.best_digest or digest)
-        return "" if is_known else f"{weights} is damaged: its checksum has changed"
+        if hash_file(weights) == progress.best_digest:
+            return ""
+        return f"{weights} is damaged: its checksum has changed"
 
     def forget(self) -> None:
         """Let the next evaluation write the best checkpoint again."""

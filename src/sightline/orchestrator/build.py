@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Awaitable, Callable, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 
 from sightline.algo.algorithms import load_algorithm
@@ -46,23 +45,15 @@ def open_best_checkpoint(
     return best
 
 
-@dataclass(frozen=True)
-class ServerClients:
-    """Builds clients for a run's servers."""
-
-    config: RunFile
-    store: MediaStore
-    secret: str
-    """The run's secret, from which the tokens of its own servers are derived."""
-
-    def build(self, url: str, is_own: bool) -> GenerateClient:
-        inference = self.config.inference
-        token = derive_control_token(self.secret) if is_own else inference.read_control_token()
-        return load_engine(inference.engine).build_client(url, token=token)
+def build_client(config: RunFile, secret: str, url: str, is_own: bool) -> GenerateClient:
+    """Build the client for a server. Tokens of the run's own servers come from its secret."""
+    inference = config.inference
+    token = derive_control_token(secret) if is_own else inference.read_control_token()
+    return load_engine(inference.engine).build_client(url, token=token)
 
 
 def build_servers(
-    config: RunFile, run_dir: RunDir, events: EventLog, clients: ServerClients, urls: Sequence[str]
+    config: RunFile, run_dir: RunDir, events: EventLog, secret: str, urls: Sequence[str]
 ) -> ServerPool:
     """Build the pool of servers for rollouts."""
     is_own = not config.inference.servers
@@ -70,7 +61,11 @@ def build_servers(
     return ServerPool(
         run_dir.read_id(),
         events,
-        [clients.build(url, is_own) for url in urls if url and wanted.get(url) != REMOVE],
+        [
+            build_client(config, secret, url, is_own)
+            for url in urls
+            if url and wanted.get(url) != REMOVE
+        ],
         # The weights of external servers are unknown until they adopt a version.
         first_version=0 if is_own else UNKNOWN_VERSION,
         outage_timeout_s=config.inference.outage_timeout_s,
@@ -103,21 +98,19 @@ def build(
         unjudged_groups=list(run_state.progress.open_groups),
         check_trace=policies.check_trace,
     )
-    policy = PolicyUpdater([servers.adopt], run_dir.weights, blobs, servers.first_version)
+    policy = PolicyUpdater(events, [servers.adopt], run_dir.weights, blobs, servers.first_version)
     observer = StepMetrics(run_state, policy, store, events, rollouts, config.run.steps)
-    policy.on_adopted = observer.on_adopted
     evaluator = Evaluator(
         rollouts, run_state, events, run_dir, config.eval.tasks, config.eval.temperature
     )
     stop_at = config.run.stop_at
-    goal = None if stop_at is None else RewardGoal(stop_at, evaluator, policy, run_state, events)
+    goal = None if stop_at is None else RewardGoal(stop_at, evaluator, policy)
     background_evaluator = None
     if evaluator_servers is not None:
         best_checkpoint = open_best_checkpoint(config, run_dir, run_state, events, blobs)
         background_evaluator = BackgroundEvaluator(
-            evaluator, policy, best_checkpoint, run_state, events,
-            next(iter(evaluator_servers.servers)), evaluator_servers.adopt,
-            config.eval.every, config.run.steps,
+            evaluator, policy, best_checkpoint, next(iter(evaluator_servers.servers)),
+            evaluator_servers.adopt, config.eval.every, config.run.steps,
         )  # fmt: skip
 
     def check_room() -> None:
@@ -141,11 +134,7 @@ def build(
         goal=goal,
         announce=announce,
         check_room=check_room,
-        groups_per_step=settings.groups_per_step,
-        max_lag=settings.max_lag,
-        diagnostics_every=settings.diagnostics_every,
-        max_empty_batches=settings.max_empty_batches,
-        max_resampled_groups=int(settings.max_resample_fraction * settings.groups_per_step),
+        settings=settings,
         max_bad_fraction=config.media.max_bad_fraction,
         last_step=config.run.steps,
     )

@@ -7,22 +7,22 @@ the trainer's messages wait for: its files       unblocked by: writes to the run
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import json
+import math
 import sys
 import time
 from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
-from functools import partial
 from pathlib import Path
 
 from msgspec import structs
 
 from sightline.errors import PeerLost, ProcessFailed, WireError
 from sightline.orchestrator.loop import Orchestrator
-from sightline.orchestrator.remote_files import RemoteFiles, WriteQueue
+from sightline.orchestrator.remote_files import RemoteFiles
 from sightline.orchestrator.server_pool import run_until_first
+from sightline.rollout.client import ChangeSignal
 from sightline.run.mirror import BEAT
 from sightline.transport.zmq_channel import AsyncHub
 from sightline.wire import control
@@ -41,6 +41,9 @@ from sightline.wire.control import (
 )
 
 TRAINER = "trainer"
+TRAINER_TIMEOUT_S = 3600.0
+"""Maximum time without a message from a remote trainer. It sends a heartbeat every second once it
+has its copy of the run. A restart on another node, including that copy, must fit in this time."""
 
 
 @dataclass
@@ -62,16 +65,21 @@ class ControlRouter:
     """The servers that workers may use."""
     remote_files: RemoteFiles | None = None
     """The run directory, for processes on machines that do not share it."""
-    trainer_watch: TrainerWatch = field(default_factory=lambda: TrainerWatch())
+    trainer_error_file: Path | None = None
+    """File with the error of a failed trainer on another machine; None for a local trainer."""
+    trainer_timeout_s: float = TRAINER_TIMEOUT_S
     orchestrator: Orchestrator = field(init=False)
     """Handles the messages of the other processes."""
 
     def __post_init__(self) -> None:
-        self._ready_changed = asyncio.Condition()
+        self._ready_changed = ChangeSignal()
         self._telling = asyncio.Lock()
         self._from_trainer: asyncio.Queue[ControlMessage] = asyncio.Queue()
         self._joining: asyncio.Queue[str] = asyncio.Queue()
-        self._checkpoints = WriteQueue()
+        self._checkpoints: asyncio.Queue[FileChanges] = asyncio.Queue()
+        self._num_unwritten = 0
+        """Number of messages in the queue of checkpoint files that are not written yet."""
+        self._trainer_heard_at = math.inf
 
     async def send(self, peer: str, message: ControlMessage) -> None:
         await self.hub.send(peer, control.encode(message))
@@ -108,18 +116,18 @@ class ControlRouter:
         """Tell the workers which servers they may use."""
         self.servers = servers
         for worker in self.ready.keys() - {TRAINER}:
-            with contextlib.suppress(ProcessFailed):  # its successor gets the list when it is ready
+            with suppress(ProcessFailed):  # its successor gets the list when it is ready
                 await self.send(worker, servers)
 
     async def wait_until_ready(self, names: set[str]) -> None:
-        async with self._ready_changed:
-            await self._ready_changed.wait_for(lambda: names <= self.ready.keys())
+        while not names <= self.ready.keys():
+            await self._ready_changed.wait()
 
     async def keep_receiving(self) -> None:
         """Handle messages until cancelled."""
         await run_until_first(
             self._keep_receiving(), self._keep_heeding_trainer(), self._keep_giving_files(),
-            self._checkpoints.keep_writing(), self.trainer_watch.keep_watching(),
+            self._keep_writing_checkpoints(), self._keep_watching_trainer(),
         )  # fmt: skip
 
     async def _keep_receiving(self) -> None:
@@ -139,10 +147,12 @@ class ControlRouter:
                 )
             message = control.decode_from(peer, data)
             if peer == TRAINER:
-                self.trainer_watch.note_heard(isinstance(message, ProcessReady))
+                self._trainer_heard_at = time.monotonic()
+                if isinstance(message, ProcessReady) and self.trainer_error_file is not None:
+                    self.trainer_error_file.unlink(missing_ok=True)  # left by its predecessor
             match message:
                 case RolloutResult() if peer != TRAINER:
-                    rollouts.on_result(message, peer)
+                    rollouts.on_result(message)
                 case JoinRequest() if peer != TRAINER and self.remote_files is not None:
                     check_release(message.release, peer)
                     self._joining.put_nowait(peer)
@@ -158,7 +168,7 @@ class ControlRouter:
                         )
                     if self.servers is not None:
                         await self.send(peer, self.servers)
-                    await self._note_ready(peer, message)
+                    self._note_ready(peer, message)
                 case _ if peer == TRAINER:
                     self._from_trainer.put_nowait(message)
                 case _:
@@ -172,7 +182,7 @@ class ControlRouter:
     async def _give_files(self, peer: str) -> None:
         assert self.remote_files is not None
         files = await asyncio.to_thread(self.remote_files.collect, peer)
-        with contextlib.suppress(ProcessFailed):  # it has just ended, and its successor will ask
+        with suppress(ProcessFailed):  # it has just ended, and its successor will ask
             await self.send(peer, files)
 
     async def _keep_heeding_trainer(self) -> None:
@@ -188,19 +198,18 @@ class ControlRouter:
                 case FileChanges(files) if self.remote_files is not None:
                     if all(file.name.startswith("checkpoints/") for file in files):
                         # New weights must not wait for large checkpoints.
-                        self._checkpoints.put(partial(self.remote_files.write, TRAINER, message))
+                        self._num_unwritten += 1
+                        self._checkpoints.put_nowait(message)
                     else:
                         await asyncio.to_thread(self.remote_files.write, TRAINER, message)
                 case PublishedWeights():
-                    if (
-                        self._checkpoints.num_waiting
-                    ):  # the checkpoint that covers the batches may not be written yet
+                    if self._num_unwritten:  # perhaps the checkpoint that covers the batches
                         message = structs.replace(message, checkpoint_step=0)
                     self.orchestrator.publish(message)
                 case ProcessReady():
                     check_release(message.release, TRAINER)
                     await self._on_trainer_ready(message.version)
-                    await self._note_ready(TRAINER, message)
+                    self._note_ready(TRAINER, message)
                 case TrainingFinished(step) if step <= self.orchestrator.run_state.progress.step:
                     await self._checkpoints.join()
                     self.last_step = step
@@ -208,51 +217,33 @@ class ControlRouter:
                 case _:
                     raise _unexpected_error(TRAINER, message)
 
-    async def _note_ready(self, peer: str, message: ProcessReady) -> None:
-        async with self._ready_changed:
-            self.ready[peer] = message
-            self._ready_changed.notify_all()
+    async def _keep_writing_checkpoints(self) -> None:
+        while True:
+            message = await self._checkpoints.get()
+            assert self.remote_files is not None
+            await asyncio.to_thread(self.remote_files.write, TRAINER, message)
+            self._num_unwritten -= 1
+            self._checkpoints.task_done()
+
+    async def _keep_watching_trainer(self) -> None:
+        """Raise when a trainer on another machine is lost and was not replaced."""
+        while True:
+            await asyncio.sleep(min(30.0, self.trainer_timeout_s / 4))
+            silent_s = time.monotonic() - self._trainer_heard_at
+            if self.trainer_error_file is not None and silent_s > self.trainer_timeout_s:
+                lost = f"no message from a trainer for {silent_s:.0f} s"
+                fix = "check the cluster's log of the trainer, then resume the run"
+                with suppress(OSError, ValueError):  # there is no such file
+                    left = json.loads(self.trainer_error_file.read_text())
+                    lost, fix = f"{lost}; the last one failed: {left['problem']}", left["fix"]
+                raise ProcessFailed(lost, fix)
+
+    def _note_ready(self, peer: str, message: ProcessReady) -> None:
+        self.ready[peer] = message
+        self._ready_changed.notify()
 
 
 def _unexpected_error(peer: str, message: ControlMessage) -> WireError:
     return WireError(
         f"{peer} sent an unexpected message: {str(message)[:200]}", "this is a bug; report it"
     )
-
-
-TRAINER_TIMEOUT_S = 3600.0
-"""Maximum time without a message from a remote trainer. It sends a heartbeat every second once it
-has its copy of the run. A restart on another node, including that copy, must fit in this time."""
-
-
-@dataclass
-class TrainerWatch:
-    """Detects the loss of a trainer that a cluster runs on another machine."""
-
-    error_file: Path | None = None
-    """File with the error of a failed remote trainer; None for a local trainer."""
-    timeout_s: float = TRAINER_TIMEOUT_S
-    heard_at: float | None = None
-    """Time of the last message, by the monotonic clock; None before the first."""
-
-    def note_heard(self, is_ready: bool) -> None:
-        self.heard_at = time.monotonic()
-        if is_ready and self.error_file is not None:
-            self.error_file.unlink(missing_ok=True)  # left by its predecessor
-
-    async def keep_watching(self) -> None:
-        """Raise when the trainer is lost and was not replaced."""
-        while True:
-            await asyncio.sleep(min(30.0, self.timeout_s / 4))
-            if self.error_file is None or self.heard_at is None:
-                continue
-            if (silent_s := time.monotonic() - self.heard_at) > self.timeout_s:
-                raise self._explain(self.error_file, silent_s)
-
-    def _explain(self, error_file: Path, silent_s: float) -> ProcessFailed:
-        lost = f"no message from a trainer for {silent_s:.0f} s"
-        fix = "check the cluster's log of the trainer, then resume the run"
-        with suppress(OSError, ValueError):  # there is no such file
-            left = json.loads(error_file.read_text())
-            return ProcessFailed(f"{lost}; the last one failed: {left['problem']}", left["fix"])
-        return ProcessFailed(lost, fix)

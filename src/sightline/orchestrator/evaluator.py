@@ -18,7 +18,7 @@ from sightline.orchestrator.best_checkpoint import BestCheckpoint
 from sightline.orchestrator.policies import PolicyUpdater
 from sightline.orchestrator.rollout_scheduler import RolloutScheduler
 from sightline.orchestrator.run_state import RunState, eval_key
-from sightline.rollout.evaluation import EVAL_SPLIT, EvalSummary, play_tasks
+from sightline.rollout.evaluation import EVAL_SPLIT, EvalSummary, build_eval_request, play_tasks
 from sightline.run import EventLog, RunDir
 from sightline.trace import Trace, write_traces
 from sightline.wire.control import PublishedWeights
@@ -85,9 +85,10 @@ class Evaluator:
         self, images: dict[int, tuple[MediaRef, ...]], step: int, server: str = ""
     ) -> list[Trace]:
         """Play each task with the weights of `step`. `images`, if given, replace the task's own."""
+        fixed = (EVAL_SPLIT, self.rollouts.seed, self.temperature)
         return await play_tasks(
             lambda task: self.rollouts.play_once(
-                task, EVAL_SPLIT, self.temperature, images[task], server, step
+                build_eval_request(task, *fixed, images[task], server, step)
             ),
             images,
             MAX_CONCURRENT_IN_BACKGROUND if server else MAX_CONCURRENT,
@@ -129,8 +130,6 @@ class BackgroundEvaluator:
     evaluator: Evaluator
     policy: PolicyUpdater
     best_checkpoint: BestCheckpoint
-    run_state: RunState
-    events: EventLog
     server: str
     """Address of the evaluation server."""
     adopt: Callable[[str], Awaitable[None]]
@@ -148,11 +147,11 @@ class BackgroundEvaluator:
     def publish(self, published: PublishedWeights) -> None:
         step = published.version
         is_due = step % self.every == 0 and 0 < step < self.last_step
-        if not is_due or self.run_state.find_eval("step", step) is not None:
+        if not is_due or self.evaluator.run_state.find_eval("step", step) is not None:
             return
         if self._waiting is not None:
             self.policy.pinned_versions.discard(self._waiting.version)
-            self.events.write("eval_skipped", self._waiting.version)
+            self.evaluator.events.write("eval_skipped", self._waiting.version)
         self.policy.pinned_versions.add(step)
         self._waiting = published
         self._idle.clear()
@@ -174,7 +173,7 @@ class BackgroundEvaluator:
 
     async def keep_final_if_best(self, step: int) -> None:
         """Keep the last step's weights if its final evaluation was the best."""
-        measure = self.run_state.find_eval("final", step)
+        measure = self.evaluator.run_state.find_eval("final", step)
         published = self.policy.published
         if measure is not None and published is not None and published.version == step:
             await self.best_checkpoint.keep_if_best(step, measure, Path(published.manifest).parent)
@@ -202,14 +201,12 @@ class RewardGoal:
     stop_at: float
     evaluator: Evaluator
     policy: PolicyUpdater
-    run_state: RunState
-    events: EventLog
     _next_step: int = 1
 
     @property
     def was_reached(self) -> bool:
         """Return whether an earlier process of this run has reached the goal."""
-        reached = self.run_state.progress.goal_reached
+        reached = self.evaluator.run_state.progress.goal_reached
         return reached is not None and reached >= self.stop_at
 
     async def is_reached(self, step: int, rewards: Sequence[float]) -> bool:
@@ -217,9 +214,10 @@ class RewardGoal:
         if step < self._next_step or not rewards or fmean(rewards) < self.stop_at:
             return False
         await self.policy.wait_for_version(step)
+        run_state, events = self.evaluator.run_state, self.evaluator.events
         held_out = await self.evaluator.evaluate("goal", step)
         is_reached = held_out is None or held_out >= self.stop_at
-        self.events.write(
+        events.write(
             "goal",
             step,
             stop_at=self.stop_at,
@@ -229,8 +227,8 @@ class RewardGoal:
         )
         self._next_step = step + STEPS_BETWEEN
         if is_reached:
-            self.run_state.progress.goal_reached = self.stop_at
-            self.run_state.save()
+            run_state.progress.goal_reached = self.stop_at
+            run_state.save()
         else:
-            self.events.write("state", phase="training")
+            events.write("state", phase="training")
         return is_reached

@@ -29,6 +29,7 @@ from sightline.algo.verdicts import (
     GroupVerdict,
     describe_failure,
 )
+from sightline.config.sections import OrchestratorConfig
 from sightline.errors import SMALLER_IMAGES, MediaError, NoTrainableSamples, summarize_traceback
 from sightline.orchestrator.evaluator import BackgroundEvaluator, Evaluator, RewardGoal
 from sightline.orchestrator.policies import PolicyUpdater, PublishedPolicies
@@ -58,12 +59,7 @@ class Orchestrator:
     """Sends a batch to the trainer."""
     check_room: Callable[[], None]
     """Raises when the media store or the disk is full; called before each step."""
-    groups_per_step: int
-    max_lag: int
-    diagnostics_every: int
-    max_empty_batches: int
-    max_resampled_groups: int
-    """Maximum number of groups without signal that a step replaces. Further ones count."""
+    settings: OrchestratorConfig
     max_bad_fraction: float
     """Maximum fraction of a step's rollouts that may fail because of bad media."""
     last_step: int
@@ -104,7 +100,7 @@ class Orchestrator:
             )
             await self.announce(ready)
             self.observer.on_step(step, collection)
-            await self.policy.wait_for_version(step - self.max_lag)
+            await self.policy.wait_for_version(step - self.settings.max_lag)
             if await self._is_goal_reached(step, collection):
                 return step
         return max(steps.start, steps.stop) - 1
@@ -127,18 +123,20 @@ class Orchestrator:
 
         Returns None when the goal is reached and nothing is left to learn.
         """
-        collection = StepCollection()
-        wants_fresh = self.diagnostics_every > 0 and step % self.diagnostics_every == 0
+        collection, settings = StepCollection(), self.settings
+        every = settings.diagnostics_every
+        wants_fresh = every > 0 and step % every == 0
+        max_resampled = int(settings.max_resample_fraction * settings.groups_per_step)
         while not self._is_full(collection, wants_fresh):
-            if wants_fresh and collection.num_groups >= self.groups_per_step:
+            if wants_fresh and collection.num_groups >= settings.groups_per_step:
                 # No group is fresh before the engines hold the version that this step trains.
                 await self.policy.wait_for_version(step - 1)
             group = await self._wait_for_group(step, collection)
             verdict = self.judge.judge(group.traces, step)
             self.observer.on_group(step, verdict)
-            collection.add(group, verdict, self.max_resampled_groups)
+            collection.add(group, verdict, max_resampled)
             self._check_dropped(step, collection, verdict)
-            if collection.num_groups >= self.groups_per_step and not collection.has_signal:
+            if collection.num_groups >= settings.groups_per_step and not collection.has_signal:
                 if await self._is_goal_reached(step - 1, collection):
                     return None
                 if not collection.samples:  # samples without signal still train on their KL term
@@ -169,31 +167,33 @@ class Orchestrator:
         A group that starts on version v can train until step v + 1 + max_lag. This leaves room for
         the batches from `step` to that step, minus the groups that are under way.
         """
-        last_step = min(self.policy.version + 1 + self.max_lag, self.last_step)
-        missing = (last_step - step + 1) * self.groups_per_step - collection.num_groups
+        max_lag, per_step = self.settings.max_lag, self.settings.groups_per_step
+        last_step = min(self.policy.version + 1 + max_lag, self.last_step)
+        missing = (last_step - step + 1) * per_step - collection.num_groups
         # A step that waits for a fresh group needs one more, even if its batch is full.
         wanted = max(missing, 1 if last_step >= step else 0)
         # Starting more at once would not finish a step sooner: the groups of two steps would finish
         # together, and the trainer would idle and then get two batches. With this bound, step times
         # differ by at most twice the time from a version's update to its use.
-        at_once = self.groups_per_step * max(1, self.max_lag)
+        at_once = per_step * max(1, max_lag)
         return max(0, min(wanted, at_once) - self.rollouts.num_ahead)
 
     def _is_full(self, collection: StepCollection, wants_fresh: bool) -> bool:
-        if collection.num_groups < self.groups_per_step:
+        per_step = self.settings.groups_per_step
+        if collection.num_groups < per_step:
             return False
         # Wait for a fresh group until all groups that were under way when its version was adopted
         # have finished, plus those of one more step. After that, the diagnostics report null.
-        waited = collection.num_groups - self.groups_per_step
-        most = self.groups_per_step * (max(1, self.max_lag) + 1)
+        waited = collection.num_groups - per_step
+        most = per_step * (max(1, self.settings.max_lag) + 1)
         return collection.has_fresh_group or not wants_fresh or waited >= most
 
     async def _is_goal_reached(self, step: int, collection: StepCollection) -> bool:
-        rewards = collection.recent_rewards(self.groups_per_step)
+        rewards = collection.recent_rewards(self.settings.groups_per_step)
         return self.goal is not None and await self.goal.is_reached(step, rewards)
 
     def _check_empty(self, step: int, collection: StepCollection) -> None:
-        if collection.num_empty < self.max_empty_batches:
+        if collection.num_empty < self.settings.max_empty_batches:
             return
         problem = f"step {step}: {collection.num_empty} batches in a row held nothing to learn from"
         truncated = [trace for trace in collection.traces if trace.truncated]
@@ -210,7 +210,8 @@ class Orchestrator:
         )
 
     def _check_dropped(self, step: int, collection: StepCollection, verdict: GroupVerdict) -> None:
-        if collection.num_dropped < self.max_empty_batches * self.groups_per_step:
+        settings = self.settings
+        if collection.num_dropped < settings.max_empty_batches * settings.groups_per_step:
             return
         trace, name = verdict.verdicts[-1]
         failed = name in (BROKEN, TRUNCATED)

@@ -15,6 +15,8 @@ from pathlib import Path
 
 from sightline.errors import EngineError, MediaError, PolicyMismatch, SightlineError, WireError
 from sightline.media import MediaStore
+from sightline.rollout.client import ChangeSignal
+from sightline.run import EventLog
 from sightline.trace import Trace
 from sightline.wire.control import PublishedWeights
 from sightline.wire.generate import WRONG_ANSWER
@@ -39,6 +41,7 @@ class PolicyUpdater:
     No other code makes engines adopt versions.
     """
 
+    events: EventLog
     engines: Sequence[Callable[[str], Awaitable[None]]]
     """Functions that make an engine adopt the manifest at a path, and wait until it has."""
     weights: Path
@@ -50,11 +53,9 @@ class PolicyUpdater:
     """The newest version that the trainer has written."""
     pinned_versions: set[int] = field(default_factory=set)
     """Versions whose files are kept even if newer versions are in use."""
-    on_adopted: Callable[[int, float], None] = lambda version, seconds: None
-    """Called with the version that all engines now hold and the seconds that adopting took."""
 
     def __post_init__(self) -> None:
-        self._changed = asyncio.Condition()
+        self._changed = ChangeSignal()
         self._news = asyncio.Event()
 
     def publish(self, published: PublishedWeights) -> None:
@@ -71,16 +72,15 @@ class PolicyUpdater:
             assert self.published is not None
             newest, began = self.published, time.monotonic()
             await asyncio.gather(*(adopt(newest.manifest) for adopt in self.engines))
-            async with self._changed:
-                self.version = newest.version
-                self._changed.notify_all()
-            self.on_adopted(newest.version, time.monotonic() - began)
+            self.version = newest.version
+            self._changed.notify()
+            self.events.write("adopted", newest.version, seconds=time.monotonic() - began)
             await asyncio.to_thread(self._remove_old_versions, newest.version)
 
     async def wait_for_version(self, version: int) -> None:
         """Wait until the engines hold `version` or a newer one."""
-        async with self._changed:
-            await self._changed.wait_for(lambda: self.version >= version)
+        while self.version < version:
+            await self._changed.wait()
 
     def _remove_old_versions(self, version: int) -> None:
         """Remove versions that no engine can adopt any more, their parts before their manifests.

@@ -6,7 +6,8 @@ import asyncio
 import contextlib
 import signal
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
 
 import msgspec
@@ -15,13 +16,13 @@ from sightline.config import RunFile
 from sightline.errors import MediaError, ProcessFailed
 from sightline.media import MediaStore, open_store
 from sightline.media.stored_file import open_blobs
-from sightline.orchestrator.build import ServerClients, build, build_servers
+from sightline.orchestrator.build import build, build_client, build_servers
 from sightline.orchestrator.control_router import TRAINER, ControlRouter
-from sightline.orchestrator.loop import Orchestrator
 from sightline.orchestrator.remote_files import RemoteFiles
 from sightline.orchestrator.run_state import RunState
 from sightline.orchestrator.server_pool import ServerPool, run_until_first
 from sightline.orchestrator.step_metrics import ServerStatsPoller
+from sightline.rollout.client import GenerateClient
 from sightline.run import EventLog, RunDir
 from sightline.run.server_changes import list_wanted
 from sightline.transport.zmq_channel import AsyncHub
@@ -29,6 +30,8 @@ from sightline.wire.control import QuitRequest
 
 TELL_EVERY_S = 0.02
 LOOK_EVERY_S = 0.5
+
+NewClient = Callable[..., GenerateClient]
 
 
 async def main(
@@ -50,12 +53,12 @@ async def main(
         run_dir.server_address(name).unlink(missing_ok=True)
     router = ControlRouter(AsyncHub(hub, secret), frozenset({TRAINER, *workers, *placed}))
     store = open_store(media_root, **config.media.store_options(for_control=True))
-    clients = ServerClients(config, store, secret)
-    pool = build_servers(config, run_dir, events, clients, servers)
+    new_client = partial(build_client, config, secret)
+    pool = build_servers(config, run_dir, events, secret, servers)
     evaluators = None
     if evaluator:
         joined = run_dir.heartbeat("evaluator")
-        client = clients.build(evaluator, is_own=True)
+        client = new_client(evaluator, is_own=True)
         evaluators = ServerPool(run_dir.read_id(), events, [client], 0, joined_file=joined)
     run_state = RunState.open(run_dir, config.orchestrator.keep_batches)
     orchestrator = build(
@@ -67,8 +70,8 @@ async def main(
         blobs = open_blobs(media_root, config.media.read_token(for_control=True))
         router.remote_files = RemoteFiles(run_dir, Path(config.model.path), blobs)
     if config.launch.is_elsewhere(TRAINER):
-        router.trainer_watch.error_file = run_dir.error_file(TRAINER)
-    ending = placed if config.launch.cluster_starts_processes else []
+        router.trainer_error_file = run_dir.error_file(TRAINER)
+    ending = placed if config.launch.on == "kubernetes" else []
     stats_poller = ServerStatsPoller(pool.list_clients, events)
     pools = [pool] if evaluators is None else [pool, evaluators]
     stop = asyncio.Event()
@@ -82,8 +85,10 @@ async def main(
         await asyncio.to_thread(store.renew_lease, run_dir.read_id())
         await router.wait_until_ready({TRAINER, *workers})
         at, last = router.ready[TRAINER].version, run_state.progress.step
-        await orchestrator.policy.wait_for_version(max(at, last - orchestrator.max_lag))
-        await _run_until_stopped(orchestrator, events, stop)
+        await orchestrator.policy.wait_for_version(max(at, last - config.orchestrator.max_lag))
+        await run_until_first(orchestrator.run(), stop.wait())
+        if stop.is_set():  # a signal: the run stops early, without losing progress
+            events.write("state", phase="stopping")
         await stats_poller.poll()
         # This also ends servers that a cluster started, which nothing else does.
         await _finish(router, run_state, store, [*workers, *ending], events)
@@ -96,8 +101,8 @@ async def main(
         stats_poller.keep_polling(),
         *(each.keep_serving() for each in pools),
         _keep_telling_workers(router, pool),
-        _keep_server_changes(run_dir, config.inference.servers, pool, clients),
-        _keep_placing_servers(run_dir, placed, pool, clients),
+        _keep_server_changes(run_dir, config.inference.servers, pool, new_client),
+        _keep_placing_servers(run_dir, placed, pool, new_client),
         _keep_checking_store(store, run_dir.read_id()),
     ]
     if orchestrator.background_evaluator is not None:
@@ -109,23 +114,6 @@ async def main(
         for each in pools:
             await each.close()
         router.hub.close()
-
-
-async def _run_until_stopped(
-    orchestrator: Orchestrator, events: EventLog, stop: asyncio.Event
-) -> None:
-    """Run to the end. If `stop` is set, stop early without losing progress."""
-    stopping = asyncio.ensure_future(stop.wait())
-    working = asyncio.ensure_future(orchestrator.run())
-    await asyncio.wait({stopping, working}, return_when=asyncio.FIRST_COMPLETED)
-    if working.done():
-        stopping.cancel()
-        working.result()
-    else:
-        events.write("state", phase="stopping")
-        working.cancel()
-        with contextlib.suppress(asyncio.CancelledError):
-            await working
 
 
 async def _finish(
@@ -169,7 +157,7 @@ async def _keep_telling_workers(router: ControlRouter, pool: ServerPool) -> None
 
 
 async def _keep_server_changes(
-    run_dir: RunDir, base: Sequence[str], pool: ServerPool, clients: ServerClients
+    run_dir: RunDir, base: Sequence[str], pool: ServerPool, new_client: NewClient
 ) -> None:
     """Add and remove servers at users' request, and report their states in a file."""
     seen, reported = -1, b""
@@ -178,7 +166,7 @@ async def _keep_server_changes(
             if (now := run_dir.servers.stat().st_mtime_ns) != seen:
                 seen = now
                 wanted = list_wanted(run_dir, base)
-                await pool.apply(wanted, lambda url: clients.build(url, is_own=False))
+                await pool.apply(wanted, lambda url: new_client(url, is_own=False))
         if (report := msgspec.json.encode(pool.reports)) != reported:
             reported = report
             # Not synced: the report is useless once the processes have ended.
@@ -189,7 +177,7 @@ async def _keep_server_changes(
 
 
 async def _keep_placing_servers(
-    run_dir: RunDir, names: Sequence[str], pool: ServerPool, clients: ServerClients
+    run_dir: RunDir, names: Sequence[str], pool: ServerPool, new_client: NewClient
 ) -> None:
     """Add each of the run's remote servers when it reports its address."""
     known: dict[str, str] = {}
@@ -199,7 +187,7 @@ async def _keep_placing_servers(
                 address = run_dir.server_address(name).read_text()
                 if address != known.get(name):
                     known[name] = address
-                    client = clients.build(address, is_own=True)
+                    client = new_client(address, is_own=True)
                     await pool.place(name, client, run_dir.heartbeat(name))
         await asyncio.sleep(LOOK_EVERY_S)
 

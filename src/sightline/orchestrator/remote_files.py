@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import asyncio
 import secrets
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from fnmatch import fnmatch
 from pathlib import Path
@@ -75,25 +74,3 @@ class RemoteFiles:
                     "this is a bug; report it",
                 )
             write_file(self.run_dir.path, file, self.blobs)
-
-
-class WriteQueue:
-    """Writes files one after the other in a background thread."""
-
-    def __init__(self) -> None:
-        self._queue: asyncio.Queue[Callable[[], None]] = asyncio.Queue()
-        self.num_waiting = 0
-
-    def put(self, write: Callable[[], None]) -> None:
-        self.num_waiting += 1
-        self._queue.put_nowait(write)
-
-    async def join(self) -> None:
-        """Wait until all writes in the queue are done."""
-        await self._queue.join()
-
-    async def keep_writing(self) -> None:
-        while True:
-            await asyncio.to_thread(await self._queue.get())
-            self.num_waiting -= 1
-            self._queue.task_done()

@@ -10,8 +10,7 @@ from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass, field
 
 from sightline.errors import ProcessFailed
-from sightline.media import MediaRef
-from sightline.rollout.evaluation import build_eval_request, derive_seed, open_trace
+from sightline.rollout.evaluation import derive_seed, open_trace
 from sightline.trace import Trace, decode_trace
 from sightline.wire.control import CancelRollouts, ControlMessage, RolloutRequest, RolloutResult
 
@@ -55,9 +54,6 @@ class RolloutScheduler:
         self._finished: deque[Group] = deque()
         self._has_finished = asyncio.Event()
         self._eval_futures: dict[str, asyncio.Future[Trace]] = {}
-        self._wires: dict[str, dict[str, int]] = {}
-        self.trace_bytes = 0
-        """Total size of the traces received from workers, in bytes."""
         self.waited_s = 0.0
         """Seconds spent waiting for a group to finish."""
         self.workers_lost: Counter[str] = Counter()
@@ -105,36 +101,15 @@ class RolloutScheduler:
         self.waited_s += time.monotonic() - began
         return self._finished.popleft()
 
-    async def play_once(
-        self,
-        task: int,
-        split: str,
-        temperature: float,
-        swapped_images: tuple[MediaRef, ...] = (),
-        server: str = "",
-        min_version: int = 0,
-    ) -> Trace:
-        """Play one rollout for evaluation, on `server` or the run's own servers."""
-        request = build_eval_request(
-            task, split, self.seed, temperature, swapped_images, server, min_version
-        )
+    async def play_once(self, request: RolloutRequest) -> Trace:
+        """Play one rollout for evaluation."""
         future: asyncio.Future[Trace] = asyncio.get_running_loop().create_future()
         self._eval_futures[request.rollout_id] = future
         await self.dispatcher.submit(request)
         return await future
 
-    @property
-    def wire(self) -> dict[str, int]:
-        """Number of requests and bytes exchanged so far, by kind."""
-        total = Counter({"trace_bytes": self.trace_bytes})
-        for counts in self._wires.values():
-            total.update(counts)
-        return dict(total)
-
-    def on_result(self, result: RolloutResult, worker: str = "") -> None:
+    def on_result(self, result: RolloutResult) -> None:
         """Handle a worker's finished rollout."""
-        self._wires[worker] = result.wire
-        self.trace_bytes += len(result.trace)
         if self.dispatcher.take_result(result.rollout_id):
             trace = decode_trace(result.trace, what=f"rollout {result.rollout_id}")
             self.check_trace(trace)
@@ -143,8 +118,6 @@ class RolloutScheduler:
     def on_worker_lost(self, worker: str, why: str) -> None:
         """Mark the rollouts of a replaced worker as broken."""
         self.workers_lost[why.partition(":")[0]] += 1
-        # Its replacement starts counting at 0.
-        self._wires[f"{worker}#{self.workers_lost.total()}"] = self._wires.pop(worker, {})
         for request in self.dispatcher.on_worker_lost(worker):
             self._accept_trace(
                 open_trace(

@@ -31,7 +31,6 @@ from sightline.wire.file import (
 from sightline.wire.sample import Batch, digest_batch
 
 SCHEMA = 2
-"""Schema of the progress file. Schema 1 had no digests."""
 
 
 class Progress(msgspec.Struct, forbid_unknown_fields=True):
@@ -95,9 +94,9 @@ def read_progress(run_dir: RunDir) -> Progress:
             raise ResumeRefused(f"{path} is missing, but the run has reached step {steps}", fix)
         return Progress()
     progress = read_checked(path, Progress, fix)
-    if progress.schema > SCHEMA:
+    if progress.schema != SCHEMA:
         raise ResumeRefused(
-            f"{path} has schema {progress.schema}, this version reads up to {SCHEMA}",
+            f"{path} has schema {progress.schema}, this version reads {SCHEMA}",
             "resume with the version of sightline that wrote it",
         )
     if newest > progress.step:
@@ -135,10 +134,7 @@ class RunState:
         for step, file in run_dir.list_batches():
             if step > progress.step:
                 file.unlink()
-            elif progress.schema == 1:  # schema 1 has no digest to compare with
-                progress.batches[str(step)] = digest_batch(file.read_bytes())
-        if progress.schema < SCHEMA or not run_dir.progress.exists():
-            progress.schema = SCHEMA
+        if not run_dir.progress.exists():
             run_state.save()  # from now on, a missing progress file was lost
         return run_state
 

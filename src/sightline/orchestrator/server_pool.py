@@ -21,6 +21,7 @@ import time
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from sightline.compute.weight_transport import load_transport
 from sightline.errors import EngineError, SightlineError
@@ -33,7 +34,7 @@ from sightline.rollout.client import (
     ProbeTimes,
 )
 from sightline.run import EventLog
-from sightline.run.server_changes import DRAIN, REMOVE, SERVE, ServerReport, Wanted
+from sightline.run.server_changes import DRAIN, REMOVE, SERVE, Wanted
 from sightline.transport.http_client import UNREACHABLE
 from sightline.wire.control import DRAINING, READY, UPDATING, ServerList, ServerStatus
 from sightline.wire.generate import WEIGHTS_UNAVAILABLE
@@ -90,7 +91,8 @@ class PooledServer:
     @property
     def status(self) -> ServerStatus:
         state = DRAINING if self.is_draining and self.is_serving else self.state
-        return ServerStatus(self.url, state, self.version, self.load, bool(self.name))
+        is_own = bool(self.name)
+        return ServerStatus(self.url, state, self.version, self.load, is_own, self.problem)
 
 
 @dataclass
@@ -170,12 +172,9 @@ class ServerPool:
             await self.changed.wait()
 
     @property
-    def reports(self) -> list[ServerReport]:
+    def reports(self) -> list[ServerStatus]:
         """The state of each server."""
-        return [
-            ServerReport(s.url, s.status.state, s.version, s.load, s.problem)
-            for s in self.servers.values()
-        ]
+        return [server.status for server in self.servers.values()]
 
     async def apply(
         self, wanted: Mapping[str, Wanted], build: Callable[[str], GenerateClient]
@@ -373,9 +372,9 @@ async def give_back_leases(servers: Sequence[str], token: str, run: str) -> None
         await client.close()
 
 
-async def run_until_first(*jobs: Awaitable[None]) -> None:
+async def run_until_first(*jobs: Awaitable[object]) -> None:
     """Run all jobs until the first ends, cancel the others, and raise its error."""
-    tasks = [asyncio.ensure_future(job) for job in jobs]
+    tasks: list[asyncio.Future[object]] = [asyncio.ensure_future(job) for job in jobs]
     try:
         done, _ = await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
         for task in done:
@@ -384,7 +383,7 @@ async def run_until_first(*jobs: Awaitable[None]) -> None:
         await _cancel(*tasks)
 
 
-async def _cancel(*tasks: asyncio.Task[None]) -> None:
+async def _cancel(*tasks: asyncio.Future[Any]) -> None:
     left = set(tasks)
     while left:  # cancel again, because a library may swallow one cancellation
         for task in left:

@@ -9,7 +9,6 @@ import time
 from collections import Counter, defaultdict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from itertools import chain
 from statistics import fmean, pstdev
 from typing import Any
 
@@ -114,25 +113,15 @@ class StepMetrics:
                     detail=describe_failure(trace)[-2000:],
                 )
 
-    def on_adopted(self, version: int, seconds: float) -> None:
-        self.events.write("adopted", version, seconds=seconds)
-
     def on_step(self, step: int, collection: StepCollection) -> None:
         began, self._began = self._began, time.monotonic()
         seconds = self._began - began
         waited_s, self._waited_s = self._waited_s, self.rollouts.waited_s
         broken = set(collection.ids_by_verdict.get(BROKEN, ()))
-        rewards: defaultdict[str, list[float]] = defaultdict(list)
-        parts: defaultdict[str, float] = defaultdict(float)
-        for trace in collection.traces:
-            if trace.reward is not None and trace.id not in broken:
-                rewards[trace.env].append(trace.reward)
-                for name, value in trace.rewards.items():
-                    parts[name] += value
-        failures = EvalSummary(collection.traces)
+        played = EvalSummary(collection.traces)
+        earned = EvalSummary([trace for trace in collection.traces if trace.id not in broken])
         tokens = sum(trace.num_sampled for trace in collection.traces)
         self._recent_s = [*self._recent_s[-19:], seconds]
-        num = max(sum(map(len, rewards.values())), 1)
         num_played = max(len(collection.traces), 1)
         answers = [turn.num_sampled for trace in collection.traces for turn in trace.turns]
         trained = self.policy.published.metrics if self.policy.published else {}
@@ -140,24 +129,24 @@ class StepMetrics:
             "step",
             step,
             steps_total=self.steps_total,
-            reward=sum(map(sum, rewards.values())) / num,
-            reward_std=pstdev([*chain(*rewards.values())] or [0.0]),
+            reward=earned.reward,
+            reward_std=pstdev(earned.rewards or [0.0]),
             reward_group_std=fmean([pstdev(group) for group in collection.rewards if group] or [0]),
-            parts={name: value / num for name, value in parts.items()},
+            parts={name: sum(values) / len(earned.scored) for name, values in earned.parts.items()},
             lag_mean=sum(collection.lags) / max(len(collection.lags), 1),
             lag_max=max(collection.lags, default=0),
             envs={
-                env: {"rollouts": len(values), "reward": sum(values) / len(values)}
-                for env, values in rewards.items()
+                env: {"rollouts": len(summary.scored), "reward": summary.reward}
+                for env, summary in earned.by_env.items()
             },
             groups=collection.num_groups,
             no_signal_rate=collection.num_without_signal / max(collection.num_judged, 1),
             groups_replaced=collection.num_resampled,
-            truncated=failures.num_truncated,
-            truncated_rate=failures.num_truncated / num_played,
+            truncated=played.num_truncated,
+            truncated_rate=played.num_truncated / num_played,
             broken=len(broken),
             broken_rate=len(broken) / num_played,
-            error=failures.first_error,
+            error=played.first_error,
             samples=len(collection.samples),
             verdicts=dict(self.run_state.verdicts),
             forks=self.run_state.progress.forks,
@@ -179,7 +168,6 @@ class StepMetrics:
             eta_s=(self.steps_total - step) * sum(self._recent_s) / len(self._recent_s),
             mismatch_kl=trained.get("mismatch_kl"),
             version=self.policy.version,
-            wire=self.rollouts.wire,
             groups_ahead=self.rollouts.num_ahead,
             in_flight=self.rollouts.dispatcher.num_in_flight,
             waiting=self.rollouts.dispatcher.num_waiting,

@@ -25,9 +25,9 @@ class Emitter:
         self._max_model_len = max_model_len
         self._num_chars = 0
         self._start = start
-        self._ids: list[int] = []
+        self.ids: list[int] = []
         self._run: list[str] = []
-        self._slots: list[Slot] = []
+        self.slots: list[Slot] = []
         self._spans: list[Span] = []
         self._trained: list[Span] = []
         self._seam: int | None = None
@@ -37,14 +37,14 @@ class Emitter:
     def position(self) -> int:
         """The absolute offset of the next token. Reading it ends the current text."""
         self._flush()
-        return self._start + len(self._ids)
+        return self._start + len(self.ids)
 
     def text(self, text: str) -> None:
         self._run.append(text)
 
     def special(self, *token_ids: int) -> None:
         self._flush()
-        self._ids.extend(token_ids)
+        self.ids.extend(token_ids)
 
     def marked(self, text: str) -> None:
         """Emit text of the chat format itself. Added tokens in it become tokens.
@@ -59,8 +59,8 @@ class Emitter:
 
     def image(self, item: MediaItem, pad_id: int, count: int) -> None:
         offset = self.position
-        self._ids.extend([pad_id] * count)
-        self._slots.append(Slot(offset=offset, length=count, item=item))
+        self.ids.extend([pad_id] * count)
+        self.slots.append(Slot(offset=offset, length=count, item=item))
 
     def end_message(self, start: int) -> None:
         self._spans.append(Span(start, self.position))
@@ -71,7 +71,7 @@ class Emitter:
         A token across the boundary is not trained, because a sampler cannot produce it.
         """
         self._seam = sum(map(len, self._run))
-        self._trained_start = self._start + len(self._ids)
+        self._trained_start = self._start + len(self.ids)
 
     def end_trained(self) -> None:
         stop = self.position
@@ -79,11 +79,11 @@ class Emitter:
 
     def rendered(self) -> Rendered:
         self._flush()
-        return Rendered(self._ids, self._slots, self._spans, self._trained)
+        return Rendered(self.ids, self.slots, self._spans, self._trained)
 
     def bridged(self) -> Bridged:
         self._flush()
-        return Bridged(self._ids, self._slots, self._spans)
+        return Bridged(self.ids, self.slots, self._spans)
 
     def _check_fits(self, run: str) -> None:
         """Raise PromptTooLong before tokenizing text that cannot fit."""
@@ -98,10 +98,10 @@ class Emitter:
                 f"{most} tokens, each of at most {tokenizer.max_token_chars} characters",
                 SHORTEN,
             )
-        if len(self._ids) > MAX_OVERFLOW * most:
+        if len(self.ids) > MAX_OVERFLOW * most:
             raise PromptTooLong.at(
                 "messages",
-                f"at least {len(self._ids)} tokens, but max_model_len is {most}",
+                f"at least {len(self.ids)} tokens, but max_model_len is {most}",
                 SHORTEN,
             )
 
@@ -110,9 +110,14 @@ class Emitter:
         self._run.clear()
         self._seam = None
         self._check_fits(run)
+        if not run:
+            return
+        ids, starts = self._tokenizer.encode_with_starts(run)
         if seam:
-            ids, num_before = self._tokenizer.encode_with_boundary(run, seam)
-            self._trained_start = self._start + len(self._ids) + num_before
-            self._ids.extend(ids)
-        elif run:
-            self._ids.extend(self._tokenizer.encode(run))
+            num_before = next((i for i, start in enumerate(starts) if start >= seam), len(ids))
+            self._trained_start = self._start + len(self.ids) + num_before
+        self.ids.extend(ids)
+        self._record(starts)
+
+    def _record(self, starts: list[int]) -> None:
+        """Record the index in the text of each token's first character, if a subclass needs it."""

@@ -49,7 +49,8 @@ class Renderer(Protocol):
     stop_token_ids: tuple[int, ...]
     pad_token_ids: tuple[int, ...]
     """Ids of media and of the marks around them, banned in sampling and in the trainer's softmax.
-    The first id fills slots."""
+    Otherwise a policy could sample marks that make a prompt appear to contain an image. The first
+    id fills slots."""
     video_pad_id: int
     """The id that fills video slots. -1 if videos are not supported."""
     vocab_size: int

@@ -31,7 +31,7 @@ class ChatTemplate:
     @classmethod
     def find(cls, path: Path) -> ChatTemplate | None:
         """Load the template of a checkpoint folder, or return None if it has none."""
-        source = find_template_source(path)
+        source = _find_source(path)
         if source is None:
             return None
         try:
@@ -57,7 +57,7 @@ class ChatTemplate:
         )
 
 
-def find_template_source(path: Path) -> str | None:
+def _find_source(path: Path) -> str | None:
     file = path / "chat_template.jinja"
     if file.is_file():
         return file.read_text()

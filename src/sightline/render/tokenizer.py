@@ -17,7 +17,8 @@ from sightline.errors import FamilyError
 class Tokenizer:
     """A tokenizer that encodes text without added tokens, and looks up added tokens by name.
 
-    A message's text may contain the name of a special token. `encode` never produces that token.
+    A message's text may contain the name of a special token. `encode_with_starts` never produces
+    that token.
     Renderers call `token_id` for the marks of their format.
     """
 
@@ -55,11 +56,6 @@ class Tokenizer:
             return len(text)
         return len(unicodedata.normalize("NFC", text))
 
-    def encode(self, text: str) -> list[int]:
-        if not text:
-            return []
-        return list(self._plain.encode(text, add_special_tokens=False).ids)
-
     def encode_marked(self, text: str) -> list[int]:
         """Encode text including added tokens. Never use this for a message's text."""
         return list(self._full.encode(text, add_special_tokens=False).ids)
@@ -68,15 +64,6 @@ class Tokenizer:
         """Return the ids of `text`, and the index of each token's first character."""
         encoded = self._plain.encode(text, add_special_tokens=False)
         return list(encoded.ids), [start for start, _ in encoded.offsets]
-
-    def encode_with_boundary(self, text: str, seam: int) -> tuple[list[int], int]:
-        """Return the ids of `text`, and the number of tokens with a character before `seam`."""
-        encoded = self._plain.encode(text, add_special_tokens=False)
-        ids = list(encoded.ids)
-        for i, (start, stop) in enumerate(encoded.offsets):
-            if start >= seam and stop > seam:
-                return ids, i
-        return ids, len(ids)
 
     def token_id(self, token: str) -> int:
         token_id = self.find_token_id(token)
@@ -91,8 +78,8 @@ class Tokenizer:
         token_id = self._full.token_to_id(token)
         return None if token_id is None else int(token_id)
 
-    def decode(self, token_ids: Sequence[int], skip_special: bool = False) -> str:
-        return str(self._full.decode([int(i) for i in token_ids], skip_special_tokens=skip_special))
+    def decode(self, token_ids: Sequence[int]) -> str:
+        return str(self._full.decode([int(i) for i in token_ids], skip_special_tokens=False))
 
 
 def split_words(pattern: str) -> pre_tokenizers.PreTokenizer:

@@ -7,20 +7,25 @@ from __future__ import annotations
 
 import random
 from abc import ABC, abstractmethod
-from collections import Counter
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractAsyncContextManager, nullcontext
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from typing import Any
 
 from sightline.config import RunFile
-from sightline.envs.openai_endpoint import OpenAIClient, read_completion, to_openai_message
+from sightline.envs.openai_endpoint import OpenAIClient, read_completion
 from sightline.envs.protocol import Messages
 from sightline.errors import EngineError, RolloutTruncated
 from sightline.families import load_family, load_renderer
 from sightline.media import ImageIngestor, MediaRef, MediaStore
-from sightline.message import AssistantMessage, ImageResolver, Message, to_messages
+from sightline.message import (
+    AssistantMessage,
+    ImageResolver,
+    Message,
+    to_messages,
+    to_openai_message,
+)
 from sightline.render import Renderer, Tools
 from sightline.rollout.chat import RolloutChat
 from sightline.rollout.client import GenerateClient
@@ -56,11 +61,6 @@ class ChatSource(ABC):
     def serve_agent(self, chat: ModelChat) -> AbstractAsyncContextManager[None]:
         """Serve `chat.base_url` to the environment's own agent within this context."""
         return nullcontext()
-
-    @property
-    def wire_counts(self) -> dict[str, int]:
-        """Number of requests and bytes since the start, to all servers and from all agents."""
-        return {}
 
     async def close(self) -> None:
         self._pool.shutdown(wait=False, cancel_futures=True)
@@ -115,13 +115,6 @@ class PolicyChats(ChatSource):
         assert isinstance(chat, RolloutChat)
         return self.interception.serve_rollout(chat)
 
-    @property
-    def wire_counts(self) -> dict[str, int]:
-        total: Counter[str] = Counter(asdict(self.interception.counts))
-        for client in self.router.clients:
-            total.update(asdict(client.counts))
-        return dict(total)
-
     async def close(self) -> None:
         await self.interception.close()
         await self.router.close()
@@ -159,13 +152,11 @@ def build_policy_chats(
     model, media, inference = config.model, config.media, config.inference
     family = load_family(model.path, **model.overrides())
     resolver = ImageIngestor(store, media.file_roots, media.http_hosts)
-    renderer = load_renderer(
-        model.path, store, family, resolver, model.number_images, inference.max_model_len
-    )
+    renderer = load_renderer(model.path, store, family, resolver, inference.max_model_len)
     client = load_engine(inference.engine).build_client(
         servers[0],
         settings=family.settings,
-        token=inference.read_token(own_token),
+        token=inference.read_token() if inference.servers else own_token,
         vocab_size=renderer.vocab_size,
         banned_token_ids=renderer.pad_token_ids,
         max_model_len=inference.max_model_len,
@@ -180,7 +171,7 @@ def build_policy_chats(
         modality=family.modality,
         servers=tuple(servers),
         max_model_len=inference.max_model_len,
-        added_token=inference.read_added_token(),
+        added_token=inference.read_token(),
         own_token=own_token,
     )
 
@@ -188,14 +179,6 @@ def build_policy_chats(
 TOO_LONG = "context_length_exceeded"
 MAX_SEED = 1 << 31
 """Exclusive upper bound for seeds. Some endpoints do not accept larger ones."""
-
-
-@dataclass
-class EndpointUsage:
-    """A rollout's endpoint usage, shared by its branches."""
-
-    num_calls: int = 0
-    num_sampled_tokens: int = 0
 
 
 @dataclass(kw_only=True)
@@ -208,15 +191,16 @@ class OpenAIChat(ModelChat):
     """Whether the endpoint reads the same store."""
     history: list[Message] = field(default_factory=list)
     num_context_tokens: int = 0
-    usage: EndpointUsage = field(default_factory=EndpointUsage)
+    num_sampled: list[int] = field(default_factory=list)
+    """Number of sampled tokens of each call, shared by all branches."""
 
     @property
     def num_calls(self) -> int:
-        return self.usage.num_calls
+        return len(self.num_sampled)
 
     @property
     def num_sampled_tokens(self) -> int:
-        return self.usage.num_sampled_tokens
+        return sum(self.num_sampled)
 
     async def messages(self, messages: Messages) -> list[Message]:
         await self.finish_writes()
@@ -238,10 +222,9 @@ class OpenAIChat(ModelChat):
         reply = read_completion(answer)
         usage = answer.get("usage") or {}
         self.num_context_tokens = int(usage.get("total_tokens") or 0)
-        self.usage.num_sampled_tokens += int(usage.get("completion_tokens") or 0)
         self.history = [*history, reply.as_message()]
-        self.calls.append(self.usage.num_calls)
-        self.usage.num_calls += 1
+        self.calls.append(self.num_calls)
+        self.num_sampled.append(int(usage.get("completion_tokens") or 0))
         return reply
 
     async def _call(self, sent: list[dict[str, Any]], tools: Tools | None) -> dict[str, Any]:

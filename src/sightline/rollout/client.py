@@ -14,7 +14,7 @@ import msgspec
 
 from sightline.compute.weight_transport import load_transport
 from sightline.errors import EngineError
-from sightline.transport.http_client import RequestCounts, RetryingClient
+from sightline.transport.http_client import RetryingClient
 from sightline.wire.codec import check_release
 from sightline.wire.generate import (
     AdoptRequest,
@@ -65,16 +65,12 @@ class GenerateClient(RetryingClient):
     """Shared by all clients, so that they take turns on the event loop."""
 
     def for_server(self, base_url: str, token: str) -> Self:
-        """Return a client for one of several servers, with its own counts. It does not retry:
-        the router may choose another server."""
-        return replace(self, base_url=base_url, token=token, max_tries=1, counts=RequestCounts())
+        """Return a client for one of several servers. It does not retry: the router may choose
+        another server."""
+        return replace(self, base_url=base_url, token=token, max_tries=1)
 
     async def generate(self, request: GenerateRequest) -> GenerateResponse:
         """Send a request and return the validated answer."""
-        if request.features is not None:
-            self.counts.reference_bytes += sum(
-                len(raw) for raws in request.features.kwargs_data.values() for raw in raws
-            )
         body = msgspec.json.encode(request)
         answer = await self.request("POST", "/inference/v1/generate", body)
         await self.pacer.wait_for_pass()

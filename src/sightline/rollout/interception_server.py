@@ -18,7 +18,6 @@ from __future__ import annotations
 import asyncio
 import secrets
 import socket
-import time
 import traceback
 from collections.abc import AsyncIterator, Coroutine, Iterator
 from contextlib import asynccontextmanager, contextmanager
@@ -34,19 +33,17 @@ from starlette.routing import Route
 
 from sightline.errors import EngineError, EnvironmentFailed, SightlineError
 from sightline.media import MediaRef, UrlRefCache
-from sightline.message import ImageResolver, Message
+from sightline.message import ImageResolver, Message, to_messages
 from sightline.rollout.chat import CompletedTurn, RolloutChat
 from sightline.rollout.openai_completions import (
     NO_SUCH_ROUTE,
     ROLLOUT_OVER,
     UNKNOWN_KEY,
-    ChatChoice,
-    ChatCompletion,
     ChatRequest,
     OpenAIErrorResponse,
-    completion_body,
+    build_choice,
+    build_completion,
     read_chat_request,
-    resolve_images,
     stream_events,
 )
 from sightline.trace.history_match import make_call_id
@@ -56,6 +53,7 @@ from sightline.transport.http_server import (
     LoopServer,
     RequestGuard,
     read_bearer,
+    receive_body,
 )
 
 MAX_BODY_BYTES = 1 << 28
@@ -63,7 +61,7 @@ MAX_BODY_BYTES = 1 << 28
 MODEL_NAME = "policy"
 """Name of the only model. A request may use any name."""
 _HOST = "127.0.0.1"
-_CLOSE_S = 1.0
+_CLOSE_S = 1
 _KEEP_ALIVE_S = 600
 _BACKLOG = 1024
 
@@ -80,39 +78,9 @@ class _AgentSession:
     """Images the agent has already sent. It repeats its history in every request."""
     requests: set[asyncio.Task[Any]] = field(default_factory=set)
 
-
-@dataclass
-class AgentCounts:
-    """Number of agent requests, and the size of their HTTP bodies."""
-
-    agent_requests: int = 0
-    agent_sent_bytes: int = 0
-    agent_received_bytes: int = 0
-
-
-async def _receive_body(http: Request, max_bytes: int) -> list[bytes]:
-    """Return the parts of the body; raise EngineError as soon as it exceeds `max_bytes`.
-
-    A history of base64 screenshots is by far a rollout's largest data. `http.body()` would join
-    it on the event loop, and keep it in memory until the answer is sampled.
-    """
-    num_bytes = int(http.headers.get("content-length", 0))
-    parts: list[bytes] = []
-    if num_bytes <= max_bytes:
-        num_bytes = 0
-        async for part in http.stream():
-            parts.append(part)
-            num_bytes += len(part)
-            if num_bytes > max_bytes:
-                break
-    if num_bytes <= max_bytes:
-        return parts
-    raise EngineError(
-        f"the body exceeds {max_bytes} bytes",
-        "send fewer or smaller images, a window of the history, or media: URLs of stored images",
-        kind="request_too_large",
-        status=413,
-    )
+    def resolve(self, url: str, path: str) -> MediaRef:
+        """Return the image at `url`, or its replacement."""
+        return self.chat.substitute_image(url, self.urls.resolve(url, path))
 
 
 class InterceptionServer:
@@ -122,8 +90,6 @@ class InterceptionServer:
         self.max_body_bytes = MAX_BODY_BYTES
         self.limits = DEFAULT_LIMITS
         self._resolver = resolver
-        self.counts = AgentCounts()
-        """Totals over all rollouts since the start."""
         self._sessions: dict[str, _AgentSession] = {}
         self._base_url = ""
         self._server: LoopServer | None = None
@@ -148,7 +114,7 @@ class InterceptionServer:
 
     async def close(self) -> None:
         if self._server is not None:
-            await self._server.close(_CLOSE_S)
+            await self._server.shutdown()
 
     async def _start(self) -> None:
         routes = [
@@ -162,6 +128,7 @@ class InterceptionServer:
             self.limits,
             backlog=_BACKLOG,
             timeout_keep_alive=_KEEP_ALIVE_S,
+            timeout_graceful_shutdown=_CLOSE_S,
         )
         # Until the server is up, connections wait in the socket's backlog.
         listener = socket.create_server((_HOST, 0), backlog=_BACKLOG)
@@ -190,9 +157,7 @@ class InterceptionServer:
         name = f"chatcmpl-{session.chat.trace.id}-{turn.node.id}"
         answer = _build_completion(turn, name, request.model or MODEL_NAME)
         if not request.stream:
-            response = _json_response(completion_body(answer))
-            self.counts.agent_received_bytes += len(response.body)
-            return response
+            return _json_response(answer)
         # The turn is committed. An agent that disconnects now does not undo it.
         return StreamingResponse(
             self._stream(answer, request.include_usage),
@@ -200,9 +165,8 @@ class InterceptionServer:
             headers={"cache-control": "no-cache"},
         )
 
-    async def _stream(self, answer: ChatCompletion, include_usage: bool) -> AsyncIterator[bytes]:
+    async def _stream(self, answer: dict[str, Any], include_usage: bool) -> AsyncIterator[bytes]:
         for chunk in stream_events(answer, include_usage):
-            self.counts.agent_received_bytes += len(chunk)
             yield chunk
 
     def _find_session(self, http: Request) -> _AgentSession | None:
@@ -214,9 +178,7 @@ class InterceptionServer:
         """Answer a request. Errors are returned to the agent and recorded in the trace."""
         chat = session.chat
         try:
-            body = await _receive_body(http, self.max_body_bytes)
-            self.counts.agent_requests += 1
-            self.counts.agent_sent_bytes += sum(map(len, body))
+            body = await receive_body(http, self.max_body_bytes, "request_too_large")
             with _cancelled_when_gone(http):
                 await chat.finish_writes()  # the agent may refer to an image that was just put
                 request, messages = await chat.run_in_pool(self._read_request, session, body)
@@ -254,11 +216,7 @@ class InterceptionServer:
         body.clear()
         request = read_chat_request(data, max_model_len=session.chat.max_model_len)
         del data
-
-        def take(url: str, path: str) -> MediaRef:
-            return session.chat.substitute_image(url, session.urls.resolve(url, path))
-
-        messages = session.chat.renderer.read_messages(resolve_images(request.messages, take))
+        messages = session.chat.renderer.read_messages(to_messages(request.messages, session))
         return replace(request, messages=[]), messages
 
 
@@ -287,16 +245,12 @@ def _cancelled_when_gone(http: Request) -> Iterator[None]:
         disconnect.cancel()
 
 
-def _build_completion(turn: CompletedTurn, name: str, model: str) -> ChatCompletion:
+def _build_completion(turn: CompletedTurn, name: str, model: str) -> dict[str, Any]:
     node, message = turn.node, turn.message
-    choice = ChatChoice(
-        message,
-        call_ids=[make_call_id(node.id, k) for k in range(len(message.tool_calls))],
-        stopped=node.finish_reason == "stop",
-        num_tokens=node.num_sampled,
-    )
+    call_ids = [make_call_id(node.id, k) for k in range(len(message.tool_calls))]
+    choice = build_choice(message, call_ids, stopped=node.finish_reason == "stop")
     num_prompt, num_cached = turn.num_prompt_tokens, turn.num_cached_tokens
-    return ChatCompletion(name, model, int(time.time()), [choice], num_prompt, num_cached)
+    return build_completion(name, model, [choice], num_prompt, num_cached, node.num_sampled)
 
 
 def _json_response(value: object) -> Response:

@@ -4,20 +4,20 @@ Requests: an endpoint's `FieldRules` decide which fields are supported, ignored 
 that do not affect the answer are ignored. Others are refused unless they have a neutral value.
 
 Answers: one object, or a stream of chunks. The whole turn is sampled before the first chunk is
-sent, so a stream cannot fail halfway. Text, tool calls and reasoning get separate chunks.
+sent, so a stream cannot fail halfway. An answer is one chunk, and its finish reason another.
 
 Errors: a status, a message, the JSON path and a stable code.
 """
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Annotated, Any, Literal
 
 import msgspec
 
-from sightline.envs.openai_endpoint import to_openai_message
 from sightline.errors import (
     EngineError,
     MediaError,
@@ -29,8 +29,7 @@ from sightline.errors import (
     StoreFull,
     TurnLimitReached,
 )
-from sightline.media import MediaRef
-from sightline.message import IMAGE_KINDS, VIDEO_KINDS, AssistantMessage, get_image_source
+from sightline.message import AssistantMessage, to_openai_message
 from sightline.render.protocol import Tools
 from sightline.wire.codec import find_json_excess
 
@@ -39,8 +38,6 @@ _IGNORED_ALWAYS = frozenset({
     "metadata", "prompt_cache_key", "prompt_cache_retention", "reasoning_effort",
     "safety_identifier", "service_tier", "store", "user", "verbosity",
 })  # fmt: skip
-ResolveUrl = Callable[[str, str], MediaRef]
-"""Takes a URL and its JSON path (for error messages), and returns the ref."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -194,166 +191,71 @@ def _check_num_parts(messages: list[Any], most: int) -> None:
         )
 
 
-def resolve_images(messages: list[Any], take: ResolveUrl) -> list[Any]:
-    """Replace every image or video URL in the messages by a ref.
+def build_choice(
+    message: AssistantMessage,
+    call_ids: Sequence[str],
+    stopped: bool,
+    logprobs: list[dict[str, Any]] | None = None,
+    token_ids: list[int] | None = None,
+) -> dict[str, Any]:
+    """Return one of the answers to a request.
 
-    Malformed parts stay as they are. The message parser refuses them with their path.
+    `call_ids` are ids for its tool calls, for models that do not write ids. `stopped` is False if
+    the answer was truncated. `logprobs` and `token_ids` are None if they were not requested.
     """
-    return [_resolve_message(message, take, f"messages[{i}]") for i, message in enumerate(messages)]
+    choice: dict[str, Any] = {
+        "message": to_openai_message(message, lambda ref: ref.url, call_ids) | {"refusal": None},
+        "logprobs": None if logprobs is None else {"content": logprobs, "refusal": None},
+        "finish_reason": "length",
+    }
+    if stopped:
+        choice["finish_reason"] = "tool_calls" if message.tool_calls else "stop"
+    return choice if token_ids is None else choice | {"token_ids": token_ids}
 
 
-def _resolve_message(message: Any, take: ResolveUrl, path: str) -> Any:
-    if not isinstance(message, dict):
-        return message
-    content = message.get("content")
-    if isinstance(content, list):
-        parts = [
-            _resolve_part(part, take, f"{path}.content[{k}]") for k, part in enumerate(content)
-        ]
-        message = {**message, "content": parts}
-    # "developer" is the newer name; templates use the older one.
-    return {**message, "role": "system"} if message.get("role") == "developer" else message
-
-
-def _resolve_part(part: Any, take: ResolveUrl, path: str) -> Any:
-    if not isinstance(part, dict) or part.get("type") not in IMAGE_KINDS + VIDEO_KINDS:
-        return part
-    if part["type"] in IMAGE_KINDS:
-        return {"type": "image", "ref": _resolve_ref(part, take, path)}
-    if part.get("frames") is None:
-        return {"type": "video", "ref": _resolve_ref(part, take, path, "video")}
-    if not isinstance(part["frames"], list) or not all(isinstance(f, dict) for f in part["frames"]):
-        return part
-    frames = [
-        {"ref": _resolve_ref(frame, take, f"{path}.frames[{k}]"), "seconds": frame.get("seconds")}
-        for k, frame in enumerate(part["frames"])
-    ]
-    return {"type": "video", "frames": frames}
-
-
-def _resolve_ref(part: Any, take: ResolveUrl, path: str, what: str = "image") -> MediaRef:
-    source, where = get_image_source(part, path, what)
-    return source if isinstance(source, MediaRef) else take(source, where)
-
-
-CHUNK_CHARS = 48
-DONE = b"data: [DONE]\n\n"
-
-
-@dataclass(frozen=True, slots=True)
-class ChatChoice:
-    """One of the answers to a request."""
-
-    message: AssistantMessage
-    call_ids: Sequence[str]
-    """Ids for its tool calls, for models that do not write ids."""
-    stopped: bool
-    """Whether the model ended its turn; False if it was truncated."""
-    num_tokens: int
-    logprobs: list[dict[str, Any]] | None = None
-    """One entry per token; None if not requested."""
-    token_ids: list[int] | None = None
-    """The sampled ids; None if not requested."""
-
-    @property
-    def finish_reason(self) -> str:
-        if not self.stopped:
-            return "length"
-        return "tool_calls" if self.message.tool_calls else "stop"
-
-    @property
-    def body(self) -> dict[str, Any]:
-        return to_openai_message(self.message, lambda ref: ref.url, self.call_ids)
-
-
-@dataclass(frozen=True, slots=True)
-class ChatCompletion:
-    """The answer to one request."""
-
-    name: str
-    model: str
-    created: int
-    choices: list[ChatChoice]
-    num_prompt_tokens: int
-    num_cached_tokens: int
-    """Number of prompt tokens that the engine found in its KV cache."""
-    prompt_token_ids: list[int] | None = None
-    """Ids of the prompt; None if not requested."""
-
-    def head(self, kind: str) -> dict[str, Any]:
-        head = {"id": self.name, "object": kind, "created": self.created, "model": self.model}
-        if self.prompt_token_ids is not None:
-            head["prompt_token_ids"] = self.prompt_token_ids
-        return head
-
-    @property
-    def usage(self) -> dict[str, Any]:
-        num_sampled = sum(choice.num_tokens for choice in self.choices)
-        return {
-            "prompt_tokens": self.num_prompt_tokens,
-            "completion_tokens": num_sampled,
-            "total_tokens": self.num_prompt_tokens + num_sampled,
-            "prompt_tokens_details": {"cached_tokens": self.num_cached_tokens},
-        }
-
-
-def completion_body(answer: ChatCompletion) -> dict[str, Any]:
+def build_completion(
+    name: str,
+    model: str,
+    choices: Sequence[dict[str, Any]],
+    num_prompt_tokens: int,
+    num_cached_tokens: int,
+    num_sampled_tokens: int,
+) -> dict[str, Any]:
+    """Return the answer to one request. The engine found the cached tokens in its KV cache."""
     return {
-        **answer.head("chat.completion"),
-        "choices": [
-            {"index": i, "message": {**c.body, "refusal": None}, "logprobs": None, **_ending(c)}
-            for i, c in enumerate(answer.choices)
-        ],
-        "usage": answer.usage,
+        "id": name,
+        "object": "chat.completion",
+        "created": int(time.time()),
+        "model": model,
+        "choices": [{"index": index, **choice} for index, choice in enumerate(choices)],
+        "usage": {
+            "prompt_tokens": num_prompt_tokens,
+            "completion_tokens": num_sampled_tokens,
+            "total_tokens": num_prompt_tokens + num_sampled_tokens,
+            "prompt_tokens_details": {"cached_tokens": num_cached_tokens},
+        },
     }
 
 
-def _ending(choice: ChatChoice) -> dict[str, Any]:
-    """Return the finish reason and the optional fields that were requested."""
-    ending: dict[str, Any] = {"finish_reason": choice.finish_reason}
-    if choice.logprobs is not None:
-        ending["logprobs"] = {"content": choice.logprobs, "refusal": None}
-    if choice.token_ids is not None:
-        ending["token_ids"] = choice.token_ids
-    return ending
-
-
-def stream_events(answer: ChatCompletion, include_usage: bool) -> Iterator[bytes]:
+def stream_events(completion: dict[str, Any], include_usage: bool) -> Iterator[bytes]:
     """Yield the events of a stream, including the final `[DONE]`."""
-    head = answer.head("chat.completion.chunk")
 
-    def event(choices: list[dict[str, Any]], used: dict[str, Any] | None = None) -> bytes:
-        body: dict[str, Any] = {**head, "choices": choices}
-        if include_usage:
-            body["usage"] = used
+    def event(choices: list[dict[str, Any]], usage: dict[str, Any] | None = None) -> bytes:
+        body = {**completion, "object": "chat.completion.chunk", "choices": choices, "usage": usage}
+        if not include_usage:
+            del body["usage"]
         return b"data: " + msgspec.json.encode(body) + b"\n\n"
 
-    for i, choice in enumerate(answer.choices):
-        for delta in _deltas(choice):
-            yield event([{"index": i, "delta": delta, "finish_reason": None}])
-        yield event([{"index": i, "delta": {}, **_ending(choice)}])
+    for choice in completion["choices"]:
+        delta = choice["message"]
+        for number, call in enumerate(delta.get("tool_calls", ())):
+            call["index"] = number
+        yield event([{"index": choice["index"], "delta": delta, "finish_reason": None}])
+        ending = {name: value for name, value in choice.items() if name != "message"}
+        yield event([{**ending, "delta": {}}])
     if include_usage:
-        yield event([], answer.usage)
-    yield DONE
-
-
-def _deltas(choice: ChatChoice) -> Iterator[dict[str, Any]]:
-    message = choice.message
-    yield {"role": "assistant", "content": None if message.tool_calls else ""}
-    for piece in _split_text(message.reasoning or ""):
-        yield {"reasoning_content": piece}
-    for piece in _split_text(message.text):
-        yield {"content": piece}
-    for k, call in enumerate(choice.body.get("tool_calls", ())):
-        arguments = call["function"].pop("arguments")
-        call["function"]["arguments"] = ""
-        yield {"tool_calls": [{"index": k, **call}]}
-        for piece in _split_text(arguments):
-            yield {"tool_calls": [{"index": k, "function": {"arguments": piece}}]}
-
-
-def _split_text(text: str) -> Iterator[str]:
-    return (text[i : i + CHUNK_CHARS] for i in range(0, len(text), CHUNK_CHARS))
+        yield event([], completion["usage"])
+    yield b"data: [DONE]\n\n"
 
 
 # The first match decides.

@@ -93,7 +93,7 @@ class ServerRouter:
     def __post_init__(self) -> None:
         self.changed = ChangeSignal()
         self._all: list[RoutedServer] = []
-        """All servers ever opened. Their request counts are kept."""
+        """All servers ever opened."""
         self._pinned: dict[str, RoutedServer] = {}
         self._unlisted: dict[str, RoutedServer] = {}
         """Servers that were removed from the list and may return."""
@@ -101,17 +101,13 @@ class ServerRouter:
             url: self._open(ServerStatus(url), self.template.token) for url in self.addresses
         }
 
-    @property
-    def clients(self) -> list[GenerateClient]:
-        return [server.client for server in self._all]
-
     def update(self, server_list: ServerList) -> None:
         """Apply the orchestrator's list. Requests to removed servers move to other servers."""
         before, self.servers, self.run = self.servers, {}, server_list.run
         for status in server_list.servers:
             is_first = status.url in self.addresses or status.is_own
             token = self.template.token if is_first else self.added_token
-            server = before.pop(status.url, None) or self._relist(status.url)
+            server = before.pop(status.url, None) or self._unlisted.pop(status.url, None)
             server = server or self._open(status, token)
             server.status, server.num_asking_then = status, len(server.asking)
             self.servers[status.url] = server
@@ -120,15 +116,10 @@ class ServerRouter:
             if server.probing is not None:
                 server.probing.cancel()
                 server.probing = None
+            # If it returns, the orchestrator has checked that it answers.
+            server.is_lost = False
             self._unlisted[url] = server
         self.changed.notify()
-
-    def _relist(self, url: str) -> RoutedServer | None:
-        """Reuse a server that was listed before. The orchestrator has checked that it answers."""
-        server = self._unlisted.pop(url, None)
-        if server is not None:
-            server.is_lost = False
-        return server
 
     def open_client(self, rollout_id: str, min_version: int = 0, pinned: str = "") -> RoutedClient:
         """Return a client for one rollout, for weights of `min_version` or newer.
@@ -209,10 +200,11 @@ class ServerRouter:
         return server
 
     def _lose(self, server: RoutedServer) -> None:
+        if self._unlisted.get(server.client.base_url) is server:
+            return
         server.is_lost = True
         _give_up(server)
-        if self._unlisted.get(server.client.base_url) is not server:
-            self._start_probing(server)
+        self._start_probing(server)
         self.changed.notify()
 
     def _start_probing(self, server: RoutedServer) -> None:
@@ -271,7 +263,6 @@ class RoutedClient:
                     self.last = server
                     return result
                 problem = result
-                server.client.counts.retries += 1
                 num_lost += result.kind == UNREACHABLE
                 if num_lost == MAX_LOST_SERVERS:
                     raise _build_lost_error(result)

@@ -75,7 +75,7 @@ async def main(
     heartbeat = Heartbeat(heartbeat_file, player.threads.stuck_s)
     heartbeat.start()
     spoke = AsyncSpoke(hub, name, rights.channel)
-    hello = ProcessReady(name, after=after, release=get_release())
+    hello = ProcessReady(after=after, release=get_release())
     await spoke.send(control.encode(hello))
     failed: asyncio.Future[None] = asyncio.get_running_loop().create_future()
 
@@ -84,9 +84,7 @@ async def main(
             played = await player.play(request)
             result = RolloutResult(
                 rollout_id=request.rollout_id,
-                group_id=request.group_id,
                 trace=_encode_trace(request, played.trace),
-                wire=player.chats.wire_counts,
             )
             await spoke.send(control.encode(result))
         except Exception as error:  # an unreported rollout would stall the run
@@ -111,9 +109,8 @@ async def main(
             case ServerList():
                 chats.router.update(message)
             case CancelRollouts():
-                for rollout_id in message.rollout_ids or tuple(running):
-                    if (task := running.get(rollout_id)) is not None:
-                        task.cancel()
+                for task in running.values():
+                    task.cancel()
             case QuitRequest():
                 break
     ending = (*reporting, *running.values())

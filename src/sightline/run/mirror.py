@@ -51,7 +51,7 @@ def join(name: str, hub: str, key: str) -> tuple[FileChange, ...]:
     """Return the files that the orchestrator at `hub` has for the process `name`."""
     spoke, deadline = Spoke(hub, name, key), time.monotonic() + JOIN_TIMEOUT_S
     try:
-        spoke.send(control.encode(JoinRequest(name, get_release())))
+        spoke.send(control.encode(JoinRequest(get_release())))
         while (data := spoke.receive(max(0.0, deadline - time.monotonic()))) is not None:
             message = control.decode_from("orchestrator", data)
             if isinstance(message, FileChanges):
@@ -117,8 +117,11 @@ class RunMirror:
         self._seen = {name: _get_stamp(path) for name, path in self._iter_files()}
         self._lengths = {name: stamp[1] for name, stamp in self._seen.items()}
         self._lock = threading.Lock()
-        for target in () if of_checkpoints else (self._keep_flushing, self._keep_beating):
-            threading.Thread(target=target, daemon=True, name="mirror").start()
+        # Regularly, so that metrics and errors arrive while no messages are sent.
+        for action in () if of_checkpoints else (self.flush, self.send_heartbeats):
+            threading.Thread(
+                target=self._repeat, args=(action,), daemon=True, name="mirror"
+            ).start()
 
     def flush(self) -> None:
         """Send all changes so far, in order."""
@@ -179,20 +182,13 @@ class RunMirror:
                 if is_wanted and not is_own and not file.endswith(BEAT):
                     yield name, path
 
-    def _keep_flushing(self) -> None:
-        """Flush regularly, so that metrics and errors arrive while no messages are sent."""
+    def _repeat(self, action: Callable[[], None]) -> None:
         while True:
             time.sleep(self._every_s)
             try:
-                self.flush()
+                action()
             except (OSError, SightlineError) as error:  # the next explicit flush raises it
                 print(error, file=sys.stderr, flush=True)
-
-    def _keep_beating(self) -> None:
-        while True:
-            time.sleep(self._every_s)
-            with contextlib.suppress(OSError, SightlineError):
-                self.send_heartbeats()
 
 
 def _get_stamp(path: Path) -> tuple[int, int, int]:

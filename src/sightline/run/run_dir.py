@@ -55,6 +55,8 @@ class RunDir:
     """The user's notes. `#word` is a tag."""
     secret = _Inside("secret")
     """Shared secret of the run's processes, readable only by its owner."""
+    model_digests = _Inside("model.json")
+    """Digests of the files of the checkpoint that the run began with."""
     id_file = _Inside("run_id")
     """The run's id, which is part of every published version. A resumed run keeps it."""
     lock = _Inside(".lock")

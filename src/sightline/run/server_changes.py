@@ -31,16 +31,6 @@ class ServerChanges(msgspec.Struct, forbid_unknown_fields=True):
     """The wanted state of each server, by address."""
 
 
-class ServerReport(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """A server's state, as the orchestrator reports it in `logs/servers.json`."""
-
-    url: str
-    state: str
-    version: int
-    load: int
-    problem: str = ""
-
-
 def list_wanted(run_dir: RunDir, base: Sequence[str]) -> dict[str, Wanted]:
     """Return the wanted state of each server, for a run file with the servers `base`."""
     wanted: dict[str, Wanted] = dict.fromkeys(base, SERVE)
@@ -56,11 +46,7 @@ def change_server(run_dir: RunDir, base: Sequence[str], url: str, wanted: Wanted
     """Record that `url` should serve, drain or be removed."""
     with _locked(run_dir):
         servers = list_wanted(run_dir, base) | {url: wanted}
-        known = {
-            name: state
-            for name, state in servers.items()
-            if (state != REMOVE if name not in base else state != SERVE)
-        }
+        known = {name: state for name, state in servers.items() if state != REMOVE or name in base}
         data = msgspec.json.encode(ServerChanges(tuple(base), known))
         write_atomic(run_dir.servers, add_checksum(data))
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Literal, TypeVar
+from typing import TypeVar
 
 from sightline.errors import MediaError, Misaligned, PixelMismatch, PixelsUnproven, SightlineError
 from sightline.media import MediaStore
@@ -36,10 +36,10 @@ class DroppedSample:
 
 @dataclass(frozen=True, slots=True)
 class BadMediaPolicy:
-    """`[media] on_bad_image`, with its budget."""
+    """Which samples of a batch are dropped, and how many may be."""
 
-    on_bad_image: Literal["drop_sample", "stop"] = "drop_sample"
     max_bad_fraction: float = 0.0
+    """`[media] max_bad_fraction`; 0 stops the run at the first bad image."""
     allows_unverified_pixels: bool = False
     """Whether samples may lack a pixel digest: conversations have no sampler to report one."""
 
@@ -63,8 +63,6 @@ class BadMediaPolicy:
                 continue
             item, bare = problem
             error = add_location(bare, sample.trace_id, batch.step, item, store)
-            if self.on_bad_image == "stop":
-                raise error from bare
             identity = (sample.trace_id, item.ref.digest, type(bare).__name__)
             dropped.append(DroppedSample(*identity, error.problem, error.fix))
         num = len(usable) + len(dropped)

@@ -39,7 +39,6 @@ class MicroBatchLoss:
 
     total: Float[Tensor, ""]
     logprobs: Float[Tensor, " tokens"]
-    sampler_logprobs: Float[Tensor, " tokens"]
     metrics: dict[str, Tensor]
 
 
@@ -137,7 +136,7 @@ class LossComputer:
             total = total + self.forward.logits(hidden[:0]).float().sum()
             if self.value_head is not None:
                 total = total + self.value_head(hidden[:0]).float().sum()
-        return MicroBatchLoss(total, scores.logprobs.detach(), sampler_logprobs, metrics)
+        return MicroBatchLoss(total, scores.logprobs.detach(), metrics)
 
     def _frozen_hidden(
         self, frozen: FrozenModel, ready: ReadyMicroBatch

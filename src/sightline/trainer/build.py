@@ -6,7 +6,6 @@ import os
 import sys
 from collections.abc import Callable, Iterable
 from functools import partial
-from pathlib import Path
 from threading import Event
 from typing import Any, NamedTuple, cast
 
@@ -194,7 +193,7 @@ def build_preparer(
         family=learner.family,
         materializer=pixels.materializer,
         limit=PackSize(trainer.micro_batch_tokens, trainer.micro_batch_patches),
-        bad_media=BadMediaPolicy(media.on_bad_image, media.max_bad_fraction, not sampled),
+        bad_media=BadMediaPolicy(media.max_bad_fraction, not sampled),
         aggregation=load_aggregation(settings.aggregation, settings.aggregation_args),
         algorithm=learner.algorithm,
         num_minibatches=settings.minibatches,
@@ -235,8 +234,8 @@ def build_conversations(
     config: SftFile, learner: Learner, pixels: MicroBatchPixels, **options: Any
 ) -> ConversationBatches:
     """Build the batches of supervised training; `options` are fields of `ConversationBatches`."""
-    store, model = pixels.materializer.store, config.model
-    renderer = load_renderer(model.path, store, learner.family, number_images=model.number_images)
+    store = pixels.materializer.store
+    renderer = load_renderer(config.model.path, store, learner.family)
     preparer = build_preparer(config.media, learner, pixels, sampled=False)
     return ConversationBatches(open_source(config, store), renderer, preparer, config, **options)
 
@@ -303,30 +302,21 @@ def build(
             config, run_dir, orchestrator, learner, store, channel, resume, watch(), stop
         )
     )
-    writer = RunWriter(
-        run_dir=run_dir,
-        learner=learner,
-        saver=CheckpointSaver(
-            checkpoints,
-            learner.dims,
-            trainer.checkpoint_every,
-            resume.step,
-            config.model.train_vision,
-            channel.collect_files,
-            BackgroundTask("checkpoint", watchdog=watch(), min_limit_s=LONG_LIMIT_S),
-            orchestrator.send_checkpoints if orchestrator is not None else lambda: None,
-        ),
-        source=Path(config.model.path),
-        export_dir=run_dir.checkpoints / "final",
-        dtype=MODEL_DTYPES[config.model.dtype],
-        events=events,
+    saver = CheckpointSaver(
+        checkpoints,
+        learner.dims,
+        trainer.checkpoint_every,
+        resume.step,
+        config.model.train_vision,
+        channel.collect_files,
+        BackgroundTask("checkpoint", watchdog=watch(), min_limit_s=LONG_LIMIT_S),
+        orchestrator.send_checkpoints if orchestrator is not None else lambda: None,
     )
-    if isinstance(config, SftFile):
-        writer.export_dir = Path(config.sft.output_dir)
-    else:
+    writer = RunWriter(config, run_dir, learner, saver, events)
+    if isinstance(config, RunFile):
         task = BackgroundTask("publish", feed.fail, watch())
         _add_publishing(writer, config, orchestrator, task, resume.step)
-    return TrainerComponents(feed, learner, writer, learner.watchdog, resume.step)
+    return TrainerComponents(feed, learner, writer, resume.step)
 
 
 def _limit_memory(config: RunFile, ranks: RankInfo) -> None:
@@ -355,8 +345,10 @@ def _build_batches(
         return read_shares(channel, pixels, learner.family.num_axes)
     batches: Iterable[ReadyBatch]
     if isinstance(config, SftFile):
-        options = {"done": resume.step, "watchdog": watchdog, "run_dir": run_dir}
-        batches = build_conversations(config, learner, pixels, stop=stop or Event(), **options)
+        batches = build_conversations(
+            config, learner, pixels,
+            done=resume.step, watchdog=watchdog, stop=stop or Event(), run_dir=run_dir,
+        )  # fmt: skip
     else:
         assert orchestrator is not None
         trained, first = len(read_ledger(run_dir.ledger)), resume.step + 1
@@ -381,9 +373,7 @@ def _add_publishing(
     step: int,
 ) -> None:
     """Publish every version, as `rl` needs. Every rank calls it before the first step."""
-    writer.publishes = True
     writer.learner.diagnostics_every = config.orchestrator.diagnostics_every
-    writer.max_mismatch = config.mismatch_limit
     if config.lora.publish != "merged":
         writer.adapter = describe_adapter_base(writer.learner.forward.model, writer.dtype)
     if orchestrator is None:

@@ -259,13 +259,12 @@ class _PlaceholderResolver:
         return self.video if ".video" in path.rpartition("]")[2] else self.image
 
 
-def check_rows_for_images(data: DataConfig, seed: int, most: int = 200) -> bool:
-    """Check the first rows, and return whether they show images. Nothing is stored.
+def check_rows_for_images(data: DataConfig, seed: int) -> bool:
+    """Check the first 200 rows, and return whether they show images. Nothing is stored.
 
     Raise if one of them is not a conversation.
     """
     resolver = _PlaceholderResolver()
     conversations = FileConversations(data, resolver.put, resolver, seed)
-    rows = range(min(most, len(conversations)))
-    shows_media = [conversations.row(i).shows_media for i in rows]
-    return any(shows_media)
+    rows = [conversations.row(i) for i in range(min(200, len(conversations)))]
+    return any(row.shows_media for row in rows)

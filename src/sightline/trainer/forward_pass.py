@@ -49,12 +49,11 @@ class FrozenTowerFeatures:
         encodes the smallest image instead.
         """
         items, starts = ready.batch.items, ready.patch_starts
-        cached = [
-            self.cache.find(entry.item.key) if ready.has_stored_pixels else None for entry in items
-        ]
-        missing = [
-            place for place, features_of_item in enumerate(cached) if features_of_item is None
-        ]
+        features = {}
+        for place, entry in enumerate(items if ready.has_stored_pixels else ()):
+            if (known := self.cache.find(entry.item.key)) is not None:
+                features[place] = known
+        missing = [place for place in range(len(items)) if place not in features]
         # Before the first pass: from then on, ranks meet in the tower's collectives.
         passes = self.dims.max(len(missing)) if ready.runs_tower else len(missing)
         if missing:
@@ -64,18 +63,12 @@ class FrozenTowerFeatures:
             entry = items[place]
             item_patches = patches[starts[place] : starts[place + 1]]
             encoded = self.forward.encode(item_patches, [entry.item.grid])
-            cached[place] = features = ItemFeatures(encoded, entry.pixel_digest or "")
+            features[place] = ItemFeatures(encoded, entry.pixel_digest or "")
             if ready.has_stored_pixels:
-                self.cache.put(entry.item.key, features)
+                self.cache.put(entry.item.key, features[place])
         for _ in range(passes - len(missing)):
             encode_blank(self.forward, device)
-        return (
-            torch.cat(
-                [entry_features.features for entry_features in cached if entry_features is not None]
-            )
-            if items
-            else None
-        )
+        return torch.cat([features[i].features for i in range(len(items))]) if items else None
 
 
 @dataclass

@@ -9,12 +9,10 @@ from dataclasses import dataclass, field, replace
 
 import numpy as np
 import torch
-from jaxtyping import Bool, Float
+from jaxtyping import Float
 from torch import Tensor
 
-from sightline.algo.losses import mismatch_kl
 from sightline.errors import ProcessFailed, TrainingDiverged
-from sightline.families.device_copy import copy_to_device
 from sightline.pixels import PixelCacheStats
 from sightline.trainer.alignment_checks import check_micro_batch
 from sightline.trainer.batch_loss import (
@@ -43,14 +41,12 @@ from sightline.trainer.step_result import (
     check_same_bits,
     copy_to_host,
     sum_cache_figures,
+    sum_mismatch,
 )
 from sightline.trainer.watchdog import StallWatchdog
 from sightline.wire.micro_batch import MicroBatch
 
-SUM_NAMES = (
-    "all_tokens", "fresh_kl", "fresh_tokens", "loss", "loss_tokens", "older_kl", "older_tokens",
-    "tokens",
-)  # fmt: skip
+SUM_NAMES = ("all_tokens", "loss", "loss_tokens")
 METRIC = "algorithm "
 """Prefix of an algorithm's own metrics among the sums."""
 
@@ -86,7 +82,7 @@ class Learner(LossComputer):
         metric_sums = MetricSums((*SUM_NAMES, "grad_norm"))
         compiled = count_compiled_graphs() if self.config.compile_backend else 0
         step_timer = StepTimer(self.device)
-        ready, prior = self._score_first(ready, metric_sums, step_timer)
+        ready, prior = self._score_first(ready, step_timer)
         scored = [(ready.micro_batches[at].batch, p.logprobs) for at, p in enumerate(prior)]
         probed, num_updates = None, 0
         for epoch in range(self.algorithm.settings.epochs):
@@ -102,6 +98,7 @@ class Learner(LossComputer):
                 step_timer.end("optimizer")
                 num_updates += 1
         sums, logprobs_of = metric_sums.read(), copy_to_host(scored)
+        sums |= sum_mismatch(ready.step, logprobs_of)
         if self.exact and ready.step not in self.replayed:
             check_same_bits(ready.step, logprobs_of)
         metrics = self._check_finite(ready, sums, num_updates)
@@ -141,13 +138,6 @@ class Learner(LossComputer):
                     loss = self.backward(micro_batch, metric_sums, step_timer, scores)
                 except torch.OutOfMemoryError as error:
                     raise self._build_memory_error(micro_batch.batch, ready.step, error) from error
-                if epoch == 0 and not prior:
-                    measure_mismatch(
-                        metric_sums,
-                        loss.logprobs,
-                        loss.sampler_logprobs,
-                        micro_batch.batch.versions.numpy() == ready.step - 1,
-                    )
                 trained.append((micro_batch.batch, loss.logprobs))
             del micro_batch  # frees its pixels before the next ones are made
         return trained
@@ -172,7 +162,7 @@ class Learner(LossComputer):
         return [minibatches[place] for place in draws.permutation(len(minibatches))]
 
     def _score_first(
-        self, ready: ReadyBatch, metric_sums: MetricSums, step_timer: StepTimer
+        self, ready: ReadyBatch, step_timer: StepTimer
     ) -> tuple[ReadyBatch, list[PriorScores]]:
         """Score all micro-batches before the first update, if anything depends on it.
 
@@ -185,15 +175,7 @@ class Learner(LossComputer):
             return ready, []
         prior = []
         for _, micro_batch in self._iterate(ready, f"the scores of step {ready.step}"):
-            scores = self.score_only(micro_batch)
-            sampler = copy_to_device(micro_batch.batch.logprobs.numpy().copy(), self.device)
-            measure_mismatch(
-                metric_sums,
-                scores.logprobs,
-                sampler,
-                micro_batch.batch.versions.numpy() == ready.step - 1,
-            )
-            prior.append(scores)
+            prior.append(self.score_only(micro_batch))
             del micro_batch
         step_timer.end("forward")
         if not is_scored:
@@ -355,20 +337,3 @@ class Learner(LossComputer):
             "distinct_images": float(ready.num_items),
             "bad_media": float(len(ready.dropped)),
         }
-
-
-def measure_mismatch(
-    metric_sums: MetricSums,
-    logprobs: Float[Tensor, " tokens"],
-    sampler_logprobs: Float[Tensor, " tokens"],
-    is_fresh: Bool[np.ndarray, " tokens"],
-) -> None:
-    """Sum the KL of sampler and trainer. `is_fresh` marks tokens of the current version."""
-    with torch.no_grad():
-        kl = mismatch_kl(logprobs, sampler_logprobs)
-        metric_sums.count("tokens", len(kl))
-        for name, chosen in (("fresh", is_fresh), ("older", ~is_fresh)):
-            metric_sums.count(f"{name}_tokens", int(chosen.sum()))
-            # Use indices from the host: indexing with a mask would make the host wait.
-            places = copy_to_device(np.flatnonzero(chosen), kl.device)
-            metric_sums.add(f"{name}_kl", kl[places].sum())

@@ -21,7 +21,7 @@ from dataclasses import dataclass
 from sightline.trainer.feed import ReadyBatch
 from sightline.trainer.learner import Learner
 from sightline.trainer.run_writer import RunWriter
-from sightline.trainer.watchdog import LONG_LIMIT_S, StallWatchdog
+from sightline.trainer.watchdog import LONG_LIMIT_S
 
 
 @dataclass
@@ -29,14 +29,14 @@ class TrainerComponents:
     feed: Iterable[ReadyBatch]
     learner: Learner
     run_writer: RunWriter
-    watchdog: StallWatchdog
     first_step: int
     """Step of the checkpoint that the run resumes from; 0 for a new run."""
 
 
 def run(components: TrainerComponents) -> None:
     """Train until the feed ends."""
-    learner, writer, watchdog = components.learner, components.run_writer, components.watchdog
+    learner, writer = components.learner, components.run_writer
+    watchdog = learner.watchdog
     step = components.first_step
     for ready in components.feed:  # waits for a packed batch with its pixels
         writer.check()

@@ -9,6 +9,7 @@ import numpy as np
 
 from sightline.pack.single import take_sequences
 from sightline.trainer.feed import ReadyBatch
+from sightline.trainer.learner import Learner
 from sightline.trainer.probe import Score
 
 MAX_SEQUENCES = 8
@@ -40,11 +41,11 @@ def measure_packing(ready: ReadyBatch, score: Score) -> float:
     return worst
 
 
-def describe_suspect(ready: ReadyBatch, score: Score, limit: float, is_distributed: bool) -> str:
+def describe_suspect(ready: ReadyBatch, learner: Learner, limit: float) -> str:
     """Say which side to suspect. Several ranks do not compute a sequence alone."""
-    if is_distributed:
+    if learner.dims.is_distributed:
         return EITHER
-    kl = measure_packing(ready, score)
+    kl = measure_packing(ready, learner.score)
     if kl <= limit:
         return SERVER
     return (

@@ -74,17 +74,13 @@ def _find_donors(ready: ReadyMicroBatch) -> tuple[Int[np.ndarray, " images"], Is
     return donors, donors != np.arange(len(donors))
 
 
-def swap_images(ready: ReadyMicroBatch) -> tuple[ReadyMicroBatch, IsMoved] | None:
-    """Return the micro-batch with images swapped, and which images changed.
-
-    None if no two distinct images have the same grid.
-    """
+def swap_images(ready: ReadyMicroBatch) -> tuple[ReadyMicroBatch, IsMoved]:
+    """Return the micro-batch with images swapped, and which images changed."""
     donors, moved = _find_donors(ready)
-    if not moved.any() or (patches := ready.made) is None:
-        return None
+    assert ready.made is not None
     starts = ready.patch_starts
     rows = np.concatenate([np.arange(starts[d], starts[d + 1]) for d in donors])
-    return replace(ready, made=patches[rows], has_stored_pixels=False), moved
+    return replace(ready, made=ready.made[rows], has_stored_pixels=False), moved
 
 
 def find_tokens_behind(ready: ReadyMicroBatch, moved: IsMoved) -> IsChosen:
@@ -116,11 +112,9 @@ def pick_probe_micro_batch(
     return next((candidate for candidate in named if _can_probe(candidate[1])), None)
 
 
-def probe(ready: ReadyMicroBatch, score: Score) -> ImageSwapProbe | None:
-    """Probe a micro-batch; None if no trained token can attend to a swapped image."""
-    if not _can_probe(ready) or (swapped := swap_images(ready)) is None:
-        return None
-    other, moved = swapped
+def probe(ready: ReadyMicroBatch, score: Score) -> ImageSwapProbe:
+    """Probe a micro-batch that `pick_probe_micro_batch` has chosen."""
+    other, moved = swap_images(ready)
     chosen = find_tokens_behind(ready, moved)
     reference = score(ready)[chosen].astype(np.float64)
     again = score(ready)[chosen] - reference

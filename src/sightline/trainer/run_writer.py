@@ -16,7 +16,9 @@ from typing import Any
 import torch
 from torch import nn
 
+from sightline.compute.model import MODEL_DTYPES
 from sightline.compute.weight_transport import WeightPublisher
+from sightline.config import RunFile, SftFile
 from sightline.errors import PolicyMismatch
 from sightline.run import EventLog, RunDir
 from sightline.trainer.blocks import end_compile_workers
@@ -43,19 +45,12 @@ _SFT_METRICS = (
 class RunWriter:
     """Writes checkpoints, the exported model and, in `rl`, every version."""
 
+    config: RunFile | SftFile
     run_dir: RunDir
     learner: Learner
     saver: CheckpointSaver
-    source: Path
-    """The checkpoint folder that the run started from."""
-    export_dir: Path
-    """The folder of the trained model, a plain checkpoint."""
-    dtype: torch.dtype
-    """Precision of published and exported weights."""
     events: EventLog | None = None
     """Receives the metrics; None on ranks other than 0."""
-    publishes: bool = False
-    """Whether every step publishes a version, as in `rl`; `sft` only exports at the end."""
     adapter: Adapter | None = None
     """The base of LoRA adapters, if they are published unmerged."""
     ledger: Ledger | None = None
@@ -64,10 +59,13 @@ class RunWriter:
     """Writes or sends versions in a thread; on rank 0 of `rl`."""
     send: Callable[[ControlMessage], None] | None = None
     """Sends messages to the orchestrator; on rank 0 of `rl`."""
-    max_mismatch: float = 0.0
-    """The highest mismatch KL per token that a step may have; 0 is no limit."""
     _nll: float = 0.0
     _num_tokens: float = 0.0
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """Return the precision of published and exported weights."""
+        return MODEL_DTYPES[self.config.model.dtype]
 
     @property
     def background_tasks(self) -> list[BackgroundTask]:
@@ -87,31 +85,26 @@ class RunWriter:
 
         Raise if the mismatch is too high: the step is then neither published nor kept.
         """
-        if self.ledger is not None:
+        if self.ledger is not None and isinstance(self.config, RunFile):
             write_atomic(self.run_dir.scores_of(ready.step), result.scores.to_bytes())
-            kl = result.metrics["mismatch_kl"]
-            if self.max_mismatch and kl is not None and not kl <= self.max_mismatch:
+            kl, limit = result.metrics["mismatch_kl"], self.config.mismatch_limit
+            if limit and kl is not None and not kl <= limit:
                 raise PolicyMismatch(
                     f"step {ready.step}: sampler and trainer differ by a KL of {kl:.3g} per token "
                     f"over {result.metrics['fresh_tokens']:.0f} tokens of version "
-                    f"{ready.step - 1}; the limit is {self.max_mismatch:g}",
+                    f"{ready.step - 1}; the limit is {limit:g}",
                     "the step was neither published nor kept. `sightline view` shows the mismatch "
-                    f"by image and turn. {self._describe_suspect(ready)}. If this difference is "
-                    "expected, resume with a higher [orchestrator] max_mismatch",
+                    f"by image and turn. {describe_suspect(ready, self.learner, limit)}. If this "
+                    "difference is expected, resume with a higher [orchestrator] max_mismatch",
                 )
             self.ledger.add(ready.step, ready.digest)
-
-    def _describe_suspect(self, ready: ReadyBatch) -> str:
-        learner = self.learner
-        is_distributed = learner.dims.is_distributed
-        return describe_suspect(ready, learner.score, self.max_mismatch, is_distributed)
 
     def publish(self, step: int, metrics: Metrics) -> None:
         """Start publishing version `step`; return when the weights may change again.
 
         Wait until the previous version is published and this one is copied to the host.
         """
-        if not self.publishes:
+        if isinstance(self.config, SftFile):  # it only exports at the end
             return
         model = self.learner.forward.model
         if self.async_publisher is None:
@@ -137,7 +130,7 @@ class RunWriter:
         """Write the metrics of a step; `busy` is its start and end, in seconds since 1970."""
         if self.events is None:
             return
-        if self.publishes:
+        if isinstance(self.config, RunFile):
             kind, figures = "train", self._rl_figures(ready, result, busy, publish_s)
         else:
             kind, figures = "sft", {name: result.metrics[name] for name in _SFT_METRICS}
@@ -188,10 +181,13 @@ class RunWriter:
         if self.async_publisher is not None:
             self.async_publisher.background_task.wait()
         end_compile_workers()
-        model = self.learner.forward.model
+        model, config = self.learner.forward.model, self.config
+        target = self.run_dir.checkpoints / "final"
+        if isinstance(config, SftFile):
+            target = Path(config.sft.output_dir)
         try:  # while the last checkpoint is written: weights no longer change
             if step > 0 and self.learner.dims.is_lead:
-                export_checkpoint(self.source, self.export_dir, model, self.dtype)
+                export_checkpoint(Path(config.model.path), target, model, self.dtype)
             elif step > 0:
                 gather_for_export(model)
         finally:

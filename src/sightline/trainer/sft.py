@@ -89,8 +89,6 @@ class ConversationBatches:
             try:
                 conversation = self.source.conversation(index, split)
             except MediaError as error:
-                if self.preparer.bad_media.on_bad_image == "stop":
-                    raise
                 name = self.source.name(index, split)
                 lost.append(DroppedSample(name, "", type(error).__name__, error.problem))
                 continue

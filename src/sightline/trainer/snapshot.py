@@ -20,7 +20,7 @@ from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
 from sightline.compute.checkpoint_files import LocalRows, fill_rows
-from sightline.compute.tensor_file import sort_names, write_tensors
+from sightline.compute.tensor_file import split_by_size, write_tensors
 from sightline.compute.weights import check_parameters
 from sightline.errors import FamilyError, ResumeRefused, WeightsError
 from sightline.trainer.lora import is_value_head, plain_parameters
@@ -49,20 +49,13 @@ class ShardSnapshot:
 
         The files are written in parallel, because hashing is slower than a fast disk.
         """
-        parts, nbytes = [list[str]()], 0
-        for key in sort_names(self.tensors):
-            if parts[-1] and nbytes + self.tensors[key].nbytes > file_bytes:
-                parts.append([])
-                nbytes = 0
-            parts[-1].append(key)
-            nbytes += self.tensors[key].nbytes
 
-        def write_part(number: int, keys: list[str]) -> WeightFile:
-            places = json.dumps({key: self.places[key] for key in keys})
+        def write_part(number: int, tensors: dict[str, Tensor]) -> WeightFile:
+            places = json.dumps({key: self.places[key] for key in tensors})
             path = folder / f"{name}{f'_{number:03d}' if number else ''}.safetensors"
-            tensors = {key: self.tensors[key] for key in keys}
             return write_tensors(path, tensors, metadata={_PLACES: places})
 
+        parts = split_by_size(self.tensors, file_bytes)
         with ThreadPoolExecutor(MAX_THREADS) as threads:
             return list(threads.map(write_part, range(len(parts)), parts))
 

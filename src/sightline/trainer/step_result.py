@@ -13,6 +13,7 @@ import torch
 from jaxtyping import Num
 from torch import Tensor
 
+from sightline.algo.losses import mismatch_kl
 from sightline.errors import PolicyMismatch
 from sightline.trainer.probe import ImageSwapProbe
 from sightline.wire.array import Array
@@ -121,6 +122,21 @@ def check_same_bits(step: int, scored: list[tuple[MicroBatch, np.ndarray]]) -> N
                 "version of torch for server and trainer; if they are equal, report this with the "
                 "run directory, or start a new run without exact",
             )
+
+
+def sum_mismatch(step: int, scored: list[tuple[MicroBatch, np.ndarray]]) -> dict[str, float]:
+    """Sum the KL of sampler and trainer over tokens that version `step` - 1 sampled, and others."""
+    names = ("tokens", "fresh_tokens", "fresh_kl", "older_tokens", "older_kl")
+    sums = dict.fromkeys(names, 0.0)
+    for batch, logprobs in scored:
+        sampler = torch.from_numpy(batch.logprobs.numpy().copy())
+        kl = mismatch_kl(torch.from_numpy(logprobs), sampler).numpy()
+        is_fresh = batch.versions.numpy() == step - 1
+        sums["tokens"] += len(kl)
+        for name, chosen in (("fresh", is_fresh), ("older", ~is_fresh)):
+            sums[f"{name}_tokens"] += float(chosen.sum())
+            sums[f"{name}_kl"] += float(kl[chosen].sum())
+    return sums
 
 
 def sum_cache_figures(ranks: list[dict[str, dict[str, int]]]) -> dict[str, dict[str, float]]:

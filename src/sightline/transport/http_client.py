@@ -32,18 +32,6 @@ def bearer(token: str) -> dict[str, str]:
 
 
 @dataclass
-class RequestCounts:
-    """Requests to one server, and the bytes of their bodies."""
-
-    requests: int = 0
-    retries: int = 0
-    sent_bytes: int = 0
-    reference_bytes: int = 0
-    """Bytes of `sent_bytes` that are references to images, if the client counts them."""
-    received_bytes: int = 0
-
-
-@dataclass
 class RetryingClient:
     """A client of one server. Subclasses interpret answers other than 200."""
 
@@ -63,7 +51,8 @@ class RetryingClient:
     """Token sent with every request; empty for none."""
     unreachable_fix: str = "check the address, and that the server runs"
     """The error's fix if nothing answers."""
-    counts: RequestCounts = field(default_factory=RequestCounts)
+    num_requests: int = field(default=0, init=False)
+    """Number of requests so far, with retries."""
 
     def __post_init__(self) -> None:
         self._session: aiohttp.ClientSession | None = None
@@ -99,7 +88,6 @@ class RetryingClient:
             is_over = num_tries >= self.max_tries or time.monotonic() + pause_s > give_up
             if is_over or not self.may_heal(result):
                 raise result
-            self.counts.retries += 1
             await asyncio.sleep(pause_s)
             wait_s = min(wait_s * 2, self.longest_retry_s)
 
@@ -145,14 +133,12 @@ class RetryingClient:
         self, method: str, path: str, body: bytes | None, headers: Mapping[str, str]
     ) -> bytes | EngineError:
         """Return the answer or the error."""
-        self.counts.requests += 1
-        self.counts.sent_bytes += len(body or b"")
+        self.num_requests += 1
         try:
             async with self._get_session().request(
                 method, self.base_url.rstrip("/") + path, data=body, headers=headers
             ) as answer:
                 data = await answer.read()
-                self.counts.received_bytes += len(data)
                 if answer.status == 200:
                     return data
                 refusal = self.read_error(answer.status, data)

@@ -14,24 +14,20 @@ import hmac
 import json
 import socket
 import struct
-from collections.abc import Awaitable, Callable, Mapping, MutableMapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from functools import partial
 from http import HTTPStatus
 from typing import Any
 
 import uvicorn
+from starlette.requests import Request
 from starlette.responses import Response
+from starlette.types import ASGIApp, Receive, Scope, Send
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
-from uvicorn.server import ServerState
 
 from sightline.errors import ConfigError, EngineError
 from sightline.transport.listen import is_ip_address, is_loopback
-
-Message = MutableMapping[str, Any]
-Receive = Callable[[], Awaitable[Message]]
-Send = Callable[[Message], Awaitable[None]]
-App = Callable[[Message, Receive, Send], Awaitable[None]]
 
 SAFE_METHODS = ("GET", "HEAD")
 OPEN_PATHS = ("/health",)
@@ -121,6 +117,23 @@ def read_bearer(headers: Mapping[str, str]) -> str:
     return value.strip() if scheme.lower() == "bearer" else ""
 
 
+async def receive_body(http: Request, max_bytes: int, kind: str) -> list[bytes]:
+    """Return the parts of the body; raise an EngineError of `kind` as soon as it exceeds
+    `max_bytes`. Large bodies should be joined in a thread."""
+    fix = "send fewer or smaller images, a window of the history, or media: URLs of stored images"
+    error = EngineError(f"the body exceeds {max_bytes} bytes", fix, kind, 413)
+    declared_size = http.headers.get("content-length", "")
+    if declared_size.isdigit() and int(declared_size) > max_bytes:
+        raise error
+    parts, num_bytes = [], 0
+    async for part in http.stream():
+        num_bytes += len(part)
+        if num_bytes > max_bytes:
+            raise error
+        parts.append(part)
+    return parts
+
+
 def parse_host(host: str) -> str:
     """Return the name in a Host header, without its port."""
     name = host.partition("]")[0].strip("[") if host.startswith("[") else host.partition(":")[0]
@@ -128,23 +141,22 @@ def parse_host(host: str) -> str:
 
 
 def encode_refusal(error: EngineError) -> bytes:
-    return json.dumps(
-        {
-            "error": {
-                "message": error.problem, "type": error.kind, "code": error.status,
-                "fix": error.fix,
-            }
-        }
-    ).encode()  # fmt: skip
+    body = {
+        "message": error.problem,
+        "type": error.kind,
+        "code": error.status,
+        "fix": error.fix,
+    }
+    return json.dumps({"error": body}).encode()
 
 
 class GuardMiddleware:
     """Applies a guard to an ASGI application."""
 
-    def __init__(self, app: App, guard: RequestGuard) -> None:
+    def __init__(self, app: ASGIApp, guard: RequestGuard) -> None:
         self._app, self._guard = app, guard
 
-    async def __call__(self, scope: Message, receive: Receive, send: Send) -> None:
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] == "http":
             headers = {name.decode("latin-1"): v.decode("latin-1") for name, v in scope["headers"]}
             error = self._guard.find_refusal(scope["method"], scope["path"], headers)
@@ -289,31 +301,13 @@ def build_uvicorn_config(
     return uvicorn.Config(app, **config)
 
 
-class LoopServer:
+class LoopServer(uvicorn.Server):
     """Serves an application on the running event loop, without signals, lifespan or a thread."""
 
-    def __init__(self, app: App, limits: ConnectionLimits = DEFAULT_LIMITS, **options: Any) -> None:
-        self._config = build_uvicorn_config(app, limits, **options)
-        self._limits = limits
-        self._state = ServerState()
-        self._server: asyncio.Server | None = None
+    def __init__(self, app: ASGIApp, limits: ConnectionLimits, **options: Any) -> None:
+        super().__init__(build_uvicorn_config(app, limits, lifespan="off", **options))
 
     async def start(self, listening: socket.socket) -> None:
-        loop = asyncio.get_running_loop()
-
-        def build_protocol() -> asyncio.Protocol:
-            return LimitedProtocol(self._config, self._state, {}, loop, limits=self._limits)
-
-        backlog = self._config.backlog
-        self._server = await loop.create_server(build_protocol, sock=listening, backlog=backlog)
-
-    async def close(self, grace_s: float) -> None:
-        """Stop. Requests in progress have `grace_s` seconds before their connections are closed."""
-        if self._server is not None:
-            self._server.close()
-        for connection in list(self._state.connections):
-            connection.shutdown()
-        if self._state.tasks:
-            await asyncio.wait(self._state.tasks, timeout=grace_s)
-        for connection in list(self._state.connections):
-            connection.transport.abort()
+        self.config.load()
+        self.lifespan = self.config.lifespan_class(self.config)
+        await self.startup(sockets=[listening])

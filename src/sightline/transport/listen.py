@@ -25,8 +25,8 @@ def is_ip_address(host: str) -> bool:
     return True
 
 
-def bind_socket(host: str, port: int) -> socket.socket:
-    """Return a bound socket; raise if the port is in use."""
+def bind_socket(host: str, port: int, setting: str = "") -> socket.socket:
+    """Return a bound socket; raise if the port is in use. Errors name the port's `setting`."""
     kind = socket.AF_INET6 if ":" in host else socket.AF_INET
     listening = socket.socket(kind, socket.SOCK_STREAM)
     listening.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
@@ -34,24 +34,18 @@ def bind_socket(host: str, port: int) -> socket.socket:
         listening.bind((host, port))
     except OSError as error:
         listening.close()
-        raise build_listen_error(host, port, error) from error
+        raise build_listen_error(host, port, error, setting) from error
     return listening
 
 
-def build_listen_error(host: str, port: int, error: OSError) -> ConfigError:
-    return ConfigError(
-        f"cannot listen at {host}:{port}: {error.strerror or error}",
-        choose_listen_fix(error),
-    )
-
-
-def choose_listen_fix(error: OSError) -> str:
-    """Return how to fix an address that cannot be bound."""
+def build_listen_error(host: str, port: int, error: OSError, setting: str = "") -> ConfigError:
+    fix = "stop the process that uses the port, or set 0 for a free one"
     if error.errno == errno.EADDRNOTAVAIL or isinstance(error, socket.gaierror):
-        return "set host to an address of this machine, such as 127.0.0.1"
-    if error.errno == errno.EACCES:
-        return "set a port above 1023, or 0 for a free one"
-    return "stop the process that uses the port, or set 0 for a free one"
+        fix = "set host to an address of this machine, such as 127.0.0.1"
+    elif error.errno == errno.EACCES:
+        fix = "set a port above 1023, or 0 for a free one"
+    where = f"{setting} = {port}: " if setting else ""
+    return ConfigError(f"{where}cannot listen at {host}:{port}: {error.strerror or error}", fix)
 
 
 def find_own_address(peer: str = "192.0.2.1") -> str:
@@ -67,9 +61,7 @@ def find_own_address(peer: str = "192.0.2.1") -> str:
 def describe_link(host: str, port: int, path: str = "", has_tls: bool = False) -> str:
     """Return a link to a server. For all interfaces, use this machine's address and say so."""
     is_open = host in ("0.0.0.0", "::")
-    name = host
-    if is_open:
-        name = find_own_address()
+    name = find_own_address() if is_open else host
     name = f"[{name}]" if ":" in name else name
     scheme = "https" if has_tls else "http"
     return f"{scheme}://{name}:{port}{path}" + f"\nlistening on all interfaces ({host})" * is_open

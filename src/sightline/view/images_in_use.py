@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import os
 import stat
-from collections.abc import Collection, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 
 from sightline.envs.task_files import open_parquet
@@ -30,8 +30,8 @@ def is_run_dir(path: Path) -> bool:
     return any((path / folder).is_dir() for folder in RUN_FOLDERS)
 
 
-def collect_digests(*run_dirs: str | Path, folders: Collection[str] = RUN_FOLDERS) -> set[str]:
-    """Return all digests in the given folders of the given runs."""
+def collect_digests(*run_dirs: str | Path) -> set[str]:
+    """Return all digests in the files of the given runs."""
     digests: set[str] = set()
     for run_dir in map(Path, run_dirs):
         if not is_run_dir(run_dir):
@@ -39,7 +39,7 @@ def collect_digests(*run_dirs: str | Path, folders: Collection[str] = RUN_FOLDER
                 f"{run_dir} is not a run directory: it has none of {', '.join(RUN_FOLDERS)}",
                 "name the directory of a run that uses the store",
             )
-        for folder in folders:
+        for folder in RUN_FOLDERS:
             _search_folder(run_dir / folder, digests)
     return digests
 

@@ -85,7 +85,7 @@ class Inspection:
 
 def inspect_run(run_dir: RunDir) -> Inspection:
     run_dir = get_run_dir(run_dir.path)
-    run_file = config.load_stored_config(RunFile, run_dir.config)
+    run_file = config.load_config(RunFile, run_dir.config)
     family = _load_family(run_file, run_dir)
     limit = PackSize(run_file.trainer.micro_batch_tokens, run_file.trainer.micro_batch_patches)
     store = open_store(run_file.media.root or run_dir.media, **run_file.media.store_options())

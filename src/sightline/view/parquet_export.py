@@ -9,7 +9,6 @@ Memory use is limited to one row group. pandas, DuckDB and the `datasets` librar
 
 from __future__ import annotations
 
-import io
 import json
 import os
 from collections.abc import Iterator
@@ -20,7 +19,7 @@ from typing import Any
 import pyarrow
 import pyarrow.parquet
 
-from sightline.errors import ConfigError, MediaError, Misaligned
+from sightline.errors import ConfigError, MediaError
 from sightline.media import MediaStore
 from sightline.run.run_dir import RunDir
 from sightline.trace import Trace
@@ -28,14 +27,11 @@ from sightline.view.dashboard import trace_files
 from sightline.view.run_files import RunFiles, get_run_dir
 from sightline.view.trace_export import openai_message
 
-MAX_IMAGE_BYTES = 2_000_000
-"""Larger images are replaced by reduced copies."""
 MAX_ROLLOUT_BYTES = 16_000_000
 """Maximum bytes of images per rollout. Further images stay references."""
 GROUP_BYTES = 8_000_000
 """Size at which a row group is written."""
 GROUP_ROWS = 256
-_SMALLER_SIDE = 1024
 
 _IMAGE = pyarrow.struct([("bytes", pyarrow.binary()), ("path", pyarrow.string())])
 FIELDS = {
@@ -60,35 +56,32 @@ FIELDS = {
 }
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class ExportCounts:
-    rollouts: int
-    images: int
+    rollouts: int = 0
+    images: int = 0
     """Number of images in the file."""
-    left_out: int
+    left_out: int = 0
     """Number of images that are missing, damaged or over the limit. Rows have their digests."""
-    nbytes: int
-    problems: tuple[str, ...] = ()
-    """Descriptions of unreadable traces."""
+    unreadable: int = 0
+    """Number of unreadable traces."""
+    nbytes: int = 0
 
 
 def build_schema() -> pyarrow.Schema:
     """Return the schema, with metadata that declares the image column to `datasets`."""
-    features: dict[str, Any] = {
-        name: {"dtype": str(kind), "_type": "Value"}
-        for name, kind in FIELDS.items()
-        if not pyarrow.types.is_list(kind)
-    }
-    for name, kind in (("token_ids", "int32"), ("sampled", "bool"), ("logprobs", "float32"),
-                       ("image_digests", "string")):  # fmt: skip
-        features[name] = {"feature": {"dtype": kind, "_type": "Value"}, "_type": "List"}
-    features["images"] = {"feature": {"_type": "Image"}, "_type": "List"}
-    for name, feature in features.items():
-        if feature.get("dtype") == "double":
-            features[name] = {"dtype": "float64", "_type": "Value"}
-    ordered = {name: features[name] for name in FIELDS}
-    note = json.dumps({"info": {"features": ordered}}).encode()
+    features = {name: _describe_feature(kind) for name, kind in FIELDS.items()}
+    note = json.dumps({"info": {"features": features}}).encode()
     return pyarrow.schema(list(FIELDS.items()), metadata={b"huggingface": note})
+
+
+def _describe_feature(kind: pyarrow.DataType) -> dict[str, Any]:
+    if pyarrow.types.is_list(kind):
+        return {"feature": _describe_feature(kind.value_type), "_type": "List"}
+    if kind == _IMAGE:
+        return {"_type": "Image"}
+    names = {"double": "float64", "float": "float32"}
+    return {"dtype": names.get(str(kind), str(kind)), "_type": "Value"}
 
 
 def export_samples(
@@ -103,28 +96,28 @@ def export_samples(
     for file in files:
         if not file.is_file():
             raise ConfigError(f"there is no {file}", "name a step that has traces")
-        name = f"{file.stem}.parquet"
-        verdicts = trace_files.read_verdicts(run_dir, file.stem)
-        target = run_dir.samples / name
-        yield name, export_step(file, target, store, verdicts, max_rollout_bytes)
+        step = trace_files.find_step(file.name)
+        verdicts = trace_files.read_verdicts(run_dir, [step]).get(step, {})
+        target = run_dir.samples / f"{file.stem}.parquet"
+        yield target.name, export_step(file, target, store, verdicts, max_rollout_bytes)
 
 
 def export_step(
     traces: Path,
     target: Path,
     store: MediaStore,
-    verdicts: dict[str, str] | None = None,
+    verdicts: trace_files.Verdicts,
     max_rollout_bytes: int = MAX_ROLLOUT_BYTES,
 ) -> ExportCounts:
     """Write a trace file's rollouts to `target` atomically."""
     target.parent.mkdir(parents=True, exist_ok=True)
     part = target.with_name(f".{target.name}.{os.getpid()}.part")
-    counts = _ExportTally()
+    counts = ExportCounts()
     try:
         with pyarrow.parquet.ParquetWriter(part, build_schema(), compression="zstd") as writer:
             rows: list[dict[str, Any]] = []
             num_bytes = 0
-            for row in _iterate_rows(traces, store, verdicts or {}, max_rollout_bytes, counts):
+            for row in _iterate_rows(traces, store, verdicts, max_rollout_bytes, counts):
                 rows.append(row)
                 num_bytes += _estimate_bytes(row)
                 if num_bytes >= GROUP_BYTES or len(rows) >= GROUP_ROWS:
@@ -137,16 +130,8 @@ def export_step(
         os.replace(part, target)
     finally:
         part.unlink(missing_ok=True)
-    return ExportCounts(
-        counts.rollouts, counts.images, counts.left_out, target.stat().st_size,
-        tuple(counts.problems),
-    )  # fmt: skip
-
-
-class _ExportTally:
-    def __init__(self) -> None:
-        self.rollouts = self.images = self.left_out = 0
-        self.problems: list[str] = []
+    counts.nbytes = target.stat().st_size
+    return counts
 
 
 def _estimate_bytes(row: dict[str, Any]) -> int:
@@ -159,63 +144,62 @@ def _estimate_bytes(row: dict[str, Any]) -> int:
 def _iterate_rows(
     traces: Path,
     store: MediaStore,
-    verdicts: dict[str, str],
+    verdicts: trace_files.Verdicts,
     max_rollout_bytes: int,
-    counts: _ExportTally,
+    counts: ExportCounts,
 ) -> Iterator[dict[str, Any]]:
     step = trace_files.find_step(traces.name)
     for record in trace_files.read_records(traces):
         if isinstance(record, str):
-            counts.problems.append(record)
+            counts.unreadable += 1
             continue
         counts.rollouts += 1
-        yield _build_row(record.trace, step, store, verdicts, max_rollout_bytes, counts)
+        trace = record.trace
+        yield {
+            "step": step,
+            "verdict": verdicts.get(trace.id, ""),
+            **_build_row(trace),
+            **_read_images(trace, store, max_rollout_bytes, counts),
+        }
 
 
-def _build_row(
-    trace: Trace,
-    step: int | None,
-    store: MediaStore,
-    verdicts: dict[str, str],
-    max_rollout_bytes: int,
-    counts: _ExportTally,
+def _read_images(
+    trace: Trace, store: MediaStore, max_bytes: int, counts: ExportCounts
 ) -> dict[str, Any]:
-    leaf = trace.turns[-1].id if trace.turns else len(trace.nodes) - 1
-    path = trace.path(leaf) if trace.nodes else []
-    nodes = [trace.nodes[n] for n in path]
-    # Write each image once, even if the rollout contains it several times.
+    """Return each image once, even if the rollout contains it several times."""
     slots = (slot for node in trace.nodes for slot in node.slots)
     refs = {ref.digest: ref for slot in slots for ref in slot.item.refs}
     images, num_bytes = [], 0
     for digest, ref in refs.items():
-        if ref.is_video:  # the column holds images only
-            counts.left_out += 1
-            continue
-        try:
-            data = _read_inline_image(store, digest)
-        except MediaError:
-            counts.left_out += 1
-            continue
-        if num_bytes + len(data) > max_rollout_bytes:
+        # The column holds images only.
+        data = None if ref.is_video else _find_bytes(store, digest)
+        if data is None or num_bytes + len(data) > max_bytes:
             counts.left_out += 1
             continue
         num_bytes += len(data)
-        counts.images += 1
         images.append({"bytes": data, "path": digest})
+    counts.images += len(images)
+    return {"image_digests": list(refs), "images": images}
+
+
+def _find_bytes(store: MediaStore, digest: str) -> bytes | None:
+    try:
+        return store.get(store.get_ref(digest))
+    except MediaError:
+        return None
+
+
+def _build_row(trace: Trace) -> dict[str, Any]:
+    leaf = trace.turns[-1].id if trace.turns else len(trace.nodes) - 1
+    path = trace.path(leaf) if trace.nodes else []
+    nodes = [trace.nodes[n] for n in path]
     sampled = [i >= node.sampled_start for node in nodes for i in range(len(node.token_ids))]
-    token_ids = trace.tokens(path) if path else []
-    if len(sampled) != len(token_ids):
-        raise Misaligned(
-            f"trace {trace.id}: {len(sampled)} marks for {len(token_ids)} tokens", "report this bug"
-        )
     return {
-        "step": step,
         "trace_id": trace.id,
         "group_id": trace.group_id,
         "env": trace.env,
         "task": trace.task,
         "split": trace.split,
-        "verdict": verdicts.get(trace.id, ""),
         "reward": trace.reward,
         "rewards": json.dumps(trace.rewards),
         "error": trace.error,
@@ -224,21 +208,7 @@ def _build_row(
         ),
         "num_tokens": trace.num_tokens,
         "num_sampled": trace.num_sampled,
-        "token_ids": token_ids,
+        "token_ids": trace.tokens(path),
         "sampled": sampled,
         "logprobs": [value for node in nodes for value in node.logprobs.numpy().tolist()],
-        "image_digests": list(refs),
-        "images": images,
     }
-
-
-def _read_inline_image(store: MediaStore, digest: str) -> bytes:
-    ref = store.get_ref(digest)
-    data = store.get(ref)
-    if len(data) <= MAX_IMAGE_BYTES:
-        return data
-    image = store.image(ref)
-    image.thumbnail((_SMALLER_SIDE, _SMALLER_SIDE))
-    smaller = io.BytesIO()
-    image.save(smaller, format="JPEG", quality=88)
-    return smaller.getvalue()

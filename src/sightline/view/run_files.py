@@ -6,6 +6,7 @@ Missing or damaged files count as empty. Setting names from earlier versions are
 from __future__ import annotations
 
 import tomllib
+from collections.abc import Iterator
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -25,6 +26,15 @@ from sightline.wire.codec import UNREADABLE
 MAX_NOTE_CHARS = 20_000
 STORE_DEADLINE_S = 5.0
 """Time limit for retries at a remote store, after which an image counts as missing."""
+
+
+def flatten_settings(values: dict[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
+    """Yield settings with their dotted names."""
+    for name, value in values.items():
+        if isinstance(value, dict):
+            yield from flatten_settings(value, f"{prefix}{name}.")
+        else:
+            yield f"{prefix}{name}", value
 
 
 def is_run(path: Path) -> bool:
@@ -77,8 +87,12 @@ class RunFiles:
 
     def get_setting(self, section: str, name: str) -> str:
         """Return a setting as text; empty if it is not set."""
-        table = self.settings.get(section)
-        return str(table.get(name) or "") if isinstance(table, dict) else ""
+        return str(self.get_section(section).get(name) or "")
+
+    def get_section(self, name: str) -> dict[str, Any]:
+        """Return a section of the run file; empty if it is missing or damaged."""
+        section = self.settings.get(name)
+        return section if isinstance(section, dict) else {}
 
     def open_store(self) -> MediaStore:
         """Open the run's own store together with the store named in its settings."""
@@ -119,7 +133,7 @@ class RunFiles:
         """The model family; None without a checkpoint, or if the family is not installed."""
         if self.checkpoint is None:
             return None
-        table = self.settings.get("model") or {}
+        table = self.get_section("model")
         limits = {k: table[k] for k in ("min_pixels", "max_pixels") if table.get(k) is not None}
         try:
             return load_family(self.checkpoint, **limits)

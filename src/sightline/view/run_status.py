@@ -24,7 +24,6 @@ from sightline.view import formatting
 from sightline.view.console import describe_events, step_line
 from sightline.view.events import by_step, find_number, is_end_damaged, read_events
 from sightline.view.fenced_run_dir import FencedRunDir, is_below
-from sightline.view.images_in_use import RUN_FOLDERS, collect_digests
 from sightline.view.run_files import RunFiles, is_run
 from sightline.view.summary import active_seconds, build_summary
 from sightline.wire.event import Event
@@ -207,7 +206,7 @@ def get_status(run_dir: RunDir) -> RunStatus:
     summary = None if launcher else files.find_summary()
     events = [] if summary and "sft" not in files.settings else list(read_events(metrics))
     results = summary or build_summary(events)
-    total = find_number(files.settings.get("run") or {}, "steps")
+    total = find_number(files.get_section("run"), "steps")
     sft = list(by_step(events, "sft").values())
     first, last = find_number(results, "reward_start"), find_number(results, "reward_final")
     # Events may be lost or damaged, so use the ledger of trained steps too.
@@ -224,7 +223,7 @@ def get_status(run_dir: RunDir) -> RunStatus:
     oldest = next(iter(events or islice(read_events(metrics), 1)), None)
     command = "sft" if "sft" in files.settings else "rl"
     if oldest is not None and oldest.process == TRIAL:
-        command, total = TRIAL, find_number(files.settings.get("eval") or {}, "tasks")
+        command, total = TRIAL, find_number(files.get_section("eval"), "tasks")
     return RunStatus(
         run_dir=run_dir,
         run_id=_read_run_id(fenced),
@@ -267,11 +266,6 @@ def describe_end(status: RunStatus, settings: RunConfig) -> str:
     )
 
 
-def get_phase(run_dir: RunDir) -> str:
-    """Return the current phase: starting, training, stopping and so on."""
-    return describe_events(read_events(run_dir.metrics))[0]
-
-
 def find_runs(paths: Iterable[Path]) -> list[RunDir]:
     """Return the runs at these paths and in these folders, oldest first.
 
@@ -293,53 +287,17 @@ def _began(run_dir: RunDir) -> float:
     return oldest.time if oldest else run_dir.path.stat().st_mtime
 
 
-def measure_bytes(*paths: Path) -> int:
-    """Return the total size of the files at and below these paths. Ignores vanishing files."""
+def measure_bytes(*folders: Path) -> int:
+    """Return the total size of the files below these folders. Ignores vanishing files."""
     total = 0
-    for path in paths:
-        for folder, _, names in os.walk(path):
+    for top in folders:
+        for folder, _, names in os.walk(top):
             for name in names:
                 try:
                     total += os.lstat(os.path.join(folder, name)).st_size
                 except FileNotFoundError:
                     continue
-        if path.is_file():
-            total += path.stat().st_size
     return total
-
-
-@dataclass(frozen=True)
-class PrunableRun:
-    """A run whose records may be removed."""
-
-    run_dir: RunDir
-    folders: list[Path]
-    """Folders of its traces, scores and dashboard index; for a finished run, also its batches."""
-
-
-def find_prunable(statuses: Iterable[RunStatus], older_than_s: float) -> list[PrunableRun]:
-    """Return the ended runs that are older than `older_than_s`, with the folders to remove."""
-    prunable = []
-    for status in statuses:
-        at = status.run_dir
-        if status.state != RUNNING and status.last_write < time.time() - older_than_s:
-            folders = [at.traces, at.scores, at.view] + [at.batches] * (status.state == FINISHED)
-            prunable.append(
-                PrunableRun(at, [folder for folder in folders if measure_bytes(folder)])
-            )
-    return prunable
-
-
-def collect_kept_digests(
-    statuses: Iterable[RunStatus], prunable: Iterable[PrunableRun]
-) -> set[str]:
-    """Return the digests of images that the remaining files of these runs refer to."""
-    deleted = {run.run_dir: {folder.name for folder in run.folders} for run in prunable}
-    digests: set[str] = set()
-    for status in statuses:
-        folders = set(RUN_FOLDERS) - deleted.get(status.run_dir, set())
-        digests |= collect_digests(status.run_dir.path, folders=folders)
-    return digests
 
 
 def print_runs(statuses: Sequence[RunStatus], console: Console, ids: bool = False) -> None:
@@ -359,7 +317,7 @@ def print_runs(statuses: Sequence[RunStatus], console: Console, ids: bool = Fals
             Text(formatting.clean(status.run_dir.path.name)),
             Text(status.state, style=_COLOURS[status.state]),
             _format_steps(status, "/"),
-            _format_measure(status),
+            format_measure(status),
             _format_time(status.started, "%m-%d %H:%M"),
             formatting.duration(status.seconds),
             decimal(measure_bytes(status.run_dir.path)),
@@ -384,7 +342,7 @@ def print_status(status: RunStatus, console: Console) -> None:
         rows.append(("cause", status.cause))
     if status.goal is not None:
         rows.append(("goal", f"reached [run] stop_at = {status.goal:g}"))
-    rows += [("step", _format_steps(status, " of ")), (status.measure, _format_measure(status))]
+    rows += [("step", _format_steps(status, " of ")), (status.measure, format_measure(status))]
     if steps := by_step(events, "step"):
         newest = list(steps.values())[-1]
         rows.append(("newest", step_line(newest.step, newest.values)))
@@ -413,7 +371,8 @@ def _format_steps(status: RunStatus, of: str) -> str:
     return f"{TRIAL}, {total} tasks" if status.command == TRIAL else f"{status.step}{of}{total}"
 
 
-def _format_measure(status: RunStatus) -> str:
+def format_measure(status: RunStatus) -> str:
+    """Format the reward or loss at the start and at the end."""
     if status.first is None and status.last is None:
         return formatting.NOTHING
     first, last = formatting.fixed(status.first, 3), formatting.fixed(status.last, 3)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import msgspec
@@ -41,8 +41,8 @@ def build_summary(events: Iterable[Event], **extra: Any) -> dict[str, Any]:
         "images_shown": _newest(events, "images_shown"),
         "images_stored": _newest(events, "images_stored"),
         "bad_media": _newest(events, "bad_media"),
-        "verdicts": _newest_table(events, "verdicts"),
-        "forks": _newest_table(events, "forks"),
+        "verdicts": _newest(events, "verdicts", numbers_of) or {},
+        "forks": _newest(events, "forks", numbers_of) or {},
         "door_errors": _newest(events, "door_errors"),
     }
     if (swapped := swapped_reward(final)) is not None:
@@ -126,20 +126,14 @@ def _tokens_per_s(steps: list[Event]) -> float | None:
     return tokens / seconds if seconds else None
 
 
-def _newest(events: Sequence[Event], name: str) -> float | None:
-    """Return a counter's newest value, which is its total."""
-    for event in reversed(events):
-        # The trainer counts images per step under the same names.
-        if event.process == "orchestrator" and (v := find_number(event.values, name)) is not None:
-            return v
-    return None
-
-
-def _newest_table(events: Sequence[Event], name: str) -> dict[str, float]:
-    for event in reversed(events):
-        if event.process == "orchestrator" and (table := numbers_of(event.values, name)):
-            return table
-    return {}
+def _newest(
+    events: Sequence[Event], name: str, read: Callable[[dict[str, Any], str], Any] = find_number
+) -> Any:
+    """Return the newest value of a counter or a table of counters, which has the totals."""
+    # The trainer counts images per step under the same names.
+    newest = (e.values for e in reversed(events) if e.process == "orchestrator")
+    found = (read(values, name) for values in newest)
+    return next((value for value in found if value not in (None, {})), None)
 
 
 def print_summary(summary: dict[str, Any], console: Console | None = None) -> None:
@@ -195,8 +189,8 @@ def headlines(summary: dict[str, Any]) -> list[tuple[str, str]]:
 def _describe_images(summary: dict[str, Any]) -> str:
     names = {"images_shown": "sent", "images_stored": "unique", "bad_media": "failed"}
     counts = {name: find_number(summary, name) for name in names}
-    if counts["images_shown"] is not None and not any(counts.values()):
-        return "none"
+    if not any(counts.values()):
+        return formatting.NOTHING if counts["images_shown"] is None else "none"
     return ", ".join(f"{formatting.whole(counts[name])} {word}" for name, word in names.items())
 
 

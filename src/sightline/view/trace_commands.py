@@ -7,38 +7,36 @@ import asyncio
 import json
 import shutil
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from itertools import zip_longest
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
+
+import msgspec
 
 from sightline import config
-from sightline.config import MediaConfig, ModelConfig
+from sightline.config import MediaConfig, ModelConfig, RunFile
 from sightline.config.secret_refs import resolve_secret
-from sightline.errors import ConfigError, SightlineError
+from sightline.errors import ConfigError
 from sightline.families import Family, load_family, load_renderer
 from sightline.media import MediaStore, open_store
 from sightline.render import Renderer
 from sightline.rollout.client import GenerateClient
-from sightline.trace import Node, Trace, read_traces
+from sightline.trace import Trace, read_traces
 from sightline.view.trace_export import branch_records, copy_images
 from sightline.view.trace_replay import (
     ReplayReport,
     ServerPromptScorer,
-    describe_tokens,
-    first_difference,
     replay_trace,
 )
 from sightline.view.transcript import describe_trace, format_transcript
+from sightline.wire.array import Array
 from sightline.wire.file import write_atomic
 
 MAX_WIDTH = 100
-_FIELDS_BEFORE_NODES = ("env", "task", "split", "seed", "temperature")
-_FIELDS_AFTER_NODES = (
-    "forks", "reward", "rewards", "per_turn", "truncated", "limit", "error", "error_kind",
-    "refused_requests",
-)  # fmt: skip
-_NODE_FIELDS = ("message", "sampled_start", "slots", "finish_reason", "versions")
+MAX_VALUE_CHARS = 500
+NOT_COMPARED = ("id", "group_id", "started", "ended", "run")
+"""Fields of traces and of their policies that differ between equal runs."""
 
 
 def read_wanted_traces(path: Path, wanted: str | None) -> list[Trace]:
@@ -98,18 +96,13 @@ def export_traces(args: argparse.Namespace) -> int:
 
 def diff_traces(args: argparse.Namespace) -> int:
     traces, others = (read_wanted_traces(file, args.trace) for file in (args.file, args.other))
-    try:
-        renderer = load_model(args)[1]
-    except (SightlineError, OSError):  # without a model, tokens are shown as ids
-        if args.model is not None:
-            raise
-        renderer = None
     for number, (trace, other) in enumerate(zip(traces, others, strict=False)):
-        difference = find_trace_difference(trace, other, renderer)
+        difference = next(iter_differences(trace, other), None)
         if difference is not None:
-            print(f"trace {number} ({trace.id}, {other.id}): {difference.where}")
-            print(f"  {args.file}: {difference.one}")
-            print(f"  {args.other}: {difference.other}")
+            where, *values = difference
+            print(f"trace {number} ({trace.id}, {other.id}): {where}")
+            for file, value in zip((args.file, args.other), values, strict=True):
+                print(f"  {file}: {value!r:.{MAX_VALUE_CHARS}}")
             return 1
     if len(traces) != len(others):
         print(f"{args.file} has {len(traces)} traces, {args.other} has {len(others)}")
@@ -118,53 +111,20 @@ def diff_traces(args: argparse.Namespace) -> int:
     return 0
 
 
-class TraceDifference(NamedTuple):
-    where: str
-    one: str
-    other: str
-
-
-def find_trace_difference(
-    one: Trace, other: Trace, renderer: Renderer | None = None
-) -> TraceDifference | None:
-    """Return the first difference between two traces in the order of events, or None.
-
-    `renderer`, if given, decodes the tokens around it.
-    """
-    for where, a, b in _list_fields(one, other):
-        if a == b:
-            continue
-        if where.endswith("token"):
-            at = first_difference(a, b)
-            if where.endswith("sampled token"):
-                return TraceDifference(f"{where} {at}", f"{a[at]}", f"{b[at]}")
-            texts = (describe_tokens(ids, at, renderer) for ids in (a, b))
-            return TraceDifference(f"{where} {at}", *texts)
-        return TraceDifference(where, f"{a!r}", f"{b!r}")
-    return None
-
-
-def _list_fields(one: Trace, other: Trace) -> Iterator[tuple[str, Any, Any]]:
-    for name in _FIELDS_BEFORE_NODES:
-        yield name, getattr(one, name), getattr(other, name)
-    for number, (a, b) in enumerate(zip_longest(one.nodes, other.nodes)):
-        if a is None or b is None:
-            yield f"node {number}", _describe_node(a), _describe_node(b)
-            return
-        where = f"node {a.id} ({a.message.role})"
-        yield f"{where}, parent", a.parent, b.parent
-        yield f"{where}, token", a.token_ids.numpy().tolist(), b.token_ids.numpy().tolist()
-        for name in _NODE_FIELDS:
-            yield f"{where}, {name}", getattr(a, name), getattr(b, name)
-        logprobs = (node.logprobs.numpy().tolist() for node in (a, b))
-        yield f"{where}, logprob of sampled token", *logprobs
-        yield f"{where}, tools", one.get_toolset(a.tools), other.get_toolset(b.tools)
-    for name in _FIELDS_AFTER_NODES:
-        yield name, getattr(one, name), getattr(other, name)
-
-
-def _describe_node(node: Node | None) -> str:
-    return "no such node" if node is None else f"{node.message.role}: {node.message.text!r}"
+def iter_differences(one: Any, other: Any, where: str = "") -> Iterator[tuple[str, Any, Any]]:
+    """Yield the path of each difference between two traces, with both values."""
+    if isinstance(one, Array) and isinstance(other, Array):
+        one, other = one.numpy().tolist(), other.numpy().tolist()
+    if isinstance(one, msgspec.Struct) and type(one) is type(other):
+        for name in one.__struct_fields__:
+            if name not in NOT_COMPARED:
+                path = f"{where}.{name}".lstrip(".")
+                yield from iter_differences(getattr(one, name), getattr(other, name), path)
+    elif isinstance(one, list | tuple) and isinstance(other, list | tuple):
+        for i, (a, b) in enumerate(zip_longest(one, other)):
+            yield from iter_differences(a, b, f"{where}[{i}]")
+    elif one != other:
+        yield where, one, other
 
 
 def replay_traces(args: argparse.Namespace) -> int:
@@ -213,34 +173,28 @@ def _print_totals(reports: list[ReplayReport], traces: list[Trace]) -> None:
         )
 
 
-def _get_run_folder(path: Path) -> Path:
-    """Return the run directory of a trace file."""
-    return path.absolute().parent.parent
+def load_run_file(args: argparse.Namespace, overrides: Sequence[str] = ()) -> RunFile | None:
+    """Return the settings of the run that the trace file belongs to, or None."""
+    file = args.file.absolute().parent.parent / "config.toml"
+    return config.load_config(RunFile, file, overrides) if file.is_file() else None
 
 
 def open_media_store(args: argparse.Namespace) -> MediaStore:
     """Open the store from --media, or the run's own store."""
-    run_dir = _get_run_folder(args.file)
-    file, media = run_dir / "config.toml", MediaConfig()
-    if file.is_file():
-        media = config.load_stored_config(config.RunFile, file).media
+    run_file = load_run_file(args)
+    media = MediaConfig() if run_file is None else run_file.media
     root = media.root if args.media is None else args.media
-    return open_store(root or run_dir / "media", **media.store_options())
-
-
-def get_model_settings(args: argparse.Namespace) -> ModelConfig:
-    """Return the run's [model] section, with the checkpoint from --model."""
-    file = _get_run_folder(args.file) / "config.toml"
-    overrides = [] if args.model is None else [f"model.path={args.model}"]
-    if file.is_file():
-        return config.load_stored_config(config.RunFile, file, overrides).model
-    if args.model is None:
-        raise ConfigError(f"there is no run file at {file}", "name the checkpoint with --model DIR")
-    return config.ModelConfig(path=str(args.model))
+    own = args.file.absolute().parent.parent / "media"
+    return open_store(root or own, **media.store_options())
 
 
 def load_model(args: argparse.Namespace) -> tuple[Family, Renderer]:
-    model, store = get_model_settings(args), open_media_store(args)
+    """Load the run's model, or the checkpoint from --model with the run's settings."""
+    run_file = load_run_file(args, [] if args.model is None else [f"model.path={args.model}"])
+    if run_file is None and args.model is None:
+        raise ConfigError(
+            f"{args.file} is in no run directory", "name the checkpoint with --model DIR"
+        )
+    model = ModelConfig(path=str(args.model)) if run_file is None else run_file.model
     family = load_family(model.path, **model.overrides())
-    renderer = load_renderer(model.path, store, family, number_images=model.number_images)
-    return family, renderer
+    return family, load_renderer(model.path, open_media_store(args), family)

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from sightline.media import MediaRef, MediaStore
-from sightline.message import Message, to_openai_part
+from sightline.message import Message, to_openai_message
 from sightline.trace import Trace
 from sightline.wire.file import write_atomic
 
@@ -51,26 +51,8 @@ def branch_records(trace: Trace) -> Iterator[dict[str, Any]]:
 
 def openai_message(message: Message) -> dict[str, Any]:
     """Convert a message to OpenAI's format, with `media:` URLs for images and videos."""
-    content: list[dict[str, Any]] | str = message.text
-    if message.refs:
-        content = [to_openai_part(part, lambda ref: ref.url) for part in message.content]
-    record: dict[str, Any] = {"role": message.role, "content": content}
-    if message.reasoning is not None:
-        record["reasoning_content"] = message.reasoning
-    if message.tool_calls:
-        record["tool_calls"] = [
-            {
-                "type": "function",
-                "id": call.id,
-                "function": {"name": call.name, "arguments": call.arguments},
-            }
-            for call in message.tool_calls
-        ]
-    if message.tool_call_id is not None:
-        record["tool_call_id"] = message.tool_call_id
-    if message.name is not None:
-        record["name"] = message.name
-    return record
+    call_ids = [call.id for call in message.tool_calls]
+    return to_openai_message(message, lambda ref: ref.url, call_ids)
 
 
 def image_file_name(ref: MediaRef) -> str:

@@ -206,13 +206,12 @@ def first_difference(one: Sequence[object], other: Sequence[object]) -> int:
     return next((i for i, (a, b) in pairs if a != b), min(len(one), len(other)))
 
 
-def describe_tokens(token_ids: Sequence[int], at: int, renderer: Renderer | None) -> str:
-    """Return the token ids around `at`, and their text if there is a renderer."""
+def describe_tokens(token_ids: Sequence[int], at: int, renderer: Renderer) -> str:
+    """Return the token ids around `at`, and their text."""
     if at >= len(token_ids):
         return f"the end, after {len(token_ids)} tokens"
     part = list(token_ids[max(at - NUM_CONTEXT_TOKENS, 0) : at + NUM_CONTEXT_TOKENS + 1])
-    text = f" {renderer.decode(part)!r}" if renderer is not None else ""
-    return f"{token_ids[at]} in {part}{text}"
+    return f"{token_ids[at]} in {part} {renderer.decode(part)!r}"
 
 
 def _describe_slot(slots: Sequence[Slot], at: int) -> str:

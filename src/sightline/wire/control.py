@@ -39,7 +39,6 @@ class PublishedWeights(msgspec.Struct, frozen=True, forbid_unknown_fields=True, 
 class ProcessReady(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag="ready"):
     """A worker or the trainer to the orchestrator: it has started and listens."""
 
-    who: str
     version: int = 0
     after: str = ""
     """How the previous process of this name ended; empty for the first."""
@@ -56,7 +55,6 @@ class TrainingFinished(msgspec.Struct, frozen=True, forbid_unknown_fields=True, 
 class JoinRequest(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag="join"):
     """A process on another machine to the orchestrator: a request for its files of the run."""
 
-    who: str
     release: str
 
 
@@ -104,7 +102,7 @@ it only finishes its current requests."""
 
 
 class ServerStatus(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """An inference server, as the orchestrator sees it."""
+    """An inference server, as the orchestrator sees it. `logs/servers.json` lists them."""
 
     url: str
     state: str = READY
@@ -115,6 +113,8 @@ class ServerStatus(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     is_own: bool = False
     """Whether the run started it on another machine. It then requires the token of the run's own
     servers, not `[inference] token`."""
+    problem: str = ""
+    """Reason why it is lost, refused or behind."""
 
 
 class ServerList(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag="servers"):
@@ -129,17 +129,12 @@ class RolloutResult(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag
     """Worker to orchestrator: the trace of a rollout, finished or broken."""
 
     rollout_id: str
-    group_id: str
     trace: bytes
     """An encoded trace; its images are references."""
-    wire: dict[str, int] = {}
-    """Bytes that the worker has exchanged with servers and agents, by kind."""
 
 
 class CancelRollouts(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag="cancel"):
-    """Orchestrator to worker: stop these rollouts; empty means all."""
-
-    rollout_ids: tuple[str, ...] = ()
+    """Orchestrator to worker: stop all rollouts."""
 
 
 class QuitRequest(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag="quit"):

@@ -136,7 +136,7 @@ def read_lines(path: Path) -> list[bytes]:
 def write_sums(folder: Path, known: Mapping[str, str]) -> None:
     """Write `SUMS` for all files in `folder`; digests in `known` are not computed again."""
     names = sorted(str(file.relative_to(folder)) for file in folder.rglob("*") if file.is_file())
-    sums = {name: known.get(name) or _hash(folder / name) for name in names if name != SUMS}
+    sums = {name: known.get(name) or hash_file(folder / name) for name in names if name != SUMS}
     lines = "".join(f"{digest}  {name}\n" for name, digest in sums.items())
     write_atomic(folder / SUMS, lines.encode())
 
@@ -152,11 +152,12 @@ def find_changed_files(folder: Path) -> list[str]:
             problems.append(f"{folder / SUMS}, line {number}, is damaged")
         elif not path.is_file():
             problems.append(f"{path} is missing")
-        elif _hash(path) != match[1]:
+        elif hash_file(path) != match[1]:
             problems.append(f"{path} is damaged: it does not match {SUMS}")
     return problems
 
 
-def _hash(path: Path) -> str:
+def hash_file(path: Path) -> str:
+    """Return the SHA-256 of a file."""
     with open(path, "rb") as file:
         return hashlib.file_digest(file, "sha256").hexdigest()

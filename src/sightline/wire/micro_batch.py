@@ -10,11 +10,9 @@ import msgspec
 
 from sightline.errors import Misaligned
 from sightline.wire.array import Array
-from sightline.wire.codec import Codec, check_schema
+from sightline.wire.codec import Codec
 from sightline.wire.item import MediaItem, Slot
 from sightline.wire.sample import Segment
-
-MICRO_BATCH_SCHEMA = 1
 
 
 class PackedItem(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -61,10 +59,8 @@ class MicroBatch(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """Slots whose item is an index into `items`."""
     origins: list[TokenOrigin]
     temperature: float = 1.0
-    schema: int = MICRO_BATCH_SCHEMA
 
     def __post_init__(self) -> None:
-        check_schema(self.schema, MICRO_BATCH_SCHEMA, "micro-batch")
         num_tokens, num_trained = len(self.token_ids), len(self.trained)
         wanted = dict.fromkeys(("positions", "subtree_end", "parent"), num_tokens)
         wanted |= dict.fromkeys(("logprobs", "advantages", "loss_weight", "versions"), num_trained)

@@ -30,8 +30,8 @@ HISTORY = "history.jsonl"
 MAX_MANIFEST_BYTES = 32 << 20
 FILES = "files"
 """The transport of manifests that do not name one."""
-_RETIRED_FIELDS = ("broadcast", "shared")
-"""Null in the manifests of files that earlier releases wrote."""
+_RETIRED_FIELD = "broadcast"
+"""Null in the manifests of version 0.1.0."""
 _LABEL = re.compile(r"([0-9]{1,9})(?:\.([0-9]{1,9}))?(?:-([0-9a-f]{1,64})-([0-9a-f]{16}))?")
 
 
@@ -46,14 +46,21 @@ class HistoryLine(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     sha256: str
 
 
-class WeightFile(msgspec.Struct, frozen=True, omit_defaults=True):
-    """A file of weights. Unknown fields are ignored, because earlier releases wrote `deltas`."""
+class WeightFile(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=True):
+    """A file of weights."""
 
     name: str
     nbytes: int
     sha256: str
     parts: tuple[str, ...] = ()
     """Digests of its parts, if it is in a store and not next to the manifest."""
+
+    def __post_init__(self) -> None:
+        if self.name in ("", ".", "..") or "/" in self.name or "\0" in self.name:
+            raise WireError(
+                f"a manifest names {self.name[:100]!r}, which is not in its folder",
+                "publish the version again",
+            )
 
 
 class Adapter(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -224,33 +231,19 @@ def read_manifest(path: Path) -> Manifest:
     """Read the manifest at `path`; raise if a file name points outside its folder."""
     try:
         fields = msgspec.json.decode(read_regular_file(path, MAX_MANIFEST_BYTES), type=dict)
-        for name in _RETIRED_FIELDS:
-            if fields.get(name, ...) is None:
-                del fields[name]
-        manifest = msgspec.convert(fields, Manifest)
+        if fields.get(_RETIRED_FIELD, ...) is None:
+            del fields[_RETIRED_FIELD]
+        return msgspec.convert(fields, Manifest)
     except (OSError, ValueError, RecursionError, msgspec.MsgspecError) as error:
         raise WireError(
             f"no complete manifest at {path}: {error}", "publish the version again"
         ) from error
-    check_file_names(manifest, f"the manifest at {path}")
-    return manifest
-
-
-def check_file_names(manifest: Manifest, what: str) -> None:
-    """Raise if a file would not be next to its manifest."""
-    for file in manifest.files:
-        if file.name in ("", ".", "..") or "/" in file.name or "\0" in file.name:
-            raise WireError(
-                f"{what} names {file.name[:100]!r}, which is not in its folder",
-                "publish the version again",
-            )
 
 
 def fetch_files(
     manifest: Manifest, blobs: MediaStore, folder: Path, here: KnownParts = MappingProxyType({})
 ) -> None:
     """Fetch the files of a version from the store into `folder`, copying parts that are `here`."""
-    check_file_names(manifest, f"version {manifest.label}")
     for file in manifest.files:
         stored = StoredFile(file.nbytes, file.parts)
         fetch_file(blobs, stored, folder / file.name, here)

@@ -1,4 +1,4 @@
-"""Kimi K2.5: the marks of reasoning as text, and as tokens."""
+"""Kimi K2.5, with two sets of merges."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def _write_kimi_with_merges(path: Path) -> None:
     from sightline.families.kimi_k25 import tiny
 
     merges = [merge for merge in EXTRA_MERGES if merge != ("t", "h")]  # which it has already
-    tiny.write(path, think_tokens=True, extra_merges=[*merges, (">", "A")])
+    tiny.write(path, extra_merges=[*merges, (">", "A")])
 
 
 class KimiImages:

@@ -104,8 +104,6 @@ def test_printed_account_includes_the_remainder(
     limits = {
         "device": "cpu",
         "dtype": "float32",
-        "copy_bytes_per_s": 2e9,
-        "matmul_flop_per_s": 1e12,
     }
     show({**asdict(found), **limits, "warmup": 1, "start_s": 1.0, "end_s": 2.0})
     shown = capsys.readouterr().out

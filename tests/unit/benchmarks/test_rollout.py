@@ -99,14 +99,10 @@ def test_only_new_images_of_a_resent_history_are_stored(tiny_model: Path, tmp_pa
     figures = rehearse(plan, tiny_model, tmp_path / "run")
     assert figures.policy.requests == 2 * TURNS
     assert figures.stored_images == 2 * TURNS, "each page once, however often it came"
-    # The first page came three times, the second twice, the third once: twice what was new.
-    resent = (figures.from_agents - figures.first_sent) / figures.first_sent
-    assert 0.8 < resent < 1.5
-    assert figures.to_agents > 0
     assert figures.encoded_images == figures.policy.encoded_images == 0
     out = io.StringIO()
     Console(file=out, width=200).print(agent_table([figures]))
-    for words in ("the history again", "CPU of the worker"):
+    for words in ("new images", "CPU of the worker"):
         assert words in out.getvalue()
 
 

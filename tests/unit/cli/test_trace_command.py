@@ -113,16 +113,16 @@ def test_diff_names_the_first_difference(file: Path, tmp_path: Path, capsys) -> 
     ids[2] += 1
     told = against(one, changed(one, 4, token_ids=msgspec.structs.replace(
         one.nodes[4].token_ids, data=ids.tobytes())))  # fmt: skip
-    assert "trace 1 (second, renamed): node 4 (assistant), token 2" in told
-    assert f"{ids[2] - 1} in [" in told and f"{ids[2]} in [" in told
+    assert "trace 1 (second, renamed): nodes[4].token_ids[2]" in told
+    assert f": {ids[2] - 1}\n" in told and f": {ids[2]}\n" in told
     told = against(changed(one, 0, message=user("else")), one)
-    assert "trace 0 (first, renamed): node 0 (system), message" in told
+    assert "trace 0 (first, renamed): nodes[0].message.role" in told
     logprobs = one.nodes[2].logprobs
     moved = msgspec.structs.replace(logprobs, data=(logprobs.numpy() * 2).tobytes())
-    assert "logprob of sampled token 0" in against(changed(one, 2, logprobs=moved), one)
+    assert "nodes[2].logprobs[0]" in against(changed(one, 2, logprobs=moved), one)
     assert "reward" in against(msgspec.structs.replace(one, reward=0.25), one)
     shorter = msgspec.structs.replace(one, nodes=one.nodes[:3], per_turn=None)
-    assert "node 3" in against(shorter, one) and "no such node" in against(shorter, one)
+    assert "nodes[3]\n" in against(shorter, one) and ": None" in against(shorter, one)
 
 
 def test_replay_without_a_server_renders_the_trace(

@@ -3,13 +3,21 @@
 from __future__ import annotations
 
 import socket
+from dataclasses import replace
 from pathlib import Path
 
+import msgspec
 import pytest
 
 from sightline.compute.broadcast import Broadcaster
-from sightline.compute.tcp_store import RendezvousStore, connect_store, listen_store
+from sightline.compute.tcp_store import connect_store, listen_store
 from sightline.launch.processes import reserve_port
+from sightline.launch.torchrun import (
+    RENDEZVOUS_KEY,
+    TorchrunContext,
+    get_rendezvous_store,
+    read_rendezvous,
+)
 from sightline.wire.rank_messages import Rendezvous
 
 ELSEWHERE = "127.0.0.2"
@@ -38,7 +46,7 @@ def test_weights_are_broadcast_only_on_the_trainers_address(tmp_path: Path) -> N
 def test_rank_rendezvous_listens_only_on_its_address() -> None:
     port = reserve_port("127.0.0.1", 0, "test")
     meeting = Rendezvous("run", "127.0.0.1:1", "tcp://127.0.0.1:2")
-    kept = RendezvousStore("127.0.0.1", port, is_master=True)
-    kept.post(meeting)
+    lead = TorchrunContext(0, 2, 2, "127.0.0.1", port, has_store=False)
+    get_rendezvous_store(lead).set(RENDEZVOUS_KEY, msgspec.json.encode(meeting).decode())
     check_refused(port)
-    assert RendezvousStore("127.0.0.1", port, is_master=False).read() == meeting
+    assert read_rendezvous(replace(lead, rank=1)) == meeting

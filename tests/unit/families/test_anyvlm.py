@@ -209,7 +209,7 @@ def test_sampled_calls_are_parsed_by_their_marker_ids(tmp_path: Path) -> None:
     ):  # fmt: skip
         found = parse(broken)
         assert found.tool_calls == () and found.malformed_calls and found.text == broken
-    plain = renderer.parse(renderer._tokenizer.encode(called))
+    plain = renderer.parse(renderer._tokenizer.encode_with_starts(called)[0])
     assert plain.text == called and plain.tool_calls == plain.malformed_calls == ()
     with pytest.raises(
         MessageError, match=r"^tools\[0\]: it contains the special token <.im_end.>"
@@ -286,7 +286,7 @@ def test_reasoning_is_parsed_by_its_markers_and_forks_when_dropped(
         "history_rewritten"
     )
     # Text that spells a mark is text.
-    spelled = renderer.parse(renderer._tokenizer.encode(thought))
+    spelled = renderer.parse(renderer._tokenizer.encode_with_starts(thought)[0])
     assert (spelled.text, spelled.reasoning) == (thought, None)
     # Reasoning that was cut off is closed, and one that the model ended inside is not bridged.
     for said, closed in (("<think>\nhm", "\n</think>\n\n"), ("<think>\nhm\n", "</think>\n\n")):
@@ -372,9 +372,7 @@ def test_template_that_rewrites_history_forks_with_a_reason(folder: Path, tmp_pa
     file = folder / "chat_template.jinja"
     late = "{%- if messages | length > 2 -%}{{- '<|im_start|>long\\n' -}}{%- endif -%}"
     file.write_text(late + file.read_text())
-    family = load_family(folder)
-    renderer = load_renderer(folder, MediaStore(tmp_path / "media"), family)
-    assert renderer.describe()[-1].startswith("turns: rendered again, because")
+    renderer = load_renderer(folder, MediaStore(tmp_path / "media"))
     prompt = renderer.render([user("a")]).token_ids
     found = renderer.bridge(prompt, [renderer.stop_token_ids[0]], [user("b")])
     assert found == Refused("history_rewritten")

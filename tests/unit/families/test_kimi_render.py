@@ -18,10 +18,9 @@ from sightline.render import Bridged, Refused, Renderer
 
 GOLDEN = Path(__file__).parents[2] / "golden" / "kimi_tokens.json"
 """Made by the package `renderers` 0.1.12 on the tokenizer of `tiny`, each pad repeated for its
-image, with a turn of the assistant opened for reasoning or with reasoning closed, and with marks
-of reasoning that are text or tokens. Where the package differs from the release it was given what
-the release writes: tools by the release's own encoder, and no reasoning where a turn is opened
-with reasoning closed."""
+image, with a turn of the assistant opened for reasoning or with reasoning closed. Where the package
+differs from the release it was given what the release writes: tools by the release's own encoder,
+and no reasoning where a turn is opened with reasoning closed."""
 
 Load = Callable[..., Renderer]
 CALL = "<|tool_call_begin|>"
@@ -43,22 +42,19 @@ def written(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def load(store: MediaStore, tmp_path: Path) -> Load:
     """Write a checkpoint and return its renderer."""
 
-    def write_and_load(thinking: bool, think_tokens: bool = False) -> Renderer:
-        tiny.write(tmp_path, thinking=thinking, think_tokens=think_tokens)
+    def write_and_load(thinking: bool) -> Renderer:
+        tiny.write(tmp_path, thinking=thinking)
         return load_renderer(tmp_path, store)
 
     return write_and_load
 
 
-@pytest.mark.parametrize("think_tokens", [False, True])
 @pytest.mark.parametrize("thinking", [False, True])
-def test_tokens_match_the_reference(
-    load: Load, store: MediaStore, thinking: bool, think_tokens: bool
-) -> None:
+def test_tokens_match_the_reference(load: Load, store: MediaStore, thinking: bool) -> None:
     golden = json.loads(GOLDEN.read_text())
     refs = [store.put(Image.new("RGB", tuple(size))) for size in golden["sizes"]]
-    renderer = load(thinking, think_tokens)
-    key = ("open" if thinking else "closed") + (", marks are tokens" if think_tokens else "")
+    renderer = load(thinking)
+    key = "open" if thinking else "closed"
     for entry in golden["conversations"]:
         for message in entry["messages"]:
             for part in message["content"] if isinstance(message["content"], list) else ():
@@ -115,9 +111,8 @@ def encoded(renderer: Renderer, content: str) -> list[int]:
     return rendered.token_ids[3:-1]
 
 
-@pytest.mark.parametrize("think_tokens", [False, True])
-def test_reasoning_of_calls_is_kept_until_an_answer_follows(load: Load, think_tokens: bool) -> None:
-    renderer = load(True, think_tokens)
+def test_reasoning_of_calls_is_kept_until_an_answer_follows(load: Load) -> None:
+    renderer = load(True)
     talk = [user("hi"), called("first"), answered("x"), called("second", number=1)]
     kept = renderer.decode(renderer.render(talk).token_ids)
     assert "<think>first</think>" in kept and "<think>second</think>" in kept
@@ -133,9 +128,8 @@ def test_disabled_thinking_omits_reasoning(load: Load) -> None:
     assert renderer.render(talk).trained == renderer.render(plain).trained
 
 
-@pytest.mark.parametrize("think_tokens", [False, True])
-def test_a_call_with_its_reasoning_is_bridged(load: Load, think_tokens: bool) -> None:
-    renderer = load(True, think_tokens)
+def test_a_call_with_its_reasoning_is_bridged(load: Load) -> None:
+    renderer = load(True)
     prompt = renderer.render([user("hi")]).token_ids
     completion = said(renderer, called("I look."))
     bridged = renderer.bridge(prompt, completion, [answered("x")])
@@ -144,11 +138,8 @@ def test_a_call_with_its_reasoning_is_bridged(load: Load, think_tokens: bool) ->
     assert prompt + completion + bridged.token_ids == whole.token_ids
 
 
-@pytest.mark.parametrize("think_tokens", [False, True])
-def test_bridge_refuses_when_the_template_would_remove_reasoning(
-    load: Load, think_tokens: bool
-) -> None:
-    renderer = load(True, think_tokens)
+def test_bridge_refuses_when_the_template_would_remove_reasoning(load: Load) -> None:
+    renderer = load(True)
     prompt = renderer.render([user("hi")]).token_ids
     completion = [*encoded(renderer, "x"), *said(renderer, assistant("y"))]
     parsed = renderer.parse(completion)
@@ -170,9 +161,8 @@ def test_bridge_refuses_a_stop_inside_open_reasoning(load: Load) -> None:
     assert renderer.bridge(prompt, completion, [user("a")]) == Refused("stop_in_reasoning")
 
 
-@pytest.mark.parametrize("think_tokens", [False, True])
-def test_parse_separates_reasoning_content_and_calls(load: Load, think_tokens: bool) -> None:
-    renderer = load(True, think_tokens)
+def test_parse_separates_reasoning_content_and_calls(load: Load) -> None:
+    renderer = load(True)
     message = Message(
         role="assistant",
         content=text("see <think>"),
@@ -199,29 +189,18 @@ def test_malformed_calls_are_returned_with_their_text(load: Load) -> None:
 
 
 @pytest.mark.parametrize("thinking", [False, True])
-def test_truncated_call_section_is_closed(load: Load, thinking: bool) -> None:
-    renderer = load(thinking, think_tokens=True)
+def test_truncated_call_section_has_no_calls(load: Load, thinking: bool) -> None:
+    renderer = load(thinking)
     prompt = renderer.render([user("hi")]).token_ids
     calls = (ToolCall("f", "{}", "functions.f:0"), ToolCall("g", '{"a": 1}', "functions.g:1"))
-    both, first = (Message(role="assistant", tool_calls=calls[:n]) for n in (2, 1))
-    whole = said(renderer, both)
+    whole = said(renderer, Message(role="assistant", tool_calls=calls))
     begins = [i for i, token in enumerate(whole) if renderer.decode([token]) == CALL]
-    # Behind a complete call: what is there are calls, and the bridge writes what the template does.
-    for cut, message in ((begins[1], first), (len(whole) - 2, both)):
-        completion = whole[:cut]
-        parsed = renderer.parse(completion)
-        assert parsed.as_message() == message and parsed.malformed_calls == ()
-        bridged = renderer.bridge(prompt, completion, [answered("x")])
+    for cut in (begins[0], begins[1], begins[1] + 3, len(whole) - 2):
+        parsed = renderer.parse(whole[:cut])
+        assert parsed.tool_calls == () and len(parsed.malformed_calls) == 1
+        bridged = renderer.bridge(prompt, whole[:cut], [user("x")])
         assert isinstance(bridged, Bridged)
-        talk = [user("hi"), message, answered("x")]
-        assert prompt + completion + bridged.token_ids == renderer.render(talk).token_ids
-    # Inside one: nothing was called, and the marks that are open are closed.
-    completion = whole[: begins[1] + 3]
-    assert renderer.parse(completion).tool_calls == ()
-    bridged = renderer.bridge(prompt, completion, [answered("x")])
-    assert isinstance(bridged, Bridged)
-    closed = "<|tool_call_end|><|tool_calls_section_end|><|im_end|>"
-    assert renderer.decode(bridged.token_ids).startswith(closed + "<|im_system|>")
+        assert renderer.decode(bridged.token_ids).startswith("<|im_end|><|im_user|>")
 
 
 @pytest.mark.parametrize(

@@ -10,7 +10,6 @@ from typing import Any
 
 import msgspec
 import pytest
-from PIL import Image
 
 from sightline import FamilyError, MediaStore, MessageError, load_renderer
 from sightline.families.qwen_vl.formats import FORMATS
@@ -185,31 +184,6 @@ def test_answer_follows_a_closed_block_and_a_question_rewrites_history(
     # A block of its own would be written in place of the empty one.
     thought = ids_of(renderer, "<think>\nhm\n</think>\n\nyes<|im_end|>")
     assert renderer.bridge(prompt, thought, [TOOL]) == Refused("history_rewritten")
-
-
-# -- pictures
-
-
-@pytest.mark.parametrize("kind", ["qwen2_5_vl", "qwen3_vl", "qwen3_vl_thinking", "qwen3_5"])
-def test_images_are_numbered_on_demand_and_across_bridges(
-    folder: Callable[[str], Path], store: MediaStore, kind: str
-) -> None:
-    renderer = load_renderer(folder(kind), store, number_images=True)
-    ref = store.put(Image.new("RGB", (32, 32)))
-    asked = user("see ", ref, ref)
-    prompt = renderer.render([asked]).token_ids
-    assert "see Picture 1: <|vision_start|>" in renderer.decode(prompt)
-    assert "<|vision_end|>Picture 2: <|vision_start|>" in renderer.decode(prompt)
-    reasoning = None if kind in ("qwen2_5_vl", "qwen3_vl") else "hm"
-    new = user(ref) if reasoning is None else Message(role="tool", content=user(ref).content)
-    last = renderer.render([asked, assistant("a", reasoning=reasoning)], generation_prompt=False)
-    own = last.trained[0]
-    completion = last.token_ids[own.start : own.stop]
-    bridged = renderer.bridge(prompt, completion, [new])
-    assert isinstance(bridged, Bridged)
-    assert "Picture 3: " in renderer.decode(bridged.token_ids)
-    whole = renderer.render([asked, assistant("a", reasoning=reasoning), new]).token_ids
-    assert prompt + completion + bridged.token_ids == whole
 
 
 # -- calls

@@ -134,13 +134,6 @@ def test_template_without_videos_disables_only_videos(
         renderer.render([user(video([(shown, 0.0), (shown, 1.0)]))])
 
 
-def test_numbered_images_refuse_videos(folder: Path, store: MediaStore) -> None:
-    renderer = load_renderer(folder, store, number_images=True)
-    shown = store.put(Image.new("RGB", (64, 64)))
-    with pytest.raises(MessageError, match="images are numbered"):
-        renderer.render([user(video([(shown, 0.0), (shown, 1.0)]))])
-
-
 @pytest.mark.parametrize("times", [(0.0, 1e9), (0.0, 1e300)])
 def test_times_beyond_the_position_range_are_refused(
     folder: Path, times: tuple[float, float]

@@ -14,7 +14,6 @@ from sightline.inference.torch_engine.sampling import (
     draw_samples,
     draw_uniforms,
     splitmix64,
-    to_arrays,
 )
 
 NONE = torch.zeros(0, dtype=torch.long)
@@ -34,7 +33,8 @@ def settings(uniform: np.ndarray, temperature: float | np.ndarray = 1.0) -> Samp
 def sample(
     logits: torch.Tensor, banned: torch.Tensor, settings: SamplingMetadata
 ) -> tuple[np.ndarray, np.ndarray]:
-    return to_arrays(draw_samples(logits, banned, settings))
+    tokens, logprobs = draw_samples(logits, banned, settings).numpy()
+    return tokens.astype(np.int64), logprobs.astype(np.float32)
 
 
 def splitmix64_int(value: int) -> int:

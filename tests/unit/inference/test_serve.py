@@ -11,15 +11,11 @@ import sys
 from pathlib import Path
 
 import pytest
-from PIL import Image
 from serving import Client
 
 from sightline.cli.main import build_parser, main
 from sightline.config import InferenceConfig, ModelConfig
-from sightline.inference.serve import ServerComponents
 from sightline.inference.server_spec import ServerSpec
-from sightline.media import MediaStore
-from sightline.message import user
 from sightline.transport.listen import describe_link
 
 TOKEN = "a token of sixteen letters or more"
@@ -62,16 +58,6 @@ def test_every_serve_option_is_named_after_a_setting() -> None:
     names = {action.dest for action in serve_options()} - {"help", "debug"}
     known = {*ServerSpec.model_fields, *ModelConfig.model_fields, *InferenceConfig.model_fields}
     assert names <= known
-
-
-def test_server_numbers_images_if_configured(tiny_model: Path, store: MediaStore) -> None:
-    spec = ServerSpec.of(path=tiny_model, media_roots=(store.root,))
-    shown = [user("What?", store.put(Image.new("RGB", (64, 64))))]
-    plain, numbered = (
-        ServerComponents.load(each).renderer.render(shown).token_ids
-        for each in (spec, spec.replace(number_images=True))
-    )
-    assert len(numbered) > len(plain)
 
 
 def test_link_uses_the_given_address() -> None:

@@ -86,7 +86,7 @@ def test_a_port_in_use_is_refused(refuse) -> None:
 
 def test_address_of_another_machine_is_refused(refuse) -> None:
     said = refuse("", "inference.host=192.0.2.1")
-    assert "[inference] port on 192.0.2.1: Cannot assign" in said
+    assert "[inference] port = 0: cannot listen at 192.0.2.1:0: Cannot assign" in said
     assert "fix: set host to an address of this machine" in said
 
 

@@ -6,14 +6,17 @@ from __future__ import annotations
 import socket
 import sys
 import time
-from collections.abc import Callable
-from contextlib import closing
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import TypeVar
 
 import pytest
 
 from sightline.errors import ConfigError
 from sightline.launch import ray_run
 from sightline.launch.ray_run import Command
+
+AnyCommand = TypeVar("AnyCommand", bound=Command)
 
 ECHO = "import sys; [print(line, end='', flush=True) for line in sys.stdin]; sys.exit(3)"
 
@@ -28,8 +31,17 @@ def wait(command: Command, until: Callable[[bytes, int | None], bool]) -> tuple[
     raise AssertionError(f"it said {said!r}")
 
 
+@contextmanager
+def ended(command: AnyCommand) -> Iterator[AnyCommand]:
+    """The command, which is killed at the end."""
+    yield command
+    command.kill()
+    command._process.wait()
+    command.write(b"")
+
+
 def test_command_receives_its_input_and_ends() -> None:
-    with closing(Command([sys.executable, "-c", ECHO], {})) as command:
+    with ended(Command([sys.executable, "-c", ECHO], {})) as command:
         command.write(b"secret\n")
         assert wait(command, lambda said, code: said == b"secret\n")[1] is None
         command.write(b"")
@@ -43,7 +55,7 @@ def test_unpolled_command_is_killed() -> None:
         def cut_off(self) -> None:
             self._polled_at -= 2 * ray_run.LEASE_S
 
-    with closing(Cut([sys.executable, "-c", "import time; time.sleep(60)"], {})) as command:
+    with ended(Cut([sys.executable, "-c", "import time; time.sleep(60)"], {})) as command:
         command.cut_off()
         assert command._process.wait(30) == -9
 

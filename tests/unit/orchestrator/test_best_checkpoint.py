@@ -30,8 +30,8 @@ class Asked:
 
     base_url = "http://evaluator"
 
-    def __init__(self, run_state: RunState) -> None:
-        self.run_state = run_state
+    def __init__(self, run_state: RunState, events: EventLog) -> None:
+        self.run_state, self.events = run_state, events
         self.adopted: list[str] = []
         self.evaluated: list[tuple[int, str, str]] = []
         self.gate = asyncio.Event()
@@ -71,15 +71,14 @@ def test_every_second_step_is_evaluated_and_the_best_is_kept(
 ) -> None:
     async def main() -> None:
         run_state = RunState.open(run_dir)
-        asked: Any = Asked(run_state)
-        policy = PolicyUpdater([], run_dir.weights, open_blobs(run_dir.media))
+        events = EventLog(run_dir.metrics, "orchestrator")
+        asked: Any = Asked(run_state, events)
+        policy = PolicyUpdater(events, [], run_dir.weights, open_blobs(run_dir.media))
         target = run_dir.checkpoints / "best"
         best_checkpoint = BestCheckpoint(run_dir.path.parent / "source", target, run_state)
-        events = EventLog(run_dir.metrics, "orchestrator")
         background_evaluator = BackgroundEvaluator(
-            asked, policy, best_checkpoint, run_state, events, asked.base_url, asked.adopt,
-            every=2, last_step=9,
-        )  # fmt: skip
+            asked, policy, best_checkpoint, asked.base_url, asked.adopt, every=2, last_step=9
+        )
         working = asyncio.create_task(background_evaluator.keep_evaluating())
         asked.gate.set()
         for step in range(1, 9):
@@ -110,16 +109,15 @@ def test_every_second_step_is_evaluated_and_the_best_is_kept(
 def test_slow_evaluation_keeps_its_own_version_and_frees_older_ones(run_dir: RunDir) -> None:
     async def main() -> None:
         run_state = RunState.open(run_dir)
-        asked: Any = Asked(run_state)
-        policy = PolicyUpdater([], run_dir.weights, open_blobs(run_dir.media))
+        events = EventLog(run_dir.metrics, "orchestrator")
+        asked: Any = Asked(run_state, events)
+        policy = PolicyUpdater(events, [], run_dir.weights, open_blobs(run_dir.media))
         best_checkpoint = BestCheckpoint(
             run_dir.path.parent / "source", run_dir.checkpoints / "best", run_state
         )
-        events = EventLog(run_dir.metrics, "orchestrator")
         background_evaluator = BackgroundEvaluator(
-            asked, policy, best_checkpoint, run_state, events, asked.base_url, asked.adopt,
-            every=2, last_step=9,
-        )  # fmt: skip
+            asked, policy, best_checkpoint, asked.base_url, asked.adopt, every=2, last_step=9
+        )
         working = asyncio.create_task(background_evaluator.keep_evaluating())
         for step in (2, 4, 6):
             background_evaluator.publish(publish(run_dir, step))

@@ -17,7 +17,7 @@ from sightline.errors import ProcessFailed, WireError
 from sightline.launch.processes import reserve_port
 from sightline.media import MediaStore
 from sightline.media.stored_file import store_file
-from sightline.orchestrator.control_router import ControlRouter, TrainerWatch
+from sightline.orchestrator.control_router import ControlRouter
 from sightline.orchestrator.remote_files import RemoteFiles
 from sightline.orchestrator.server_pool import run_until_first
 from sightline.run import RunDir
@@ -41,14 +41,15 @@ WEIGHTS = control.encode(PublishedWeights(999_999, 0, "manifest", {}, 0))
 def play(
     scene: Callable[[str, ControlRouter, asyncio.Task[None]], Awaitable[None]],
     rollouts: Any = None,
-    watch: TrainerWatch | None = None,
+    **settings: Any,
 ) -> None:
     """Run a scene together with a router that expects a trainer and a worker."""
 
     async def whole() -> None:
         address = f"tcp://127.0.0.1:{reserve_port('127.0.0.1', 0, 'port')}"
-        router = ControlRouter(AsyncHub(address, SECRET), frozenset({"trainer", "worker-0"}))
-        router.trainer_watch = watch or router.trainer_watch
+        router = ControlRouter(
+            AsyncHub(address, SECRET), frozenset({"trainer", "worker-0"}), **settings
+        )
         published: list[Any] = []
         run_state = SimpleNamespace(progress=SimpleNamespace(step=3))
         found: Any = SimpleNamespace(publish=published.append, run_state=run_state)
@@ -74,7 +75,7 @@ def test_noise_and_unauthenticated_messages_are_ignored() -> None:
         with socket.create_connection((host, int(port))) as connection:
             connection.sendall(b"one line of garbage\n")
         worker = AsyncSpoke(address, "worker-0", derive_spoke_key(SECRET, "worker-0"))
-        await worker.send(control.encode(ProcessReady("worker-0", release=get_release())))
+        await worker.send(control.encode(ProcessReady(release=get_release())))
         await router.wait_until_ready({"worker-0"})
         await asyncio.sleep(0.3)
         assert not receiving.done() and set(router.ready) == {"worker-0"}
@@ -103,7 +104,7 @@ def test_noise_and_unauthenticated_messages_are_ignored() -> None:
         ),
         (
             "trainer",
-            control.encode(RolloutResult("r", "g", b"")),
+            control.encode(RolloutResult("r", b"")),
             "trainer sent an unexpected .*RolloutResult",
         ),
     ],
@@ -127,7 +128,7 @@ def test_disconnected_worker_loses_only_its_rollouts(
     monkeypatch.setattr(zmq_channel, "TICK_S", 0.05)
     lost: list[tuple[str, ...]] = []
     is_lost = asyncio.Event()
-    hello = control.encode(ProcessReady("worker-0", release=get_release()))
+    hello = control.encode(ProcessReady(release=get_release()))
 
     async def scene(address: str, router: ControlRouter, receiving: asyncio.Task[None]) -> None:
         key = derive_spoke_key(SECRET, "worker-0")
@@ -233,11 +234,10 @@ def test_trainer_that_is_not_restarted_ends_the_run_with_its_error(
         run_dir = RunDir(tmp_path / "run")
         run_dir.make()
         router.remote_files = RemoteFiles(run_dir, tmp_path, MediaStore(tmp_path / "blobs"))
-        watch = router.trainer_watch
-        watch.error_file = run_dir.error_file("trainer")
+        router.trainer_error_file = run_dir.error_file("trainer")
         if words:
             left = {"problem": words, "fix": "use a smaller micro-batch"}
-            watch.error_file.write_text(json.dumps(left))
+            router.trainer_error_file.write_text(json.dumps(left))
         trainer = AsyncSpoke(address, "trainer", derive_spoke_key(SECRET, "trainer"))
         beat = FileChanges((FileChange("logs/trainer.beat", b""),))
         await trainer.send(control.encode(beat))
@@ -245,4 +245,4 @@ def test_trainer_that_is_not_restarted_ends_the_run_with_its_error(
         with pytest.raises(ProcessFailed, match=f"no message from a trainer.*{words}"):
             await receiving
 
-    play(scene, watch=TrainerWatch(timeout_s=0.1))
+    play(scene, trainer_timeout_s=0.1)

@@ -7,6 +7,7 @@ from collections.abc import Awaitable, Callable
 
 from sightline.errors import ProcessFailed
 from sightline.orchestrator.rollout_scheduler import RolloutDispatcher, RolloutScheduler
+from sightline.rollout.evaluation import build_eval_request
 from sightline.trace import Trace, encode_trace
 from sightline.wire.control import ControlMessage, RolloutRequest, RolloutResult
 
@@ -96,11 +97,11 @@ def test_lost_worker_breaks_its_rollouts_but_not_the_group() -> None:
             RolloutDispatcher(sent.send, ["a", "b"]), group_size=4, temperature=1.0, seed=0
         )
         await rollouts.start_groups(1)
-        alone = asyncio.ensure_future(rollouts.play_once(0, "eval", 1.0))
+        alone = asyncio.ensure_future(rollouts.play_once(build_eval_request(0, "eval", 0, 1.0)))
         await asyncio.sleep(0)
         for name in sent.to["b"]:
             trace = Trace(id=name, group_id="g0", reward=1.0)
-            rollouts.on_result(RolloutResult(name, "g0", encode_trace(trace), {"requests": 2}), "b")
+            rollouts.on_result(RolloutResult(name, encode_trace(trace)))
         rollouts.on_worker_lost("a", "crash: worker-0 ended with 7")
         group = await rollouts.wait_for_group()
         kinds = {trace.id: trace.error_kind for trace in group.traces}
@@ -111,8 +112,7 @@ def test_lost_worker_breaks_its_rollouts_but_not_the_group() -> None:
         assert (await alone).error_kind == "worker_lost"
         assert rollouts.workers_lost == {"crash": 1}
         late = Trace(id="g0.0", group_id="g0", reward=1.0)
-        rollouts.on_result(RolloutResult("g0.0", "g0", encode_trace(late)), "a")
+        rollouts.on_result(RolloutResult("g0.0", encode_trace(late)))
         assert len(group.traces) == 4 and rollouts.num_ahead == 0
-        assert rollouts.wire["requests"] == 2
 
     run(check)

@@ -9,7 +9,7 @@ import pytest
 
 from sightline.algo.algorithms import GRPO
 from sightline.algo.verdicts import GroupJudge, GroupVerdict
-from sightline.config import AlgorithmConfig
+from sightline.config.sections import AlgorithmConfig, OrchestratorConfig
 from sightline.errors import MediaError, NoTrainableSamples
 from sightline.media.stored_file import open_blobs
 from sightline.message import assistant, user
@@ -48,7 +48,10 @@ class World:
         self.always_version: int | None = None
         self.goal: RewardGoal | None = None
         self.run_state = RunState.open(run_dir)
-        self.policy = PolicyUpdater([self.adopt], run_dir.weights, open_blobs(run_dir.media))
+        events = EventLog(run_dir.metrics, "orchestrator")
+        self.policy = PolicyUpdater(
+            events, [self.adopt], run_dir.weights, open_blobs(run_dir.media)
+        )
         self.rollouts = RolloutScheduler(
             RolloutDispatcher(self.send, ["w"]), group_size=2, temperature=1.0, seed=0,
             next_group=self.run_state.progress.next_group,
@@ -69,11 +72,13 @@ class World:
             goal=self.goal,
             announce=self.announce,
             check_room=lambda: None,
-            groups_per_step=3,
-            max_lag=self.max_lag,
-            diagnostics_every=changes.get("diagnostics_every", 0),
-            max_empty_batches=2,
-            max_resampled_groups=changes.get("max_resampled_groups", 0),
+            settings=OrchestratorConfig(
+                groups_per_step=3,
+                max_lag=self.max_lag,
+                diagnostics_every=changes.get("diagnostics_every", 0),
+                max_empty_batches=2,
+                max_resample_fraction=changes.get("max_resampled_groups", 0) / 3,
+            ),
             max_bad_fraction=0.0,
             last_step=changes.get("last_step", 1000),
         )
@@ -106,7 +111,7 @@ class World:
         if self.limit:
             trace.truncated, trace.limit, trace.error_kind = True, self.limit, "truncated"
             trace.reward = 0.0
-        return RolloutResult(play.rollout_id, play.group_id, encode_trace(trace))
+        return RolloutResult(play.rollout_id, encode_trace(trace))
 
     async def announce(self, ready: BatchReady) -> None:
         written = self.run_state.run_dir.batch(ready.step).read_bytes()
@@ -322,7 +327,7 @@ def test_groups_that_train_without_signal_are_not_replaced(run_dir: RunDir) -> N
 def set_goal(world: World, stop_at: float, tasks: int = 4) -> RewardGoal:
     events = EventLog(world.run_dir.metrics, "orchestrator")
     evaluator = Evaluator(world.rollouts, world.run_state, events, world.run_dir, tasks, 1.0)
-    world.goal = RewardGoal(stop_at, evaluator, world.policy, world.run_state, events)
+    world.goal = RewardGoal(stop_at, evaluator, world.policy)
     return world.goal
 
 

@@ -11,6 +11,7 @@ from store_kinds import KINDS, TOKEN
 from sightline.media import MediaStore, open_store
 from sightline.media.stored_file import store_file
 from sightline.orchestrator.policies import PolicyUpdater
+from sightline.run import EventLog
 from sightline.wire.weights import MANIFEST, Manifest, WeightFile
 
 
@@ -38,7 +39,9 @@ def test_parts_are_removed_before_their_manifest_once_the_store_is_back(
     with KINDS["http"](tmp_path) as kind:
         blobs = open_blobs(kind.store.root)
         old, new = (publish(weights, version, blobs) for version in (1, 2))
-        updater = PolicyUpdater([], weights, blobs)
+        updater = PolicyUpdater(
+            EventLog(tmp_path / "metrics.jsonl", "orchestrator"), [], weights, blobs
+        )
     updater._remove_old_versions(2)  # nobody answers
     assert (weights / "v000001" / MANIFEST).is_file()
     with KINDS["http"](tmp_path) as kind:

@@ -16,7 +16,7 @@ from sightline.config import RunFile
 from sightline.errors import EngineError, SightlineError
 from sightline.media import MediaStore
 from sightline.message import assistant, user
-from sightline.orchestrator.build import ServerClients, build, build_servers
+from sightline.orchestrator.build import build, build_servers
 from sightline.orchestrator.loop import Orchestrator
 from sightline.orchestrator.run_state import RunState
 from sightline.run import EventLog, RunDir
@@ -43,7 +43,7 @@ def open_run(path: Path, announced: int = 3, servers: bool = False) -> Orchestra
     run_state.progress.step = announced
     config, store = RunFile.model_validate(values), MediaStore(run_dir.media)
     events = EventLog(run_dir.metrics, "orchestrator")
-    pool = build_servers(config, run_dir, events, ServerClients(config, store, "secret"), [SERVER])
+    pool = build_servers(config, run_dir, events, "secret", [SERVER])
     return build(config, run_dir, store, run_state, events, ignore, ignore, ["w"], pool, None)
 
 
@@ -78,7 +78,7 @@ def answer(run: Orchestrator, label: str, **changes: Any) -> None:
         ),
     ]  # fmt: skip
     trace = Trace(id="g0.0", group_id="g0", nodes=nodes, **changes)
-    run.rollouts.on_result(RolloutResult("g0.0", "g0", encode_trace(trace)))
+    run.rollouts.on_result(RolloutResult("g0.0", encode_trace(trace)))
 
 
 def test_published_versions_are_accepted_before_and_after_a_resume(tmp_path: Path) -> None:

@@ -194,7 +194,7 @@ def test_too_long_prompt_ends_the_rollout_before_the_request(play: Trial) -> Non
     assert trace.reward == 0.0 and len(trace.turns) == 1
     assert [node.message.text for node in trace.nodes][0] == "short"
     assert len(trace.nodes) == 2, "the observation that did not fit is not in the trace"
-    assert play.player.chats.wire_counts["requests"] == 1
+    assert sum(server.client.num_requests for server in play.player.chats.router._all) == 1
     assert play(rollout, max_model_len=0).error_kind != "truncated"
     short = play(rollout, max_model_len=room - 1)
     assert short.error_kind == "truncated" and not short.nodes

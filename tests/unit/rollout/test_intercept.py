@@ -160,11 +160,8 @@ def test_two_keys_do_not_see_each_others_trace(tiny_model: Path, store: MediaSto
                         for i in range(2)
                     )
                 )
-                wire = player.chats.wire_counts
                 await player.close()
         traces = [played.trace for played in both]
-        assert wire["agent_requests"] == wire["requests"] == 6
-        assert wire["agent_sent_bytes"] > 0 < wire["agent_received_bytes"]
         assert len({key for _, key in keys}) == 2
         assert len(ports) == 1, "one port a worker"
         for trace in traces:

@@ -123,7 +123,7 @@ def test_hanging_cleanup_breaks_the_rollout_and_is_counted(
             goes_on.set()
             await until(lambda: player.threads.stuck_s() == 0)
             assert isinstance(heard[0], asyncio.CancelledError), "its rollout is over"
-            assert not any(client.counts.requests for client in player.chats.router.clients)
+            assert not any(server.client.num_requests for server in player.chats.router._all)
 
     asyncio.run(main())
 

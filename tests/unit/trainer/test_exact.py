@@ -26,7 +26,7 @@ from sightline.families.registry import write_tiny
 from sightline.inference.server_spec import ServerSpec
 from sightline.media import MediaStore
 from sightline.trainer.learner import SUM_NAMES
-from sightline.trainer.step_result import MetricSums, StepTimer, check_same_bits
+from sightline.trainer.step_result import MetricSums, StepTimer, check_same_bits, sum_mismatch
 
 BOTH = pytest.mark.parametrize("is_exact", [True, False])
 CPU = torch.device("cpu")
@@ -187,6 +187,17 @@ def test_one_differing_bit_ends_the_run(model: Path, store: MediaStore) -> None:
     logprobs[at] = np.nan
     with pytest.raises(PolicyMismatch):
         check_same_bits(1, [(batch, logprobs)])
+
+
+def test_mismatch_is_summed_apart_for_the_current_version(model: Path, store: MediaStore) -> None:
+    batch = scored(model, store)
+    sampler = batch.logprobs.numpy()
+    found = sum_mismatch(1, [(batch, sampler + np.float32(0.1))] * 2)
+    num = 2 * len(sampler)
+    assert (found["tokens"], found["fresh_tokens"], found["older_tokens"]) == (num, num, 0)
+    kl = np.expm1(0.1) - 0.1
+    assert found["fresh_kl"] == pytest.approx(num * kl, rel=1e-4) and found["older_kl"] == 0
+    assert sum_mismatch(2, [(batch, sampler.copy())])["older_tokens"] == len(sampler)
 
 
 def test_batch_dependent_matmul_is_refused_with_its_shape(

@@ -19,6 +19,7 @@ from sightline.pixels import Materializer
 from sightline.trainer.feed import BatchPreparer, ReadyBatch, ReadyMicroBatch
 from sightline.trainer.learner import Learner
 from sightline.trainer.packing_check import describe_suspect, measure_packing
+from sightline.trainer.parallel_dims import ParallelDims
 from sightline.wire.array import Array
 from sightline.wire.sample import Batch, Sample
 
@@ -63,21 +64,23 @@ def test_a_sequence_taken_from_a_pack_equals_its_sample(
 
 
 def test_the_trainer_is_suspected_if_its_pack_changes_a_sequence(
-    learner: Learner, tiny_model: Path, store: MediaStore
+    learner: Learner, tiny_model: Path, store: MediaStore, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     batch = ready(learner, store, making.samples(tiny_model, store, 4))
     assert measure_packing(batch, learner.score) < 1e-10
-    said = describe_suspect(batch, learner.score, 1e-6, is_distributed=False)
-    assert "suspect the server" in said
+    assert "suspect the server" in describe_suspect(batch, learner, 1e-6)
+    score = learner.score
 
     def leak(micro_batch: ReadyMicroBatch) -> np.ndarray:
-        """Each token sees all tokens before it, those of its neighbours too."""
+        """Score with each token seeing all tokens before it, those of its neighbours too."""
         ends = np.full_like(micro_batch.batch.subtree_end.numpy(), len(micro_batch.batch.token_ids))
         leaky = msgspec.structs.replace(micro_batch.batch, subtree_end=Array.of(ends, "int32"))
-        return learner.score(replace(micro_batch, batch=leaky))
+        return score(replace(micro_batch, batch=leaky))
 
-    assert "Suspect the trainer" in describe_suspect(batch, leak, 1e-6, is_distributed=False)
-    assert "trace replay" in describe_suspect(batch, leak, 1e-6, is_distributed=True)
+    monkeypatch.setattr(learner, "score", leak)
+    assert "Suspect the trainer" in describe_suspect(batch, learner, 1e-6)
+    monkeypatch.setattr(ParallelDims, "is_distributed", True)
+    assert "trace replay" in describe_suspect(batch, learner, 1e-6)
 
 
 @pytest.mark.parametrize(

@@ -19,6 +19,7 @@ from sightline.trainer.build import Orchestrator, build
 from sightline.trainer.feed import ReadyBatch
 from sightline.trainer.learner import Learner
 from sightline.trainer.step_result import StepResult
+from sightline.trainer.watchdog import StallWatchdog
 from sightline.view.events import by_step, read_events
 from sightline.wire import control
 from sightline.wire.control import BatchReady, ControlMessage
@@ -52,6 +53,10 @@ class Telling:
 
     inner: Learner
     late: Late
+
+    @property
+    def watchdog(self) -> StallWatchdog:
+        return self.inner.watchdog
 
     def step(self, ready: ReadyBatch) -> StepResult:
         stepped = self.inner.step(ready)

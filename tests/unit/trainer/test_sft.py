@@ -255,7 +255,7 @@ def test_row_with_a_bad_image_drops_only_itself(
     ]
     assert {one["sample"] for one in lost} == {"row 3", "row 7"}
     assert all(str(talks) in one["problem"] for one in lost)
-    for change in ({"max_bad_fraction": 0.1}, {"on_bad_image": "stop"}):
+    for change in ({"max_bad_fraction": 0.1}, {"max_bad_fraction": 0.0}):
         strict = config_of(tiny_model, tmp_path, **sections, media=budget | change)
         with pytest.raises(MediaError, match="row"):
             loop.run(made(strict, tmp_path / "strict"))

@@ -108,11 +108,11 @@ def test_late_or_rewritten_step_is_indexed(run_dir: RunDir) -> None:
     later = run_dir.traces_of(4).read_bytes()
     run_dir.traces_of(4).unlink()
     index = RolloutIndex(run_dir)
-    assert index.refresh().changed
+    assert index.refresh()
     assert page(index)["total"] == 60
-    assert not index.refresh().changed
+    assert not index.refresh()
     run_dir.traces_of(4).write_bytes(later)
-    assert index.refresh().changed
+    assert index.refresh()
     assert page(index)["total"] == 80
     kept = list(read_traces(run_dir.traces_of(4)))[:3]
     write_traces(run_dir.traces_of(4), kept)
@@ -134,7 +134,7 @@ def test_scores_written_after_the_traces_are_indexed(run_dir: RunDir) -> None:
     index.refresh()
     assert all(row["kl"] is None for row in page(index, step_from=2, step_to=2)["rows"])
     run_dir.scores_of(2).write_bytes(scores)
-    assert index.refresh().changed
+    assert index.refresh()
     trained = page(index, step_from=2, step_to=2, verdict="train")["rows"]
     assert trained and all(row["kl"] > 0 for row in trained)
 

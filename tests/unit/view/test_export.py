@@ -100,7 +100,7 @@ def test_export_memory_does_not_grow_with_size(tmp_path: Path) -> None:
         del traces
         tracemalloc.start()
         with watcher:
-            export_step(file, tmp_path / f"{count}.parquet", store)
+            export_step(file, tmp_path / f"{count}.parquet", store, {})
         _, of_python = tracemalloc.get_traced_memory()
         tracemalloc.stop()
         return watcher.most - before, of_python

@@ -14,7 +14,7 @@ from fastapi.testclient import TestClient
 
 from sightline.cli.main import main
 from sightline.compute.weights import read_weights
-from sightline.config import RunFile, load_stored_config
+from sightline.config import RunFile, load_config
 from sightline.launch.claim import check_model_unchanged, read_secret
 from sightline.media import MediaStore
 from sightline.orchestrator.best_checkpoint import BestCheckpoint
@@ -39,7 +39,7 @@ def golden(request: pytest.FixtureRequest, tmp_path: Path) -> RunDir:
 
 
 def test_golden_run_can_be_resumed(golden: RunDir) -> None:
-    config = load_stored_config(RunFile, golden.config)
+    config = load_config(RunFile, golden.config)
     assert (config.run.steps, config.eval.every) == (9, 2)
     check_model_unchanged(golden, golden.path / "checkpoint")
     run_state = RunState.open(golden)

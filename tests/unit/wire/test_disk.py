@@ -106,7 +106,7 @@ def test_disk_space_is_checked_before_every_step(small_disk: Path, tmp_path: Pat
         config, run_dir, MediaStore(tmp_path / "media"), RunState.open(run_dir), events, nobody,
         nobody, ["w"], ServerPool(run_dir.read_id(), events, []), None,
     )  # fmt: skip
-    sft = RunWriter(run_dir, nobody, nobody, tmp_path, tmp_path, torch.float32, events)
+    sft = RunWriter(config, run_dir, nobody, nobody, events)
     for check in (built.check_room, sft.check):
         with pytest.raises(DiskFull, match=f"the disk under {run_dir.path} has"):
             check()

@@ -48,9 +48,9 @@ def test_the_orchestrator_refuses_a_worker_or_trainer_of_another_version(
         router.orchestrator = cast(Orchestrator, Parts())
         spoke = AsyncSpoke(address, "worker-0", derive_spoke_key("s", "worker-0"))
         receiving = asyncio.create_task(router.keep_receiving())
-        await spoke.send(control.encode(ProcessReady("worker-0", release=get_release())))
+        await spoke.send(control.encode(ProcessReady(release=get_release())))
         await asyncio.wait_for(router.wait_until_ready({"worker-0"}), 30)
-        await spoke.send(control.encode(ProcessReady("worker-0", release=release)))
+        await spoke.send(control.encode(ProcessReady(release=release)))
         try:
             await asyncio.wait_for(receiving, 30)
         finally:

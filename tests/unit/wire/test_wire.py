@@ -149,8 +149,7 @@ def test_undecodable_bytes_are_a_wire_error(tiny_model: Path, store: MediaStore)
 
 def test_a_struct_of_another_schema_is_refused(tiny_model: Path, store: MediaStore) -> None:
     samples = making.samples(tiny_model, store, count=2)
-    packed = pack(samples, 4, load_family(tiny_model), PackSize(10**6, 10**6))[0]
-    for struct in (Batch(4, samples), samples[0], packed, Manifest(1, 1, []), ITEM):
+    for struct in (Batch(4, samples), samples[0], Manifest(1, 1, []), ITEM):
         with pytest.raises(WireError, match="schema 9, this is"):
             msgspec.structs.replace(struct, schema=9)
 

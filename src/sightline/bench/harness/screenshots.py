@@ -7,9 +7,7 @@ as large as a real page's (over 50 KB at 1280x720).
 from __future__ import annotations
 
 import io
-import math
 import random
-import zlib
 from functools import cached_property
 
 from PIL import Image, ImageDraw, ImageFont
@@ -21,9 +19,6 @@ PAPER, INK = 250, 20
 NUM_BLOCKS = 40
 NUM_LINES = 40
 NUM_TEXTS = 64
-END_BYTES = 12
-"""Size of the chunk that ends a PNG."""
-PHOTO_FRACTION = 0.05
 LETTERS = "abcdefghijklmnopqrstuvwxyz"
 SCREENSHOTS = "sightline.bench.harness.screenshots:Screenshots"
 """The name of the environment in a run file."""
@@ -37,15 +32,11 @@ class Screenshots(Environment):
         turns: int = 50,
         width: int = 1280,
         height: int = 720,
-        photo: float = PHOTO_FRACTION,
         shares_first: bool = False,
     ) -> None:
-        """Set the fraction `photo` of a page that is noise, which PNG cannot compress.
-
-        With `shares_first`, the rollouts of a group start on the same page.
-        """
+        """With `shares_first`, the rollouts of a group start on the same page."""
         self.turns, self.width, self.height = turns, width, height
-        self.photo, self.shares_first = photo, shares_first
+        self.shares_first = shares_first
 
     def task(self, index: int, split: str) -> Task:
         return Task(index, split)
@@ -70,9 +61,7 @@ class Screenshots(Environment):
         for line in range(NUM_LINES):
             place = (rng.randrange(width // 2), line * height // NUM_LINES)
             page.paste(INK, place, rng.choice(self._texts))
-        # PHOTO_FRACTION is a fifth of the width times a quarter of the height.
-        scale = math.sqrt(self.photo / PHOTO_FRACTION)
-        size = (int(width / 5 * scale), int(height / 4 * scale))
+        size = (width // 5, height // 4)
         photo = Image.frombytes("P", size, rng.randbytes(size[0] * size[1]))
         page.paste(photo, (rng.randrange(width - size[0]), rng.randrange(height - size[1])))
         file = io.BytesIO()
@@ -94,10 +83,3 @@ class Screenshots(Environment):
             ImageDraw.Draw(mask).text((0, 0), " ".join(words), fill=255, font=font)
             texts.append(mask)
         return texts
-
-
-def add_text_chunk(png: bytes, text: str) -> bytes:
-    """Add a text chunk to a PNG, so that it counts as another image without redrawing."""
-    body = b"tEXt" + b"page\0" + text.encode("latin-1")
-    chunk = (len(body) - 4).to_bytes(4) + body + zlib.crc32(body).to_bytes(4)
-    return png[:-END_BYTES] + chunk + png[-END_BYTES:]

@@ -1,8 +1,7 @@
 """Times training steps and the same steps in plain transformers, and measures device limits.
 
-A step's FLOPs are 6 per matrix element and multiplied row (2 forward, 4 backward), counted in
-forward hooks. Attention counts 12 per token pair, head and head dimension, for the causal half.
-Recomputed activations and embedding lookups do not count.
+A step's FLOPs are 6 per matrix element and multiplied row (2 forward, 4 backward), and 12 per
+attended token pair and attention width. Recomputed activations and embedding lookups do not count.
 """
 
 from __future__ import annotations
@@ -12,25 +11,23 @@ import statistics
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
 from torch import nn
+from torch.nn.utils.rnn import pad_sequence
 from torch.profiler import ProfilerActivity
 
 from sightline.compute.model import MODEL_DTYPES, pick_device
 from sightline.config import ModelConfig, TrainerConfig
-from sightline.families import Family
-from sightline.families.device_copy import allocate_pinned
+from sightline.families import Family, Forward
+from sightline.pack import MicroBatchWork
+from sightline.trainer.distribute import estimate_price
 from sightline.trainer.feed import ReadyBatch
-from sightline.trainer.learner import Learner
-from sightline.trainer.micro_batch_pixels import AllocatePatches
 
 PEAK_SIDE = 8192
-COPY_BYTES = {"cuda": 4 * 2**30, "cpu": 2**26}
 NUM_PROFILED = 20
 
 
@@ -51,19 +48,6 @@ def measure_peak(device: str, dtype: str) -> float:
     a, b = (torch.randn(side, side, device=place, dtype=MODEL_DTYPES[dtype]) for _ in range(2))
     times = measure_time(lambda: torch.mm(a, b), device, repeats=20, warm_up=5)
     return 2 * side**3 / times.median_s
-
-
-def measure_copy_bandwidth(device: str) -> float:
-    """Return the bytes per second that a copy on the device reads and writes."""
-    source = torch.ones(COPY_BYTES[device] // 4, dtype=torch.int32, device=device)
-    target = torch.empty_like(source)
-    times = measure_time(lambda: target.copy_(source), device, repeats=7, warm_up=1)
-    return 2 * source.nbytes / times.median_s
-
-
-def build_allocate(device_name: str) -> AllocatePatches:
-    """Return the function with which the trainer allocates memory for patches."""
-    return partial(allocate_pinned, device=torch.device(pick_device(device_name)))
 
 
 def measure_time(work: Callable[[], Any], device_name: str, repeats: int, warm_up: int) -> Timings:
@@ -103,49 +87,10 @@ def profile_step(step: Callable[[], Any], path: Path) -> str:
     return str(profile.key_averages().table(sort_by=sort_by, row_limit=NUM_PROFILED))
 
 
-def step_flops(learner: Learner, batch: ReadyBatch) -> float:
-    """Run one step and return its FLOPs."""
-    counter = _FlopCounter()
-    handles = [
-        module.register_forward_hook(counter.count)
-        for module in learner.forward.model.modules()
-        if isinstance(module, nn.Linear | nn.Conv1d | nn.Conv2d | nn.Conv3d)
-    ]
-    learner.step(batch)
-    for handle in handles:
-        handle.remove()
-    return counter.flops + attention_flops(learner, batch)
-
-
-class _FlopCounter:
-    def __init__(self) -> None:
-        self.flops = 0.0
-
-    def count(self, module: nn.Module, inputs: Any, output: torch.Tensor) -> None:
-        # Passes under `no_grad` do not train.
-        if torch.is_grad_enabled():
-            weight: Any = module.weight
-            rows = output.numel() // weight.shape[0]
-            self.flops += 6.0 * weight.numel() * rows
-
-
-def attention_flops(learner: Learner, batch: ReadyBatch) -> float:
-    config: Any = learner.forward.model.config
-    text = config.get_text_config()
-    vision_blocks = len(learner.forward.blocks()) - text.num_hidden_layers
-    kinds = getattr(text, "layer_types", None) or ["full_attention"] * text.num_hidden_layers
-    layers = sum(kind != "linear_attention" for kind in kinds)
-    width = text.num_attention_heads * getattr(text, "head_dim", 0)
-    total = 0.0
-    for ready in batch.micro_batches:
-        packed = ready.batch
-        ends = packed.subtree_end.numpy().astype(np.int64)
-        total += 12.0 * layers * width * float((ends - np.arange(len(ends))).sum())
-        patches = [int(np.prod(entry.item.grid)) for entry in packed.items]
-        vision = getattr(config, "vision_config", None)
-        if patches and vision is not None:
-            total += 12.0 * vision_blocks * vision.hidden_size * float(sum(n * n for n in patches))
-    return total
+def step_flops(forward: Forward, batch: ReadyBatch) -> float:
+    """Return a step's FLOPs, counted as when the trainer balances its ranks."""
+    price = estimate_price(forward)
+    return sum(price.of(MicroBatchWork.of(ready.batch)) for ready in batch.micro_batches)
 
 
 class PlainStep:
@@ -177,14 +122,13 @@ class PlainStep:
 
     def _pad(self, chunk: Sequence[Any]) -> dict[str, torch.Tensor]:
         packs = [ready.batch for ready in chunk]
-        longest = max(len(pack.token_ids) for pack in packs)
-        ids = torch.zeros(len(packs), longest, dtype=torch.long)
-        mask = torch.zeros_like(ids)
+        rows = [torch.from_numpy(pack.token_ids.numpy().astype(np.int64)) for pack in packs]
+        ids = pad_sequence(rows, batch_first=True)
+        mask = pad_sequence([torch.ones_like(row) for row in rows], batch_first=True)
         trained, advantages, old = [], [], []
         for i, pack in enumerate(packs):
-            ids[i, : len(pack.token_ids)] = torch.from_numpy(pack.token_ids.numpy().copy()).long()
-            mask[i, : len(pack.token_ids)] = 1
-            trained.append(torch.from_numpy(pack.trained.numpy().astype(np.int64)) + i * longest)
+            places = torch.from_numpy(pack.trained.numpy().astype(np.int64))
+            trained.append(places + i * ids.shape[1])
             advantages.append(torch.from_numpy(pack.advantages.numpy().copy()))
             old.append(torch.from_numpy(pack.logprobs.numpy().copy()))
         pads = torch.isin(ids, torch.tensor(self._family.slot_token_ids))

@@ -4,15 +4,16 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import io
 import random
 import subprocess
 import sys
 import tempfile
-import zlib
 from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
+from PIL import Image
 from rich.console import Console
 from rich.table import Table
 
@@ -35,14 +36,26 @@ OPTIONS: dict[str, dict[str, Any]] = {
 
 
 def add_options(parser: argparse.ArgumentParser, *names: str, **numbers: float) -> None:
-    """Add the shared options `names`, and an option with its default for each of `numbers`."""
+    """Add the shared options `names`, and an option with its default for each of `numbers`. Whole
+    numbers are 1 or more, others 0 or more."""
     for name in names:
         parser.add_argument(f"--{name}", **OPTIONS[name])
     for name, default in numbers.items():
         option = f"--{name.replace('_', '-')}"
-        parser.add_argument(
-            option, type=type(default), default=default, help="default: %(default)s"
-        )
+        read = _read_count if isinstance(default, int) else _read_amount
+        parser.add_argument(option, type=read, default=default, help="default: %(default)s")
+
+
+def _read_count(text: str) -> int:
+    if (value := int(text)) < 1:
+        raise argparse.ArgumentTypeError(f"{text}: take 1 or more")
+    return value
+
+
+def _read_amount(text: str) -> float:
+    if not (value := float(text)) >= 0:
+        raise argparse.ArgumentTypeError(f"{text}: take 0 or more")
+    return value
 
 
 def print_table(
@@ -66,16 +79,22 @@ def print_table(
 
 
 @contextlib.contextmanager
-def work_folder(kept: Path | None) -> Iterator[Path]:
-    """Yield `kept`, which must be new or empty, or a temporary folder."""
-    if kept is not None:
-        if kept.exists() and any(kept.iterdir()):
-            raise ConfigError(f"{kept} is not empty", "name a new folder")
+def work_folder(args: argparse.Namespace, needs_model: bool = True) -> Iterator[Path]:
+    """Yield the folder of `--dir`, which must be new or empty, or else a temporary one.
+
+    With `needs_model`, and without `--model`, write a random checkpoint and set `args.model`.
+    """
+    kept: Path | None = getattr(args, "dir", None)
+    if kept is not None and kept.exists() and any(kept.iterdir()):
+        raise ConfigError(f"{kept} is not empty", "name a new folder")
+    with contextlib.ExitStack() as stack:
+        if kept is None:
+            scratch = tempfile.TemporaryDirectory(prefix="sightline-bench-")
+            kept = Path(stack.enter_context(scratch))
         kept.mkdir(parents=True, exist_ok=True)
+        if needs_model and args.model is None:
+            args.model = write_tiny(kept / "model", getattr(args, "size", "tiny"))
         yield kept
-        return
-    with tempfile.TemporaryDirectory(prefix="sightline-bench-") as folder:
-        yield Path(folder)
 
 
 def write_tiny(folder: Path, size: str = "tiny") -> Path:
@@ -101,13 +120,6 @@ def run_sightline(command: str, file: Path, text: str, *words: str) -> None:
         )
 
 
-def check_at_least(args: argparse.Namespace, least: int, *names: str) -> None:
-    """Raise if an option is below `least`."""
-    for name in names:
-        if (value := getattr(args, name)) < least:
-            raise ConfigError(f"--{name.replace('_', '-')} {value}", f"take {least} or more")
-
-
 def open_renderer(model: Path, media: Path) -> tuple[MediaStore, Renderer]:
     store = MediaStore(media)
     return store, load_renderer(model, store)
@@ -124,16 +136,7 @@ def start_server(
 def draw_noise(rng: random.Random, width: int, height: int = 0) -> bytes:
     """Return a PNG of random pixels; a square if only one side is given."""
     height = height or width
-
-    def chunk(kind: bytes, data: bytes) -> bytes:
-        checked = kind + data
-        return len(data).to_bytes(4, "big") + checked + zlib.crc32(checked).to_bytes(4, "big")
-
-    size = width.to_bytes(4, "big") + height.to_bytes(4, "big")
-    rows = b"".join(b"\0" + rng.randbytes(3 * width) for _ in range(height))
-    return (
-        b"\x89PNG\r\n\x1a\n"
-        + chunk(b"IHDR", size + bytes([8, 2, 0, 0, 0]))
-        + chunk(b"IDAT", zlib.compress(rows, 1))
-        + chunk(b"IEND", b"")
-    )
+    file = io.BytesIO()
+    image = Image.frombytes("RGB", (width, height), rng.randbytes(3 * width * height))
+    image.save(file, "PNG", compress_level=1)
+    return file.getvalue()

@@ -1,8 +1,8 @@
 """The generic family: any image-and-text checkpoint of transformers that no other family claims.
 
 At the first load, `probe` runs trials on the checkpoint's own processor, chat template and model
-code, in a process that has transformers. It writes its `findings` into the folder, or refuses the
-checkpoint and names the trial that failed. `image_tokens` chooses the rule in `layout` that maps
+code. It writes its `findings` into the folder, or refuses the checkpoint and names the trial that
+failed. `image_tokens` chooses the rule in `layout` that maps
 image sizes to tokens. `vision` defines the family and `render` the renderer. `processor`, `forward`
 and the probe import transformers. This file does not.
 
@@ -13,8 +13,6 @@ torchvision if it processes the images. If the folder is read-only, every proces
 from __future__ import annotations
 
 import os
-import subprocess
-import sys
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -22,13 +20,7 @@ from typing import Any
 import msgspec
 
 from sightline.errors import FamilyError
-from sightline.families.anyvlm.findings import (
-    FILE,
-    Findings,
-    ProbeAnswer,
-    digest_sources,
-    find_version,
-)
+from sightline.families.anyvlm.findings import FILE, Findings, digest_sources, find_version
 from sightline.families.anyvlm.render import AnyVLMRenderer
 from sightline.families.anyvlm.vision import AnyVLMFamily
 
@@ -36,7 +28,6 @@ __all__ = ["claims", "load_family", "load_renderer"]
 
 IS_FALLBACK = True
 """Use this family only if no other family claims a checkpoint."""
-TIMEOUT_S = 600
 
 
 def claims(config: dict[str, Any]) -> bool:
@@ -54,14 +45,9 @@ def load_family(path: Path, overrides: dict[str, int]) -> AnyVLMFamily:
 
 
 def load_findings(path: Path) -> Findings:
-    """Return the findings stored in the folder, or run a new probe."""
-    names = ["tokenizer.json"]
-    file = path / "processor_config.json"
-    if not (file.is_file() and b'"image_processor"' in file.read_bytes()):
-        names.append("preprocessor_config.json")
-    for name in names:
-        if not (path / name).is_file():
-            raise FamilyError(f"{path} has no {name}", "copy it from the checkpoint")
+    """Return the findings stored in the folder, or run a new probe and store its findings."""
+    if not (path / "tokenizer.json").is_file():
+        raise FamilyError(f"{path} has no tokenizer.json", "copy it from the checkpoint")
     source, installed = digest_sources(path), find_version("transformers")
     with suppress(OSError, msgspec.MsgspecError):
         findings = msgspec.json.decode((path / FILE).read_bytes(), type=Findings)
@@ -76,43 +62,14 @@ def load_findings(path: Path) -> Findings:
             "run `sightline check` with this [model] path where transformers is installed; it "
             f"writes {FILE} into the folder",
         )
-    return _probe(path)
+    from sightline.families.anyvlm.probe import run_trials  # imports torch and transformers
 
-
-def _probe(path: Path) -> Findings:
-    """Run the probe, and write its findings into the folder if possible."""
-    if "transformers" in sys.modules:
-        from sightline.families.anyvlm.probe import run_trials
-
-        answer = run_trials(path)
-    else:
-        answer = _probe_in_process(path)
-    if answer.findings is None:
-        raise FamilyError(f"{path}: {answer.problem}", answer.fix)
+    findings = run_trials(path)
     with suppress(OSError):
         part = path / f".{FILE}.{os.getpid()}"
-        part.write_bytes(msgspec.json.format(msgspec.json.encode(answer.findings), indent=1))
+        part.write_bytes(msgspec.json.format(msgspec.json.encode(findings), indent=1))
         part.replace(path / FILE)
-    return answer.findings
-
-
-def _probe_in_process(path: Path) -> ProbeAnswer:
-    """Run the probe in a subprocess, which imports torch and transformers."""
-    words = [sys.executable, "-m", "sightline.families.anyvlm.probe", str(path)]
-    try:
-        done = subprocess.run(words, capture_output=True, text=True, timeout=TIMEOUT_S)
-    except subprocess.TimeoutExpired as error:
-        raise FamilyError(
-            f"{path}: the probe did not finish within {TIMEOUT_S} s",
-            f"run `{' '.join(words)}` to see where it stalls",
-        ) from error
-    try:
-        return msgspec.json.decode(done.stdout.rpartition("\n\n")[2], type=ProbeAnswer)
-    except msgspec.MsgspecError as error:
-        raise FamilyError(
-            f"{path}: the probe crashed: {done.stderr[-2000:]}",
-            f"run `{' '.join(words)}` to see the whole output",
-        ) from error
+    return findings
 
 
 load_renderer = AnyVLMRenderer.load

@@ -2,25 +2,24 @@
 
 from __future__ import annotations
 
-import json
 import re
 from bisect import bisect_left
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from itertools import accumulate, pairwise
 from typing import Any
 
 import msgspec
 
-from sightline.errors import MessageError, PromptTooLong
+from sightline.errors import MessageError
 from sightline.families.anyvlm.answers import CallFormat, ReasoningFormat
 from sightline.families.anyvlm.findings import Findings
 from sightline.families.renderer import MessageRenderer
+from sightline.families.template_check import form_calls
 from sightline.message import Message, TextPart
-from sightline.render import ChatTemplate, TemplateError, Tokenizer
-from sightline.render.emitter import SHORTEN
+from sightline.render import ChatTemplate, Emitter, TemplateError, Tokenizer
 from sightline.render.protocol import Tools
-from sightline.wire import Slot, Span
+from sightline.wire import Span
 
 _MARK = "\ue000"
 """The delimiter of the numbers that replace texts."""
@@ -45,53 +44,31 @@ class Composed:
     """The start and end of each answer, without its header and end-of-turn token."""
 
 
-@dataclass
-class TokenRun:
-    """Tokens, each with the index of its first character in the composed text."""
+class TokenRun(Emitter):
+    """An emitter that records the index of each token's first character in the composed text."""
 
-    tokenizer: Tokenizer
-    max_model_len: int
-    offset: int
-    """The number of tokens before this run."""
-    ids: list[int] = field(default_factory=list)
-    starts: list[int] = field(default_factory=list)
-    slots: list[Slot] = field(default_factory=list)
-    _text: list[str] = field(default_factory=list)
-    _places: list[int] = field(default_factory=list)
-    _num_chars: int = 0
+    def __init__(self, tokenizer: Tokenizer, start: int, max_model_len: int) -> None:
+        super().__init__(tokenizer, start, max_model_len)
+        self._starts: list[int] = []
+        self._places: list[int] = []
 
     def add_text(self, text: str, places: Sequence[int]) -> None:
-        self._text.append(text)
+        self.text(text)
         self._places += places
 
     def add_token(self, token_id: int, place: int, times: int = 1) -> None:
-        self.flush()
-        self.ids += [token_id] * times
-        self.starts += [place] * times
+        self.special(*[token_id] * times)
+        self._starts += [place] * times
 
-    def flush(self) -> None:
-        text, places = "".join(self._text), self._places
-        self._text, self._places = [], []
-        if not text:
-            return
-        most = self.max_model_len * self.tokenizer.max_token_chars
-        self._num_chars += self.tokenizer.count_chars(text, most)
-        if self.max_model_len and self._num_chars > most:
-            raise PromptTooLong.at(
-                "messages",
-                f"at least {self._num_chars} characters of text cannot fit into max_model_len = "
-                f"{self.max_model_len} tokens",
-                SHORTEN,
-            )
-        ids, starts = self.tokenizer.encode_with_starts(text)
-        self.ids += ids
+    def _record(self, starts: list[int]) -> None:
+        places, self._places = self._places, []
         # A normalizer may lengthen the text. Clamp such starts to the last character.
         starts_in_text = (places[min(start, len(places) - 1)] for start in starts)
-        self.starts += accumulate(starts_in_text, max)
+        self._starts += accumulate(starts_in_text, max)
 
     def find(self, place: int) -> int:
         """Return the position of the first token that starts at or after character `place`."""
-        return self.offset + bisect_left(self.starts, place)
+        return self._start + bisect_left(self._starts, place)
 
     def find_spans(self, start: int, ends: Sequence[int]) -> list[Span]:
         """Return the spans of messages that end at `ends`. The first starts at token `start`."""
@@ -265,20 +242,6 @@ def list_texts(message: Message) -> list[str]:
     if not message.content and not message.tool_calls:
         texts = [""]
     return [message.reasoning, *texts] if message.reasoning else texts
-
-
-def form_calls(message: Message) -> dict[str, Any]:
-    """Return a message's tool calls and call id in the format that templates expect."""
-    fields: dict[str, Any] = {}
-    if message.tool_calls:
-        fields["tool_calls"] = [
-            {"type": "function", "id": c.id, "function": {"name": c.name, "arguments": arguments}}
-            for c in message.tool_calls
-            for arguments in [json.loads(c.arguments)]
-        ]
-    if message.tool_call_id is not None:
-        fields["tool_call_id"] = message.tool_call_id
-    return fields
 
 
 def restore_texts(

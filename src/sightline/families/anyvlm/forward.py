@@ -48,8 +48,6 @@ TOLERANCES = {torch.float32: 1e-4, torch.bfloat16: 5e-2}
 """The allowed difference from the model's own logits, relative to the largest logit, by dtype."""
 TOKEN_TYPES = ("token_type_ids", "mm_token_type_ids")
 """The names of the argument that marks image tokens."""
-_NO_RESOLVER: Any = None
-"""No resolver is needed, because the trial's messages contain refs."""
 
 
 def find_text(model: Any) -> Any:
@@ -82,18 +80,17 @@ class AnyVLMForward(TextForward):
 
     def vision_parameters(self) -> list[tuple[str, nn.Parameter]]:
         # Computed on each call, because sharding replaces parameters.
-        text_ids = {id(parameter) for parameter in self._text.parameters()}
-        text_ids |= {id(parameter) for parameter in self._head.parameters()}
+        text_ids = {id(p) for part in (self._text, self._head) for p in part.parameters()}
         return [(n, p) for n, p in self.model.named_parameters() if id(p) not in text_ids]
 
     def blocks(self) -> list[nn.Module]:
         """Return the decoder layers and the tower's layers (its longest `ModuleList`)."""
-        text_ids = {id(parameter) for parameter in self._text.parameters()}
+        vision_ids = {id(parameter) for _, parameter in self.vision_parameters()}
         lists = [
             module
             for module in self.model.modules()
             if isinstance(module, nn.ModuleList)
-            and not any(id(parameter) in text_ids for parameter in module.parameters())
+            and all(id(parameter) in vision_ids for parameter in module.parameters())
         ]
         return [*self._text.layers, *max(lists, key=len, default=[])]
 
@@ -198,7 +195,7 @@ class AnyVLMForward(TextForward):
         `build_pattern` returns the attention pattern for a `subtree_end`.
         """
         messages, images = _draw_conversation()
-        renderer = AnyVLMRenderer.load(self._family.path, self._family, _NO_RESOLVER)
+        renderer = AnyVLMRenderer.load(self._family.path, self._family)
         rendered = renderer.render_read(messages, None, True)
         reference = self._run_model(rendered.token_ids, images, messages)
         items = [slot.item for slot in rendered.slots]

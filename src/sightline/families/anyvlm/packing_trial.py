@@ -48,14 +48,6 @@ _LATER = "and its weights will be tried when they are loaded"
 
 
 @dataclass(frozen=True)
-class PackingTrial:
-    rows_reason: str = ""
-    """Why sequences need padded rows. Empty if they may share a row."""
-    trees_reason: str = ""
-    """Why sequences may share a row. Unused if `rows_reason` is set."""
-
-
-@dataclass(frozen=True)
 class TriedPattern:
     """The attention pattern of one row, defined by `subtree_end`."""
 
@@ -68,22 +60,26 @@ class TriedPattern:
         return (at[None] <= at[:, None]) & (at[:, None] < torch.from_numpy(self.subtree_end)[None])
 
 
-def try_packing(path: Path, config: Any, findings: Findings) -> PackingTrial:
-    """Test the model's layers. If the trial cannot run, decide by the configuration."""
+def try_packing(path: Path, config: Any, findings: Findings) -> tuple[str, str]:
+    """Test the model's layers. If the trial cannot run, decide by the configuration.
+
+    Return why sequences need padded rows, or "", and why they may share a row otherwise.
+    """
     words, is_more = describe_layers(config)
     try:
         model = build_tried_model(config)
         difference = None if model is None else measure_difference(path, model, findings)
     except FOREIGN as error:
-        return PackingTrial(words, f"a trial of its layers fails ({first_line(error)}), {_LATER}")
+        return words, f"a trial of its layers fails ({first_line(error)}), {_LATER}"
     if difference is None:
-        return PackingTrial(words, f"its layers are too large for a trial of their own, {_LATER}")
+        return words, f"its layers are too large for a trial of their own, {_LATER}"
     if not difference <= TOLERANCE:
-        return PackingTrial(
-            f"{words or 'its layers are more than causal attention'}: packed, their output differs "
-            f"from that of each sequence alone by {difference:.1g} of the largest value"
-        )
-    return PackingTrial(words if is_more else "", _SAME)
+        words = words or "its layers are more than causal attention"
+        return (
+            f"{words}: packed, their output differs from that of each sequence alone by "
+            f"{difference:.1g} of the largest value"
+        ), ""
+    return words if is_more else "", _SAME
 
 
 def describe_layers(config: Any) -> tuple[str, bool]:

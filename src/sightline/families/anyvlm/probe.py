@@ -1,15 +1,14 @@
 """Inspect a checkpoint of an unknown type with trials on its own code.
 
-`python -m sightline.families.anyvlm.probe DIR` runs `TRIALS` in order and prints the findings, or
-the trial that failed, as one line of JSON after an empty line. Trials use the checkpoint's own
-processor and chat template. They run the model's code on the meta device and in layers with random
-weights (`packing_trial`). The probe reads no weights. `forward` checks them after loading.
+Trials use the checkpoint's own processor and chat template. They run the model's code on the meta
+device and in layers with random weights (`packing_trial`). The probe reads no weights. `forward`
+checks them after loading.
 """
 
 from __future__ import annotations
 
 import inspect
-import sys
+import json
 from collections.abc import Callable, Iterator
 from functools import cached_property
 from pathlib import Path
@@ -20,13 +19,11 @@ import numpy as np
 import torch
 from PIL import Image
 from transformers import AutoConfig, AutoModelForImageTextToText, GenerationConfig
-from transformers.utils import logging as transformers_logging
 
 from sightline.errors import FamilyError, MediaRefused, MessageError, SightlineError
 from sightline.families.anyvlm.findings import (
     UNSUPPORTED,
     Findings,
-    ProbeAnswer,
     RowArray,
     digest_sources,
     find_version,
@@ -48,14 +45,12 @@ from sightline.families.anyvlm.processor import (
 )
 from sightline.families.anyvlm.render import AnyVLMRenderer
 from sightline.families.anyvlm.vision import AnyVLMFamily
+from sightline.families.checkpoint_files import hide_pad_warning
 from sightline.families.template_check import find_split
 from sightline.families.vision_family import compute_mrope_positions
 from sightline.media import MediaRef
 from sightline.message import Message, TextPart, assistant, system, user
 from sightline.wire import MediaItem, Slot
-
-_NO_RESOLVER: Any = None
-"""No resolver is needed, because the messages of the trials contain refs."""
 
 
 class Checkpoint:
@@ -145,11 +140,11 @@ def try_model_class(checkpoint: Checkpoint, findings: Findings) -> Findings:
 def try_processor(checkpoint: Checkpoint, findings: Findings) -> Findings:
     processor = checkpoint.processor
     images = processor.image_processor
-    settings = msgspec.to_builtins(_to_plain(images.to_dict()))
+    settings = json.loads(images.to_json_string())
     return msgspec.structs.replace(
         findings,
         torchvision=find_version("torchvision") if uses_torchvision(processor) else "",
-        processor={**settings, "class": type(images).__name__},
+        processor=settings | {"class": type(images).__name__},
         image_token=processor.image_token,
         counts_tokens=hasattr(processor, "_get_num_multimodal_tokens"),
     )
@@ -254,8 +249,8 @@ def try_positions(checkpoint: Checkpoint, findings: Findings) -> Findings:
 
 
 def try_packing_layers(checkpoint: Checkpoint, findings: Findings) -> Findings:
-    trial = try_packing(checkpoint.path, checkpoint.config, findings)
-    return msgspec.structs.replace(findings, **vars(trial))
+    rows_reason, trees_reason = try_packing(checkpoint.path, checkpoint.config, findings)
+    return msgspec.structs.replace(findings, rows_reason=rows_reason, trees_reason=trees_reason)
 
 
 def try_chat(checkpoint: Checkpoint, findings: Findings) -> Findings:
@@ -272,7 +267,7 @@ def try_chat(checkpoint: Checkpoint, findings: Findings) -> Findings:
         first_ids=ids[: len(ids) - num_plain],
     )
     family = AnyVLMFamily(checkpoint.path, findings)
-    renderer = AnyVLMRenderer.load(checkpoint.path, family, _NO_RESOLVER)
+    renderer = AnyVLMRenderer.load(checkpoint.path, family)
     for messages, prompt in draw_conversations():
         try:
             ours = renderer.render_read(messages, None, prompt).token_ids
@@ -334,34 +329,20 @@ TRIALS: tuple[tuple[str, Trial], ...] = (
 trials pass."""
 
 
-def _to_plain(value: Any) -> Any:
-    """Convert settings to JSON types."""
-    if isinstance(value, dict):
-        return {str(k): _to_plain(v) for k, v in value.items() if not str(k).startswith("_")}
-    if isinstance(value, list | tuple):
-        return [_to_plain(entry) for entry in value]
-    return value if isinstance(value, str | int | float | bool | None) else str(value)
-
-
-def run_trials(path: Path) -> ProbeAnswer:
+def run_trials(path: Path) -> Findings:
+    """Run `TRIALS` in order. Raise FamilyError with the name of the first that fails."""
+    hide_pad_warning()
     checkpoint = Checkpoint(path)
     findings = Findings(source=digest_sources(path), transformers=find_version("transformers"))
     for name, trial in TRIALS:
+        failed = f"{path}: the {name} trial failed"
         try:
             findings = trial(checkpoint, findings)
         except SightlineError as error:
-            return ProbeAnswer(problem=f"the {name} trial failed: {error.problem}", fix=error.fix)
+            raise FamilyError(f"{failed}: {error.problem}", error.fix) from error
         except FOREIGN as error:
-            problem = f"the {name} trial failed: the checkpoint's code raised "
-            problem += f"{type(error).__name__}: {error}"
-            return ProbeAnswer(problem=problem, fix=UNSUPPORTED)
-    return ProbeAnswer(findings)
-
-
-def main() -> None:
-    transformers_logging.set_verbosity_error()
-    print("\n\n" + msgspec.json.encode(run_trials(Path(sys.argv[1]))).decode(), end="")
-
-
-if __name__ == "__main__":
-    main()
+            raise FamilyError(
+                f"{failed}: the checkpoint's code raised {type(error).__name__}: {error}",
+                UNSUPPORTED,
+            ) from error
+    return findings

@@ -12,11 +12,11 @@ texts in an unknown way, and the conversation is refused.
 from __future__ import annotations
 
 import json
-import re
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from itertools import product
 from pathlib import Path
+from typing import cast
 
 import msgspec
 
@@ -71,8 +71,7 @@ class AnyVLMRenderer(TemplateComposer):
         self._images = family
         self._findings = findings
         self._template = template
-        added = sorted(tokenizer.added_tokens, key=len, reverse=True)
-        self._added = re.compile("(" + "|".join(map(re.escape, added)) + ")")
+        self._added = tokenizer.added_pattern
         self._part_roles = self._find_part_roles()
         self.pad_token_ids = (findings.pad_id, *self._find_marks())
         self._read_turns()
@@ -81,14 +80,17 @@ class AnyVLMRenderer(TemplateComposer):
         self.call_format, self.tools_refusal = self._find_call_format()
         self.takes_tools = self.call_format is not None
         self.unsupported_names = frozenset(self._find_names())
-        self.bridge_differences = self._find_bridge_differences()
+        self._appended = self._find_appended()
 
     @classmethod
-    def load(cls, path: Path, family: AnyVLMFamily, resolver: ImageResolver) -> AnyVLMRenderer:
+    def load(
+        cls, path: Path, family: AnyVLMFamily, resolver: ImageResolver | None = None
+    ) -> AnyVLMRenderer:
+        """Load the renderer of a folder. Messages that only contain refs need no resolver."""
         tokenizer, template = Tokenizer(path), ChatTemplate.find(path)
         if template is None:
             raise FamilyError(f"{path} has no chat template", "copy it from the checkpoint")
-        return cls(tokenizer, family, resolver, template)
+        return cls(tokenizer, family, cast(ImageResolver, resolver), template)
 
     # -- trials of the template
 
@@ -140,14 +142,13 @@ class AnyVLMRenderer(TemplateComposer):
         # Without a header, the end of the question opens the answer.
         self.header = run.ids[run.find(len(question.text) - len(opening)) :]
 
-    def _find_bridge_differences(self) -> dict[Addition, str]:
-        """Describe how the template would change earlier text, for each kind of bridge. Empty means
-        no change."""
+    def _find_appended(self) -> set[Addition]:
+        """Return the kinds of bridge for which the template never changes earlier text."""
         histories = [[user("a")], [user("a"), assistant("b"), user("c", _REF)]]
         added_turns = [[user("n")], [user(_REF, "n")], [user("n", _REF)]]
         answers: list[Answer] = [("none", f"{self._answer_prefix}x", assistant("x"))]
         form = self.reasoning_format
-        if self.takes_system:
+        if self._can_compose([system("s"), user("a")]):
             histories.append([system("s"), user("a")])
         if form is not None:
             answers = form.list_answers(self._answer_prefix)
@@ -160,7 +161,8 @@ class AnyVLMRenderer(TemplateComposer):
                 histories.append([user("a"), thought, TRIED_ANSWER])
             talks += [(talk, TRIED_TOOLS) for talk in histories]
             added_turns += [[TRIED_ANSWER], [TRIED_ANSWER, TRIED_ANSWER]]
-        differences: dict[Addition, str] = {}
+        tested: set[Addition] = set()
+        rewritten: set[Addition] = set()
         for new in added_turns:
             composed = self._compose_new(new)[0]
             added = composed.text[composed.answers[0][1] :]
@@ -169,11 +171,10 @@ class AnyVLMRenderer(TemplateComposer):
                 is_shown = form is not None and form.closing_mark in prompt
                 addition = (is_shown, kind, _asks(new))
                 rendered = self._write([*history, answer, *new], True, tools)
-                known = differences.setdefault(addition, "")
-                if rendered != prompt + written + added and not known:
-                    end = f"{prompt}{written}"[-40:]
-                    differences[addition] = f"after {end!r} it does not write {added[:40]!r}"
-        return differences
+                tested.add(addition)
+                if rendered != prompt + written + added:
+                    rewritten.add(addition)
+        return tested - rewritten
 
     def _find_reasoning_format(self) -> tuple[ReasoningFormat | None, str]:
         """Return the reasoning format, or the reason for refusing reasoning."""
@@ -225,17 +226,14 @@ class AnyVLMRenderer(TemplateComposer):
                 "name and arguments between two added tokens"
             )
         roles, self._part_roles = self._part_roles, self._part_roles | {"tool"}
-        try:
-            is_same = self._compose(answered, True, TRIED_TOOLS).text == as_string
-        except MessageError:
-            is_same = False
-        self._part_roles = self._part_roles if is_same else roles
+        if not self._can_compose(answered, TRIED_TOOLS, as_string):
+            self._part_roles = roles
         return call_form, ""
 
     def _find_names(self) -> Iterator[str]:
         """Yield the roles for which the template writes a name, or refuses one."""
         talks = [[user("a"), assistant("b"), user("c")]]
-        if self.takes_system:
+        if self._can_compose([system("s"), user("a")]):
             talks.append([system("s"), user("a")])
         if self.takes_tools:
             talks.append([user("a"), TRIED_CALL, TRIED_ANSWER])
@@ -251,13 +249,14 @@ class AnyVLMRenderer(TemplateComposer):
                 if not is_ignored:
                     yield message.role
 
-    @property
-    def takes_system(self) -> bool:
+    def _can_compose(
+        self, messages: Sequence[Message], tools: Tools | None = None, expected: str = ""
+    ) -> bool:
+        """Return whether the template accepts the messages, and writes the `expected` text."""
         try:
-            self._compose([system("s"), user("a")], True)
+            return expected in ("", self._compose(messages, True, tools).text)
         except MessageError:
             return False
-        return True
 
     def _compose_new(self, new: Sequence[Message]) -> tuple[Composed, list[Message]]:
         """Compose the new messages after a placeholder turn, of which only the end is used."""
@@ -270,7 +269,7 @@ class AnyVLMRenderer(TemplateComposer):
         self, composed: Composed, messages: Sequence[Message], offset: int = 0, begin: int = 0
     ) -> TokenRun:
         """Tokenize the composed text from character `begin` on, after `offset` tokens."""
-        run = TokenRun(self._tokenizer, self.max_model_len, offset)
+        run = TokenRun(self._tokenizer, offset, self.max_model_len)
         items = [self._family.item(ref) for m in messages for ref in m.images]
         num_images, at = 0, 0
         for text, is_template in composed.pieces:
@@ -287,7 +286,7 @@ class AnyVLMRenderer(TemplateComposer):
                     run.add_token(self._tokenizer.added_tokens[part], place)
                 else:
                     run.add_text(part, range(place, at))
-        run.flush()
+        _ = run.position  # encodes the last text
         if num_images != len(items):
             raise MessageError.at(
                 "messages",
@@ -304,17 +303,16 @@ class AnyVLMRenderer(TemplateComposer):
         first = -1
         for text, times in expansion.pieces:
             if text == pad:
-                run.flush()
-                first = len(run.ids) if first < 0 else first
+                first = run.position if first < 0 else first
                 run.add_token(self._findings.pad_id, place, times)
-                length = len(run.ids) - first
+                length = run.position - first
                 continue
             for i, part in enumerate(self._added.split(text)):
                 if i % 2:
                     run.add_token(self._tokenizer.added_tokens[part], place)
                 else:
                     run.add_text(part, [place] * len(part))
-        run.slots.append(Slot(run.offset + first, length, item))
+        run.slots.append(Slot(first, length, item))
 
     def render_read(
         self, messages: list[Message], tools: Tools | None, generation_prompt: bool
@@ -360,8 +358,7 @@ class AnyVLMRenderer(TemplateComposer):
         form = self.reasoning_format
         is_shown = form is not None and form.closing_id in prompt_ids
         kind = "none" if form is None else form.find_kind(ids)
-        # An untested kind of bridge counts as a change.
-        return self.bridge_differences.get((is_shown, kind, _asks(new))) != ""
+        return (is_shown, kind, _asks(new)) not in self._appended
 
     def is_reasoning_open(self, ids: list[int]) -> bool:
         return self.reasoning_format is not None and self.reasoning_format.is_open(ids)
@@ -374,12 +371,3 @@ class AnyVLMRenderer(TemplateComposer):
         if self.call_format is not None:
             parsed = self.call_format.parse(ids, lead)
         return replace(parsed, reasoning=reasoning or None)
-
-    def describe(self) -> list[str]:
-        differences = list(filter(None, self.bridge_differences.values()))
-        turns = "appended to the existing tokens"
-        if len(differences) == len(self.bridge_differences):
-            turns = f"rendered again, because {differences[0]}"
-        elif differences:
-            turns += f", or rendered again if reasoning changes: {differences[0]}"
-        return [*super().describe(), f"turns: {turns}"]

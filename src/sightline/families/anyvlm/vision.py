@@ -39,7 +39,6 @@ class AnyVLMFamily(Family):
     """The family of one checkpoint, based on the findings of a probe."""
 
     name = "anyvlm"
-    settings_owner = "transformers"
 
     def __init__(self, path: Path, findings: Findings) -> None:
         settings = {
@@ -56,6 +55,7 @@ class AnyVLMFamily(Family):
         super().__init__(settings, (findings.pad_id,), packing)
         self.path = path
         self.findings = findings
+        self.has_grid = findings.rule in GRID_RULES
         self.model_class = f"{findings.model_class} of transformers {findings.transformers}"
         self.num_axes = findings.num_axes
         self._expansions = {(e.rows, e.columns): e for e in findings.expansions}
@@ -63,10 +63,6 @@ class AnyVLMFamily(Family):
 
     def __reduce__(self) -> tuple[Any, ...]:
         return type(self), (self.path, self.findings)
-
-    @property
-    def has_grid(self) -> bool:
-        return self.findings.rule in GRID_RULES
 
     def expansion(self, width: int, height: int) -> Expansion:
         """Return the prompt text for an image of this size. Raise MediaRefused if there is none."""

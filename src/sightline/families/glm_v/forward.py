@@ -7,8 +7,6 @@ from typing import Any
 
 import numpy as np
 import torch
-from jaxtyping import Float
-from torch import Tensor
 from transformers import AutoModelForImageTextToText
 
 from sightline.families.glm_v.vision import GlmVFamily
@@ -17,10 +15,6 @@ from sightline.families.transformers_forward import VideoForward, load_model
 
 
 class GlmVForward(VideoForward):
-    def get_features(self, output: Any) -> Float[Tensor, "visual_tokens features"]:
-        features: Tensor = output.pooler_output
-        return features
-
     def compute_tower_inputs(self, grids: tuple[Grid, ...]) -> dict[str, Any]:
         # The tower needs grids on the device to interpolate position embeddings.
         return {**super().compute_tower_inputs(grids), "grid_thw": np.array(grids)}

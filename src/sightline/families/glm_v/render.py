@@ -69,7 +69,7 @@ class Glm46V(BaseRenderer):
 
     format_name = "GLM-4.6V"
     image_roles: ClassVar[tuple[str, ...]] = ("system", "user", "tool")
-    video_mark = _VIDEO_PAD
+    video_mark = f"<|begin_of_video|>{_VIDEO_PAD}<|end_of_video|>"
     lists_tool_content = True  # its template adds a newline after a string
 
     def __init__(
@@ -175,10 +175,7 @@ class Glm46V(BaseRenderer):
             emitter.marked("</arg_value>\n")
         emitter.marked("</tool_call>")
 
-    def emit_image(self, emitter: Emitter, context: RenderContext, item: MediaItem) -> None:
-        self._emit_item(emitter, item)
-
-    def _emit_item(self, emitter: Emitter, item: MediaItem) -> None:
+    def emit_image(self, emitter: Emitter, item: MediaItem) -> None:
         emitter.marked("<|begin_of_image|>")
         emitter.image(item, self._pad, self._family.num_tokens(item))
         emitter.marked("<|end_of_image|>")
@@ -188,18 +185,9 @@ class Glm46V(BaseRenderer):
         assert isinstance(self._family, GlmVFamily)
         emitter.marked("<|begin_of_video|>")
         for step in steps:
-            self._emit_item(emitter, step.item)
+            self.emit_image(emitter, step.item)
             emitter.text(self._family.spell_time(step.seconds))
         emitter.marked("<|end_of_video|>")
-
-    def spell_video(self, steps: Sequence[ShownStep]) -> str:
-        assert isinstance(self._family, GlmVFamily)
-        spelled = ""
-        for step in steps:
-            pads = "<|image|>" * self._family.num_tokens(step.item)
-            time = self._family.spell_time(step.seconds)
-            spelled += f"<|begin_of_image|>{pads}<|end_of_image|>{time}"
-        return spelled
 
     # -- bridging
 

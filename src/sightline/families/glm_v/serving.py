@@ -2,10 +2,6 @@
 
 from __future__ import annotations
 
-from pathlib import Path
-
-from sightline.errors import FamilyError
-from sightline.families.checkpoint_files import read_json
 from sightline.families.protocol import ServingSpec
 
 
@@ -17,9 +13,4 @@ class Serving(ServingSpec):
         "model_type": "glm4v",
         "text_config": {"attention_bias": True},
     }
-
-    def check_servable(self, folder: Path, takes_updates: bool) -> None:
-        if (kind := read_json(folder / "config.json")["model_type"]) == "glm4v_moe":
-            raise FamilyError(
-                f"serving {kind} with vLLM is untested", 'set [inference] engine = "torch"'
-            )
+    UNTESTED_TYPES = ("glm4v_moe",)

@@ -6,7 +6,6 @@ a bridge that would have to remove such tokens.
 
 from __future__ import annotations
 
-import bisect
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -18,7 +17,7 @@ from sightline.families.kimi_k25.tokenizer import load_tokenizer
 from sightline.families.kimi_k25.tool_declaration import declare_tools
 from sightline.families.kimi_k25.vision import KimiK25Family
 from sightline.families.renderer import BaseRenderer, ParsedCompletion, RenderContext
-from sightline.families.turn_parsing import END_THINK, THINK, parse_calls
+from sightline.families.turn_parsing import END_THINK, THINK, parse_calls, split_sampled_reasoning
 from sightline.message import ImageResolver, Message, ToolCall
 from sightline.render import Emitter, Tokenizer
 from sightline.render.protocol import Tools
@@ -58,12 +57,10 @@ class KimiK25Renderer(BaseRenderer):
         self._roles = {role: token_id(mark) for role, mark in _ROLES.items()}
         self._im_middle = token_id("<|im_middle|>")
         self.end_id = token_id("<|im_end|>")
-        self._think, self._end_think = self._encode_mark(THINK), self._encode_mark(END_THINK)
+        self._think, self._end_think = token_id(THINK), token_id(END_THINK)
         assistant = tokenizer.encode_marked("<|im_assistant|>assistant<|im_middle|>")
-        self.header = [*assistant, *self._think, *([] if thinking else self._end_think)]
+        self.header = [*assistant, self._think, *([] if thinking else [self._end_think])]
         self.stop_token_ids = (self.end_id, *self.find_token_ids(_OTHER_STOPS))
-        self._end_think_id = tokenizer.find_token_id(END_THINK)
-        """The token that ends reasoning. None if the mark is plain text."""
         self._calls_begin = token_id("<|tool_calls_section_begin|>")
         self._calls_end = token_id("<|tool_calls_section_end|>")
         self._call_begin = token_id("<|tool_call_begin|>")
@@ -71,13 +68,6 @@ class KimiK25Renderer(BaseRenderer):
         self._call_end = token_id("<|tool_call_end|>")
         marks = [token_id(mark) for mark in _MEDIA_MARKS]
         self.pad_token_ids = (*marks, *self.find_token_ids((_VIDEO_PAD,)))
-
-    def _encode_mark(self, mark: str) -> Sequence[int]:
-        """Return the ids of a reasoning mark, which is a token or separately encoded text.
-
-        It never merges with adjacent text, because the opening mark is part of the prompt.
-        """
-        return self.find_token_ids((mark,)) or self._tokenizer.encode(mark)
 
     @classmethod
     def load(cls, path: Path, family: KimiK25Family, resolver: ImageResolver) -> KimiK25Renderer:
@@ -117,11 +107,11 @@ class KimiK25Renderer(BaseRenderer):
 
     def _emit_assistant(self, emitter: Emitter, context: RenderContext, i: int) -> None:
         message = context.messages[i]
-        emitter.special(*self._think)
+        emitter.special(self._think)
         if self.thinking:
             emitter.begin_trained()
             emitter.text((message.reasoning or "") if i > context.history_end else "")
-        emitter.special(*self._end_think)
+        emitter.special(self._end_think)
         if not self.thinking:
             emitter.begin_trained()
         self.emit_content(emitter, context, i)
@@ -138,7 +128,7 @@ class KimiK25Renderer(BaseRenderer):
         emitter.special(self.end_id)
         emitter.end_trained()
 
-    def emit_image(self, emitter: Emitter, context: RenderContext, item: MediaItem) -> None:
+    def emit_image(self, emitter: Emitter, item: MediaItem) -> None:
         emitter.marked("<|media_begin|>image<|media_content|>")
         emitter.image(item, self.pad_token_ids[0], self._family.num_tokens(item))
         emitter.marked("<|media_end|>\n")
@@ -146,14 +136,7 @@ class KimiK25Renderer(BaseRenderer):
     # -- bridging
 
     def close_reasoning(self, emitter: Emitter, ids: list[int]) -> None:
-        emitter.special(*self._end_think)
-
-    def close_calls(self, emitter: Emitter, ids: list[int]) -> None:
-        _, _, rest = self._split_reasoning(ids)
-        if self._calls_begin in rest and self._calls_end not in rest:
-            if rest.count(self._call_begin) > rest.count(self._call_end):
-                emitter.special(self._call_end)
-            emitter.special(self._calls_end)
+        emitter.special(self._end_think)
 
     def rewrites_history(
         self, prompt_ids: Sequence[int], ids: list[int], new: Sequence[Message]
@@ -166,63 +149,35 @@ class KimiK25Renderer(BaseRenderer):
 
         A policy can sample the first tokens of a header. Incomplete headers do not open a turn.
         """
-        ids = np.asarray(prompt_ids)
+        ids = np.array([*prompt_ids, self._end_think])
         starts = np.flatnonzero(ids == self._roles["assistant"])[:-1]
         middles = np.flatnonzero(ids == self._im_middle)
-        for k in np.searchsorted(middles, starts).tolist():
-            start = int(middles[k]) + 1 + len(self._think)
-            if ids[start - len(self._think) : start].tolist() != list(self._think):
-                continue
-            if ids[start : start + len(self._end_think)].tolist() != list(self._end_think):
-                # Sampled empty reasoning may be tokenized differently.
-                follows = self._tokenizer.decode(ids[start : start + len(END_THINK)].tolist())
-                if not follows.startswith(END_THINK):
-                    return True
-        return False
+        begins = middles[np.searchsorted(middles, starts)] + 1
+        return bool(np.any((ids[begins] == self._think) & (ids[begins + 1] != self._end_think)))
 
     # -- parsing
 
     def parse_turn(self, ids: list[int], tools: Tools) -> ParsedCompletion:
-        reasoning, content, rest = self._split_reasoning(ids)
+        reasoning, rest = self._split_reasoning(ids)
         first = rest.index(self._calls_begin) if self._calls_begin in rest else len(rest)
-        section = rest[first + 1 :]
-        if section[-1:] == [self._calls_end]:  # a truncated section has no end mark
-            section.pop()
         marks = (self._call_begin, self._call_end)
-        text, calls, malformed = parse_calls(section, marks, self._tokenizer, self._parse_call)
-        if text or not calls:
+        text, calls, malformed = parse_calls(
+            rest[first + 1 : -1], marks, self._tokenizer, self._parse_call
+        )
+        if text or not calls or rest[-1] != self._calls_end:
             calls, malformed = (), (self._tokenizer.decode(rest[first:]),) * (first < len(rest))
-        content += self._tokenizer.decode(rest[:first] if calls else rest)
+        content = self._tokenizer.decode(rest[:first] if calls else rest)
         return ParsedCompletion(content, reasoning or None, calls, malformed)
 
     def is_reasoning_open(self, ids: list[int]) -> bool:
-        if not self.thinking:
-            return False
-        return self._calls_begin not in ids and self._find_reasoning_end(ids) is None
+        is_closed = self._calls_begin in ids or self._end_think in ids
+        return self.thinking and not is_closed
 
-    def _split_reasoning(self, ids: list[int]) -> tuple[str, str, list[int]]:
-        """Return the reasoning, any content in its closing mark's last token, and the other ids."""
+    def _split_reasoning(self, ids: list[int]) -> tuple[str | None, list[int]]:
         if not self.thinking:
-            return "", "", ids
-        end = self._find_reasoning_end(ids)
-        if end is None:
-            # A tool call ends unclosed reasoning.
-            end = ids.index(self._calls_begin) if self._calls_begin in ids else len(ids)
-            return self._tokenizer.decode(ids[:end]), "", ids[end:]
-        if self._end_think_id is not None:
-            return self._tokenizer.decode(ids[: end - 1]), "", ids[end:]
-        reasoning, _, content = self._tokenizer.decode(ids[:end]).partition(END_THINK)
-        return reasoning, content, ids[end:]
-
-    def _find_reasoning_end(self, ids: list[int]) -> int | None:
-        """Return the number of tokens up to the end of the closing reasoning mark, or None."""
-        if self._end_think_id is not None:
-            return ids.index(self._end_think_id) + 1 if self._end_think_id in ids else None
-        if END_THINK not in self._tokenizer.decode(ids):
-            return None
-        return bisect.bisect_left(
-            range(len(ids)), True, key=lambda num: END_THINK in self._tokenizer.decode(ids[:num])
-        )
+            return None, ids
+        marks = (self._think, self._end_think, self._calls_begin)
+        return split_sampled_reasoning(ids, self._tokenizer, marks, is_open=True)
 
     def _parse_call(self, ids: list[int]) -> ToolCall | None:
         if ids.count(self._call_arguments) != 1:

@@ -70,106 +70,81 @@ def _read_tool(tool: Any, path: str) -> dict[str, Any]:
 def _declare_function(function: dict[str, Any]) -> str:
     parameters = function.get("parameters") or {}
     schemas = _Schemas()
-    schemas.read_object(parameters)
-    names_root = schemas.names_root
+    root, names_root = schemas.write_object(parameters, ""), schemas.names_root
     lines = []
     if names_root:
         lines.append(f"interface parameters {{{schemas.write_root_fields(parameters)}}}")
     for name, schema in dict(schemas.definitions).items():
-        schemas.read(schema)
         if schema.get("description"):
             lines.append(_comment_lines(schema["description"], ""))
         lines.append(f"interface {name} {schemas.write(schema, '')}")
     if function.get("description"):
         lines.append(_comment_lines(function["description"], ""))
-    root = "parameters" if names_root else schemas.write_object(parameters, "")
-    lines.append(f"type {function['name']} = (_: {root}) => any;")
+    lines.append(f"type {function['name']} = (_: {'parameters' if names_root else root}) => any;")
     return "\n".join(lines)
 
 
 class _Schemas:
     """The schemas of one function, and the definitions that they refer to.
 
-    Schemas are read before they are written, in the published code's order, because a definition
-    must precede its references. A schema without a type raises a built-in Python exception.
+    Schemas are written in alphabetical order, like in the published code, because a definition must
+    precede its references. A schema without a type raises a built-in Python exception.
     """
 
     def __init__(self) -> None:
         self.definitions: dict[str, Any] = {}
         self.names_root = False
 
-    def read(self, schema: Any) -> None:
-        """Collect definitions and check references. Raise for a schema without a type."""
-        if isinstance(schema, bool) or schema == {}:
-            return
-        if "$ref" in schema:
-            self._read_reference(schema["$ref"])
-        elif "anyOf" in schema:
-            for value in schema["anyOf"]:
-                self.read(value)
-        elif "enum" in schema:
-            _check_enum(schema)
-        elif isinstance(schema["type"], list):
-            _write_union(schema["type"])
-        elif schema["type"] == "object":
-            self.read_object(schema)
-        elif schema["type"] == "array" and schema.get("items"):
-            self.read(schema["items"])
-
-    def read_object(self, schema: dict[str, Any]) -> None:
-        self.definitions.update(schema.get("$defs") or {})
-        if isinstance(schema.get("additionalProperties"), dict):
-            self.read(schema["additionalProperties"])
-        for value in schema.get("properties", {}).values():
-            self.read(value)
-
-    def _read_reference(self, reference: str) -> None:
-        name = reference.rpartition("/")[2]
-        if reference == _ROOT:
-            self.names_root = True
-        elif not reference.startswith(_DEFINITIONS) or not isinstance(self.definitions[name], dict):
-            raise ValueError(reference)
-
     def write(self, schema: Any, indent: str) -> str:
         if isinstance(schema, bool) or schema == {}:
             return "null" if schema is False else "any"
         if "$ref" in schema:
-            return "parameters" if schema["$ref"] == _ROOT else schema["$ref"].rpartition("/")[2]
+            return self._write_reference(schema["$ref"])
         if "anyOf" in schema:
             return " | ".join(self.write(value, indent) for value in schema["anyOf"])
         if "enum" in schema:
+            _check_enum(schema)
             # Strings are quoted without escapes.
             return " | ".join(f'"{v}"' if isinstance(v, str) else str(v) for v in schema["enum"])
         kind = schema["type"]
         if isinstance(kind, list):
-            return _write_union(kind)
+            return " | ".join(_UNIONS[name] for name in kind)
         if kind == "object":
             return self.write_object(schema, indent)
         if kind == "array":
             return self._write_array(schema, indent)
         return "number" if kind == "integer" else str(kind)
 
+    def _write_reference(self, reference: str) -> str:
+        if reference == _ROOT:
+            self.names_root = True
+            return "parameters"
+        name = reference.rpartition("/")[2]
+        if not reference.startswith(_DEFINITIONS) or not isinstance(self.definitions[name], dict):
+            raise ValueError(reference)
+        return name
+
     def write_object(self, schema: dict[str, Any], indent: str) -> str:
-        fields = self._write_fields(schema, indent + _INDENT, is_sorted=True)
+        self.definitions.update(schema.get("$defs") or {})
         others = schema.get("additionalProperties")
         if not isinstance(others, bool | dict | None):
             raise ValueError(others)
+        kind = "never" if others is False else self.write(others or {}, indent + _INDENT)
+        required = set(schema.get("required", ()))
+        fields = self._write_fields(schema, indent + _INDENT)
+        lines = [fields[name] for name in sorted(fields, key=lambda n: (n not in required, n))]
         if others is not None:
-            kind = "never" if others is False else self.write(others, indent + _INDENT)
-            fields.append(f"{indent}{_INDENT}[k: string]: {kind}")
-        return "{\n" + ",\n".join(fields) + f"\n{indent}}}" if fields else "{}"
+            lines.append(f"{indent}{_INDENT}[k: string]: {kind}")
+        return "{\n" + ",\n".join(lines) + f"\n{indent}}}" if lines else "{}"
 
     def write_root_fields(self, schema: dict[str, Any]) -> str:
         """Return the fields of the function's parameters, in alphabetical order."""
-        fields = self._write_fields(schema, _INDENT, is_sorted=False)
+        fields = self._write_fields(schema, _INDENT).values()
         return "\n" + ",\n".join(fields) + "\n" if fields else ""
 
-    def _write_fields(self, schema: dict[str, Any], indent: str, is_sorted: bool) -> list[str]:
-        if "properties" not in schema:
-            return []
-        required, properties = set(schema.get("required", ())), schema["properties"]
-        names = sorted(properties, key=lambda name: (is_sorted and name not in required, name))
-        return [self._write_field(properties[n], n, n in required, indent) for n in names]
+    def _write_fields(self, schema: dict[str, Any], indent: str) -> dict[str, str]:
+        required, properties = schema.get("required", ()), schema.get("properties", {})
+        return {n: self._write_field(properties[n], n, n in required, indent) for n in properties}
 
     def _write_field(self, value: Any, name: str, is_required: bool, indent: str) -> str:
         comments = _write_comments(value, indent)
@@ -188,10 +163,6 @@ class _Schemas:
             return f"Array<{self.write(item, indent)}>"
         inner = indent + _INDENT
         return f"Array<\n{comments}{inner}{self.write(item, inner)}\n{indent}>"
-
-
-def _write_union(kinds: list[str]) -> str:
-    return " | ".join(_UNIONS[kind] for kind in kinds)
 
 
 def _check_enum(schema: dict[str, Any]) -> None:

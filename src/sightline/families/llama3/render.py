@@ -66,7 +66,7 @@ class Llama3(BaseRenderer):
         if role == "assistant":
             emitter.end_trained()
 
-    def emit_image(self, emitter: Emitter, context: RenderContext, item: MediaItem) -> None:
+    def emit_image(self, emitter: Emitter, item: MediaItem) -> None:
         raise NotImplementedError  # images are refused when messages are read
 
     def parse_turn(self, ids: list[int], tools: Tools) -> ParsedCompletion:

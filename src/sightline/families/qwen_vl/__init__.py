@@ -17,7 +17,6 @@ from sightline.families.vision_family import TextOnlyFamily
 
 IS_DEFAULT = True
 """Commands use this family when none is given."""
-CAN_NUMBER_IMAGES = True
 
 __all__ = ["claims", "load_family", "load_renderer"]
 

@@ -223,14 +223,7 @@ FORMATS: dict[str, tuple[type[QwenRenderer], ...]] = {
 """The formats by model type. A folder without a template uses the first."""
 
 
-def load_renderer(
-    path: Path, family: Family, resolver: ImageResolver, number_images: bool = False
-) -> QwenRenderer:
+def load_renderer(path: Path, family: Family, resolver: ImageResolver) -> QwenRenderer:
     """Load the renderer of a folder. Raise FamilyError if its chat template is unknown."""
     formats = FORMATS[read_json(path / "config.json")["model_type"]]
-    renderer = choose_format(path, formats, family, resolver)
-    # Templates are compared without image numbers, so set this option after the comparison.
-    renderer.numbers_images = number_images
-    if number_images and not renderer.video_refusal:
-        renderer.video_refusal = "images are numbered ([model] number_images)"
-    return renderer
+    return choose_format(path, formats, family, resolver)

@@ -6,8 +6,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from jaxtyping import Float
-from torch import Tensor
 from transformers import AutoModelForCausalLM, AutoModelForImageTextToText, vision_utils
 
 from sightline.errors import FamilyError
@@ -16,15 +14,11 @@ from sightline.families.qwen_vl.vision import QwenVLFamily
 from sightline.families.transformers_forward import (
     TextForward,
     VideoForward,
-    join_layers,
     load_model,
 )
 
 
 class QwenVLForward(VideoForward):
-    def get_features(self, output: Any) -> Float[Tensor, "visual_tokens features"]:
-        return join_layers(output.pooler_output, output)
-
     def compute_tower_inputs(self, grids: tuple[Grid, ...]) -> dict[str, Any]:
         tower, sizes = self._tower, torch.tensor(grids)
         inputs: dict[str, Any] = super().compute_tower_inputs(grids)

@@ -26,9 +26,10 @@ from sightline.render import Emitter, Tokenizer
 from sightline.render.protocol import Tools
 from sightline.wire import MediaItem
 
+_VISION_EDGES = ("<|vision_start|>", "<|vision_end|>")
 _RESPONSE_EDGES = ("<tool_response>", "</tool_response>")
 _MEDIA_MARKS = (
-    "<|image_pad|>", "<|video_pad|>", "<|vision_pad|>", "<|vision_start|>", "<|vision_end|>",
+    "<|image_pad|>", "<|video_pad|>", "<|vision_pad|>", *_VISION_EDGES,
 )  # fmt: skip
 
 
@@ -44,8 +45,6 @@ class QwenRenderer(BaseRenderer):
     """Whether a conversation needs a user message that is a question."""
     header_text: ClassVar[str] = "<|im_start|>assistant\n"
     """The text before the first sampled token."""
-    numbers_images = False
-    """Whether a number is written before every image."""
 
     def __init__(
         self, tokenizer: Tokenizer, family: Family, resolver: ImageResolver, vocab_size: int
@@ -57,7 +56,7 @@ class QwenRenderer(BaseRenderer):
         self.pad_token_ids = self.find_token_ids(_MEDIA_MARKS)
         if family.shows_media:
             self.image_pad, self.video_pad_id = token_id("<|image_pad|>"), token_id("<|video_pad|>")
-            self._vision_start, _ = token_id("<|vision_start|>"), token_id("<|vision_end|>")
+            _ = [token_id(mark) for mark in _VISION_EDGES]  # raises if the tokenizer lacks one
         if self.takes_tools:
             self._call_start, self._call_end = token_id("<tool_call>"), token_id("</tool_call>")
             _ = [token_id(mark) for mark in _RESPONSE_EDGES]  # raises if the tokenizer lacks one
@@ -162,9 +161,7 @@ class QwenRenderer(BaseRenderer):
         if context.role(i + 1) != "tool":
             self.close_turn(emitter)
 
-    def emit_image(self, emitter: Emitter, context: RenderContext, item: MediaItem) -> None:
-        if self.numbers_images:
-            emitter.text(f"Picture {context.num_images}: ")
+    def emit_image(self, emitter: Emitter, item: MediaItem) -> None:
         emitter.marked("<|vision_start|>")
         emitter.image(item, self.image_pad, self._family.num_tokens(item))
         emitter.marked("<|vision_end|>")
@@ -180,22 +177,6 @@ class QwenRenderer(BaseRenderer):
             emitter.image(step.item, self.video_pad_id, self._family.num_tokens(step.item))
             if not joins or i == len(steps) - 1:
                 emitter.marked("<|vision_end|>")
-
-    def spell_video(self, steps: Sequence[ShownStep]) -> str:
-        start, end = self.video_mark.split("<|video_pad|>")
-        pads = ["<|video_pad|>" * self._family.num_tokens(step.item) for step in steps]
-        if getattr(self._family, "joins_steps", False):
-            return start + "".join(pads) + end
-        return "".join(
-            f"<{step.seconds:.1f} seconds>{start}{pad}{end}"
-            for step, pad in zip(steps, pads, strict=True)
-        )
-
-    def count_images(self, prompt_ids: Sequence[int]) -> int:
-        """Count the image marks. Prompts with numbered images contain no videos."""
-        if not (self.numbers_images and self._family.shows_media):
-            return 0
-        return list(prompt_ids).count(self._vision_start)
 
     def emit_calls(self, emitter: Emitter, calls: Sequence[ToolCall], before: str) -> None:
         """Emit calls separated by newlines. `before` separates the first from the content."""

@@ -16,8 +16,6 @@ import numpy as np
 from sightline.families.processor_settings import FrameSettings, find_frame_difference, read_int
 from sightline.families.protocol import TREE_PACKING, Packing
 from sightline.families.video_family import VideoFamily, fit_size
-from sightline.families.vision_family import check_slots_fit, compute_mrope_positions
-from sightline.wire import Slot
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -43,7 +41,6 @@ class VideoSettings:
 class QwenVLFamily(VideoFamily[VideoSettings]):
     name = "qwen_vl"
     default_settings = FrameSettings(min_pixels=56 * 56, max_pixels=28 * 28 * 1280)
-    has_limit_keys = True
     pad_keys = ("image_token_id", "video_token_id")
 
     @classmethod
@@ -92,53 +89,35 @@ class QwenVLFamily(VideoFamily[VideoSettings]):
         return fit_size(width, height, self._settings.factor, limits)
 
     def fit_frame_size(self, width: int, height: int, num_frames: int) -> tuple[int, int]:
-        return fit_frames(width, height, num_frames, self.get_video_settings(), self._settings)
+        settings, factor = self.get_video_settings(), self._settings.factor
+        largest, most_tokens = settings.max_pixels, settings.max_video_tokens
+        floor = int(settings.min_pixels * 1.05)
+        if settings.is_joined:
+            if most_tokens:
+                total = int(most_tokens * factor * factor * 0.9) * self.temporal
+                largest = max(min(largest, total // num_frames), floor)
+            return fit_size(width, height, factor, (settings.min_pixels, largest))
+        if most_tokens:
+            share = max(min(most_tokens * factor * factor, largest // num_frames), floor)
+            largest = share * num_frames
+        limits = (settings.min_pixels, largest)
+        return fit_size(width, height, factor, limits, num_frames, self.temporal)
 
     def sample_frames(self, num_frames: int, fps: float) -> list[int]:
-        return sample_frames(num_frames, fps, self.get_video_settings(), self.temporal)
+        settings, temporal = self.get_video_settings(), self.temporal
+        least, most = settings.min_frames, settings.max_frames
+        if not settings.is_joined:
+            wanted = min(max(int(num_frames / fps * settings.fps), least), most, num_frames)
+            return [int(number) for number in np.linspace(0, num_frames - 1, wanted).round()]
+        most = math.floor(min(most, num_frames) / temporal) * temporal
+        share = min(max(num_frames / fps * settings.fps, least), most, num_frames)
+        wanted = math.floor(share / temporal) * temporal
+        if not wanted:
+            return []
+        stride = num_frames / wanted
+        # In float32 like torch.arange, which may round the last index past the end.
+        return [min(int(np.float32(i * stride)), num_frames - 1) for i in range(wanted)]
 
     def tell_time(self, seconds: Sequence[float]) -> float:
         """Return the middle time of a step."""
         return (seconds[0] + seconds[-1]) / 2
-
-    def positions(
-        self, num_tokens: int, slots: Sequence[Slot], start: int = 0
-    ) -> tuple[np.ndarray, int]:
-        check_slots_fit(slots, self.merge, num_tokens)
-        per_second = self.video.tokens_per_second if isinstance(self.video, VideoSettings) else 0
-        return compute_mrope_positions(num_tokens, slots, self.merge, start, per_second)
-
-
-def fit_frames(
-    width: int, height: int, num_frames: int, settings: VideoSettings, images: FrameSettings
-) -> tuple[int, int]:
-    """Return the height and width of a resized video frame."""
-    factor, largest = images.factor, settings.max_pixels
-    floor = int(settings.min_pixels * 1.05)
-    most_tokens = settings.max_video_tokens
-    if settings.is_joined:
-        if most_tokens:
-            total = int(most_tokens * factor * factor * 0.9) * images.temporal
-            largest = max(min(largest, total // num_frames), floor)
-        return fit_size(width, height, factor, (settings.min_pixels, largest))
-    if most_tokens:
-        share = max(min(most_tokens * factor * factor, largest // num_frames), floor)
-        largest = share * num_frames
-    limits = (settings.min_pixels, largest)
-    return fit_size(width, height, factor, limits, num_frames, images.temporal)
-
-
-def sample_frames(total: int, fps: float, settings: VideoSettings, temporal: int) -> list[int]:
-    """Return the indices of the frames to show from a file with `total` frames."""
-    least, most = settings.min_frames, settings.max_frames
-    if not settings.is_joined:
-        wanted = min(max(int(total / fps * settings.fps), least), most, total)
-        return [int(number) for number in np.linspace(0, total - 1, wanted).round()]
-    most = math.floor(min(most, total) / temporal) * temporal
-    share = min(max(total / fps * settings.fps, least), most, total)
-    wanted = math.floor(share / temporal) * temporal
-    if not wanted:
-        return []
-    stride = total / wanted
-    # In float32 like torch.arange, which may round the last index past the end.
-    return [min(int(np.float32(i * stride)), total - 1) for i in range(wanted)]

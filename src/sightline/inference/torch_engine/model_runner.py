@@ -311,7 +311,8 @@ class Drawn:
     def read(self) -> tuple[Int[np.ndarray, " rows"], Float[np.ndarray, " rows"]]:
         if self.event is not None:
             self.event.synchronize()
-        return sampling.to_arrays(self.both)
+        tokens, logprobs = self.both.numpy()
+        return tokens.astype(np.int64), logprobs.astype(np.float32)
 
 
 class WholeRowRunner(ModelRunner):

@@ -58,22 +58,17 @@ class PromptRows:
     """Rows by prompt, which may still be in progress, so that a group computes it only once."""
 
     def __init__(self) -> None:
-        self._rows: dict[PromptKey, int] = {}
-        self._prompts: dict[int, tuple[PromptKey, dict[str, str]]] = {}
+        self._entries: dict[PromptKey, tuple[int, dict[str, str]]] = {}
 
     def find(self, key: PromptKey) -> tuple[int, dict[str, str]] | None:
         """Return a row that begins with the prompt, and the digests of its items."""
-        row = self._rows.get(key)
-        return None if row is None else (row, self._prompts[row][1])
+        return self._entries.get(key)
 
     def add(self, row: int, key: PromptKey, digests: dict[str, str]) -> None:
         """Record that `row` begins with the prompt. `digests` may be filled later."""
         self.forget(row)
-        if key not in self._rows:
-            self._rows[key] = row
-            self._prompts[row] = (key, digests)
+        self._entries.setdefault(key, (row, digests))
 
     def forget(self, row: int) -> None:
         """Drop a row that no longer holds its prompt."""
-        if (entry := self._prompts.pop(row, None)) is not None:
-            del self._rows[entry[0]]
+        self._entries = {key: entry for key, entry in self._entries.items() if entry[0] != row}

@@ -49,7 +49,8 @@ class RecurrentModelRunner(ModelRunner):
         # Encode for all parts at once, so that each image goes through the tower once.
         self._encode_missing(self._find_item_parts(plan, running))
         done, places = [], []
-        for part in plan.group_by(2 * plan.counts + (plan.starts == 0)):
+        label = 2 * plan.counts + (plan.starts == 0)
+        for part in (np.flatnonzero(label == value) for value in np.unique(label)):
             batch = plan.select(part)
             state = self._states.take(batch.rows, is_new=not batch.starts[0])
             pattern = BatchPattern(self.kv.build_pattern(batch), state)

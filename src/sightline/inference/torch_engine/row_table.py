@@ -180,10 +180,6 @@ class StepPlan:
         """Return a plan of the rows at the indices `part`."""
         return StepPlan(self.rows[part], self.starts[part], self.counts[part], self.samples[part])
 
-    def group_by(self, label: np.ndarray) -> list[np.ndarray]:
-        """Return the indices of the rows with each label."""
-        return [np.flatnonzero(label == value) for value in np.unique(label)]
-
     def last(self) -> np.ndarray:
         """Return the positions of the last tokens of the rows that sample."""
         last: np.ndarray = (np.cumsum(self.counts) - 1)[self.samples]

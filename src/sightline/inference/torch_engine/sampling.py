@@ -13,7 +13,7 @@ from dataclasses import dataclass
 
 import numpy as np
 import torch
-from jaxtyping import Bool, Float, Float32, Float64, Int, Int64, UInt64
+from jaxtyping import Bool, Float, Float64, Int, UInt64
 from torch import Tensor
 
 from sightline.compute.logprobs import BannedIds, Logits, log_softmax, mask_banned
@@ -66,13 +66,6 @@ def draw_uniforms(
     bits = splitmix64(seeds + (index.astype(np.uint64) + np.uint64(1)) * _GOLDEN)
     drawn: np.ndarray = (bits >> np.uint64(11)) * 2.0**-53
     return drawn
-
-
-def to_arrays(
-    drawn: Float64[Tensor, "2 tokens"],
-) -> tuple[Int64[np.ndarray, " tokens"], Float32[np.ndarray, " tokens"]]:
-    both = drawn.numpy()
-    return both[0].astype(np.int64), both[1].astype(np.float32)
 
 
 def draw_samples(

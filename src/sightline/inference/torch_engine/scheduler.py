@@ -177,24 +177,22 @@ class Scheduler:
         """Start the requests whose pixels are ready."""
         loading, self.loading = self.loading, []
         for request in loading:
-            if request.awaited_prompt is not None:
-                try:
-                    self._share_prompt(request, request.awaited_prompt)
-                except Exception as error:  # fails this request only
-                    self.fail(request, to_engine_error(error))
-                continue
-            if not all(flight.done() for flight in request.pending.values()):
-                self.loading.append(request)
-                continue
             try:
-                for key, flight in request.pending.items():
-                    request.pixels[key] = flight.result()
-                    request.digests[key] = request.pixels[key].digest
-            except Exception as error:  # bad media fails this request only
+                if request.awaited_prompt is not None:
+                    self._share_prompt(request, request.awaited_prompt)
+                elif all(flight.done() for flight in request.pending.values()):
+                    self._take_pixels(request)
+                else:
+                    self.loading.append(request)
+            except Exception as error:  # such as bad media: fails this request only
                 self.fail(request, to_engine_error(error))
-                continue
-            request.pending.clear()
-            self._start(request)
+
+    def _take_pixels(self, request: TorchRequest) -> None:
+        for key, flight in request.pending.items():
+            request.pixels[key] = flight.result()
+            request.digests[key] = request.pixels[key].digest
+        request.pending.clear()
+        self._start(request)
 
     def _share_prompt(self, request: TorchRequest, key: PromptKey) -> None:
         """Start the request after its prompt, once another row has computed it.
@@ -236,19 +234,13 @@ class Scheduler:
         request.close_span(version, len(request.tokens))
         self.counters.finished += 1
         if self.enable_prefix_caching:
-            self.prefixes[row] = self._build_cached_prefix(request)
+            # The last sampled token is not in the KV cache yet.
+            length = len(request.prompt) + len(request.tokens) - 1
+            places = _find_item_places(request)
+            self.prefixes[row] = CachedPrefix(length, places, request.digests)
             self._remove(request)
         else:
             self._release(request)
-
-    def _build_cached_prefix(self, request: TorchRequest) -> CachedPrefix:
-        """Return the row's content. The last sampled token is not in the KV cache yet."""
-        num_sampled = len(request.tokens) - 1
-        return CachedPrefix(
-            length=len(request.prompt) + num_sampled,
-            places=_find_item_places(request),
-            digests=request.digests,
-        )
 
     def fail(self, request: TorchRequest, error: EngineError) -> None:
         request.error = error

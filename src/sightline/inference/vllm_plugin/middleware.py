@@ -9,10 +9,12 @@ from __future__ import annotations
 import asyncio
 import os
 import signal
-from collections.abc import Awaitable, Callable, MutableMapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import AsyncExitStack
 from typing import Any
+
+import uvicorn
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from sightline.compute.checkpoint_files import open_checkpoint
 from sightline.compute.model import empty_parameters
@@ -28,11 +30,6 @@ from sightline.transport.http_server import LimitedProtocol
 from sightline.transport.listen import describe_link
 from sightline.wire.weights import Manifest
 
-Message = MutableMapping[str, Any]
-Receive = Callable[[], Awaitable[Message]]
-Send = Callable[[Message], Awaitable[None]]
-App = Callable[[Message, Receive, Send], Awaitable[None]]
-
 FLUSH_S = 0.3
 """Seconds between refusing requests at shutdown and closing connections."""
 
@@ -40,13 +37,13 @@ ENGINE_CHECK_S = 1.0
 
 
 class Middleware:
-    def __init__(self, app: App) -> None:
+    def __init__(self, app: ASGIApp) -> None:
         self._app = app
         self._stack = AsyncExitStack()
         self._server: InferenceServer | None = None
         self._is_stopping = False
 
-    async def __call__(self, scope: Message, receive: Receive, send: Send) -> None:
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] == "lifespan":
             await self._app(scope, receive, self._wrap_lifespan_send(scope, send))
         elif scope["type"] == "http" and self._server is not None:
@@ -54,7 +51,7 @@ class Middleware:
         else:
             await send({"type": "websocket.close", "code": 1000})
 
-    def _wrap_lifespan_send(self, scope: Message, send: Send) -> Send:
+    def _wrap_lifespan_send(self, scope: Scope, send: Send) -> Send:
         """Wrap `send` so that our server starts and stops with vLLM's application."""
 
         async def sending(message: Message) -> None:
@@ -102,7 +99,7 @@ class Middleware:
         loop = asyncio.get_running_loop()
         for number in (signal.SIGTERM, signal.SIGINT):
             loop.add_signal_handler(number, end)
-        for work in (watch_engine(), announce(components, keeps_kv)):
+        for work in (watch_engine(), announce(uvicorn_server, components, keeps_kv)):
             task = loop.create_task(work)
             self._stack.callback(task.cancel)
 
@@ -136,21 +133,15 @@ def build_engine(client: Any, components: ServerComponents) -> VllmEngine:
         updater,
         spec,
         max_image_tokens=client.input_processor.mm_encoder_cache_size,
-        sampled_tokens=lambda: sum(symbols.read_sampled_tokens()),
+        sampled_tokens=symbols.read_sampled_tokens,
     )
 
 
-async def announce(components: ServerComponents, keeps_kv: bool) -> None:
+async def announce(server: uvicorn.Server, components: ServerComponents, keeps_kv: bool) -> None:
     """Print the server's address once it listens."""
+    while not server.started:  # noqa: ASYNC110 (uvicorn has no event for it)
+        await asyncio.sleep(0.05)
     inference = components.spec.inference
-    host, port = inference.host, inference.port
-    while True:
-        try:
-            _, writer = await asyncio.open_connection(host, port)
-            break
-        except OSError:
-            await asyncio.sleep(0.05)
-    writer.close()
-    link = describe_link(host, port, has_tls=bool(inference.tls_cert))
+    link = describe_link(inference.host, inference.port, has_tls=bool(inference.tls_cert))
     print(f"serving {components.spec.model.path} at {link}", flush=True)
     print(describe_prefix_reuse(components.family, keeps_kv), flush=True)

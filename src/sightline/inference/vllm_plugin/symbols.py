@@ -8,7 +8,6 @@ To support another version, run `make test-vllm` with it.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from typing import Any
 
 from prometheus_client import REGISTRY
@@ -78,9 +77,7 @@ def repack_heads(model: Any) -> None:
             module.quant_method.process_weights_after_loading(module)
 
 
-def read_sampled_tokens() -> Iterator[float]:
-    """Yield each engine's number of sampled tokens."""
-    for metric in REGISTRY.collect():
-        yield from (
-            sample.value for sample in metric.samples if sample.name == SAMPLED_TOKENS_METRIC
-        )
+def read_sampled_tokens() -> float:
+    """Return the number of tokens that all engines have sampled."""
+    samples = (sample for metric in REGISTRY.collect() for sample in metric.samples)
+    return sum(sample.value for sample in samples if sample.name == SAMPLED_TOKENS_METRIC)

@@ -14,7 +14,6 @@ from sightline.launch.processes import num_cores
 from sightline.run.machine import has_gpu
 
 MACHINE = "machine"
-MIN_PYTHON = (3, 11)
 SPARE_BYTES = 1 << 30
 """Free disk space that a run keeps in reserve."""
 EXTRAS = {
@@ -32,11 +31,8 @@ EXTRAS = {
 """Packages of each extra, and their purpose."""
 
 
-def check_python() -> Iterator[Finding]:
-    number = sys.version.split()[0]
-    yield Finding(f"{number} at {sys.executable}")
-    if sys.version_info < MIN_PYTHON:
-        yield Finding(f"Python {number} is too old", "install Python 3.11 or later")
+def describe_python() -> str:
+    return f"{sys.version.split()[0]} at {sys.executable}"
 
 
 def describe_installation() -> str:
@@ -95,7 +91,7 @@ def find_version(package: str) -> str:
 
 MACHINE_CHECKS = (
     Check("sightline", (MACHINE,), "", describe_installation),
-    Check("python", (MACHINE,), "", check_python),
+    Check("python", (MACHINE,), "", describe_python),
     Check("extras", (MACHINE,), "", describe_extras),
     Check("gpu", (MACHINE,), "", check_gpu),
     Check("memory", (MACHINE,), "", describe_capacity),

@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import json
 import math
-import shutil
 import subprocess
 import tempfile
 from dataclasses import dataclass, field, replace
@@ -41,6 +40,7 @@ from sightline.rollout.player import RolloutPlayer
 from sightline.run import RunDir
 from sightline.run.machine import build_environ, runs_on_cpu
 from sightline.trainer.conversations import check_rows_for_images
+from sightline.wire.file import measure_free_bytes
 from sightline.wire.generate import GenerateRequest, GenerateResponse
 
 NUM_TASKS = 3
@@ -128,7 +128,7 @@ def check_token_ids(model: ModelConfig, family: Family) -> None:
     path, fix = Path(model.path), "copy all files from the same checkpoint"
     with tempfile.TemporaryDirectory(prefix="sightline-check-") as folder:
         store = MediaStore(Path(folder))
-        renderer = load_renderer(path, store, family, number_images=model.number_images)
+        renderer = load_renderer(path, store, family)
         if family.shows_media:
             rendered = renderer.render([user(store.put(draw_probe_image()))])
             slot = rendered.slots[0]
@@ -159,7 +159,7 @@ def describe_family(model: ModelConfig, family: Family, engine: str = "") -> str
     """Describe properties of the model and the engine, such as the chat format."""
     with tempfile.TemporaryDirectory(prefix="sightline-check-") as folder:
         store = MediaStore(Path(folder))
-        renderer = load_renderer(model.path, store, family, number_images=model.number_images)
+        renderer = load_renderer(model.path, store, family)
         lines = [*renderer.describe(), family.packing.description]
     lines.append(load_engine(engine).describe(family) if engine else "")
     return "\n".join(filter(None, lines))
@@ -215,8 +215,7 @@ def check_disk(config: RunFile | SftFile, run_dir: RunDir, spare_bytes: int = SP
     # A resumed run has already written some of these files.
     written = [*run_dir.checkpoints.rglob("*.safetensors"), *run_dir.weights.rglob("*.safetensors")]
     needed = spare_bytes + copies * weights - sum(file.stat().st_size for file in written)
-    existing = next(path for path in (run_dir.path, *run_dir.path.parents) if path.exists())
-    free = shutil.disk_usage(existing).free
+    free = measure_free_bytes(run_dir.path)
     if free < needed:
         is_new = not run_dir.config.is_file()
         fix = "set [run] dir to a larger disk" if is_new else "move the run to a larger disk"

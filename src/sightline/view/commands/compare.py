@@ -1,6 +1,7 @@
 """`sightline compare`: compare two runs.
 
-Prints the settings that differ, the results of both runs, and their curves at common steps.
+Prints the settings that differ and the results of both runs. `sightline view RUN RUN` compares
+their curves.
 """
 
 from __future__ import annotations

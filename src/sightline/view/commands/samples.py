@@ -29,7 +29,7 @@ def run(args: argparse.Namespace) -> int:
         print(
             f"{name}: {counts.rollouts} rollouts, {counts.images} images, {counts.nbytes:,} bytes"
             + (f", {counts.left_out} images left out" if counts.left_out else "")
-            + (f", {len(counts.problems)} unreadable traces" if counts.problems else ""),
+            + (f", {counts.unreadable} unreadable traces" if counts.unreadable else ""),
             flush=True,
         )
     return 0

@@ -33,10 +33,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         if action is differ:
             action.add_argument("other", type=Path, metavar="OTHER")
         action.add_argument("--trace", metavar="ID", help="only this trace: its id, or its number")
-    for action in (differ, replay):
-        action.add_argument("--model", type=Path, metavar="DIR",
-                            help="checkpoint (default: the run's)")  # fmt: skip
-    for action in (export, differ, replay):
+    replay.add_argument("--model", type=Path, metavar="DIR", help="checkpoint (default: the run's)")
+    for action in (export, replay):
         action.add_argument("--media", metavar="ROOT", help="store (default: the run's)")
 
 

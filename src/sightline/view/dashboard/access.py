@@ -6,10 +6,10 @@ address once, and the answer sets it as a cookie.
 
 from __future__ import annotations
 
-from http.cookies import CookieError, SimpleCookie
-from urllib.parse import parse_qsl, urlencode
+from urllib.parse import urlencode
 
-from starlette.datastructures import Headers, MutableHeaders
+from starlette.datastructures import MutableHeaders
+from starlette.requests import Request
 from starlette.responses import PlainTextResponse, RedirectResponse, Response
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
@@ -51,30 +51,21 @@ class AccessMiddleware:
                     headers.setdefault(name, value)
             await send(message)
 
-        answer = self._refusal(scope)
+        answer = self._refusal(Request(scope))
         await (answer or self._app)(scope, receive, send_guarded)
 
-    def _refusal(self, scope: Scope) -> Response | None:
-        headers = Headers(scope=scope)
-        if scope["method"] not in ("GET", "HEAD"):
+    def _refusal(self, request: Request) -> Response | None:
+        if request.method not in ("GET", "HEAD"):
             return PlainTextResponse("the dashboard is read-only", 405)
-        method, path, guard = scope["method"], scope["path"], self._guard
-        query = dict(parse_qsl(scope["query_string"].decode("latin-1")))
+        path, guard = request.scope["path"], self._guard
+        query = dict(request.query_params)
         if guard.token and guard.is_token(query.pop("token", "")):
             # Remove the token from the address bar, so that shared links do not contain it.
             # A path that starts with two slashes would name another host.
-            path = "/" + scope["path"].lstrip("/")
-            to = path + (f"?{urlencode(query)}" if query else "")
+            to = "/" + path.lstrip("/") + (f"?{urlencode(query)}" if query else "")
             moved = RedirectResponse(to, 303)
             moved.set_cookie(COOKIE, guard.token, httponly=True, samesite="strict")
             return moved
-        error = guard.find_refusal(method, path, headers, _read_cookie(headers))
+        cookie = request.cookies.get(COOKIE, "")
+        error = guard.find_refusal(request.method, path, request.headers, cookie)
         return None if error is None else PlainTextResponse(str(error), error.status)
-
-
-def _read_cookie(headers: Headers) -> str:
-    try:
-        morsel = SimpleCookie(headers.get("cookie", "")).get(COOKIE)
-    except CookieError:
-        return ""
-    return morsel.value if morsel else ""

@@ -10,16 +10,14 @@ transaction per file. Several processes may refresh an index. It can be removed 
 
 from __future__ import annotations
 
-import json
 import os
 import sqlite3
 import tempfile
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import astuple, dataclass
+from dataclasses import astuple
 from pathlib import Path
-from typing import Any
 
 import msgspec
 
@@ -28,10 +26,9 @@ from sightline.errors import SightlineError
 from sightline.run.run_dir import RunDir
 from sightline.trace import Trace
 from sightline.view.dashboard import trace_files
-from sightline.view.dashboard.trace_files import parse_verdicts
 from sightline.wire.micro_batch import StepScores
 
-SCHEMA_VERSION = 3
+SCHEMA_VERSION = 4
 """Version of `schema.sql`. Older indexes are rebuilt."""
 BUSY_TIMEOUT_S = 30.0
 UNSTORABLE = (OverflowError, sqlite3.IntegrityError)
@@ -41,18 +38,13 @@ IndexedTraces = dict[str, tuple[int, Trace]]
 """A file's traces by id, each with its rollout's id."""
 
 
-@dataclass(frozen=True, slots=True)
-class RefreshResult:
-    changed: bool
-    files_left: int
-    """Number of files that are not indexed yet."""
-
-
 class RolloutIndex:
     def __init__(self, run_dir: RunDir) -> None:
         self._run_dir = run_dir
         self._refresh_lock = threading.Lock()
         self._scratch: tempfile.TemporaryDirectory[str] | None = None
+        self.files_left = 0
+        """Number of trace files that are not indexed yet."""
         self.path = self._open()
 
     def close(self) -> None:
@@ -127,40 +119,18 @@ class RolloutIndex:
                 connection.execute(statement)
             connection.execute(f"PRAGMA user_version = {SCHEMA_VERSION}")
 
-    def refresh(self, max_files: int = 1 << 30) -> RefreshResult:
-        """Index new data, but at most `max_files` trace files."""
+    def refresh(self, max_files: int = 1 << 30) -> bool:
+        """Index new data, but at most `max_files` trace files. Return whether there was any."""
         with self._refresh_lock:
-            changed = self._index_verdicts()
             stale = self._stale_files()
-            for name, stat in stale[:max_files]:
-                self._index_file(name, stat)
-            changed |= bool(stale) | self._forget_removed() | self._index_scores()
-            return RefreshResult(changed, max(0, len(stale) - max_files))
-
-    def _index_verdicts(self) -> bool:
-        """Read the complete lines that were appended to verdicts.jsonl."""
-        with self.connect_readonly() as connection:
-            seen = int(_find_note(connection, "verdicts") or 0)
-        try:
-            with open(self._run_dir.verdicts, "rb") as file:
-                if os.fstat(file.fileno()).st_size < seen:
-                    seen = 0
-                file.seek(seen)
-                data = file.read()
-        except OSError:
-            return False
-        lines = data[: data.rfind(b"\n") + 1]
-        if not lines:
-            return False
-        with self._transaction() as connection:
-            for parsed in map(parse_verdicts, lines.splitlines()):
-                if parsed is not None:
-                    step, verdicts = parsed
-                    connection.execute(
-                        "INSERT OR REPLACE INTO judged VALUES (?, ?)", (step, json.dumps(verdicts))
-                    )
-            _set_note(connection, "verdicts", str(seen + len(lines)))
-        return True
+            chosen = stale[:max_files]
+            steps = {trace_files.find_step(name) for name, _ in chosen}
+            # The run writes a step's verdicts before its traces.
+            verdicts = trace_files.read_verdicts(self._run_dir, steps) if chosen else {}
+            for name, stat in chosen:
+                self._index_file(name, stat, verdicts.get(trace_files.find_step(name), {}))
+            self.files_left = len(stale) - len(chosen)
+            return bool(stale) | self._forget_removed() | self._index_scores()
 
     def _stale_files(self) -> list[tuple[str, os.stat_result]]:
         """Return new and changed trace files, newest steps first."""
@@ -186,19 +156,18 @@ class RolloutIndex:
                 _remove_file(connection, name)
         return bool(removed)
 
-    def _index_file(self, name: str, stat: os.stat_result) -> None:
+    def _index_file(self, name: str, stat: os.stat_result, verdicts: trace_files.Verdicts) -> None:
         problems: list[str] = []
         traces: IndexedTraces = {}
         with self._transaction() as connection:
             _remove_file(connection, name)
-            judged = _find_verdicts(connection, trace_files.find_step(name))
             texts: dict[bytes, int] = {}
             try:
                 for record in trace_files.read_records(self._run_dir.traces / name):
                     if isinstance(record, str):
                         problems.append(record)
                         continue
-                    verdict = judged.get(record.trace.id)
+                    verdict = verdicts.get(record.trace.id)
                     connection.execute("SAVEPOINT rollout")
                     try:
                         rollout = _add_rollout(connection, record, name, verdict, texts)
@@ -306,22 +275,6 @@ def _list_msgpack_files(folder: Path) -> list[tuple[str, os.stat_result]]:
 def _sort_key(name: str) -> tuple[int, str]:
     step = trace_files.find_step(name)
     return (-1 if step is None else step, name)
-
-
-def _find_note(connection: sqlite3.Connection, name: str) -> str | None:
-    row = connection.execute("SELECT value FROM notes WHERE name = ?", (name,)).fetchone()
-    return None if row is None else str(row["value"])
-
-
-def _set_note(connection: sqlite3.Connection, name: str, value: str) -> None:
-    connection.execute("INSERT OR REPLACE INTO notes VALUES (?, ?)", (name, value))
-
-
-def _find_verdicts(connection: sqlite3.Connection, step: int | None) -> dict[str, Any]:
-    if step is None:
-        return {}
-    row = connection.execute("SELECT verdicts FROM judged WHERE step = ?", (step,)).fetchone()
-    return json.loads(row["verdicts"]) if row else {}
 
 
 def _remove_file(connection: sqlite3.Connection, name: str) -> None:

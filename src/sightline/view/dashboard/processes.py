@@ -17,10 +17,9 @@ _QUEUES = ("groups_ahead", "in_flight", "waiting")
 def describe_processes(run: RunView) -> dict[str, Any]:
     newest = run.history.newest("step")
     trained = run.history.newest("train")
-    logs = {entry.name: entry for entry in _list_logs(run)}
+    logs = _list_logs(run)
     names = {n.removesuffix(".log") for n in logs if n.endswith(".log")}
     names |= set(run.history.last_seen)
-    signs = {name: _last_activity(run, name, logs) for name in names}
     return {
         "now": time.time(),
         "state": run.state,
@@ -28,9 +27,9 @@ def describe_processes(run: RunView) -> dict[str, Any]:
         "processes": [
             {
                 "name": name,
-                "last": signs[name],
-                "log_bytes": _find_size(logs.get(f"{name}.log")),
-                "last_line": _read_last_line(logs.get(f"{name}.log")),
+                "last": _last_activity(run, name, logs),
+                "log_bytes": logs[f"{name}.log"].st_size if f"{name}.log" in logs else None,
+                "last_line": _read_last_line(run, name),
             }
             for name in sorted(names)
         ],
@@ -51,20 +50,13 @@ def describe_processes(run: RunView) -> dict[str, Any]:
     }
 
 
-def _last_activity(run: RunView, name: str, logs: dict[str, os.DirEntry[str]]) -> float | None:
+def _last_activity(run: RunView, name: str, logs: dict[str, os.stat_result]) -> float | None:
     """Return the time of a process's last event, heartbeat or log line."""
-    signs = [run.history.last_seen.get(name)]
-    for file in (run.run_dir.heartbeat(name).name, f"{name}.log"):
-        with contextlib.suppress(OSError, KeyError):
-            signs.append(logs[file].stat().st_mtime)
-    return max((sign for sign in signs if sign is not None), default=None)
-
-
-def _find_size(log: os.DirEntry[str] | None) -> int | None:
-    try:
-        return None if log is None else log.stat().st_size
-    except OSError:  # it was just removed
-        return None
+    files = (run.run_dir.heartbeat(name).name, f"{name}.log")
+    times = [logs[file].st_mtime for file in files if file in logs]
+    if name in run.history.last_seen:
+        times.append(run.history.last_seen[name])
+    return max(times, default=None)
 
 
 def _table(row: dict[str, float], prefix: str) -> dict[str, float]:
@@ -76,25 +68,26 @@ def _format_values(values: dict[str, Any]) -> str:
     return ", ".join(texts)[:600]
 
 
-def _list_logs(run: RunView) -> list[os.DirEntry[str]]:
-    """Return the regular files in the log folder, including heartbeats."""
-    try:
-        with os.scandir(run.run_dir.logs) as entries:
-            return [entry for entry in entries if entry.is_file(follow_symlinks=False)]
-    except OSError:
-        return []
+def _list_logs(run: RunView) -> dict[str, os.stat_result]:
+    """Return the regular files in the log folder by name, including heartbeats."""
+    logs = {}
+    with contextlib.suppress(OSError), os.scandir(run.run_dir.logs) as entries:
+        for entry in entries:
+            with contextlib.suppress(OSError):  # it was just removed
+                if entry.is_file(follow_symlinks=False):
+                    logs[entry.name] = entry.stat()
+    return logs
 
 
-def find_log(run: RunView, name: str, before: int | None) -> dict[str, Any] | None:
+def find_log(run: RunView, name: str, before: int | None = None) -> dict[str, Any] | None:
     """Return up to LOG_BYTES of a log before byte `before`, or from the end of the file.
 
-    The name is compared with existing files and never used as a path.
+    The name must be that of an existing file in the log folder.
     """
-    entry = next((entry for entry in _list_logs(run) if entry.name == f"{name}.log"), None)
-    if entry is None:
+    if f"{name}.log" not in _list_logs(run):
         return None
     try:
-        with open(entry.path, "rb") as file:
+        with open(run.run_dir.logs / f"{name}.log", "rb") as file:
             size = os.fstat(file.fileno()).st_size
             end = size if before is None else max(0, min(before, size))
             start = max(0, end - LOG_BYTES)
@@ -112,15 +105,8 @@ def find_log(run: RunView, name: str, before: int | None) -> dict[str, Any] | No
     }  # fmt: skip
 
 
-def _read_last_line(file: os.DirEntry[str] | None) -> str:
+def _read_last_line(run: RunView, name: str) -> str:
     """Return the last non-empty line of a log, or an empty string."""
-    if file is None:
-        return ""
-    try:
-        with open(file.path, "rb") as log:
-            size = os.fstat(log.fileno()).st_size
-            log.seek(max(0, size - 2000))
-            lines = log.read().decode("utf-8", errors="replace").splitlines()
-    except OSError:
-        return ""
+    log = find_log(run, name)
+    lines = [] if log is None else log["text"].splitlines()
     return next((line.strip()[:300] for line in reversed(lines) if line.strip()), "")

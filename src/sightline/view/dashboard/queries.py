@@ -21,13 +21,9 @@ SORT_ORDERS = {
     "mismatch": "kl DESC, id ASC",
     "longest": "tokens DESC, id ASC",
 }
-GROUP_ORDERS = {
-    "newest": "step DESC, id ASC",
-    "oldest": "step ASC, id ASC",
-    "reward_high": "reward DESC, id ASC",
-    "reward_low": "reward IS NULL, reward ASC, id ASC",
+GROUP_ORDERS = SORT_ORDERS | {
+    "mismatch": "max(kl) DESC, id ASC",
     "spread": "max(reward) - min(reward) DESC, id ASC",
-    "longest": "tokens DESC, id ASC",
 }
 MAX_ERRORS = 20
 _COLUMNS = (

@@ -29,8 +29,8 @@ class RunCollection:
         if not self._views and all(is_run(path) for path in self._given):
             raise ConfigError("no run to show", "name at least one run directory")
 
-    def discover(self) -> bool:
-        """Find new runs, drop removed ones, and return whether there are new ones."""
+    def discover(self) -> None:
+        """Find new runs and drop removed ones."""
         roots = {
             run: path
             for path in self._given
@@ -40,11 +40,9 @@ class RunCollection:
         with self._lock:
             for path in [path for path in self._views if not path.is_dir()]:
                 self._views.pop(path).close()
-            new = [path for path in roots if path not in self._views]
-            for path in new:
-                run_dir = FencedRunDir(path, roots[path])
-                self._views[path] = RunView(self._key(path), run_dir)
-        return bool(new)
+            for path, root in roots.items():
+                if path not in self._views:
+                    self._views[path] = RunView(self._key(path), FencedRunDir(path, root))
 
     def _key(self, path: Path) -> str:
         used_keys = {view.key for view in self._views.values()}
@@ -60,10 +58,11 @@ class RunCollection:
     def find_run(self, key: str) -> RunView | None:
         return next((view for view in self.all() if view.key == key), None)
 
-    def refresh(self) -> list[RunView]:
-        """Refresh all runs and return those that have changed."""
+    def refresh(self) -> None:
+        """Read some of the new data of all runs."""
         self.discover()
-        return [view for view in self.all() if view.refresh()]
+        for view in self.all():
+            view.refresh()
 
     def close(self) -> None:
         for view in self.all():

@@ -11,7 +11,7 @@ from sightline.run.run_dir import RunDir
 from sightline.view.dashboard import queries
 from sightline.view.dashboard.alerts import Alert, find_alerts
 from sightline.view.dashboard.history import MetricsHistory
-from sightline.view.dashboard.index import RefreshResult, RolloutIndex
+from sightline.view.dashboard.index import RolloutIndex
 from sightline.view.events import find_number
 from sightline.view.fenced_run_dir import FencedRunDir
 from sightline.view.formatting import fixed
@@ -27,19 +27,14 @@ _TAG = re.compile(r"(?<![\w#])#(\w(?:[\w./=-]*\w)?)")
 class RunView(RunFiles):
     """A run with its metrics and its index of rollouts, as far as they have been read."""
 
-    def __init__(
-        self, key: str, run_dir: RunDir, images_per_refresh: int = IMAGES_PER_REFRESH
-    ) -> None:
+    def __init__(self, key: str, run_dir: RunDir) -> None:
         super().__init__(run_dir)
         self.key = key
         self.store = self.open_store()
-        self._images_per_refresh = images_per_refresh
         self.history = MetricsHistory(run_dir.metrics)
         self.index = RolloutIndex(run_dir)
         self.revision = 0
         """Counter that increases whenever the run changes."""
-        self.files_left = 0
-        """Number of trace files that are not indexed yet."""
         self._last_signature: tuple[Any, ...] = ()
         self._present: set[str] = set()
         self._alerts: tuple[int, list[Alert]] = (-1, [])
@@ -49,29 +44,24 @@ class RunView(RunFiles):
     def close(self) -> None:
         self.index.close()
 
-    def refresh(self) -> bool:
-        """Read some of the run's new data. Return whether anything changed."""
+    def refresh(self) -> None:
+        """Read some of the run's new data."""
         self.history.path = self.run_dir.metrics
         changed = self.history.take_in(METRICS_BYTES_PER_REFRESH)
-        indexed: RefreshResult = self.index.refresh(_FILES_PER_REFRESH)
-        self.files_left = indexed.files_left
-        if indexed.changed:
+        if self.index.refresh(_FILES_PER_REFRESH):
             changed = True
             self.store = self.open_store()
         changed |= self._look_for_images()
         # Detect changes without events, such as a new summary or log line.
-        before, self._last_signature = (
-            self._last_signature,
-            (self.state, self.notes, _log_sizes(self.run_dir.logs)),
-        )
-        if changed or self._last_signature != before:
+        signature = (self.state, self.notes, _log_sizes(self.run_dir.logs))
+        if changed or signature != self._last_signature:
             self.revision += 1
-        return changed
+        self._last_signature = signature
 
     def refresh_all(self) -> None:
         """Refresh until everything is read."""
         self.refresh()
-        while self.files_left or self.history.is_behind:
+        while self.index.files_left or self.history.is_behind:
             self.refresh()
 
     def _look_for_images(self) -> bool:
@@ -81,7 +71,7 @@ class RunView(RunFiles):
             rows = connection.execute("SELECT digest FROM images").fetchall()
         unseen = [row["digest"] for row in rows if row["digest"] not in self._present]
         new = [digest for digest in unseen if digest not in self.missing]
-        for digest in [*new, *self.missing][: self._images_per_refresh]:
+        for digest in [*new, *self.missing][:IMAGES_PER_REFRESH]:
             self.missing.pop(digest, None)
             if self.store.has(digest):
                 self._present.add(digest)
@@ -117,12 +107,6 @@ class RunView(RunFiles):
             command = "sft" if "sft" in self.settings else "rl"
             fix = f"resume with `sightline {command} --resume {self.run_dir.path}`"
         return {"problem": problem, "cause": _join_ends(problem), "fix": fix}
-
-    def _num_steps(self) -> int | None:
-        """Return the number of planned steps from the settings."""
-        table = self.settings.get("run")
-        steps = table.get("steps") if isinstance(table, dict) else None
-        return steps if isinstance(steps, int) else None
 
     def alerts(self) -> list[Alert]:
         """Return alerts about the metrics so far."""
@@ -164,7 +148,8 @@ class RunView(RunFiles):
             "notes": notes,
             "tags": list(dict.fromkeys(_TAG.findall(notes))),
             "step": self.history.last_step,
-            "steps_total": newest.get("steps_total") or self._num_steps(),
+            "steps_total": newest.get("steps_total")
+            or find_number(self.get_section("run"), "steps"),
             "loss": newest.get("loss"),
             "elapsed_s": self.history.active_s,
             "eta_s": newest.get("eta_s"),
@@ -176,7 +161,7 @@ class RunView(RunFiles):
             "last": self.history.last_time,
             "rollouts": num,
             "images": num_images,
-            "files_left": self.files_left,
+            "files_left": self.index.files_left,
             "evals": self.history.evals,
             "dropped": dict(self.history.dropped),
             **self.history.count_failures(),

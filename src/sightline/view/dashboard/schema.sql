@@ -59,7 +59,6 @@ CREATE TABLE shows (
     PRIMARY KEY (digest, rollout, node, place)
 ) WITHOUT ROWID;
 CREATE INDEX shows_rollout ON shows (rollout, node, place);
-CREATE TABLE judged (step INTEGER PRIMARY KEY, verdicts TEXT NOT NULL);
 CREATE TABLE scored (step INTEGER PRIMARY KEY, stamp TEXT NOT NULL, problem TEXT NOT NULL);
 CREATE TABLE mismatch (
     step INTEGER NOT NULL,
@@ -88,4 +87,3 @@ CREATE TABLE worst (
 );
 CREATE INDEX worst_kl ON worst (kl);
 CREATE INDEX worst_step ON worst (step);
-CREATE TABLE notes (name TEXT PRIMARY KEY, value TEXT NOT NULL);

@@ -7,10 +7,12 @@ import contextlib
 import re
 from collections.abc import AsyncIterator, Callable, Sequence
 from pathlib import Path
+from threading import Lock
 from typing import Annotated, Any
 
 import msgspec
 import uvicorn
+from cachetools import LRUCache, cached
 from fastapi import FastAPI, Query
 from starlette.exceptions import HTTPException
 from starlette.requests import Request
@@ -41,6 +43,8 @@ TYPES = {
 STATIC = Path(__file__).with_name("static")
 LOOPBACK = RequestGuard("127.0.0.1")
 _RANGE = re.compile(r"bytes=(\d{1,18})-(\d{0,18})", re.ASCII)
+MAX_THUMBNAILS = 4096
+MAX_THUMBNAIL_SIDE = 512
 MAX_STEPS = 2000
 """Maximum number of steps in one answer. For longer runs, evenly spaced steps are sent."""
 CACHE_FOREVER = "private, max-age=31536000, immutable"
@@ -123,7 +127,10 @@ class Dashboard:
 
     def __init__(self, runs: RunCollection) -> None:
         self._runs = runs
-        self._thumbs = thumbnails.ThumbnailCache()
+        remember = cached(
+            LRUCache(MAX_THUMBNAILS), key=lambda store, digest, side: (digest, side), lock=Lock()
+        )
+        self._make_thumbnail = remember(thumbnails.make_thumbnail)
         self._watch: RunWatcher | None = None
         self._files = list_static_files()
 
@@ -228,7 +235,8 @@ class Dashboard:
         view = self._run(run)
         rollout = rollout_page.describe_rollout(view, file, number)
         if rollout is None:
-            left = f"; {view.files_left} files are not indexed yet" if view.files_left else ""
+            files_left = view.index.files_left
+            left = f"; {files_left} files are not indexed yet" if files_left else ""
             raise HTTPException(404, f"rollout not found{left}")
         return _json_response(rollout)
 
@@ -274,7 +282,8 @@ class Dashboard:
 
     def thumb(self, run: str, digest: str, side: int = 96) -> Response:
         store = self._run(run).store
-        return _image_response(*self._thumbs.get(store, _check_digest(digest), side))
+        side = max(16, min(side, MAX_THUMBNAIL_SIDE))
+        return _image_response(*self._make_thumbnail(store, _check_digest(digest), side))
 
     # --- processes and settings
 

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from dataclasses import dataclass
 from hashlib import blake2b
 from pathlib import Path
 
-from sightline.errors import SightlineError, WireError
+from sightline.errors import SightlineError, WireError, summarize_traceback
 from sightline.media import MediaRef
 from sightline.message import Message
 from sightline.run.run_dir import RunDir
@@ -21,6 +21,9 @@ MAX_ANSWER_CHARS = 160
 BROKEN = "broken"
 UNKNOWN = ""
 """Verdict for rollouts without one, in evaluations and older runs."""
+
+Verdicts = dict[str, str]
+"""Verdicts by rollout."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -91,6 +94,7 @@ def build_row(record: TraceRecord, file: str, verdict: str | None) -> dict[str, 
     turns = trace.turns
     step = find_step(file)
     oldest = trace.oldest_version
+    cause = summarize_traceback(trace.error or trace.limit).strip() or trace.error_kind
     return {
         "file": file,
         "number": record.number,
@@ -105,7 +109,7 @@ def build_row(record: TraceRecord, file: str, verdict: str | None) -> dict[str, 
         "reward": trace.reward,
         "rewards": json.dumps(trace.rewards),
         "verdict": verdict or (BROKEN if trace.error else UNKNOWN),
-        "error": _find_cause(trace),
+        "error": cause[:MAX_ANSWER_CHARS],
         "turns": len(turns),
         "branches": len(trace.branches()),
         "tokens": trace.num_tokens,
@@ -115,14 +119,6 @@ def build_row(record: TraceRecord, file: str, verdict: str | None) -> dict[str, 
         "seconds": trace.ended - trace.started if trace.ended > trace.started > 0 else None,
         "answer": _answer(turns[-1].message) if turns else "",
     }
-
-
-def _find_cause(trace: Trace) -> str:
-    """Return the last line of the error or limit that ended a rollout."""
-    lines = [line.strip() for line in (trace.error or trace.limit).splitlines() if line.strip()]
-    if len(lines) > 1 and lines[-1].startswith("fix: "):
-        lines.pop()
-    return lines[-1][:MAX_ANSWER_CHARS] if lines else trace.error_kind
 
 
 def _answer(message: Message) -> str:
@@ -153,18 +149,17 @@ def collect_images(trace: Trace) -> list[tuple[MediaRef, int, int]]:
     ]
 
 
-def parse_verdicts(line: bytes) -> tuple[int, dict[str, str]] | None:
-    """Return a line's step and its verdicts by rollout; None if it is unreadable."""
+def read_verdicts(run_dir: RunDir, steps: Collection[int | None]) -> dict[int | None, Verdicts]:
+    """Return the verdicts of some steps. The last line of a step counts."""
+    parsed = map(_parse_verdicts, read_lines(run_dir.verdicts))
+    return {step: verdicts for step, verdicts in parsed if step in steps}
+
+
+def _parse_verdicts(line: bytes) -> tuple[int, Verdicts]:
+    """Return a line's step and verdicts; -1 as the step if it is unreadable."""
     try:
         record = json.loads(line)
         verdicts = {name: v for v, names in record["verdicts"].items() for name in names}
-        step = int(record["step"])
-        return (step, verdicts) if 0 <= step < 2**63 else None
+        return int(record["step"]), verdicts
     except (ValueError, TypeError, KeyError, AttributeError, OverflowError, RecursionError):
-        return None
-
-
-def read_verdicts(run_dir: RunDir, stem: str) -> dict[str, str]:
-    """Return a step's verdicts by rollout. The last line of a step counts."""
-    parsed = [line for line in map(parse_verdicts, read_lines(run_dir.verdicts)) if line]
-    return {f"step_{step:06d}": verdicts for step, verdicts in parsed}.get(stem, {})
+        return -1, {}

@@ -15,6 +15,8 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, Protocol
 
+from PIL.Image import Image
+
 from sightline.config import LoggingConfig
 from sightline.errors import ConfigError
 from sightline.run import RunDir
@@ -44,15 +46,6 @@ class RunIdentity:
 
 
 @dataclass(frozen=True, slots=True)
-class Thumbnail:
-    """A reduced copy of an image, as PNG."""
-
-    data: bytes
-    width: int
-    height: int
-
-
-@dataclass(frozen=True, slots=True)
 class RolloutRow:
     """A rollout as a table row."""
 
@@ -60,7 +53,8 @@ class RolloutRow:
     verdict: str
     reward: float | None
     text: str
-    thumbs: tuple[Thumbnail, ...]
+    thumbs: tuple[Image, ...]
+    """Reduced copies of its images."""
 
 
 class Sink(Protocol):

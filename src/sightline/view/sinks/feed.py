@@ -16,11 +16,14 @@ from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
 
+from PIL.Image import Image
+
 from sightline.errors import MediaError, SightlineError
 from sightline.media import MediaStore
 from sightline.run.run_dir import RunDir
-from sightline.view.dashboard import thumbnails, trace_files
+from sightline.view.dashboard import trace_files
 from sightline.view.dashboard.history import STEP_EVENT_KINDS, flatten_numbers
+from sightline.view.dashboard.thumbnails import open_reduced
 from sightline.view.events import EventTail
 from sightline.view.run_files import RunFiles, get_run_dir
 from sightline.view.run_status import RUNNING, find_launcher, find_state
@@ -30,7 +33,6 @@ from sightline.view.sinks import (
     RolloutRow,
     RunIdentity,
     Sink,
-    Thumbnail,
     check_sinks,
 )
 from sightline.wire.event import Event
@@ -175,7 +177,7 @@ def build_sample_table(run_dir: RunDir, store: MediaStore, step: int) -> list[Ro
     rows: list[RolloutRow] = []
     groups: set[str] = set()
     file = run_dir.traces_of(step)
-    verdicts = trace_files.read_verdicts(run_dir, file.stem)
+    verdicts = trace_files.read_verdicts(run_dir, [step]).get(step, {})
     try:
         for record in trace_files.read_records(file):
             if isinstance(record, str) or record.trace.group_id in groups:
@@ -196,8 +198,8 @@ def build_sample_table(run_dir: RunDir, store: MediaStore, step: int) -> list[Ro
     return rows
 
 
-def _find_thumbnail(store: MediaStore, digest: str) -> Thumbnail | None:
+def _find_thumbnail(store: MediaStore, digest: str) -> Image | None:
     try:
-        return Thumbnail(*thumbnails.make_png_thumbnail(store, digest, THUMBNAIL_SIDE))
+        return open_reduced(store, digest, THUMBNAIL_SIDE)
     except MediaError:
         return None

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
+import io
 import json
 import time
 from pathlib import Path
-from typing import Any
 
 from tensorboard.compat.proto.event_pb2 import Event
 from tensorboard.compat.proto.summary_pb2 import Summary, SummaryMetadata
@@ -14,6 +14,7 @@ from tensorboard.compat.proto.tensor_shape_pb2 import TensorShapeProto
 from tensorboard.plugins.hparams.summary_v2 import hparams_pb
 from tensorboard.summary.writer.event_file_writer import EventFileWriter
 
+from sightline.view.run_files import flatten_settings
 from sightline.view.sinks import RolloutRow, RunIdentity
 
 _STRING = 7  # DT_STRING of its protocol
@@ -22,8 +23,14 @@ _STRING = 7  # DT_STRING of its protocol
 class TensorBoard:
     def __init__(self, folder: Path, run: RunIdentity, offline: bool) -> None:
         self._writer = EventFileWriter(str(folder / "tensorboard"), flush_secs=5)
-        settings = hparams_pb(_flatten(run.settings), trial_id=run.unique_name)
-        self._writer.add_event(Event(wall_time=time.time(), summary=settings))
+        settings = {
+            name: value
+            if isinstance(value, bool | int | float | str)
+            else json.dumps(value, default=str)
+            for name, value in flatten_settings(run.settings)
+        }
+        summary = hparams_pb(settings, trial_id=run.unique_name)
+        self._writer.add_event(Event(wall_time=time.time(), summary=summary))
 
     def _write(self, step: int, values: list[Summary.Value]) -> None:
         event = Event(step=step, wall_time=time.time(), summary=Summary(value=values))
@@ -40,9 +47,11 @@ class TensorBoard:
         values = []
         for place, sample in enumerate(samples):
             for number, thumb in enumerate(sample.thumbs):
+                encoded = io.BytesIO()
+                thumb.save(encoded, format="PNG")
                 image = Summary.Image(
                     height=thumb.height, width=thumb.width, colorspace=3,
-                    encoded_image_string=thumb.data,
+                    encoded_image_string=encoded.getvalue(),
                 )  # fmt: skip
                 values.append(Summary.Value(tag=f"samples/{place}/{number}", image=image))
         rows = ["| rollout | verdict | reward | text |", "|---|---|---|---|"]
@@ -54,18 +63,6 @@ class TensorBoard:
 
     def close(self) -> None:
         self._writer.close()
-
-
-def _flatten(settings: dict[str, Any], prefix: str = "") -> dict[str, bool | float | str]:
-    """Return settings by dotted names. Lists and other values become JSON."""
-    flat: dict[str, bool | float | str] = {}
-    for name, value in settings.items():
-        if isinstance(value, dict):
-            flat |= _flatten(value, f"{prefix}{name}.")
-        else:
-            is_plain = isinstance(value, bool | int | float | str)
-            flat[f"{prefix}{name}"] = value if is_plain else json.dumps(value, default=str)
-    return flat
 
 
 def _cell(text: str) -> str:

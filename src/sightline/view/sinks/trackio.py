@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import io
 import warnings
 from pathlib import Path
 from typing import Any
@@ -36,7 +35,6 @@ class Trackio:
 
     def samples(self, step: int, samples: list[RolloutRow]) -> None:
         import pandas
-        from PIL import Image
 
         most = max((len(sample.thumbs) for sample in samples), default=0)
         rows = []
@@ -46,8 +44,7 @@ class Trackio:
             }  # fmt: skip
             for place in range(most):
                 thumb = s.thumbs[place] if place < len(s.thumbs) else None
-                picture = None if thumb is None else Image.open(io.BytesIO(thumb.data))
-                row[f"image {place}"] = None if picture is None else self._trackio.Image(picture)
+                row[f"image {place}"] = None if thumb is None else self._trackio.Image(thumb)
             rows.append(row)
         table = self._trackio.Table(dataframe=pandas.DataFrame(rows))
         self._trackio.log({"samples": table}, step=step)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import io
 from pathlib import Path
 from typing import Any
 
@@ -31,15 +30,12 @@ class Wandb:
         self._run.log({name.replace(".", "/"): v for name, v in values.items()} | {"step": step})
 
     def samples(self, step: int, samples: list[RolloutRow]) -> None:
-        from PIL import Image
-
         table = self._wandb.Table(columns=["rollout", "verdict", "reward", "text"])
         images = []
         for s in samples:
             table.add_data(s.trace_id, s.verdict, s.reward, s.text)
             for thumb in s.thumbs:
-                image = Image.open(io.BytesIO(thumb.data))
-                images.append(self._wandb.Image(image, caption=f"{s.trace_id}, {s.reward}"))
+                images.append(self._wandb.Image(thumb, caption=f"{s.trace_id}, {s.reward}"))
         # Not inside the table, where offline runs keep only image names.
         self._run.log({"samples": table, "images": images, "step": step})
 

@@ -70,7 +70,7 @@ class PebbleRenderer(BaseRenderer):
         if message.role == "assistant":
             emitter.end_trained()
 
-    def emit_image(self, emitter: Emitter, context: RenderContext, item: MediaItem) -> None:
+    def emit_image(self, emitter: Emitter, item: MediaItem) -> None:
         emitter.special(self._look)
         emitter.image(item, self._dot, self._family.num_tokens(item))
         emitter.special(self._end_look)
