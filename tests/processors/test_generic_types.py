@@ -5,8 +5,6 @@ from __future__ import annotations
 import json
 import os
 import random
-import subprocess
-import sys
 from pathlib import Path
 
 import making
@@ -16,6 +14,7 @@ from shards import num_examples
 from sightline.config import LoraConfig
 from sightline.errors import MediaRefused
 from sightline.families import load_family
+from sightline.families.anyvlm import _probe_in_process
 from sightline.media import MediaStore
 from tests.contract.cases.anyvlm import Images, write_kind
 from tests.contract.suites import run_suites
@@ -50,19 +49,16 @@ def test_fingerprint_includes_the_torchvision_version(tmp_path: Path) -> None:
     assert torchvision.__version__.startswith(family.settings["torchvision"])
 
 
-def test_missing_torchvision_is_named_in_the_error(tmp_path: Path) -> None:
+def test_missing_torchvision_is_named_in_the_error(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     write_kind("lfm2_vl", tmp_path / "model")
     folders = os.environ["PYTHONPATH"].split(os.pathsep)
     left = [folder for folder in folders if not (Path(folder) / "torchvision").is_dir()]
-    program = f"from sightline import load_family; load_family({str(tmp_path / 'model')!r})"
-    done = subprocess.run(
-        [sys.executable, "-c", program],
-        env={**os.environ, "PYTHONPATH": os.pathsep.join(left)},
-        capture_output=True,
-        text=True,
-    )
-    assert "with torchvision only, which is not installed here" in done.stderr
-    assert "install the torchvision" in done.stderr
+    monkeypatch.setenv("PYTHONPATH", os.pathsep.join(left))
+    answer = _probe_in_process(tmp_path / "model")
+    assert "with torchvision only, which is not installed here" in answer.problem
+    assert "install the torchvision" in answer.fix
 
 
 PUBLISHED = {

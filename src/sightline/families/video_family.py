@@ -22,6 +22,7 @@ import numpy as np
 
 from sightline.errors import FamilyError, MediaRefused, Misaligned
 from sightline.families.checkpoint_files import read_json
+from sightline.families.patchify import patchify
 from sightline.families.processor_settings import (
     FrameSettings,
     check_vision_config,
@@ -41,7 +42,6 @@ from sightline.families.vision_family import (
     check_slots_fit,
     compute_mrope_positions,
     fit_image,
-    patchify,
 )
 from sightline.message import VideoPart
 from sightline.wire import MediaItem, Slot, VideoStep

@@ -1,4 +1,4 @@
-"""The gather against one patch at a time."""
+"""The gather against one patch at a time, in both of its ways to read a plane."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from sightline.families.vision_family import patchify
+from sightline.families.patchify import patchify
 
 
 def one_by_one(values: np.ndarray, patch: int, merge: int) -> np.ndarray:
@@ -32,6 +32,26 @@ def test_patches_match_a_plain_loop(patch: int, merge: int) -> None:
     assert np.array_equal(patches, one_by_one(values, patch, merge))
 
 
+def test_non_contiguous_plane_gives_the_same_patches() -> None:
+    column = np.arange(4608, dtype=np.uint32)[:, None]
+    values = (column * 7 + np.arange(4096, dtype=np.uint32) * 3).astype(np.uint8)
+    image = Image.merge("RGB", [Image.fromarray(values)] * 3)
+    with pytest.raises(ValueError, match="multiple array blocks"):
+        image.split()[0].__arrow_c_array__()
+    want = one_by_one(np.stack([values] * 3, axis=-1), 64, 2)
+    assert np.array_equal(patchify(image, 64, 2), want)
+
+
 def test_image_not_divisible_into_patches_is_refused() -> None:
     with pytest.raises(ValueError):
         patchify(Image.new("RGB", (33, 32)), 16, 2)
+
+
+def test_patches_outlive_their_image() -> None:
+    image = Image.effect_noise((640, 640), 90).convert("RGB")
+    patches = patchify(image, 16, 2)
+    kept = patches.copy()
+    del image
+    for value in range(20):
+        Image.new("RGB", (640, 640), (value, value, value)).split()
+    assert np.array_equal(patches, kept)

@@ -1,8 +1,8 @@
 """The generic family: any image-and-text checkpoint of transformers that no other family claims.
 
 At the first load, `probe` runs trials on the checkpoint's own processor, chat template and model
-code. It writes its `findings` into the folder, or refuses the checkpoint and names the trial that
-failed. `image_tokens` chooses the rule in `layout` that maps
+code, in a process that has transformers. It writes its `findings` into the folder, or refuses the
+checkpoint and names the trial that failed. `image_tokens` chooses the rule in `layout` that maps
 image sizes to tokens. `vision` defines the family and `render` the renderer. `processor`, `forward`
 and the probe import transformers. This file does not.
 
@@ -13,6 +13,8 @@ torchvision if it processes the images. If the folder is read-only, every proces
 from __future__ import annotations
 
 import os
+import subprocess
+import sys
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -20,7 +22,13 @@ from typing import Any
 import msgspec
 
 from sightline.errors import FamilyError
-from sightline.families.anyvlm.findings import FILE, Findings, digest_sources, find_version
+from sightline.families.anyvlm.findings import (
+    FILE,
+    Findings,
+    ProbeAnswer,
+    digest_sources,
+    find_version,
+)
 from sightline.families.anyvlm.render import AnyVLMRenderer
 from sightline.families.anyvlm.vision import AnyVLMFamily
 
@@ -28,6 +36,7 @@ __all__ = ["claims", "load_family", "load_renderer"]
 
 IS_FALLBACK = True
 """Use this family only if no other family claims a checkpoint."""
+TIMEOUT_S = 600
 
 
 def claims(config: dict[str, Any]) -> bool:
@@ -62,14 +71,43 @@ def load_findings(path: Path) -> Findings:
             "run `sightline check` with this [model] path where transformers is installed; it "
             f"writes {FILE} into the folder",
         )
-    from sightline.families.anyvlm.probe import run_trials  # imports torch and transformers
+    return _probe(path)
 
-    findings = run_trials(path)
+
+def _probe(path: Path) -> Findings:
+    """Run the probe, and write its findings into the folder if possible."""
+    if "transformers" in sys.modules:
+        from sightline.families.anyvlm.probe import run_trials
+
+        answer = run_trials(path)
+    else:
+        answer = _probe_in_process(path)
+    if answer.findings is None:
+        raise FamilyError(f"{path}: {answer.problem}", answer.fix)
     with suppress(OSError):
         part = path / f".{FILE}.{os.getpid()}"
-        part.write_bytes(msgspec.json.format(msgspec.json.encode(findings), indent=1))
+        part.write_bytes(msgspec.json.format(msgspec.json.encode(answer.findings), indent=1))
         part.replace(path / FILE)
-    return findings
+    return answer.findings
+
+
+def _probe_in_process(path: Path) -> ProbeAnswer:
+    """Run the probe in a subprocess, which imports torch and transformers."""
+    words = [sys.executable, "-m", "sightline.families.anyvlm.probe", str(path)]
+    try:
+        done = subprocess.run(words, capture_output=True, text=True, timeout=TIMEOUT_S)
+    except subprocess.TimeoutExpired as error:
+        raise FamilyError(
+            f"{path}: the probe did not finish within {TIMEOUT_S} s",
+            f"run `{' '.join(words)}` to see where it stalls",
+        ) from error
+    try:
+        return msgspec.json.decode(done.stdout.rpartition("\n\n")[2], type=ProbeAnswer)
+    except msgspec.MsgspecError as error:
+        raise FamilyError(
+            f"{path}: the probe crashed: {done.stderr[-2000:]}",
+            f"run `{' '.join(words)}` to see the whole output",
+        ) from error
 
 
 load_renderer = AnyVLMRenderer.load

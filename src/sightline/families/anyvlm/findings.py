@@ -114,6 +114,12 @@ class Findings(msgspec.Struct, frozen=True):
             at += array.nbytes
 
 
+class ProbeAnswer(msgspec.Struct, frozen=True):
+    findings: Findings | None = None
+    problem: str = ""
+    fix: str = ""
+
+
 def digest_sources(path: Path) -> str:
     digest = hashlib.sha256(str(VERSION).encode())
     for name in SOURCES:

@@ -1,14 +1,16 @@
 """Inspect a checkpoint of an unknown type with trials on its own code.
 
-Trials use the checkpoint's own processor and chat template. They run the model's code on the meta
-device and in layers with random weights (`packing_trial`). The probe reads no weights. `forward`
-checks them after loading.
+`python -m sightline.families.anyvlm.probe DIR` runs `TRIALS` in order and prints the findings, or
+the trial that failed, as one line of JSON after an empty line. Trials use the checkpoint's own
+processor and chat template. They run the model's code on the meta device and in layers with random
+weights (`packing_trial`). The probe reads no weights. `forward` checks them after loading.
 """
 
 from __future__ import annotations
 
 import inspect
 import json
+import sys
 from collections.abc import Callable, Iterator
 from functools import cached_property
 from pathlib import Path
@@ -19,11 +21,13 @@ import numpy as np
 import torch
 from PIL import Image
 from transformers import AutoConfig, AutoModelForImageTextToText, GenerationConfig
+from transformers.utils import logging as transformers_logging
 
 from sightline.errors import FamilyError, MediaRefused, MessageError, SightlineError
 from sightline.families.anyvlm.findings import (
     UNSUPPORTED,
     Findings,
+    ProbeAnswer,
     RowArray,
     digest_sources,
     find_version,
@@ -45,7 +49,6 @@ from sightline.families.anyvlm.processor import (
 )
 from sightline.families.anyvlm.render import AnyVLMRenderer
 from sightline.families.anyvlm.vision import AnyVLMFamily
-from sightline.families.checkpoint_files import hide_pad_warning
 from sightline.families.template_check import find_split
 from sightline.families.vision_family import compute_mrope_positions
 from sightline.media import MediaRef
@@ -329,20 +332,25 @@ TRIALS: tuple[tuple[str, Trial], ...] = (
 trials pass."""
 
 
-def run_trials(path: Path) -> Findings:
-    """Run `TRIALS` in order. Raise FamilyError with the name of the first that fails."""
-    hide_pad_warning()
+def run_trials(path: Path) -> ProbeAnswer:
     checkpoint = Checkpoint(path)
     findings = Findings(source=digest_sources(path), transformers=find_version("transformers"))
     for name, trial in TRIALS:
-        failed = f"{path}: the {name} trial failed"
         try:
             findings = trial(checkpoint, findings)
         except SightlineError as error:
-            raise FamilyError(f"{failed}: {error.problem}", error.fix) from error
+            return ProbeAnswer(problem=f"the {name} trial failed: {error.problem}", fix=error.fix)
         except FOREIGN as error:
-            raise FamilyError(
-                f"{failed}: the checkpoint's code raised {type(error).__name__}: {error}",
-                UNSUPPORTED,
-            ) from error
-    return findings
+            problem = f"the {name} trial failed: the checkpoint's code raised "
+            problem += f"{type(error).__name__}: {error}"
+            return ProbeAnswer(problem=problem, fix=UNSUPPORTED)
+    return ProbeAnswer(findings)
+
+
+def main() -> None:
+    transformers_logging.set_verbosity_error()
+    print("\n\n" + msgspec.json.encode(run_trials(Path(sys.argv[1]))).decode(), end="")
+
+
+if __name__ == "__main__":
+    main()

@@ -20,6 +20,7 @@ import numpy as np
 
 from sightline.errors import FamilyError, MediaRefused
 from sightline.families.checkpoint_files import read_json
+from sightline.families.patchify import patchify
 from sightline.families.processor_settings import (
     PixelSettings,
     check_vision_config,
@@ -28,7 +29,7 @@ from sightline.families.processor_settings import (
     read_processor_config,
 )
 from sightline.families.protocol import ImageLayout
-from sightline.families.vision_family import PixelFamily, fit_image, patchify
+from sightline.families.vision_family import PixelFamily, fit_image
 
 if TYPE_CHECKING:
     from PIL import Image
