@@ -359,6 +359,7 @@ def test_every_setting_is_read_somewhere() -> None:
     }
     read |= {"min_pixels", "max_pixels"} if "overrides" in read else set()
     read |= {"hosts"} if "find_host" in read else set()
+    read |= {"max_mismatch"} if "mismatch_limit" in read else set()
     assert [key for key in every_setting() if key.split(".")[1] not in read] == []
 
 
@@ -419,6 +420,7 @@ PATCHED = {
     "unit/trainer/test_compiled.py": "kernels that only a GPU has",
     "unit/trainer/test_exact.py": "arithmetic that varies, which a start has to see",
     "unit/trainer/test_features.py": "nothing: it notes what is copied to the device",
+    "unit/trainer/test_packing_check.py": "a pack whose sequences see each other",
     "unit/trainer/test_process.py": "when an orchestrator is lost, and the seconds of its silence",
     "unit/view/test_images_in_use.py": "a writer that finishes in the middle of a search",
 }

@@ -20,11 +20,13 @@ from sightline.families.qwen_vl.vision import QwenVLFamily
 from sightline.families.registry import family_names, load_serving
 
 SOURCE = """
+from types import SimpleNamespace
+
 def claims(config):
     return config.get("model_type") == {model_type!r}
 
 def load_family(path, overrides):
-    return {name!r}, overrides
+    return SimpleNamespace(name={name!r}, overrides=overrides)
 """
 
 
@@ -58,10 +60,8 @@ def test_families_on_the_python_path_are_added_to_built_in_ones(
     add("pebble", "pebble")
     add("gravel", "gravel2")
     assert family_names() == sorted([*own, "gravel", "pebble"])
-    assert load_family(checkpoint(tmp_path / "m", "gravel2"), max_pixels=7) == (
-        "gravel",
-        {"max_pixels": 7},
-    )
+    family: Any = load_family(checkpoint(tmp_path / "m", "gravel2"), max_pixels=7)
+    assert (family.name, family.overrides) == ("gravel", {"max_pixels": 7})
 
 
 def test_duplicate_family_name_is_refused(add: Callable[..., None]) -> None:
@@ -95,14 +95,14 @@ def test_fallback_family_yields_to_a_claiming_family(
     add("gravel", "stone")
     folder = checkpoint(tmp_path / "m", "stone")
     (folder / "config.json").write_text(json.dumps({"model_type": "stone", "vision_config": {}}))
-    assert load_family(folder) == ("gravel", {})
+    assert load_family(folder).name == "gravel"
 
 
 def test_import_error_in_serving_is_not_reported_as_missing_support(
     add: Callable[..., None], tmp_path: Path
 ) -> None:
     add("gravel", "gravel2")
-    family: Any = SimpleNamespace(name="gravel")
+    family: Any = SimpleNamespace(name="gravel", position_limit=0)
     model = checkpoint(tmp_path / "m", "gravel2")
     with pytest.raises(FamilyError, match="cannot be served with vLLM"):
         load_serving(model, family)

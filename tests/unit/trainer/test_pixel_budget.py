@@ -81,9 +81,20 @@ class Live:
 class EagerMaterializer(Materializer):
     """Makes every item before `submit` returns: the least favourable order of the threads."""
 
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        self._one_at_a_time = threading.Lock()
+
     def submit(self, item: MediaItem, keep: bool = True) -> Future[Pixels]:
         future = super().submit(item, keep)
         wait([future])
+        # A thread of a pool holds its last result a moment longer. It is gone once all threads
+        # have met.
+        with self._one_at_a_time:
+            meeting = threading.Barrier(self.threads + 1)
+            for _ in range(self.threads):
+                self._pool.submit(meeting.wait)
+            meeting.wait()
         return future
 
 
