@@ -47,14 +47,17 @@ def build_eval_request(
     server: str = "",
     min_version: int = 0,
 ) -> RolloutRequest:
-    """Return the request for one rollout outside any group. `seed` is the run's seed."""
-    rollout_id = f"{split}{'.exchanged' if swapped_images else ''}.{task}"
+    """Return the request for one rollout outside any group. `seed` is the run's seed.
+
+    With a `server`, the rollout's id differs, because another evaluation may run at the same time.
+    """
+    name = f"{split}{'.exchanged' if swapped_images else ''}.{task}"
     return RolloutRequest(
-        rollout_id=rollout_id,
+        rollout_id=f"{name}.background" if server else name,
         group_id="",
         task=task,
         split=split,
-        seed=derive_seed(seed, rollout_id),
+        seed=derive_seed(seed, name),
         temperature=temperature,
         exchanged=swapped_images,
         server=server,

@@ -116,3 +116,22 @@ def test_lost_worker_breaks_its_rollouts_but_not_the_group() -> None:
         assert len(group.traces) == 4 and rollouts.num_ahead == 0
 
     run(check)
+
+
+def test_a_task_can_be_in_two_evaluations_at_once() -> None:
+    """A background evaluation plays the same tasks as one that confirms the goal."""
+
+    async def check(sent: Sent) -> None:
+        rollouts = RolloutScheduler(
+            RolloutDispatcher(sent.send, ["a", "b"]), group_size=4, temperature=1.0, seed=0
+        )
+        requests = [build_eval_request(0, "eval", 0, 1.0, server=url) for url in ("", "http://x")]
+        assert requests[0].seed == requests[1].seed
+        playing = [asyncio.ensure_future(rollouts.play_once(request)) for request in requests]
+        await asyncio.sleep(0)
+        for name in sorted([*sent.to["a"], *sent.to["b"]]):
+            rollouts.on_result(RolloutResult(name, encode_trace(Trace(id=name, reward=1.0))))
+        traces = await asyncio.wait_for(asyncio.gather(*playing), 5)
+        assert [trace.id for trace in traces] == [request.rollout_id for request in requests]
+
+    run(check)
