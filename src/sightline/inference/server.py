@@ -25,6 +25,7 @@ from starlette.routing import Route
 from sightline.errors import EngineError, MediaError, SightlineError
 from sightline.inference.chat_endpoint import ChatEndpoint, chat_error_response
 from sightline.inference.errors import (
+    MAX_BODY_BYTES,
     answer_errors,
     build_engine_error,
     error_response,
@@ -154,7 +155,8 @@ class InferenceServer:
     # --- generate
 
     async def _generate(self, http: Request) -> Response:
-        checked = self.validator.check(await read_body(http, self.validator.max_body_bytes))
+        most = min(MAX_BODY_BYTES, self.validator.max_body_bytes)
+        checked = self.validator.check(await read_body(http, most))
         return json_response(await self._run_request(checked, http))
 
     async def _generate_for_chat(self, request: GenerateRequest, http: Request) -> GenerateResponse:
