@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import os
 import socket
+import sys
 import time
 from pathlib import Path
 
@@ -25,13 +26,19 @@ from sightline.transport.zmq_channel import Hub
 CAPS = ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS", "RAYON_NUM_THREADS")
 
 
+def start_idle(processes: Processes, name: str) -> None:
+    """Start a process that does nothing and does not end."""
+    python = processes.run_dir.path / "python.sh"
+    python.write_text(f"#!/bin/sh\nexec {sys.executable} -c 'import time; time.sleep(600)' $@\n")
+    python.chmod(0o755)
+    processes.start(ProcessSpec(name, ["idle"], 1, python=str(python)))
+
+
 def test_native_thread_pools_are_capped_before_a_process_starts(tmp_path: Path) -> None:
     run_dir = RunDir(tmp_path / "run")
     run_dir.make()
     processes = Processes(run_dir)
-    processes.start(
-        ProcessSpec("worker-0", ["bench", "rollout", "--serve", "http://127.0.0.1:0"], 1)
-    )
+    start_idle(processes, "worker-0")
     try:
         folder = Path(f"/proc/{processes.pid('worker-0')}")
         while b"sightline" not in (folder / "cmdline").read_bytes():
@@ -88,9 +95,7 @@ def test_stalled_trainer_heartbeat_ends_the_run(tmp_path: Path) -> None:
             trainers.check()
 
     assert not beat.exists(), "one from before the run was resumed says nothing"
-    processes.start(
-        ProcessSpec("trainer", ["bench", "rollout", "--serve", "http://127.0.0.1:0"], 1)
-    )
+    start_idle(processes, "trainer")
     try:
         check_after(179)
         beat.touch()
