@@ -20,7 +20,7 @@ def test_overview_charts_every_metric_and_zooms(page: Page, small: str) -> None:
     expect(titles.filter(has_text="Reward").first).to_be_visible()
     shown = titles.all_text_contents()
     for title in ("Reward", "Loss", "Mismatch KL", "Entropy", "Lag", "Throughput", "Verdicts",
-                  "Network traffic", "Failed images"):  # fmt: skip
+                  "Failed images"):  # fmt: skip
         assert title in shown
     plot = page.locator(".u-over").first
     plot.hover()

@@ -26,7 +26,6 @@ const CHARTS = [
   { title: "Throughput", note: "sampled tokens per second", columns: { tokens_per_s: "tokens" }, fromZero: true },
   { title: "GPU memory", note: "GB", columns: { gpu_peak_gb: "peak per step" }, fromZero: true },
   { title: "Verdicts", note: "rollouts per step", prefix: "verdicts.", counter: true, fromZero: true },
-  { title: "Network traffic", note: "bytes per step", prefix: "wire.", only: /bytes/, counter: true, fromZero: true },
   { title: "Failed images", note: "total", columns: { bad_media: "failed" }, fromZero: true, unlessZero: true },
   { title: "Clipped tokens", note: "share", columns: { clip_fraction: "clipped" }, fromZero: true },
   { title: "KL to the reference", columns: { kl_ref: "KL" }, fromZero: true },
